@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from grpo_mp.algorithms.presets import PRESETS
-from grpo_mp.config import Settings
+from grpo_mp.config import Settings, SftSettings
 from grpo_mp.monitor.metrics import TABLE, Metric
 from grpo_mp.planner.measured import COLUMNS, MEASURED, compare, read_measured
 from grpo_mp.section import Section, nested_sections, section_type
@@ -127,7 +127,14 @@ def planner_page() -> str:
 
 def settings_page() -> str:
     """Return the page of the settings."""
-    return render("configs", settings="\n".join(_section(path, section) for path, section in nested_sections(Settings)))
+    of_rl = list(nested_sections(Settings))
+    shared = [section for _, section in of_rl]
+    own = [(path, section) for path, section in nested_sections(SftSettings) if section not in shared]
+    return render(
+        "configs",
+        settings="\n".join(_section(path, section) for path, section in of_rl),
+        sft="\n".join(_section(f"{path or 'Sections'} of grpo-mp sft", section) for path, section in own),
+    )
 
 
 def _section(path: str, section: type[Section]) -> str:

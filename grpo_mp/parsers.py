@@ -14,6 +14,10 @@ TRAIN = """Train a policy by GRPO.
 
 --ranks N starts N ranks on this machine. Without it this process is one rank: of torchrun or srun, else the only one.
 """
+SFT = """Fine-tune a policy on given chats, supervised: the loss is on what the assistant says.
+
+--ranks N starts N ranks on this machine. Without it this process is one rank: of torchrun or srun, else the only one.
+"""
 EVALUATE = """Answer the held-out problems of data.eval, without training.
 
 --ranks N starts N ranks on this machine. Without it this process is one rank: of torchrun or srun, else the only one.
@@ -56,13 +60,24 @@ def settings_parser(command: str, description: str, *parents: Parser) -> Parser:
 def train_parser() -> Parser:
     """Return the parser of `grpo-mp train` and `python -m grpo_mp.train`."""
     parser = settings_parser("train", TRAIN)
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
-    parser.add_argument("--ranks", type=number_of_ranks, help="ranks to start on this machine, or to check")
     replay = "train without engines from RUN/rollouts_dump, which a run with rollout.dump=true wrote"
     parser.add_argument("--replay", type=Path, metavar="FOLDER", help=replay)
+    _add_start(parser)
+    return parser
+
+
+def sft_parser() -> Parser:
+    """Return the parser of `grpo-mp sft` and `python -m grpo_mp.sft`."""
+    parser = settings_parser("sft", SFT)
+    _add_start(parser)
+    return parser
+
+
+def _add_start(parser: Parser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
+    parser.add_argument("--ranks", type=number_of_ranks, help="ranks to start on this machine, or to check")
     per_node = "with --dry-run: ranks on one node (default: all)"
     parser.add_argument("--ranks-per-node", type=number_of_ranks, help=per_node)
-    return parser
 
 
 def evaluate_parser() -> Parser:

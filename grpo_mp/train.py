@@ -3,7 +3,6 @@
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from grpo_mp.processes import end_with_launcher
 
@@ -12,27 +11,23 @@ if __name__ == "__main__":
     end_with_launcher()
 
 from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch
-from grpo_mp.checkpoint.hf_writer import incomplete_folder
-from grpo_mp.checkpoint.run_state import EXPORTS, FINAL, METRICS, complete_checkpoints
+from grpo_mp.checkpoint.run_state import FINAL, complete_checkpoints
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import broadcast
-from grpo_mp.errors import DiskError
-from grpo_mp.monitor.guards import MetricGuards
-from grpo_mp.monitor.loggers import open_loggers, read_metrics
+from grpo_mp.monitor.loggers import open_loggers
 from grpo_mp.monitor.samples import drop_samples
 from grpo_mp.monitor.timeline import merge_traces
-from grpo_mp.phases import SAVE_WAIT, Phase
+from grpo_mp.phases import Phase
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.command_line import run_command
 from grpo_mp.trainer.context import RolloutContext, TrainContext, open_context
 from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, scores_before_training
-from grpo_mp.trainer.export_servers import load_export
 from grpo_mp.trainer.logprobs import compute_logprobs
+from grpo_mp.trainer.loop import check_guards, export, export_step, finish_save, is_due, make_guards, save
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step
 from grpo_mp.trainer.replica_check import check_replicas
-from grpo_mp.trainer.save import export_policy
 from grpo_mp.trainer.skipped_updates import keep_skipped
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord, sync_metrics
 from grpo_mp.trainer.update import train_step, update_reference
@@ -121,18 +116,6 @@ def make_logger(ctx: TrainContext) -> StepLogger:
     )
 
 
-def make_guards(ctx: TrainContext) -> MetricGuards:
-    """Guard the metrics as `monitor.guards` says, those of the steps that are done included."""
-    past = broadcast(read_metrics(ctx.settings.run.folder / METRICS), ctx.parallel.cpu_group)
-    return MetricGuards(ctx.settings.monitor.guards, [line for line in past if (line["step"] or 0) <= ctx.state.step])
-
-
-def check_guards(ctx: TrainContext, guards: MetricGuards, step: int, record: StepRecord) -> None:
-    """Warn of metrics outside their limits, or stop: all ranks have the same metrics."""
-    for sentence in guards.check(step, record.scalars):
-        ctx.progress.note(f"warning: step {step}: {sentence}")
-
-
 def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None:
     """Write what the step trains on where `rollout.dump` says so."""
     if ctx.settings.rollout.dump and not ctx.inputs.replay:
@@ -201,56 +184,11 @@ def sync_weights(ctx: RolloutContext) -> dict[str, float]:
     return sync_metrics(largest_report(reports), ctx.engine_check.run(ctx.state.optimizer_step))
 
 
-def save(ctx: TrainContext, last: bool) -> None:
-    """Save a checkpoint of the current state; what the next step changes last is written while it runs."""
-    with ctx.phases.phase(Phase.SAVE):
-        ctx.saver.save(ctx.state, last)
-
-
-def finish_save(ctx: TrainContext) -> None:
-    """Wait until the last checkpoint is complete."""
-    with ctx.timeline.span(SAVE_WAIT):
-        ctx.saver.finish()
-
-
 def keep_rollouts(ctx: RolloutContext) -> None:
     """Keep what was generated for later steps where the run is stopped before them."""
     if ctx.state.step < ctx.settings.run.steps:
         with ctx.phases.phase(Phase.SAVE, "rollouts"):
             ctx.collector.stop()
-
-
-def export(ctx: TrainContext, folder: Path) -> None:
-    """Write the policy as a Hugging Face folder."""
-    run, model, sync = ctx.settings.run, ctx.settings.model, ctx.settings.sync
-    with ctx.phases.phase(Phase.SAVE, "export"):
-        export_policy(ctx.policy, folder, model.path, sync.bucket_bytes, run.export_fp8)
-
-
-def export_step(ctx: TrainContext, step: int) -> None:
-    """Write an export of the run that goes on, and let servers load it."""
-    folder = ctx.settings.run.folder / EXPORTS / f"step_{step:06d}"
-    try:
-        export(ctx, folder)
-    except DiskError as error:
-        ctx.saver.failed_exports.add(error, incomplete_folder(folder), last=False)
-    else:
-        ctx.saver.failed_exports.forget()
-        refresh_servers(ctx, folder)
-
-
-def refresh_servers(ctx: TrainContext, folder: Path) -> None:
-    """Let the servers of `run.export_servers` load an export."""
-    servers = ctx.settings.run.export_servers
-    if servers and ctx.parallel.rank == 0:
-        with ctx.phases.phase(Phase.SAVE, "export servers"):
-            for sentence in load_export(servers, folder):
-                ctx.progress.note(f"warning: {sentence}")
-
-
-def is_due(step: int, every: int, last: int) -> bool:
-    """Return whether `step` is the last, or one of those that come `every` steps (0: never)."""
-    return step == last or (every > 0 and step % every == 0)
 
 
 def finish(ctx: TrainContext, first: Evaluation, last: Evaluation) -> None:

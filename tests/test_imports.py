@@ -72,6 +72,7 @@ ORDER = (
     "pages",
     "examples",
     "train",
+    "sft",
     "evaluate",
     "sample",
     "launch",

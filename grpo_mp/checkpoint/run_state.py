@@ -12,6 +12,7 @@ from typing import Any
 import xxhash
 
 from grpo_mp.checkpoint.manifest import HASH, Checksums, Files, checksums
+from grpo_mp.config import Settings, SftSettings
 from grpo_mp.config.renamed import RENAMED
 from grpo_mp.config.settings import default_value
 from grpo_mp.data.cursor import Cursor
@@ -27,7 +28,7 @@ CHANGEABLE = re.compile(
     r"|(layout|engine|sync|monitor|sample)\..+|rollout\.dump"
     r"|training\.(max_tokens_per_microbatch|recompute|logprob_chunk_tokens|suspend_communicators)"
     r"|optimizer\.(offload|piece_bytes|skip_grad_norm|max_skipped_updates)"
-    r"|training\.megatron_args\.(num_layers_in_\w+|pipeline_model_parallel_layout)"
+    r"|sft\.epochs|training\.megatron_args\.(num_layers_in_\w+|pipeline_model_parallel_layout)"
 )
 FINAL = "final"  # the exported Hugging Face folder
 ROLLOUTS = "rollouts"  # what was generated since the last checkpoint
@@ -186,9 +187,10 @@ def _settings_difference(old: Any, new: Any) -> str:
     """Describe the first setting that differs, leaving out those that may change between attempts."""
     old_values, new_values = dict(_dotted(old)), dict(_dotted(new))
     old_values = {RENAMED.get(name, name): value for name, value in old_values.items()}
+    root = SftSettings if "sft" in new else Settings
     for name in new_values | old_values:
         # What an older version of this program did not know was as it is by default now.
-        before, now = old_values.get(name, default_value(name)), new_values.get(name)
+        before, now = old_values.get(name, default_value(name, root)), new_values.get(name)
         if before != now and not CHANGEABLE.fullmatch(name):
             return f"{name} was {before!r}, is now {now!r}"
     return ""

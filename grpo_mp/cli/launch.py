@@ -1,7 +1,8 @@
 """Submit a run to Slurm, from the root of the repository; --dry-run shows settings, nodes and commands.
 
 configs/NAME.yaml runs by launch/NAME.sh, another settings file by launch/slurm.sh. Options that are not listed here go
-to sbatch, as --partition=gpu. With --ranks the run starts on this machine, as by `grpo-mp train --ranks`.
+to sbatch, as --partition=gpu. With --ranks the run starts on this machine, as by `grpo-mp train --ranks`, or where the
+file is one of supervised fine-tuning as by `grpo-mp sft --ranks`.
 """
 
 import os
@@ -22,6 +23,7 @@ from grpo_mp.parsers import (
     number_of_ranks,
     sample_parser,
     settings_parser,
+    sft_parser,
     train_parser,
 )
 from grpo_mp.processes import end_with_launcher
@@ -33,6 +35,12 @@ def train(arguments: Sequence[str]) -> int:
     """Run `grpo-mp train`; return the exit status."""
     args = train_parser().parse_intermixed_args(arguments)
     return _run("grpo_mp.train", None if args.dry_run else args.ranks, arguments)
+
+
+def sft(arguments: Sequence[str]) -> int:
+    """Run `grpo-mp sft`; return the exit status."""
+    args = sft_parser().parse_intermixed_args(arguments)
+    return _run("grpo_mp.sft", None if args.dry_run else args.ranks, arguments)
 
 
 def evaluate(arguments: Sequence[str]) -> int:
@@ -54,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     if args.ranks:
         from grpo_mp.launch.local import start_ranks  # torch is slow to import
 
-        return start_ranks(args.ranks, rest, "grpo_mp.evaluate" if args.evaluate else "grpo_mp.train")
+        return start_ranks(args.ranks, rest, "grpo_mp.evaluate" if args.evaluate else _module_of(rest))
     parser = settings_parser("launch", __doc__, local)
     parser.add_argument("--nodes", type=number_of_ranks, help="number of nodes (default: that of the script)")
     spares = "more nodes, which take the place of bad or lost ones"
@@ -70,6 +78,14 @@ def main(arguments: Sequence[str]) -> int:
     environment = {"NODES": str(nodes), "SPARES": str(args.spares)}
     size = [f"--nodes={nodes + args.spares}", *(["--no-kill"] if args.spares else [])]
     return _submit(["sbatch", *size, *options, *script], ["bash", *script, "--dry-run"], environment, args.dry_run)
+
+
+def _module_of(arguments: Sequence[str]) -> str:
+    """Return the module that trains by the settings file of a command line. Raises UserError where it is no YAML."""
+    from grpo_mp.config import training_module  # pydantic is slow to import
+
+    config = next((Path(argument) for argument in arguments if not argument.startswith("-")), None)
+    return training_module(config) if config and config.is_file() else "grpo_mp.train"  # which says what is wrong
 
 
 def _run(module: str, ranks: int | None, arguments: Sequence[str]) -> int:
@@ -90,9 +106,9 @@ def _script_of(config: Path, overrides: list[str]) -> list[str]:
             f"{SCRIPTS / 'common.sh'}: no such file: jobs start by the repository's scripts: change to its root, "
             "or start ranks on this machine with --ranks"
         )
-    from grpo_mp.config import load_settings  # pydantic is slow to import
+    from grpo_mp.config import load_any_settings  # pydantic is slow to import
 
-    load_settings(config, overrides)  # a mistake is said now, not after the queue
+    load_any_settings(config, overrides)  # a mistake is said now, not after the queue
     own_script = SCRIPTS / f"{config.stem}.sh"
     if config.absolute() == (CONFIGS / config.name).absolute() and own_script.is_file():
         return [str(own_script), *overrides]

@@ -11,6 +11,7 @@ from grpo_mp.reading import refuse_unreadable
 # What runs a command, and its line in the help. Functions take the arguments and return the exit status.
 COMMANDS = {
     "train": ("grpo_mp.cli.launch:train", "train a policy; --ranks N starts N ranks on this machine"),
+    "sft": ("grpo_mp.cli.launch:sft", "fine-tune a policy on given chats; --ranks N starts N ranks on this machine"),
     "evaluate": ("grpo_mp.cli.launch:evaluate", "score a model or a checkpoint on held-out problems"),
     "sample": ("grpo_mp.cli.launch:sample", "answer prompts, keep the good answers, write them to Parquet"),
     "launch": ("grpo_mp.cli.launch:main", "submit a run to Slurm, or show what would be submitted"),

@@ -2,9 +2,10 @@
 
     grpo-mp make-tiny --family deepseek_v3 --out checkpoints/tiny_deepseek_v3 --data data/arithmetic
 
-With --cold-start P the random model gets supervised steps on worked examples until it answers held-out problems
-with probability P. Half of the examples (--slips) contain a careless slip, so the policy learns the method and the
-carelessness with it: that is what rewards can fix. Without --cold-start the weights stay random.
+The worked examples are there as chat data, too, for `grpo-mp sft`: cold_start.jsonl and cold_start_held_out.jsonl. With
+--cold-start P the random model is fine-tuned on them until it answers held-out problems with probability P. Half of the
+examples (--slips) contain a careless slip, so the policy learns the method and the carelessness with it: that is what
+rewards can fix. Without --cold-start the weights stay random.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -29,12 +31,17 @@ from grpo_mp.examples.arithmetic import (
     worked_response,
     write_jsonl,
 )
-from grpo_mp.examples.cold_start import ColdStartStep, SftConfig, cold_start, make_example
+from grpo_mp.examples.cold_start import (
+    NUM_HELD_OUT,
+    ColdStartStep,
+    cold_start,
+    cold_start_settings,
+    write_examples,
+)
 from grpo_mp.examples.tiny_models import TINY_CONFIGS, make_tiny, make_tokenizer
 from grpo_mp.log import log_to_terminal
 from grpo_mp.parsers import Parser, number_of_ranks, positive_int, share
 from grpo_mp.reading import check_path, read_json
-from grpo_mp.types import Sample
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,30 +51,33 @@ def main(arguments: Sequence[str]) -> int:
     torch.set_num_threads(args.threads)
     if args.task == "calculator":
         train, held_out = calculator.make_problems(args.train, args.eval, args.seed)
-        tokenizer, examples = calculator.tokenizer(), calculator.make_examples(train, args.seed, SftConfig().held_out)
+        tokenizer, examples = calculator.tokenizer(), calculator.make_examples(train, args.seed, NUM_HELD_OUT)
     else:
-        problems, held_out = make_problems(args.train, args.eval, args.seed, args.largest, tuple(args.kinds))
-        train, tokenizer = problems, make_tokenizer(vocabulary_words())
-        examples = _worked_examples(problems, tokenizer, args)
+        train, held_out = make_problems(args.train, args.eval, args.seed, args.largest, tuple(args.kinds))
+        tokenizer, examples = make_tokenizer(vocabulary_words()), worked_examples(train, args.seed, args.slips)
     write_jsonl(train, args.data / "train.jsonl")
     write_jsonl(held_out, args.data / "eval.jsonl")
-    _make_model(args, tokenizer, examples)
+    _make_model(args, tokenizer, write_examples(examples, args.data))
     return 0
 
 
-def _worked_examples(
-    train: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace
-) -> list[Sample]:
-    """Work the problems, some with a slip, and those that are held out of the supervised steps without."""
-    rng, held_out = random.Random(args.seed), len(train) - SftConfig().held_out
-    slips = [draw_slip(rng, args.slips) for _ in train]
+def worked_examples(train: Sequence[Problem], seed: int, slips: float) -> list[dict[str, Any]]:
+    """Work the problems as chats, a share with a slip, and those that are held out of the supervised steps without."""
+    rng, held_out = random.Random(seed), len(train) - NUM_HELD_OUT
+    drawn = [draw_slip(rng, slips) for _ in train]
+    answers = (worked_response(problem, drawn[i] if i < held_out else None) for i, problem in enumerate(train))
     return [
-        make_example(i, problem.question, worked_response(problem, slips[i] if i < held_out else None), tokenizer)
-        for i, problem in enumerate(train)
+        {
+            "messages": [
+                {"role": "user", "content": problem.question},
+                {"role": "assistant", "content": answer},
+            ]
+        }
+        for problem, answer in zip(train, answers, strict=True)
     ]
 
 
-def _make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Sample]) -> None:
+def _make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, examples: tuple[Path, Path]) -> None:
     console = Console(highlight=False)
     random_model = args.out.with_name(args.out.name + "_random") if args.cold_start else args.out
     for folder in {random_model, args.out}:
@@ -83,8 +93,8 @@ def _make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, ex
             seconds = time.monotonic() - started
             console.print(f"cold start step {step.step}: loss {step.loss:.3f}, right {step.prob:.1%}, {seconds:.0f} s")
 
-    config = SftConfig(steps=args.steps)
-    cold_start(random_model, args.out, examples, args.seed, args.cold_start, config, print_step)
+    settings = cold_start_settings(random_model, *examples, args.seed, args.steps)
+    cold_start(settings, args.out, args.cold_start, print_step)
     console.print(f"after the cold start: {args.out}")
 
 

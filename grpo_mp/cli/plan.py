@@ -4,9 +4,11 @@ The plan shows for every phase the memory of a rank's device and a node's host, 
 the run fits (exit status 0 or 1). `explain CONFIG` describes the settings in words. --search ranks the layouts of
 trainer and engines that fit these machines. --times says how each phase's time is made up. `--against FILE` compares
 measured steps (grpo_mp/planner/measured.yaml) with what is expected of them. --simulate plays steps event by event:
-engines and trainer share their GPUs (schedule colocated) or divide them (one_step_off, async). Nothing is started.
+engines and trainer share their GPUs (schedule colocated) or divide them (one_step_off, async). A file of `grpo-mp sft`
+is planned, too: its ranks only train. Nothing is started.
 """
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,9 +18,11 @@ from statistics import fmean
 from rich.console import Console
 
 from grpo_mp.cli.simulation_arguments import add_simulation_arguments
-from grpo_mp.config import load_settings
+from grpo_mp.config import SftSettings, load_any_settings
+from grpo_mp.errors import UserError
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.parsers import Parser, number_between, number_of_ranks, positive_int, settings_parser
-from grpo_mp.planner.clusters import cluster_names, describe_rates, read_cluster
+from grpo_mp.planner.clusters import Cluster, cluster_names, describe_rates, read_cluster
 from grpo_mp.planner.model_configs import find_config
 
 DOES_NOT_FIT = 1  # exit status
@@ -31,10 +35,14 @@ def main(arguments: Sequence[str]) -> int:
         return _compare([argument for argument in arguments if argument != "--against"])
     explains = list(arguments[:1]) == ["explain"]
     args = _parser().parse_intermixed_args(arguments[explains:])
-    settings, cluster = load_settings(args.config, args.overrides), read_cluster(args.cluster)
+    settings, cluster = load_any_settings(args.config, args.overrides), read_cluster(args.cluster)
     hf, source = find_config(settings.model.path, args.model_config)
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
     console.print(f"model: {source}")
+    if isinstance(settings, SftSettings):
+        if explains or args.search or args.simulate or args.ppo or args.times:
+            raise UserError("explain, --search, --simulate, --ppo and --times are for RL: plan this file without them")
+        return _plan_sft(settings, hf, cluster, args, console)
     if hf.get("num_nextn_predict_layers"):
         counted = "drafts for the engines" if settings.engine.speculative.algorithm == "mtp" else "is not counted"
         console.print(f"its multi-token-prediction layer is not part of the policy: it {counted}")
@@ -61,6 +69,16 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     fits = search_and_show(job, console) if args.search else plan_and_show(job, args.ppo, args.times, console)
     return 0 if fits else DOES_NOT_FIT
+
+
+def _plan_sft(settings: SftSettings, hf: HfConfig, cluster: Cluster, args: argparse.Namespace, console: Console) -> int:
+    """Plan a job of supervised fine-tuning."""
+    from grpo_mp.log import log_to_terminal
+    from grpo_mp.planner.sft import plan_and_show_sft, sft_job
+
+    log_to_terminal()
+    job = sft_job(settings, hf, cluster, args.nodes, args.gpus_per_node, args.response_tokens)
+    return 0 if plan_and_show_sft(job, console) else DOES_NOT_FIT
 
 
 def _compare(arguments: Sequence[str]) -> int:
@@ -90,7 +108,11 @@ def _parser() -> Parser:
     parser.add_argument("--times", action="store_true", help="also show the terms of each phase's time")
     parser.add_argument("--ppo", action="store_true", help="also show what the four models of PPO would need")
     parser.add_argument("--model-config", type=Path, help="config.json to use where model.path does not exist")
-    parser.add_argument("--response-tokens", type=positive_int, help="assumed mean length (default: half of the limit)")
+    parser.add_argument(
+        "--response-tokens",
+        type=positive_int,
+        help="assumed mean length, of supervised samples in full (default: half of the limit)",
+    )
     parser.add_argument(
         "--acceptance-length",
         type=number_between(1, 64),

@@ -1,6 +1,27 @@
 """The settings: typed sections, the checks that span them, and reading them from YAML and overrides."""
 
-from grpo_mp.config.load import check_settings, dump_settings, load_settings
+from grpo_mp.config.load import (
+    check_settings,
+    check_sft_settings,
+    dump_settings,
+    load_any_settings,
+    load_settings,
+    load_sft_settings,
+    training_module,
+)
 from grpo_mp.config.settings import Settings
+from grpo_mp.config.sft_settings import SftSettings
+from grpo_mp.config.trainer_settings import TrainerSettings
 
-__all__ = ["Settings", "check_settings", "dump_settings", "load_settings"]
+__all__ = [
+    "Settings",
+    "SftSettings",
+    "TrainerSettings",
+    "check_settings",
+    "check_sft_settings",
+    "dump_settings",
+    "load_any_settings",
+    "load_settings",
+    "load_sft_settings",
+    "training_module",
+]

@@ -7,7 +7,7 @@ Every section refuses unknown names and suggests the nearest known one.
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, TypeVar, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from grpo_mp.algorithms.presets import with_preset
 from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
 from grpo_mp.config.settings import Settings
+from grpo_mp.config.sft_settings import SftSettings
 from grpo_mp.errors import UserError, did_you_mean
 from grpo_mp.reading import parse_yaml, read_yaml, shorten
 from grpo_mp.rewards.settings import StepModelConfig
@@ -22,6 +23,9 @@ from grpo_mp.section import Section, section_type
 
 SETS = (["data", "train"], ["data", "eval"])  # of sets by name
 EVAL_SET = re.compile(r"^data\.eval\.[^.]+\.")  # users name their sets
+
+SFT = "sft"  # the section that every file of supervised fine-tuning has, and no other
+Root = TypeVar("Root", bound=Section)
 
 EXPECTED = {  # by pydantic's error type
     **dict.fromkeys(("model_type", "dict_type"), "settings below it, as {name}.KEY=VALUE"),
@@ -34,28 +38,60 @@ EXPECTED = {  # by pydantic's error type
 
 
 def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
-    """Read a YAML file, apply `section.key=value` overrides, and check every name and value.
+    """Read a YAML file of RL, apply `section.key=value` overrides, and check every name and value.
 
     Raises UserError: file missing, not YAML, unknown setting (with the nearest known), bad value.
     """
+    tree = _read_tree(path, overrides or [])
+    if SFT in tree:
+        raise UserError(f"{path}: these are settings of supervised fine-tuning (section sft): run `grpo-mp sft`")
+    return check_settings(tree, str(path))
+
+
+def load_sft_settings(path: Path, overrides: list[str] | None = None) -> SftSettings:
+    """Read a YAML file of supervised fine-tuning as `load_settings` reads one of RL. Raises UserError as it does."""
+    return _check(SftSettings, _read_tree(path, overrides or []), str(path))
+
+
+def load_any_settings(path: Path, overrides: list[str] | None = None) -> Settings | SftSettings:
+    """Read a YAML file of either kind: one with a section `sft` is of supervised fine-tuning. Raises UserError."""
+    tree = _read_tree(path, overrides or [])
+    return _check(SftSettings, tree, str(path)) if SFT in tree else check_settings(tree, str(path))
+
+
+def training_module(path: Path) -> str:
+    """Return the module that trains by a settings file. Raises UserError where it cannot be read."""
+    return "grpo_mp.sft" if SFT in _read_tree(path, []) else "grpo_mp.train"
+
+
+def _read_tree(path: Path, overrides: list[str]) -> dict[str, Any]:
     tree = read_yaml(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected sections (run:, model:, ...), found {type(tree).__name__}")
-    for override in overrides or []:
+    for override in overrides:
         _apply_override(tree, override)
-    return check_settings(tree, str(path))
+    return tree
 
 
 def check_settings(tree: dict[str, Any], where: str) -> Settings:
     """Validate a plain dictionary. Raises UserError with a sentence for each invalid setting."""
+    return _check(Settings, tree, where)
+
+
+def check_sft_settings(tree: dict[str, Any], where: str) -> SftSettings:
+    """Validate a plain dictionary. Raises UserError with a sentence for each invalid setting."""
+    return _check(SftSettings, tree, where)
+
+
+def _check(root: type[Root], tree: dict[str, Any], where: str) -> Root:
     try:
-        return Settings.model_validate(with_preset(tree))
+        return root.model_validate(with_preset(tree) if root is Settings else tree)
     except ValidationError as error:
-        raise UserError("; ".join(_format_error(where, item) for item in error.errors())) from error
+        raise UserError("; ".join(_format_error(root, where, item) for item in error.errors())) from error
 
 
-def dump_settings(settings: Settings) -> str:
-    """Return every setting with its value as YAML, which `load_settings` reads back equal."""
+def dump_settings(settings: Section) -> str:
+    """Return every setting with its value as YAML, which `load_any_settings` reads back equal."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
 
 
@@ -80,8 +116,8 @@ def _expand_shorthand(parents: list[str], section: str, value: Any) -> dict[str,
     return {"train": value} if [*parents, section] == ["data", "train"] else {"path": value} if parents in SETS else {}
 
 
-def _format_error(where: str, item: Any) -> str:
-    section, names = _locate(item["loc"])
+def _format_error(root: type[Section], where: str, item: Any) -> str:
+    section, names = _locate(root, item["loc"])
     name = shorten(".".join(names), 300)
     if new := RENAMED_VALUES.get((name, str(item["input"]))):
         return f"{where}: {name}={item['input']} has another name: it is {new} now"
@@ -99,9 +135,9 @@ def _format_error(where: str, item: Any) -> str:
     return f"{where}: {name}: {message}" if name else f"{where}: {message}"
 
 
-def _locate(location: tuple[Any, ...]) -> tuple[type[Section] | None, list[str]]:
+def _locate(root: type[Section], location: tuple[Any, ...]) -> tuple[type[Section] | None, list[str]]:
     """Return the section that holds a name, None for none of ours, and the names up to it, without those of classes."""
-    section: type[Section] | None = Settings
+    section: type[Section] | None = root
     names = [str(part) for part in location if not (isinstance(part, str) and part == StepModelConfig.__name__)]
     parts = iter(names[:-1])
     for part in parts:

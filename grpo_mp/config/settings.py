@@ -19,6 +19,7 @@ from grpo_mp.config.sections import (
     SyncConfig,
     TrainingConfig,
 )
+from grpo_mp.config.trainer_settings import check_training
 from grpo_mp.errors import did_you_mean
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.section import Section
@@ -58,21 +59,8 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_prompts_can_be_shared(self) -> "Settings":
-        if self.training.share_prompts and self.layout.context > 1:
-            raise ValueError(
-                "training.share_prompts does not work with context parallelism "
-                f"(layout.context={self.layout.context}): set share_prompts=false, or layout.context=1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_optimizer_on_the_host(self) -> "Settings":
-        if self.optimizer.offload == "host" and not self.model.offloads:
-            raise ValueError(
-                f"optimizer.offload=host needs model.dtype=bfloat16: an optimizer in {self.model.dtype} works on the "
-                "model's own weights: set dtype=bfloat16, or offload=step"
-            )
+    def _check_training(self) -> "Settings":
+        check_training(self)
         return self
 
     @model_validator(mode="after")
@@ -316,6 +304,16 @@ class Settings(Section):
         return self.run.steps * self.optimizer_steps_per_step
 
     @property
+    def temperature(self) -> float:
+        """Return the temperature of logprobs: that of sampling."""
+        return self.rollout.temperature
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """Return the memory of a rank for weights on their way; None: what is usual."""
+        return self.sync.bucket_bytes
+
+    @property
     def step_summary(self) -> str:
         """Return how many samples and updates a step has, in words."""
         rollout, training, updates = self.rollout, self.training, self.optimizer_steps_per_step
@@ -344,9 +342,9 @@ class Settings(Section):
         return self.rollout.max_prompt_tokens + max(filter(None, [self.rollout.max_response_tokens, *limits]))
 
 
-def default_value(name: str) -> Any:
-    """Return the default of a setting by its dotted name; None where it has none or does not exist."""
-    section: Any = Settings
+def default_value(name: str, root: type[Section] = Settings) -> Any:
+    """Return the default of a setting of `root` by its dotted name; None where it has none or does not exist."""
+    section: Any = root
     *path, last = name.split(".")
     for part in path:
         field = section.model_fields.get(part)

@@ -49,10 +49,17 @@ class ChatRenderer:
         return text.encode("utf-8", "replace").decode()
 
     def _render(self, messages: Sequence[Message]) -> str:
+        return self.render(messages, asks=True)
+
+    def render(self, messages: Sequence[Message], asks: bool) -> str:
+        """Return the text of a conversation, with `asks` up to where the policy answers.
+
+        Raises UserError where the template does.
+        """
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    list(messages), tools=list(self.tools) or None, tokenize=False, add_generation_prompt=True
+                    list(messages), tools=list(self.tools) or None, tokenize=False, add_generation_prompt=asks
                 )
             )
         except TemplateError as error:

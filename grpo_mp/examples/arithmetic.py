@@ -4,9 +4,10 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from grpo_mp.errors import UserError
 from grpo_mp.files import write_atomically
@@ -120,8 +121,12 @@ def solve(kind: str, operands: tuple[int, ...], slip: Slip | None = None) -> tup
 
 def write_jsonl(problems: Iterable[Problem], path: Path) -> None:
     """Write one {"question", "answer"} object per line, atomically."""
-    lines = (json.dumps({"question": problem.question, "answer": problem.answer}) for problem in problems)
-    write_atomically(path, "".join(f"{line}\n" for line in lines))
+    write_rows(({"question": problem.question, "answer": problem.answer} for problem in problems), path)
+
+
+def write_rows(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Write one object per line, atomically."""
+    write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def vocabulary_words() -> tuple[str, ...]:

@@ -4,15 +4,15 @@ import ast
 import operator
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
-from grpo_mp.episodes.chat import ChatRenderer
 from grpo_mp.errors import UserError
 from grpo_mp.examples.arithmetic import Problem
 from grpo_mp.examples.tiny_models import make_tokenizer
-from grpo_mp.types import Message, Sample
+from grpo_mp.types import Message
 
 SMALLEST, LARGEST = 11, 99
 EXAMPLES_WITH_TOOL, EXAMPLES_THAT_CALL = 0.8, 0.4  # shares: of examples, and of those with the tool
@@ -69,35 +69,26 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return make_tokenizer(WORDS, CHAT_TEMPLATE, roles=("<|tool|>",))
 
 
-def make_examples(problems: Sequence[Problem], seed: int, held_out: int) -> list[Sample]:
-    """Make supervised examples: answers out of the head, and some that call the calculator, as the last `held_out` do.
+def make_examples(problems: Sequence[Problem], seed: int, held_out: int) -> list[dict[str, Any]]:
+    """Make chats to learn from: answers out of the head, and some that call the calculator, as the last `held_out` do.
 
-    What the calculator says is given, not learned.
+    What the calculator says is a message of the tool, and not learned.
     """
-    words, rng = tokenizer(), random.Random(seed)
-    with_tool, without = ChatRenderer(words, (get_json_schema(calculator),)), ChatRenderer(words)
-    samples = []
+    rng, schema = random.Random(seed), get_json_schema(calculator)
+    examples = []
     for number, problem in enumerate(problems):
         is_held_out = number >= len(problems) - held_out
         has_tool = is_held_out or rng.random() < EXAMPLES_WITH_TOOL
         calls = is_held_out or (has_tool and rng.random() < EXAMPLES_THAT_CALL)
-        samples.append(_example(number, problem, with_tool if has_tool else without, calls))
-    return samples
+        examples.append({"messages": _chat(problem, calls), **({"tools": [schema]} if has_tool else {})})
+    return examples
 
 
-def _example(number: int, problem: Problem, renderer: ChatRenderer, calls: bool) -> Sample:
-    words = renderer.tokenizer
-
-    def said(text: str) -> list[int]:
-        return [*words.encode(text, add_special_tokens=False), words.eos_token_id]
-
+def _chat(problem: Problem, calls: bool) -> list[Message]:
     question: Message = {"role": "user", "content": problem.question}
-    final = said(f"\\boxed{{{problem.answer}}}")
-    prompt = renderer.prompt([question])
+    final: Message = {"role": "assistant", "content": f"\\boxed{{{problem.answer}}}"}
     if not calls:
-        return Sample.from_tokens(number, prompt, final)
+        return [question, final]
     expression = "{}*{}".format(*problem.operands)
-    call = said(f'[calculator(expression="{expression}")]')
-    result = renderer.continuation(call, [{"role": "tool", "content": calculator(expression)}])
-    mask = [True] * len(call) + [False] * len(result) + [True] * len(final)
-    return Sample.from_tokens(number, prompt, [*call, *result, *final], mask)
+    call: Message = {"role": "assistant", "content": f'[calculator(expression="{expression}")]'}
+    return [question, call, {"role": "tool", "content": calculator(expression)}, final]

@@ -1,35 +1,30 @@
-"""Supervised steps on worked examples: what a policy needs before rewards can improve it (R1, section 2.3.1)."""
+"""The quickstart's cold start, as R1's (section 2.3.1): the steps of `grpo-mp sft`, until answers are probable."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.batching.packing import gather_responses
-from grpo_mp.batching.updates import microbatches, plan_updates
-from grpo_mp.config import Settings, check_settings
-from grpo_mp.data.cursor import Cursor, take
+from grpo_mp.config import SftSettings, check_sft_settings
+from grpo_mp.data.cursor import Cursor
 from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
+from grpo_mp.episodes.chat_data import ChatSet
 from grpo_mp.errors import UserError
+from grpo_mp.examples.arithmetic import write_rows
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.save import export_policy
-from grpo_mp.types import MicroBatch, Sample
+from grpo_mp.trainer.sft_preflight import SftInputs, run_sft_preflight
+from grpo_mp.trainer.sft_step import next_batch, pack_samples, supervised_update
+from grpo_mp.types import Message
 
 LIMIT_S = 600.0  # of a wait in a job of one rank
-MICROBATCH_TOKENS = 8192
-
-
-@dataclass(frozen=True)
-class SftConfig:
-    """How the supervised steps run."""
-
-    steps: int = 300  # at most; the rate falls to a tenth by then
-    batch: int = 128
-    lr: float = 3e-3
-    held_out: int = 200
+HELD_OUT = "held_out"
+NUM_HELD_OUT = 200  # examples, the last ones
+EVAL_EVERY = 10  # steps
+FILES = ("cold_start.jsonl", "cold_start_held_out.jsonl")
+Example = dict[str, list[Message]]  # a row of chat data
 
 
 @dataclass(frozen=True)
@@ -37,103 +32,77 @@ class ColdStartStep:
     """Progress of the supervised steps."""
 
     step: int
-    loss: float  # nats per response token
-    prob: float | None  # probability of the full worked response, mean over the held-out examples; None: not measured
+    loss: float  # nats per learned token
+    prob: float | None  # probability of the full worked answer, mean over the held-out examples; None: not measured
+
+
+def write_examples(examples: Sequence[Example], folder: Path) -> tuple[Path, Path]:
+    """Write worked examples as chat data, the last `NUM_HELD_OUT` into a file of their own; return both files."""
+    train, held_out = (folder / name for name in FILES)
+    write_rows(examples[:-NUM_HELD_OUT], train)
+    write_rows(examples[-NUM_HELD_OUT:], held_out)
+    return train, held_out
+
+
+def cold_start_settings(model: Path, train: Path, held_out: Path, seed: int, steps: int) -> SftSettings:
+    """Return the settings of the supervised steps; the rate falls to a tenth by the last of `steps`."""
+    values = {
+        "run": {"folder": model.parent / f"{model.name}_sft", "steps": steps, "seed": seed},
+        "model": {"path": model, "dtype": "float32"},
+        "data": {"train": str(train), "eval": {HELD_OUT: str(held_out)}},
+        "sft": {"batch_size": 128, "max_tokens": 128},
+        "optimizer": {"lr": 3e-3, "min_lr": 3e-4, "lr_schedule": "linear", "warmup_updates": 5},
+        "training": {"max_tokens_per_microbatch": 8192},
+    }
+    return check_sft_settings(values, "cold start")
 
 
 def cold_start(
-    random_model: Path,
-    output: Path,
-    examples: Sequence[Sample],
-    seed: int,
-    target: float,
-    config: SftConfig,
-    on_step: Callable[[ColdStartStep], None],
+    settings: SftSettings, output: Path, target: float, on_step: Callable[[ColdStartStep], None]
 ) -> ColdStartStep:
-    """Train the model of `random_model` on worked examples, in this process, and write it to the folder `output`.
+    """Fine-tune a random model in this process until its held-out answers have the probability `target`.
 
-    `examples`: prompts and worked responses; the last `recipe.held_out` are for evaluation only.
-    Returns the last step that was evaluated. Raises UserError where `target` is not reached in time.
+    Writes it to the folder `output`, and returns the last step. Raises UserError where `target` is not reached by
+    `run.steps`.
     """
-    settings = _settings(random_model, seed, config)
-    train, held_out = examples[: -config.held_out], examples[-config.held_out :]
+    settings, inputs = run_sft_preflight(settings, world_size=1)
     with single_rank_environment():
-        parallel = start_parallel(settings.layout, seed, LIMIT_S)
+        parallel = start_parallel(settings.layout, settings.run.seed, LIMIT_S)
         policy = Policy(settings, parallel, with_reference=False)
-        for step in run_sft(policy, train, held_out, config, seed, target):
+        for step in _steps(policy, settings, inputs, target):
             on_step(step)
-        export_policy(policy, output, random_model, settings.sync.bucket_bytes)
+        export_policy(policy, output, settings.model.path, settings.bucket_bytes)
         stop_parallel()
     if (step.prob or 0.0) < target:
-        raise UserError(f"the cold start reached {step.prob:.0%} of {target:.0%} in {config.steps} steps: allow more")
+        raise UserError(
+            f"the cold start reached {step.prob or 0.0:.0%} of {target:.0%} in {settings.run.steps} steps: allow more"
+        )
     return step
 
 
-def make_example(number: int, prompt: str, response: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    """Tokenize a worked example with the chat template."""
-    chat = [{"role": "user", "content": prompt}]
-    prompt_tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    response_tokens = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
-    return Sample.from_tokens(number, prompt_tokens, response_tokens)
+def _steps(policy: Policy, settings: SftSettings, inputs: SftInputs, target: float) -> Iterator[ColdStartStep]:
+    """Update until the held-out examples are answered with probability `target`, or all steps are done.
 
-
-def run_sft(
-    policy: Policy,
-    examples: Sequence[Sample],
-    held_out: Sequence[Sample],
-    config: SftConfig,
-    seed: int,
-    target: float,
-    eval_every: int = 10,
-) -> Iterator[ColdStartStep]:
-    """Update until the held-out examples are answered with probability `target`, or `recipe.steps` are done.
-
-    The probability of the worked response itself is a lower bound of the accuracy of sampled answers.
+    The probability of the worked answer itself is a lower bound of the accuracy of sampled answers.
     """
-    cursor = Cursor(seed=seed)
-    for step in range(1, config.steps + 1):
-        indices, cursor = take(cursor, len(examples), config.batch, shuffle=True)
-        update = _microbatches(policy, [examples[i] for i in indices])
-        report = policy.update(update, negative_log_likelihood)
-        loss = sum(float(value) for value in report.losses)
-        prob = _response_probability(policy, held_out) if step % eval_every == 0 else None
-        yield ColdStartStep(step, loss, prob)
+    cursor, samples_seen = Cursor(seed=settings.run.seed), 0
+    for step in range(1, settings.run.steps + 1):
+        batch = next_batch(settings, inputs.train, cursor, samples_seen, policy)
+        cursor, samples_seen = batch.cursor, samples_seen + len(batch.indices)
+        _, measured = supervised_update(policy, batch.packed)
+        prob = answer_probability(policy, inputs.evals[HELD_OUT], settings) if step % EVAL_EVERY == 0 else None
+        yield ColdStartStep(step, measured["sft/loss"], prob)
         if prob is not None and prob >= target:
             return
 
 
-def negative_log_likelihood(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return the token mean of -log p over the responses; the weights hold the denominator."""
-    loss = -(logprobs * batch.to(logprobs.device).loss_weights).sum()
-    return loss, loss.detach()
-
-
-def _settings(model: Path, seed: int, config: SftConfig) -> Settings:
-    values = {
-        "run": {"folder": model.parent, "steps": config.steps, "seed": seed},
-        "model": {"path": model, "dtype": "float32"},
-        "data": {"train": "worked examples"},
-        "rollout": {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 64, "max_response_tokens": 64},
-        "reward": {"answer": 1.0},
-        "optimizer": {"lr": config.lr, "min_lr": config.lr / 10, "lr_schedule": "linear", "warmup_updates": 5},
-    }
-    return check_settings(values, "cold start")
-
-
-def _response_probability(policy: Policy, held_out: Sequence[Sample]) -> float:
-    batches = _microbatches(policy, held_out)
-    with policy.use_temperature(1.0):
-        outputs = policy.logprobs(batches)
-    responses = [
-        response.double().sum()
-        for batch, output in zip(batches, outputs, strict=True)
-        for response in gather_responses(output[0].cpu(), batch)
+def answer_probability(policy: Policy, data: ChatSet, settings: SftSettings) -> float:
+    """Return the mean probability of all that is learned of a sample; on one rank."""
+    batch = pack_samples(data, range(len(data)), settings.training.max_tokens_per_microbatch, policy)
+    outputs = policy.logprobs(batch.microbatches)
+    answers = [
+        answer.double().sum()
+        for microbatch, output in zip(batch.microbatches, outputs, strict=True)
+        for answer in gather_responses(output[0].cpu(), microbatch)
     ]
-    return float(torch.stack(responses).exp().mean())
-
-
-def _microbatches(policy: Policy, samples: Sequence[Sample]) -> list[MicroBatch]:
-    lengths, layout = [sample.total_tokens for sample in samples], policy.parallel.layout
-    (update,) = plan_updates(lengths, 1, layout, 1, MICROBATCH_TOKENS, policy.config.hidden_size)
-    weights = [1.0 / sum(len(sample.tokens) - sample.given_tokens for sample in samples)] * len(samples)
-    return microbatches(update, dict(enumerate(samples)), [1.0] * len(samples), weights, layout, 0, 0)
+    return float(torch.stack(answers).exp().mean())

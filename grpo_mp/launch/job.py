@@ -1,6 +1,6 @@
 """Answer batch scripts: `python -m grpo_mp.launch.job COMMAND ...`.
 
-COMMAND: show, folder, begin, has-steps-left, may-restart, failure, or check-finished.
+COMMAND: show, folder, module, begin, has-steps-left, may-restart, failure, or check-finished.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_mp.checkpoint.run_state import METRICS, latest_checkpoint, read_manifest
-from grpo_mp.config import dump_settings, load_settings
+from grpo_mp.config import Settings, dump_settings, load_any_settings, training_module
 from grpo_mp.config.sections import EngineConfig, LayoutConfig
 from grpo_mp.distributed.finish_markers import ranks_without_marker, silent_exit_message
 from grpo_mp.distributed.layout import describe_parallelism
@@ -45,9 +45,13 @@ def run_command(args: argparse.Namespace) -> int:
         if silent_ranks := ranks_without_marker(args.attempt, args.ranks):
             raise UserError(silent_exit_message(silent_ranks[0]))
         return 0
-    settings = load_settings(args.config, args.overrides)
+    if args.command == "module":
+        print(training_module(args.config))
+        return 0
+    settings = load_any_settings(args.config, args.overrides)
     if args.command == "has-steps-left":
-        return 0 if settings.run.steps > saved_step(settings.run.folder) else NO
+        # Those of sft.epochs are known where the data is: a job too many finds that all is done.
+        return 0 if settings.run.steps > saved_step(settings.run.folder) or not settings.run.steps else NO
     if args.command == "begin":
         begin_attempt(args.attempt, saved_step(settings.run.folder), args.restarts)
         return 0
@@ -56,7 +60,8 @@ def run_command(args: argparse.Namespace) -> int:
     if args.command == "folder":
         print(settings.run.folder)
         return 0
-    text = node_map(settings.layout, settings.engine, args.nodes.split(","), args.per_node)
+    engine = settings.engine if isinstance(settings, Settings) else None
+    text = node_map(settings.layout, engine, args.nodes.split(","), args.per_node)
     if args.settings:
         print(dump_settings(settings))
     print(text)
@@ -68,7 +73,7 @@ def run_command(args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="grpo_mp.launch.job", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
-    names = ("show", "begin", "may-restart", "folder", "has-steps-left")
+    names = ("show", "begin", "may-restart", "folder", "has-steps-left", "module")
     show, begin, restart, *others = (commands.add_parser(name) for name in names)
     for command in (begin, restart):
         command.add_argument("attempt", type=Path)
@@ -158,8 +163,8 @@ def first_failure(attempt: Path) -> Failure:
     return Failure(rank, reason, last_lines(attempt / f"rank_{rank}.log", NUM_LAST_LINES), killed)
 
 
-def node_map(layout: LayoutConfig, engine: EngineConfig, nodes: Sequence[str], ranks_per_node: int) -> str:
-    """Return a line for the layout, then one for each node.
+def node_map(layout: LayoutConfig, engine: EngineConfig | None, nodes: Sequence[str], ranks_per_node: int) -> str:
+    """Return a line for the layout, then one for each node; `engine` None: the job has none.
 
     Raises UserError where the job is too small for the settings.
     """
@@ -169,7 +174,7 @@ def node_map(layout: LayoutConfig, engine: EngineConfig, nodes: Sequence[str], r
             f"layout: tensor x context x pipeline = {needed} needs {-(-needed // ranks_per_node)} "
             f"nodes of {ranks_per_node} ranks, the allocation has {len(nodes)}: ask for more with sbatch --nodes"
         )
-    placements = engine_placements(engine, world_size, ranks_per_node)
+    placements = engine_placements(engine, world_size, ranks_per_node) if engine else ()
     lines = [f"{world_size} ranks; layout: {describe_parallelism(layout, world_size)}"]
     for index, name in enumerate(nodes):
         ranks = range(index * ranks_per_node, (index + 1) * ranks_per_node)

@@ -8,8 +8,10 @@ import os
 import re
 import signal
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 
+from grpo_mp.config import training_module
 from grpo_mp.errors import UserError, exit_with
 from grpo_mp.parsers import Parser
 
@@ -54,12 +56,11 @@ def main() -> None:
     try:
         args = parser.parse_args()
         os.environ.update(rank_environment(os.environ))
+        module = training_module(Path(next((word for word in args.command if not word.startswith("-")), "")))
     except UserError as error:
         exit_with(error)
     os.environ["TORCHELASTIC_ERROR_FILE"] = error_file(args.attempt, os.environ["RANK"])
-    from grpo_mp import train  # after the environment is complete
-
-    train.main(args.command)
+    import_module(module).main(args.command)  # after the environment is complete
 
 
 if __name__ == "__main__":

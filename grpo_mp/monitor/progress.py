@@ -62,10 +62,10 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str, detail: str = "") -> Iterator[None]:
-        """Show a phase while the body runs. The first GENERATE starts the estimate of the time left."""
+        """Show a phase while the body runs. The first GENERATE or TRAIN starts the estimate of the time left."""
         outer, outer_began_s = self._view, self._phase_began_s
         self._phase_began_s = self._clock()
-        if name == Phase.GENERATE and self._loop_began_s is None:
+        if name in (Phase.GENERATE, Phase.TRAIN) and self._loop_began_s is None:
             self._loop_began_s = self._phase_began_s
         self._view = replace(self._view, phase=name, detail=detail)
         self._live.refresh()

@@ -153,7 +153,9 @@ def duration(seconds: float) -> str:
 def _step_numbers(view: View) -> list[str]:
     accuracy = [] if view.accuracy is None else [f"accuracy {view.accuracy:.1%}"]
     reward = [f"reward {view.scalars['reward/mean']:.3f}"] if "reward/mean" in view.scalars else []
-    speed = view.scalars.get("speed/generate_tokens_per_s")
+    reward += [f"loss {view.scalars['sft/loss']:.4f}"] if "sft/loss" in view.scalars else []
+    speeds = ("speed/generate_tokens_per_s", "speed/train_tokens_per_s")
+    speed = next((view.scalars[name] for name in speeds if name in view.scalars), None)
     return [*reward, *accuracy, *([] if speed is None else [f"{speed:.0f} tokens/s"])]
 
 

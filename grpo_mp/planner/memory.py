@@ -103,9 +103,9 @@ class MemoryPlan:
 def plan_memory(job: PlannedJob) -> MemoryPlan:
     """Plan the memory of a job."""
     engine = engine_memory(job)
-    device = tuple(_device_memory(job, stage, engine) for stage in range(len(job.stage_layers)))
+    device = tuple(device_memory(job, stage, engine) for stage in range(len(job.stage_layers)))
     engine_device = {} if job.settings.shares_devices else _engine_device_memory(job, engine)
-    return MemoryPlan(device, engine_device, _host_memory(job, engine), engine)
+    return MemoryPlan(device, engine_device, host_memory(job, engine), engine)
 
 
 def total_bytes(sizes: BytesByKind) -> float:
@@ -113,7 +113,8 @@ def total_bytes(sizes: BytesByKind) -> float:
     return sum(sizes.values())
 
 
-def _device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
+def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
+    """Return what is on the device of a rank that trains, in each sub-phase."""
     count, per_parameter = job.parameter_counts[stage], job.per_parameter
     in_use, suspended = communicator_bytes(job)
     memory: dict[SubPhase, BytesByKind] = {}
@@ -240,7 +241,7 @@ def _largest_tensor(model: ModelShape, tensor: int) -> float:
     return rows / tensor * model.hidden_size
 
 
-def _host_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
+def host_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
     """Return the memory of the fullest node in each sub-phase. A node may hold several stages, and engines."""
     nodes = set()
     for start in range(0, job.world_size, job.gpus_per_node):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from grpo_mp.config import Settings
+from grpo_mp.config import TrainerSettings
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import ZERO, ParameterCount
@@ -33,7 +33,7 @@ def check_parameter_counts(job: PlannedJob) -> None:
     )
 
 
-def megatron_parameter_counts(settings: Settings, hf: HfConfig, world_size: int) -> tuple[ParameterCount, ...]:
+def megatron_parameter_counts(settings: TrainerSettings, hf: HfConfig, world_size: int) -> tuple[ParameterCount, ...]:
     """Count what one rank of each pipeline stage holds. Raises UserError where Megatron refuses the settings."""
     per_stage = world_size // settings.layout.pipeline  # the pipeline is Megatron's slowest dimension
     counts = []
@@ -48,7 +48,7 @@ def megatron_parameter_counts(settings: Settings, hf: HfConfig, world_size: int)
 
 
 @contextmanager
-def built_on_meta(settings: Settings, hf: HfConfig, world_size: int, rank: int) -> Iterator[list["PolicyModel"]]:
+def built_on_meta(settings: TrainerSettings, hf: HfConfig, world_size: int, rank: int) -> Iterator[list["PolicyModel"]]:
     """Build the model chunks of one rank, without memory. Raises UserError where Megatron refuses the settings."""
     prepare()
     from megatron.core import parallel_state, tensor_parallel
@@ -65,7 +65,7 @@ def built_on_meta(settings: Settings, hf: HfConfig, world_size: int, rank: int) 
         parallel_state.initialize_model_parallel(**megatron_sizes(settings.layout), create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(settings.run.seed)
         with torch.device("meta"):
-            chunks = build_chunks(config, hf, settings.training, settings.rollout.temperature)
+            chunks = build_chunks(config, hf, settings.training, settings.temperature)
         yield chunks
     finally:
         parallel_state.destroy_model_parallel()

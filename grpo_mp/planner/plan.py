@@ -104,7 +104,7 @@ def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
 
 def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
     per_parameter = job.per_parameter
-    stage = max(range(len(job.parameter_counts)), key=lambda index: job.parameter_counts[index].total)
+    stage = largest_stage(job)
     count, algorithm = job.parameter_counts[stage], job.settings.algorithm
     passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + algorithm.kl.measured_share
     swap = 4 * count.total * per_parameter.weights * job.has_reference
@@ -114,7 +114,7 @@ def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resour
     state = sharded * per_parameter.optimizer * 2 * moves  # there and back
     return {
         SubPhase.START: ResourceUse(),  # engines read no weights
-        SubPhase.LOAD: _load_use(job, count.total, sharded),
+        SubPhase.LOAD: resume_use(job, stage),
         SubPhase.GENERATE: generation_use(job, memory.engine),
         SubPhase.SCORE: ResourceUse(),
         SubPhase.LOGPROB: logprob_use(job, passes) + ResourceUse(host_link_bytes=swap),
@@ -124,18 +124,29 @@ def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resour
     }
 
 
-def _load_use(job: PlannedJob, parameters: int, sharded: float) -> ResourceUse:
+def largest_stage(job: PlannedJob) -> int:
+    """Return the pipeline stage with most parameters."""
+    return max(range(len(job.parameter_counts)), key=lambda index: job.parameter_counts[index].total)
+
+
+def load_use(job: PlannedJob, stage: int) -> ResourceUse:
+    """Return the use of one GPU that reading the model's folder takes, in bfloat16."""
+    weights = job.parameter_counts[stage].total * 2
+    return ResourceUse(disk_bytes=weights * min(job.gpus_per_node, job.train_ranks), host_link_bytes=weights)
+
+
+def resume_use(job: PlannedJob, stage: int) -> ResourceUse:
     """Return the use of one GPU that a resume takes; a fresh start reads less: its weights alone.
 
-    The ranks read all of the checkpoint once for its checksums, each its share. Then each reads the weights of its
-    `parameters`, the reference's too, which its replicas on the node read as well, and its `sharded` state.
+    The ranks read all of the checkpoint once for its checksums, each its share. Then each reads its weights, the
+    reference's too, as do its replicas on the node, and its share of the state.
     """
-    per_parameter, on_node = job.per_parameter, min(job.gpus_per_node, job.train_ranks)
-    nodes = max(1.0, job.train_ranks / job.gpus_per_node)
-    weights = parameters * per_parameter.weights
-    state = sharded * (per_parameter.saved - per_parameter.weights)
+    per_parameter, count = job.per_parameter, job.parameter_counts[stage]
+    weights = count.total * per_parameter.weights
+    state = job.sharded_parameters(count) * (per_parameter.saved - per_parameter.weights)
     own = weights * (1 + job.has_reference) + state
-    checked = job.parameters * per_parameter.saved / nodes
+    checked = job.parameters * per_parameter.saved / max(1.0, job.train_ranks / job.gpus_per_node)
+    on_node = min(job.gpus_per_node, job.train_ranks)
     return ResourceUse(disk_bytes=checked + own * on_node, host_link_bytes=weights + state)
 
 

@@ -14,7 +14,7 @@ from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.memory import BytesByKind, SubPhase, total_bytes
 from grpo_mp.planner.meta_model import check_parameter_counts
 from grpo_mp.planner.plan import Feasibility, Plan, check_fits, make_plan
-from grpo_mp.planner.resource_use import GIGA
+from grpo_mp.planner.resource_use import GIGA, ResourceUse, TimeEstimate
 from grpo_mp.planner.search import SearchResult, plan_to_yaml, search_layouts
 from grpo_mp.planner.speculation import speculation
 
@@ -102,10 +102,10 @@ def show_plan(plan: Plan, feasibility: Feasibility, console: Console) -> None:
     memory, stages = plan.memory, range(len(plan.memory.device))
     fullest = max(stages, key=lambda stage: max(total_bytes(sizes) for sizes in memory.device[stage].values()))
     title = f"Device, GiB: a rank of pipeline stage {fullest}"
-    console.print(Group(_parameter_table(plan), _memory_table(title, memory.device[fullest])))
+    console.print(Group(parameter_table(plan.job), memory_table(title, memory.device[fullest])))
     if memory.engine_device:
-        console.print(_memory_table("Device, GiB: a GPU of an engine", memory.engine_device))
-    console.print(_memory_table("Host of the fullest node, GiB", memory.host))
+        console.print(memory_table("Device, GiB: a GPU of an engine", memory.engine_device))
+    console.print(memory_table("Host of the fullest node, GiB", memory.host))
     console.print(_time_table(plan), *_notes(plan), sep="\n")
     style = "bold green" if feasibility.fits else "bold red"
     machines = f"{plan.job.nodes} x {plan.job.gpus_per_node} x {plan.job.cluster.name}"
@@ -157,8 +157,8 @@ def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) 
     return table
 
 
-def _parameter_table(plan: Plan) -> Table:
-    job = plan.job
+def parameter_table(job: PlannedJob) -> Table:
+    """Tabulate the parameters of one rank of each stage."""
     rows = [
         (str(stage), str(len(layers)), f"{count.dense:,}", f"{count.expert:,}", f"{count.total:,}")
         for stage, (layers, count) in enumerate(zip(job.stage_layers, job.parameter_counts, strict=True))
@@ -167,7 +167,8 @@ def _parameter_table(plan: Plan) -> Table:
     return table_of(title, ("stage", "layers", "dense", "routed experts", "total"), rows)
 
 
-def _memory_table(title: str, memory: Mapping[SubPhase, BytesByKind]) -> Table:
+def memory_table(title: str, memory: Mapping[SubPhase, BytesByKind]) -> Table:
+    """Tabulate bytes by sub-phase and kind."""
     kinds = list(dict.fromkeys(kind for sizes in memory.values() for kind, size in sizes.items() if size))
     rows = [
         (str(sub_phase), *(_gib(sizes.get(kind, 0)) for kind in kinds), f"{total_bytes(sizes) / GIB:.1f}")
@@ -177,15 +178,21 @@ def _memory_table(title: str, memory: Mapping[SubPhase, BytesByKind]) -> Table:
 
 
 def _time_table(plan: Plan) -> Table:
-    rows = []
     moves = plan.job.settings.shares_devices
-    for sub_phase in (sub_phase for sub_phase in SubPhase if moves or sub_phase is not SubPhase.OFFLOAD):
-        use, time = plan.uses[sub_phase], plan.times[sub_phase]
+    shown = [sub_phase for sub_phase in SubPhase if moves or sub_phase is not SubPhase.OFFLOAD]
+    uses = {str(sub_phase): (plan.uses[sub_phase], plan.times[sub_phase]) for sub_phase in shown}
+    return time_table("One step on one GPU (start and load: once)", uses)
+
+
+def time_table(title: str, uses: Mapping[str, tuple[ResourceUse, TimeEstimate]]) -> Table:
+    """Tabulate what one GPU does in each sub-phase, and how long that takes."""
+    rows = []
+    for sub_phase, (use, time) in uses.items():
         costliest = max(time.parts, key=lambda name: time.parts[name], default="")
         traffic = (use.nvlink_bytes, use.network_bytes, use.host_link_bytes + use.host_copy_bytes, use.disk_bytes)
         gigabytes = (f"{size / GIGA:,.1f}" if size else "" for size in traffic)
         seconds = (f"{time.roofline_s:,.1f}", f"{time.expected_s:,.1f}")
-        rows.append((str(sub_phase), f"{use.flops / 1e12:,.0f}" if use.flops else "", *gigabytes, *seconds, costliest))
+        rows.append((sub_phase, f"{use.flops / 1e12:,.0f}" if use.flops else "", *gigabytes, *seconds, costliest))
     columns = (
         "",
         "TFLOP",
@@ -197,7 +204,7 @@ def _time_table(plan: Plan) -> Table:
         "expected s",
         "mostly",
     )
-    return table_of("One step on one GPU (start and load: once)", columns, rows)
+    return table_of(title, columns, rows)
 
 
 def _notes(plan: Plan) -> list[str]:

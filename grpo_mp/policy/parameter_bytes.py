@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from grpo_mp.config import Settings
+from grpo_mp.config import Settings, TrainerSettings
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
@@ -70,9 +70,19 @@ class DiskNeed:
 
 
 def disk_need(settings: Settings, hf: HfConfig) -> DiskNeed:
-    """Return the most that a run needs: of checkpoints, one more than is kept while it is written; exports; rollouts.
+    """Return the most that a run of RL needs: what its policy does, and its rollouts.
 
     Those are kept until a checkpoint is behind them, where `rollout.dump` is set a second time, for good.
+    """
+    run = settings.run
+    steps = min((run.save_every or run.steps) + 1, run.steps) + settings.rollout.max_staleness
+    return policy_disk_need(settings, hf, recorded_bytes(settings, hf), steps + run.steps * settings.rollout.dump)
+
+
+def policy_disk_need(settings: TrainerSettings, hf: HfConfig, rollouts: int = 0, rollout_steps: int = 0) -> DiskNeed:
+    """Return the most that a run needs: of checkpoints, one more than is kept while it is written; exports.
+
+    `rollouts`: bytes of one step's, of which those of so many steps are there at a time.
     """
     params = family_of(hf).params(hf).values()
     count = sum(prod(shape) for param in params if not param.alias for shape in param.shapes)
@@ -81,10 +91,7 @@ def disk_need(settings: Settings, hf: HfConfig) -> DiskNeed:
     checkpoint, export = count * size.saved, count * (1 if run.export_fp8 else size.weights)
     checkpoints = min(run.keep_checkpoints + 1, run.steps // run.save_every + 1 if run.save_every else 1)
     exports = run.export + (run.steps // run.export_every if run.export_every else 0)
-    rollouts = recorded_bytes(settings, hf)
-    steps = min((run.save_every or run.steps) + 1, run.steps) + settings.rollout.max_staleness
-    steps += run.steps * settings.rollout.dump
-    total = checkpoints * checkpoint + exports * export + steps * rollouts
+    total = checkpoints * checkpoint + exports * export + rollout_steps * rollouts
     return DiskNeed(checkpoint, export, rollouts, total)
 
 

@@ -12,7 +12,7 @@ from megatron.core.utils import unwrap_model
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.hf_reader import check_layers, check_tensors
 from grpo_mp.checkpoint.manifest import Checksums
-from grpo_mp.config import Settings
+from grpo_mp.config import TrainerSettings
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.distributed.process_groups import Parallel
@@ -45,7 +45,9 @@ class UpdateReport:
 class Policy:
     """Megatron model, optimizer and reference of this rank."""
 
-    def __init__(self, settings: Settings, parallel: Parallel, with_reference: bool, load_weights: bool = True) -> None:
+    def __init__(
+        self, settings: TrainerSettings, parallel: Parallel, with_reference: bool, load_weights: bool = True
+    ) -> None:
         """Build the model, load this rank's shards of the weights, build the optimizer.
 
         Without `load_weights` they are zero: a checkpoint will bring them.
@@ -57,7 +59,7 @@ class Policy:
         self.params = family_of(self.hf).params(self.hf)
         dtype, megatron_args = settings.model.dtype, settings.training.megatron_args
         self.config = transformer_config(settings.layout, settings.training, dtype, self.hf)
-        models = build_chunks(self.config, self.hf, settings.training, settings.rollout.temperature)
+        models = build_chunks(self.config, self.hf, settings.training, settings.temperature)
         self.chunks = wrap_for_training(settings.layout, megatron_args, self.config, models)
         self.tensors = local_tensors(models, self.params, parallel.coords, settings.layout.expert)
         if load_weights:
@@ -107,7 +109,7 @@ class Policy:
 
     @contextmanager
     def use_temperature(self, temperature: float) -> Iterator[None]:
-        """Compute logprobs at this temperature inside, instead of the rollout's."""
+        """Compute logprobs at this temperature inside, instead of the settings'."""
         heads = [model.head for model in self.models()]
         for model in self.models():
             model.head = replace(model.head, temperature=temperature)

@@ -50,9 +50,13 @@ CURVES: dict[str, tuple[Curve, ...]] = {
         Curve(
             "Shortest, longest", "tokens", {"min": "rollout/response_length/min", "max": "rollout/response_length/max"}
         ),
+        Curve("Samples to learn from", "tokens", {"mean": "sft/length/mean", "max": "sft/length/max"}),
         Curve("Truncated", "share", {"truncated": "rollout/truncated_ratio"}, "Cut at rollout.max_response_tokens."),
     ),
     "policy": (
+        Curve(
+            "Supervised loss", "nats", {"train": "sft/loss", "held out": "eval/*/loss"}, "Mean over the learned tokens."
+        ),
         Curve("Entropy", "nats", {"entropy": "train/entropy"}),
         Curve("KL to the reference", "nats", {"KL": "train/kl_loss"}),
         Curve("KL of a step's updates", "nats", {"KL": "train/ppo_kl"}),

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from grpo_mp.algorithms.settings import AlgorithmConfig
-from grpo_mp.config.load import check_settings
+from grpo_mp.config.load import check_settings, check_sft_settings
 from grpo_mp.evaluation.pass_at_k import Estimate
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.report.contents import Chart, Series, Table
@@ -22,6 +22,14 @@ REQUIRED: Mapping[str, Any] = {
     "optimizer": {"lr": 1e-6},
 }
 OWN = "(no default)"
+SUPERVISED = "grpo-mp sft"  # in the place of a preset
+REQUIRED_SFT: Mapping[str, Any] = {
+    "run": {"folder": "x", "steps": 1},
+    "model": {"path": "x"},
+    "data": {"train": "x"},
+    "sft": {"batch_size": 1, "max_tokens": 1},
+    "optimizer": {"lr": 1e-6},
+}
 
 
 def flatten(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -35,9 +43,13 @@ def flatten(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 def preset_settings(preset: str) -> dict[str, str]:
     """Return every setting as the preset and the defaults have it, by dotted name. Raises UserError: no such preset."""
-    settings = check_settings({**REQUIRED, "algorithm": {"preset": preset}}, "settings.yaml")
-    required = {name for name, _ in flatten(REQUIRED)}
-    return {name: OWN if name in required else text for name, text in flatten(settings.model_dump(mode="json"))}
+    if preset == SUPERVISED:
+        given, settings = REQUIRED_SFT, check_sft_settings({**REQUIRED_SFT}, "settings.yaml").model_dump(mode="json")
+    else:
+        tree = {**REQUIRED, "algorithm": {"preset": preset}}
+        given, settings = REQUIRED, check_settings(tree, "settings.yaml").model_dump(mode="json")
+    required = {name for name, _ in flatten(given)}
+    return {name: OWN if name in required else text for name, text in flatten(settings)}
 
 
 def settings_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
@@ -45,7 +57,7 @@ def settings_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
     flat = {run.name: dict(flatten(run.settings)) for run in runs}
     presets: dict[str, list[str]] = {}
     for run in runs:
-        presets.setdefault(flat[run.name].get("algorithm.preset", AlgorithmConfig().preset), []).append(run.name)
+        presets.setdefault(_preset(run), []).append(run.name)
     tables = []
     for preset, names in presets.items():
         standard = preset_settings(preset)
@@ -56,6 +68,12 @@ def settings_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
     every = dict.fromkeys(name for settings in flat.values() for name in settings)
     all_rows = tuple((name, *(settings.get(name, "") for settings in flat.values())) for name in every)
     return (*tables, Table("Every setting", ("setting", *flat), all_rows))
+
+
+def _preset(run: RunRecords) -> str:
+    if "sft" in run.settings:
+        return SUPERVISED
+    return dict(flatten(run.settings)).get("algorithm.preset", AlgorithmConfig().preset)
 
 
 def summary_table(runs: Sequence[RunRecords]) -> Table:

@@ -6,23 +6,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
-from grpo_mp.config import Settings, load_settings
+from grpo_mp.config import Settings, SftSettings, load_settings, load_sft_settings
 from grpo_mp.distributed.process_groups import single_rank_environment
 from grpo_mp.errors import UserError
 from grpo_mp.log import log_to_terminal
-from grpo_mp.parsers import train_parser
+from grpo_mp.parsers import sft_parser, train_parser
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.trainer.context import local_ranks
 from grpo_mp.trainer.exit import end_without_cleanup, exit_on_error
 from grpo_mp.trainer.preflight import RunInputs, describe_run, run_preflight, run_replay_preflight
 from grpo_mp.trainer.replay import replay_settings
+from grpo_mp.trainer.sft_preflight import SftInputs, describe_sft, run_sft_preflight
 
 
 def run_command(train: Callable[[Settings, RunInputs], None], arguments: Sequence[str] | None = None) -> None:
     """Run a command line; `train` gets checked settings and what was read for them."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # train.py sets the default action
-    with end_without_cleanup(), exit_on_error():
-        log_to_terminal()
+    with _ending():
         args = train_parser().parse_intermixed_args(arguments)
         settings = load_settings(args.config, args.overrides)
         preflight = run_preflight
@@ -38,6 +37,36 @@ def run_command(train: Callable[[Settings, RunInputs], None], arguments: Sequenc
         else:
             with started_job(args.ranks) as (world_size, ranks_per_node):
                 train(settings, preflight(settings, world_size, ranks_per_node))
+
+
+def run_sft_command(
+    fine_tune: Callable[[SftSettings, SftInputs], None], arguments: Sequence[str] | None = None
+) -> None:
+    """Run a command line of supervised fine-tuning, as `run_command` does one of RL."""
+    with _ending():
+        args = sft_parser().parse_intermixed_args(arguments)
+        settings = load_sft_settings(args.config, args.overrides)
+        if args.dry_run:
+            world_size, ranks_per_node = (
+                (args.ranks, args.ranks_per_node or args.ranks) if args.ranks else local_ranks()
+            )
+            settings, inputs = run_sft_preflight(settings, world_size)
+            if int(os.environ.get("RANK", 0)) == 0:
+                print(describe_sft(settings, inputs, world_size, ranks_per_node))
+        elif args.ranks_per_node:
+            raise UserError("--ranks-per-node is for --dry-run: a launcher says how many ranks a node has")
+        else:
+            with started_job(args.ranks) as (world_size, _):
+                fine_tune(*run_sft_preflight(settings, world_size))
+
+
+@contextmanager
+def _ending() -> Iterator[None]:
+    """Run a command line in the body: what it raises becomes the exit status."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # train.py sets the default action
+    with end_without_cleanup(), exit_on_error():
+        log_to_terminal()
+        yield
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Open and close a job: join the ranks, start this rank's engine, build the policy, and end all of it in any case."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,16 +10,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo_mp import platform
-from grpo_mp.checkpoint.run_state import TrainState, claim_run_folder, read_manifest
+from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.distributed.nccl_memory import NcclMemory
-from grpo_mp.distributed.process_groups import WAITED_PHASES, Job, Parallel, join_job, make_parallel, stop_parallel
-from grpo_mp.log import log_file, logging_to
+from grpo_mp.distributed.process_groups import WAITED_PHASES, Job, make_parallel
 from grpo_mp.monitor.progress import Progress
-from grpo_mp.monitor.rank_dump import RankDumper
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
-from grpo_mp.policy.checkpoint import load_policy, load_reference
 from grpo_mp.policy.offload import device_items
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.rollout import Rollout
@@ -27,57 +24,42 @@ from grpo_mp.scheduler.memory import explain_out_of_memory
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.collect import Collector, RolloutCollector
 from grpo_mp.trainer.evaluation import Evaluator
-from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, report_error_once
+from grpo_mp.trainer.exit import PreemptionHandler
+from grpo_mp.trainer.job import PolicyContext, Resumed, RunContext, build_policy, join_run, open_monitors, show_notes
 from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_engines_first
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.trainer.replay import ReplayCollector
-from grpo_mp.trainer.resume import find_whole_checkpoint
 from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.weight_sync.engine_check import PROMPTS, EngineCheck
 from grpo_mp.weight_sync.update import PolicyShards, WeightSync, build_weight_sync
 
 
 @dataclass
-class RolloutContext:
-    """The parts of a training job that every rank has. `state` is that of the run.
+class RolloutContext(RunContext):
+    """The parts of a job of RL that every rank has.
 
     `weight_sync` and `engine_check` are None in a replay, whose rollout has no engine.
     """
 
     settings: Settings
     inputs: RunInputs
-    job: Job
     rollout: Rollout
     collector: Collector
     evaluator: Evaluator
     weight_sync: WeightSync | None
     engine_check: EngineCheck | None
     recovery: EngineRecovery
-    phases: PhaseManager
-    timeline: Timeline
-    progress: Progress
-    preemption: PreemptionHandler
-    state: TrainState
 
     @property
     def engines(self) -> "EngineContext":
         """Return what generates."""
         return EngineContext(self.job, self.rollout, self.phases, self.progress, self.recovery)
 
-    def should_stop(self) -> bool:
-        """Return whether any rank was asked to stop, once the slowest rank is here too. Every rank must call this."""
-        with self.phases.waiting():
-            return self.preemption.requested(self.job.group)
-
 
 @dataclass
-class TrainContext(RolloutContext):
+class TrainContext(RolloutContext, PolicyContext):
     """What a rank has that trains, too."""
-
-    parallel: Parallel
-    policy: Policy
-    saver: CheckpointSaver
 
 
 @dataclass(frozen=True)
@@ -102,15 +84,6 @@ class RankRuntime:
     progress: Progress
 
 
-@dataclass(frozen=True)
-class _Resumed:
-    """Where a run stands, by which checkpoint, and what is wrong with newer ones."""
-
-    state: TrainState
-    checkpoint: Path | None
-    damages: Sequence[str]
-
-
 @contextmanager
 def open_context(
     settings: Settings, inputs: RunInputs, checkpoints: Sequence[Path] = (), greeting: str = ""
@@ -124,11 +97,14 @@ def open_context(
         preemption = PreemptionHandler()
         overlaps = () if greeting else inputs.overlaps()
         greeting = greeting or _greeting(settings, inputs, job, state)
-        _show_notes(progress, job.rank, greeting, overlaps, (*resumed.damages, *inputs.warnings))
+        show_notes(progress, job.rank, greeting, overlaps, (*resumed.damages, *inputs.warnings))
         offload = platform.on_cuda() and settings.shares_devices and settings.model.offloads and not inputs.replay
         limit_s = settings.monitor.phase_timeout_s
         parallel = make_parallel(job, settings.layout, settings.run.seed, limit_s) if job.trains else None
-        build = partial(build_policy, settings, parallel, state, resumed.checkpoint) if parallel else None
+        has_reference = settings.algorithm.kl.measured_share > 0
+        build = (
+            partial(build_policy, settings, parallel, state, resumed.checkpoint, has_reference) if parallel else None
+        )
         policy = _start(runtime, settings.engine.start_timeout_s, offload, build)
         if rollout.client:
             progress.note(rollout.call(rollout.client.capabilities()).sentence)
@@ -211,7 +187,7 @@ def open_engines_only(settings: Settings, inputs: RunInputs, greeting: str) -> I
     """
     with _open_job(settings, inputs, steps=0, load_weights=True) as (runtime, _):
         job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
-        _show_notes(progress, job.rank, greeting, (), inputs.warnings)
+        show_notes(progress, job.rank, greeting, (), inputs.warnings)
         _start(runtime, settings.engine.start_timeout_s, offload=False, build=None)
         monitor = settings.monitor
         phases = PhaseManager(runtime.timeline, runtime.watchdog, progress, monitor.phase_timeout_s)
@@ -225,52 +201,29 @@ def _open_job(
     steps: int,
     checkpoints: Sequence[Path] = (),
     load_weights: bool = False,
-) -> Iterator[tuple[RankRuntime, "_Resumed"]]:
+) -> Iterator[tuple[RankRuntime, Resumed]]:
     """Make the process groups, claim the run folder, place the engines, open the monitors; end all of it in any case.
 
     Also yields where the run stands. Errors are reported by one rank.
     """
-    with ExitStack() as stack:
-        job = join_job(settings.monitor.phase_timeout_s, settings.engine.ranks)
-        folder, rank = settings.run.folder, job.rank
-        stack.enter_context(report_error_once(rank, job.store))
-        if rank == 0:
-            claim_run_folder(folder, dump_settings(settings))
-        dist.barrier(group=job.group)
-        checkpoint, damages = find_whole_checkpoint(checkpoints, job)
-        state = read_manifest(checkpoint) if checkpoint else TrainState()
+    resolved = dump_settings(settings)
+    with join_run(settings, resolved, checkpoints, settings.engine.ranks) as (job, resumed), ExitStack() as stack:
         rollout = Rollout(
             settings,
             inputs.hf,
             inputs.tokenizer,
             inputs.scorer,
-            rank,
+            job.rank,
             job.world_size,
             load_weights,
             inputs.episodes,
             has_engines=inputs.replay is None,
         )
-        stack.enter_context(logging_to(log_file(folder, rank), settings.monitor.log_level))
         stack.enter_context(rollout)
-        progress = stack.enter_context(Progress(folder, steps, done=state.step, rank=rank))
-        dumper = RankDumper(rank, folder, lambda: watchdog.phases())
-        before_exit = (dumper.write_last, progress.stop, rollout.stop)
-        watchdog = stack.enter_context(Watchdog(rank, folder, before_exit))
-        stack.enter_context(dumper)
-        timeline = Timeline(folder, rank)
-        stack.callback(timeline.close)
         stack.callback(inputs.scorer.close)
-        stack.push(ignore_more_interrupts)
-        yield RankRuntime(job, rollout, timeline, watchdog, progress), _Resumed(state, checkpoint, damages)
-        stop_parallel()
-
-
-def _show_notes(progress: Progress, rank: int, greeting: str, overlaps: Iterable[str], warnings: Iterable[str]) -> None:
-    """Show what a user should know before the run starts."""
-    progress.note(greeting)
-    if rank == 0:
-        for note in (*overlaps, *(f"warning: {text}" for text in warnings)):
-            progress.note(note)
+        folder, done = settings.run.folder, resumed.state.step
+        with open_monitors(folder, job.rank, steps, done, (rollout.stop,)) as monitors:
+            yield RankRuntime(job, rollout, **vars(monitors)), resumed
 
 
 def _start(runtime: RankRuntime, timeout_s: float, offload: bool, build: Callable[[], Policy] | None) -> Policy | None:
@@ -289,18 +242,6 @@ def _start(runtime: RankRuntime, timeout_s: float, offload: bool, build: Callabl
             rollout.wait_ready()
             rollout.open_reward_servers(job.group, sleeps=False)
         dist.barrier(group=job.group)
-    return policy
-
-
-def build_policy(settings: Settings, parallel: Parallel, state: TrainState, checkpoint: Path | None) -> Policy:
-    """Build the policy and load a checked checkpoint where there is one, the reference's weights if it has them."""
-    with_reference = settings.algorithm.kl.measured_share > 0
-    begins = checkpoint is None or (with_reference and not state.reference_updated)  # or its reference does
-    policy = Policy(settings, parallel, with_reference, load_weights=begins)
-    if checkpoint:
-        load_policy(policy, checkpoint / "policy")
-        if state.reference_updated and policy.reference:
-            load_reference(policy, checkpoint / "reference")
     return policy
 
 

@@ -19,7 +19,7 @@ from grpo_mp.algorithms.registries import policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, latest_checkpoint, read_manifest
 from grpo_mp.config import Settings, dump_settings
-from grpo_mp.config.sections import EngineConfig
+from grpo_mp.config.sections import EngineConfig, ModelConfig, RunConfig
 from grpo_mp.data.overlap import find_overlaps
 from grpo_mp.data.prompts import PromptSet, load_prompts, load_train_prompts
 from grpo_mp.distributed.layout import describe_parallelism, model_shape
@@ -96,11 +96,11 @@ class RunInputs:
 def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> RunInputs:
     """Check settings against model, files, layout and engine, and read the data. Raises UserError."""
     extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
-    _check_guards(settings.monitor.guards)
+    check_guards(settings.monitor.guards)
     hf = HfConfig.read(settings.model.path, settings.model.family)
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     check_policy(hf, settings.model, settings.layout, settings.training, world_size - settings.engine.ranks)
-    _check_export(settings)
+    check_export(settings.run, settings.model)
     episodes = load_episodes(settings, tokenizer)
     tools = episodes.tools.schemas if episodes else ()
     longest = settings.rollout.max_prompt_tokens
@@ -128,10 +128,10 @@ def run_replay_preflight(folder: Path, settings: Settings, world_size: int, rank
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
     if folder.resolve().is_relative_to(settings.run.folder.resolve()):
         raise UserError(f"{folder} is of the run in {settings.run.folder} itself: choose another run.folder")
-    _check_device(settings.sync.transport, settings.model.dtype, settings.layout.context)
+    check_device_for(settings.sync.transport, settings.model.dtype, settings.layout.context)
     check_policy(hf, settings.model, settings.layout, settings.training, world_size)
     check_bucket(settings, hf, fp8=False)  # of the exports
-    _check_export(settings)
+    check_export(settings.run, settings.model)
     checkpoint = latest_checkpoint(settings.run.folder)
     replay = open_replay(folder, settings, hf, first=(read_manifest(checkpoint).step if checkpoint else 0) + 1)
     tokenizer = _read_tokenizer(settings, hf)
@@ -175,7 +175,7 @@ def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_
     """Check run folder, engines, device and sizes; return the model's tokenizer."""
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
     engine_placements(settings.engine, world_size, ranks_per_node)
-    _check_device(settings.sync.transport, settings.model.dtype, settings.layout.context)
+    check_device_for(settings.sync.transport, settings.model.dtype, settings.layout.context)
     if (
         platform.on_cuda()
         and settings.shares_devices
@@ -195,11 +195,23 @@ def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_
 
 def _read_tokenizer(settings: Settings, hf: HfConfig) -> PreTrainedTokenizerBase:
     """Read the model's tokenizer. Raises UserError where it cannot be read, or the model is too small for the run."""
+    tokenizer = read_tokenizer(settings.model.path, hf)
+    _check_sizes(settings, hf)
+    return tokenizer
+
+
+def read_tokenizer(model: Path, hf: HfConfig) -> PreTrainedTokenizerBase:
+    """Read a model's tokenizer. Raises UserError where it cannot be read, or a token has no embedding."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(settings.model.path))
+        tokenizer = AutoTokenizer.from_pretrained(str(model))
     except Exception as error:  # its libraries raise of every kind
-        raise UserError(f"{settings.model.path}: the tokenizer cannot be read ({one_line(error, 200)})") from error
-    _check_sizes(settings, hf, len(tokenizer))
+        raise UserError(f"{model}: the tokenizer cannot be read ({one_line(error, 200)})") from error
+    tokens, vocabulary = len(tokenizer), hf.int("vocab_size")
+    if tokens > vocabulary:
+        raise UserError(
+            f"{model}: the tokenizer has {tokens} tokens, config.json says vocab_size {vocabulary}: "
+            "use the tokenizer of this model"
+        )
     return tokenizer
 
 
@@ -277,7 +289,7 @@ def _wire_format(settings: Settings, hf: HfConfig, fp8: bool) -> WireFormat:
     return WireFormat(params, tp_sizes, DTYPES[settings.model.dtype], fp8)
 
 
-def _check_device(transport: str, dtype: str, context: int) -> None:
+def check_device_for(transport: str, dtype: str, context: int) -> None:
     """Raise UserError for settings that this machine's device cannot compute."""
     if transport == "ipc" and not platform.on_cuda():
         raise UserError("sync.transport=ipc needs CUDA, and this machine computes on its CPU: set auto or host")
@@ -288,7 +300,7 @@ def _check_device(transport: str, dtype: str, context: int) -> None:
         )
 
 
-def _check_guards(names: Iterable[str]) -> None:
+def check_guards(names: Iterable[str]) -> None:
     """Raise UserError for a guard of a metric that does not exist."""
     try:
         for name in names:
@@ -297,24 +309,19 @@ def _check_guards(names: Iterable[str]) -> None:
         raise UserError(f"monitor.guards: {error}") from error
 
 
-def _check_export(settings: Settings) -> None:
+def check_export(run: RunConfig, model: ModelConfig) -> None:
     """Raise UserError where the exported folder would overwrite the model that the run starts from."""
-    final = settings.run.folder / FINAL
-    if settings.run.export and final.resolve() == settings.model.path.resolve():
+    final = run.folder / FINAL
+    if run.export and final.resolve() == model.path.resolve():
         raise UserError(
             f"{final}: the export would take the place of model.path: choose another run.folder, or set "
             "run.export=false"
         )
 
 
-def _check_sizes(settings: Settings, hf: HfConfig, tokens: int) -> None:
-    """Check that the model has an embedding for every token, and a position for the longest sequence."""
-    vocabulary, positions = hf.int("vocab_size"), hf.int("max_position_embeddings")
-    if tokens > vocabulary:
-        raise UserError(
-            f"{settings.model.path}: the tokenizer has {tokens} tokens, config.json says vocab_size {vocabulary}: "
-            "use the tokenizer of this model"
-        )
+def _check_sizes(settings: Settings, hf: HfConfig) -> None:
+    """Check that the model has a position for the longest sequence."""
+    positions = hf.int("max_position_embeddings")
     prompt = settings.rollout.max_prompt_tokens
     limits = {"rollout": settings.rollout.max_response_tokens}
     limits |= {f"data.eval.{name}": eval_set.max_response_tokens or 0 for name, eval_set in settings.data.eval.items()}

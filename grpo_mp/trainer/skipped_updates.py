@@ -9,6 +9,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.context import TrainContext
+from grpo_mp.trainer.job import PolicyContext
 from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step, step_file
 
 NAMED = 3  # parameters in a sentence
@@ -27,21 +28,27 @@ def keep_skipped(ctx: TrainContext, rollouts: RolloutBatch, reports: Sequence[Up
 
     Raises UserError after `optimizer.max_skipped_updates` of them in a row. Every rank that trains must call this.
     """
-    settings, parallel, before = ctx.settings, ctx.parallel, ctx.state.skipped_in_a_row
-    counts = count_in_a_row(before, reports)
-    if not any(counts):
+    if not any(report.skipped for report in reports):
         return 0
+    settings, parallel = ctx.settings, ctx.parallel
     folder = ctx.inputs.replay.folder if ctx.inputs.replay else settings.run.folder / FOLDER
     if not (settings.rollout.dump or ctx.inputs.replay):
         shape = RolloutShape.of(settings, ctx.inputs.hf)
         dump_step(folder, step, rollouts, shape, parallel.rank, parallel.world_size)
-    names = all_gather([name for report in reports for name in report.bad_gradients], parallel.cpu_group)
-    text = describe(step, max(counts), reports, sorted(set().union(*names)), step_file(folder, step, 0).parent)
-    limit = settings.optimizer.max_skipped_updates
+    return note_skipped(ctx, reports, step, step_file(folder, step, 0).parent)
+
+
+def note_skipped(ctx: PolicyContext, reports: Sequence[UpdateReport], step: int, kept: Path) -> int:
+    """Warn of a step's skipped updates, and return how many of the last were. `kept`: where its samples are.
+
+    Raises UserError after `optimizer.max_skipped_updates` of them in a row. Every rank that trains must call this.
+    """
+    counts = count_in_a_row(ctx.state.skipped_in_a_row, reports)
+    names = all_gather([name for report in reports for name in report.bad_gradients], ctx.parallel.cpu_group)
+    text = describe(step, max(counts), reports, sorted(set().union(*names)), kept)
+    limit = ctx.settings.optimizer.max_skipped_updates
     if limit and max(counts) >= limit:
-        raise UserError(
-            f"{text}; the run stops after optimizer.max_skipped_updates={limit}: look at them, and replay them"
-        )
+        raise UserError(f"{text}; the run stops after optimizer.max_skipped_updates={limit}: look at them")
     ctx.progress.note(f"warning: {text}")
     return counts[-1]
 

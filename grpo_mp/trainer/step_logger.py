@@ -89,14 +89,13 @@ class StepLogger:
 
         `state` is that after the step; `synced`: metrics of the weight sync.
         """
-        own_summary = summarize(self._timeline.take(), self._start_ns, self._timeline.now_ns())
-        summary = reduce_over_ranks(all_gather(own_summary, self._parallel.cpu_group))
+        summary, common = self.common_record()
         stats = rollouts.reward_stats
         for term, sentence in stats.first_errors.items():
             if term not in self._reported_failures:  # noted once, where a failing reward does not stop the run
                 self._progress.note(f"warning: {sentence}")
         self._reported_failures |= stats.first_errors.keys()
-        scalars = {
+        scalars = common.scalars | {
             # The samples were drawn before this step's updates, each of which raises the version by 1.
             **rollout_metrics(rollouts.scored, state.optimizer_step - len(reports)),
             **reward_metrics(stats),
@@ -108,23 +107,31 @@ class StepLogger:
             },
             "train/optimizer_step": state.optimizer_step,
             "train/samples_seen": state.samples_seen,
-            **memory_metrics(self._memory_tracker.take(), self._parallel),
-            **step_scalars(summary),
             **self._speed_metrics(rollouts, batch, summary, logprob_tokens(updates, self._parallel)),
             **synced,
         }
-        histograms: dict[str, Sequence[float] | torch.Tensor] = {**distributions(rollouts.scored, batch.advantages)}
-        texts: dict[str, str] = {}
-        load = self._expert_load.take(self._parallel.cpu_group)
-        if load is not None and (max_load := max_load_ratio(load)) is not None:
-            scalars["train/expert_load/max_over_mean"] = max_load
-            histograms["train/expert_load/values"] = load_ratios(load)
-            texts["train/expert_load/by_layer"] = heat_map(load)
+        histograms = {**distributions(rollouts.scored, batch.advantages)} | common.histograms
+        texts = dict(common.texts)
         ids = evenly_spaced(sorted({info.group_id for info in rollouts.infos}), self._samples_per_step)
         groups = gather_groups(rollouts.groups, ids, self._parallel.cpu_group)
         if groups:
             texts["rollout/samples"] = samples_to_markdown(groups)
         return StepRecord(scalars, histograms, texts, groups)
+
+    def common_record(self) -> tuple[StepSummary, StepRecord]:
+        """Return the times of the step, and what is logged of any: times, memory, the load of experts.
+
+        Every rank must call this.
+        """
+        own_summary = summarize(self._timeline.take(), self._start_ns, self._timeline.now_ns())
+        summary = reduce_over_ranks(all_gather(own_summary, self._parallel.cpu_group))
+        record = StepRecord({**memory_metrics(self._memory_tracker.take(), self._parallel), **step_scalars(summary)})
+        load = self._expert_load.take(self._parallel.cpu_group)
+        if load is not None and (max_load := max_load_ratio(load)) is not None:
+            record.scalars["train/expert_load/max_over_mean"] = max_load
+            record.histograms["train/expert_load/values"] = load_ratios(load)
+            record.texts["train/expert_load/by_layer"] = heat_map(load)
+        return summary, record
 
     def write(self, step: int, record: StepRecord) -> None:
         """Write a step, and note metrics that left their healthy range on the screen."""

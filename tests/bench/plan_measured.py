@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from grpo_mp.algorithms.supervised import token_mean_loss
 from grpo_mp.checkpoint.chunk_files import TensorChunk, read_chunks
 from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.examples.cold_start import negative_log_likelihood
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
@@ -80,14 +80,14 @@ def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> d
     sequences = comparison_sequences(TOKENS, TOKENS, 0, [(0,) * (settings.rollout.max_prompt_tokens // 2)] * PROMPTS)
     model, sync_bytes = settings.model, settings.sync.bucket_bytes
     batch = [padding(TOKENS)]
-    policy.update(batch, negative_log_likelihood)  # moments are there from the first update on
+    policy.update(batch, token_mean_loss)  # moments are there from the first update on
     rollout = rollout_with(StandIn(), 1, runner)
     sync = build_weight_sync(settings, PolicyShards.of_policy(policy), rollout, parallel.job)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         return {
             SubPhase.LOGPROB: peak_bytes(lambda: policy.logprobs(batch)),
-            SubPhase.TRAIN: peak_bytes(lambda: policy.compute_gradients(batch, negative_log_likelihood)),
+            SubPhase.TRAIN: peak_bytes(lambda: policy.compute_gradients(batch, token_mean_loss)),
             SubPhase.OPTIMIZER: peak_bytes(policy.optimizer.step),
             SubPhase.SYNC: peak_bytes(lambda: (sync.update_weights(1), sequence_logprobs(policy, sequences))),
             SubPhase.SAVE: peak_bytes(lambda: save_policy(policy, folder)),

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from grpo_mp.algorithms.supervised import token_mean_loss
 from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder
 from grpo_mp.config import Settings
-from grpo_mp.examples.cold_start import negative_log_likelihood
 from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.save import CheckpointSaver
@@ -27,7 +27,7 @@ def main() -> None:
     """Command line; see the text above."""
     with start_small_policy() as (settings, parallel):
         policy = Policy(settings, parallel, with_reference=False)
-        policy.update([padding(256)], negative_log_likelihood)
+        policy.update([padding(256)], token_mean_loss)
         held_up = [_save(settings, policy, async_save) for async_save in (True, False)]
         checkpoint = checkpoint_folder(settings.run.folder, SAVES - 1)
         parameters = sum(tensor.numel() for tensor in policy.tensors.values())

@@ -20,7 +20,7 @@ from grpo_mp.checkpoint.run_state import (
 from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
 from grpo_mp.config import check_settings
 from grpo_mp.errors import UserError
-from grpo_mp.trainer.context import build_policy
+from grpo_mp.trainer.job import build_policy
 from grpo_mp.trainer.resume import find_whole_checkpoint
 from tests.checkpoint.helpers import flip_bit, no_progress, policy_of
 from tests.minimal_settings import MINIMAL_SETTINGS
@@ -37,7 +37,7 @@ def start_policy(model: Path, run: Path) -> None:
     settings = check_settings(tree, "test")
     with one_rank_job() as parallel:
         checkpoint, _ = find_whole_checkpoint(complete_checkpoints(run), parallel.job)
-        build_policy(settings, parallel, TrainState(), checkpoint)
+        build_policy(settings, parallel, TrainState(), checkpoint, with_reference=True)
 
 
 def largest_file(folder: Path, pattern: str) -> Path:

@@ -23,6 +23,13 @@ OF_OTHER_RUNS = {
     "rollout/episode/{name}",
     "rollout/given_tokens/mean",
     "rollout/acceptance_length",
+    # Of supervised fine-tuning, see tests/e2e/test_sft.py.
+    "sft/loss",
+    "sft/length/mean",
+    "sft/length/max",
+    "sft/learned_ratio",
+    "sft/epoch",
+    "eval/{set}/loss",
 }
 TEXT = "/text_summary"  # what TensorBoard appends to the name of a text
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from grpo_mp.config import Settings
+from grpo_mp.config import Settings, SftSettings
 from grpo_mp.pages import PAGES, ROOT, render, table
 
 
@@ -17,13 +17,13 @@ def test_a_page_is_up_to_date(file: str) -> None:
 
 def test_every_setting_stands_on_its_page() -> None:
     """Against the JSON schema, which pydantic makes of the same types."""
-    schema = Settings.model_json_schema()
-    sections = {"": schema, **schema["$defs"]}
+    schemas = [root.model_json_schema() for root in (Settings, SftSettings)]
+    sections = [section for schema in schemas for section in (schema, *schema["$defs"].values())]
     page = PAGES["configs/README.md"]()
     rows = {(row[1], row[2]) for row in re.finditer(r"^\| `(\w+)` \|.*\| (.+) \|$", page, re.MULTILINE)}
     missing = [
         name
-        for section in sections.values()
+        for section in sections
         for name, setting in section.get("properties", {}).items()
         if (name, setting["description"].replace("|", "\\|")) not in rows
     ]

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import get_origin
 
 import pytest
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from grpo_mp.cli.main import COMMANDS, main
-from grpo_mp.config import Settings
+from grpo_mp.config import Settings, SftSettings
 from grpo_mp.section import Section, section_type
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def test_files_and_functions_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_settings_exist(page: Path) -> None:
-    sections = "|".join(Settings.model_fields)
+    sections = "|".join(Settings.model_fields | SftSettings.model_fields)
     text = page.read_text()
     if page.name == "COMING_FROM.md":  # the other columns are theirs
         text = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
@@ -73,8 +73,13 @@ def test_settings_exist(page: Path) -> None:
 
 
 def is_setting(name: str) -> bool:
-    """Whether a dotted name is a setting; dictionaries take any key, those of sections only a section's."""
-    section: type[Section] | None = Settings
+    """Whether a dotted name is a setting of either kind of file."""
+    return is_setting_of(Settings, name) or is_setting_of(SftSettings, name)
+
+
+def is_setting_of(root: type[Section], name: str) -> bool:
+    """Whether a dotted name is there; dictionaries take any key, those of sections only a section's."""
+    section: type[Section] | None = root
     parts = name.split(".")
     for depth, part in enumerate(parts):
         if section is None or part not in section.model_fields:
@@ -93,6 +98,16 @@ def test_trl_settings_on_the_page_for_its_users_exist() -> None:
     arguments = {"prompt", *inspect.signature(GRPOTrainer).parameters}  # a column; those of the trainer
     assert len(named) > 40
     assert not named - fields - arguments
+
+
+def test_trl_settings_of_supervised_fine_tuning_exist() -> None:
+    _, table = (ROOT / "configs/COMING_FROM.md").read_text().split("## Supervised fine-tuning\n")
+    rows = [line.split("|") for line in table.splitlines()]
+    named = {name for row in rows if len(row) == 4 for name in re.findall(r"`(\w+)`", row[2])}
+    fields = {field.name for field in dataclasses.fields(SFTConfig)}
+    columns = {"messages", "prompt", "completion", "tools", *inspect.signature(SFTTrainer).parameters}
+    assert len(named) > 20
+    assert not named - fields - columns
 
 
 def commands(page: Path) -> Iterator[list[str]]:

@@ -126,7 +126,7 @@ class Case:
         """Names of the cases whose results this one is compared with."""
         if self.measures == ("converted",):
             return ()
-        alone = next((name for name in ("family", "replayed") if name in self.measures), "")
+        alone = next((name for name in ("family", "replayed", "supervised") if name in self.measures), "")
         one = "-".join(filter(None, (self.model, "one", alone)))
         return (one, *([self.loads] if self.loads else []))
 
@@ -291,6 +291,22 @@ def _replayed() -> list[Case]:
     return cases
 
 
+# What divides a sequence, an update, a vocabulary or experts; of one sequence to a micro-batch, and of many.
+SUPERVISED = {
+    "qwen3_moe": ("one", "dp2", "cp2", "pp2_vpp2", "tp2_ep2", "tp2_ep2_pp2"),
+    "deepseek_v3": ("one", "tp2_ep2"),
+    "qwen3": ("one",),
+}
+
+
+def _supervised() -> list[Case]:
+    return [
+        Case(model, layout, ("supervised",), "supervised")
+        for model, layouts in SUPERVISED.items()
+        for layout in layouts
+    ]
+
+
 # A model of each kind in layouts of every pair of sizes, the others in the largest.
 CONVERTED = {
     "deepseek_v3": cover("one", "tp2", "ep2", "tp2_ep2_pp2", "tp2_etp2", "pp2_vpp2"),
@@ -329,6 +345,7 @@ ALL = [
     *_overlapped(),
     *_family(),
     *_replayed(),
+    *_supervised(),
     *BREAKING,
     *DRIFTED,
     *_resumed(),

@@ -57,9 +57,7 @@ class Expected:
         update = self.given.first_update
         losses = [_sample_loss(model, self.given.samples[i], self.given.advantages[i]) for i in update]
         (torch.stack(losses).sum() / len(update)).backward()
-        own = _file_tensors((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-        names = MIXTRAL if model.config.model_type == "mixtral" else {}
-        return {_renamed(name, names): gradient for name, gradient in own}
+        return file_gradients(model)
 
 
 def rows(values: Sequence[Tensor], sample: Tensor, position: Tensor) -> Tensor:
@@ -105,6 +103,13 @@ def _sample_loss(model: PreTrainedModel, sample: Sample, advantage: float) -> Te
     policy_loss = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     kl = (reference - own).exp() - (reference - own) - 1
     return (KL_WEIGHT * kl - policy_loss).mean()
+
+
+def file_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The gradients of a model by the names of the files."""
+    own = _file_tensors((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    names = MIXTRAL if model.config.model_type == "mixtral" else {}
+    return {_renamed(name, names): gradient for name, gradient in own}
 
 
 def _file_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

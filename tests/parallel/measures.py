@@ -18,6 +18,7 @@ from grpo_mp import platform
 from grpo_mp.algorithms.advantages import load_estimator
 from grpo_mp.algorithms.loss_metrics import compute_metrics
 from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.algorithms.supervised import token_mean_loss
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.routed_experts import exchange_routed_experts
 from grpo_mp.batching.step_batch import assemble_step_batch
@@ -40,6 +41,7 @@ from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import reduce_report
 from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.save import export_policy
+from grpo_mp.trainer.sft_step import pack_samples, reduce_sums
 from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
 from grpo_mp.weight_sync.engine_check import sequence_logprobs
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, WHOLE, Piece, RankRound, group_params, plan_sync
@@ -49,6 +51,7 @@ from grpo_mp.weight_sync.update import plan_rounds
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.algorithms.objective import loss_of
 from tests.parallel.cases import SMALL, Case
+from tests.parallel.chats import CHATS, chat_set
 from tests.parallel.inputs import FAMILY, StepSamples, plan_step, step_microbatches, with_experts
 from tests.policy.by_megatron import copies, load_by_megatron, unequal
 from tests.save_policy import save_policy
@@ -408,6 +411,18 @@ def replayed(bench: Bench) -> Result:
     }
 
 
+def supervised(bench: Bench) -> Result:
+    """Loss and gradient of chats, each kind of them as one update."""
+    policy, results = bench.policy, {}
+    for kind in CHATS:
+        data = chat_set(bench.settings.model.path, kind)
+        batch = pack_samples(data, range(len(data)), bench.settings.training.max_tokens_per_microbatch, policy)
+        with policy.use_temperature(1.0):
+            sums = reduce_sums(policy.compute_gradients(batch.microbatches, token_mean_loss), bench.parallel)
+        results[kind] = {"shards": _gradients(policy), "held": _held(policy), "sums": sums}
+    return results
+
+
 def drifted(bench: Bench) -> Result:
     """What the check of replicas says of equal weights, and of one bit that differs on the last rank, by tensor."""
     policy = Policy(bench.settings, bench.parallel, with_reference=True)
@@ -480,6 +495,7 @@ MEASURES: dict[str, Callable[[Bench], Result]] = {
         exchange,
         family,
         replayed,
+        supervised,
         broken,
         drifted,
         converted,

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mp import train
 from grpo_mp.checkpoint.chunk_files import ChunkWriter, WrittenChunks
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.checkpoint.hf_writer import begin_hf, incomplete_folder
@@ -20,7 +19,8 @@ from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.errors import DiskError, PhaseTimeout
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
-from grpo_mp.trainer.context import build_policy
+from grpo_mp.trainer import loop
+from grpo_mp.trainer.job import build_policy
 from grpo_mp.trainer.save import CheckpointSaver, FailedSaves
 from tests.conftest import TinyRun
 from tests.trainer.one_step import OneStep, make_batch
@@ -106,7 +106,7 @@ def test_a_checkpoint_is_the_state_of_its_step_though_training_goes_on(
     assert asdict(read_manifest(folder)) == written
     state = TrainState(step=1, reference_updated=reference_updated)
     read = count_hf_reads(monkeypatch)
-    loaded = state_of(build_policy(trainer.settings, parallel, state, folder))
+    loaded = state_of(build_policy(trainer.settings, parallel, state, folder, with_reference=True))
     assert bool(read) == (not reference_updated)  # the reference alone is still what the model's folder holds
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
@@ -208,9 +208,9 @@ def test_failed_exports_leave_nothing_and_count_only_in_a_row(
             raise DiskError(f"{folder} cannot be written")
         incomplete_folder(folder).rename(folder)
 
-    monkeypatch.setattr(train, "export", export)
+    monkeypatch.setattr(loop, "export", export)
     for step, fails in enumerate((True, False, True), start=1):  # noqa: B007 - `export` reads it
-        train.export_step(ctx, step)
+        loop.export_step(ctx, step)
     assert [folder.name for folder in (tmp_path / "exports").iterdir()] == ["step_000002"]
     with pytest.raises(DiskError, match="make room"):
-        train.export_step(ctx, 4)
+        loop.export_step(ctx, 4)

@@ -1,0 +1,199 @@
+"""The settings of supervised fine-tuning: sections of RL's that it shares, its data, and what a step takes of it."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_serializer, field_validator, model_validator
+
+from grpo_mp.config.registries import DATA_SOURCES
+from grpo_mp.config.sections import (
+    LayoutConfig,
+    ModelConfig,
+    MonitorConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainingConfig,
+)
+from grpo_mp.config.trainer_settings import check_training
+from grpo_mp.section import Section
+
+SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
+OF_RL = ("rollout", "engine", "reward", "algorithm", "sync", "schedule")  # sections without a meaning here
+TRAINING_OF_RL = ("updates_per_step", "epochs", "shuffle", "share_prompts", "router_replay")
+
+
+class SftRunConfig(RunConfig):
+    """The run: its folder, length, checkpoints and evaluations. What is not below is as in `run` of RL."""
+
+    steps: int = Field(
+        0,
+        ge=0,
+        description="total steps, one optimizer update each; may be raised later; 0: as many as sft.epochs take",
+    )
+
+
+class ChatSetConfig(Section):
+    """A set of chats; null: as in `data`."""
+
+    path: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
+    weight: float = Field(
+        1.0,
+        gt=0,
+        description="share of the samples, relative to the other sets'. An epoch is as long as no sample occurs twice",
+    )
+    source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
+    system_prompt: str | None = Field(None, description="system message before its chats; null: data.system_prompt")
+
+
+class HeldOutChatsConfig(Section):
+    """A held-out set of chats, whose loss is measured; null: as in `data`."""
+
+    path: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
+    source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
+    max_samples: int | None = Field(
+        None, gt=0, description="use only the first samples, up to this number; null: data.max_eval_samples"
+    )
+
+
+class ChatDataConfig(Section):
+    """Chats to learn from and to evaluate on, and their columns: rows have messages, or a prompt and a completion."""
+
+    train: dict[str, ChatSetConfig] = Field(
+        min_length=1,
+        description="JSONL or Parquet file, or a `datasets` name, `name:split`; or a mixture of sets by name: "
+        "{NAME: {path, weight, ...}}",
+    )
+    eval: dict[str, HeldOutChatsConfig] = Field(
+        {}, description="held-out sets by name: a file or `datasets` name, or {path, max_samples, ...}"
+    )
+    source: SourceName | None = Field(
+        None,
+        description="reader of `train` and `eval`: jsonl, parquet, datasets, or your own 'file.py:function', which is "
+        "called with their value; null: by the file's suffix",
+    )
+    messages_column: str = Field("messages", description="column of a chat: a list of messages with role and content")
+    prompt_column: str = Field(
+        "prompt", description="column of the prompt in rows without messages: text, or a list of chat messages"
+    )
+    completion_column: str = Field(
+        "completion", description="column of what answers the prompt: text, or a list of chat messages"
+    )
+    tools_column: str = Field(
+        "tools",
+        description="column of the tools that the template shows: a list of JSON schemas, or its JSON; optional",
+    )
+    system_prompt: str | None = Field(
+        None, description="system message before every chat that begins with none; null: none"
+    )
+    shuffle: bool = Field(True, description="reorder the samples in each epoch; false: order of the file")
+    max_eval_samples: int | None = Field(
+        None, gt=0, description="use only the first samples of each held-out set, up to this number; null: all"
+    )
+
+    @field_validator("train", "eval", mode="before")
+    @classmethod
+    def _expand_path(cls, value: Any, field: ValidationInfo) -> Any:
+        if isinstance(value, str) and field.field_name == "train":
+            return {"train": {"path": value}}
+        if not isinstance(value, dict):
+            return value
+        return {name: {"path": item} if isinstance(item, str) else item for name, item in value.items()}
+
+    @field_serializer("train")
+    def _shorten(self, value: dict[str, ChatSetConfig]) -> Any:
+        """Write one set that is only a path as it was given."""
+        only = value.get("train")
+        if only and value == {"train": ChatSetConfig(path=only.path)}:
+            return only.path
+        return {name: train_set.model_dump(mode="json") for name, train_set in value.items()}
+
+
+class SftConfig(Section):
+    """What a step takes of the data, and what it learns of a chat."""
+
+    batch_size: int = Field(
+        gt=0,
+        description="samples of a step over all ranks (TRL per_device_train_batch_size x gradient_accumulation_steps x "
+        "ranks)",
+    )
+    epochs: int | None = Field(
+        None,
+        gt=0,
+        description="passes over the train data after which the run ends, or earlier by run.steps (TRL "
+        "num_train_epochs); null: run.steps alone ends it",
+    )
+    max_tokens: int = Field(gt=0, description="tokens of the longest sample (TRL max_length)")
+    too_long: Literal["drop", "truncate", "refuse"] = Field(
+        "drop",
+        description="samples of more tokens. drop: left out, and counted; truncate: cut at the end, and left out where "
+        "nothing to learn remains (as TRL); refuse: the run does not start",
+    )
+    loss_on: Literal["assistant", "last", "all"] = Field(
+        "assistant",
+        description="tokens with a loss. assistant: all of the assistant's turns, of rows with prompt and completion "
+        "those of the completion (TRL assistant_only_loss, completion_only_loss); last: its last turn alone; all: "
+        "every token of the chat",
+    )
+
+
+class SftSettings(Section):
+    """All settings of supervised fine-tuning."""
+
+    run: SftRunConfig = Field(description="folder, length, checkpoints and evaluations of the run")
+    model: ModelConfig = Field(description="the policy")
+    layout: LayoutConfig = Field(LayoutConfig(), description="parallelism of the trainer")
+    data: ChatDataConfig = Field(description="chats to learn from and to evaluate on")
+    sft: SftConfig = Field(description="samples of a step, and the tokens that have a loss")
+    optimizer: OptimizerConfig = Field(description="AdamW and its learning rate")
+    training: TrainingConfig = Field(TrainingConfig(), description="micro-batches, memory, Megatron")
+    monitor: MonitorConfig = Field(MonitorConfig(), description="metrics, logs and time limits")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_sections_of_rl(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            for name in OF_RL:
+                if name in values:
+                    raise ValueError(
+                        f"{name} belongs to RL, and supervised fine-tuning has no engines and no rewards: remove it, "
+                        "or run `grpo-mp train`"
+                    )
+        return values
+
+    @model_validator(mode="after")
+    def _check_training(self) -> "SftSettings":
+        for name in TRAINING_OF_RL:
+            if vars(self.training)[name] != TrainingConfig.model_fields[name].default:
+                raise ValueError(
+                    f"training.{name}={vars(self.training)[name]} belongs to RL: a step of supervised fine-tuning is "
+                    "one update of sft.batch_size samples, and sft.epochs are its passes over the data: leave it out"
+                )
+        check_training(self)
+        return self
+
+    @model_validator(mode="after")
+    def _check_length(self) -> "SftSettings":
+        if not (self.run.steps or self.sft.epochs):
+            raise ValueError("nothing says when the run ends: set run.steps or sft.epochs")
+        return self
+
+    @property
+    def total_updates(self) -> int:
+        """Return the optimizer updates of the whole run."""
+        return self.run.steps
+
+    @property
+    def temperature(self) -> float:
+        """Return the temperature of logprobs."""
+        return 1.0
+
+    @property
+    def bucket_bytes(self) -> None:
+        """Let an export take the memory for weights on their way that is usual."""
+
+    def with_steps(self, epoch_size: int) -> "SftSettings":
+        """Return the settings with the steps that the run has on data of so many samples."""
+        if not self.sft.epochs:
+            return self
+        steps = -(-self.sft.epochs * epoch_size // self.sft.batch_size)
+        run = self.run.model_copy(update={"steps": min(steps, self.run.steps or steps)})
+        return self.model_copy(update={"run": run})

@@ -1,0 +1,59 @@
+"""What RL's settings and those of supervised fine-tuning have in common: what a policy and its trainer read."""
+
+from typing import Protocol
+
+from grpo_mp.config.sections import LayoutConfig, ModelConfig, MonitorConfig, OptimizerConfig, RunConfig, TrainingConfig
+
+
+class TrainerSettings(Protocol):
+    """Settings of a run that trains a policy."""
+
+    @property
+    def run(self) -> RunConfig:
+        """Return folder, length, checkpoints and exports."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """Return where the policy's weights are."""
+
+    @property
+    def layout(self) -> LayoutConfig:
+        """Return the parallelism."""
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """Return the optimizer."""
+
+    @property
+    def training(self) -> TrainingConfig:
+        """Return micro-batches, memory and Megatron's fields."""
+
+    @property
+    def monitor(self) -> MonitorConfig:
+        """Return metrics, logs and time limits."""
+
+    @property
+    def total_updates(self) -> int:
+        """Return the optimizer updates of the whole run."""
+
+    @property
+    def temperature(self) -> float:
+        """Return the temperature of logprobs."""
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """Return the memory of a rank for weights on their way to an export; None: what is usual."""
+
+
+def check_training(settings: TrainerSettings) -> None:
+    """Raise ValueError for parts that do not fit each other."""
+    if settings.training.share_prompts and settings.layout.context > 1:
+        raise ValueError(
+            "training.share_prompts does not work with context parallelism "
+            f"(layout.context={settings.layout.context}): set share_prompts=false, or layout.context=1"
+        )
+    if settings.optimizer.offload == "host" and not settings.model.offloads:
+        raise ValueError(
+            f"optimizer.offload=host needs model.dtype=bfloat16: an optimizer in {settings.model.dtype} works on the "
+            "model's own weights: set dtype=bfloat16, or offload=step"
+        )

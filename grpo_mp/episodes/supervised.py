@@ -1,0 +1,201 @@
+"""Which tokens of a given chat are learned: the assistant's, as the template marks them or as prompts show them.
+
+A template with `{% generation %}` marks says so itself. Of others, a turn is what the finished chat has behind the
+prompt to which the policy would answer there; a template that does not keep what it wrote is refused.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from grpo_mp.episodes.chat import ChatRenderer
+from grpo_mp.errors import UserError
+from grpo_mp.types import Message, Sample
+
+LossOn = Literal["assistant", "last", "all"]
+Span = tuple[int, int]  # characters of a text: the first, and that after the last
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+SHOWN = 40  # characters of a text in a sentence
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat to learn from. `first`: the first message that may be learned; `tools`: JSON schemas for the template."""
+
+    messages: tuple[Message, ...]
+    first: int = 0
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class LearnedText:
+    """A rendered chat, and the parts of it that are learned, in order."""
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class LearnedTokens:
+    """Tokens of a chat, and which of them are learned."""
+
+    tokens: tuple[int, ...]
+    learned: npt.NDArray[np.bool_]
+
+    def cut(self, count: int) -> "LearnedTokens":
+        """Return the first `count` tokens."""
+        return LearnedTokens(self.tokens[:count], self.learned[:count])
+
+    def sample(self, number: int) -> Sample | None:
+        """Return the prompt, up to the first token that is learned, and the rest up to the last; None without any."""
+        where = np.flatnonzero(self.learned)
+        if not len(where):
+            return None
+        first, end = int(where[0]), int(where[-1]) + 1
+        mask = self.learned[first:end]
+        generated = () if mask.all() else tuple(mask.tolist())
+        return Sample.from_tokens(number, self.tokens[:first], self.tokens[first:end], generated)
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """Renders and tokenizes chats. `stops`: tokens that end an answer, where the template writes none."""
+
+    tokenizer: PreTrainedTokenizerBase
+    loss_on: LossOn
+    stops: frozenset[int]
+
+    def render(self, chat: Chat) -> LearnedText:
+        """Return the chat as the template writes it, and what of it is learned.
+
+        Raises UserError where the template refuses the chat, changes what it wrote, or cuts an answer.
+        """
+        renderer = ChatRenderer(self.tokenizer, chat.tools)
+        turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant" and i >= chat.first]
+        if not turns:
+            raise UserError("the chat has no answer of the assistant: nothing would be learned")
+        turns = turns[-1:] if self.loss_on == "last" else turns
+        if self.loss_on == "all":
+            text = renderer.render(chat.messages, asks=False)
+            return LearnedText(text, ((0, len(text)),))
+        template = self.tokenizer.get_chat_template(tools=list(chat.tools) or None)
+        learned = (
+            self._marked(renderer, template, chat.messages, turns[0])
+            if MARKS.search(template)
+            else _behind_prompts(renderer, chat.messages, turns)
+        )
+        _check_whole(learned, [chat.messages[turn] for turn in turns])
+        return learned
+
+    def encode(self, texts: Sequence[LearnedText]) -> list[LearnedTokens]:
+        """Tokenize rendered chats."""
+        if not self.tokenizer.is_fast:
+            return [self._ended(*self._by_part(learned)) for learned in texts]
+        # The template has written the special tokens already; adding them here would begin chats with two.
+        encoded = self.tokenizer(
+            [learned.text for learned in texts], add_special_tokens=False, return_offsets_mapping=True
+        )
+        rows = zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        return [self._ended(tokens, _turns_of(learned, offsets)) for learned, tokens, offsets in rows]
+
+    def _marked(self, renderer: ChatRenderer, template: str, messages: Sequence[Message], first: int) -> LearnedText:
+        """Return what the template marks, of the message `first` and those after it."""
+        (text,), (spans,) = render_jinja_template(
+            [list(messages)],
+            tools=list(renderer.tools) or None,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )
+        earlier = [message for message in messages[:first] if message["role"] == "assistant"]
+        if earlier:
+            before = renderer.render(messages[:first], asks=False)
+            if not text.startswith(before):
+                raise _changed(first, text, before, is_last=True)
+            spans = [span for span in spans if span[0] >= len(before)]
+        return LearnedText(text, tuple(spans))
+
+    def _by_part(self, learned: LearnedText) -> tuple[list[int], npt.NDArray[np.int64]]:
+        """Tokenize by parts, where a tokenizer does not say which characters a token is of."""
+        parts, end = list[tuple[int, int, int]](), 0
+        for number, (start, stop) in enumerate(learned.spans):
+            parts += [(-1, end, start), (number, start, stop)]
+            end = stop
+        tokens, turns = list[int](), list[int]()
+        for turn, start, stop in (*parts, (-1, end, len(learned.text))):
+            part = self.tokenizer(learned.text[start:stop], add_special_tokens=False)["input_ids"]
+            tokens += part
+            turns += [turn] * len(part)
+        return tokens, np.array(turns, dtype=np.int64)
+
+    def _ended(self, tokens: Sequence[int], turns: npt.NDArray[np.int64]) -> LearnedTokens:
+        """Let a turn that has no token at which the policy stops be ended by one: that which follows, or one more."""
+        tokens, learned = list(tokens), turns >= 0
+        for turn in np.unique(turns[learned]).tolist() if self.loss_on != "all" else ():
+            where = np.flatnonzero(turns == turn)
+            if not self.stops.isdisjoint(tokens[i] for i in where):
+                continue
+            after = int(where[-1]) + 1
+            if after < len(turns) and tokens[after] in self.stops:
+                learned[after] = True
+            elif after == len(turns) == len(tokens):
+                tokens.append(int(self.tokenizer.eos_token_id))
+                learned = np.append(learned, True)
+        learned[:1] = False  # nothing stands before it that could predict it
+        return LearnedTokens(tuple(tokens), learned)
+
+
+def _behind_prompts(renderer: ChatRenderer, messages: Sequence[Message], turns: Sequence[int]) -> LearnedText:
+    """Return what the chat has behind the prompt of each turn, up to the next message."""
+    text, spans = renderer.render(messages, asks=False), []
+    for turn in turns:
+        prompt, upto = renderer.render(messages[:turn], asks=True), renderer.render(messages[: turn + 1], asks=False)
+        for part in (prompt, upto):
+            if not text.startswith(part):
+                raise _changed(turn, text, part, is_last=turn == len(messages) - 1)
+        spans.append((len(prompt), len(upto)))
+    return LearnedText(text, tuple(spans))
+
+
+def _changed(turn: int, text: str, part: str, is_last: bool) -> UserError:
+    """Return the error of a template that does not keep what it wrote; `is_last`: of the last message."""
+    at = next(
+        (i for i, pair in enumerate(zip(text, part, strict=False)) if pair[0] != pair[1]), min(len(text), len(part))
+    )
+    return UserError(
+        f"the chat template cuts or changes what it wrote up to message {turn + 1}: {part[at : at + SHOWN]!r} became "
+        f"{text[at : at + SHOWN]!r} in the whole chat: use a template that keeps it, such as one with "
+        f"{{% generation %}} marks{'' if is_last else ', or set sft.loss_on=last'}"
+    )
+
+
+def _check_whole(learned: LearnedText, answers: Iterable[Message]) -> None:
+    """Raise UserError where a template leaves out a part of an answer; blanks do not count."""
+    text = _without_blanks(" ".join(learned.text[start:end] for start, end in learned.spans))
+    for answer in answers:
+        for part in ("reasoning_content", "content"):
+            said = answer.get(part)
+            if isinstance(said, str) and _without_blanks(said) not in text:
+                raise UserError(
+                    f"the chat template cuts the assistant's {part} {said.strip()[:SHOWN]!r}: use a template that "
+                    "writes it whole"
+                )
+
+
+def _without_blanks(text: str) -> str:
+    return "".join(text.split())
+
+
+def _turns_of(learned: LearnedText, offsets: Sequence[Span]) -> npt.NDArray[np.int64]:
+    """Return for each token, by the characters that it is of, the number of its span; -1: of none."""
+    starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    turns = np.full(len(starts), -1)
+    for number, (start, end) in enumerate(learned.spans):
+        turns[(ends > start) & (starts < end) & (ends > starts)] = number
+    return turns

@@ -1,0 +1,171 @@
+"""Supervised fine-tuning. `torchrun ... -m grpo_mp.sft CONFIG section.key=value ...`; `--dry-run` only checks."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+
+from grpo_mp.processes import end_with_launcher
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
+    end_with_launcher()
+
+from grpo_mp.checkpoint.run_state import FINAL, complete_checkpoints
+from grpo_mp.config import SftSettings
+from grpo_mp.data.cursor import Cursor
+from grpo_mp.monitor.loggers import open_loggers
+from grpo_mp.monitor.timeline import merge_traces
+from grpo_mp.phases import Phase
+from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.trainer.command_line import run_sft_command
+from grpo_mp.trainer.loop import check_guards, export, export_step, finish_save, is_due, make_guards, save
+from grpo_mp.trainer.replica_check import check_replicas
+from grpo_mp.trainer.sft_context import SftContext, open_sft_context
+from grpo_mp.trainer.sft_preflight import SftInputs
+from grpo_mp.trainer.sft_step import (
+    SftBatch,
+    held_out_losses,
+    next_batch,
+    sft_metrics,
+    supervised_update,
+    write_skipped,
+)
+from grpo_mp.trainer.skipped_updates import note_skipped
+from grpo_mp.trainer.step_logger import StepLogger, StepRecord
+
+
+def fine_tune(ctx: SftContext) -> None:
+    """Run supervised fine-tuning: take samples, update the policy by the mean loss of their learned tokens."""
+    run, logger = ctx.settings.run, make_logger(ctx)
+    if ctx.state.step == 0:
+        logger.write(0, StepRecord(evaluate(ctx)))
+    saved_step, guards = ctx.state.step, make_guards(ctx)
+    while ctx.state.step < run.steps and not ctx.should_stop():
+        step = ctx.state.step + 1
+        logger.begin_step()
+
+        batch = take_samples(ctx)
+        report, measured = update_policy(ctx, batch, step)
+
+        record = step_record(ctx, logger, batch, report, measured)
+        if is_due(step, run.eval_every, run.steps):
+            record.scalars.update(evaluate(ctx))
+        logger.write(step, record)
+        ctx.progress.step(step, record.scalars)
+        check_guards(ctx, guards, step, record)
+        if is_due(step, run.save_every, run.steps):
+            save(ctx, last=step == run.steps)
+            saved_step = step
+        if run.export_every and step % run.export_every == 0:
+            export_step(ctx, step)
+    logger.close()
+    if saved_step < ctx.state.step:
+        save(ctx, last=True)
+    finish_save(ctx)
+    finish(ctx)
+
+
+def make_logger(ctx: SftContext) -> StepLogger:
+    """Open the loggers of the run, which continue after the steps that are done; lines of later steps are dropped."""
+    settings, first_step = ctx.settings, ctx.state.step + 1 if ctx.state.step else 0
+    make_loggers = ctx.inputs.make_loggers if ctx.parallel.rank == 0 else ()
+    return StepLogger(
+        settings.run.folder,
+        epochs=1,
+        samples_per_step=0,
+        parallel=ctx.parallel,
+        timeline=ctx.timeline,
+        progress=ctx.progress,
+        loggers=open_loggers(make_loggers, settings.run.folder, first_step, settings.model_dump(mode="json")),
+        memory_tracker=ctx.phases.memory_tracker,
+        expert_load=ctx.policy.expert_load,
+    )
+
+
+def take_samples(ctx: SftContext) -> SftBatch:
+    """Take the samples of the next step, and pack those that this rank computes."""
+    cursor = ctx.state.cursor or Cursor(seed=ctx.settings.run.seed)
+    with ctx.phases.phase(Phase.TRAIN, "samples"):
+        return next_batch(ctx.settings, ctx.inputs.train, cursor, ctx.state.samples_seen, ctx.policy)
+
+
+def update_policy(ctx: SftContext, batch: SftBatch, step: int) -> tuple[UpdateReport, dict[str, float]]:
+    """Make the step's optimizer update, and advance the state; return what was measured, too."""
+    finish_save(ctx)  # it reads the optimizer's state
+    replicas_every = ctx.settings.monitor.check_replicas_every
+    with ctx.phases.phase(Phase.TRAIN):
+        if replicas_every and step % replicas_every == 0:
+            check_replicas(ctx.policy, step)
+        report, measured = supervised_update(ctx.policy, batch.packed)
+        skipped_in_a_row = 0
+        if report.skipped:
+            data, rank = ctx.inputs.train, ctx.parallel.rank
+            kept = write_skipped(ctx.settings.run.folder, step, data, batch.indices, rank)
+            skipped_in_a_row = note_skipped(ctx, [report], step, kept)
+    ctx.state = replace(
+        ctx.state,
+        step=step,
+        optimizer_step=ctx.state.optimizer_step + 1,
+        samples_seen=ctx.state.samples_seen + len(batch.indices),
+        cursor=batch.cursor,
+        skipped_in_a_row=skipped_in_a_row,
+    )
+    return report, measured
+
+
+def step_record(
+    ctx: SftContext, logger: StepLogger, batch: SftBatch, report: UpdateReport, measured: dict[str, float]
+) -> StepRecord:
+    """Collect what is logged of the step but its evaluation. Every rank must call this."""
+    summary, record = logger.common_record()
+    record.scalars.update(
+        sft_metrics(batch.packed, report, measured, summary, ctx.job.world_size)
+        | {
+            "sft/epoch": ctx.state.samples_seen / ctx.inputs.train.epoch_size,
+            "train/optimizer_step": ctx.state.optimizer_step,
+            "train/samples_seen": ctx.state.samples_seen,
+        }
+    )
+    return record
+
+
+def evaluate(ctx: SftContext) -> dict[str, float]:
+    """Return the losses of the held-out sets. Every rank must call this."""
+    settings, metrics = ctx.settings, dict[str, float]()
+    if not ctx.inputs.evals:
+        return metrics
+    limit = settings.training.max_tokens_per_microbatch
+    with ctx.phases.phase(Phase.EVAL):
+        for name, losses in held_out_losses(ctx.policy, ctx.inputs.evals, settings.sft.batch_size, limit):
+            metrics |= losses
+            ctx.progress.note(f"held-out loss after step {ctx.state.step}: {name} {next(iter(losses.values())):.4f}")
+    return metrics
+
+
+def finish(ctx: SftContext) -> None:
+    """Export the Hugging Face folder, and merge the traces."""
+    run = ctx.settings.run
+    if ctx.state.step < run.steps:
+        ctx.progress.note(f"stopped after step {ctx.state.step}: run the same command to resume")
+        return
+    if run.export:
+        export(ctx, run.folder / FINAL)
+    if ctx.parallel.rank == 0:
+        merge_traces(run.folder)
+        ctx.progress.finish({}, {})
+
+
+def run(settings: SftSettings, inputs: SftInputs) -> None:
+    """Fine-tune as one rank of a started job. Raises UserError for what a user can fix."""
+    newest_first = complete_checkpoints(settings.run.folder)[::-1] if settings.run.resume == "auto" else []
+    with open_sft_context(settings, inputs, newest_first) as ctx:
+        fine_tune(ctx)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line, see `grpo-mp sft --help`. Raises SystemExit where it fails."""
+    run_sft_command(run, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What every job has: its ranks have joined, its folder is claimed, it knows where it stands, and it is watched."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from grpo_mp.checkpoint.run_state import TrainState, claim_run_folder, read_manifest
+from grpo_mp.config import TrainerSettings
+from grpo_mp.distributed.process_groups import Job, Parallel, join_job, stop_parallel
+from grpo_mp.log import log_file, logging_to
+from grpo_mp.monitor.progress import Progress
+from grpo_mp.monitor.rank_dump import RankDumper
+from grpo_mp.monitor.timeline import Timeline
+from grpo_mp.monitor.watchdog import Watchdog
+from grpo_mp.policy.checkpoint import load_policy, load_reference
+from grpo_mp.policy.policy import Policy
+from grpo_mp.scheduler.phase_manager import PhaseManager
+from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, report_error_once
+from grpo_mp.trainer.resume import find_whole_checkpoint
+from grpo_mp.trainer.save import CheckpointSaver
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run stands, by which checkpoint, and what is wrong with newer ones."""
+
+    state: TrainState
+    checkpoint: Path | None
+    damages: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Monitors:
+    """What watches a rank and shows what it does."""
+
+    timeline: Timeline
+    watchdog: Watchdog
+    progress: Progress
+
+
+@dataclass
+class RunContext:
+    """The parts of a job that every rank has. `state` is that of the run."""
+
+    settings: TrainerSettings
+    job: Job
+    phases: PhaseManager
+    timeline: Timeline
+    progress: Progress
+    preemption: PreemptionHandler
+    state: TrainState
+
+    def should_stop(self) -> bool:
+        """Return whether any rank was asked to stop, once the slowest rank is here too. Every rank must call this."""
+        with self.phases.waiting():
+            return self.preemption.requested(self.job.group)
+
+
+@dataclass
+class PolicyContext(RunContext):
+    """What a rank has that trains, too."""
+
+    parallel: Parallel
+    policy: Policy
+    saver: CheckpointSaver
+
+
+@contextmanager
+def join_run(
+    settings: TrainerSettings, resolved: str, checkpoints: Sequence[Path] = (), engine_ranks: int = 0
+) -> Iterator[tuple[Job, Resumed]]:
+    """Make the process groups, claim the run folder, and yield the job and the first whole one of `checkpoints`.
+
+    `resolved`: the settings as YAML. Errors are reported by one rank.
+    """
+    with ExitStack() as stack:
+        job = join_job(settings.monitor.phase_timeout_s, engine_ranks)
+        folder, rank = settings.run.folder, job.rank
+        stack.enter_context(report_error_once(rank, job.store))
+        if rank == 0:
+            claim_run_folder(folder, resolved)
+        dist.barrier(group=job.group)
+        checkpoint, damages = find_whole_checkpoint(checkpoints, job)
+        stack.enter_context(logging_to(log_file(folder, rank), settings.monitor.log_level))
+        yield job, Resumed(read_manifest(checkpoint) if checkpoint else TrainState(), checkpoint, damages)
+
+
+@contextmanager
+def open_monitors(
+    folder: Path, rank: int, steps: int, done: int, stops: Sequence[Callable[[], None]] = ()
+) -> Iterator[Monitors]:
+    """Open the monitors of a rank, and leave the process groups at the end.
+
+    `stops`: end what a rank has started, where the watchdog ends it.
+    """
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress(folder, steps, done=done, rank=rank))
+        dumper = RankDumper(rank, folder, lambda: watchdog.phases())
+        before_exit = (dumper.write_last, progress.stop, *stops)
+        watchdog = stack.enter_context(Watchdog(rank, folder, before_exit))
+        stack.enter_context(dumper)
+        timeline = Timeline(folder, rank)
+        stack.callback(timeline.close)
+        stack.push(ignore_more_interrupts)
+        yield Monitors(timeline, watchdog, progress)
+        stop_parallel()
+
+
+def build_policy(
+    settings: TrainerSettings,
+    parallel: Parallel,
+    state: TrainState,
+    checkpoint: Path | None,
+    with_reference: bool = False,
+) -> Policy:
+    """Build the policy and load a checked checkpoint where there is one, the reference's weights if it has them."""
+    begins = checkpoint is None or (with_reference and not state.reference_updated)  # or its reference does
+    policy = Policy(settings, parallel, with_reference, load_weights=begins)
+    if checkpoint:
+        load_policy(policy, checkpoint / "policy")
+        if state.reference_updated and policy.reference:
+            load_reference(policy, checkpoint / "reference")
+    return policy
+
+
+def show_notes(progress: Progress, rank: int, greeting: str, overlaps: Iterable[str], warnings: Iterable[str]) -> None:
+    """Show what a user should know before the run starts."""
+    progress.note(greeting)
+    if rank == 0:
+        for note in (*overlaps, *(f"warning: {text}" for text in warnings)):
+            progress.note(note)

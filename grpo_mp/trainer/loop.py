@@ -1,0 +1,72 @@
+"""What the loops of RL and of supervised fine-tuning do alike: guards, checkpoints, exports."""
+
+from pathlib import Path
+
+from grpo_mp.checkpoint.hf_writer import incomplete_folder
+from grpo_mp.checkpoint.run_state import EXPORTS, METRICS
+from grpo_mp.distributed.process_groups import broadcast
+from grpo_mp.errors import DiskError
+from grpo_mp.monitor.guards import MetricGuards
+from grpo_mp.monitor.loggers import read_metrics
+from grpo_mp.phases import SAVE_WAIT, Phase
+from grpo_mp.trainer.export_servers import load_export
+from grpo_mp.trainer.job import PolicyContext
+from grpo_mp.trainer.save import export_policy
+from grpo_mp.trainer.step_logger import StepRecord
+
+
+def make_guards(ctx: PolicyContext) -> MetricGuards:
+    """Guard the metrics as `monitor.guards` says, those of the steps that are done included."""
+    past = broadcast(read_metrics(ctx.settings.run.folder / METRICS), ctx.parallel.cpu_group)
+    return MetricGuards(ctx.settings.monitor.guards, [line for line in past if (line["step"] or 0) <= ctx.state.step])
+
+
+def check_guards(ctx: PolicyContext, guards: MetricGuards, step: int, record: StepRecord) -> None:
+    """Warn of metrics outside their limits, or stop: all ranks have the same metrics."""
+    for sentence in guards.check(step, record.scalars):
+        ctx.progress.note(f"warning: step {step}: {sentence}")
+
+
+def save(ctx: PolicyContext, last: bool) -> None:
+    """Save a checkpoint of the current state; what the next step changes last is written while it runs."""
+    with ctx.phases.phase(Phase.SAVE):
+        ctx.saver.save(ctx.state, last)
+
+
+def finish_save(ctx: PolicyContext) -> None:
+    """Wait until the last checkpoint is complete."""
+    with ctx.timeline.span(SAVE_WAIT):
+        ctx.saver.finish()
+
+
+def export(ctx: PolicyContext, folder: Path) -> None:
+    """Write the policy as a Hugging Face folder."""
+    settings = ctx.settings
+    with ctx.phases.phase(Phase.SAVE, "export"):
+        export_policy(ctx.policy, folder, settings.model.path, settings.bucket_bytes, settings.run.export_fp8)
+
+
+def export_step(ctx: PolicyContext, step: int) -> None:
+    """Write an export of the run that goes on, and let servers load it."""
+    folder = ctx.settings.run.folder / EXPORTS / f"step_{step:06d}"
+    try:
+        export(ctx, folder)
+    except DiskError as error:
+        ctx.saver.failed_exports.add(error, incomplete_folder(folder), last=False)
+    else:
+        ctx.saver.failed_exports.forget()
+        refresh_servers(ctx, folder)
+
+
+def refresh_servers(ctx: PolicyContext, folder: Path) -> None:
+    """Let the servers of `run.export_servers` load an export."""
+    servers = ctx.settings.run.export_servers
+    if servers and ctx.parallel.rank == 0:
+        with ctx.phases.phase(Phase.SAVE, "export servers"):
+            for sentence in load_export(servers, folder):
+                ctx.progress.note(f"warning: {sentence}")
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Return whether `step` is the last, or one of those that come `every` steps (0: never)."""
+    return step == last or (every > 0 and step % every == 0)

@@ -1,0 +1,77 @@
+"""Open and close a job of supervised fine-tuning: join the ranks, build the policy, and end all of it in any case."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from grpo_mp import platform
+from grpo_mp.config import SftSettings, dump_settings
+from grpo_mp.distributed.process_groups import make_parallel
+from grpo_mp.policy.offload import device_items
+from grpo_mp.scheduler.memory import explain_out_of_memory
+from grpo_mp.scheduler.phase_manager import PhaseManager
+from grpo_mp.trainer.exit import PreemptionHandler
+from grpo_mp.trainer.job import PolicyContext, build_policy, join_run, open_monitors, show_notes
+from grpo_mp.trainer.save import CheckpointSaver
+from grpo_mp.trainer.sft_preflight import SftInputs
+
+START = "START"
+
+
+@dataclass
+class SftContext(PolicyContext):
+    """The parts of a job of supervised fine-tuning: every rank trains."""
+
+    settings: SftSettings
+    inputs: SftInputs
+
+
+@contextmanager
+def open_sft_context(
+    settings: SftSettings, inputs: SftInputs, checkpoints: Sequence[Path] = ()
+) -> Iterator[SftContext]:
+    """Join the job, build the policy, resume from the first whole one of `checkpoints`.
+
+    The device is the policy's alone: no phase moves anything.
+    """
+    run, limit_s = settings.run, settings.monitor.phase_timeout_s
+    with (
+        join_run(settings, dump_settings(settings), checkpoints) as (job, resumed),
+        open_monitors(run.folder, job.rank, run.steps, resumed.state.step) as monitors,
+    ):
+        preemption, state, progress = PreemptionHandler(), resumed.state, monitors.progress
+        start = f"resumes after step {state.step}" if state.step else "starts"
+        greeting = (
+            f"{run.folder}: {start}; {settings.model.path} on {job.world_size} ranks, "
+            f"{settings.sft.batch_size} samples a step"
+        )
+        show_notes(progress, job.rank, greeting, (), (*resumed.damages, *inputs.warnings))
+        parallel = make_parallel(job, settings.layout, run.seed, limit_s)
+        with (
+            monitors.watchdog.phase(START, limit_s),
+            progress.phase(START),
+            explain_out_of_memory(job.rank, START, dict),
+        ):
+            policy = build_policy(settings, parallel, state, resumed.checkpoint)
+            dist.barrier(group=job.group)
+        phases = PhaseManager(
+            monitors.timeline, monitors.watchdog, progress, limit_s, items=partial(device_items, policy)
+        )
+        with platform.gc_frozen(), CheckpointSaver(run, policy, limit_s) as saver:
+            yield SftContext(
+                settings=settings,
+                inputs=inputs,
+                job=job,
+                phases=phases,
+                timeline=monitors.timeline,
+                progress=progress,
+                preemption=preemption,
+                state=state,
+                parallel=parallel,
+                policy=policy,
+                saver=saver,
+            )

@@ -1,0 +1,98 @@
+"""Check and read everything that supervised fine-tuning needs before a process group exists: settings, files, data."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_mp.checkpoint.run_state import check_run_folder
+from grpo_mp.config import SftSettings, dump_settings
+from grpo_mp.distributed.layout import describe_parallelism
+from grpo_mp.episodes.chat_data import ChatSet, load_held_out_chats, load_train_chats, stop_tokens
+from grpo_mp.episodes.supervised import ChatEncoder
+from grpo_mp.errors import UserError
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.monitor.loggers import MakeLogger, load_loggers
+from grpo_mp.policy.parameter_bytes import policy_disk_need
+from grpo_mp.policy.policy import check_policy
+from grpo_mp.rewards.reward_model import read_api_key
+from grpo_mp.trainer.disk_check import check_disk
+from grpo_mp.trainer.preflight import check_device_for, check_export, check_guards, read_tokenizer
+
+
+@dataclass(frozen=True)
+class SftInputs:
+    """What a run reads: model config, tokenizer, samples. `warnings`: sentences that the start of the run shows."""
+
+    hf: HfConfig
+    tokenizer: PreTrainedTokenizerBase
+    train: ChatSet
+    evals: dict[str, ChatSet]
+    make_loggers: tuple[MakeLogger, ...]
+    warnings: tuple[str, ...]
+
+
+def run_sft_preflight(settings: SftSettings, world_size: int) -> tuple[SftSettings, SftInputs]:
+    """Check settings against model, files and layout, and read the data. Raises UserError.
+
+    Also returns the settings with the steps that the run has on its data.
+    """
+    make_loggers = load_loggers(settings.monitor.loggers)
+    check_guards(settings.monitor.guards)
+    hf = HfConfig.read(settings.model.path, settings.model.family)
+    check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
+    check_device_for("auto", settings.model.dtype, settings.layout.context)
+    tokenizer = read_tokenizer(settings.model.path, hf)
+    positions = hf.int("max_position_embeddings")
+    if settings.sft.max_tokens > positions:
+        raise UserError(
+            f"sft.max_tokens={settings.sft.max_tokens}, but the model has only {positions} positions "
+            f"(max_position_embeddings of {settings.model.path / 'config.json'}): lower it"
+        )
+    check_policy(hf, settings.model, settings.layout, settings.training, world_size)
+    check_export(settings.run, settings.model)
+    if settings.run.export_servers:
+        read_api_key("run.export_servers", settings.run.export_servers.api_key_env)
+    encoder = ChatEncoder(tokenizer, settings.sft.loss_on, stop_tokens(settings.model.path, tokenizer))
+    train = load_train_chats(settings.data, settings.sft, encoder)
+    if train.epoch_size < settings.sft.batch_size:
+        raise UserError(
+            f"{train.source}: {train.epoch_size} samples fit, a step takes sft.batch_size={settings.sft.batch_size}"
+        )
+    evals = load_held_out_chats(settings.data, settings.sft, encoder)
+    settings = settings.with_steps(train.epoch_size)
+    warnings = tuple(check_disk(settings.run.folder, policy_disk_need(settings, hf)))
+    return settings, SftInputs(hf, tokenizer, train, evals, make_loggers, warnings)
+
+
+def describe_sft(settings: SftSettings, inputs: SftInputs, world_size: int, ranks_per_node: int) -> str:
+    """Return the resolved settings as YAML, then the facts that follow from them, for a dry run."""
+    sft, train = settings.sft, inputs.train
+    lengths, learned = train.lengths, train.learned.sum() / train.lengths.sum()
+    evals = ", ".join(f"{len(held_out)} of {name}" for name, held_out in inputs.evals.items()) or "none"
+    facts = [
+        f"ranks: {world_size}, {ranks_per_node} on each node; "
+        f"layout: {describe_parallelism(settings.layout, world_size)}",
+        f"train samples: {len(train)} ({train.too_long} left out, longer than {sft.max_tokens} tokens); "
+        f"{lengths.mean():.0f} tokens each, up to {lengths.max()}, {learned:.0%} of them learned; "
+        f"eval: {evals}",
+        f"{settings.run.steps} steps of {sft.batch_size} samples: "
+        f"{settings.run.steps * sft.batch_size / train.epoch_size:.2f} epochs; micro-batches of up to "
+        f"{settings.training.max_tokens_per_microbatch} tokens",
+        f"first sample, what is learned in [[ ]]: {show_learned(inputs)}",
+        *(f"warning: {text}" for text in inputs.warnings),
+        f"run folder: {settings.run.folder}; nothing was started",
+    ]
+    return dump_settings(settings) + "\n" + "\n".join(facts)
+
+
+def show_learned(inputs: SftInputs) -> str:
+    """Return the first sample as text, with what is learned in double brackets, on one line."""
+    sample, decode = inputs.train[0], inputs.tokenizer.decode
+    parts, run = [decode(list(sample.prompt_tokens))], list[int]()
+    mask = sample.generated or (True,) * len(sample.tokens)
+    for index, (token, is_learned) in enumerate(zip(sample.tokens, mask, strict=True)):
+        run.append(token)
+        if index + 1 == len(mask) or mask[index + 1] != is_learned:
+            parts.append(f"[[{decode(run)}]]" if is_learned else decode(run))
+            run = []
+    return repr("".join(parts))

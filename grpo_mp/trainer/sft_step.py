@@ -1,0 +1,108 @@
+"""The parts of a step of supervised fine-tuning: what it takes of the data, update, metrics, held-out losses."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from grpo_mp.algorithms.supervised import SUMS, merge_sums, supervised_metrics, token_mean_loss
+from grpo_mp.batching.supervised import SupervisedBatch, supervised_batch
+from grpo_mp.config import SftSettings
+from grpo_mp.data.cursor import Cursor, take
+from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.episodes.chat_data import ChatSet
+from grpo_mp.files import write_json
+from grpo_mp.monitor.metrics import metric_name
+from grpo_mp.monitor.summary import StepSummary
+from grpo_mp.policy.policy import Policy, UpdateReport
+
+SKIPPED = "skipped_updates"  # folder of what skipped updates were made of
+
+
+@dataclass(frozen=True)
+class SftBatch:
+    """What a step takes: indices of the train set, where the next step begins, and the packed update."""
+
+    indices: tuple[int, ...]
+    cursor: Cursor
+    packed: SupervisedBatch
+
+
+def next_batch(settings: SftSettings, train: ChatSet, cursor: Cursor, samples_seen: int, policy: Policy) -> SftBatch:
+    """Take the samples of the next step after the cursor, and pack this rank's; the last step takes what is left."""
+    sft, size = settings.sft, train.epoch_size
+    left = sft.epochs * size - samples_seen if sft.epochs else sft.batch_size
+    count = min(sft.batch_size, left) if left > 0 else sft.batch_size
+    indices, cursor = take(cursor, size, count, settings.data.shuffle, mixture=train.mixture)
+    return SftBatch(indices, cursor, pack_samples(train, indices, settings.training.max_tokens_per_microbatch, policy))
+
+
+def pack_samples(data: ChatSet, indices: Sequence[int], max_tokens: int, policy: Policy) -> SupervisedBatch:
+    """Plan an update of these samples, and pack what this rank computes of it."""
+    lengths, learned = data.lengths[list(indices)].tolist(), data.learned[list(indices)].tolist()
+    hidden_size = policy.config.hidden_size
+    return supervised_batch(lengths, learned, lambda i: data[indices[i]], policy.parallel, max_tokens, hidden_size)
+
+
+def supervised_update(policy: Policy, batch: SupervisedBatch) -> tuple[UpdateReport, dict[str, float]]:
+    """Make one optimizer update; return its report, and what its loss measured over the job. Every rank must call."""
+    report = policy.update(batch.microbatches, token_mean_loss)
+    return report, supervised_metrics(reduce_sums(report.losses, policy.parallel))
+
+
+def reduce_sums(reports: Sequence[torch.Tensor], parallel: Parallel) -> dict[str, float]:
+    """Reduce the sums of an update's micro-batches over the job. Every rank must call this."""
+    sums = merge_sums(reports if parallel.coords.tensor == 0 else ())  # tensor ranks report the same tokens
+    dist.all_reduce(sums, group=parallel.cpu_group)
+    return dict(zip(SUMS, sums.tolist(), strict=True))
+
+
+def held_out_losses(
+    policy: Policy, evals: Mapping[str, ChatSet], batch_size: int, max_tokens: int
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield the metrics of each held-out set: the mean loss of its learned tokens. Every rank must call this."""
+    for name, data in evals.items():
+        loss = tokens = 0.0
+        for start in range(0, len(data), batch_size):
+            batch = pack_samples(data, range(start, min(start + batch_size, len(data))), max_tokens, policy)
+            outputs = policy.logprobs(batch.microbatches)
+            reports = [
+                token_mean_loss(output[0], output[1], microbatch)[1]
+                for output, microbatch in zip(outputs, batch.microbatches if outputs else (), strict=True)
+            ]
+            sums = reduce_sums(reports, policy.parallel)
+            loss, tokens = loss + sums["loss"] * sum(batch.learned), tokens + sum(batch.learned)
+        yield name, {metric_name("eval/{set}/loss", set=name): loss / tokens}
+
+
+def sft_metrics(
+    batch: SupervisedBatch, report: UpdateReport, measured: Mapping[str, float], summary: StepSummary, ranks: int
+) -> dict[str, float]:
+    """Return the metrics of a step, beside those of any step. `measured`: by the loss; `ranks`: of the job. Pure."""
+    tokens, learned = sum(batch.lengths), sum(batch.learned)
+    return {
+        **measured,
+        "sft/length/mean": tokens / len(batch.lengths),
+        "sft/length/max": max(batch.lengths),
+        "sft/learned_ratio": learned / tokens,
+        "train/grad_norm": report.grad_norm,
+        "train/lr": report.lr,
+        "train/updates": 1,
+        "train/skipped_updates": int(report.skipped),
+        "train/tokens": 0 if report.skipped else learned,
+        "train/padding_ratio": 1 - tokens / batch.padded_tokens,
+        "speed/train_tokens_per_s": tokens / summary.seconds["TRAIN"],
+        "speed/samples_per_s": len(batch.lengths) / summary.wall_s,
+        "speed/tokens_per_s_per_gpu": tokens / summary.wall_s / ranks,
+    }
+
+
+def write_skipped(folder: Path, step: int, data: ChatSet, indices: Sequence[int], rank: int) -> Path:
+    """Write, on the first rank, which rows a skipped update was made of; return the file."""
+    file = folder / SKIPPED / f"step_{step:06d}.json"
+    if rank == 0:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, {"rows": [data.location(index) for index in indices]})
+    return file

@@ -1,0 +1,180 @@
+"""Supervised fine-tuning on two ranks: a killed run ends as one that is not, bit for bit, and leaves the same."""
+
+import json
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from grpo_mp.examples.arithmetic import make_problems, worked_response, write_rows
+from grpo_mp.monitor.metrics import TABLE
+from grpo_mp.report.build import build_report
+from grpo_mp.report.overview import settings_tables
+from grpo_mp.report.records import read_runs
+from tests.conftest import TinyRun
+from tests.e2e.jobs import Job, read_jsonl
+
+SFT = (sys.executable, "-m", "grpo_mp", "sft", "--ranks", "2")
+STEPS, BATCH, SAMPLES = 5, 16, 68  # the last step has what is left of the epoch
+TIMES = re.compile(r"(time|speed|memory)/.*")
+WRITTEN = {
+    "sft/loss",
+    "sft/length/mean",
+    "sft/length/max",
+    "sft/learned_ratio",
+    "sft/epoch",
+    "eval/{set}/loss",
+    "train/entropy",
+    "train/grad_norm",
+    "train/lr",
+    "train/updates",
+    "train/skipped_updates",
+    "train/tokens",
+    "train/padding_ratio",
+    "train/optimizer_step",
+    "train/samples_seen",
+    "train/expert_load/max_over_mean",
+    "speed/train_tokens_per_s",
+    "speed/samples_per_s",
+    "speed/tokens_per_s_per_gpu",
+    "time/step_s",
+    "time/{phase}_s",
+    "time/idle_share",
+    "time/overhead_share",
+    "memory/{phase}/host_bytes",
+    "memory/{phase}/device_bytes",
+    "memory/{phase}/peak_device_bytes",
+}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Two runs of the same settings: one that was never disturbed, and one that was killed after its third step."""
+
+    undisturbed: Path
+    killed: Path
+    lines_at_kill: int
+    out: str  # of the second start of the killed run
+
+
+@pytest.fixture(scope="module")
+def config(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sft")
+    train, held_out = make_problems(SAMPLES, 10, seed=0, largest=9)
+    for name, problems in (("train", train), ("held_out", held_out)):
+        rows = ({"prompt": problem.question, "completion": worked_response(problem)} for problem in problems)
+        write_rows(rows, folder / f"{name}.jsonl")
+    settings = {
+        "run": {"folder": str(folder / "run"), "save_every": 2, "eval_every": 2, "export_every": 2},
+        "model": {"path": str(tiny_run.model), "dtype": "float32"},
+        "layout": {"expert": 2},
+        "data": {"train": str(folder / "train.jsonl"), "eval": {"sums": str(folder / "held_out.jsonl")}},
+        "sft": {"batch_size": BATCH, "epochs": 1, "max_tokens": 64},
+        "optimizer": {"lr": 3e-3, "lr_schedule": "linear", "warmup_updates": 1},
+    }
+    (folder / "sft.yaml").write_text(yaml.safe_dump(settings))
+    return folder / "sft.yaml"
+
+
+@pytest.fixture(scope="module")
+def runs(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    jobs: list[Job] = []
+
+    def start(folder: Path, *overrides: str) -> Job:
+        jobs.append(Job(tmp_path_factory.mktemp("job"), [str(config), f"run.folder={folder}", *overrides], SFT))
+        return jobs[-1]
+
+    undisturbed, killed = config.parent / "undisturbed", config.parent / "killed"
+    try:
+        job = start(undisturbed)
+        assert job.wait() == 0, job.err
+        job = start(killed)
+        metrics = killed / "metrics.jsonl"
+        job.wait_until(lambda: metrics.exists() and '"step": 3' in metrics.read_text())
+        job.signal(signal.SIGKILL, rank=1)
+        assert job.wait() != 0
+        lines = len(read_jsonl(metrics))
+        job = start(killed)
+        assert job.wait() == 0, job.err
+        yield Runs(undisturbed, killed, lines, job.out)
+    finally:
+        for job in jobs:
+            job.end()
+
+
+def numbers(run: Path) -> list[dict[str, float]]:
+    """The lines of a run without what the clock and the machine decide."""
+    return [
+        {name: value for name, value in line.items() if not TIMES.fullmatch(name)}
+        for line in read_jsonl(run / "metrics.jsonl")
+    ]
+
+
+def test_a_killed_run_goes_on_with_the_same_numbers(runs: Runs) -> None:
+    assert runs.lines_at_kill < STEPS + 1
+    assert "killed: resumes after step 2; " in runs.out
+    assert [line["step"] for line in numbers(runs.undisturbed)] == list(range(STEPS + 1))
+    assert numbers(runs.killed) == numbers(runs.undisturbed)
+    one, other = (load_file(run / "final" / "model.safetensors") for run in (runs.undisturbed, runs.killed))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_it_learns_all_of_the_data_once(runs: Runs) -> None:
+    before, *steps = numbers(runs.undisturbed)
+    assert [line["train/samples_seen"] for line in steps] == [16, 32, 48, 64, 68]
+    assert steps[-1]["sft/epoch"] == 1.0
+    losses = [line["eval/sums/loss"] for line in (before, *steps) if "eval/sums/loss" in line]
+    assert len(losses) == 4  # before, after 2 and 4, and the last step
+    assert losses == sorted(losses, reverse=True)
+    assert steps[0]["sft/loss"] > steps[-1]["sft/loss"]
+
+
+def test_it_leaves_what_a_run_leaves(runs: Runs) -> None:
+    for run in (runs.undisturbed, runs.killed):
+        settings = yaml.safe_load((run / "settings.yaml").read_text())
+        assert settings["run"]["steps"] == STEPS
+        assert {"trace.json", "tensorboard", "final", "checkpoints", "logs"} <= {path.name for path in run.iterdir()}
+        assert [path.name for path in sorted((run / "exports").iterdir())] == ["step_000002", "step_000004"]
+        assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step_000004", "step_000005"]
+        assert json.loads((run / "final" / "config.json").read_text())["model_type"] == "deepseek_v3"
+
+
+def test_written_metrics_are_those_that_are_listed(runs: Runs) -> None:
+    written = {name for line in read_jsonl(runs.undisturbed / "metrics.jsonl") for name in line} - {"step", "time"}
+    rows = [row for row in TABLE if row.name in WRITTEN]
+    assert len(rows) == len(WRITTEN)
+    assert [name for name in written if not any(row.matches(name) for row in rows)] == []
+    assert [row.name for row in rows if not any(row.matches(name) for name in written)] == []
+
+
+def test_the_report_has_its_losses_and_settings(runs: Runs) -> None:
+    records = read_runs([runs.undisturbed])
+    table = settings_tables(records)[0]
+    assert table.columns == ("setting", "grpo-mp sft", "undisturbed")
+    assert {row[0]: row[1:] for row in table.rows}["sft.batch_size"] == ("(no default)", str(BATCH))
+    charts = {chart.title: chart for section in build_report(records).sections for chart in section.charts}
+    assert [series.name for series in charts["Supervised loss"].series] == ["train", "held out"]
+    assert len(charts["Supervised loss"].series[0].values) == STEPS
+
+
+def test_gradients_above_the_limit_are_skipped_and_their_rows_named(config: Path, tmp_path: Path) -> None:
+    limits = ("optimizer.skip_grad_norm=1e-9", "optimizer.max_skipped_updates=2", "layout.expert=1", "data.eval={}")
+    job = Job(tmp_path, [str(config), f"run.folder={tmp_path / 'run'}", *limits], (sys.executable, "-m", "grpo_mp.sft"))
+    try:
+        assert job.wait() == 2
+    finally:
+        job.end()
+    kept = tmp_path / "run" / "skipped_updates" / "step_000002.json"
+    assert f"its samples are in {kept}; the run stops after optimizer.max_skipped_updates=2" in job.err
+    rows = json.loads(kept.read_text())["rows"]
+    assert len(set(rows)) == BATCH
+    assert all(re.fullmatch(rf"{config.parent}/train.jsonl, line \d+", row) for row in rows)
+    assert "step 1: update skipped, 1 in a row" in job.out

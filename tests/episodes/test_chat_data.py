@@ -1,0 +1,144 @@
+"""Rows of chats: what they become, which are refused by file and line, and which are left out."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
+from grpo_mp.data.cursor import Cursor, take
+from grpo_mp.data.rows import Row
+from grpo_mp.episodes.chat_data import ChatReader, ChatSet, check_chats, load_train_chats, read_chat
+from grpo_mp.episodes.supervised import ChatEncoder
+from grpo_mp.errors import UserError
+from grpo_mp.examples.tiny_models import make_tokenizer
+
+ASK, ANSWER = {"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}
+CHAT = {"messages": [ASK, ANSWER]}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def encoder() -> ChatEncoder:
+    tokenizer = make_tokenizer([])
+    return ChatEncoder(tokenizer, "assistant", frozenset([tokenizer.eos_token_id]))
+
+
+def load(path: Path, rows: Sequence[dict[str, Any]], data: dict[str, Any] | None = None, **sft: Any) -> ChatSet:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = ChatDataConfig(train=str(path), **(data or {}))
+    return load_train_chats(config, SftConfig(**{"batch_size": 1, "max_tokens": 64} | sft), encoder())
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        (
+            {"message": []},
+            "no column messages (did you mean message?), and not both prompt and completion; the row has",
+        ),
+        ({"prompt": "1+2?"}, "no column messages, and not both prompt and completion"),
+        ({"prompt": " ", "completion": "3"}, "column prompt: the prompt is empty"),
+        ({"messages": "1+2?"}, "column messages: expected a list of chat messages"),
+        ({"messages": []}, "column messages: expected a list of chat messages"),
+        ({"messages": [ASK, {"role": "bot", "content": "3"}]}, "a message needs role (system, user, assistant, tool)"),
+        ({"messages": [ASK, {"role": "assistant", "content": 3}]}, "and text content"),
+        ({"messages": [ASK, {"role": "assistant", "content": " "}]}, "an answer of the assistant is empty"),
+        ({"messages": [ASK]}, "the chat has no answer of the assistant: nothing would be learned"),
+        ({"messages": [ASK, {"role": "assistant", "content": "\ud800"}]}, "a text with half a character"),
+        ({"prompt": "1+2?", "completion": [ASK]}, "the chat has no answer of the assistant"),
+        ({**CHAT, "tools": "no"}, "column tools"),
+        ({**CHAT, "tools": [1]}, "column tools: expected a list of JSON schemas, or its JSON"),
+    ],
+)
+def test_bad_rows_are_refused_by_file_and_line(row: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as raised:
+        load(tmp_path / "chats.jsonl", [CHAT, row])
+    assert str(raised.value).startswith(f"{tmp_path / 'chats.jsonl'}, line 2")
+    assert sentence in str(raised.value)
+
+
+def test_prompt_and_completion_may_be_texts_or_messages(tmp_path: Path) -> None:
+    """The same chat in each form; of a completion its answers are learned, of messages all."""
+    rows = [
+        {"prompt": "1+2?", "completion": "3"},
+        {"prompt": [ASK], "completion": [ANSWER]},
+        {"messages": [ASK, ANSWER]},
+        {"prompt": [ASK, ANSWER, ASK], "completion": "3"},
+        {"messages": [ASK, ANSWER, ASK, ANSWER]},
+    ]
+    samples = load(tmp_path / "chats.jsonl", rows)
+    first, *same = (samples[i] for i in range(3))
+    assert all((one.prompt_tokens, one.tokens) == (first.prompt_tokens, first.tokens) for one in same)
+    assert samples.learned.tolist() == [2, 2, 2, 2, 4]  # a digit and the end of each answer
+    assert samples[4].generated.count(False) == samples[4].given_tokens == 7  # <|user|>1+2?<|im_end|><|assistant|>
+    decoded = encoder().tokenizer.decode(list(samples[3].prompt_tokens))
+    assert decoded == "<|user|>1+2?<|im_end|><|assistant|>3<|im_end|><|user|>1+2?<|im_end|><|assistant|>"
+
+
+def test_a_system_prompt_stands_before_chats_without_one(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Sum"}
+    rows = [{"prompt": "1+2?", "completion": "3"}, {"messages": [system, ASK, ANSWER]}]
+    samples = load(tmp_path / "chats.jsonl", rows, {"system_prompt": "Add"})
+    texts = [encoder().tokenizer.decode(list(samples[i].prompt_tokens)) for i in range(2)]
+    assert [text[:11] for text in texts] == ["<|system|>A", "<|system|>S"]
+    assert samples.learned.tolist() == [2, 2]
+
+
+def test_nulls_of_parquet_and_tools_as_json_are_read(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    chat = [ASK, call, {"role": "tool", "content": "3"}, ANSWER]
+    Dataset.from_list([{"messages": chat, "tools": json.dumps([TOOL])}]).to_parquet(tmp_path / "chats.parquet")
+    (row,) = Dataset.from_parquet(str(tmp_path / "chats.parquet"))
+    read = read_chat(Row("here", row), ChatDataConfig(train="unused"))
+    assert read.tools == (TOOL,)
+    assert read.messages[1] == {**call, "content": ""}
+    assert read.messages[0] == ASK
+
+
+def test_what_becomes_of_samples_that_are_too_long(tmp_path: Path) -> None:
+    long_answer, long_prompt = {"prompt": "1?", "completion": "5" * 20}, {"prompt": "1" * 20, "completion": "5"}
+    rows, file = [CHAT, long_answer, long_prompt], tmp_path / "chats.jsonl"
+    kept = load(file, rows, max_tokens=12)
+    assert (len(kept), kept.too_long, kept.location(0)) == (1, 2, f"{file}, line 1")
+    cut = load(file, rows, max_tokens=12, too_long="truncate")
+    assert (len(cut), cut.too_long, cut.lengths.tolist()) == (2, 1, [9, 12])
+    with pytest.raises(UserError, match=r"line 2: 26 tokens, sft.max_tokens=12: raise it, or set sft.too_long=drop"):
+        load(file, rows, max_tokens=12, too_long="refuse")
+    with pytest.raises(UserError, match=r"all 3 chats are longer than sft.max_tokens=3: raise it"):
+        load(file, rows, max_tokens=3)
+
+
+def test_a_row_that_changes_while_the_run_goes_on_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    samples = load(file, [CHAT, CHAT])
+    text = file.read_text()
+    file.write_text(text.replace("1+2?", "2+1?"))
+    assert samples[0].total_tokens == samples.lengths[0]  # the denominator of the loss is as it was
+    for changed in (
+        text.replace('"content": "3"', '"content": "33"').replace("1+2?", "12?"),  # one more is learned
+        text.replace('"content": "1+2?"', '"content":"11+2?"'),
+    ):
+        file.write_text(changed)
+        with pytest.raises(UserError, match="line 1: the row has changed since the run started"):
+            samples[0]
+
+
+def test_a_mixture_has_its_sets_by_weight(tmp_path: Path) -> None:
+    for name, count in (("a", 8), ("b", 4)):
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(CHAT) + "\n") * count)
+    train = {"a": {"path": str(tmp_path / "a.jsonl")}, "b": {"path": str(tmp_path / "b.jsonl"), "weight": 2}}
+    mixed = load_train_chats(ChatDataConfig(train=train), SftConfig(batch_size=1, max_tokens=64), encoder())
+    assert (len(mixed), mixed.epoch_size) == (12, 6)
+    taken, _ = take(Cursor(), mixed.epoch_size, 6, shuffle=True, mixture=mixed.mixture)
+    assert sorted(index >= 8 for index in taken) == [False] * 2 + [True] * 4
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
+    file, without = tmp_path / "chats.jsonl", encoder()
+    file.write_text(json.dumps(CHAT))
+    without.tokenizer.chat_template = None
+    with pytest.raises(UserError, match="the tokenizer has no chat template"):
+        check_chats(str(file), ChatReader(ChatDataConfig(train="x"), SftConfig(batch_size=1, max_tokens=9), without))

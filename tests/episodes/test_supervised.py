@@ -1,0 +1,174 @@
+"""What is learned of a chat, over the chat templates of the supported families: marked, or shown by prompts."""
+
+import numpy as np
+import pytest
+
+from grpo_mp.episodes.supervised import Chat, ChatEncoder, LearnedTokens, LossOn
+from grpo_mp.errors import UserError
+from grpo_mp.types import Message
+from tests.episodes.test_chat import (
+    ANSWER,
+    ASK,
+    CALLING,
+    DEEPSEEK,
+    ENDS,
+    MORE,
+    RESULT,
+    TOOL,
+    call_of,
+    make_renderer,
+    published,
+)
+
+LATER: Message = {"role": "assistant", "content": "Eight, and that is all."}
+TWO_TURNS = (ASK, ANSWER, MORE, LATER)
+# What is learned of two turns, by the published templates. Where one writes no end, the token that follows is learned.
+CHATML = ["Seven.<|im_end|>\n", "Eight, and that is all.<|im_end|>\n"]
+EOT = ["Seven.<|eot_id|>", "Eight, and that is all.<|eot_id|>"]
+LEARNED = {
+    "qwen2_5": CHATML,
+    "qwen3_instruct_2507": CHATML,
+    "deepseek_v2": [f" Seven.{DEEPSEEK}", f" Eight, and that is all.{DEEPSEEK}"],
+    "glm4moe": ["\n<think></think>\nSeven.<|user|>", "\n<think></think>\nEight, and that is all.<|user|>"],
+    "llama3": EOT,
+    "llama3_1": EOT,
+    "kimi_k2": ["Seven.<|im_end|>", "Eight, and that is all.<|im_end|>"],
+    "mixtral": [" Seven.</s>", " Eight, and that is all.</s>"],
+}
+# These write a turn otherwise once another follows, or ask for an answer that begins otherwise than a finished one.
+CHANGING = {
+    "qwen3": r"'<think>\\n\\n</think>.*' became 'Seven\..* marks, or set sft.loss_on=last",
+    "deepseekv3": r"up to message 2: '<think>\\n' became 'Seven\.",
+    "deepseek_r1_distill": r"up to message 2: '<think>\\n' became 'Seven\.",
+}
+MARKED = [
+    "qwen2_5_training",
+    "qwen3_training",
+    "qwen3_instruct_2507_training",
+    "deepseekv3_training",
+    "deepseek_r1_distill_training",
+    "glm4moe_training",
+    "llama3_training",
+]
+
+
+def make_encoder(name: str, loss_on: LossOn = "assistant", template: str = "") -> ChatEncoder:
+    tokenizer = make_renderer(name, tools=False).tokenizer
+    tokenizer.chat_template = template or tokenizer.chat_template
+    stops = [tokenizer.convert_tokens_to_ids(end) for end in ENDS[name] if end]
+    return ChatEncoder(tokenizer, loss_on, frozenset(stops))
+
+
+def encode(encoder: ChatEncoder, chat: Chat) -> LearnedTokens:
+    (learned,) = encoder.encode([encoder.render(chat)])
+    return learned
+
+
+def turns(encoder: ChatEncoder, learned: LearnedTokens) -> list[str]:
+    """The text of each run of learned tokens."""
+    where = np.flatnonzero(learned.learned)
+    runs = np.split(where, np.flatnonzero(np.diff(where) > 1) + 1)
+    return [encoder.tokenizer.decode([learned.tokens[i] for i in run]) for run in runs]
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_turns_are_what_the_chat_has_behind_its_prompts(name: str) -> None:
+    encoder = make_encoder(name)
+    learned = encode(encoder, Chat(TWO_TURNS))
+    assert turns(encoder, learned) == LEARNED[name]
+    text = encoder.tokenizer.decode(learned.tokens)
+    rendered = encoder.tokenizer.apply_chat_template(list(TWO_TURNS), tokenize=False)
+    assert text.removesuffix("<|user|>" if name == "glm4moe" else "") == rendered
+    last = encode(make_encoder(name, "last"), Chat(TWO_TURNS))
+    assert turns(encoder, last) == LEARNED[name][1:]
+    assert turns(encoder, encode(encoder, Chat(TWO_TURNS, first=3))) == LEARNED[name][1:]
+
+
+def test_every_family_is_looked_at() -> None:
+    assert LEARNED.keys() | CHANGING.keys() == ENDS.keys()
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_templates_that_change_what_they_wrote_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match=CHANGING[name]):
+        encode(make_encoder(name), Chat(TWO_TURNS))
+
+
+def test_the_last_turn_can_be_learned_where_earlier_ones_are_changed() -> None:
+    encoder = make_encoder("qwen3", "last")
+    assert turns(encoder, encode(encoder, Chat(TWO_TURNS))) == [
+        "<think>\n\n</think>\n\nEight, and that is all.<|im_end|>\n"
+    ]
+
+
+def test_a_prompt_that_a_finished_chat_lacks_is_refused_for_the_last_turn_too() -> None:
+    with pytest.raises(UserError, match=r"up to message 4: .* marks$"):
+        encode(make_encoder("deepseekv3", "last"), Chat(TWO_TURNS))
+
+
+@pytest.mark.parametrize("name", sorted(set(CALLING) & LEARNED.keys()))
+def test_calls_are_learned_and_results_are_not(name: str) -> None:
+    encoder = make_encoder(name)
+    chat = Chat((ASK, call_of(name), RESULT, ANSWER), tools=(TOOL,))
+    call, answer = turns(encoder, encode(encoder, chat))
+    assert "add" in call
+    assert ENDS[name][1] in call
+    assert answer == LEARNED[name][0]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_marked_templates_are_read_as_transformers_reads_them(name: str) -> None:
+    encoder = make_encoder(name.removesuffix("_training"), template=published(name))
+    expected = encoder.tokenizer.apply_chat_template(
+        list(TWO_TURNS), return_dict=True, return_assistant_tokens_mask=True
+    )
+    learned = encode(encoder, Chat(TWO_TURNS))
+    assert list(learned.tokens) == expected["input_ids"]
+    assert learned.learned.astype(int).tolist() == expected["assistant_masks"]
+    assert 0 < learned.learned.sum() < len(learned.learned)
+    last = encode(make_encoder(name.removesuffix("_training"), "last", published(name)), Chat(TWO_TURNS))
+    assert turns(encoder, last) == turns(encoder, learned)[1:]
+
+
+@pytest.mark.parametrize("name", ["deepseekv3_training", "glm4moe_training"])
+def test_a_template_that_cuts_an_answer_is_refused(name: str) -> None:
+    """Both strip the thinking of earlier turns, marks or not."""
+    encoder = make_encoder(name.removesuffix("_training"), template=published(name))
+    thinks: Message = {"role": "assistant", "content": "<think>\nThree and four.\n</think>\n\nSeven."}
+    with pytest.raises(UserError, match="cuts the assistant's content '<think>"):
+        encode(encoder, Chat((ASK, thinks, MORE, LATER)))
+
+
+def test_reasoning_that_a_template_does_not_write_is_missed() -> None:
+    thinks: Message = {**ANSWER, "reasoning_content": "Three and four."}
+    with pytest.raises(UserError, match=r"cuts the assistant's reasoning_content 'Three and four\."):
+        encode(make_encoder("qwen2_5"), Chat((ASK, thinks)))
+    encoder = make_encoder("qwen3", "last")
+    assert turns(encoder, encode(encoder, Chat((ASK, thinks)))) == [
+        "<think>\nThree and four.\n</think>\n\nSeven.<|im_end|>\n"
+    ]
+
+
+def test_every_token_but_the_first_is_learned_of_all() -> None:
+    encoder = make_encoder("qwen2_5", "all")
+    learned = encode(encoder, Chat(TWO_TURNS))
+    assert learned.learned.tolist() == [False] + [True] * (len(learned.tokens) - 1)
+
+
+def test_a_tokenizer_that_knows_no_places_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LEARNED:
+        encoder = make_encoder(name)
+        fast = encode(encoder, Chat(TWO_TURNS))
+        monkeypatch.setattr(type(encoder.tokenizer), "is_fast", False)
+        slow = encode(encoder, Chat(TWO_TURNS))
+        monkeypatch.undo()
+        assert slow.tokens == fast.tokens
+        assert slow.learned.tolist() == fast.learned.tolist()
+
+
+def test_a_sample_is_the_prompt_and_what_follows_up_to_the_last_learned_token() -> None:
+    learned = LearnedTokens((1, 2, 3, 4, 5, 6), np.array([False, False, True, False, True, False]))
+    sample = learned.sample(7)
+    assert sample is not None
+    assert (sample.prompt_tokens, sample.tokens, sample.generated) == ((1, 2), (3, 4, 5), (True, False, True))
+    assert LearnedTokens((1, 2), np.array([False, False])).sample(0) is None

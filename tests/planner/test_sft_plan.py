@@ -1,0 +1,80 @@
+"""The plan of supervised fine-tuning, with numbers written out: ranks that only train, and no engine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_mp.phases import GIB
+from grpo_mp.planner.clusters import read_cluster
+from grpo_mp.planner.memory import SubPhase
+from grpo_mp.planner.model_configs import published_config
+from grpo_mp.planner.sft import RESUME, SftPlan, make_sft_plan, sft_job
+from tests.cli.command import run_command
+from tests.test_sft_settings import MINIMAL, settings_of
+
+QWEN_7B = 7_615_616_512  # parameters, of which the embedding is a table
+EMBEDDING = 152064 * 3584
+
+
+def plan_of(batch_size: int = 256, **sections: Any) -> SftPlan:
+    sections = {"sft": {"batch_size": batch_size, "max_tokens": 4096, "epochs": 1}, "layout": {"tensor": 2}} | sections
+    config, cluster = published_config("qwen2.5-7b"), read_cluster("h100-80")
+    return make_sft_plan(sft_job(settings_of(**sections), config, cluster, 1, mean_tokens=1024))
+
+
+def test_device_holds_weights_gradients_and_a_share_of_adam() -> None:
+    (sizes,) = plan_of().device
+    held = QWEN_7B / 2  # by tensor parallelism, but for the norms
+    for sub_phase in (SubPhase.TRAIN, SubPhase.OPTIMIZER, SubPhase.SAVE):
+        assert sizes[sub_phase]["weights"] == pytest.approx(2 * held, rel=1e-3)
+        assert sizes[sub_phase]["gradients"] == pytest.approx(4 * held, rel=1e-3)
+        assert sizes[sub_phase]["optimizer"] == pytest.approx(12 * held / 4, rel=1e-3)
+    kinds = {kind for of_phase in sizes.values() for kind in of_phase}
+    assert not [kind for kind in kinds if "engine" in kind or "cache" in kind or "graph" in kind]
+    assert min(sizes[SubPhase.TRAIN]["activations"], sizes[SubPhase.TRAIN]["logits"]) > 0
+
+
+def test_training_takes_six_flops_for_each_parameter_and_token() -> None:
+    plan = plan_of()
+    tokens = 256 * 1024 / 8
+    least = 6 * (QWEN_7B - EMBEDDING) * tokens  # attention and imbalance come on top
+    assert least < plan.uses[SubPhase.TRAIN].flops < 1.3 * least
+    assert plan_of(512).uses[SubPhase.TRAIN].flops == pytest.approx(2 * plan.uses[SubPhase.TRAIN].flops, rel=0.02)
+
+
+def test_a_save_writes_and_reads_all_and_a_resume_reads_it_twice() -> None:
+    plan = plan_of()
+    saved = (2 + 12) * QWEN_7B
+    assert plan.uses[SubPhase.SAVE].disk_bytes == pytest.approx(2 * saved, rel=1e-3)
+    assert plan.uses[RESUME].disk_bytes == pytest.approx(2 * saved, rel=1e-3)
+    assert plan.uses[SubPhase.LOAD].disk_bytes == pytest.approx(8 * QWEN_7B, rel=1e-3)  # each rank reads its half
+
+
+def test_a_step_is_an_update_and_its_share_of_a_save() -> None:
+    plan, never = plan_of(), plan_of(run={"save_every": 0})
+    seconds = {name: time.expected_s for name, time in plan.times.items()}
+    update = seconds[SubPhase.TRAIN] + seconds[SubPhase.OPTIMIZER]
+    assert plan.step_s == pytest.approx(update + seconds[SubPhase.SAVE] / 20)
+    assert never.step_s == pytest.approx(update)
+
+
+def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One GPU holds 16 bytes a parameter and does not; eight by expert and tensor parallelism do."""
+    settings = MINIMAL | {"model": {"path": "checkpoints/Qwen2.5-7B-Instruct"}, "sft": MINIMAL["sft"]}
+    config = tmp_path / "sft.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    small = run_command(capsys, "plan", config, "--gpus-per-node", "1")
+    assert small.status == 1
+    assert "does not fit" in small.out
+    fitting = run_command(capsys, "plan", config, "layout.tensor=2")
+    assert fitting.status == 0, fitting.out
+    assert "1 x 8 x h100-80: fits. rank 0 (pipeline stage 0): " in fitting.out
+    assert "resume" in fitting.out
+    (peak,) = (float(word) for word in fitting.out.split("stage 0): ")[1].split()[:1])
+    assert QWEN_7B / 2 * (2 + 4 + 3) / GIB < peak < 80
+    for argument in ("--search", "--simulate", "--ppo"):
+        refused = run_command(capsys, "plan", config, argument)
+        assert (refused.status, refused.out.count("\n")) == (2, 1)
+        assert "are for RL: plan this file without them" in refused.err
