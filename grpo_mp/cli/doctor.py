@@ -34,6 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     stuck.add_argument("--timeout-s", type=non_negative, default=10.0, metavar="S", help=limit)
     over = "report waits longer than this many seconds (default: 5)"
     stuck.add_argument("--over-s", type=non_negative, default=5.0, metavar="S", help=over)
+    stuck.add_argument("--full", action="store_true", help="then the stacks of all threads of every rank and engine")
     model = commands.add_parser("model", help="a model folder: where policy and engine part", description=MODEL)
     model.add_argument("folder", type=Path, metavar="FOLDER", help="Hugging Face folder")
     model.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
@@ -43,17 +44,19 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if args.what == "model":
         return diagnose_model_folder(args.folder, args.dtype, args.without, args.sequences, args.length)
-    return diagnose_stuck(args.run, args.timeout_s, args.over_s)
+    return diagnose_stuck(args.run, args.timeout_s, args.over_s, args.full)
 
 
-def diagnose_stuck(run_folder: Path, timeout_s: float, over_s: float) -> int:
+def diagnose_stuck(run_folder: Path, timeout_s: float, over_s: float, full: bool = False) -> int:
     """Print what the ranks of a run wait for; return the exit status."""
     from grpo_mp.doctor.processes import ask_ranks
-    from grpo_mp.doctor.stuck import diagnose, shown_engines
+    from grpo_mp.doctor.stuck import diagnose, full_stacks, shown_engines
 
     dumps, silent, engines = ask_ranks(run_folder, timeout_s)
     findings = diagnose(dumps, silent, over_s)
     print(render([*findings, *shown_engines(engines)]))
+    if full:
+        print(full_stacks(dumps, engines))
     return exit_status(findings)
 
 
