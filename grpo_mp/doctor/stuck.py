@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_mp.doctor.findings import Finding, Level
+from grpo_mp.findings import Finding, Level
 from grpo_mp.monitor.rank_dump import Collective, Group, RankDump
 
 PACKAGE = re.compile(r".*/(grpo_mp/.*)")

@@ -22,12 +22,14 @@ from grpo_mp.monitor.watchdog import Watchdog
 from grpo_mp.policy.checkpoint import load_policy, load_reference
 from grpo_mp.policy.offload import device_items
 from grpo_mp.policy.policy import Policy
+from grpo_mp.rollout.engine_poll import EnginePoll
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.memory import explain_out_of_memory
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.collect import Collector, RolloutCollector
 from grpo_mp.trainer.evaluation import Evaluator
 from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, report_error_once
+from grpo_mp.trainer.machine_notes import machine_notes
 from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_engines_first
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.recover import EngineRecovery
@@ -84,6 +86,7 @@ class RankRuntime:
     timeline: Timeline
     watchdog: Watchdog
     progress: Progress
+    machine: Sequence[str]  # what is wrong with the machines
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def open_context(
         preemption = PreemptionHandler()
         overlaps = () if greeting else inputs.overlaps()
         greeting = greeting or _greeting(settings, inputs, job, state)
-        _show_notes(progress, job.rank, greeting, overlaps, (*resumed.damages, *inputs.warnings))
+        _show_notes(progress, job.rank, greeting, overlaps, (*resumed.damages, *inputs.warnings, *runtime.machine))
         offload = platform.on_cuda() and settings.shares_devices and settings.model.offloads and not inputs.replay
         limit_s = settings.monitor.phase_timeout_s
         parallel = make_parallel(job, settings.layout, settings.run.seed, limit_s) if job.trains else None
@@ -195,7 +198,7 @@ def open_engines_only(settings: Settings, inputs: RunInputs, greeting: str) -> I
     """
     with _open_job(settings, inputs, steps=0, load_weights=True) as (runtime, _):
         job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
-        _show_notes(progress, job.rank, greeting, (), inputs.warnings)
+        _show_notes(progress, job.rank, greeting, (), (*inputs.warnings, *runtime.machine))
         _start(runtime, settings.engine.start_timeout_s, offload=False, build=None)
         monitor = settings.monitor
         phases = PhaseManager(runtime.timeline, runtime.watchdog, progress, monitor.phase_timeout_s)
@@ -219,6 +222,7 @@ def _open_job(
         job = join_job(settings.monitor.phase_timeout_s, settings.engine.ranks)
         folder, rank = settings.run.folder, job.rank
         stack.enter_context(report_error_once(rank, job.store))
+        machine = machine_notes(job)
         if rank == 0:
             claim_run_folder(folder, dump_settings(settings))
         dist.barrier(group=job.group)
@@ -244,9 +248,12 @@ def _open_job(
         stack.enter_context(dumper)
         timeline = Timeline(folder, rank)
         stack.callback(timeline.close)
+        if rollout.engine and settings.monitor.poll_engines_s:
+            poll_s = settings.monitor.poll_engines_s
+            stack.enter_context(EnginePoll(rollout.engine, folder, timeline.counter, poll_s))
         stack.callback(inputs.scorer.close)
         stack.push(ignore_more_interrupts)
-        yield RankRuntime(job, rollout, timeline, watchdog, progress), _Resumed(state, checkpoint, damages)
+        yield RankRuntime(job, rollout, timeline, watchdog, progress, machine), _Resumed(state, checkpoint, damages)
         stop_parallel()
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.cli.main import main
-from grpo_mp.doctor.findings import Level
 from grpo_mp.doctor.processes import find_process
 from grpo_mp.doctor.stuck import diagnose
+from grpo_mp.findings import Level
 from grpo_mp.monitor.rank_dump import Collective, Group, PhaseTime, RankDump, ThreadStack, read_collective
 from grpo_mp.processes import catches_dump_signal
 from tests.doctor.hanging_rank import WORLD_SIZE
