@@ -84,13 +84,21 @@ def ask_weights(server: EngineServer) -> EngineWeights:
         with httpx.Client(
             base_url=server.url, headers=server.headers, timeout=REQUEST_LIMIT_S, trust_env=False
         ) as http:
-            version = str(http.get("/model_info").raise_for_status().json()["weight_version"])
+            version = _version(http)
             loads = http.get("/v1/loads", params={"include": "core"}).raise_for_status().json()["loads"]
-        if server.device != "cpu" and not any(load["num_running_reqs"] for load in loads):
-            return EngineWeights(server.index, version)
-        return EngineWeights(server.index, version, asyncio.run(_checksums(server)))
+            if server.device != "cpu" and not any(load["num_running_reqs"] for load in loads):
+                return EngineWeights(server.index, version)
+            checksums = asyncio.run(_checksums(server))
+            after = _version(http)
+        if after != version:
+            return EngineWeights(server.index, after)  # a sync has gone on meanwhile
+        return EngineWeights(server.index, version, checksums)
     except (httpx.HTTPError, ValueError, KeyError, TypeError, EngineError, UserError) as error:
         return EngineWeights(server.index, failure=str(error) or type(error).__name__)
+
+
+def _version(http: httpx.Client) -> str:
+    return str(http.get("/model_info").raise_for_status().json()["weight_version"])
 
 
 async def _checksums(server: EngineServer) -> dict[str, str]:

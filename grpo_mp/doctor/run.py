@@ -47,7 +47,8 @@ def read_run(folder: Path) -> RunFacts:
     metrics = read_metrics(folder / METRICS)
     if not metrics:
         raise UserError(f"{folder}: no step is in {METRICS} yet: wait, or ask grpo-mp doctor stuck {folder}")
-    plan = read_json(folder / PLAN).get("phases", {})
+    phases = read_json(folder / PLAN).get("phases", {})
+    plan = {name: phase["seconds"] for name, phase in phases.items() if phase["seconds"]}
     settings = read_yaml(folder / SETTINGS)
     return RunFacts(folder, settings, metrics, read_loads(folder), rank_traces(folder), plan)
 
@@ -213,7 +214,7 @@ def check_engines(loads: Mapping[int, Sequence[EngineLoad]]) -> Iterable[Finding
     speeds = {
         number: statistics.fmean(values)
         for number, lines in loads.items()
-        if (values := [line.tokens_per_s for line in lines if line.running and line.tokens_per_s])
+        if (values := [line.tokens_per_s for line in lines if line.tokens_per_s])
     }
     if not speeds:
         return
@@ -223,7 +224,7 @@ def check_engines(loads: Mapping[int, Sequence[EngineLoad]]) -> Iterable[Finding
         advice = "compare its GPU's clocks: grpo-mp doctor machine on its node; read its log"
         sentence = f"engine {slowest} decodes {speeds[slowest]:.0f} tokens/s, the median engine {median:.0f}"
         yield Finding(Level.WARNING, sentence, evidence, advice)
-    busy = {number: sum(bool(line.running) for line in lines) for number, lines in loads.items() if lines}
+    busy = {number: sum(bool(line.running or line.tokens_per_s) for line in lines) for number, lines in loads.items()}
     most = max(busy.values())
     empty = {number: 1 - count / most for number, count in busy.items() if count < (1 - MOST_EMPTY) * most}
     if empty:

@@ -128,7 +128,7 @@ def test_the_slowest_rank_is_the_one_that_does_not_wait() -> None:
 
 def test_the_slowest_engine_and_one_that_has_nothing_to_do() -> None:
     def loads(speed: float, busy: int) -> list[EngineLoad]:
-        return [EngineLoad(second, "works", int(second < busy), 0, 0.1, speed) for second in range(10)]
+        return [EngineLoad(s, "works", int(s < busy), 0, 0.1, speed if s < busy else 0.0) for s in range(10)]
 
     found = [*check_engines({0: loads(100.0, 10), 1: loads(50.0, 10), 2: loads(100.0, 4)})]
     assert of(Level.WARNING, found) == [
@@ -143,7 +143,7 @@ def test_the_slowest_engine_and_one_that_has_nothing_to_do() -> None:
 def test_a_run_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "settings.yaml").write_text(json.dumps(SETTINGS))
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line(1, 0.5, **{"rollout/truncated_ratio": 0.9})) + "\n")
-    (tmp_path / "plan.json").write_text('{"phases": {"train": 1.0}}')
+    (tmp_path / "plan.json").write_text('{"phases": {"train": {"seconds": 1.0}, "sync": {"seconds": null}}}')
     assert main(["doctor", "run", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert said.startswith("error: after 1 of 1 weight syncs the engines' logprobs were not the policy's")

@@ -69,8 +69,12 @@ def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) 
     settings = finished_settings(folder)
     job = start_job(*settings, f"run.steps={LAST_STEP - 1}")
     job.wait_until(lambda: spans(run, 1, "TRAIN") == 2)
-    listening, watched = job.listening(), RunReader(run).read()
-    engines = [ask_weights(server) for server in find_servers(run)]
+    listening = job.listening()
+    for rank in (0, 1):  # the engines answer meanwhile, and nothing changes
+        job.signal(signal.SIGSTOP, rank=rank)
+    watched, engines = RunReader(run).read(), [ask_weights(server) for server in find_servers(run)]
+    for rank in (0, 1):
+        job.signal(signal.SIGCONT, rank=rank)
     job.signal(signal.SIGUSR1, rank=1)
     first = outcome(job)
     stopped_after = len(read_jsonl(run / "metrics.jsonl")) - 1  # besides the line of step 0
