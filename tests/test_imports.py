@@ -36,6 +36,7 @@ def test_each_library_stays_in_its_packages() -> None:
 # A subpackage, or a module beside them, imports only what stands before it.
 ORDER = (
     "errors",
+    "findings",
     "files",
     "reading",
     "processes",
@@ -67,6 +68,7 @@ ORDER = (
     "trainer",
     "sampling",
     "doctor",
+    "watch",
     "planner",
     "simulation",
     "pages",

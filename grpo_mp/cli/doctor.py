@@ -6,8 +6,8 @@ Prints findings, each with its evidence and what to do. The exit status is 1 whe
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_mp.doctor.findings import exit_status, render
 from grpo_mp.errors import UserError
+from grpo_mp.findings import exit_status, render
 from grpo_mp.parsers import Parser, non_negative, positive_int
 
 STUCK = """Say who waits for whom in a run that does not go on: grpo-mp doctor stuck RUN
@@ -16,11 +16,28 @@ Asks every rank on this host what it does, and the engines that they host; chang
 nodes, run it on each of them (srun --overlap), then once more on any.
 """
 
+MACHINE = """Say whether this machine is fit to train: grpo-mp doctor machine [CONFIG] [section.key=value ...]
+
+Looks at GPUs, driver, clocks, peer access, NCCL's rings and rates, shared and host memory, disks, ports, the versions
+of the tested set, and whether the packages with kernels really load. With a settings file also at what that run needs.
+"""
+
+RUN = """Say what is wrong with a run that goes on or has ended: grpo-mp doctor run RUN
+
+Whether its engines had the policy's model, what its metrics warn of and what to do, and why it is slow: phases beside
+the plan, the rank and the engine that the others wait for. Where it goes on on this host, the engines say which weights
+they hold: on a GPU while they generate.
+"""
+
 MODEL = """Say where policy and engine part from transformers on the same tokens: grpo-mp doctor model FOLDER
 
 Runs a Hugging Face folder in transformers in float32, then in the policy's Megatron model and in an SGLang server in
 --dtype, each alone on this machine's first GPU or on its CPU, and compares the residual stream after each attention
 and each MLP, the chosen experts, and the logprobs. What transformers itself loses in --dtype is the measure.
+With fp8 the engine has weights in blockwise FP8 (on a CPU: rounded to it), the policy is in bfloat16, and the measure
+of the engine is transformers on weights that went to FP8 and back.
+Then compares the weights themselves: the policy's with the folder's, and by the engine's checksums what it loads from
+the folder with what it loads from the policy's export.
 """
 
 
@@ -34,36 +51,68 @@ def main(arguments: Sequence[str]) -> int:
     stuck.add_argument("--timeout-s", type=non_negative, default=10.0, metavar="S", help=limit)
     over = "report waits longer than this many seconds (default: 5)"
     stuck.add_argument("--over-s", type=non_negative, default=5.0, metavar="S", help=over)
+    stuck.add_argument("--full", action="store_true", help="then the stacks of all threads of every rank and engine")
+    machine = commands.add_parser("machine", help="this machine: is it fit to train", description=MACHINE)
+    machine.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="settings file of a run")
+    machine.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file's")
+    machine.add_argument("--quick", action="store_true", help="only what each job looks at when it starts")
+    run = commands.add_parser("run", help="a run, going on or ended: engines, warnings, time", description=RUN)
+    run.add_argument("run", type=Path, metavar="RUN", help="run.folder of a run")
     model = commands.add_parser("model", help="a model folder: where policy and engine part", description=MODEL)
     model.add_argument("folder", type=Path, metavar="FOLDER", help="Hugging Face folder")
-    model.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default: bfloat16")
+    model.add_argument("--dtype", choices=["float32", "bfloat16", "fp8"], default="bfloat16", help="default: bfloat16")
     model.add_argument("--without", choices=["policy", "engine"], action="append", default=[], help="leave it out")
     model.add_argument("--sequences", type=positive_int, default=4, metavar="N", help="random ones (default: 4)")
     model.add_argument("--length", type=positive_int, default=64, metavar="N", help="tokens of each (default: 64)")
     args = parser.parse_args(arguments)
+    if args.what == "machine":
+        return diagnose_machine(args.config, args.overrides, args.quick)
+    if args.what == "run":
+        return diagnose_run_folder(args.run)
     if args.what == "model":
         return diagnose_model_folder(args.folder, args.dtype, args.without, args.sequences, args.length)
-    return diagnose_stuck(args.run, args.timeout_s, args.over_s)
+    return diagnose_stuck(args.run, args.timeout_s, args.over_s, args.full)
 
 
-def diagnose_stuck(run_folder: Path, timeout_s: float, over_s: float) -> int:
+def diagnose_stuck(run_folder: Path, timeout_s: float, over_s: float, full: bool = False) -> int:
     """Print what the ranks of a run wait for; return the exit status."""
     from grpo_mp.doctor.processes import ask_ranks
-    from grpo_mp.doctor.stuck import diagnose, shown_engines
+    from grpo_mp.doctor.stuck import diagnose, full_stacks, shown_engines
 
     dumps, silent, engines = ask_ranks(run_folder, timeout_s)
     findings = diagnose(dumps, silent, over_s)
     print(render([*findings, *shown_engines(engines)]))
+    if full:
+        print(full_stacks(dumps, engines))
+    return exit_status(findings)
+
+
+def diagnose_machine(config: Path | None, overrides: Sequence[str], quick: bool) -> int:
+    """Print what is found about this machine; return the exit status. Raises UserError for wrong settings."""
+    from grpo_mp.config import load_settings
+    from grpo_mp.doctor.machine import examine, examine_quickly
+
+    findings = [*(examine_quickly() if quick else examine(load_settings(config, [*overrides]) if config else None))]
+    print(render(findings))
+    return exit_status(findings)
+
+
+def diagnose_run_folder(folder: Path) -> int:
+    """Print what is found about a run; return the exit status. Raises UserError for what is no run."""
+    from grpo_mp.doctor.live_engines import ask_weights, find_servers
+    from grpo_mp.doctor.run import diagnose_run, read_run
+
+    facts = read_run(folder)
+    findings = diagnose_run(facts, [ask_weights(server) for server in find_servers(folder)])
+    print(render(findings))
     return exit_status(findings)
 
 
 def diagnose_model_folder(folder: Path, dtype: str, without: Sequence[str], sequences: int, length: int) -> int:
     """Print where the policy and an engine part from transformers; return the exit status. Raises UserError."""
-    import torch
-
     from grpo_mp.checkpoint.hf_reader import has_hf_weights
-    from grpo_mp.doctor.activations import run_engine, run_policy, run_transformers
-    from grpo_mp.doctor.model import diagnose_model, random_tokens
+    from grpo_mp.doctor.compare_models import compare_models
+    from grpo_mp.doctor.model import random_tokens
     from grpo_mp.models.hf_config import HfConfig
     from grpo_mp.trainer.load_models import check_memory
 
@@ -74,13 +123,6 @@ def diagnose_model_folder(folder: Path, dtype: str, without: Sequence[str], sequ
     if not 2 <= length <= longest:
         raise UserError(f"--length {length}: the model takes 2 to {longest} tokens")
     check_memory(folder, "run it on a larger machine")
-    tokens = random_tokens(hf.int("vocab_size"), sequences, length)
-    layers = hf.int("num_hidden_layers")
-    reference = run_transformers(folder, tokens, torch.float32)
-    same = None if dtype == "float32" else run_transformers(folder, tokens, getattr(torch, dtype))
-    findings = []
-    for name, run in (("policy", run_policy), ("engine", run_engine)):
-        if name not in without:
-            findings += diagnose_model(name, run(folder, tokens, dtype), reference, same, layers)
+    findings = compare_models(folder, random_tokens(hf.int("vocab_size"), sequences, length), dtype, without)
     print(render(findings))
     return exit_status(findings)

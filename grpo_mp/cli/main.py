@@ -17,7 +17,8 @@ COMMANDS = {
     "launch": ("grpo_mp.cli.launch:main", "submit a run to Slurm, or show what would be submitted"),
     "plan": ("grpo_mp.cli.plan:main", "estimate memory and time of a run, without a GPU"),
     "report": ("grpo_mp.cli.report:main", "write one HTML page of one or several runs"),
-    "doctor": ("grpo_mp.cli.doctor:main", "say what is wrong with a run that hangs, or with a model"),
+    "watch": ("grpo_mp.cli.watch:main", "look at a run while it goes on, in the terminal or in a browser"),
+    "doctor": ("grpo_mp.cli.doctor:main", "say what is wrong with a machine, a model, a run, or one that hangs"),
     "convert": ("grpo_mp.cli.convert:main", "inspect, compare and convert checkpoints"),
     "make-tiny": ("grpo_mp.cli.make_tiny:main", "make a tiny model and its task, as the quickstart does"),
 }

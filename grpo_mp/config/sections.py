@@ -434,6 +434,12 @@ class MonitorConfig(Section):
         description="steps between comparisons of the weights' checksums across data-parallel replicas; where they "
         "differ the run stops and names the rank (Megatron --check-weight-hash-across-dp-replicas-interval); 0: never",
     )
+    poll_engines_s: float = Field(
+        5.0,
+        ge=0,
+        description="seconds between two questions to each engine, what runs, waits and is cached, for `grpo-mp watch` "
+        "and the timeline; 0: never",
+    )
     guards: dict[str, MetricGuard] = Field(
         {},
         description="limits of metrics by name, as {train/entropy: {min: 0.02, steps: 5}, reward/mean: {max_drop: 0.3, "

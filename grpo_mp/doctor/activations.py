@@ -4,9 +4,10 @@ import asyncio
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.trainer.load_models import policy_model, transformers_model
+from grpo_mp.trainer.load_models import policy_tensors, transformers_model
 
 EMBEDDING = "embedding"
 START_TIMEOUT_S = 1800.0  # a large folder is read from a slow disk
 REQUEST_TIMEOUT_S = 600.0
+Question = Callable[[EngineClient], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,13 @@ def run_transformers(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Activa
 
 
 @torch.no_grad()
-def run_policy(folder: Path, tokens: Tensor, dtype: str) -> Activations:
-    """Compute the activations of tokens [sequences, length] in the policy's Megatron model, on one rank."""
+def run_policy(
+    folder: Path, tokens: Tensor, dtype: str, examine: Callable[[Mapping[str, Tensor]], object] | None = None
+) -> Activations:
+    """Compute the activations of tokens [sequences, length] in the policy's Megatron model, on one rank.
+
+    `examine` gets its tensors by their names in the mapping.
+    """
     recorder, vocab_size = _Recorder(), HfConfig.read(folder).int("vocab_size")
     taps = {
         r"(?:.*\.)?embedding": lambda layer, module: _after(module, recorder, EMBEDDING),
@@ -111,19 +118,35 @@ def run_policy(folder: Path, tokens: Tensor, dtype: str) -> Activations:
             lambda _, __, output: recorder.add_experts(layer, _experts_of_map(output[1]))
         ),
     }
-    with policy_model(folder, dtype) as model:
+    with policy_tensors(folder, dtype) as (model, tensors):
+        if examine:
+            examine(tensors)
         _tap(model, taps)
         logits = [sequence_logits(model, row)[:, :vocab_size] for row in tokens]
     return recorder.activations([token_logprobs(*each) for each in zip(logits, tokens, strict=True)])
 
 
-def run_engine(folder: Path, tokens: Tensor, dtype: str) -> Activations:
-    """Compute the activations of tokens [sequences, length] in an SGLang server, which dumps what modules return."""
-    recorder, logprobs = _Recorder(), []
+@dataclass(frozen=True)
+class EngineChecksums:
+    """Checksums of an engine's tensors, by its own names."""
+
+    loaded: Mapping[str, str]  # from the folder that it started with
+    exported: Mapping[str, str]  # from the policy's export
+
+
+def run_engine(
+    folder: Path, tokens: Tensor, dtype: str, export: Path | None = None
+) -> tuple[Activations, EngineChecksums | None]:
+    """Compute the activations of tokens [sequences, length] in an SGLang server, which dumps what modules return.
+
+    It then loads `export`, where there is one, and both times says what it holds.
+    """
+    recorder, logprobs, checksums = _Recorder(), [], None
     layers = HfConfig.read(folder).int("num_hidden_layers")
-    with tempfile.TemporaryDirectory() as scratch, _engine(folder, dtype, tokens.shape[1], Path(scratch)) as client_of:
+    with tempfile.TemporaryDirectory() as scratch, _engine(folder, dtype, tokens.shape[1], Path(scratch)) as ask:
         for row in tokens.tolist():
-            logprobs.append(torch.tensor(asyncio.run(client_of(row))))
+            (scores,) = ask(partial(EngineClient.score, token_lists=[row]))
+            logprobs.append(torch.tensor(scores))
         passes = {}
         for file in sorted(Path(scratch, "dump").glob("*/Pass*.pt")):
             values = torch.load(file, map_location="cpu", weights_only=True)
@@ -132,7 +155,11 @@ def run_engine(folder: Path, tokens: Tensor, dtype: str) -> Activations:
             if tuple(row) not in passes:
                 raise UserError(f"{folder}: the engine has not dumped the pass of a sequence: see its log")
             _record_dump(recorder, passes[tuple(row)], layers)
-    return recorder.activations(logprobs)
+        if export:
+            loaded = ask(EngineClient.checksums)
+            ask(lambda client: client.load_folder(export))
+            checksums = EngineChecksums(loaded, ask(EngineClient.checksums))
+    return recorder.activations(logprobs), checksums
 
 
 def _record_dump(recorder: _Recorder, values: Mapping[str, Any], layers: int) -> None:
@@ -148,21 +175,21 @@ def _record_dump(recorder: _Recorder, values: Mapping[str, Any], layers: int) ->
 
 
 @contextmanager
-def _engine(folder: Path, dtype: str, length: int, scratch: Path) -> Iterator[Callable[[Sequence[int]], Any]]:
-    """Yield a function that scores a sequence on a server of the folder."""
+def _engine(folder: Path, dtype: str, length: int, scratch: Path) -> Iterator[Callable[[Question], Any]]:
+    """Yield a function that asks a server of the folder something, and returns its answer."""
     arguments = {"debug_tensor_dump_output_folder": str(scratch / "dump"), "disable_radix_cache": True}
     spec = EngineSpec(0, 0, folder.resolve(), dtype, length + 1, cpu=not platform.on_cuda(), args=arguments)
     process = EngineProcess(spec, scratch / "engine.log")
 
-    async def score(row: Sequence[int]) -> list[float]:
+    async def answer(question: Question) -> Any:
         client = EngineClient(0, process.url, process.headers, REQUEST_TIMEOUT_S)
         async with aclosing(client):
-            return (await client.score([row]))[0]
+            return await question(client)
 
     try:
         process.start()
         process.wait_ready(START_TIMEOUT_S)
-        yield score
+        yield lambda question: asyncio.run(answer(question))
     finally:
         process.stop()
 

@@ -42,9 +42,11 @@ class AskedEngine:
 
     def stacks(self, most: int = 6) -> EngineStacks:
         """Return the innermost frames of the thread that had the signal, which is the main one."""
-        thread = self.text().rpartition("Current thread")[2].partition("\n\n")[0]
+        text = self.text()
+        thread = text.rpartition("Current thread")[2].partition("\n\n")[0]
         frames = re.findall(r'File "(.*)", line (\d+) in (.*)', thread)
-        return EngineStacks(self.rank, self.title, tuple(f"{name}:{line} {call}" for name, line, call in frames[:most]))
+        innermost = tuple(f"{name}:{line} {call}" for name, line, call in frames[:most])
+        return EngineStacks(self.rank, self.title, innermost, text.strip())
 
 
 def ask_ranks(run_folder: Path, limit_s: float) -> tuple[dict[int, RankDump], dict[int, str], list[EngineStacks]]:

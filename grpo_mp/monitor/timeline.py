@@ -1,16 +1,19 @@
 """Timeline of one rank: named spans, written as a Chrome trace during the run.
 
 The file is a JSON array of events without its closing bracket, which chrome://tracing and Perfetto read,
-so a killed run leaves a trace that opens. In it pid is the rank; tid 0 is its only lane, "policy".
+so a killed run leaves a trace that opens. In it pid is the rank; tid 0 is its only lane, "policy". Counters, such as
+those of the rank's engine, are drawn as curves below it.
 """
 
 import json
 import logging
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from grpo_mp.errors import DISK_ERRORS
@@ -18,6 +21,8 @@ from grpo_mp.files import write_atomically
 
 LOGGER = logging.getLogger(__name__)
 Event = dict[str, Any]
+TAIL_BYTES = 2**18  # of a trace: a span that is open began there, or long ago
+RANK_TRACE = re.compile(r"rank_(\d+)\.json")
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Timeline:
         # The earlier trace is replaced in one go, so a kill during the rewrite loses nothing.
         write_atomically(path, "[\n" + _join_events([*earlier, process, lane]))
         self._file, self._unwritten = path.open("ab", buffering=0), b""
+        self._writing = Lock()  # spans are the loop's, counters come from a thread beside it
 
     def now_ns(self) -> int:
         """Return nanoseconds since the epoch, never going back within this process."""
@@ -64,6 +70,10 @@ class Timeline:
             self._record("E", name, end_ns)
             self._spans.append(Span(name, start_ns, end_ns))
 
+    def counter(self, name: str, values: Mapping[str, float]) -> None:
+        """Record values at this moment; any thread may. A name has the same values each time, in one unit."""
+        self._append({"ph": "C", "name": name, "pid": self._rank, "ts": self.now_ns() / 1000, "args": dict(values)})
+
     def take(self) -> tuple[Span, ...]:
         """Return the spans that ended since the last call, and forget them."""
         spans, self._spans = tuple(self._spans), []
@@ -71,14 +81,18 @@ class Timeline:
 
     def close(self) -> None:
         """End the file as valid JSON; spans that end later are not written."""
-        if not self._file.closed:
-            self._write("\n]\n")
-            self._file.close()
+        with self._writing:
+            if not self._file.closed:
+                self._write("\n]\n")
+                self._file.close()
 
     def _record(self, event_type: str, name: str, time_ns: int) -> None:
-        event = {"ph": event_type, "name": name, "pid": self._rank, "tid": 0, "ts": time_ns / 1000}
-        if not self._file.closed:
-            self._write(",\n" + json.dumps(event))
+        self._append({"ph": event_type, "name": name, "pid": self._rank, "tid": 0, "ts": time_ns / 1000})
+
+    def _append(self, event: Event) -> None:
+        with self._writing:
+            if not self._file.closed:
+                self._write(",\n" + json.dumps(event))
 
     def _write(self, text: str) -> None:
         """Append a text, later where the disk is full: no run ends for want of its trace."""
@@ -109,6 +123,26 @@ def read_trace(path: Path) -> list[Event]:
         return [json.loads(line) for line in lines]
     except json.JSONDecodeError:
         return [json.loads(line) for line in lines[:-1]]
+
+
+def rank_traces(run_folder: Path) -> dict[int, list[Event]]:
+    """Return the last events of each rank's trace, finished or not, by rank; of what is no event, none."""
+    files = {match[1]: file for file in (run_folder / "trace").glob("*") if (match := RANK_TRACE.fullmatch(file.name))}
+    return {int(rank): _tail(file) for rank, file in sorted(files.items(), key=lambda item: int(item[0]))}
+
+
+def _tail(path: Path) -> list[Event]:
+    with path.open("rb") as stream:
+        stream.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = stream.read().splitlines()
+    events = []
+    for line in lines:
+        try:
+            event = json.loads(line.rstrip(b","))
+        except ValueError:
+            continue  # the first or last of the file, or torn
+        events += [event] if isinstance(event, dict) and "ph" in event else []
+    return events
 
 
 def close_open_spans(events: list[Event]) -> list[Event]:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -305,6 +306,10 @@ class EngineClient:
             for number, rank in enumerate(ranks)
             for name, value in rank["checksums"].items()
         }
+
+    async def load_folder(self, folder: Path) -> None:
+        """Let the engine load a folder's weights in place of its own."""
+        await self._post("/update_weights_from_disk", {"model_path": str(folder.resolve())})
 
     async def overwrite_weights(self) -> None:
         """Fill every tensor with random values, so that a tensor which a sync does not send shows."""

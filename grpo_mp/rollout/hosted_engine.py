@@ -51,6 +51,16 @@ class HostedEngine:
         self._lives, self._losses = 0, list[float]()  # the latter: when, in seconds
         self._losing, self._stopped = Lock(), Event()
 
+    @property
+    def index(self) -> int:
+        """Return the engine's number in the job."""
+        return self._placement.engine
+
+    @property
+    def address(self) -> tuple[str, dict[str, str]] | None:
+        """Return the server's URL and the headers that it wants; None while it does not work."""
+        return (self._process.url, self._process.headers) if self.client else None
+
     def start(self, store: dist.Store) -> None:
         """Start the process and return at once."""
         self._store = store

@@ -19,6 +19,7 @@ from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
 from grpo_mp.policy.offload import device_items
 from grpo_mp.policy.policy import Policy
+from grpo_mp.rollout.engine_poll import EnginePoll
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.memory import explain_out_of_memory
 from grpo_mp.scheduler.phase_manager import PhaseManager
@@ -26,6 +27,7 @@ from grpo_mp.trainer.collect import Collector, RolloutCollector
 from grpo_mp.trainer.evaluation import Evaluator
 from grpo_mp.trainer.exit import PreemptionHandler
 from grpo_mp.trainer.job import PolicyContext, Resumed, RunContext, build_policy, join_run, open_monitors, show_notes
+from grpo_mp.trainer.machine_notes import machine_notes
 from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_engines_first
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.recover import EngineRecovery
@@ -82,6 +84,7 @@ class RankRuntime:
     timeline: Timeline
     watchdog: Watchdog
     progress: Progress
+    machine: Sequence[str]  # what is wrong with the machines
 
 
 @contextmanager
@@ -97,7 +100,7 @@ def open_context(
         preemption = PreemptionHandler()
         overlaps = () if greeting else inputs.overlaps()
         greeting = greeting or _greeting(settings, inputs, job, state)
-        show_notes(progress, job.rank, greeting, overlaps, (*resumed.damages, *inputs.warnings))
+        show_notes(progress, job.rank, greeting, overlaps, (*resumed.damages, *inputs.warnings, *runtime.machine))
         offload = platform.on_cuda() and settings.shares_devices and settings.model.offloads and not inputs.replay
         limit_s = settings.monitor.phase_timeout_s
         parallel = make_parallel(job, settings.layout, settings.run.seed, limit_s) if job.trains else None
@@ -187,7 +190,7 @@ def open_engines_only(settings: Settings, inputs: RunInputs, greeting: str) -> I
     """
     with _open_job(settings, inputs, steps=0, load_weights=True) as (runtime, _):
         job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
-        show_notes(progress, job.rank, greeting, (), inputs.warnings)
+        show_notes(progress, job.rank, greeting, (), (*inputs.warnings, *runtime.machine))
         _start(runtime, settings.engine.start_timeout_s, offload=False, build=None)
         monitor = settings.monitor
         phases = PhaseManager(runtime.timeline, runtime.watchdog, progress, monitor.phase_timeout_s)
@@ -208,6 +211,7 @@ def _open_job(
     """
     resolved = dump_settings(settings)
     with join_run(settings, resolved, checkpoints, settings.engine.ranks) as (job, resumed), ExitStack() as stack:
+        machine = machine_notes(job)
         rollout = Rollout(
             settings,
             inputs.hf,
@@ -222,8 +226,11 @@ def _open_job(
         stack.enter_context(rollout)
         stack.callback(inputs.scorer.close)
         folder, done = settings.run.folder, resumed.state.step
-        with open_monitors(folder, job.rank, steps, done, (rollout.stop,)) as monitors:
-            yield RankRuntime(job, rollout, **vars(monitors)), resumed
+        with open_monitors(folder, job.rank, steps, done, (rollout.stop,)) as monitors, ExitStack() as polls:
+            if rollout.engine and settings.monitor.poll_engines_s:
+                poll_s = settings.monitor.poll_engines_s
+                polls.enter_context(EnginePoll(rollout.engine, folder, monitors.timeline.counter, poll_s))
+            yield RankRuntime(job, rollout, **vars(monitors), machine=machine), resumed
 
 
 def _start(runtime: RankRuntime, timeout_s: float, offload: bool, build: Callable[[], Policy] | None) -> Policy | None:

@@ -54,6 +54,13 @@ def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.M
 @contextmanager
 def policy_model(folder: Path, dtype: str = "float32") -> Iterator[nn.Module]:
     """Yield the policy's model of a folder, Hugging Face's or converted, on one rank; needs `sequence_logits`."""
+    with policy_tensors(folder, dtype) as (model, _):
+        yield model
+
+
+@contextmanager
+def policy_tensors(folder: Path, dtype: str = "float32") -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
+    """Yield what `policy_model` does, and its tensors by their names in the mapping."""
     hf, layout, training = HfConfig.read(folder), LayoutConfig(), TrainingConfig()
     params = family_of(hf).params(hf)
     with single_rank_environment():
@@ -64,6 +71,6 @@ def policy_model(folder: Path, dtype: str = "float32") -> Iterator[nn.Module]:
             tensors = local_tensors([model], params, parallel.coords, 1)
             with open_weights(folder, verify=True) as reader:
                 load_hf(tensors, params, reader, parallel.coords, layout)
-            yield model
+            yield model, tensors
         finally:
             stop_parallel()

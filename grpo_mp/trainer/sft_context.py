@@ -16,6 +16,7 @@ from grpo_mp.scheduler.memory import explain_out_of_memory
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.exit import PreemptionHandler
 from grpo_mp.trainer.job import PolicyContext, build_policy, join_run, open_monitors, show_notes
+from grpo_mp.trainer.machine_notes import machine_notes
 from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.trainer.sft_preflight import SftInputs
 
@@ -49,7 +50,7 @@ def open_sft_context(
             f"{run.folder}: {start}; {settings.model.path} on {job.world_size} ranks, "
             f"{settings.sft.batch_size} samples a step"
         )
-        show_notes(progress, job.rank, greeting, (), (*resumed.damages, *inputs.warnings))
+        show_notes(progress, job.rank, greeting, (), (*resumed.damages, *inputs.warnings, *machine_notes(job)))
         parallel = make_parallel(job, settings.layout, run.seed, limit_s)
         with (
             monitors.watchdog.phase(START, limit_s),

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.cli.main import main
-from grpo_mp.doctor.findings import Level
 from grpo_mp.doctor.processes import find_process
 from grpo_mp.doctor.stuck import diagnose
+from grpo_mp.findings import Level
 from grpo_mp.monitor.rank_dump import Collective, Group, PhaseTime, RankDump, ThreadStack, read_collective
 from grpo_mp.processes import catches_dump_signal
 from tests.doctor.hanging_rank import WORLD_SIZE
@@ -72,7 +72,60 @@ def test_different_collectives_in_one_place() -> None:
 
 def test_nobody_is_blamed_by_a_record_that_is_too_short() -> None:
     found = diagnose(dumps(dump(0, call("1", 5)), dump(1, call("2", 9, False), records_all=False)), {})
-    assert [finding.level for finding in found] == [Level.OK]
+    assert [finding.level for finding in found] == [Level.WARNING, Level.OK]
+    assert found[0].sentence.endswith(
+        "in all_reduce #5 of group tensor (ranks 0, 1): whether rank 1 has called it is no longer recorded"
+    )
+
+
+def test_a_rank_that_waits_for_a_dead_one_holds_up_nobody() -> None:
+    chain = dumps(dump(0, call("1", 3)), dump(1, call("1", 2, False), call("2", 1)))
+    found = diagnose(chain, {2: "its process has ended"})
+    (finding,) = [finding for finding in found if finding.level is Level.ERROR]
+    assert finding.sentence == "rank 2: its process has ended"
+    assert finding.evidence == [
+        "rank 1 waits since 60 s in all_reduce #1 of group expert (ranks 1, 2)",
+        "rank 0 waits behind them since 60 s in all_reduce #3 of group tensor (ranks 0, 1)",
+    ]
+
+
+def test_a_circle_is_told_from_what_leads_into_it() -> None:
+    groups = GROUPS | {"4": Group("pipeline", (2, 3))}
+    circle = [dump(0, call("1", 1)), dump(1, call("2", 1)), dump(2, call("3", 1)), dump(3, call("4", 1))]
+    found = diagnose({rank: replace(each, groups=groups) for rank, each in enumerate(circle)}, {})
+    assert [finding.sentence for finding in found if finding.level is Level.ERROR] == [
+        "ranks 0, 1, 2 wait for each other in different collectives"
+    ]
+
+
+def transfer(name: str, is_pending: bool = True) -> Collective:
+    """In group expert, of ranks 1 and 2: places 0 and 1."""
+    return replace(call("2", 1, is_pending, f"nccl:{name}"), is_p2p=True)
+
+
+@pytest.mark.parametrize(("name", "text"), [("recv 0<-1", "recv from rank 2"), ("send 0->1", "send to rank 2")])
+def test_a_pipeline_waits_for_the_rank_that_does_not_send_or_receive(name: str, text: str) -> None:
+    done = transfer("send 1->0", is_pending=False)
+    (finding, *_) = diagnose(dumps(dump(1, transfer(name)), dump(2, done)), {})
+    assert finding.sentence.startswith("rank 2 holds up rank 1: ")
+    assert finding.evidence[0] == f"rank 1 waits for it since 60 s in {text} of group expert"
+    (finding, *_) = diagnose(dumps(dump(1, transfer(name))), {2: "its process has ended"})
+    assert finding.evidence == [f"rank 1 waits since 60 s in {text} of group expert"]
+
+
+def test_a_send_that_meets_its_receive_is_slow() -> None:
+    found = diagnose(dumps(dump(1, transfer("recv 0<-1")), dump(2, transfer("send 1->0"))), {})
+    assert [finding.level for finding in found] == [Level.WARNING, Level.OK]
+    assert found[0].sentence.startswith("all ranks are in recv from rank 2 of group expert, since 60 s")
+
+
+def test_a_receive_that_is_not_recorded_is_seen_in_the_stack() -> None:
+    frames = ("/site/megatron/core/pipeline_parallel/p2p_communication.py:7 _communicate", "/torch/x.py:3 wait")
+    waiting = replace(dump(1), threads=(ThreadStack("MainThread", frames),))
+    found = diagnose(dumps(dump(0), waiting), {}, over_s=60)
+    assert [finding.level for finding in found] == [Level.WARNING, Level.OK]
+    assert found[0].sentence == "rank 1: in a send or receive, which this backend does not record"
+    assert [finding.level for finding in diagnose(dumps(dump(0), waiting), {}, over_s=62)] == [Level.OK]
 
 
 def test_a_silent_rank_is_named_with_who_may_wait_for_it() -> None:
@@ -108,31 +161,43 @@ def test_a_later_process_of_the_same_number_is_another() -> None:
 
 
 @pytest.fixture
-def hanging_run(tmp_path: Path) -> Iterator[Path]:
+def hanging_ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Three ranks: 0 waits for 1 in one group, 1 for 2 in another, 2 sleeps."""
     command = [sys.executable, "-m", "tests.doctor.hanging_rank", str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE) for rank in range(WORLD_SIZE)]
     for rank in ranks:
         assert rank.stdout is not None
         assert rank.stdout.readline() == b"hangs\n"
-    yield tmp_path
+    yield ranks
     for rank in ranks:
         rank.kill()
         rank.communicate()
 
 
-def test_real_ranks_that_hang(hanging_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_ranks_that_hang(
+    hanging_ranks: list[subprocess.Popen[bytes]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Asked twice, and again after one has died."""
     for _ in range(2):
-        assert main(["doctor", "stuck", str(hanging_run), "--over-s", "0"]) == 1
+        assert main(["doctor", "stuck", str(tmp_path), "--over-s", "0"]) == 1
         said = capsys.readouterr().out
         assert "error: rank 2 holds up rank 1: rank 2 is in TRAIN for" in said
         assert "rank 1 waits for it since" in said
         assert "all_reduce #2 of group right (ranks 1, 2)" in said
         assert "sleeps_before_the_collective" in said
         assert "rank 1 holds up" not in said
-    main(["doctor", "stuck", str(hanging_run), "--over-s", "1000"])
-    assert "error:" not in capsys.readouterr().out
+    main(["doctor", "stuck", str(tmp_path), "--over-s", "1000", "--full"])
+    said = capsys.readouterr().out
+    assert "error:" not in said
+    for rank in range(WORLD_SIZE):
+        _, _, stacks = said.partition(f"rank {rank} on ")
+        assert "hanging_rank.py" in stacks.partition("\nrank ")[0]
+    hanging_ranks[2].kill()
+    hanging_ranks[2].wait()
+    assert main(["doctor", "stuck", str(tmp_path), "--over-s", "0"]) == 1
+    said = capsys.readouterr().out
+    assert "error: rank 2: its process has ended" in said
+    assert "holds up" not in said
 
 
 @pytest.mark.parametrize("folder", ["missing", "."])

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mp.doctor.live_engines import EngineWeights, ask_weights, find_servers
+from grpo_mp.watch.state import RunReader, RunState
 from tests.conftest import TinyRun
 from tests.e2e.jobs import LAUNCH, Job, read_jsonl, spans
 
@@ -40,6 +42,8 @@ class FinishedRun:
     second: Outcome
     stopped_after: int
     listening: list[str]  # addresses of the first job's sockets in TRAIN
+    watched: RunState  # then
+    engines: list[EngineWeights]  # then
 
 
 @pytest.fixture(scope="session")
@@ -66,10 +70,16 @@ def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) 
     job = start_job(*settings, f"run.steps={LAST_STEP - 1}")
     job.wait_until(lambda: spans(run, 1, "TRAIN") == 2)
     listening = job.listening()
+    for rank in (0, 1):  # the engines answer meanwhile, and nothing changes
+        job.signal(signal.SIGSTOP, rank=rank)
+    watched, engines = RunReader(run).read(), [ask_weights(server) for server in find_servers(run)]
+    for rank in (0, 1):
+        job.signal(signal.SIGCONT, rank=rank)
     job.signal(signal.SIGUSR1, rank=1)
     first = outcome(job)
     stopped_after = len(read_jsonl(run / "metrics.jsonl")) - 1  # besides the line of step 0
-    return FinishedRun(folder, first, outcome(start_job(*settings, f"run.steps={LAST_STEP}")), stopped_after, listening)
+    second = outcome(start_job(*settings, f"run.steps={LAST_STEP}"))
+    return FinishedRun(folder, first, second, stopped_after, listening, watched, engines)
 
 
 def finished_settings(folder: Path) -> tuple[str, ...]:
@@ -84,6 +94,7 @@ def finished_settings(folder: Path) -> tuple[str, ...]:
         *exports,
         "training.router_replay=R3",
         "rollout.dump=true",
+        "monitor.poll_engines_s=0.2",
     )
 
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_mp.launch.nodes import NodeReport, bad_nodes, neighbor_pairs
+from grpo_mp.distributed.rates import neighbor_pairs
+from grpo_mp.launch.nodes import NodeReport, bad_nodes
 
 GOOD = NodeReport("a", "torch 2", 0.0, 100 * 2**30, 90 * 2**30, None, all_reduce=100e9, all_to_all=20e9)
 REPORTS = [replace(GOOD, node=node) for node in "abcd" for _ in range(2)]

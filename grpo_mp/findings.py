@@ -1,4 +1,4 @@
-"""What the doctor finds: a sentence, its evidence, what to do."""
+"""What is found about a machine, a model or a run: a sentence, its evidence, what to do."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,0 +1,246 @@
+"""What is wrong with a run, going on or ended: its engines' model, its warnings, its time. Pure but `read_run`."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_mp.checkpoint.run_state import METRICS, SETTINGS
+from grpo_mp.doctor.live_engines import EngineWeights
+from grpo_mp.errors import UserError
+from grpo_mp.files import read_json
+from grpo_mp.findings import Finding, Level
+from grpo_mp.monitor.engine_load import EngineLoad, read_loads
+from grpo_mp.monitor.loggers import read_metrics
+from grpo_mp.monitor.run_warnings import MetricLine, run_warnings
+from grpo_mp.monitor.timeline import Event, rank_traces
+from grpo_mp.phases import WAIT, Phase
+from grpo_mp.reading import read_yaml
+from grpo_mp.weight_sync.compare import TOLERANCE
+
+PLAN = "plan.json"
+LAST_STEPS = 20  # whose times count
+SLOW_PHASE = 1.5  # times the plan's
+SLOW_RANK, SLOW_ENGINE = 1.2, 0.7  # times the median: of a rank's work, of an engine's speed
+MOST_IDLE, MOST_OVERHEAD = 0.5, 0.1  # shares of a step
+MOST_EMPTY = 0.3  # share of the time in which an engine has nothing to do and another one has
+CHECK_MEAN, CHECK_TOKENS = "sync/check/logprob_abs_diff/mean", "sync/check/tokens"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run folder says. `traces`: the last events of each rank; `plan`: seconds of a step by phase, {}: none."""
+
+    folder: Path
+    settings: Mapping[str, Any]
+    metrics: Sequence[MetricLine]
+    loads: Mapping[int, Sequence[EngineLoad]] = field(default_factory=dict)
+    traces: Mapping[int, Sequence[Event]] = field(default_factory=dict)
+    plan: Mapping[str, float] = field(default_factory=dict)
+
+
+def read_run(folder: Path) -> RunFacts:
+    """Read a run folder. Raises UserError where it is none, or has no step yet."""
+    if not (folder / SETTINGS).is_file():
+        raise UserError(f"{folder}: no run folder, it has no {SETTINGS}: give the run.folder of a run")
+    metrics = read_metrics(folder / METRICS)
+    if not metrics:
+        raise UserError(f"{folder}: no step is in {METRICS} yet: wait, or ask grpo-mp doctor stuck {folder}")
+    phases = read_json(folder / PLAN).get("phases", {})
+    plan = {name: phase["seconds"] for name, phase in phases.items() if phase["seconds"]}
+    settings = read_yaml(folder / SETTINGS)
+    return RunFacts(folder, settings, metrics, read_loads(folder), rank_traces(folder), plan)
+
+
+def diagnose_run(facts: RunFacts, engines: Sequence[EngineWeights] = ()) -> list[Finding]:
+    """Return what is found; `engines`: those that answer now."""
+    return [
+        *check_sync(facts.metrics, facts.settings),
+        *check_live(engines),
+        *run_warnings(facts.metrics),
+        *check_times(facts.metrics, facts.plan),
+        *check_ranks(facts.traces),
+        *check_engines(facts.loads),
+    ]
+
+
+def check_sync(lines: Sequence[MetricLine], settings: Mapping[str, Any]) -> Iterable[Finding]:
+    """Yield whether the engines had the policy's model after each weight sync."""
+    checked = [(line["step"], line[CHECK_MEAN], line.get(CHECK_TOKENS)) for line in lines if CHECK_MEAN in line]
+    if not checked:
+        yield Finding(Level.OK, "no weight sync was checked: the run has no engines, as a replay")
+        return
+    is_fp8 = "fp8" in str(settings["engine"]["args"].get("quantization", ""))
+    tolerance = settings["sync"]["check_tolerance"] or TOLERANCE["fp8" if is_fp8 else settings["model"]["dtype"]]
+    far = [(step, mean) for step, mean, _ in checked if mean is None or not mean <= tolerance]
+    fewest = min(tokens or 0 for _, _, tokens in checked)
+    again = [step for step, _, tokens in checked if (tokens or 0) > fewest]
+    numbers = [mean for _, mean, _ in checked if mean is not None]
+    evidence = [f"mean |logprob difference|: at most {max(numbers, default=0):.2g}, {tolerance:g} is allowed"]
+    if again:
+        evidence.append(f"compared on more tokens, for a tie of two experts or more, at step {_some(again)}")
+    if far:
+        evidence += [f"step {step}: {'no number' if mean is None else f'{mean:.3g}'}" for step, mean in far[:8]]
+        advice = "read the rank's log of that step, which names the tensor; compare with grpo-mp doctor model"
+        sentence = f"after {len(far)} of {len(checked)} weight syncs the engines' logprobs were not the policy's"
+        yield Finding(Level.ERROR if far[-1][0] == checked[-1][0] else Level.WARNING, sentence, evidence, advice)
+    else:
+        sentence = f"after each of {len(checked)} weight syncs the engines computed the policy's logprobs"
+        yield Finding(Level.OK, sentence, evidence)
+    last = lines[-1]
+    served, made = last.get("sync/weight_version"), last.get("train/optimizer_step")
+    if served is not None and made is not None and served != made:
+        sentence = f"the engines serve the weights of update {served:g}, the policy is at {made:g}"
+        yield Finding(Level.ERROR, sentence, (), "a defect of the program: report it with the rank's log")
+    working = [line["sync/engines"] for line in lines if line.get("sync/engines") is not None]
+    if working and (working[-1] or 0) < max(number or 0 for number in working):
+        sentence = f"{working[-1]:g} engines take the weights, there were {max(n or 0 for n in working):g}"
+        yield Finding(
+            Level.WARNING, sentence, (), "read logs/engine_*_lost_*.log: these engines start again, or have left"
+        )
+
+
+def check_live(engines: Sequence[EngineWeights]) -> Iterable[Finding]:
+    """Yield whether engines that answer now hold the same weights."""
+    for engine in engines:
+        if engine.failure:
+            advice = "grpo-mp doctor stuck says what it does; read its log"
+            yield Finding(
+                Level.WARNING, f"engine {engine.index} does not say what it holds: {engine.failure}", (), advice
+            )
+    asked = [engine for engine in engines if not engine.failure]
+    if not asked:
+        return
+    versions = {engine.index: engine.version for engine in asked}
+    evidence = [f"engine {index}: update {version}" for index, version in versions.items()]
+    known = [engine for engine in asked if engine.checksums is not None]
+    unasked = [engine.index for engine in asked if engine.checksums is None]
+    if unasked:
+        evidence.append(f"without checksums, since they sleep or are idle: engine {_some(unasked)}")
+    differing = [
+        (known[0].index, other.index, name)
+        for other in known[1:]
+        if other.version == known[0].version
+        for name in [first_difference(known[0].checksums or {}, other.checksums or {})]
+        if name
+    ]
+    if differing:
+        evidence = [f"engines {one} and {other}: first {name}" for one, other, name in differing] + evidence
+        advice = "a sync did not reach one of them: set sync.delta=false, and report it with these lines"
+        yield Finding(Level.ERROR, "engines of one weight version hold different weights", evidence, advice)
+    elif len(set(versions.values())) > 1:
+        yield Finding(Level.OK, "engines are between two weight versions: a sync goes on, ask again", evidence)
+    else:
+        alike = f", checksums of {len(known[0].checksums or {})} tensors alike" if len(known) > 1 else ""
+        sentence = f"{len(asked)} engine{'s' * (len(asked) > 1)} answer with the weights of one update{alike}"
+        yield Finding(Level.OK, sentence, evidence)
+
+
+def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """Return the first tensor of which two engines' checksums differ, or that one lacks; "" where none does."""
+    return next((name for name in [*one, *other] if one.get(name) != other.get(name)), "")
+
+
+def check_times(lines: Sequence[MetricLine], plan: Mapping[str, float]) -> Iterable[Finding]:
+    """Yield where the time of the last steps went, beside the plan's."""
+    last = [line for line in lines if line.get("time/step_s")][-LAST_STEPS:]
+    if not last:
+        return
+    step_s = _mean(last, "time/step_s")
+    evidence = []
+    for phase in Phase:
+        seconds = _mean(last, f"time/{phase.lower()}_s")
+        expected = plan.get(phase.lower())
+        if not seconds:
+            continue
+        beside = f", planned {expected:.2f} s" if expected else ""
+        evidence.append(f"{phase.lower():8} {seconds:8.2f} s  {seconds / step_s:4.0%}{beside}")
+        if expected and seconds > SLOW_PHASE * expected:
+            sentence = f"{phase.lower()} takes {seconds:.1f} s a step, the plan says {expected:.1f}"
+            yield Finding(Level.WARNING, sentence, (), "grpo-mp doctor machine: clocks, links, disks; then trace.json")
+    yield Finding(Level.OK, f"a step takes {step_s:.2f} s, mean of the last {len(last)}; the slowest rank's", evidence)
+    idle, overhead = _mean(last, "time/idle_share"), _mean(last, "time/overhead_share")
+    if idle > MOST_IDLE:
+        advice = (
+            "in generate: long answers, see rollout.max_staleness; in train: uneven micro-batches; see the ranks below"
+        )
+        yield Finding(Level.WARNING, f"ranks wait for others in {idle:.0%} of a step", (), advice)
+    if overhead > MOST_OVERHEAD:
+        advice = "slow rewards or data: look at time/score_s and at the gaps in trace.json"
+        yield Finding(Level.WARNING, f"{overhead:.0%} of a step are outside its phases", (), advice)
+
+
+def check_ranks(traces: Mapping[int, Sequence[Event]]) -> Iterable[Finding]:
+    """Yield the rank that the others wait for, phase by phase: the one that works longest."""
+    work = {rank: worked_seconds(events) for rank, events in traces.items()}
+    if len(work) < 2:
+        return
+    evidence = []
+    for phase in Phase:
+        seconds = {rank: phases[phase] for rank, phases in work.items() if phases.get(phase)}
+        if len(seconds) < 2:
+            continue
+        slowest, median = max(seconds, key=lambda rank: seconds[rank]), statistics.median(seconds.values())
+        says = f"works {seconds[slowest]:.2f} s, the median rank {median:.2f} s"
+        evidence.append(f"{phase.lower():8} rank {slowest} {says}")
+        if seconds[slowest] > SLOW_RANK * median and phase.is_work and phase is not Phase.GENERATE:
+            advice = "compare its GPU's clocks with the others': grpo-mp doctor machine on its node"
+            yield Finding(Level.WARNING, f"in {phase.lower()} all wait for rank {slowest}: it {says}", (), advice)
+    if evidence:
+        yield Finding(Level.OK, "the slowest rank in each phase, its waits left out", evidence)
+
+
+def worked_seconds(events: Sequence[Event]) -> dict[str, float]:
+    """Return the mean seconds of each phase without the WAIT spans inside it, of the last LAST_STEPS times."""
+    spans: list[Event] = []
+    waited, seconds = 0.0, dict[str, list[float]]()
+    for event in events:
+        if event["ph"] == "B":
+            spans.append(event)
+            waited = 0.0 if len(spans) == 1 else waited
+        elif event["ph"] == "E" and spans:
+            span = spans.pop()
+            length = (event["ts"] - span["ts"]) / 1e6
+            if span["name"] == WAIT and not any(outer["name"] == WAIT for outer in spans):
+                waited += length
+            if not spans and span["name"] != WAIT:
+                seconds.setdefault(span["name"], []).append(length - waited)
+    return {name: statistics.fmean(values[-LAST_STEPS:]) for name, values in seconds.items()}
+
+
+def check_engines(loads: Mapping[int, Sequence[EngineLoad]]) -> Iterable[Finding]:
+    """Yield the slowest engine, and those that have nothing to do while others have."""
+    speeds = {
+        number: statistics.fmean(values)
+        for number, lines in loads.items()
+        if (values := [line.tokens_per_s for line in lines if line.tokens_per_s])
+    }
+    if not speeds:
+        return
+    evidence = [f"engine {number}: {speed:.0f} tokens/s while it generates" for number, speed in speeds.items()]
+    slowest, median = min(speeds, key=lambda number: speeds[number]), statistics.median(speeds.values())
+    if speeds[slowest] < SLOW_ENGINE * median:
+        advice = "compare its GPU's clocks: grpo-mp doctor machine on its node; read its log"
+        sentence = f"engine {slowest} decodes {speeds[slowest]:.0f} tokens/s, the median engine {median:.0f}"
+        yield Finding(Level.WARNING, sentence, evidence, advice)
+    busy = {number: sum(bool(line.running or line.tokens_per_s) for line in lines) for number, lines in loads.items()}
+    most = max(busy.values())
+    empty = {number: 1 - count / most for number, count in busy.items() if count < (1 - MOST_EMPTY) * most}
+    if empty:
+        shares = [f"engine {number}: {share:.0%} of the time of the busiest" for number, share in empty.items()]
+        advice = "long answers of a few groups hold the rest up: more groups a step, or rollout.max_staleness"
+        yield Finding(Level.WARNING, "engines have nothing to do while others generate", shares, advice)
+    queued = [line.queued for lines in loads.values() for line in lines if line.running and line.queued is not None]
+    waits = f", {statistics.fmean(queued):.1f} requests are queued at an engine on average" if queued else ""
+    yield Finding(Level.OK, f"engine {slowest} is the slowest of {len(speeds)}{waits}", evidence)
+
+
+def _mean(lines: Iterable[MetricLine], name: str) -> float:
+    values = [value for line in lines if (value := line.get(name)) is not None]
+    return statistics.fmean(values) if values else 0.0
+
+
+def _some(numbers: Sequence[float | None], most: int = 8) -> str:
+    shown = ", ".join(f"{number:g}" for number in numbers[:most] if number is not None)
+    return f"{shown} and {len(numbers) - most} more" if len(numbers) > most else shown

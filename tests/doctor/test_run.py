@@ -1,0 +1,160 @@
+"""What is found about runs that were written out: their engines' model, their time, who the others wait for."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mp.cli.main import main
+from grpo_mp.doctor.live_engines import EngineServer, EngineWeights, ask_weights, read_server
+from grpo_mp.doctor.run import check_engines, check_live, check_ranks, check_sync, check_times, worked_seconds
+from grpo_mp.findings import Finding, Level
+from grpo_mp.monitor.engine_load import EngineLoad
+from grpo_mp.monitor.timeline import Event
+from grpo_mp.rollout.engine_args import EngineSpec, engine_arguments
+
+SETTINGS: Mapping[str, Any] = {
+    "run": {"steps": 9},
+    "model": {"dtype": "bfloat16"},
+    "sync": {"check_tolerance": None},
+    "engine": {"args": {}},
+}
+
+
+def line(step: int, mean: float | None, **more: float) -> dict[str, float | None]:
+    values = {"step": step, "sync/check/logprob_abs_diff/mean": mean, "sync/check/tokens": 100}
+    return values | {"sync/engines": 2, "sync/weight_version": step, "train/optimizer_step": step} | more
+
+
+def of(level: Level, findings: Sequence[Finding]) -> list[str]:
+    return [finding.sentence for finding in findings if finding.level is level]
+
+
+def test_engines_that_had_the_policys_model() -> None:
+    (finding,) = check_sync([line(1, 0.01), line(2, 0.02, **{"sync/check/tokens": 3200})], SETTINGS)
+    assert finding.level is Level.OK
+    assert finding.evidence == [
+        "mean |logprob difference|: at most 0.02, 0.05 is allowed",
+        "compared on more tokens, for a tie of two experts or more, at step 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "level", "sentence"),
+    [
+        ([line(1, 0.01), line(2, 0.2)], Level.ERROR, "after 1 of 2 weight syncs the engines' logprobs were not"),
+        ([line(1, None), line(2, 0.01)], Level.WARNING, "after 1 of 2 weight syncs the engines' logprobs were not"),
+        (
+            [line(1, 0.0), line(2, 0.0, **{"sync/engines": 1})],
+            Level.WARNING,
+            "1 engines take the weights, there were 2",
+        ),
+        ([line(2, 0.0, **{"sync/weight_version": 1})], Level.ERROR, "the engines serve the weights of update 1, the"),
+        ([{"step": 1}], Level.OK, "no weight sync was checked"),
+    ],
+)
+def test_engines_that_had_not(lines: list[dict[str, float | None]], level: Level, sentence: str) -> None:
+    assert [text for text in of(level, [*check_sync(lines, SETTINGS)]) if text.startswith(sentence)]
+
+
+def test_the_tolerance_is_that_of_the_run() -> None:
+    fp8 = {**SETTINGS, "engine": {"args": {"quantization": "fp8"}}}
+    assert not of(Level.ERROR, [*check_sync([line(1, 0.2)], fp8)])
+    own = {**SETTINGS, "sync": {"check_tolerance": 0.001}}
+    assert of(Level.ERROR, [*check_sync([line(1, 0.01)], own)])
+
+
+def test_live_engines_are_compared_with_each_other() -> None:
+    one, other = EngineWeights(0, "7", {"a": "1", "b": "2"}), EngineWeights(1, "7", {"a": "1", "b": "2"})
+    (finding,) = check_live([one, other])
+    assert finding.sentence == "2 engines answer with the weights of one update, checksums of 2 tensors alike"
+    (finding,) = check_live([one, EngineWeights(1, "7", {"a": "1", "b": "3"})])
+    assert (finding.level, finding.evidence[0]) == (Level.ERROR, "engines 0 and 1: first b")
+    (finding,) = check_live([one, EngineWeights(1, "8", {"a": "4", "b": "5"})])
+    assert finding.sentence.startswith("engines are between two weight versions")
+    (finding,) = check_live([one, EngineWeights(1, "7")])
+    assert "without checksums, since they sleep or are idle: engine 1" in finding.evidence
+    assert of(Level.WARNING, [*check_live([EngineWeights(1, failure="gone")])]) == [
+        "engine 1 does not say what it holds: gone"
+    ]
+
+
+def test_an_engines_arguments_say_where_it_answers() -> None:
+    spec = EngineSpec(3, 1, Path("model"), "float32", 64, cpu=True)
+    server = read_server(engine_arguments(spec, 15000, "engine-3-abc", "secret"))
+    assert server == EngineServer(3, "http://127.0.0.1:15000", "secret", "cpu")
+    assert read_server(engine_arguments(spec, 15000, "judge", "secret")) is None
+    assert ask_weights(EngineServer(3, "http://127.0.0.1:1", "", "cpu")).failure
+
+
+def test_time_beside_the_plan() -> None:
+    times = {"time/step_s": 10.0, "time/generate_s": 6.0, "time/train_s": 3.0, "time/idle_share": 0.6}
+    lines = [line(step, 0.0, **times, **{"time/overhead_share": 0.2}) for step in range(30)]
+    found = [*check_times(lines, {"generate": 2.0, "train": 3.0})]
+    assert of(Level.OK, found) == ["a step takes 10.00 s, mean of the last 20; the slowest rank's"]
+    shown = next(finding for finding in found if finding.level is Level.OK).evidence
+    assert shown == ["generate     6.00 s   60%, planned 2.00 s", "train        3.00 s   30%, planned 3.00 s"]
+    assert of(Level.WARNING, found) == [
+        "generate takes 6.0 s a step, the plan says 2.0",
+        "ranks wait for others in 60% of a step",
+        "20% of a step are outside its phases",
+    ]
+    assert "planned" not in str([*check_times(lines, {})])
+
+
+def spans(*those: tuple[str, str, float]) -> list[Event]:
+    return [{"ph": kind, "name": name, "ts": second * 1e6} for kind, name, second in those]
+
+
+def trace(train_s: float, wait_s: float) -> list[Event]:
+    """A step of TRAIN with a WAIT inside, between WAITs outside of any phase."""
+    end = train_s + wait_s
+    return spans(
+        *[("E", "TRAIN", -1.0), ("B", "WAIT", 0.0), ("E", "WAIT", 0.0), ("B", "TRAIN", 0.0)],
+        *[("B", "backward", 0.0), ("E", "backward", train_s), ("B", "WAIT", train_s), ("E", "WAIT", end)],
+        *[("E", "TRAIN", end), ("B", "WAIT", end), ("E", "WAIT", 20.0), ("B", "TRAIN", 20.0)],
+    )
+
+
+def test_the_slowest_rank_is_the_one_that_does_not_wait() -> None:
+    assert worked_seconds(trace(4.0, 6.0)) == {"TRAIN": 4.0}
+    found = [*check_ranks({0: trace(4.0, 6.0), 1: trace(10.0, 0.0), 2: trace(5.0, 5.0)})]
+    assert of(Level.WARNING, found) == ["in train all wait for rank 1: it works 10.00 s, the median rank 5.00 s"]
+    assert not of(Level.WARNING, [*check_ranks({0: trace(9.0, 1.0), 1: trace(10.0, 0.0)})])
+    assert [*check_ranks({0: trace(4.0, 6.0)})] == []
+
+
+def test_the_slowest_engine_and_one_that_has_nothing_to_do() -> None:
+    def loads(speed: float, busy: int) -> list[EngineLoad]:
+        return [EngineLoad(s, "works", int(s < busy), 0, 0.1, speed if s < busy else 0.0) for s in range(10)]
+
+    found = [*check_engines({0: loads(100.0, 10), 1: loads(50.0, 10), 2: loads(100.0, 4)})]
+    assert of(Level.WARNING, found) == [
+        "engine 1 decodes 50 tokens/s, the median engine 100",
+        "engines have nothing to do while others generate",
+    ]
+    assert found[1].evidence == ["engine 2: 60% of the time of the busiest"]
+    assert not of(Level.WARNING, [*check_engines({0: loads(100.0, 10), 1: loads(90.0, 9)})])
+    assert [*check_engines({0: loads(0.0, 0)}), *check_engines({})] == []
+
+
+def test_a_run_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "settings.yaml").write_text(json.dumps(SETTINGS))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line(1, 0.5, **{"rollout/truncated_ratio": 0.9})) + "\n")
+    (tmp_path / "plan.json").write_text('{"phases": {"train": {"seconds": 1.0}, "sync": {"seconds": null}}}')
+    assert main(["doctor", "run", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("error: after 1 of 1 weight syncs the engines' logprobs were not the policy's")
+    assert "warning: rollout/truncated_ratio is 0.9 at step 1" in said
+
+
+@pytest.mark.parametrize(("file", "sentence"), [(None, "no run folder"), ("settings.yaml", "no step is in")])
+def test_what_is_no_run(file: str | None, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if file:
+        (tmp_path / file).write_text("run: {}\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "run", str(tmp_path)])
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err

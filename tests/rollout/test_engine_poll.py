@@ -1,0 +1,158 @@
+"""What a real engine says of itself while it generates; and a poll of one that is slow, lost, or something else."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from grpo_mp.monitor import engine_load
+from grpo_mp.monitor.engine_load import EngineLoad, EngineLoadFile, load_file, read_loads, read_sglang_loads, thinned
+from grpo_mp.monitor.timeline import Timeline, close_open_spans, read_trace, trace_path
+from grpo_mp.rollout.client import EngineClient, SamplingParams
+from grpo_mp.rollout.engine_poll import EnginePoll
+from grpo_mp.rollout.server import EngineProcess
+
+LIMIT_S = 30.0
+
+
+@dataclass
+class Hosted:
+    """As much of a HostedEngine as a poll sees."""
+
+    address: tuple[str, dict[str, str]] | None
+    index: int = 3
+    is_lost: bool = False
+    has_left: bool = False
+
+
+def wait_until(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_real_engine_that_generates(engine: EngineProcess, tmp_path: Path) -> None:
+    """As many requests as were sent run, their tokens fill the cache, and the speed is theirs."""
+    timeline = Timeline(tmp_path, 1)
+
+    async def generate() -> float:
+        async with aclosing(EngineClient(3, engine.url, engine.headers, 120.0)) as client:
+            started = time.monotonic()
+            await client.generate([1, 2, 3], SamplingParams(128, ignore_eos=True), 8)
+            return 8 * 128 / (time.monotonic() - started)
+
+    with EnginePoll(Hosted((engine.url, engine.headers)), tmp_path, timeline.counter, 0.02):  # type: ignore[arg-type]
+        speed = asyncio.run(generate())
+        wait_until(lambda: read_loads(tmp_path)[3][-1].running == 0)
+    timeline.close()
+    loads = read_loads(tmp_path)[3]
+    assert {load.state for load in loads} == {"works"}
+    assert max(load.running or 0 for load in loads) == 8
+    assert max(load.cache_share or 0 for load in loads) > 0.01
+    decoded = (loads[-1].decoded or 0) - (loads[0].decoded or 0)
+    assert 0.8 * 8 * 127 < decoded <= 8 * 128
+    assert speed / 3 < max(load.tokens_per_s or 0 for load in loads)
+    counters = [event for event in read_trace(trace_path(tmp_path, 1)) if event["ph"] == "C"]
+    assert {event["name"] for event in counters} == {
+        "engine 3 requests", "engine 3 cache use, %", "engine 3 tokens/s"
+    }  # fmt: skip
+    assert max(event["args"].get("running", 0) for event in counters) == 8
+    assert close_open_spans(counters) == counters
+
+
+class Odd(BaseHTTPRequestHandler):
+    """Hangs at first, then answers something else, then as SGLang does with attention in two replicas."""
+
+    asked = 0
+    load = {  # noqa: RUF012
+        "num_running_reqs": 3, "num_waiting_reqs": 1, "num_used_tokens": 40, "max_total_num_tokens": 100,
+        "gen_throughput": 0.0, "decode_moments": [1, 1, 1, 1, 1, 50.0],
+    }  # fmt: skip
+
+    def do_GET(self) -> None:
+        Odd.asked += 1
+        if Odd.asked == 1:
+            time.sleep(LIMIT_S)
+        body = {"odd": 1} if Odd.asked == 2 else {"loads": [self.load, self.load]}
+        self.send_response(200 if self.headers["Authorization"] == "Bearer key" else 401)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_an_engine_that_hangs_or_is_lost_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_mp.rollout.engine_poll.LIMIT_S", 0.2)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Odd)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = (f"http://127.0.0.1:{server.server_address[1]}", {"Authorization": "Bearer key"})
+    hosted = Hosted(None)
+    poll = EnginePoll(hosted, tmp_path, lambda *_: None, 0.01)  # type: ignore[arg-type]
+
+    def states() -> list[str]:
+        return list(dict.fromkeys(load.state for load in read_loads(tmp_path).get(3, ())))
+
+    with poll:
+        time.sleep(0.1)
+        assert states() == []
+        hosted.address = address
+        wait_until(lambda: states() == ["silent", "works"])
+        hosted.address, hosted.is_lost = None, True
+        wait_until(lambda: states() == ["silent", "works", "starts"])
+        hosted.is_lost, hosted.has_left = False, True
+        wait_until(lambda: states() == ["silent", "works", "starts", "left"])
+        Odd.asked = 0
+        hosted.address = address
+        wait_until(lambda: Odd.asked)
+        started = time.monotonic()
+    assert time.monotonic() - started < 5
+    server.shutdown()
+    works = next(load for load in read_loads(tmp_path)[3] if load.works)
+    assert (works.running, works.queued, works.cache_share, works.decoded) == (6, 2, 0.4, 100.0)
+
+
+def test_a_defect_of_the_poll_is_a_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load_file(tmp_path, 3).mkdir(parents=True)
+    with EnginePoll(Hosted(None, is_lost=True), tmp_path, lambda *_: None, 0.01):  # type: ignore[arg-type]
+        wait_until(lambda: caplog.records)
+    assert "engine 3 is no longer asked what it does" in caplog.text
+
+
+def test_the_speed_is_that_since_the_last_question() -> None:
+    def reply(decoded: float | None) -> dict[str, object]:
+        return {"loads": [Odd.load | {"decode_moments": None if decoded is None else [0, 0, 0, 0, 0, decoded]}]}
+
+    before = EngineLoad(10.0, "works", decoded=100.0)
+    assert read_sglang_loads(reply(400.0), 12.0, before).tokens_per_s == 150.0
+    assert read_sglang_loads(reply(40.0), 12.0, before).tokens_per_s is None  # it was started again
+    assert read_sglang_loads(reply(400.0), 12.0, None).tokens_per_s is None
+    assert read_sglang_loads(reply(None), 12.0, before).tokens_per_s == 0.0
+    for odd in ({}, {"loads": 3}, {"loads": [{}]}, []):
+        with pytest.raises((KeyError, TypeError, ValueError)):
+            read_sglang_loads(odd, 12.0, before)
+
+
+def test_a_file_has_a_bounded_number_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_load, "MOST_LINES", 40)
+    file = load_file(tmp_path, 0)
+    for count in range(1000):
+        if count == 500:
+            with file.open("a") as lines:
+                lines.write('{"time_s": 1, "odd": 2}\n{"torn')
+        if count % 500 == 0:
+            writer = EngineLoadFile(file)  # a run that resumes
+        writer.append(EngineLoad(float(count), "works"))
+    times = [load.time_s for load in read_loads(tmp_path)[0]]
+    assert 20 <= len(times) <= 40
+    assert times == sorted(times)
+    assert times[-10:] == [990.0 + n for n in range(10)]
+    assert times[0] < 100
+    assert thinned([*"abcdefgh"]) == [*"acegh"]

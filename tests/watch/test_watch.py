@@ -1,0 +1,273 @@
+"""What `grpo-mp watch` shows of runs that were written out, in a real terminal, and what its server tells to whom."""
+
+import asyncio
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from rich.console import Console
+
+from grpo_mp.cli.main import main
+from grpo_mp.errors import UserError
+from grpo_mp.monitor.engine_load import EngineLoad, EngineLoadFile, load_file
+from grpo_mp.monitor.timeline import Timeline
+from grpo_mp.watch.screen import Frame, name_ranges, sparkline
+from grpo_mp.watch.server import LivePage, serving
+from grpo_mp.watch.state import MetricFile, RankPhase, RunReader, RunState, current_phase
+
+STEPS = 30
+LIMIT_S = 120.0
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def metrics_of(step: int) -> dict[str, float | None]:
+    return {
+        "step": step,
+        "reward/mean": step / STEPS,
+        "train/grad_norm": None if step == STEPS else 1.0,
+        "time/step_s": 2.0,
+        "eval/arithmetic/accuracy": 0.5,
+        "rollout/truncated_ratio": 0.9,
+        "of/another version": 1.0,
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of 40 steps, 30 of which are done; its only rank is this process, in GENERATE."""
+    folder = tmp_path / "run"
+    (folder / "processes").mkdir(parents=True)
+    (folder / "samples").mkdir()
+    (folder / "settings.yaml").write_text("run: {steps: 40}\n")
+    lines = [json.dumps(metrics_of(step)) for step in range(1, STEPS + 1)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 31, "torn')
+    me = {"host": os.uname().nodename, "pid": os.getpid(), "started_s": psutil.Process().create_time() + 1}
+    (folder / "processes" / "rank_0.json").write_text(json.dumps(me))
+    texts = {"[red]two": 8.0, "between": 5.0, "\x1b[31mred": 1.0}
+    answers = [{"prompt": "how many?", "response": text, "reward": reward} for text, reward in texts.items()]
+    (folder / "samples" / "step_000030.jsonl").write_text("\n".join(map(json.dumps, answers)) + "\n")
+    (folder / "samples" / "step_000004.jsonl").write_text("")
+    file = EngineLoadFile(load_file(folder, 2))
+    for second in range(4):
+        file.append(EngineLoad(time.time() - 4 + second, "works", 7, 3, 0.25, 100.0 * second, 1.0))
+    return folder
+
+
+@pytest.fixture
+def in_generate(run: Path) -> Iterator[Path]:
+    timeline = Timeline(run, 0)
+    with timeline.span("TRAIN"):
+        pass
+    with timeline.span("GENERATE"):
+        timeline.counter("engine 2 requests", {"running": 1})
+        yield run
+
+
+def shown(state: RunState, width: int = 200) -> str:
+    console = Console(width=width, record=True, file=open(os.devnull, "w"), highlight=False)  # noqa: SIM115
+    console.print(Frame(state))
+    return console.export_text()
+
+
+def test_a_run_that_goes_on(
+    in_generate: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "220")
+    assert main(["watch", str(in_generate), "--once"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"runs\s+step 30/40\s+about 20 s\s+left", said)
+    assert re.search(r"reward +▁.*█ +1\.000 +0\.033 - 1\.000", said)
+    assert re.search(r"gradient .* no number", said)
+    assert re.search(r"eval arithmetic .* 50\.0%", said)
+    assert re.search(r"GENERATE +\d+ s +0\b", said)
+    assert re.search(r" 2 +7 +3 +25% +300 ", said)
+    assert "rollout/truncated_ratio is 0.9 at step 30" in said
+    assert "samples of step 30" in said
+    assert re.search(r"8\.00 +\[red\]two", said)
+    assert re.search(r"1\.00 +\[31mred", said)
+    assert "between" not in said
+    assert "\x1b" not in said
+
+
+@pytest.mark.parametrize("width", [30, 80, 220])
+def test_a_frame_has_the_width_of_the_terminal(in_generate: Path, width: int) -> None:
+    lines = shown(RunReader(in_generate).read(), width).splitlines()
+    assert max(map(len, lines)) == width
+
+
+def test_runs_that_do_not_go_on(run: Path, tmp_path: Path) -> None:
+    missing = RunReader(tmp_path / "later").read()
+    assert (missing.status, missing.goes_on) == ("not started", False)
+    assert "waiting for its settings.yaml" in shown(missing)
+    file = run / "processes" / "rank_0.json"
+    file.write_text(json.dumps({"host": os.uname().nodename, "pid": os.getpid(), "started_s": 1.0}))  # a later process
+    reader = RunReader(run)
+    assert reader.read().status == "stopped"
+    assert not re.search(r"about \S+ s +left", shown(reader.read()))
+    (run / "settings.yaml").write_text("run: {steps: 30}\n")
+    assert reader.read().status == "ended"
+    file.write_text(json.dumps({"host": "another", "pid": 1, "started_s": 1.0}))
+    assert reader.read().status == "runs"
+    (run / "metrics.jsonl").unlink()
+    assert reader.read().status == "starts"
+    with pytest.raises(UserError, match="is a file"):
+        RunReader(run / "settings.yaml")
+
+
+def test_metrics_are_read_as_they_come(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricFile(path)
+    assert file.read() == []
+    with path.open("a") as lines:
+        lines.write('{"step": 1, "a": 1}\n{"step": 2, ')
+        lines.flush()
+        assert file.read() == [{"step": 1, "a": 1}]
+        lines.write('"a": 2}\n{"step": 3}\n')
+    assert [line["step"] for line in file.read()] == [1, 2, 3]
+    replaced = tmp_path / "new"
+    replaced.write_text('{"step": 1, "a": 5}\nno JSON\n')
+    replaced.replace(path)
+    assert file.read() == [{"step": 1, "a": 5}]
+
+
+def test_open_spans_are_told_from_the_end_of_a_trace() -> None:
+    def event(kind: str, name: str, second: float) -> dict[str, object]:
+        return {"ph": kind, "name": name, "ts": second * 1e6}
+
+    began = [event("E", "lost", 1), event("B", "TRAIN", 2), event("B", "WAIT", 3), event("C", "engine", 4)]
+    assert current_phase(5, began) == RankPhase(5, "TRAIN > WAIT", 3.0)
+    assert current_phase(5, [*began, event("E", "WAIT", 6)]) == RankPhase(5, "TRAIN", 2.0)
+    assert current_phase(5, [*began, event("E", "WAIT", 6), event("E", "TRAIN", 7)]) == RankPhase(5, "", 7.0)
+    assert current_phase(5, [*began, event("M", "process_name", 8)]).name == ""
+    assert current_phase(5, []) == RankPhase(5, "", 0.0)
+
+
+def test_sparklines() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 8, 8, None, None], 3) == "▁█ "
+    assert sparkline([3.0], 10) == "▁"
+    assert sparkline([], 10) == sparkline([float("nan")], 10).strip() == ""
+    assert len(sparkline(range(1000), 60)) == 60
+    assert name_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+def test_engines_that_are_silent_or_many(run: Path) -> None:
+    state = RunReader(run).read()
+    loads = {number: [EngineLoad(state.time_s - 60, "works", number, 0, 0.0, 1.0)] for number in range(20)}
+    loads[4] = [EngineLoad(state.time_s, "silent")]
+    said = shown(replace(state, engines=loads))
+    assert re.search(r" 4 .*silent", said)
+    assert re.search(r" 19 +19 .*1 min 00 s ago", said)
+    assert "and 8 more" in said
+
+
+def read_until(terminal: int, what: str, seen: bytearray) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while what.encode() not in seen and what not in ANSI.sub("", seen.decode(errors="replace")):
+        assert time.monotonic() < deadline, seen.decode(errors="replace")
+        seen += os.read(terminal, 65536)
+
+
+@pytest.mark.slow
+def test_a_real_terminal_that_is_resized_and_left(in_generate: Path) -> None:
+    """A new width shows in the next frame; Ctrl-C leaves the former screen and no trace."""
+    terminal, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (50, 90))
+    environment = {**os.environ, "TERM": "xterm"}
+    environment.pop("COLUMNS", None)
+    command = [sys.executable, "-m", "grpo_mp", "watch", str(in_generate), "--every-s", "0.1"]
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    )
+    os.close(theirs)
+    seen = bytearray()
+    try:
+        read_until(terminal, "╭─ curves " + "─" * 79 + "╮", seen)
+        termios.tcsetwinsize(terminal, (50, 60))
+        read_until(terminal, "╭─ curves " + "─" * 49 + "╮", seen)
+        with (in_generate / "metrics.jsonl").open("a") as lines:
+            lines.write('": 0}\n' + json.dumps(metrics_of(32)) + "\n")
+        read_until(terminal, "step 32/40", seen)
+        process.send_signal(signal.SIGINT)
+        read_until(terminal, "\x1b[?1049l", seen)  # the terminal's own screen again
+        assert process.wait(LIMIT_S) == 0
+        assert b"Traceback" not in seen
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
+def serve(folder: Path, make: Callable[[Path], str], ask: Callable[[str, LivePage], object]) -> None:
+    async def run() -> None:
+        live = LivePage(folder, make)
+        async with serving(live) as url:
+            await asyncio.to_thread(ask, url, live)
+
+    asyncio.run(run())
+
+
+def test_the_page_is_for_who_has_the_key(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made anew when the metrics change, and not otherwise."""
+    monkeypatch.setattr("grpo_mp.watch.server.LOOK_EVERY_S", 0.02)
+    made = 0
+
+    def make(folder: Path) -> str:
+        nonlocal made
+        made += 1
+        return f"<p>page {made} of {folder.name}</p>"
+
+    def ask(url: str, live: LivePage) -> None:
+        base, _, key = url.partition("?key=")
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", base)
+        assert len(key) >= 32
+        for wrong in (base, f"{base}?key=", f"{base}?key={key[:-1]}", f"{base}?key=ü"):
+            reply = httpx.get(wrong, trust_env=False)
+            assert reply.status_code == 401
+            assert "page" not in reply.text
+        reply = httpx.get(url, trust_env=False)
+        assert (reply.status_code, reply.text) == (200, "<p>page 1 of run</p>")
+        assert reply.headers["Referrer-Policy"] == "no-referrer"
+        time.sleep(0.2)
+        assert made == 1
+        with (run / "metrics.jsonl").open("a") as lines:
+            lines.write("\n")
+        deadline = time.monotonic() + LIMIT_S
+        while "page 2" not in httpx.get(url, trust_env=False).text:
+            assert time.monotonic() < deadline
+        assert made == 2
+
+    serve(run, make, ask)
+
+
+def test_a_run_without_a_report_yet_says_so(tmp_path: Path) -> None:
+    def make(folder: Path) -> str:
+        raise UserError("no step is <there>")
+
+    def ask(url: str, live: LivePage) -> None:
+        assert "no step is &lt;there&gt;" in httpx.get(url, trust_env=False).text
+
+    serve(tmp_path, make, ask)
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    async def twice() -> None:
+        async with serving(LivePage(tmp_path, lambda _: "")) as url:
+            port = int(re.findall(r":(\d+)/", url)[0])
+            with pytest.raises(UserError, match=rf"^--port {port}: .*: choose another"):
+                async with serving(LivePage(tmp_path, lambda _: ""), port):
+                    pass
+
+    asyncio.run(twice())
