@@ -24,7 +24,8 @@ def generation_times(engines: Sequence[EngineWork]) -> dict[str, float]:
     ends = sorted(end for engine in engines for end in engine.ends_s)
     if not ends or not ends[-1]:
         return {}
-    speeds = [engine.tokens / max(engine.ends_s) for engine in engines if engine.ends_s and max(engine.ends_s)]
+    worked = [(engine.tokens, max(engine.ends_s, default=0.0)) for engine in engines]
+    speeds = [tokens / seconds for tokens, seconds in worked if seconds]
     nine_in_ten = ends[-(-9 * len(ends) // 10) - 1]
     return {
         "speed/slowest_engine_ratio": min(speeds) / statistics.median_high(speeds),

@@ -1,4 +1,4 @@
-"""Runs that go wrong in a known way: `python -m tests.bench.sicknesses NAME...`, without names all; `--list` lists them.
+"""Runs that go wrong in a known way: `python -m tests.bench.sicknesses NAME...`, `--list` lists them.
 
 Each is the quickstart's tiny run, smaller, with some settings changed (and its cold-started model, made where it is
 missing). Prints what the rules of grpo_mp/monitor/rules.yaml find in it; exit status 1 where its rule is silent.
@@ -95,7 +95,8 @@ def main() -> int:
         for name, one in SICKNESSES.items():
             print(f"{name}: {' '.join(one.overrides)}")
         return 0
-    return 0 if all([show(name, run(name, args.out), args.record) for name in args.names or SICKNESSES]) else 1
+    right = [show(name, run(name, args.out), args.record) for name in args.names or SICKNESSES]
+    return 0 if all(right) else 1
 
 
 def run(name: str, out: Path) -> list[MetricLine]:
@@ -126,9 +127,7 @@ def show(name: str, lines: list[MetricLine], record: bool) -> bool:
     for one in found:
         print(f"{name}: {one.weight} {one.rule}, steps {one.first_step} to {one.last_step}: {one.sentence}")
     right = rule in {one.rule for one in found} if rule else not found
-    print(
-        f"{name}: {'as expected' if right else f'NOT as expected: {rule or chr(39) + chr(39)} was not all'}", flush=True
-    )
+    print(f"{name}: {'as expected' if right else f'NOT as expected, which was: {rule}'}", flush=True)
     if record:
         RECORDED.mkdir(exist_ok=True)
         (RECORDED / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in recorded(lines)))

@@ -84,6 +84,7 @@ def finished_settings(folder: Path) -> tuple[str, ...]:
         *exports,
         "training.router_replay=R3",
         "rollout.dump=true",
+        "monitor.report_every=2",
     )
 
 
