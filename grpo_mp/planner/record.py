@@ -29,7 +29,7 @@ def plan_record(plan: Plan, with_times: bool) -> dict[str, Any]:
     """
     job = plan.job
     return {
-        "cluster": job.cluster.name if with_times else "memory alone",
+        "cluster": job.cluster.name,
         "ranks": job.world_size,
         "nodes": job.nodes,
         "engines": job.num_engines,

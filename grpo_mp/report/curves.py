@@ -134,6 +134,6 @@ def _solve_rates(run: RunRecords, place: int, runs: Sequence[RunRecords]) -> Hea
         tuple(SOLVE_RATES),
         tuple(stretch[0]["step"] for stretch in stretches),
         tuple(tuple(fmean(line[name] for line in part) for part in stretches) for name in SOLVE_RATES.values()),
-        "How many of a group's answers are right, of all groups: darker is more groups.",
+        "How many of a group's answers are right, of all groups: the stronger the colour, the more of them.",
         run=place,
     )

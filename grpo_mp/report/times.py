@@ -76,11 +76,17 @@ def plan_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
             titled("Beside the plan", run, runs),
             ("phase", "device GiB, planned", "measured", "host GiB of a node, planned", "s, planned", "s, measured"),
             tuple(_plan_rows(run)),
-            note=f"Planned for {run.plan['cluster']}; measured: largest rank, mean step.",
+            note=_plan_note(run),
         )
         for run in runs
         if run.plan
     )
+
+
+def _plan_note(run: RunRecords) -> str:
+    planned = f"Planned for {run.plan['cluster']}; measured: largest rank, mean step."
+    times = "" if run.plan["step_s"] is not None else " Without times: this machine is another."
+    return planned + times
 
 
 def _plan_rows(run: RunRecords) -> Iterator[tuple[str, ...]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_mp.evaluation.score import EvalScore, step_file, write_scores
 from grpo_mp.monitor.samples import (
     drop_later_files,
     evenly_spaced,
@@ -15,7 +16,6 @@ from grpo_mp.monitor.samples import (
     write_eval_samples,
     write_samples,
 )
-from grpo_mp.evaluation.score import EvalScore, step_file, write_scores
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 
