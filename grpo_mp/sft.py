@@ -10,10 +10,11 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
     end_with_launcher()
 
-from grpo_mp.checkpoint.run_state import FINAL, complete_checkpoints
+from grpo_mp.checkpoint.run_state import FINAL, METRICS, complete_checkpoints
 from grpo_mp.config import SftSettings
 from grpo_mp.data.cursor import Cursor
-from grpo_mp.monitor.loggers import open_loggers
+from grpo_mp.monitor.loggers import open_loggers, read_metrics
+from grpo_mp.monitor.rules import RuleWatch
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.phases import Phase
 from grpo_mp.policy.policy import UpdateReport
@@ -69,6 +70,10 @@ def make_logger(ctx: SftContext) -> StepLogger:
     """Open the loggers of the run, which continue after the steps that are done; lines of later steps are dropped."""
     settings, first_step = ctx.settings, ctx.state.step + 1 if ctx.state.step else 0
     make_loggers = ctx.inputs.make_loggers if ctx.parallel.rank == 0 else ()
+    loggers = open_loggers(make_loggers, settings.run.folder, first_step, settings.model_dump(mode="json"))
+    watch = RuleWatch()
+    for line in read_metrics(settings.run.folder / METRICS) if ctx.parallel.rank == 0 else ():
+        watch.step(line)
     return StepLogger(
         settings.run.folder,
         epochs=1,
@@ -76,9 +81,11 @@ def make_logger(ctx: SftContext) -> StepLogger:
         parallel=ctx.parallel,
         timeline=ctx.timeline,
         progress=ctx.progress,
-        loggers=open_loggers(make_loggers, settings.run.folder, first_step, settings.model_dump(mode="json")),
+        loggers=loggers,
         memory_tracker=ctx.phases.memory_tracker,
         expert_load=ctx.policy.expert_load,
+        watch=watch,
+        decode=ctx.inputs.tokenizer.decode,
     )
 
 
@@ -117,7 +124,7 @@ def step_record(
     ctx: SftContext, logger: StepLogger, batch: SftBatch, report: UpdateReport, measured: dict[str, float]
 ) -> StepRecord:
     """Collect what is logged of the step but its evaluation. Every rank must call this."""
-    summary, record = logger.common_record()
+    _, summary, record = logger.common_record()
     record.scalars.update(
         sft_metrics(batch.packed, report, measured, summary, ctx.job.world_size)
         | {

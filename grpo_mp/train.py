@@ -11,17 +11,22 @@ if __name__ == "__main__":
     end_with_launcher()
 
 from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch
-from grpo_mp.checkpoint.run_state import FINAL, complete_checkpoints
+from grpo_mp.checkpoint.run_state import FINAL, METRICS, complete_checkpoints
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import broadcast
-from grpo_mp.monitor.loggers import open_loggers
-from grpo_mp.monitor.samples import drop_samples
+from grpo_mp.monitor.loggers import open_loggers, read_metrics
+from grpo_mp.monitor.reporter import Reporter
+from grpo_mp.monitor.rules import RuleWatch
+from grpo_mp.monitor.samples import drop_later_files
+from grpo_mp.monitor.side_process import LIMIT_S
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.phases import Phase
+from grpo_mp.planner.clusters import cluster_of
+from grpo_mp.platform import device_name
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.command_line import run_command
-from grpo_mp.trainer.context import RolloutContext, TrainContext, open_context
+from grpo_mp.trainer.context import RolloutContext, TrainContext, local_ranks, open_context
 from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, scores_before_training
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.loop import check_guards, export, export_step, finish_save, is_due, make_guards, save
@@ -42,8 +47,8 @@ def train(ctx: TrainContext) -> None:
     initial_scores = scores_before_training(run.folder, ctx.state.step, first)
     if ctx.state.step == 0:
         logger.write(0, StepRecord(first.metrics | synced, texts=first.texts))
-    logger.write_scores(ctx.state.step, initial_scores, first.scores)
-    saved_step, guards = ctx.state.step, make_guards(ctx)
+    logger.write_scores(ctx.state.step, initial_scores, first)
+    saved_step, guards, reporter = ctx.state.step, make_guards(ctx), make_reporter(ctx)
     while ctx.state.step < run.steps and not ctx.should_stop():
         step = ctx.state.step + 1
         logger.begin_step()
@@ -62,9 +67,10 @@ def train(ctx: TrainContext) -> None:
             last = ctx.evaluator.evaluate(step)
             record.scalars.update(last.metrics)
             record.texts.update(last.texts)
-            logger.write_scores(step, initial_scores, last.scores)
+            logger.write_scores(step, initial_scores, last)
         logger.write(step, record)
         ctx.progress.step(step, record.scalars, record.scalars.get("rollout/accuracy"))
+        reporter.step(step)
         check_guards(ctx, guards, step, record)
         if is_due(step, run.save_every, run.steps):
             save(ctx, last=step == run.steps)
@@ -72,11 +78,14 @@ def train(ctx: TrainContext) -> None:
         if run.export_every and step % run.export_every == 0:
             export_step(ctx, step)
     logger.close()
+    if ctx.state.step >= run.steps:
+        reporter.end()
     if saved_step < ctx.state.step:
         save(ctx, last=True)
     finish_save(ctx)
     keep_rollouts(ctx)
     finish(ctx, replace(first, scores=initial_scores), last)
+    reporter.finish(LIMIT_S if ctx.state.step >= run.steps else 0.0)
 
 
 def generate(ctx: RolloutContext) -> None:
@@ -101,8 +110,11 @@ def make_logger(ctx: TrainContext) -> StepLogger:
     settings, first_step = ctx.settings, ctx.state.step + 1 if ctx.state.step else 0
     folder, samples_per_step = settings.run.folder, settings.monitor.samples_per_step
     make_loggers = ctx.inputs.extensions.make_loggers if ctx.parallel.rank == 0 else ()
-    if ctx.parallel.rank == 0 and samples_per_step:
-        drop_samples(folder, first_step)
+    if ctx.parallel.rank == 0:
+        drop_later_files(folder, first_step)
+    loggers, watch = open_loggers(make_loggers, folder, first_step, settings.model_dump(mode="json")), RuleWatch()
+    for line in read_metrics(folder / METRICS) if ctx.parallel.rank == 0 else ():
+        watch.step(line)
     return StepLogger(
         folder,
         settings.training.epochs,
@@ -110,10 +122,22 @@ def make_logger(ctx: TrainContext) -> StepLogger:
         ctx.parallel,
         ctx.timeline,
         ctx.progress,
-        open_loggers(make_loggers, folder, first_step, settings.model_dump(mode="json")),
+        loggers,
         ctx.phases.memory_tracker,
         ctx.policy.expert_load,
+        watch,
+        ctx.inputs.tokenizer.decode,
     )
+
+
+def make_reporter(ctx: TrainContext) -> Reporter:
+    """Make what writes the plan and the report of the run, and begin the plan; rank 0 does."""
+    every = ctx.settings.monitor.report_every if ctx.parallel.rank == 0 else None
+    reporter, per_node = Reporter(ctx.settings.run.folder, every, ctx.progress.note), local_ranks()[1]
+    machines = ("--nodes", str(ctx.job.world_size // per_node), "--gpus-per-node", str(per_node))
+    known = cluster_of(device_name())
+    reporter.begin([*machines, "--cluster", known] if known else [*machines, "--memory-only"])
+    return reporter
 
 
 def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None:

@@ -52,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     from grpo_mp.log import log_to_terminal
     from grpo_mp.planner.explain import explain
     from grpo_mp.planner.job import make_job
+    from grpo_mp.planner.record import write_plan
     from grpo_mp.planner.show import plan_and_show, search_and_show
     from grpo_mp.rollout.engine_args import check_arguments, known_arguments
     from grpo_mp.simulation.lengths import read_lengths
@@ -67,6 +68,8 @@ def main(arguments: Sequence[str]) -> int:
     if explains:
         console.print(explain(job))
         return 0
+    if args.json:
+        return 0 if write_plan(job, args.json, with_times=not args.memory_only) else DOES_NOT_FIT
     fits = search_and_show(job, console) if args.search else plan_and_show(job, args.ppo, args.times, console)
     return 0 if fits else DOES_NOT_FIT
 
@@ -106,6 +109,8 @@ def _parser() -> Parser:
     parser.add_argument("--gpus-per-node", type=number_of_ranks, help="default: that of the cluster")
     parser.add_argument("--search", action="store_true", help="rank the layouts that fit, print the best five")
     parser.add_argument("--times", action="store_true", help="also show the terms of each phase's time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan there as JSON, and show nothing")
+    parser.add_argument("--memory-only", action="store_true", help="with --json: for machines of unknown speed")
     parser.add_argument("--ppo", action="store_true", help="also show what the four models of PPO would need")
     parser.add_argument("--model-config", type=Path, help="config.json to use where model.path does not exist")
     parser.add_argument(

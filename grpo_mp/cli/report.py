@@ -1,6 +1,7 @@
 """Write one HTML page of one or several runs: grpo-mp report RUN...
 
-Settings, scores, curves, times, memory and answers of the run folders, side by side. The file needs no network.
+Warnings, settings, scores, curves, times, memory and answers of the run folders, side by side. It needs no network.
+--export FILE writes the metrics as one table in place of the page, a row for each step: CSV or Parquet, as FILE ends.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the page (default: report.html in the only RUN, else here)"
     )
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write the metrics there: FILE.csv or FILE.parquet")
     args = parser.parse_args(arguments)
+    if args.export:
+        return _export(args.runs, args.export)
     out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: its folder does not exist: make it first")
@@ -31,4 +35,16 @@ def main(arguments: Sequence[str]) -> int:
     page = render(build_report(read_runs(args.runs)))
     write_atomically(out, page)
     print(f"{out}: {len(page.encode()) / 2**20:.1f} MiB")
+    return 0
+
+
+def _export(folders: Sequence[Path], file: Path) -> int:
+    """Write the metrics of runs as a table; return the exit status."""
+    from grpo_mp.report.export import check_export, write_table
+    from grpo_mp.report.records import read_runs
+
+    check_export(file)
+    runs = read_runs(folders)
+    write_table(runs, file)
+    print(f"{file}: {sum(len(run.metrics) for run in runs)} rows")
     return 0

@@ -428,6 +428,12 @@ class MonitorConfig(Section):
         "info", description="level of RUN/logs/rank_N.log; warnings go to the terminal, too"
     )
     samples_per_step: int = Field(4, ge=0, description="sample texts written at each step")
+    report_every: int | None = Field(
+        100,
+        ge=0,
+        description="steps between which RUN/report.html is written anew, and at the end (0: at the end only; null: "
+        "never), by a process beside the run of the lowest priority; its failure is a warning",
+    )
     check_replicas_every: int = Field(
         20,
         ge=0,

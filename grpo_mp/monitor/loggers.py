@@ -14,6 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from grpo_mp.config.registries import LOGGERS
 from grpo_mp.errors import UserError
 from grpo_mp.files import write_atomically
+from grpo_mp.monitor.curves import tensorboard_layout
 from grpo_mp.monitor.metrics import find_metric
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class TensorBoardLogger(Logger):
 
     def __init__(self, run_folder: Path, first_step: int, settings: Mapping[str, Any]) -> None:
         self._events = SummaryWriter(str(run_folder / "tensorboard"), purge_step=first_step)
+        self._events.add_custom_scalars(tensorboard_layout())  # of its tab CUSTOM SCALARS
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write one curve per name."""

@@ -1,7 +1,8 @@
 """Write sampled answers of a step for people to read: JSON lines in the run folder and a text in TensorBoard."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,17 +11,32 @@ from grpo_mp.types import Sample, SampleGroup
 T = TypeVar("T")
 
 
-def write_samples(run_folder: Path, step: int, groups: Iterable[SampleGroup]) -> None:
-    """Write every sample of a step into `<run>/samples/step_000012.jsonl`."""
+def write_samples(
+    run_folder: Path, step: int, groups: Iterable[SampleGroup], tokens: Mapping[tuple[int, int], Any] | None = None
+) -> None:
+    """Write every sample of a step into `<run>/samples/step_000012.jsonl`.
+
+    `tokens`: what is known of the tokens of some, by group and index.
+    """
     path = run_folder / "samples" / f"step_{step:06d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(sample_lines(groups)), encoding="utf-8")
+    path.write_text("".join(sample_lines(groups, tokens or {})), encoding="utf-8")
 
 
-def drop_samples(run_folder: Path, first_step: int) -> None:
-    """Remove the files of `first_step` and later steps, which an earlier process left."""
-    for path in (run_folder / "samples").glob("step_*.jsonl"):
-        if int(path.stem.removeprefix("step_")) >= first_step:
+def write_eval_samples(run_folder: Path, step: int, groups_by_set: Mapping[str, Iterable[SampleGroup]]) -> None:
+    """Write answers to prompts of the eval sets, each with its set, into `<run>/samples/eval_000020.jsonl`."""
+    path = run_folder / "samples" / f"eval_{step:06d}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    for name, groups in groups_by_set.items():
+        append_samples(path, name, groups)
+
+
+def drop_later_files(run_folder: Path, first_step: int) -> None:
+    """Remove samples and scores of `first_step` and later steps, which an earlier process left."""
+    for path in (*(run_folder / "samples").glob("*.jsonl"), *(run_folder / "eval").glob("*.json")):
+        match = re.fullmatch(r"(?:step|eval)_(\d+)", path.stem)
+        if match and int(match[1]) >= first_step:
             path.unlink()
 
 
@@ -33,14 +49,16 @@ def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
 def append_samples(file: Path, name: str, groups: Iterable[SampleGroup]) -> None:
     """Append every sample of a set, one JSON object a line."""
     with file.open("a", encoding="utf-8") as lines:
-        lines.writelines(sample_lines(groups, set=name))
+        lines.writelines(sample_lines(groups, {}, set=name))
 
 
-def sample_lines(groups: Iterable[SampleGroup], **columns: Any) -> Iterator[str]:
+def sample_lines(groups: Iterable[SampleGroup], tokens: Mapping[tuple[int, int], Any], **columns: Any) -> Iterator[str]:
     """Yield every sample as a line of JSON, after `columns`; objects that JSON lacks are written as text."""
     for group in groups:
         for sample in group.samples:
-            yield json.dumps(columns | sample_record(group, sample), ensure_ascii=False, default=str) + "\n"
+            details = tokens.get((sample.group_id, sample.index))
+            record = columns | sample_record(group, sample) | ({"token_details": details} if details else {})
+            yield json.dumps(record, ensure_ascii=False, default=str) + "\n"
 
 
 def sample_record(group: SampleGroup, sample: Sample) -> dict[str, Any]:

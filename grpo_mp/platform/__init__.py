@@ -63,6 +63,11 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda() else torch.device("cpu")
 
 
+def device_name() -> str:
+    """Return what the GPU is called, "" without one."""
+    return torch.cuda.get_device_name() if on_cuda() else ""
+
+
 def backend() -> str:
     """Return the torch.distributed backend for this device."""
     return "nccl" if on_cuda() else "gloo"

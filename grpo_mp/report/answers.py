@@ -1,93 +1,115 @@
-"""Solve rates of groups, and which answers to read. Pure."""
+"""Which answers to read, and what their tokens show. Pure."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import starmap
 
 from grpo_mp.monitor.samples import evenly_spaced
-from grpo_mp.report.contents import Answer, Chart, Series
+from grpo_mp.report.contents import Answer, Token
 from grpo_mp.report.records import Line, RunRecords
 
 CHARACTERS = 4000  # of a text: its first and last half
 STEPS = 4  # at which answers are shown
-BINS = ("none", "up to a third", "up to two thirds", "more", "all")  # of a group's answers are right
+QUESTIONS, TIMES = 2, 6  # the same questions, and how often each is shown
+LIMITS: Mapping[str, tuple[float, ...]] = {  # of the classes 0 to 4 of a token, ascending
+    "probability": (0.01, 0.1, 0.5, 0.9),
+    "mismatch": (0.01, 0.05, 0.2, 1.0),
+    "advantage": (-1.0, -1e-6, 1e-6, 1.0),
+}
 
 
-def solve_rate_charts(runs: Sequence[RunRecords]) -> tuple[Chart, ...]:
-    """Return for each run the share of groups in each of BINS over the steps whose samples were read."""
-    return tuple(chart for run in runs if (chart := _solve_rates(run, len(runs) > 1)).series[0].x)
+def choose_answers(run: RunRecords, number: int) -> tuple[Answer, ...]:
+    """Choose the best, worst, longest and most mismatched answer of some steps, and questions that came again.
 
-
-def _solve_rates(run: RunRecords, with_run: bool) -> Chart:
-    counts = {step: Counter(map(solve_bin, group_rates(lines))) for step, lines in sorted(run.samples.items())}
-    known = {step: count for step, count in counts.items() if count}
-    series = tuple(
-        Series(name, tuple(known), tuple(count[index] / count.total() for count in known.values()))
-        for index, name in enumerate(BINS)
-    )
-    title = f"Groups by solve rate, {run.name}" if with_run else "Groups by solve rate"
-    return Chart(
-        title,
-        "share of groups",
-        series,
-        "How many of a group's answers are right, of the groups in samples/ (monitor.samples_per_step).",
-        stacked=True,
-    )
-
-
-def group_rates(lines: Iterable[Line]) -> list[float]:
-    """Return the share of right answers in each group whose answers are right or wrong."""
-    judged: dict[object, list[bool]] = defaultdict(list)
-    for line in lines:
-        if line.get("is_correct") is not None:
-            judged[line.get("group_id")].append(bool(line["is_correct"]))
-    return [sum(group) / len(group) for group in judged.values()]
-
-
-def solve_bin(rate: float) -> int:
-    """Return the index in BINS of a share of right answers."""
-    return 0 if rate == 0 else 4 if rate == 1 else 1 + (rate > 1 / 3) + (rate > 2 / 3)
-
-
-def choose_answers(run: RunRecords) -> tuple[Answer, ...]:
-    """Choose the best, worst and longest answer of some steps, and a question that came again, at each of its steps."""
+    `number`: place of the run in the report.
+    """
     steps = sorted(step for step, lines in run.samples.items() if lines)
     shown = list(dict.fromkeys([*evenly_spaced(steps, STEPS - 1), *steps[-1:]]))
-    return (*(one for step in shown for one in _of_step(run, step)), *_same_question(run, steps))
+    return (*(one for step in shown for one in _of_step(run, number, step)), *_same_questions(run, number))
 
 
-def _of_step(run: RunRecords, step: int) -> Iterator[Answer]:
+def _of_step(run: RunRecords, number: int, step: int) -> Iterator[Answer]:
     lines = run.samples[step]
     rewarded = [line for line in lines if line.get("reward") is not None]
     if rewarded:
-        yield _answer("best", run.name, step, max(rewarded, key=lambda line: float(line["reward"])))
-        yield _answer("worst", run.name, step, min(rewarded, key=lambda line: float(line["reward"])))
-    yield _answer("longest", run.name, step, max(lines, key=lambda line: int(line.get("tokens", 0))))
+        yield _answer("best", number, step, max(rewarded, key=lambda line: float(line["reward"])))
+        yield _answer("worst", number, step, min(rewarded, key=lambda line: float(line["reward"])))
+    yield _answer("longest", number, step, max(lines, key=lambda line: int(line.get("tokens", 0))))
+    mismatched = [(largest, line) for line in lines if (largest := _largest_mismatch(line)) is not None]
+    if mismatched:
+        largest, line = max(mismatched, key=lambda pair: pair[0])
+        yield _answer("most mismatched token", number, step, line, f"{largest:.3g} nats between engine and policy")
 
 
-def _same_question(run: RunRecords, steps: Sequence[int]) -> Iterator[Answer]:
-    """Yield the first answer to the question that most steps asked, at each of them, where it came more than once."""
-    asked = Counter(index for step in steps for index in {line.get("prompt_index") for line in run.samples[step]})
-    index, count = asked.most_common(1)[0] if asked else (None, 0)
-    if index is None or count < 2:
-        return
-    for step in steps:
-        for line in [line for line in run.samples[step] if line.get("prompt_index") == index][:1]:
-            yield _answer("same question", run.name, step, line)
+def _largest_mismatch(line: Line) -> float | None:
+    return max((one.mismatch for one in _tokens(line) if one.mismatch is not None), default=None)
 
 
-def _answer(why: str, run: str, step: int, line: Line) -> Answer:
-    judged = {True: "right", False: "wrong"}.get(line.get("is_correct"))  # type: ignore[arg-type]
+def _same_questions(run: RunRecords, number: int) -> Iterator[Answer]:
+    """Yield the first answer to a question at each of the times it was asked: of evaluations, else of the steps."""
+    source = run.eval_samples or run.samples
+    asked = Counter(key for lines in source.values() for key in {_question(line) for line in lines})
+    for question, count in asked.most_common(QUESTIONS):
+        steps = [step for step in sorted(source) if any(_question(line) == question for line in source[step])]
+        if count < 2:
+            return
+        for step in dict.fromkeys([*evenly_spaced(steps, TIMES - 1), steps[-1]]):
+            line = next(line for line in source[step] if _question(line) == question)
+            yield _answer("same question", number, step, line)
+
+
+def _question(line: Line) -> tuple[str, str]:
+    return str(line.get("set", "")), str(line.get("prompt_index"))
+
+
+def _answer(why: str, run: int, step: int, line: Line, fact: str = "") -> Answer:
+    judged = {True: "right", False: "wrong"}.get(line.get("is_correct"), "")  # type: ignore[arg-type]
     reward = line.get("reward")
-    facts = [f"reward {reward:g}" if isinstance(reward, int | float) else "", judged or ""]
+    facts = [f"reward {reward:g}" if isinstance(reward, int | float) else "", judged, fact]
     facts += [f"{line.get('tokens', '?')} tokens", "truncated" if line.get("truncated") else ""]
     prompt, expected, response = (shortened(str(line.get(key) or "")) for key in ("prompt", "expected", "response"))
-    return Answer(why, run, step, prompt, expected, response, ", ".join(filter(None, facts)))
+    text = ", ".join(filter(None, facts))
+    return Answer(why, run, step, prompt, expected, response, text, _tokens(line), judged)
+
+
+def _tokens(line: Line) -> tuple[Token, ...]:
+    """Return the tokens that the run kept of an answer; () where it kept none."""
+    kept = line.get("token_details") or {}
+    pieces = [_clean(str(piece)) for piece in kept.get("pieces", ())]
+    policy = kept.get("policy") or [None] * len(pieces)
+    columns = zip(pieces, kept.get("engine", ()), policy, kept.get("advantages", ()), strict=False)
+    return tuple(starmap(Token, columns))
+
+
+def token_classes(token: Token) -> str:
+    """Return the classes of a token on the page: p0 to p4 by probability, m by mismatch, a by advantage."""
+    values = {"probability": 2.718281828459045**token.engine, "advantage": token.advantage}
+    values |= {} if token.mismatch is None else {"mismatch": token.mismatch}
+    return " ".join(f"{name[0]}{sum(value > limit for limit in LIMITS[name])}" for name, value in values.items())
+
+
+def describe_token(token: Token) -> str:
+    """Say a token's numbers."""
+    policy = "" if token.policy is None else f", policy {token.policy:.3g}"
+    return f"engine {token.engine:.3g}{policy}, advantage {token.advantage:.3g}"
+
+
+def striking_tokens(answer: Answer, count: int = 5) -> list[Token]:
+    """Return the tokens that engine and policy see most differently; where that is not known, the least likely."""
+    by_mismatch = [one for one in answer.tokens if one.mismatch is not None]
+    if by_mismatch:
+        return sorted(by_mismatch, key=lambda one: -(one.mismatch or 0.0))[:count]
+    return sorted(answer.tokens, key=lambda one: one.engine)[:count]
 
 
 def shortened(text: str) -> str:
     """Return a text, of a long one the first and last CHARACTERS / 2, with how many are left out between."""
-    text = text.encode("utf-8", "replace").decode()  # half surrogates, which no page can hold
+    text = _clean(text)
     if len(text) <= CHARACTERS:
         return text
     half = CHARACTERS // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
+
+
+def _clean(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()  # half surrogates, which no page can hold

@@ -2,17 +2,19 @@
 
 from collections.abc import Sequence
 
-from grpo_mp.report.answers import choose_answers, solve_rate_charts
-from grpo_mp.report.contents import Report, Section
-from grpo_mp.report.curves import charts_of
+from grpo_mp.monitor.rules import Finding, find_warnings
+from grpo_mp.report.answers import choose_answers
+from grpo_mp.report.contents import Report, Section, Warning
+from grpo_mp.report.curves import charts_of, solve_rate_maps
 from grpo_mp.report.overview import score_charts, scores_table, settings_tables, summary_table, time_table
 from grpo_mp.report.records import RunRecords
+from grpo_mp.report.times import last_steps, plan_tables, rank_tables
 
 
 def build_report(runs: Sequence[RunRecords]) -> Report:
     """Return the report of one or several runs. Raises UserError for a preset that does not exist."""
     scores = scores_table(runs)
-    answers = tuple(answer for run in runs for answer in choose_answers(run))
+    answers = tuple(answer for place, run in enumerate(runs) for answer in choose_answers(run, place))
     sections = (
         Section("run", "What was run", tables=(summary_table(runs), *settings_tables(runs))),
         Section(
@@ -22,13 +24,32 @@ def build_report(runs: Sequence[RunRecords]) -> Report:
             (scores,) if scores.rows else (),
             missing="No evaluation was run: data.eval and run.eval_every ask for it.",
         ),
-        Section("reward", "Reward", (*charts_of("reward", runs), *solve_rate_charts(runs))),
+        Section("reward", "Reward", (*charts_of("reward", runs), *solve_rate_maps(runs))),
         Section("lengths", "Lengths", charts_of("lengths", runs)),
         Section("policy", "Policy and engine", charts_of("policy", runs)),
-        Section("time", "Where the time went", charts_of("time", runs), (time_table(runs),)),
+        Section(
+            "time",
+            "Where the time went",
+            (*charts_of("time", runs), *last_steps(runs)),
+            (time_table(runs), *rank_tables(runs), *plan_tables(runs)),
+        ),
         Section("memory", "Memory", charts_of("memory", runs)),
         Section(
             "samples", "Answers to read", answers=answers, missing="No samples: monitor.samples_per_step asks for them."
         ),
     )
-    return Report(tuple(run.name for run in runs), sections)
+    return Report(tuple(run.name for run in runs), sections, find_all_warnings(runs))
+
+
+def find_all_warnings(runs: Sequence[RunRecords]) -> tuple[Warning, ...]:
+    """Return what the rules find in each run, the heaviest first."""
+    found = [(place, one) for place, run in enumerate(runs) for one in find_warnings(run.metrics)]
+    return tuple(_warning(place, one) for place, one in sorted(found, key=lambda pair: -pair[1].weight))
+
+
+def _warning(run: int, found: Finding) -> Warning:
+    steps = f"step {found.first_step}"
+    if found.last_step > found.first_step:
+        steps = f"{found.steps} of the steps {found.first_step} to {found.last_step}"
+    texts = (found.sentence, found.meaning, found.action, found.setting, found.source)
+    return Warning(run, found.weight, steps, *texts)

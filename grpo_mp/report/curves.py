@@ -1,94 +1,24 @@
 """Charts of metrics over the steps. Pure."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from statistics import fmean
 
-from grpo_mp.monitor.samples import evenly_spaced
-from grpo_mp.phases import GIB
-from grpo_mp.report.contents import Chart, Series
+from grpo_mp.monitor.curves import CURVES, Curve
+from grpo_mp.report.contents import Chart, HeatMap, Series
 from grpo_mp.report.records import RunRecords
 
-POINTS = 240  # of a line: more than a chart has pixels to tell apart on a phone
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A chart to be made: the metrics whose names match `patterns`, by label; `band`: name of a half width."""
-
-    title: str
-    unit: str
-    patterns: Mapping[str, str]
-    note: str = ""
-    band: str = ""
-    stacked: bool = False
-    scale: float = 1.0
-
-
-def _phases(pattern: str) -> dict[str, str]:
-    return {phase: pattern.format(phase) for phase in ("generate", "score", "logprob", "train", "sync", "check")}
-
-
-CURVES: dict[str, tuple[Curve, ...]] = {
-    "reward": (
-        Curve(
-            "Reward", "reward", {"mean": "reward/mean"}, "Band: mean standard deviation in a group.", "reward/group_std"
-        ),
-        Curve("Reward terms", "reward", {"": "reward/term/*"}, "One that rises while the answer falls is hacked."),
-        Curve("Accuracy of the rollouts", "share", {"accuracy": "rollout/accuracy"}),
-        Curve("Groups without signal", "share", {"zero std": "reward/zero_std_ratio"}, "All samples score alike."),
-        Curve("Solved and hopeless groups", "groups", {"all right": "rollout/solve_all", "none": "rollout/solve_none"}),
-        Curve("Skipped prompts", "prompts", {"skipped": "rollout/skipped_prompts"}, "Always answered right."),
-    ),
-    "lengths": (
-        Curve(
-            "Response length",
-            "tokens",
-            {"right": "rollout/response_length/correct", "wrong": "rollout/response_length/incorrect"},
-            "Wrong answers that grow apart are the length bias that Dr. GRPO names.",
-        ),
-        Curve(
-            "Shortest, longest", "tokens", {"min": "rollout/response_length/min", "max": "rollout/response_length/max"}
-        ),
-        Curve("Samples to learn from", "tokens", {"mean": "sft/length/mean", "max": "sft/length/max"}),
-        Curve("Truncated", "share", {"truncated": "rollout/truncated_ratio"}, "Cut at rollout.max_response_tokens."),
-    ),
-    "policy": (
-        Curve(
-            "Supervised loss", "nats", {"train": "sft/loss", "held out": "eval/*/loss"}, "Mean over the learned tokens."
-        ),
-        Curve("Entropy", "nats", {"entropy": "train/entropy"}),
-        Curve("KL to the reference", "nats", {"KL": "train/kl_loss"}),
-        Curve("KL of a step's updates", "nats", {"KL": "train/ppo_kl"}),
-        Curve("Ratio", "ratio", {"mean": "train/ratio/mean", "max": "train/ratio/max"}),
-        Curve("Clipped tokens", "share", {"low": "train/pg_clipfrac_low", "high": "train/pg_clipfrac_high"}),
-        Curve("Gradient norm", "norm", {"norm": "train/grad_norm"}),
-        Curve("Learning rate", "rate", {"rate": "train/lr"}),
-        Curve("Engine against policy", "nats", {"mean": "mismatch/logprob_abs_diff/mean"}, "Difference of logprobs."),
-        Curve("KL of engine to policy", "nats", {"KL": "mismatch/kl"}),
-        Curve(
-            "Weight version lag",
-            "updates",
-            {"mean": "rollout/weight_version_lag/mean", "max": "rollout/weight_version_lag/max"},
-        ),
-        Curve("Busiest expert over the mean", "ratio", {"max": "train/expert_load/max_over_mean"}),
-        Curve("Experts that would differ", "share", {"differ": "mismatch/router_diff_ratio"}),
-    ),
-    "time": (
-        Curve("Phases of a step", "s", _phases("time/{}_s"), "Slowest rank.", stacked=True),
-        Curve("Idle and overhead", "share", {"idle": "time/idle_share", "overhead": "time/overhead_share"}),
-        Curve("Speed", "tokens/s", {"generate": "speed/generate_tokens_per_s", "train": "speed/train_tokens_per_s"}),
-    ),
-    "memory": (
-        Curve("Device memory, peak", "GiB", _phases("memory/{}/peak_device_bytes"), "Largest rank.", scale=1 / GIB),
-        Curve(
-            "Host memory",
-            "GiB",
-            _phases("memory/{}/host_bytes"),
-            "Largest rank; rising steps are a leak.",
-            scale=1 / GIB,
-        ),
-    ),
+POINTS = 480  # of a line: more than a chart has pixels to tell apart
+COLUMNS = 240  # of a map
+SOLVE_RATES = {  # rows of the map, and their metrics
+    "none": "rollout/solve_rate/none",
+    "up to 1/4": "rollout/solve_rate/to_25",
+    "up to 1/2": "rollout/solve_rate/to_50",
+    "up to 3/4": "rollout/solve_rate/to_75",
+    "more": "rollout/solve_rate/to_99",
+    "all": "rollout/solve_rate/all",
 }
 
 
@@ -97,26 +27,41 @@ def charts_of(section: str, runs: Sequence[RunRecords]) -> tuple[Chart, ...]:
     charts = []
     for curve in CURVES[section]:
         if curve.stacked:  # of each run its own
-            charts += [replace(chart_of(curve, [run]), title=_titled(curve.title, run, runs)) for run in runs]
+            charts += [
+                replace(chart_of(curve, [run], place), title=titled(curve.title, run, runs))
+                for place, run in enumerate(runs)
+            ]
         else:
             charts.append(chart_of(curve, runs))
     return tuple(chart for chart in charts if any(any(series.values) for series in chart.series))
 
 
-def _titled(title: str, run: RunRecords, runs: Sequence[RunRecords]) -> str:
+def titled(title: str, run: RunRecords, runs: Sequence[RunRecords]) -> str:
+    """Return a title, with the run's name where there are several."""
     return f"{title}, {run.name}" if len(runs) > 1 else title
 
 
-def chart_of(curve: Curve, runs: Sequence[RunRecords]) -> Chart:
-    """Make a chart with a line for each metric of each run."""
+def chart_of(curve: Curve, runs: Sequence[RunRecords], first: int = 0) -> Chart:
+    """Make a chart with a line for each metric of each run; `first`: place of the first run in the report.
+
+    Of one run each line has a colour and a dash of its own, of several each run its colour and each metric its dash.
+    """
+    labels = _labels(curve, runs)
     series = []
-    for run in runs:
-        for label, name in _names(curve, run):
-            lines = evenly_spaced(run.metrics, POINTS) if curve.stacked else [m for m in run.metrics if name in m]
-            points = [(line["step"], line.get(name, 0.0), line.get(curve.band, 0.0)) for line in lines]
-            one = _series(points, curve)
-            series.append(replace(one, name=f"{run.name} {label}".strip() if len(runs) > 1 else label or name))
+    for place, run in enumerate(runs):
+        for one in _lines(curve, run, labels):
+            number = labels[one.name]
+            color, dash = (place, number) if len(runs) > 1 else (number, number)
+            name = f"{run.name} {one.name}".strip() if len(runs) > 1 else one.name
+            series.append(replace(one, name=name, run=first + place, color=color, dash=dash))
     return Chart(curve.title, curve.unit, tuple(series), curve.note, stacked=curve.stacked)
+
+
+def _labels(curve: Curve, runs: Sequence[RunRecords]) -> dict[str, int]:
+    """Return a number for each label of a chart, the same whatever each run has of them."""
+    plain = [label for label in curve.patterns if label]
+    found = [label for run in runs for label, _ in _names(curve, run)]
+    return {label: number for number, label in enumerate(dict.fromkeys([*plain, *found]))}
 
 
 def _names(curve: Curve, run: RunRecords) -> list[tuple[str, str]]:
@@ -129,25 +74,66 @@ def _names(curve: Curve, run: RunRecords) -> list[tuple[str, str]]:
     ]
 
 
-def _series(points: Sequence[tuple[float, float, float]], curve: Curve) -> Series:
-    kept = [points[index] for index in downsample([value for _, value, _ in points], POINTS)]
-    steps, values, widths = zip(*kept, strict=True)
-    scaled = tuple(value * curve.scale for value in values)
+def _lines(curve: Curve, run: RunRecords, labels: dict[str, int]) -> Iterator[Series]:
+    """Yield the lines of a run, all at the same steps, but where one has no value."""
+    names = dict(_names(curve, run))
+    rows = [line for line in run.metrics if any(name in line for name in names.values())]
+    if curve.stacked:  # what a step lacks took no time
+        rows = [{**dict.fromkeys(names.values(), 0.0), **line} for line in rows]
+    columns = [[line.get(name, math.nan) for line in rows] for name in names.values()]
+    shown = [list(map(sum, zip(*columns, strict=True)))] if curve.stacked else columns
+    kept = [rows[index] for index in downsample(shown, POINTS)]
+    for label in sorted(names, key=labels.__getitem__):
+        points = [line for line in kept if names[label] in line]
+        if points:
+            yield _series(label, names[label], points, curve)
+
+
+def _series(label: str, name: str, points: Sequence[Mapping[str, float]], curve: Curve) -> Series:
+    steps, values = tuple(line["step"] for line in points), tuple(line[name] * curve.scale for line in points)
     if not curve.band:
-        return Series("", steps, scaled)
+        return Series(label, steps, values)
+    widths = [line.get(curve.band, 0.0) * curve.scale for line in points]
     pairs = list(zip(values, widths, strict=True))
-    return Series("", steps, scaled, tuple(v - w for v, w in pairs), tuple(v + w for v, w in pairs))
+    return Series(label, steps, values, tuple(v - w for v, w in pairs), tuple(v + w for v, w in pairs))
 
 
-def downsample(values: Sequence[float], limit: int) -> list[int]:
-    """Return at most `limit` (4 or more) ascending indices: both ends, the least and the largest of even stretches.
+def downsample(columns: Sequence[Sequence[float]], limit: int) -> list[int]:
+    """Return ascending indices, at most `limit` where that allows 8 for each column, of columns of one length.
 
-    All, where there are no more. So a spike of one step stays, however long the run.
+    Both ends; of even stretches the least and the largest value of each column, and one that is not finite. So a spike
+    or a gap of one step stays, however long the run. All, where there are no more.
     """
-    if len(values) <= limit:
-        return list(range(len(values)))
-    kept, stretches = {0, len(values) - 1}, (limit - 2) // 2
+    length = len(columns[0]) if columns else 0
+    if length <= limit:
+        return list(range(length))
+    kept, stretches = {0, length - 1}, max(2, (limit - 2) // (3 * len(columns)))
     for stretch in range(stretches):
-        inside = range(stretch * len(values) // stretches, (stretch + 1) * len(values) // stretches)
-        kept |= {min(inside, key=values.__getitem__), max(inside, key=values.__getitem__)}
+        inside = range(stretch * length // stretches, (stretch + 1) * length // stretches)
+        for values in columns:
+            finite = [index for index in inside if math.isfinite(values[index])]
+            if finite:
+                kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+            kept |= set([index for index in inside if not math.isfinite(values[index])][:1])
     return sorted(kept)
+
+
+def solve_rate_maps(runs: Sequence[RunRecords]) -> tuple[HeatMap, ...]:
+    """Return for each run how many of all its groups had which share of right answers, step by step."""
+    maps = (_solve_rates(run, place, runs) for place, run in enumerate(runs))
+    return tuple(one for one in maps if one.x)
+
+
+def _solve_rates(run: RunRecords, place: int, runs: Sequence[RunRecords]) -> HeatMap:
+    lines = [line for line in run.metrics if all(name in line for name in SOLVE_RATES.values())]
+    count = min(COLUMNS, len(lines))
+    stretches = [lines[i * len(lines) // count : (i + 1) * len(lines) // count] for i in range(count)]
+    return HeatMap(
+        titled("Groups by solve rate", run, runs),
+        "share of groups",
+        tuple(SOLVE_RATES),
+        tuple(stretch[0]["step"] for stretch in stretches),
+        tuple(tuple(fmean(line[name] for line in part) for part in stretches) for name in SOLVE_RATES.values()),
+        "How many of a group's answers are right, of all groups: the stronger the colour, the more of them.",
+        run=place,
+    )

@@ -2,15 +2,18 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
 from statistics import fmean
 from typing import Any
 
+from grpo_mp.algorithms.presets import with_preset
 from grpo_mp.algorithms.settings import AlgorithmConfig
-from grpo_mp.config.load import check_settings, check_sft_settings
+from grpo_mp.config import Settings, SftSettings
 from grpo_mp.evaluation.pass_at_k import Estimate
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.report.contents import Chart, Series, Table
 from grpo_mp.report.records import RunRecords
+from grpo_mp.section import Section, section_type
 
 # Settings without a default, of which a preset says nothing.
 REQUIRED: Mapping[str, Any] = {
@@ -30,6 +33,7 @@ REQUIRED_SFT: Mapping[str, Any] = {
     "sft": {"batch_size": 1, "max_tokens": 1},
     "optimizer": {"lr": 1e-6},
 }
+LAYOUT = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
 
 
 def flatten(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -42,14 +46,24 @@ def flatten(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def preset_settings(preset: str) -> dict[str, str]:
-    """Return every setting as the preset and the defaults have it, by dotted name. Raises UserError: no such preset."""
+    """Return every setting as the preset and the defaults have it, by dotted name. Raises UserError: no such preset.
+
+    What sections ask of each other is not checked: a preset may need sizes that only a run has.
+    """
     if preset == SUPERVISED:
-        given, settings = REQUIRED_SFT, check_sft_settings({**REQUIRED_SFT}, "settings.yaml").model_dump(mode="json")
-    else:
-        tree = {**REQUIRED, "algorithm": {"preset": preset}}
-        given, settings = REQUIRED, check_settings(tree, "settings.yaml").model_dump(mode="json")
-    required = {name for name, _ in flatten(given)}
-    return {name: OWN if name in required else text for name, text in flatten(settings)}
+        return _defaults(SftSettings, REQUIRED_SFT, REQUIRED_SFT)
+    return _defaults(Settings, REQUIRED, with_preset({**REQUIRED, "algorithm": {"preset": preset}}))
+
+
+def _defaults(settings: type[Section], required: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings of a tree, section by section, with defaults; those that are `required` have none."""
+    given = {name for name, _ in flatten(required)}
+    sections: dict[str, Any] = {}
+    for name, field in settings.model_fields.items():
+        section = section_type(field.annotation)
+        value = tree.get(name, field.get_default(call_default_factory=True))
+        sections[name] = section.model_validate(tree.get(name, {})).model_dump(mode="json") if section else value
+    return {name: OWN if name in given else text for name, text in flatten(sections)}
 
 
 def settings_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
@@ -78,21 +92,28 @@ def _preset(run: RunRecords) -> str:
 
 def summary_table(runs: Sequence[RunRecords]) -> Table:
     """Return a line for each run: preset, steps, reward at both ends, seconds of a step."""
-    columns = ("run", "model", "preset", "schedule", "steps", "reward, first step", "last step", "s per step")
-    return Table("Runs", columns, tuple(map(_summary, runs)))
+    ends = ("reward, first step", "last step", "s per step")
+    columns = ("run", "model", "preset", "schedule", "ranks", "layout", "steps", *ends)
+    return Table("Runs", columns, tuple(map(_summary, runs)), tuple(range(len(runs))))
 
 
 def _summary(run: RunRecords) -> tuple[str, ...]:
     flat = dict(flatten(run.settings))
-    rewards = [line["reward/mean"] for line in run.metrics if "reward/mean" in line]
-    seconds = [line["time/step_s"] for line in run.metrics if "time/step_s" in line]
+    rewards, seconds = _finite(run, "reward/mean"), _finite(run, "time/step_s")
+    layout = {name: flat[f"layout.{name}"] for name in LAYOUT if flat.get(f"layout.{name}", "1") not in ("1", "null")}
     return (
         run.name,
         *(flat.get(name, "") for name in ("model.path", "algorithm.preset", "schedule")),
+        str(run.plan.get("ranks") or len(run.traces) or ""),
+        run.plan.get("layout") or ", ".join(f"{name} {size}" for name, size in layout.items()) or "data parallel",
         f"{run.metrics[-1]['step']:g} of {flat.get('run.steps', '?')}",
         *(number(rewards[end]) if rewards else "" for end in (0, -1)),
         number(fmean(seconds)) if seconds else "",
     )
+
+
+def _finite(run: RunRecords, name: str) -> list[float]:
+    return [line[name] for line in run.metrics if name in line and isfinite(line[name])]
 
 
 def time_table(runs: Sequence[RunRecords]) -> Table:
@@ -105,15 +126,17 @@ def time_table(runs: Sequence[RunRecords]) -> Table:
 
 
 def _seconds(run: RunRecords, name: str) -> str:
-    steps = [(line[name], line["time/step_s"]) for line in run.metrics if name in line and "time/step_s" in line]
+    pairs = [(line.get(name, 0.0), line["time/step_s"]) for line in run.metrics if "time/step_s" in line]
+    steps = [(part, step) for part, step in pairs if isfinite(part) and isfinite(step)]
     whole = sum(step for _, step in steps)
     return f"{fmean(part for part, _ in steps):.3g} s ({sum(part for part, _ in steps) / whole:.1%})" if whole else ""
 
 
 def scores_table(runs: Sequence[RunRecords]) -> Table:
     """Return each eval set's numbers at the first and the last evaluation, with standard errors."""
-    rows = tuple(row for run in runs if run.scores for row in _score_rows(run))
-    return Table("Before and after", ("run", "set", "measure", "before", "after", "after - before"), rows)
+    rows = [(place, row) for place, run in enumerate(runs) if run.scores for row in _score_rows(run)]
+    columns = ("run", "set", "measure", "before", "after", "after - before")
+    return Table("Before and after", columns, tuple(row for _, row in rows), tuple(place for place, _ in rows))
 
 
 def _score_rows(run: RunRecords) -> Iterator[tuple[str, ...]]:
@@ -138,32 +161,33 @@ def score_charts(runs: Sequence[RunRecords]) -> tuple[Chart, ...]:
     sets = dict.fromkeys(name for run in runs for scores in run.scores.values() for name in scores)
     charts = []
     for name in sets:
-        lines = tuple(line for run in runs if (line := _accuracy(run, name)).x)
+        lines = tuple(line for place, run in enumerate(runs) if (line := _accuracy(run, name, place)).x)
         charts.append(Chart(f"Accuracy on {name}", "share", lines, "Band: one standard error."))
-        pass_at = tuple(line for run in runs for line in _pass_at(run, name, len(runs) > 1))
+        pass_at = tuple(line for place, run in enumerate(runs) for line in _pass_at(run, name, place, len(runs) > 1))
         charts.append(Chart(f"pass@k on {name}", "share", pass_at, "Share of problems; band: one standard error.", "k"))
     return tuple(chart for chart in charts if chart.series)
 
 
-def _accuracy(run: RunRecords, name: str) -> Series:
+def _accuracy(run: RunRecords, name: str, place: int) -> Series:
     known = {step: scores[name] for step, scores in sorted(run.scores.items()) if name in scores}
     estimates = {step: Estimate(s.accuracy, s.accuracy_error) for step, s in known.items() if s.accuracy is not None}
-    return _line(run.name, estimates)
+    return _line(run.name, estimates, place, place, 0)
 
 
-def _pass_at(run: RunRecords, name: str, with_run: bool) -> Iterator[Series]:
+def _pass_at(run: RunRecords, name: str, place: int, with_run: bool) -> Iterator[Series]:
     ends = dict.fromkeys((min(run.scores), max(run.scores))) if run.scores else {}
-    for step, when in zip(ends, ("before", "after"), strict=False):
+    for number, (step, when) in enumerate(zip(ends, ("before", "after"), strict=False)):
         if name in run.scores[step] and run.scores[step][name].pass_at:
-            yield _line(f"{run.name} {when}" if with_run else when, run.scores[step][name].pass_at)
+            title, color = f"{run.name} {when}" if with_run else when, place if with_run else number
+            yield _line(title, run.scores[step][name].pass_at, place, color, 1 - number)
 
 
-def _line(name: str, estimates: Mapping[int, Estimate]) -> Series:
+def _line(name: str, estimates: Mapping[int, Estimate], run: int, color: int, dash: int) -> Series:
     values = tuple(one.value for one in estimates.values())
     errors = [one.error or 0.0 for one in estimates.values()]
     low = tuple(value - error for value, error in zip(values, errors, strict=True))
     high = tuple(value + error for value, error in zip(values, errors, strict=True))
-    return Series(name, tuple(estimates), values, low, high)
+    return Series(name, tuple(estimates), values, low, high, run, color, dash)
 
 
 def percent(estimate: Estimate | None) -> str:

@@ -1,8 +1,9 @@
 """What a run folder holds, as far as a report shows it."""
 
+import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,21 @@ from grpo_mp.errors import UserError
 from grpo_mp.evaluation.score import EvalScore, read_scores
 from grpo_mp.monitor.loggers import without_secrets
 from grpo_mp.monitor.samples import evenly_spaced
+from grpo_mp.monitor.timeline import Span, close_open_spans, read_trace
 from grpo_mp.reading import parse_json, read_text, read_yaml
 
 SAMPLE_FILES = 40  # that are read of a run: at even distances, the last among them
-STEP_FILE = re.compile(r"step_(\d+)\.json(?:l)?$")
+RANKS = 16  # whose traces are read
+STEP_FILE = re.compile(r"(?:step|eval)_(\d+)\.json(?:l)?$")
 Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class RunRecords:
-    """Records of a run. `settings`: without secrets; `metrics`: a mapping for each step, by name, null left out.
+    """Records of a run. `settings`: without secrets; `metrics`: a mapping for each step, by name, null as NaN.
 
-    `scores`: of the eval sets by step; `samples`: lines of samples/, of some steps, by step.
+    `scores`: of the eval sets by step; `samples`: lines of samples/, of some steps, by step; `eval_samples`: answers to
+    some eval prompts, likewise; `plan`: what was planned for it; `traces`: spans of some ranks, by rank.
     """
 
     name: str
@@ -29,6 +33,9 @@ class RunRecords:
     metrics: tuple[Mapping[str, float], ...]
     scores: Mapping[int, Mapping[str, EvalScore]]
     samples: Mapping[int, tuple[Line, ...]]
+    eval_samples: Mapping[int, tuple[Line, ...]] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    traces: Mapping[int, tuple[Span, ...]] = field(default_factory=dict)
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[RunRecords, ...]:
@@ -51,8 +58,10 @@ def read_run(folder: Path, name: str) -> RunRecords:
     if not metrics:
         raise UserError(f"{folder}: no step is in metrics.jsonl yet: wait for the first one, or log with jsonl, too")
     scores = {_step(file): read_scores(file) for file in sorted((folder / "eval").glob("step_*.json"))}
-    samples = {_step(file): _objects(file) for file in _last_among(sorted((folder / "samples").glob("step_*.jsonl")))}
-    return RunRecords(name, without_secrets(settings), metrics, scores, samples)
+    samples, evals = (_by_step((folder / "samples").glob(f"{kind}_*.jsonl")) for kind in ("step", "eval"))
+    return RunRecords(
+        name, without_secrets(settings), metrics, scores, samples, evals, _read_plan(folder), _read_traces(folder)
+    )
 
 
 def read_metric_lines(file: Path) -> tuple[Mapping[str, float], ...]:
@@ -61,11 +70,46 @@ def read_metric_lines(file: Path) -> tuple[Mapping[str, float], ...]:
         return ()
     by_step: dict[int, Mapping[str, float]] = {}
     for number, line in enumerate(_objects(file), 1):
-        values = {name: value for name, value in line.items() if value is not None}
-        if "step" not in values or any(type(value) not in (int, float) for value in values.values()):
+        values = {name: math.nan if value is None else value for name, value in line.items()}
+        if line.get("step") is None or any(type(value) not in (int, float) for value in values.values()):
             raise UserError(f"{file}:{number}: no metrics of a step: remove that line")
         by_step[int(values["step"])] = values
     return tuple(by_step[step] for step in sorted(by_step))
+
+
+def _read_plan(folder: Path) -> Mapping[str, Any]:
+    file = folder / "plan.json"
+    plan = parse_json(read_text(file), str(file)) if file.exists() else {}
+    if not isinstance(plan, dict):
+        raise UserError(f"{file}: no plan of a run: remove it")
+    return plan
+
+
+def _read_traces(folder: Path) -> dict[int, tuple[Span, ...]]:
+    """Return the spans of at most RANKS ranks, evenly spaced."""
+    files = {int(match[1]): file for file in (folder / "trace").glob("rank_*.json") if (match := _rank(file))}
+    return {rank: spans_of(read_trace(files[rank])) for rank in evenly_spaced(sorted(files), RANKS)}
+
+
+def _rank(file: Path) -> re.Match[str] | None:
+    return re.fullmatch(r"rank_(\d+)\.json", file.name)
+
+
+def spans_of(events: Sequence[Line]) -> tuple[Span, ...]:
+    """Return the spans of a trace's first lane, in order of their ends; `events` as a Timeline writes them."""
+    begun: list[Line] = []
+    spans = []
+    for event in close_open_spans([dict(event) for event in events if event.get("tid", -1) == 0]):
+        if event["ph"] == "B":
+            begun.append(event)
+        elif event["ph"] == "E" and begun:
+            start = begun.pop()
+            spans.append(Span(start["name"], round(start["ts"] * 1000), round(event["ts"] * 1000)))
+    return tuple(spans)
+
+
+def _by_step(files: Iterable[Path]) -> dict[int, tuple[Line, ...]]:
+    return {_step(file): _objects(file) for file in _last_among(sorted(files))}
 
 
 def _objects(file: Path) -> tuple[Line, ...]:

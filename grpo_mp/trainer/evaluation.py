@@ -35,6 +35,7 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)  # some answers to each set, as Markdown; on rank 0 only
     answers: dict[str, str] = field(default_factory=dict)  # question -> its first answer
+    shown: dict[str, list[SampleGroup]] = field(default_factory=dict)  # what `texts` shows; on rank 0 only
     reward_stats: dict[str, RewardStats] = field(default_factory=dict)  # what the rewards met, over all ranks
 
 
@@ -72,6 +73,7 @@ class Evaluator:
             chosen = evenly_spaced(sorted({info.group_id for info in infos}), self.samples_shown)  # the same each time
             if shown := gather_groups(groups, chosen, group):
                 result.texts[metric_name("eval/{set}/samples", set=name)] = samples_to_markdown(shown)
+                result.shown[name] = shown
             answered = (*groups, *shown)  # rank 0 may have no engine
             result.answers.update({one.prompt.text: one.samples[0].text for one in answered})
             if on_groups:

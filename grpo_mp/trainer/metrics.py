@@ -22,6 +22,8 @@ from grpo_mp.scheduler.memory import MemoryUsage, max_usage
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.types import EpisodeState, MicroBatch, PerToken, SampleInfo
 
+SOLVE_BINS = ("none", "to_25", "to_50", "to_75", "to_99", "all")  # in percent of a group's answers
+
 
 def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[str, float]:
     """Summarize rewards and lengths of all samples of a step."""
@@ -34,7 +36,7 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
         if info.is_correct is not None:  # the bias of Dr. GRPO is that only wrong answers grow
             by_answer["correct" if info.is_correct else "incorrect"].append(info.response_tokens)
     right, rates = accuracy(infos), solve_rates(infos)
-    solved = {"rollout/solve_all": rates.count(1.0), "rollout/solve_none": rates.count(0.0)}
+    solved = {"rollout/solve_all": rates.count(1.0), "rollout/solve_none": rates.count(0.0), **solve_rate_shares(rates)}
     accepted = [info.response_tokens / info.verify_steps for info in infos if info.verify_steps]
     lag = sum(weight_version * info.response_tokens - info.versions_sum for info in infos)
     return {
@@ -86,6 +88,16 @@ def solve_rates(infos: Sequence[SampleInfo]) -> list[float]:
     for info in infos:
         groups[info.group_id].append(info)
     return [share for group in groups.values() if (share := accuracy(group)) is not None]
+
+
+def solve_rate_shares(rates: Sequence[float]) -> dict[str, float]:
+    """Return the share of the groups whose answers are right in none, in up to a quarter, ..., in all."""
+    bins = [sum(rate > limit for limit in (0.0, 0.25, 0.5, 0.75)) + (rate == 1.0) for rate in rates]
+    return {
+        metric_name("rollout/solve_rate/{share}", share=share): bins.count(number) / len(bins)
+        for number, share in enumerate(SOLVE_BINS)
+        if bins
+    }
 
 
 def reward_metrics(stats: RewardStats) -> dict[str, float]:
@@ -208,6 +220,7 @@ def collect_metrics(rollouts: RolloutBatch) -> dict[str, float]:
         "rollout/launched_groups": len({info.group_id for info in rollouts.launched}),
         "rollout/carried_groups": rollouts.carried,
         "rollout/length_bias": rollouts.length_bias,
+        **rollouts.times,
         "rollout/skipped_prompts": len(rollouts.state.skipped_until),
         **{
             metric_name("rollout/dropped_groups/{reason}", reason=reason): count

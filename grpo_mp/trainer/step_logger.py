@@ -1,8 +1,9 @@
 """Log a step: metrics, histograms, sample texts, evaluation scores."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,15 +13,18 @@ from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.evaluation.score import EvalScore, plot_pass_at_k, step_file, write_scores, write_svg
 from grpo_mp.monitor.loggers import Logger, write_metrics
-from grpo_mp.monitor.metrics import RangeWatch, metric_name
+from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.monitor.progress import Progress
-from grpo_mp.monitor.samples import evenly_spaced, samples_to_markdown, write_samples
+from grpo_mp.monitor.rules import RuleWatch
+from grpo_mp.monitor.samples import evenly_spaced, samples_to_markdown, write_eval_samples, write_samples
 from grpo_mp.monitor.summary import StepSummary, reduce_over_ranks, step_scalars, summarize
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.policy.expert_load import ExpertLoad, heat_map, load_ratios, max_load_ratio
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.scheduler.memory import MemoryTracker
 from grpo_mp.trainer.collect import RolloutBatch
+from grpo_mp.trainer.evaluation import Evaluation
+from grpo_mp.trainer.generation_times import slowest_rank_ratio
 from grpo_mp.trainer.metrics import (
     collect_metrics,
     distributions,
@@ -31,6 +35,7 @@ from grpo_mp.trainer.metrics import (
     rollout_metrics,
     update_metrics,
 )
+from grpo_mp.trainer.token_details import best_and_worst, gather_details, most_mismatched, sample_records
 from grpo_mp.types import MicroBatch, SampleGroup
 from grpo_mp.weight_sync.compare import CheckReport
 from grpo_mp.weight_sync.update import SyncReport
@@ -46,6 +51,7 @@ class StepRecord:
     histograms: dict[str, Sequence[float] | torch.Tensor] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     groups: Sequence[SampleGroup] = ()  # for the sample files; on rank 0 only
+    tokens: Mapping[tuple[int, int], Any] = field(default_factory=dict)  # of some of their samples, likewise
 
 
 class StepLogger:
@@ -62,14 +68,19 @@ class StepLogger:
         loggers: Sequence[Logger],
         memory_tracker: MemoryTracker,
         expert_load: ExpertLoad,
+        watch: RuleWatch,
+        decode: Callable[[Sequence[int]], str],
     ) -> None:
-        """Take the open `loggers` of rank 0; `samples_per_step`: groups whose texts are written."""
+        """Take the open `loggers` of rank 0; `samples_per_step`: groups whose texts are written.
+
+        `watch` has seen the steps that are done; `decode` gives the text of tokens.
+        """
         self._folder, self._epochs, self._samples_per_step = run_folder, epochs, samples_per_step
         self._parallel, self._timeline, self._progress = parallel, timeline, progress
         self._loggers = loggers
         self._memory_tracker, self._expert_load = memory_tracker, expert_load
-        self._ranges, self._reported_failures = RangeWatch(), set[str]()
-        self._start_ns = timeline.now_ns()
+        self._watch, self._reported_failures = watch, set[str]()
+        self._decode, self._start_ns = decode, timeline.now_ns()
 
     def begin_step(self) -> None:
         """Start the clock of a step."""
@@ -89,7 +100,8 @@ class StepLogger:
 
         `state` is that after the step; `synced`: metrics of the weight sync.
         """
-        summary, common = self.common_record()
+        summaries, summary, common = self.common_record()
+        logprob_token_count = logprob_tokens(updates, self._parallel)
         stats = rollouts.reward_stats
         for term, sentence in stats.first_errors.items():
             if term not in self._reported_failures:  # noted once, where a failing reward does not stop the run
@@ -107,46 +119,65 @@ class StepLogger:
             },
             "train/optimizer_step": state.optimizer_step,
             "train/samples_seen": state.samples_seen,
-            **self._speed_metrics(rollouts, batch, summary, logprob_tokens(updates, self._parallel)),
+            **self._speed_metrics(rollouts, batch, summary, logprob_token_count),
+            **rank_metrics(summaries if logprob_token_count else ()),
             **synced,
         }
         histograms = {**distributions(rollouts.scored, batch.advantages)} | common.histograms
         texts = dict(common.texts)
-        ids = evenly_spaced(sorted({info.group_id for info in rollouts.infos}), self._samples_per_step)
-        groups = gather_groups(rollouts.groups, ids, self._parallel.cpu_group)
+        groups, tokens = self._gather_samples(rollouts, batch, updates)
         if groups:
             texts["rollout/samples"] = samples_to_markdown(groups)
-        return StepRecord(scalars, histograms, texts, groups)
+        return StepRecord(scalars, histograms, texts, groups, tokens)
 
-    def common_record(self) -> tuple[StepSummary, StepRecord]:
-        """Return the times of the step, and what is logged of any: times, memory, the load of experts.
+    def _gather_samples(
+        self, rollouts: RolloutBatch, batch: StepBatch, updates: Sequence[Sequence[MicroBatch]]
+    ) -> tuple[list[SampleGroup], dict[tuple[int, int], Any]]:
+        """Gather some groups on rank 0, that of the most mismatched token among them, and what their tokens show."""
+        if not self._samples_per_step:
+            return [], {}
+        ids = set(evenly_spaced(sorted({info.group_id for info in rollouts.infos}), self._samples_per_step))
+        wanted = best_and_worst(rollouts.infos, ids)
+        if (mismatched := most_mismatched(updates, batch, self._parallel)) is not None:
+            ids.add(mismatched[0])
+            wanted.add(mismatched)
+        groups = gather_groups(rollouts.groups, ids, self._parallel.cpu_group)
+        details = gather_details(updates, batch, wanted, self._parallel)
+        return groups, sample_records(groups, details, self._decode)
 
-        Every rank must call this.
+    def common_record(self) -> tuple[Sequence[StepSummary], StepSummary, StepRecord]:
+        """Return the times of the step on each rank and over all, and what is logged of any step.
+
+        That is times, memory, the load of experts. Every rank must call this.
         """
         own_summary = summarize(self._timeline.take(), self._start_ns, self._timeline.now_ns())
-        summary = reduce_over_ranks(all_gather(own_summary, self._parallel.cpu_group))
+        summaries = all_gather(own_summary, self._parallel.cpu_group)
+        summary = reduce_over_ranks(summaries)
         record = StepRecord({**memory_metrics(self._memory_tracker.take(), self._parallel), **step_scalars(summary)})
         load = self._expert_load.take(self._parallel.cpu_group)
         if load is not None and (max_load := max_load_ratio(load)) is not None:
             record.scalars["train/expert_load/max_over_mean"] = max_load
             record.histograms["train/expert_load/values"] = load_ratios(load)
             record.texts["train/expert_load/by_layer"] = heat_map(load)
-        return summary, record
+        return summaries, summary, record
 
     def write(self, step: int, record: StepRecord) -> None:
-        """Write a step, and note metrics that left their healthy range on the screen."""
+        """Write a step, and note on the screen what the rules find in it that they did not before."""
         if self._parallel.rank:
             return
         write_metrics(self._loggers, step, record.scalars, record.histograms, record.texts)
         if record.groups:
-            write_samples(self._folder, step, record.groups)
-        for sentence in self._ranges.new_warnings(record.scalars):
-            self._progress.note(f"step {step}: {sentence}")
+            write_samples(self._folder, step, record.groups, record.tokens)
+        for finding in self._watch.step({"step": step, **record.scalars}):
+            self._progress.note(f"warning: step {step}: {finding.text}")
 
-    def write_scores(self, step: int, initial: Mapping[str, EvalScore], scores: Mapping[str, EvalScore]) -> None:
-        """Show and write the scores after a step, and draw them beside the initial ones, those before training."""
+    def write_scores(self, step: int, initial: Mapping[str, EvalScore], evaluation: Evaluation) -> None:
+        """Show and write scores and answers after a step; draw the scores beside the initial, those before training."""
+        scores = evaluation.scores
         if self._parallel.rank or not scores:
             return
+        if evaluation.shown:
+            write_eval_samples(self._folder, step, evaluation.shown)
         self._progress.print_eval(step, scores)
         write_scores(step_file(self._folder, step), scores, step=step)
         figure = plot_pass_at_k(initial if step else {}, scores)
@@ -174,6 +205,12 @@ class StepLogger:
             "speed/samples_per_s": len(rollouts.launched) / summary.wall_s,
             "speed/tokens_per_s_per_gpu": tokens / summary.wall_s / self._parallel.job.world_size,
         }
+
+
+def rank_metrics(summaries: Sequence[StepSummary]) -> dict[str, float]:
+    """Return how much longer than the median rank the slowest takes for logprobs, which it computes by itself."""
+    seconds = [summary.seconds["LOGPROB"] for summary in summaries]
+    return {"time/slowest_rank_ratio": slowest_rank_ratio(seconds)} if seconds else {}
 
 
 def sync_metrics(sync: SyncReport, check: CheckReport) -> dict[str, float]:

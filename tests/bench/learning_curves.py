@@ -3,7 +3,8 @@
 Every run starts from its seed's cold start (made where it is missing, as launch/quickstart.sh does) and differs in
 `algorithm=PRESET` alone. Four updates a step: with one every ratio is 1, and presets that act on ratios are all alike.
 A KL weight of 1e-6, too small to act, loads the reference that the KL is measured against.
-Prints a table and writes curves.svg: the mean over seeds of every column. Reach: each learns.
+Prints a table and writes curves.svg: the mean over seeds of every column, with a band of their standard deviation.
+Reach: each learns.
 """
 
 import argparse
@@ -19,7 +20,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-PRESETS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_pp")
+from grpo_mp.report.charts import write_charts
+from grpo_mp.report.contents import Chart, Series
+
+PRESETS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo", "luspo", "vespo", "grpo_pp")
 COLUMNS = {
     "accuracy": "eval/arithmetic/accuracy",
     "reward": "reward/mean",
@@ -28,9 +32,6 @@ COLUMNS = {
     "KL": "train/kl_loss",
     "entropy": "train/entropy",
 }
-COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
-WIDTH, HEIGHT, MARGIN = 360, 200, 40  # pixels of one panel
-
 Steps = list[dict[str, Any]]
 Points = list[tuple[int, float]]
 
@@ -51,7 +52,7 @@ def main() -> None:
             train(run, preset, seed, args.steps, args.overrides)
             runs[preset].append([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
     show(runs)
-    (args.out / "curves.svg").write_text(picture(runs))
+    write_charts(charts(runs), args.out / "curves.svg")
 
 
 def train(run: Path, preset: str, seed: int, steps: int, overrides: Sequence[str]) -> None:
@@ -81,44 +82,25 @@ def points(steps: Steps, name: str) -> Points:
     return [(step["step"], step[name]) for step in steps if step.get(name) is not None]
 
 
-def picture(runs: dict[str, list[Steps]]) -> str:
-    """One panel for each column, one line for each preset, as SVG."""
-    panels = [_panel(place, title, name, runs) for place, (title, name) in enumerate(COLUMNS.items())]
-    rows = -(-len(COLUMNS) // 3)
-    legend = "".join(
-        f'<text x="{MARGIN + 110 * i}" y="14" fill="{color}">{preset}</text>'
-        for i, (preset, color) in enumerate(zip(runs, COLORS, strict=False))
-    )
-    size = f'width="{3 * WIDTH}" height="{rows * HEIGHT + 20}"'
-    style = 'font-family="sans-serif" font-size="12"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{legend}{"".join(panels)}</svg>\n'
+def charts(runs: dict[str, list[Steps]]) -> list[Chart]:
+    """One chart for each column; of each preset the mean over its seeds, with a band of their standard deviation."""
+    return [
+        Chart(title, name, tuple(_series(number, *item, name) for number, item in enumerate(runs.items())))
+        for title, name in COLUMNS.items()
+    ]
 
 
-def _panel(place: int, title: str, name: str, runs: dict[str, list[Steps]]) -> str:
-    curves = {preset: _mean([points(steps, name) for steps in seeds]) for preset, seeds in runs.items()}
-    values = [value for curve in curves.values() for _, value in curve] or [0.0]
-    low, high, last = min(values), max(values), max([step for curve in curves.values() for step, _ in curve] or [1])
-
-    def at(step: int, value: float) -> str:
-        x = MARGIN + (WIDTH - 1.5 * MARGIN) * step / last
-        y = HEIGHT - MARGIN / 2 - (HEIGHT - 1.5 * MARGIN) * (value - low) / ((high - low) or 1.0)
-        return f"{x:.1f},{y:.1f}"
-
-    lines = "".join(
-        f'<polyline fill="none" stroke="{color}" points="{" ".join(at(*point) for point in curve)}"/>'
-        for curve, color in zip(curves.values(), COLORS, strict=False)
-    )
-    axis = f'<text x="2" y="{HEIGHT - MARGIN / 2}">{low:.3g}</text><text x="2" y="{MARGIN}">{high:.3g}</text>'
-    heading = f'<text x="{WIDTH / 2}" y="{MARGIN / 2 + 8}" text-anchor="middle">{title}</text>'
-    move = f"translate({place % 3 * WIDTH},{place // 3 * HEIGHT + 20})"
-    return f'<g transform="{move}">{heading}{axis}{lines}</g>'
-
-
-def _mean(curves: list[Points]) -> Points:
+def _series(number: int, preset: str, seeds: list[Steps], name: str) -> Series:
     by_step: dict[int, list[float]] = {}
-    for step, value in (point for curve in curves for point in curve):
+    for step, value in (point for steps in seeds for point in points(steps, name)):
         by_step.setdefault(step, []).append(value)
-    return [(step, statistics.fmean(values)) for step, values in sorted(by_step.items())]
+    steps = tuple(sorted(by_step))
+    means = [statistics.fmean(by_step[step]) for step in steps]
+    errors = [statistics.stdev(by_step[step]) if len(by_step[step]) > 1 else 0.0 for step in steps]
+    low = tuple(mean - error for mean, error in zip(means, errors, strict=True))
+    high = tuple(mean + error for mean, error in zip(means, errors, strict=True))
+    banded = len(seeds) > 1
+    return Series(preset, steps, tuple(means), low if banded else (), high if banded else (), color=number, dash=number)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,7 @@ def finished_settings(folder: Path) -> tuple[str, ...]:
         "training.router_replay=R3",
         "rollout.dump=true",
         "monitor.poll_engines_s=0.2",
+        "monitor.report_every=2",
     )
 
 

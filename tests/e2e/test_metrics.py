@@ -31,6 +31,15 @@ OF_OTHER_RUNS = {
     "sft/epoch",
     "eval/{set}/loss",
 }
+SOLVE_RATES = {
+    "none": (-1, 0),
+    "to_25": (0, 0.25),
+    "to_50": (0.25, 0.5),
+    "to_75": (0.5, 0.75),
+    "to_99": (0.75, 0.99),
+    "all": (0.99, 1),
+}
+LAYOUT = "custom_scalars__config__"  # of TensorBoard's tab
 TEXT = "/text_summary"  # what TensorBoard appends to the name of a text
 
 
@@ -60,7 +69,7 @@ def test_listed_and_written_metrics_are_the_same(events: EventAccumulator) -> No
     written = {
         "scalar": set(tags["scalars"]),
         "histogram": set(tags["histograms"]),
-        "text": {name.removesuffix(TEXT) for name in tags["tensors"]},
+        "text": {name.removesuffix(TEXT) for name in tags["tensors"] if name != LAYOUT},
         "image": set(tags["images"]),
     }
     for kind, names in written.items():
@@ -141,6 +150,10 @@ def recomputed(rows: list[dict]) -> dict[str, float]:
         "rollout/accuracy": statistics.fmean(right),
         "rollout/solve_all": solved.count(SIZE),
         "rollout/solve_none": solved.count(0),
+        **{
+            f"rollout/solve_rate/{name}": sum(low < n / SIZE <= high for n in solved) / GROUPS
+            for name, (low, high) in SOLVE_RATES.items()
+        },
         "rollout/groups": len(groups),
         "rollout/launched_groups": GROUPS,
         "rollout/carried_groups": 0,

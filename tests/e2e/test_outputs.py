@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -122,6 +123,33 @@ def test_sampled_answers_are_there_of_the_steps_before_and_after_the_stop(run: P
     assert finished_run.stopped_after in STEPS[:-1]
     for row in (row for step in rows.values() for row in step):
         assert row["reward"] == pytest.approx(row["terms"]["letters"] + _rule_reward(row))
+
+
+def test_the_report_was_written_beside_the_run(run: Path, metrics: list[dict]) -> None:
+    page, plan = (run / "report.html").read_text(), json.loads((run / "plan.json").read_text())
+    assert f"{LAST_STEP} of {LAST_STEP}" in page
+    assert "Beside the plan" in page
+    assert 'class="tokens"' in page
+    assert (plan["ranks"], plan["step_s"]) == (2, None)
+    assert plan["phases"]["train"]["device_bytes"] > 4 * plan["parameters"] / 2
+
+
+def test_tokens_of_answers_are_there_with_both_logprobs(run: Path) -> None:
+    """In float32 engine and policy give the same; texts of tokens make up the answer."""
+    rows = [row for row in read_jsonl(run / "samples" / "step_000002.jsonl") if "token_details" in row]
+    assert len(rows) >= 4
+    for row in rows:
+        details = row["token_details"]
+        assert len(details["pieces"]) == len(details["engine"]) == len(details["advantages"]) == row["tokens"]
+        assert details["policy"] == pytest.approx(details["engine"], abs=1e-3)
+        shown = re.sub(r"<\|\w+\|>|\s", "", "".join(details["pieces"]))  # special tokens are no text
+        assert shown.startswith(re.sub(r"\s", "", row["response"]))
+
+
+def test_answers_to_the_same_questions_before_and_after(run: Path) -> None:
+    before, after = (read_jsonl(run / "samples" / f"eval_{step:06d}.jsonl") for step in (0, LAST_STEP))
+    assert [row["prompt"] for row in before] == [row["prompt"] for row in after]
+    assert {row["set"] for row in before} == {"arithmetic"}
 
 
 def _rule_reward(row: dict) -> float:

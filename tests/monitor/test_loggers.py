@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
+from grpo_mp.monitor.curves import CURVES
 from grpo_mp.monitor.loggers import (
     JsonLinesLogger,
     Logger,
@@ -39,6 +42,18 @@ def events(run: Path) -> EventAccumulator:
 
 def curve(run: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events(run).Scalars(name)]
+
+
+def test_charts_are_arranged_in_tensorboard(tmp_path: Path) -> None:
+    with opened(tmp_path) as loggers:
+        write_scalars(loggers, 1, {"reward/mean": 0.5})
+    (event,) = events(tmp_path).Tensors(metadata.CONFIG_SUMMARY_TAG)
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == list(CURVES)
+    (reward,) = (chart for chart in layout.category[0].chart if chart.title == "Reward")
+    assert [re.fullmatch(tag, "reward/mean") is not None for tag in reward.multiline.tag] == [True]
+    (terms,) = (chart for chart in layout.category[0].chart if chart.title == "Reward terms")
+    assert re.fullmatch(terms.multiline.tag[0], "reward/term/boxed")
 
 
 def test_all_kinds_come_back(tmp_path: Path) -> None:

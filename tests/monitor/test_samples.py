@@ -7,7 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_mp.monitor.samples import drop_samples, evenly_spaced, sample_lines, samples_to_markdown, write_samples
+from grpo_mp.evaluation.score import EvalScore, step_file, write_scores
+from grpo_mp.monitor.samples import (
+    drop_later_files,
+    evenly_spaced,
+    sample_lines,
+    samples_to_markdown,
+    write_eval_samples,
+    write_samples,
+)
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 
@@ -37,7 +45,7 @@ def test_objects_that_json_lacks_are_written_as_text() -> None:
     group = SampleGroup(
         make_group(0).prompt, (replace(sample, extra={"score": np.float32(0.5), "day": date(2026, 1, 2)}),)
     )
-    (line,) = sample_lines([group], set="aime")
+    (line,) = sample_lines([group], {}, set="aime")
     assert json.loads(line)["set"] == "aime"
     assert json.loads(line)["extra"] == {"score": "0.5", "day": "2026-01-02"}
 
@@ -76,8 +84,32 @@ def test_markdown_shows_best_and_worst() -> None:
 def test_resume_removes_later_steps(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write_samples(tmp_path, step, [make_group(0)])
-    drop_samples(tmp_path, first_step=3)
+    drop_later_files(tmp_path, first_step=3)
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
+
+
+def test_resume_removes_evaluations_of_the_attempt_that_was_lost(tmp_path: Path) -> None:
+    """Killed at 33, resumed from 20: until step 30 is there again, the last evaluation is that of step 20."""
+    for step in (0, 20, 30):
+        write_scores(step_file(tmp_path, step), {"held_out": EvalScore(0.5, 1.0, 9.0)}, step=step)
+        write_eval_samples(tmp_path, step, {"held_out": [make_group(0)]})
+    drop_later_files(tmp_path, first_step=21)
+    assert sorted(path.name for path in (tmp_path / "eval").iterdir()) == ["step_000000.json", "step_000020.json"]
+    left = sorted(path.name for path in (tmp_path / "samples").iterdir())
+    assert left == ["eval_000000.jsonl", "eval_000020.jsonl"]
+
+
+def test_answers_to_an_eval_set_stand_beside_its_name_and_replace_those_of_the_step(tmp_path: Path) -> None:
+    for _ in range(2):
+        write_eval_samples(tmp_path, 20, {"a": [make_group(0)], "b": [make_group(1)]})
+    rows = [json.loads(line) for line in (tmp_path / "samples" / "eval_000020.jsonl").read_text().splitlines()]
+    assert [row["set"] for row in rows] == ["a"] * 3 + ["b"] * 3
+
+
+def test_what_is_known_of_tokens_stands_with_their_sample(tmp_path: Path) -> None:
+    write_samples(tmp_path, 1, [make_group(0)], {(0, 1): {"pieces": ["a"]}})
+    rows = [json.loads(line) for line in (tmp_path / "samples" / "step_000001.jsonl").read_text().splitlines()]
+    assert [row.get("token_details") for row in rows] == [None, {"pieces": ["a"]}, None]
 
 
 def test_spread_is_even_and_never_repeats() -> None:

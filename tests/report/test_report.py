@@ -1,65 +1,112 @@
 """A run folder is made by the run's own writers; the page is read back by Python's HTML parser and by Chromium."""
 
+import csv
 import json
+import math
 import re
-import shutil
-import subprocess
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import yaml
 
+from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.cli.main import main
 from grpo_mp.config.load import check_settings, dump_settings
 from grpo_mp.errors import UserError
-from grpo_mp.report.answers import CHARACTERS, group_rates, shortened, solve_bin
+from grpo_mp.monitor.curves import CURVES
+from grpo_mp.monitor.metrics import find_metric
+from grpo_mp.monitor.timeline import Timeline
+from grpo_mp.report.answers import CHARACTERS, TIMES, shortened, token_classes
 from grpo_mp.report.build import build_report
-from grpo_mp.report.curves import POINTS, downsample
-from grpo_mp.report.overview import settings_tables
-from grpo_mp.report.page import render
-from grpo_mp.report.records import SAMPLE_FILES, read_run, read_runs
+from grpo_mp.report.charts import legend
+from grpo_mp.report.contents import Chart, Token
+from grpo_mp.report.curves import POINTS, SOLVE_RATES, downsample
+from grpo_mp.report.export import check_export
+from grpo_mp.report.overview import preset_settings, settings_tables
+from grpo_mp.report.page import picture_table, render
+from grpo_mp.report.records import read_run, read_runs
 from tests.minimal_settings import MINIMAL_SETTINGS
 
 EVIL = "</pre><script>alert('$x')</script><img src=https://example.org/x>"
-CHROMIUM = shutil.which("chromium")
+
+
+CHARTED = [
+    pattern.replace("*", "x") for curves in CURVES.values() for one in curves for pattern in one.patterns.values()
+]
+DETAILS = {"pieces": ["4", " <b>"], "engine": [-0.01, -3.0], "policy": [-0.02, -1.0], "advantages": [0.5, 0.5]}
+PLAN = {
+    "cluster": "h100-80",
+    "ranks": 2,
+    "layout": "tensor=1, expert=2",
+    "step_s": 3.5,
+    "phases": {"train": {"device_bytes": 5 * 2.0**30, "host_bytes": 2.0**30, "seconds": 1.25}},
+}
 
 
 def metrics(step: int) -> dict[str, float | None]:
+    """Every metric that is on a chart."""
     return {
+        **dict.fromkeys(CHARTED, 0.3 + step / 7000),
+        **dict.fromkeys(SOLVE_RATES.values(), 0.0),
+        "rollout/solve_rate/to_50": 0.75,
+        "rollout/solve_rate/all": 0.25,
         "step": step,
         "reward/mean": 9.0 if step == 77 else step / 1000,
         "reward/group_std": 0.25,
-        "reward/term/answer": 0.5,
-        "train/entropy": None if step == 2 else 1 / step,
+        "train/entropy": None if step == 2 else 1 / step + 0.2,
+        "train/expert_load/max_over_mean": 1.0,
         "time/step_s": 4.0,
-        "time/generate_s": 3.0,
+        "time/generate_s": 600.0 if step == 502 else 3.0,
         "time/train_s": 1.0,
+        "time/idle_share": 0.0,
+        "time/overhead_share": 0.0,
         "memory/train/peak_device_bytes": 3 * 2.0**30,
     }
 
 
+def sample(step: int, group: int, index: int, **columns: object) -> dict[str, object]:
+    return (
+        {"prompt": EVIL, "expected": "4", "response": f"{EVIL} {step} {group} {index}", "reward": index + group / 2}
+        | {"is_correct": index == 1 or group == 1, "truncated": False, "tokens": 7 + index}
+        | {"prompt_index": group, "group_id": group, "index": index}
+        | columns
+    )
+
+
+def write_lines(file: Path, lines: list[dict[str, object]]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def make_run(folder: Path, steps: int, **settings: object) -> Path:
-    """Write a run folder of so many steps: two groups of two samples each, the same question at every step."""
+    """Write a run folder of so many steps: two groups of two long samples each, and an evaluation at either end."""
     for name in ("samples", "eval"):
         (folder / name).mkdir(parents=True)
     (folder / "settings.yaml").write_text(dump_settings(check_settings(MINIMAL_SETTINGS | settings, "test")))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(metrics(step)) + "\n" for step in range(1, steps + 1)))
+    (folder / "plan.json").write_text(json.dumps(PLAN))
     for step in range(1, steps + 1):
-        lines = [
-            {"prompt": EVIL, "expected": "4", "response": f"{EVIL} {step} {group} {index}", "reward": index + group / 2}
-            | {"is_correct": index == 1 or group == 1, "truncated": False, "tokens": 7 + index}
-            | {"prompt_index": group, "group_id": group, "index": index}
-            for group in (0, 1)
-            for index in (0, 1)
-        ]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / "samples" / f"step_{step:06d}.jsonl").write_text(text)
+        details = {"token_details": DETAILS}
+        lines = [sample(step, 0, 0), sample(step, 0, 1), sample(step, 1, 0), sample(step, 1, 1, **details)]
+        write_lines(folder / "samples" / f"step_{step:06d}.jsonl", lines)
     for step, value in ((0, 0.25), (steps, 0.75)):
         score = {"accuracy": value, "reward": 1.0, "length": 9.0, "accuracy_error": 0.01, "truncated_ratio": 0.0}
         score |= {"problems": 8, "samples": 2, "maj_at": {}, "pass_at": {1: {"value": value, "error": 0.01}}}
         (folder / "eval" / f"step_{step:06d}.json").write_text(json.dumps({"step": step, "sets": {"held_out": score}}))
+        write_lines(folder / "samples" / f"eval_{step:06d}.jsonl", [sample(step, 7, 0, set="held_out")])
+    write_traces(folder)
     return folder
+
+
+def write_traces(folder: Path) -> None:
+    (folder / "trace").mkdir()
+    for rank in (0, 1):
+        timeline = Timeline(folder, rank)
+        for phase in ("GENERATE", "TRAIN", "SYNC"):
+            with timeline.span(phase):
+                time.sleep(0.002)
+        timeline.close()
 
 
 class Page(HTMLParser):
@@ -96,7 +143,8 @@ def page(long_run: Path) -> str:
 def test_the_page_of_a_long_run_asks_for_nothing_and_is_small(page: str) -> None:
     parsed = Page(page)
     assert len(page.encode()) < 5e6
-    assert all(address.startswith(("#", "data:,")) for address in parsed.addresses)
+    inside = ("#", "data:,", "data:image/png;base64,")
+    assert not [address for address in parsed.addresses if not address.startswith(inside)]
     assert not re.search(r"@import|url\((?!#)", page)
     assert not {"script", "img", "iframe"} & {*parsed.tags}
     assert {address[1:] for address in parsed.addresses if address[:1] == "#"} <= {*re.findall(r'id="([^"]+)"', page)}
@@ -108,9 +156,10 @@ def test_text_of_the_model_is_text(page: str) -> None:
 
 def test_every_chart_has_words_and_numbers(page: str) -> None:
     parsed = Page(page)
-    assert parsed.tags.count("svg") == parsed.tags.count("figure") == page.count('role="img"') >= 6
+    assert page.count("<svg aria-hidden") == parsed.tags.count("figure") == page.count('role="img"') >= 30
     assert parsed.texts.count("Numbers") == parsed.tags.count("figure")
-    assert "Entropy, nats, by step: entropy from 1 to 0.001" in parsed.labels
+    (entropy,) = (label for label in parsed.labels if label.startswith("Entropy, nats, by step"))
+    assert entropy.endswith("entropy from 1.2 to 0.201, least 0.201 at 1000, most 1.2 at 1, 1 values not finite")
 
 
 def test_sections_hold_what_the_records_say(long_run: Path) -> None:
@@ -120,14 +169,20 @@ def test_sections_hold_what_the_records_say(long_run: Path) -> None:
     assert reward.x[-1] == 1000
     assert max(reward.values) == 9.0  # the spike at step 77 survives
     assert reward.low[0] == pytest.approx(0.001 - 0.25)
-    entropy = next(chart for chart in sections["policy"].charts if chart.title == "Entropy").series[0]
-    assert 2 not in entropy.x
-    assert sections["memory"].charts[0].series[0].values[0] == 3.0
-    assert ("generate", "3 s (75.0%)") in sections["time"].tables[0].rows
+    memory = next(chart for chart in sections["memory"].charts if chart.title == "Device memory, peak")
+    assert isinstance(memory, Chart)
+    train = next(series for series in memory.series if series.name == "train")
+    assert train.values[0] == 3.0
+    assert ("train", "1 s (25.0%)") in sections["time"].tables[0].rows
     rows = sections["scores"].tables[0].rows
     assert rows[0] == ("long", "held_out", "accuracy", "25.0% ± 1.0", "75.0% ± 1.0", "+50.0 points")
-    rates = {series.name: series.values[0] for series in sections["reward"].charts[-1].series}
-    assert rates == {"none": 0, "up to a third": 0, "up to two thirds": 0.5, "more": 0, "all": 0.5}
+
+
+def test_the_map_holds_all_groups(long_run: Path) -> None:
+    (shown,) = (chart for chart in build_report(read_runs([long_run])).sections[2].charts if hasattr(chart, "shares"))
+    last = {name: shares[-1] for name, shares in zip(shown.rows, shown.shares, strict=True)}
+    assert last == {"none": 0, "up to 1/4": 0, "up to 1/2": 0.75, "up to 3/4": 0, "more": 0, "all": 0.25}
+    assert all(find_metric(name, "scalar") for name in SOLVE_RATES.values())
 
 
 def test_answers_are_the_best_worst_longest_and_the_same_question(long_run: Path) -> None:
@@ -135,7 +190,16 @@ def test_answers_are_the_best_worst_longest_and_the_same_question(long_run: Path
     last = {one.why: one for one in answers if one.step == 1000}
     assert [last[why].response.split()[-2:] for why in ("best", "worst")] == [["1", "1"], ["0", "0"]]
     assert last["longest"].facts.startswith("reward 1, right, 8 tokens")
-    assert len({one.step for one in answers if one.why == "same question"}) == SAMPLE_FILES
+    assert last["most mismatched token"].facts.startswith("reward 1.5, right, 2 nats between engine and policy")
+    assert [one.step for one in answers if one.why == "same question"] == [0, 1000]  # of the evaluations
+
+
+def test_questions_of_the_steps_are_shown_where_there_is_no_evaluation(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 9)
+    for file in run.glob("samples/eval_*"):
+        file.unlink()
+    answers = build_report(read_runs([run])).sections[-1].answers
+    assert len({one.step for one in answers if one.why == "same question"}) == TIMES
 
 
 def test_settings_stand_beside_those_of_the_preset(tmp_path: Path) -> None:
@@ -160,7 +224,7 @@ def test_runs_stand_side_by_side(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, steps) for name, steps in (("a", 2), ("b$<i>", 3))]
     assert main(["report", *map(str, runs), "--out", str(tmp_path / "both.html")]) == 0
     parsed = Page((tmp_path / "both.html").read_text())
-    assert {"a mean", "b$<i> mean"} <= {*parsed.texts}
+    assert {"a mean", "b$<i> mean"} <= {text.strip() for text in parsed.texts}
     assert "i" not in parsed.tags
 
 
@@ -201,20 +265,101 @@ def test_what_is_no_run_is_a_sentence(tmp_path: Path, kind: str, sentence: str) 
     assert "\n" not in str(error.value)
 
 
-def test_downsampling_keeps_ends_and_extremes() -> None:
+def test_downsampling_keeps_ends_extremes_and_gaps() -> None:
     values = [float(index % 97) for index in range(5000)]
-    values[1234], values[4321] = -50.0, 500.0
-    kept = downsample(values, POINTS)
+    values[1234], values[4321], values[2500] = -50.0, 500.0, math.nan
+    other = [0.0] * 5000
+    other[777] = 1.0
+    kept = downsample([values, other], POINTS)
     assert len(kept) <= POINTS
     assert kept == sorted({*kept})
-    assert {0, 1234, 4321, 4999} <= {*kept}
-    assert downsample(values[:POINTS], POINTS) == list(range(POINTS))
+    assert {0, 777, 1234, 2500, 4321, 4999} <= {*kept}
+    assert downsample([values[:POINTS]], POINTS) == list(range(POINTS))
 
 
-def test_solve_rates_of_groups() -> None:
-    lines = [{"group_id": group, "is_correct": right} for group, right in ((1, True), (1, False), (2, None), (3, True))]
-    assert group_rates(lines) == [0.5, 1.0]
-    assert [solve_bin(right / 8) for right in range(9)] == [0, 1, 1, 2, 2, 2, 3, 3, 4]
+def charts_by_title(runs: list[Path]) -> dict[str, Chart]:
+    charts = [one for section in build_report(read_runs(runs)).sections for one in section.charts]
+    return {one.title: one for one in charts if isinstance(one, Chart)}
+
+
+def test_a_slow_step_stays_on_the_chart_of_phases(long_run: Path) -> None:
+    generate = next(one for one in charts_by_title([long_run])["Phases of a step"].series if one.name == "generate")
+    assert (generate.values[generate.x.index(502)], generate.x[-1]) == (600.0, 1000)
+
+
+def test_lines_of_a_chart_are_of_the_same_steps(long_run: Path) -> None:
+    chart = charts_by_title([long_run])["Response length"]
+    assert len({series.x for series in chart.series}) == 1
+    assert not [row for row in picture_table(chart).rows if "" in row]
+
+
+def test_what_is_not_finite_is_a_gap(long_run: Path) -> None:
+    (entropy,) = charts_by_title([long_run])["Entropy"].series
+    assert math.isnan(entropy.values[entropy.x.index(2)])
+
+
+def test_a_colour_means_the_same_in_each_run(tmp_path: Path) -> None:
+    """Run b has no SCORE phase: what comes after it keeps its colour."""
+    runs = [make_run(tmp_path / name, 3) for name in ("a", "b")]
+    lines = [{k: v for k, v in metrics(step).items() if k != "time/score_s"} for step in (1, 2, 3)]
+    write_lines(runs[1] / "metrics.jsonl", lines)
+    charts = charts_by_title(runs)
+    keys = [{name: color for name, color, _, _ in legend(charts[f"Phases of a step, {run}"])} for run in ("a", "b")]
+    assert set(keys[0]) - set(keys[1]) == {"score"}
+    assert all(keys[0][name] == color for name, color in keys[1].items())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_has_settings_to_compare_with(preset: str) -> None:
+    assert preset_settings(preset)["algorithm.preset"] == preset
+
+
+def test_what_was_planned_stands_beside_what_was_measured(long_run: Path) -> None:
+    report = build_report(read_runs([long_run]))
+    tables = {table.title: table for section in report.sections for table in section.tables}
+    assert tables["Beside the plan"].rows == (
+        ("train", "5.00", "3.00", "1.00", "1.25", "1"),
+        ("step", "", "", "", "3.5", "4"),
+    )
+    assert tables["Runs"].rows[0][4:6] == ("2", "tensor=1, expert=2")
+    assert [row[0] for row in tables["Seconds of a step on each rank"].rows] == ["0", "1"]
+    (lanes,) = (one for section in report.sections for one in section.charts if hasattr(one, "bars"))
+    assert [lanes.kinds[bar.kind] for bar in lanes.bars[0]] == ["generate", "train", "sync"]
+
+
+def test_warnings_come_in_order_of_weight_with_meaning_setting_and_source(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 12)
+    sick = {"train/loss": None, "rollout/truncated_ratio": 0.9, "mismatch/token_mult_prob_error": 1.2}
+    write_lines(run / "metrics.jsonl", [metrics(step) | sick for step in range(1, 13)])  # type: ignore[list-item]
+    report = build_report(read_runs([run]))
+    weights = [one.weight for one in report.warnings]
+    assert weights == sorted(weights, reverse=True)
+    assert len({98, 80, 61} & {*weights}) == 3
+    page = render(report)
+    for text in ("90% of the answers are cut off", "DAPO, arXiv 2503.14476", "rollout.max_response_tokens</code>"):
+        assert text in page
+
+
+def test_tokens_have_classes_by_probability_mismatch_and_advantage() -> None:
+    assert token_classes(Token("a", -0.01, -0.01, 2.0)) == "p4 a4 m0"
+    assert token_classes(Token("a", -5.0, -2.0, -0.5)) == "p0 a1 m4"
+    assert token_classes(Token("a", -1.0, None, 0.0)) == "p2 a2"
+
+
+def test_metrics_are_exported_as_csv_and_parquet(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    runs = [make_run(tmp_path / name, 3) for name in ("a", "b")]
+    for suffix in ("csv", "parquet"):
+        assert main(["report", *map(str, runs), "--export", str(tmp_path / f"all.{suffix}")]) == 0
+    with (tmp_path / "all.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    table = pyarrow.parquet.read_table(tmp_path / "all.parquet").to_pylist()
+    assert [(row["run"], int(row["step"])) for row in rows] == [(run, step) for run in "ab" for step in (1, 2, 3)]
+    assert [row["reward/mean"] for row in table] == [float(row["reward/mean"]) for row in rows]
+    assert math.isnan(table[1]["train/entropy"])
+    with pytest.raises(UserError, match=r"a table is one of \.csv, \.parquet"):
+        check_export(tmp_path / "all.xlsx")
 
 
 def test_long_texts_are_cut_in_the_middle() -> None:
@@ -222,15 +367,3 @@ def test_long_texts_are_cut_in_the_middle() -> None:
     assert (text[0], text[-1]) == ("a", "b")
     assert f"[... {CHARACTERS:,} characters ...]" in text
     assert shortened("a\ud800") == "a?"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not CHROMIUM, reason="no chromium: `apt-get install chromium`")
-def test_a_browser_shows_it_without_an_error(long_run: Path, page: str, tmp_path: Path) -> None:
-    assert CHROMIUM
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-    command += ["--enable-logging=stderr", "--window-size=390,844", "--dump-dom", (long_run / "report.html").as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "CONSOLE" not in shown.stderr
-    assert Page(shown.stdout).tags.count("svg") == Page(page).tags.count("svg")
-    assert EVIL + " 1000 1 1" in Page(shown.stdout).texts

@@ -26,6 +26,7 @@ from grpo_mp.trainer.metrics import (
     reduce_report,
     reward_metrics,
     rollout_metrics,
+    solve_rate_shares,
     solve_rates,
     update_metrics,
 )
@@ -80,6 +81,9 @@ def test_rewards_and_lengths_of_a_step() -> None:
             "rollout/accuracy": 0.2,
             "rollout/solve_all": 0,
             "rollout/solve_none": 1,
+            **dict.fromkeys((f"rollout/solve_rate/{share}" for share in ("to_25", "to_75", "to_99", "all")), 0),
+            "rollout/solve_rate/none": 0.5,
+            "rollout/solve_rate/to_50": 0.5,
             "rollout/weight_version_lag/mean": (9 * 1 + 16 * 2) / lengths.sum(),
             "rollout/weight_version_lag/max": 2,
         }
@@ -108,13 +112,26 @@ def test_acceptance_length_is_a_mean_over_samples() -> None:
     assert find_metric("rollout/acceptance_length", "scalar")
 
 
+def test_shares_of_groups_by_solve_rate() -> None:
+    shares = solve_rate_shares([0.0, 0.1, 0.25, 0.26, 0.75, 0.8, 1.0, 1.0])
+    assert {name.rsplit("/", 1)[1]: share * 8 for name, share in shares.items()} == {
+        "none": 1,
+        "to_25": 2,
+        "to_50": 1,
+        "to_75": 1,
+        "to_99": 1,
+        "all": 2,
+    }
+    assert solve_rate_shares([]) == {}
+
+
 def test_solve_rate_uses_is_correct() -> None:
     without = [info(0, 0, -1.0, 4, length=0.2), info(0, 1, 0.3, 6, length=0.4)]
     assert (solve_rates(without), solve_rates(INFOS)) == ([], [1 / 3, 0.0])
     assert not [
         name
         for name in rollout_metrics(without, 4)
-        if name.endswith(("/correct", "/incorrect", "/accuracy", "/solve_all", "/solve_none"))
+        if name.endswith(("/correct", "/incorrect", "/accuracy", "/solve_all", "/solve_none", "/to_50"))
     ]
 
 

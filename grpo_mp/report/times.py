@@ -1,0 +1,115 @@
+"""Where the time and the memory of runs went: by phase and rank, beside what was planned. Pure."""
+
+from collections.abc import Iterator, Sequence
+from math import isfinite, nan
+from statistics import fmean
+from typing import Any
+
+from grpo_mp.monitor.curves import PHASES
+from grpo_mp.monitor.summary import covered_ns
+from grpo_mp.monitor.timeline import Span
+from grpo_mp.phases import GIB, WAIT
+from grpo_mp.report.contents import Bar, Lanes, Table
+from grpo_mp.report.curves import titled
+from grpo_mp.report.records import RunRecords
+
+NAMES = tuple(phase.upper() for phase in PHASES)
+
+
+def rank_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
+    """Return for each run the mean seconds of each phase in a step, on each rank whose trace was read."""
+    return tuple(
+        Table(
+            titled("Seconds of a step on each rank", run, runs),
+            ("rank", *PHASES, "waiting"),
+            tuple(_rank_row(rank, spans, len(run.metrics)) for rank, spans in run.traces.items()),
+            (place,) * len(run.traces),
+            "A rank that spends less than the others in a phase waits for them in the next one.",
+        )
+        for place, run in enumerate(runs)
+        if any(run.traces.values())
+    )
+
+
+def _rank_row(rank: int, spans: Sequence[Span], steps: int) -> tuple[str, ...]:
+    return (str(rank), *(f"{_covered_s(spans, name) / steps:.3g}" for name in (*NAMES, WAIT)))
+
+
+def _covered_s(spans: Sequence[Span], name: str) -> float:
+    return covered_ns((span.start_ns, span.end_ns) for span in spans if span.name == name) / 1e9
+
+
+def last_steps(runs: Sequence[RunRecords]) -> tuple[Lanes, ...]:
+    """Return for each run its last whole step, rank by rank."""
+    lanes = (_last_step(run, place, titled("The last step, rank by rank", run, runs)) for place, run in enumerate(runs))
+    return tuple(one for one in lanes if one is not None)
+
+
+def _last_step(run: RunRecords, place: int, title: str) -> Lanes | None:
+    start, end = _bounds(next(iter(run.traces.values()), ()))
+    if end <= start:
+        return None
+    bars = tuple(
+        tuple(
+            Bar(NAMES.index(span.name), (span.start_ns - start) / 1e9, (span.end_ns - span.start_ns) / 1e9)
+            for span in spans
+            if span.name in NAMES and span.end_ns > start and span.start_ns < end
+        )
+        for spans in run.traces.values()
+    )
+    note = "Gaps are waiting, moving or overhead."
+    return Lanes(title, PHASES, tuple(f"rank {rank}" for rank in run.traces), bars, note, place)
+
+
+def _bounds(spans: Sequence[Span]) -> tuple[int, int]:
+    """Return start and end of the last step that has trained: its first phase, and the sync and check after it."""
+    trained = max((span.start_ns for span in spans if span.name == "TRAIN"), default=0)
+    before = [span.start_ns for span in spans if span.name == "GENERATE" and span.start_ns < trained]
+    after = [span.end_ns for span in spans if span.start_ns >= trained and span.name in ("TRAIN", "SYNC", "CHECK")]
+    return max(before, default=trained), max(after, default=0)
+
+
+def plan_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
+    """Return for each run that was planned what each phase was to take, beside what it took."""
+    return tuple(
+        Table(
+            titled("Beside the plan", run, runs),
+            ("phase", "device GiB, planned", "measured", "host GiB of a node, planned", "s, planned", "s, measured"),
+            tuple(_plan_rows(run)),
+            note=_plan_note(run),
+        )
+        for run in runs
+        if run.plan
+    )
+
+
+def _plan_note(run: RunRecords) -> str:
+    planned = f"Planned for {run.plan['cluster']}; measured: largest rank, mean step."
+    times = "" if run.plan["step_s"] is not None else " Without times: this machine is another."
+    return planned + times
+
+
+def _plan_rows(run: RunRecords) -> Iterator[tuple[str, ...]]:
+    planned: dict[str, Any] = run.plan["phases"]
+    for name, phase in planned.items():
+        peaks = _known(run, f"memory/{name}/peak_device_bytes")
+        seconds = _known(run, f"time/{name}_s")
+        yield (
+            name,
+            _gib(phase["device_bytes"]),
+            _gib(max(peaks, default=nan)),
+            _gib(phase["host_bytes"]),
+            "" if phase["seconds"] is None else f"{phase['seconds']:.3g}",
+            f"{fmean(seconds):.3g}" if seconds else "",
+        )
+    steps = _known(run, "time/step_s")
+    step_s = run.plan["step_s"]
+    yield "step", "", "", "", "" if step_s is None else f"{step_s:.3g}", f"{fmean(steps):.3g}" if steps else ""
+
+
+def _known(run: RunRecords, name: str) -> list[float]:
+    return [line[name] for line in run.metrics if name in line and isfinite(line[name])]
+
+
+def _gib(number: float) -> str:
+    return f"{number / GIB:.2f}" if isfinite(number) and number else ""
