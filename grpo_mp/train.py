@@ -18,6 +18,7 @@ from grpo_mp.distributed.process_groups import broadcast
 from grpo_mp.errors import DiskError
 from grpo_mp.monitor.guards import MetricGuards
 from grpo_mp.monitor.loggers import open_loggers, read_metrics
+from grpo_mp.monitor.rules import RuleWatch
 from grpo_mp.monitor.samples import drop_samples
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.phases import SAVE_WAIT, Phase
@@ -107,6 +108,9 @@ def make_logger(ctx: TrainContext) -> StepLogger:
     make_loggers = ctx.inputs.extensions.make_loggers if ctx.parallel.rank == 0 else ()
     if ctx.parallel.rank == 0 and samples_per_step:
         drop_samples(folder, first_step)
+    loggers, watch = open_loggers(make_loggers, folder, first_step, settings.model_dump(mode="json")), RuleWatch()
+    for line in read_metrics(folder / METRICS) if ctx.parallel.rank == 0 else ():
+        watch.step(line)
     return StepLogger(
         folder,
         settings.training.epochs,
@@ -114,9 +118,10 @@ def make_logger(ctx: TrainContext) -> StepLogger:
         ctx.parallel,
         ctx.timeline,
         ctx.progress,
-        open_loggers(make_loggers, folder, first_step, settings.model_dump(mode="json")),
+        loggers,
         ctx.phases.memory_tracker,
         ctx.policy.expert_load,
+        watch,
     )
 
 

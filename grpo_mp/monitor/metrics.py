@@ -1,7 +1,6 @@
 """The metric dictionary: every name the run may write, with unit, meaning, healthy range and what to do."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,8 +20,8 @@ class Metric:
     """What one metric name means, when it is healthy, and what to do when it is not.
 
     `name` may hold placeholders in braces: `eval/{set}/accuracy` stands for one metric per eval set.
-    `low` and `high` bound the healthy range where a number can say it; outside it a step is worth a warning.
-    `known_as` gives the name of the same number in other trainers.
+    `healthy` is for people; rules.yaml says when a run warns. `known_as` gives the name of the same number in other
+    trainers.
     """
 
     name: str
@@ -31,8 +30,6 @@ class Metric:
     healthy: str
     action: str
     kind: Kind = "scalar"
-    low: float | None = None
-    high: float | None = None
     known_as: str = ""
 
     @property
@@ -51,12 +48,6 @@ class Metric:
             return name == self.name
         literal = [re.escape(part) for part in re.split(r"\{\w+\}", self.name)]
         return re.fullmatch(r"[\w.\-]+".join(literal), name) is not None
-
-    def is_healthy(self, value: float) -> bool:
-        """Return whether `value` is in the healthy range; NaN never is where there is one."""
-        above_low = self.low is None or value >= self.low
-        below_high = self.high is None or value <= self.high
-        return above_low and below_high
 
 
 TABLE: tuple[Metric, ...] = tuple(
@@ -84,22 +75,3 @@ def find_metric(name: str, kind: Kind | None = None) -> Metric:
     if kind is not None and rows[0].kind != kind:
         raise ValueError(f"metric {name!r} is a {rows[0].kind}, not a {kind}")
     return rows[0]
-
-
-class RangeWatch:
-    """Warns of a metric when it leaves its healthy range, and not again until it has returned."""
-
-    def __init__(self) -> None:
-        self._outside: set[str] = set()
-
-    def new_warnings(self, scalars: Mapping[str, float]) -> list[str]:
-        """Return a warning, with what to do, for each metric of this step that was in its range, or unknown, before."""
-        warnings = []
-        for name, value in scalars.items():
-            metric = find_metric(name, "scalar")
-            if metric.is_healthy(value):
-                self._outside.discard(name)
-            elif name not in self._outside:
-                self._outside.add(name)
-                warnings.append(f"{name} is {value:.4g} (healthy: {metric.healthy}). {metric.action}")
-        return warnings

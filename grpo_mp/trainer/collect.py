@@ -1,5 +1,6 @@
 """Collect the groups of a step: launch prompts, generate and score until the step has its groups."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
@@ -45,6 +46,7 @@ from grpo_mp.rollout.worker import (
     oldest_version,
 )
 from grpo_mp.scheduler.phase_manager import PhaseManager
+from grpo_mp.trainer.generation_times import EngineWork, generation_times
 from grpo_mp.trainer.recorded import RecordedGroups
 from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.types import Prompt, SampleGroup, SampleInfo
@@ -63,6 +65,7 @@ class RolloutBatch:
     length_bias: float  # mean length selected over mean length launched
     state: TrainState  # cursor and counters behind this step's prompts
     unselected: Sequence[SampleGroup] = ()  # launched for the step, not trained on, of this rank's engine
+    times: Mapping[str, float] = field(default_factory=dict)  # how evenly engines generated, see generation_times
 
     @property
     def scored(self) -> tuple[SampleInfo, ...]:
@@ -93,6 +96,7 @@ class Generation:
     stream: GroupStream
     launched: Future[LaunchedGroups]
     watch: ExitStack  # that of the other engines' ranks
+    began_s: float  # of the monotonic clock
 
     def wait(self) -> LaunchedGroups:
         """Return this rank's groups once the step has its own. Raises UserError from an engine or a reward."""
@@ -125,6 +129,7 @@ class RolloutCollector:
     _recorded: RecordedGroups | None = field(default=None, init=False)  # None: not read yet
     _journal: GroupJournal = field(init=False)
     _stats: dict[int, RewardStats] = field(default_factory=dict, init=False)  # of scored groups, by id
+    _ends_s: dict[int, float] = field(default_factory=dict, init=False)  # when they ended, by the monotonic clock
     _stopped: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -149,6 +154,7 @@ class RolloutCollector:
                     f"step {step}: {aborted} groups took longer than rollout.group_timeout_s={limit_s:g} s: raise it"
                 )
             batch = self._make_batch(state, step, launched, admission, kept)
+            batch = replace(batch, times=self._times(batch, generation.began_s))
             if ahead:
                 self._next = self._begin(batch.state, step + 1) if step < self.settings.run.steps else None
                 batch = replace(batch, groups=send_groups(batch.groups, self._trainer_of, group))
@@ -169,7 +175,8 @@ class RolloutCollector:
             if done:
                 return generation, launched
             self.recovery.run()  # no engine was left, or one is there again
-            generation = self._launch(generation.stream.try_again(), replace(generation.task, carried=launched))
+            task = replace(generation.task, carried=launched)
+            generation = self._launch(generation.stream.try_again(), task, generation.began_s)
 
     def finish_generation(self) -> None:
         """Wait until no group runs any more that was begun with the present weights. Every rank must call this."""
@@ -211,7 +218,7 @@ class RolloutCollector:
 
     def _record(self, step: int, group_id: int, group: EndedGroup, stats: RewardStats) -> None:
         """Keep a group on disk, of those that are broken off what a later step goes on with; called in any thread."""
-        self._stats[group_id] = stats
+        self._stats[group_id], self._ends_s[group_id] = stats, time.monotonic()
         goes_on = self.settings.rollout.max_staleness or self._stopped
         if goes_on or not isinstance(group, PausedGroup):
             kept = isinstance(group, SampleGroup) and self._keeps(group)
@@ -267,14 +274,15 @@ class RolloutCollector:
             seed=rollout_seed(self.settings, "train"),
             record=partial(self._record, step),
         )
-        return self._launch(GroupStream(job.store, f"step/{step}", rule, len(self.rollout.host_ranks)), task)
+        stream = GroupStream(job.store, f"step/{step}", rule, len(self.rollout.host_ranks))
+        return self._launch(stream, task, time.monotonic())
 
-    def _launch(self, stream: GroupStream, task: RolloutTask) -> Generation:
+    def _launch(self, stream: GroupStream, task: RolloutTask, began_s: float) -> Generation:
         with ExitStack() as stack:
             # Engines with ranks of their own are watched by the ranks that train, which wait for them in collectives.
             if self.settings.shares_devices:
                 stream.check_peers = stack.enter_context(watching_peers(self.job.group))
-            return Generation(task, stream, self.rollout.begin(task, stream), stack.pop_all())
+            return Generation(task, stream, self.rollout.begin(task, stream), stack.pop_all(), began_s)
 
     def _trainer_of(self, group: SampleGroup) -> int:
         """Return the rank that takes a group over from its engine."""
@@ -335,6 +343,15 @@ class RolloutCollector:
             state=replace(state, cursor=cursor, groups_launched=first + next_group, **vars(curriculum)),
             unselected=[group for group in with_samples if group.samples[0].group_id not in selected],
         )
+
+    def _times(self, batch: RolloutBatch, began_s: float) -> dict[str, float]:
+        """Return how evenly the engines generated what was launched for a step. Every rank must call this."""
+        groups = [group for group in (*batch.groups, *batch.unselected) if group.samples]
+        ends_s = [self._ends_s.get(group.samples[0].group_id, began_s) for group in groups]
+        self._ends_s = {number: end for number, end in self._ends_s.items() if number >= batch.state.groups_launched}
+        tokens = sum(len(sample.tokens) for group in groups for sample in group.samples)
+        work = EngineWork(tokens, tuple(max(0.0, end - began_s) for end in ends_s))
+        return generation_times(all_gather(work, self.job.group))
 
     def _take_stats(self, first: int, later: Set[int]) -> RewardStats:
         """Return what scoring this rank's groups from `first` on has counted, but for those of later steps."""

@@ -208,6 +208,7 @@ def collect_metrics(rollouts: RolloutBatch) -> dict[str, float]:
         "rollout/launched_groups": len({info.group_id for info in rollouts.launched}),
         "rollout/carried_groups": rollouts.carried,
         "rollout/length_bias": rollouts.length_bias,
+        **rollouts.times,
         "rollout/skipped_prompts": len(rollouts.state.skipped_until),
         **{
             metric_name("rollout/dropped_groups/{reason}", reason=reason): count

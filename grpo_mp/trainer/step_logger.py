@@ -12,8 +12,9 @@ from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.evaluation.score import EvalScore, plot_pass_at_k, step_file, write_scores, write_svg
 from grpo_mp.monitor.loggers import Logger, write_metrics
-from grpo_mp.monitor.metrics import RangeWatch, metric_name
+from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.monitor.progress import Progress
+from grpo_mp.monitor.rules import RuleWatch
 from grpo_mp.monitor.samples import evenly_spaced, samples_to_markdown, write_samples
 from grpo_mp.monitor.summary import StepSummary, reduce_over_ranks, step_scalars, summarize
 from grpo_mp.monitor.timeline import Timeline
@@ -21,6 +22,7 @@ from grpo_mp.policy.expert_load import ExpertLoad, heat_map, load_ratios, max_lo
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.scheduler.memory import MemoryTracker
 from grpo_mp.trainer.collect import RolloutBatch
+from grpo_mp.trainer.generation_times import slowest_rank_ratio
 from grpo_mp.trainer.metrics import (
     collect_metrics,
     distributions,
@@ -62,13 +64,17 @@ class StepLogger:
         loggers: Sequence[Logger],
         memory_tracker: MemoryTracker,
         expert_load: ExpertLoad,
+        watch: RuleWatch,
     ) -> None:
-        """Take the open `loggers` of rank 0; `samples_per_step`: groups whose texts are written."""
+        """Take the open `loggers` of rank 0; `samples_per_step`: groups whose texts are written.
+
+        `watch` has seen the steps that are done.
+        """
         self._folder, self._epochs, self._samples_per_step = run_folder, epochs, samples_per_step
         self._parallel, self._timeline, self._progress = parallel, timeline, progress
         self._loggers = loggers
         self._memory_tracker, self._expert_load = memory_tracker, expert_load
-        self._ranges, self._reported_failures = RangeWatch(), set[str]()
+        self._watch, self._reported_failures = watch, set[str]()
         self._start_ns = timeline.now_ns()
 
     def begin_step(self) -> None:
@@ -90,7 +96,8 @@ class StepLogger:
         `state` is that after the step; `synced`: metrics of the weight sync.
         """
         own_summary = summarize(self._timeline.take(), self._start_ns, self._timeline.now_ns())
-        summary = reduce_over_ranks(all_gather(own_summary, self._parallel.cpu_group))
+        summaries = all_gather(own_summary, self._parallel.cpu_group)
+        summary, logprob_token_count = reduce_over_ranks(summaries), logprob_tokens(updates, self._parallel)
         stats = rollouts.reward_stats
         for term, sentence in stats.first_errors.items():
             if term not in self._reported_failures:  # noted once, where a failing reward does not stop the run
@@ -110,7 +117,8 @@ class StepLogger:
             "train/samples_seen": state.samples_seen,
             **memory_metrics(self._memory_tracker.take(), self._parallel),
             **step_scalars(summary),
-            **self._speed_metrics(rollouts, batch, summary, logprob_tokens(updates, self._parallel)),
+            **self._speed_metrics(rollouts, batch, summary, logprob_token_count),
+            **rank_metrics(summaries if logprob_token_count else ()),
             **synced,
         }
         histograms: dict[str, Sequence[float] | torch.Tensor] = {**distributions(rollouts.scored, batch.advantages)}
@@ -127,14 +135,14 @@ class StepLogger:
         return StepRecord(scalars, histograms, texts, groups)
 
     def write(self, step: int, record: StepRecord) -> None:
-        """Write a step, and note metrics that left their healthy range on the screen."""
+        """Write a step, and note on the screen what the rules find in it that they did not before."""
         if self._parallel.rank:
             return
         write_metrics(self._loggers, step, record.scalars, record.histograms, record.texts)
         if record.groups:
             write_samples(self._folder, step, record.groups)
-        for sentence in self._ranges.new_warnings(record.scalars):
-            self._progress.note(f"step {step}: {sentence}")
+        for finding in self._watch.step({"step": step, **record.scalars}):
+            self._progress.note(f"warning: step {step}: {finding.text}")
 
     def write_scores(self, step: int, initial: Mapping[str, EvalScore], scores: Mapping[str, EvalScore]) -> None:
         """Show and write the scores after a step, and draw them beside the initial ones, those before training."""
@@ -167,6 +175,12 @@ class StepLogger:
             "speed/samples_per_s": len(rollouts.launched) / summary.wall_s,
             "speed/tokens_per_s_per_gpu": tokens / summary.wall_s / self._parallel.job.world_size,
         }
+
+
+def rank_metrics(summaries: Sequence[StepSummary]) -> dict[str, float]:
+    """Return how much longer than the median rank the slowest takes for logprobs, which it computes by itself."""
+    seconds = [summary.seconds["LOGPROB"] for summary in summaries]
+    return {"time/slowest_rank_ratio": slowest_rank_ratio(seconds)} if seconds else {}
 
 
 def sync_metrics(sync: SyncReport, check: CheckReport) -> dict[str, float]:

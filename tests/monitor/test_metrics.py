@@ -1,11 +1,10 @@
-"""The metric dictionary: unique names, lookup, warnings, and the page that documents it."""
+"""The metric dictionary: unique names, lookup, and the page that documents it."""
 
-import math
 import re
 
 import pytest
 
-from grpo_mp.monitor.metrics import TABLE, RangeWatch, find_metric, metric_name
+from grpo_mp.monitor.metrics import TABLE, find_metric, metric_name
 
 GROUPS = {"reward", "rollout", "train", "mismatch", "sync", "time", "speed", "memory", "eval"}
 
@@ -52,26 +51,6 @@ def test_fill_makes_any_text_a_legal_name() -> None:
     assert find_metric(name).name == "reward/term/{name}"
 
 
-def test_warnings_name_value_and_action() -> None:
-    assert RangeWatch().new_warnings({"mismatch/token_mult_prob_error": 1.04, "reward/mean": -5.0}) == []
-    (warning,) = RangeWatch().new_warnings({"mismatch/token_mult_prob_error": 1.2})
-    assert warning.startswith("mismatch/token_mult_prob_error is 1.2 (healthy: ")
-    assert "look at sync/check" in warning
-    assert len(RangeWatch().new_warnings({"train/loss": math.nan})) == 1
-
-
-def test_a_metric_is_warned_of_when_it_leaves_its_range_not_every_step() -> None:
-    watch, high, low = RangeWatch(), {"reward/failures": 3.0}, {"reward/failures": 0.0}
-    assert [len(watch.new_warnings(scalars)) for scalars in (high, high, {}, high, low, high)] == [1, 0, 0, 0, 0, 1]
-
-
 def test_actions_name_settings_to_change_not_metrics() -> None:
     changed = [re.search(r"\b(lower|raise|set) \w+/\w", metric.action, re.IGNORECASE) for metric in TABLE]
     assert not any(changed)
-
-
-def test_bounds_of_the_file_are_numbers() -> None:
-    """YAML reads 1e-6 as text."""
-    bounds = [bound for metric in TABLE for bound in (metric.low, metric.high) if bound is not None]
-    assert bounds
-    assert all(isinstance(bound, int | float) for bound in bounds)

@@ -1,0 +1,35 @@
+"""Rewards and a curriculum that make a run sick: parts of tests/bench/sicknesses.py."""
+
+import time
+from typing import Any
+
+LEAK: list[bytes] = []  # what the leaking reward never gives back
+
+
+def long(completions: list[str], **_: Any) -> list[float]:
+    """Pay for length, whatever the answer says."""
+    return [min(1.0, len(text) / 200) for text in completions]
+
+
+def short(completions: list[str], **_: Any) -> list[float]:
+    """Pay for brevity, whatever the answer says."""
+    return [1 / (1 + len(text) / 10) for text in completions]
+
+
+def leaking(completions: list[str], **_: Any) -> list[float]:
+    """Keep two megabytes of each call for ever."""
+    LEAK.append(b"x" * 2_000_000)
+    return [0.0] * len(completions)
+
+
+def failing(completions: list[str], **_: Any) -> list[float]:
+    """Raise for about every fourth group."""
+    if sum(map(len, completions)) % 4 == 0:
+        raise ValueError("a judge did not answer")
+    return [0.0] * len(completions)
+
+
+def slow(samples: Any, step: int) -> dict[int, int]:
+    """Think for two seconds, and skip no prompt."""
+    time.sleep(2)
+    return {}
