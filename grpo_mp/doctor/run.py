@@ -13,7 +13,8 @@ from grpo_mp.files import read_json
 from grpo_mp.findings import Finding, Level
 from grpo_mp.monitor.engine_load import EngineLoad, read_loads
 from grpo_mp.monitor.loggers import read_metrics
-from grpo_mp.monitor.run_warnings import MetricLine, run_warnings
+from grpo_mp.monitor.rules import MetricLine
+from grpo_mp.monitor.run_warnings import run_warnings
 from grpo_mp.monitor.timeline import Event, rank_traces
 from grpo_mp.phases import WAIT, Phase
 from grpo_mp.reading import read_yaml

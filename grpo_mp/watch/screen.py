@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_mp.monitor.engine_load import EngineLoad
-from grpo_mp.monitor.run_warnings import MetricLine
+from grpo_mp.monitor.rules import MetricLine
 from grpo_mp.monitor.screen import duration
 from grpo_mp.watch.state import RankPhase, RunState
 

@@ -16,7 +16,8 @@ from grpo_mp.errors import UserError
 from grpo_mp.findings import Finding
 from grpo_mp.monitor.engine_load import EngineLoad, read_loads
 from grpo_mp.monitor.rank_dump import read_process
-from grpo_mp.monitor.run_warnings import MetricLine, run_warnings
+from grpo_mp.monitor.rules import MetricLine
+from grpo_mp.monitor.run_warnings import run_warnings
 from grpo_mp.monitor.timeline import Event, rank_traces
 from grpo_mp.reading import read_yaml
 

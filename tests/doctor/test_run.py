@@ -12,6 +12,7 @@ from grpo_mp.doctor.live_engines import EngineServer, EngineWeights, ask_weights
 from grpo_mp.doctor.run import check_engines, check_live, check_ranks, check_sync, check_times, worked_seconds
 from grpo_mp.findings import Finding, Level
 from grpo_mp.monitor.engine_load import EngineLoad
+from grpo_mp.monitor.rules import find_warnings
 from grpo_mp.monitor.timeline import Event
 from grpo_mp.rollout.engine_args import EngineSpec, engine_arguments
 
@@ -142,12 +143,14 @@ def test_the_slowest_engine_and_one_that_has_nothing_to_do() -> None:
 
 def test_a_run_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "settings.yaml").write_text(json.dumps(SETTINGS))
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line(1, 0.5, **{"rollout/truncated_ratio": 0.9})) + "\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line(1, 0.5)) + "\n")
     (tmp_path / "plan.json").write_text('{"phases": {"train": {"seconds": 1.0}, "sync": {"seconds": null}}}')
     assert main(["doctor", "run", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert said.startswith("error: after 1 of 1 weight syncs the engines' logprobs were not the policy's")
-    assert "warning: rollout/truncated_ratio is 0.9 at step 1" in said
+    (warning,) = find_warnings([line(1, 0.5)])
+    assert f"warning: {warning.sentence}\n    {warning.meaning}\n    from step 1 to 1; the rule is from " in said
+    assert f"what to do: {warning.action} ({warning.setting})\n" in said
 
 
 @pytest.mark.parametrize(("file", "sentence"), [(None, "no run folder"), ("settings.yaml", "no step is in")])

@@ -22,6 +22,7 @@ from rich.console import Console
 from grpo_mp.cli.main import main
 from grpo_mp.errors import UserError
 from grpo_mp.monitor.engine_load import EngineLoad, EngineLoadFile, load_file
+from grpo_mp.monitor.rules import find_warnings
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.watch.screen import Frame, name_ranges, sparkline
 from grpo_mp.watch.server import LivePage, serving
@@ -93,7 +94,9 @@ def test_a_run_that_goes_on(
     assert re.search(r"eval arithmetic .* 50\.0%", said)
     assert re.search(r"GENERATE +\d+ s +0\b", said)
     assert re.search(r" 2 +7 +3 +25% +300 ", said)
-    assert "rollout/truncated_ratio is 0.9 at step 30" in said
+    (warning,) = [one for one in find_warnings(map(metrics_of, range(STEPS))) if one.rule == "truncation"]
+    assert warning.sentence in said
+    assert warning.action in said
     assert "samples of step 30" in said
     assert re.search(r"8\.00 +\[red\]two", said)
     assert re.search(r"1\.00 +\[31mred", said)
