@@ -111,7 +111,7 @@ MUTATIONS = (
     Mutation(
         "trainer",
         "a resumed run keeps the weights that it started with",
-        "trainer/context.py",
+        "trainer/job.py",
         'load_policy(policy, checkpoint / "policy")',
         "pass",
     ),

@@ -115,9 +115,8 @@ def _exported_folders(bench: Bench) -> list[str]:
     wrong = []
     for fp8 in (False, True):
         folder = bench.checkpoints / f"{bench.case.name}_export_{fp8}"
-        policy, model = bench.policy, bench.settings.model.path
-        bucket = _least_bucket(WireFormat(policy.params, policy.tp_sizes(), torch.float32, fp8))
-        export_policy(policy, folder, model, bucket, fp8)
+        bucket = _least_bucket(WireFormat(bench.policy.params, bench.policy.tp_sizes(), torch.float32, fp8))
+        export_policy(bench.policy, folder, bench.settings.model.path, bucket, fp8)
         if bench.parallel.rank == 0:
             wrong += compare_folders(folder, bench.settings.model.path, fp8, bench.policy.params)
     return wrong
@@ -169,10 +168,8 @@ def _ranks(bench: Bench) -> range:
 def _export(bench: Bench, targets: tuple[int, ...]) -> Result:
     policy = bench.policy
     wire = WireFormat(policy.params, policy.tp_sizes(), torch.float32)
-    size = _least_bucket(wire)
-    rounds = plan_rounds(
-        wire, policy.local_shards(), lambda _: {WHOLE: targets}, size, bench.parallel.cpu_group, len(_ranks(bench))
-    )
+    bucket, group, per_node = _least_bucket(wire), bench.parallel.cpu_group, len(_ranks(bench))
+    rounds = plan_rounds(wire, policy.local_shards(), lambda _: {WHOLE: targets}, bucket, group, per_node)
     resharder = Resharder(rounds, wire, policy.tensors)
     names, wrong, forwarded = [], [], []
     with sent_messages() as messages:
@@ -181,9 +178,8 @@ def _export(bench: Bench, targets: tuple[int, ...]) -> Result:
     sent = [spec for round_ in planned for shard in chain(*round_.sends.values()) for spec in wire.shard_specs(shard)]
     with HfReader(bench.settings.model.path) as reader:
         for round_, staged in zip(rounds, resharder.stages(rounds), strict=True):
-            loaded = IpcTransport(wire, bench.parallel.rank).forward(
-                round_, staged
-            )  # what this rank's engine would load on a GPU
+            # What this rank's engine would load on a GPU.
+            loaded = IpcTransport(wire, bench.parallel.rank).forward(round_, staged)
             names += [name for name, _ in staged]
             forwarded += [name for name, _ in loaded]
             wrong += [name for name, tensor in (*staged, *loaded) if not _same(tensor, reader.read(name))]
