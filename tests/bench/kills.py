@@ -214,7 +214,7 @@ def evidence(run: Path) -> Mapping[str, object]:
     for line in lines:
         values = {name: value for name, value in line.items() if not name.startswith((*OF_TIME, *OF_SYNCS))}
         found |= {f"step {line['step']}: {name}": value for name, value in values.items()}
-    for file in sorted([*run.glob("samples/*.jsonl"), *run.glob("**/*.safetensors")]):
+    for file in sorted([*run.glob("samples/step_*.jsonl"), *run.glob("**/*.safetensors")]):
         found[str(file.relative_to(run))] = sha256(file.read_bytes()).hexdigest()
     return found
 

@@ -121,7 +121,7 @@ def test_the_doctor_names_a_stopped_rank_and_a_killed_one_takes_the_job_with_it(
 ) -> None:
     run = tmp_path / "run"
     doctor = [sys.executable, "-m", "grpo_mp", "doctor", "stuck", str(run), "--timeout-s"]
-    job = start_job(f"run.folder={run}", NO_EVAL)
+    job = start_job(f"run.folder={run}", NO_EVAL, "run.steps=1000")  # it does not end before it is killed
     job.wait_until(lambda: spans(run, 1, "GENERATE"))
     healthy = subprocess.run([*doctor, "60"], capture_output=True, text=True, check=False)
     assert (healthy.returncode, healthy.stderr) == (0, ""), healthy.stdout

@@ -51,7 +51,7 @@ def test_a_real_engine_that_generates(engine: EngineProcess, tmp_path: Path) -> 
 
     with EnginePoll(Hosted((engine.url, engine.headers)), tmp_path, timeline.counter, 0.02):  # type: ignore[arg-type]
         speed = asyncio.run(generate())
-        wait_until(lambda: read_loads(tmp_path)[3][-1].running == 0)
+        wait_until(lambda: [load.running for load in read_loads(tmp_path).get(3, ())][-1:] == [0])
     timeline.close()
     loads = read_loads(tmp_path)[3]
     assert {load.state for load in loads} == {"works"}
