@@ -42,6 +42,7 @@ ORDER = (
     "log",
     "background",
     "parsers",
+    "redact",
     "user_code",
     "registry",
     "section",

@@ -8,9 +8,9 @@ from typing import Any
 
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.score import EvalScore, read_scores
-from grpo_mp.monitor.loggers import without_secrets
 from grpo_mp.monitor.samples import evenly_spaced
 from grpo_mp.reading import parse_json, read_text, read_yaml
+from grpo_mp.redact import without_secrets
 
 SAMPLE_FILES = 40  # that are read of a run: at even distances, the last among them
 STEP_FILE = re.compile(r"step_(\d+)\.json(?:l)?$")

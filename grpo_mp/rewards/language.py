@@ -1,0 +1,65 @@
+"""Language consistency: which share of a text's words is of the wanted scripts. Pure."""
+
+import re
+import unicodedata
+from collections.abc import Collection, Iterator
+
+# First words of the Unicode names of letters.
+SCRIPTS = (
+    "latin",
+    "cjk",
+    "hiragana",
+    "katakana",
+    "hangul",
+    "cyrillic",
+    "greek",
+    "arabic",
+    "hebrew",
+    "devanagari",
+    "bengali",
+    "tamil",
+    "telugu",
+    "thai",
+    "georgian",
+    "armenian",
+)
+WITHOUT_BLANKS = frozenset({"cjk", "hiragana", "katakana", "thai"})  # each letter counts as a word
+COMMAND = re.compile(r"\\[A-Za-z]+")  # of LaTeX
+LETTERS = re.compile(r"[^\W\d_]+")
+
+
+def script_share(text: str, scripts: Collection[str]) -> float:
+    """Return the share of a text's words that are of these SCRIPTS: from 0 to 1, and 1 where it has no words.
+
+    R1's language consistency is the share of words of the target language (arXiv 2501.12948, section 2.3.2). Here the
+    script stands for the language: English beside Chinese is told apart, English beside French is not. LaTeX's commands
+    and single Latin or Greek letters, which are variables, are in all languages and do not count.
+    """
+    words = list(_scripts_of_words(text))
+    return sum(script in scripts for script in words) / len(words) if words else 1.0
+
+
+def _scripts_of_words(text: str) -> Iterator[str]:
+    """Yield the script of each word; a run of letters is divided where its script changes."""
+    plain = unicodedata.normalize("NFKC", COMMAND.sub(" ", text))
+    letters = "".join(letter for letter in plain if unicodedata.category(letter)[0] != "M")  # without accents, signs
+    for run in LETTERS.findall(letters):
+        script, length = "", 0
+        for letter in run:
+            found = _script(letter)
+            if found in WITHOUT_BLANKS:
+                yield found
+            if found != script:
+                yield from _word(script, length)
+                script, length = found, 0
+            length += 1
+        yield from _word(script, length)
+
+
+def _word(script: str, length: int) -> Iterator[str]:
+    if script and script not in WITHOUT_BLANKS and not (length == 1 and script in ("latin", "greek")):
+        yield script
+
+
+def _script(letter: str) -> str:
+    return unicodedata.name(letter, "").partition(" ")[0].partition("-")[0].lower()

@@ -1,0 +1,35 @@
+"""The share of a text's words that are of a script."""
+
+import pytest
+
+from grpo_mp.rewards.language import SCRIPTS, script_share
+
+CASES = [
+    ("", ["latin"], 1.0),
+    ("1 + 2 = 3", ["latin"], 1.0),
+    ("two and two", ["latin"], 1.0),
+    ("two and два", ["latin"], 2 / 3),
+    ("two and два", ["latin", "cyrillic"], 1.0),
+    ("我们 have 答案", ["cjk"], 4 / 5),  # each character counts as a word
+    ("我们have答案", ["cjk"], 4 / 5),
+    ("ひらがな カタカナ 漢字", ["hiragana", "katakana", "cjk"], 1.0),
+    ("ﾊﾝｶｸ", ["katakana"], 1.0),  # half-width
+    ("答案是 \\boxed{\\frac{x}{2}}", ["cjk"], 1.0),  # commands and variables are of no language
+    ("Let α be x", ["latin"], 1.0),
+    ("naïve café", ["latin"], 1.0),
+    ("한국어 답", ["hangul"], 1.0),
+    ("snake_case", ["latin"], 1.0),
+    ("नमस्ते दुनिया", ["devanagari"], 1.0),
+]
+
+
+@pytest.mark.parametrize(("text", "scripts", "share"), CASES)
+def test_share_of_the_words(text: str, scripts: list[str], share: float) -> None:
+    assert script_share(text, scripts) == pytest.approx(share)
+
+
+def test_a_word_is_of_one_script() -> None:
+    for text, scripts, share in CASES:
+        has_words = script_share(text, ()) == 0.0
+        assert script_share(text, SCRIPTS) == 1.0
+        assert script_share(text, set(SCRIPTS) - set(scripts)) == pytest.approx(1.0 - share if has_words else 1.0)
