@@ -201,7 +201,8 @@ class Scorer:
         return self._fill_in(replace(group, samples=tuple(samples)), weights)
 
     def _weights(self, group: SampleGroup) -> Mapping[str, float]:
-        return self._set_weights.get(group.prompt.columns.get(DATA_SET, ""), self.term_weights)
+        name = group.prompt.columns.get(DATA_SET)  # a row's own column of that name may hold anything
+        return self._set_weights.get(name, self.term_weights) if isinstance(name, str) else self.term_weights
 
     def _totals(
         self,
