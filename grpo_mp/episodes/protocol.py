@@ -13,9 +13,26 @@ class EpisodeLimitError(Exception):
     """A limit of `rollout.limits` was reached in `Policy.generate`: what the episode has so far becomes its sample."""
 
 
-def _check_reward(reward: object) -> None:
-    if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
+def _as_reward(reward: object) -> float | None:
+    number = None if reward is None else _as_float(reward)
+    if reward is not None and (number is None or not math.isfinite(number)):
         raise ValueError(f"the reward is {reward!r:.40}: a reward is a finite number, or None")
+    return number
+
+
+def _as_metric(name: object, value: object) -> float:
+    number = _as_float(value)
+    if not isinstance(name, str) or number is None:
+        raise TypeError(f"the metric {name!s:.40} is {value!r:.40}: a metric is a number, by its name")
+    return number
+
+
+def _as_float(value: object) -> float | None:
+    """Return a number of any type as the float that files and messages hold; None where it is none."""
+    try:
+        return float(value) if isinstance(value, Real) else None
+    except OverflowError:  # a whole number of more than 308 digits
+        return None
 
 
 @dataclass(frozen=True)
@@ -60,7 +77,7 @@ class Segment:
         length = len(self.tokens) if self.generated else 0
         if not len(self.logprobs) == len(self.weight_versions) == length:
             raise ValueError("a generated segment has a logprob and a weight version for each token, a given one none")
-        _check_reward(self.reward)
+        object.__setattr__(self, "reward", _as_reward(self.reward))
 
 
 @dataclass(frozen=True)
@@ -106,10 +123,9 @@ class Episode:
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_reward(self.reward)
-        for name, value in self.metrics.items():
-            if not isinstance(value, Real):
-                raise TypeError(f"the metric {name} is {value!r:.40}: a metric is a number")
+        object.__setattr__(self, "reward", _as_reward(self.reward))
+        metrics = {name: _as_metric(name, value) for name, value in self.metrics.items()}
+        object.__setattr__(self, "metrics", metrics)
 
     def with_step_rewards(self, rewards: Sequence[float]) -> "Episode":
         """Return the episode with one reward for each generated segment, in their order. Raises ValueError."""

@@ -3,8 +3,8 @@
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -64,11 +64,19 @@ class EpisodeRunner:
     parts: EpisodeParts
     client: EngineClient
     slots: asyncio.Semaphore
+    pause: asyncio.Event = field(default_factory=asyncio.Event)  # set: episodes end, whatever they wait for
 
     async def run_group(
-        self, prompt: Prompt, group_id: int, count: int, step: int, sampling: SamplingParams, routing: ModelShape | None
-    ) -> SampleGroup | None:
-        """Roll out `count` episodes of a prompt; None where the engine was told to end them.
+        self,
+        prompt: Prompt,
+        group_id: int,
+        count: int,
+        step: int,
+        sampling: SamplingParams,
+        routing: ModelShape | None,
+        earlier: Sequence[Sample] = (),
+    ) -> tuple[Sample, ...]:
+        """Roll out `count` episodes of a prompt but for those that `earlier` has; fewer are returned after a `pause`.
 
         Raises EngineError from the engine; TimeoutError after `rollout.group_timeout_s` since the first one began.
         """
@@ -82,19 +90,23 @@ class EpisodeRunner:
             config.tool_parser,
             routing,
         )
-        running = [asyncio.create_task(self._run(context, prompt, index, step, begun)) for index in range(count)]
+        samples = {sample.index: sample for sample in earlier}
+        running = {
+            asyncio.create_task(self._run(context, prompt, index, step, begun)): index
+            for index in range(count)
+            if index not in samples
+        }
+        waits = [asyncio.create_task(begun.wait()), asyncio.create_task(self.pause.wait())]
         try:
-            await begun.wait()
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             async with self.client.limits.limit(config.group_timeout_s):
-                outcomes = await asyncio.gather(*running)
-        except EpisodeAbortedError:
-            return None
+                ended = await _until(waits[1], running)
         finally:
-            for other in running:
+            for other in (*running, *waits):
                 other.cancel()
         end = self.parts.renderer.tokenizer.eos_token_id
-        samples = tuple(as_sample(outcome, group_id, index, end) for index, outcome in enumerate(outcomes))
-        return SampleGroup(prompt, samples)
+        samples |= {running[task]: as_sample(task.result(), group_id, running[task], end) for task in ended}
+        return tuple(sample for _, sample in sorted(samples.items()))
 
     async def _run(
         self, context: EpisodeContext, prompt: Prompt, index: int, step: int, begun: asyncio.Event
@@ -143,6 +155,20 @@ class EpisodeRunner:
         if said:
             messages = (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + said})
         return tools, messages
+
+
+async def _until(pause: asyncio.Task[bool], episodes: Collection[asyncio.Task[Outcome]]) -> list[asyncio.Task[Outcome]]:
+    """Wait for all episodes, or a pause; return those that have ended by themselves. Raises EngineError."""
+    left = set(episodes)
+    while left and not pause.done():
+        done, _ = await asyncio.wait({*left, pause}, return_when=asyncio.FIRST_COMPLETED)
+        left -= done
+        for episode in done & set(episodes):
+            if isinstance(error := episode.exception(), EpisodeAbortedError):
+                return [other for other in episodes if other.done() and not other.exception()]
+            if error:
+                raise error
+    return [episode for episode in episodes if episode.done()]
 
 
 def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sample:
