@@ -104,12 +104,20 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class RecordedSequence:
+    """Segments of a sequence that a later prompt did not go on from."""
+
+    segments: tuple[Segment, ...]
+    routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
 class Episode:
     """The segments of a rollout, the first of them the prompt, and what came of it.
 
     `reward`: what `reward.episode` weighs; None: the other terms decide. `metrics`: any numbers, whose mean over the
     step's episodes is logged. `answer`: the text that rewards judge. `forks`: times that a prompt did not go on from
-    the sequence before, which was dropped.
+    the sequence before: that is one of `earlier`, oldest first, and `segments` are of the last. All are trained on.
     """
 
     segments: tuple[Segment, ...]
@@ -121,6 +129,7 @@ class Episode:
     turns: int = 0
     forks: int = 0
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
+    earlier: tuple[RecordedSequence, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reward", _as_reward(self.reward))
@@ -129,12 +138,19 @@ class Episode:
 
     def with_step_rewards(self, rewards: Sequence[float]) -> "Episode":
         """Return the episode with one reward for each generated segment, in their order. Raises ValueError."""
-        generated = sum(part.generated for part in self.segments)
+        all_segments = [*(sequence.segments for sequence in self.earlier), self.segments]
+        generated = sum(part.generated for segments in all_segments for part in segments)
         if len(rewards) != generated:
             raise ValueError(f"{len(rewards)} rewards for {generated} generated segments: give one for each turn")
         left = iter(rewards)
-        segments = tuple(replace(part, reward=next(left)) if part.generated else part for part in self.segments)
-        return replace(self, segments=segments)
+        *earlier, segments = [
+            tuple(replace(part, reward=next(left)) if part.generated else part for part in segments)
+            for segments in all_segments
+        ]
+        sequences = zip(self.earlier, earlier, strict=True)
+        return replace(
+            self, segments=segments, earlier=tuple(replace(before, segments=own) for before, own in sequences)
+        )
 
 
 @dataclass(frozen=True)
@@ -171,7 +187,7 @@ class Policy(Protocol):
         `tools`: JSON schemas of those that the policy may call in it; None: those of `rollout.tools`.
 
         Sampled tokens are kept as they are: only messages after the last turn are rendered. Where the conversation
-        does not go on from the one before, a new sequence begins and is counted as a fork.
+        does not go on from the one before, a new sequence begins and is counted as a fork; both are trained on.
         Raises EpisodeLimitError where turns, tokens or time are used up, ValueError where another turn is generated.
         """
 

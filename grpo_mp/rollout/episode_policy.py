@@ -11,7 +11,7 @@ from typing import Any
 from grpo_mp.config.sections import EpisodeLimits
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.episodes.chat import ChatRenderer
-from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, Segment, ToolCall, Turn
+from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, RecordedSequence, Segment, ToolCall, Turn
 from grpo_mp.errors import EngineError
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.routed_experts import joined_routed_experts
@@ -112,7 +112,7 @@ class EpisodePolicy:
     _answer: str = ""
     _cut: bool = False
     turns: int = 0  # so far
-    _forks: int = 0
+    _earlier: list[TokenSequence] = field(default_factory=list)  # that the conversation did not go on from
     _calls: int = 0
 
     def __post_init__(self) -> None:
@@ -149,7 +149,8 @@ class EpisodePolicy:
                 turn = await self._as_turn(output, given.renderer or self.context.renderer)
         finally:
             self._generates = False
-        self._forks += self._sequence.has_turns and not given.has_turns
+        if self._sequence.has_turns and not given.has_turns:
+            self._earlier.append(self._sequence)
         self.turns += 1
         self._sequence, self._answer, self._cut = given.answered_by(turn), turn.text, not turn.finished
         return turn
@@ -169,8 +170,9 @@ class EpisodePolicy:
             self._answer,
             self._sequence.messages[self._sequence.prompt_messages :],
             self.turns,
-            self._forks,
+            len(self._earlier),
             self._sequence.experts,
+            tuple(RecordedSequence(before.segments, before.experts) for before in self._earlier),
         )
 
     def unrecorded(self) -> "EpisodePolicy":

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from grpo_mp.errors import one_line
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import EngineOutput
-from grpo_mp.rollout.dump import FACTS, SCHEMA, Row, experts_of, group_of_rows, row_of
+from grpo_mp.rollout.dump import FACTS, SCHEMA, Row, experts_of, group_of_rows, rows_of
 from grpo_mp.rollout.worker import EndedGroup, PausedGroup
 from grpo_mp.types import Prompt, SampleGroup
 
@@ -147,7 +147,7 @@ def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> 
     outputs = group.outputs if isinstance(group, PausedGroup) else ()
     samples = SampleGroup(group.prompt, group.samples, finished=isinstance(group, SampleGroup))
     rows = [_row_of_output(group.prompt, output) for output in outputs]
-    rows += [row_of(samples, sample, selected=False) for sample in samples.samples]
+    rows += rows_of(samples, selected=False)
     tokens = sum(len(row["tokens"]) for row in rows)
     if not tokens:
         return None

@@ -40,7 +40,8 @@ EndedGroup = SampleGroup | PausedGroup
 def oldest_version(group: EndedGroup, default: int) -> int:
     """Return the oldest weights that generated a token of a group; `default` where none did."""
     # What an episode was given has no weights; a response begins with what was generated, or has nothing else.
-    versions = [s.weight_versions for s in group.samples if not s.generated or s.generated[0]]
+    sequences = [sequence for sample in group.samples for sequence in sample.sequences]
+    versions = [s.weight_versions for s in sequences if not s.generated or s.generated[0]]
     if isinstance(group, PausedGroup):
         versions += [output.weight_versions for output in group.outputs]
     return min((of_part[0] for of_part in versions if of_part), default=default)
