@@ -100,8 +100,8 @@ def length_bias(infos: Sequence[SampleInfo], selected: Collection[int]) -> float
 
     Below 1: short answers were preferred. Aborted samples count with the tokens they had, so the true value is lower.
     """
-    lengths = [info.response_tokens for info in infos if info.group_id in selected]
-    return fmean(lengths) / fmean(info.response_tokens for info in infos) if lengths else 1.0
+    lengths = [info.all_response_tokens for info in infos if info.group_id in selected]
+    return fmean(lengths) / fmean(info.all_response_tokens for info in infos) if lengths else 1.0
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def score_eval_set(infos: Sequence[SampleInfo], votes: Votes | None = None) -> E
         accuracy=accuracy.value if accuracy else None,
         accuracy_error=accuracy.error if accuracy else None,
         reward=fmean(info.reward for info in infos),
-        length=fmean(info.response_tokens for info in infos),
+        length=fmean(info.all_response_tokens for info in infos),
         truncated_ratio=fmean(info.truncated for info in infos),
         unanswered=sum(info.generated_tokens == 0 for info in infos),
         problems=len(problems),

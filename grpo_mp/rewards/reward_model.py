@@ -116,7 +116,7 @@ class StepModelClient(ModelClient):
     def score_steps(self, group: SampleGroup) -> list[list[tuple[int, float]]]:
         """Score every step of every sample: (index of the step's last token, score). Raises RewardError."""
         ends = [
-            step_ends([self._decode_token(token) for token in sample.tokens], self._separator)
+            step_ends([self._decode_token(token) for token in sample.tokens], self._separator, sample.generated)
             for sample in group.samples
         ]
         prefixes = [
@@ -131,18 +131,19 @@ class StepModelClient(ModelClient):
         return [[(end, next(remaining)) for end in sample_ends] for sample_ends in ends]
 
 
-def step_ends(pieces: Sequence[str], separator: str) -> list[int]:
-    """Find the last token of each step: the one that completes the separator, and the response's last.
+def step_ends(pieces: Sequence[str], separator: str, generated: Sequence[bool] = ()) -> list[int]:
+    """Find the last token of each step: the one that completes the separator, and the last of each turn.
 
-    `pieces` are the texts of the tokens. Blank steps end with the one before them.
+    `pieces` are the texts of the tokens, `generated` whether the policy wrote them, (): all of them. What an episode
+    was given is of no step. Blank steps end with the one before them.
     """
-    ends: list[int] = []
-    text = ""
+    ends, text, own = list[int](), "", [*generated] or [True] * len(pieces)
     for index, piece in enumerate(pieces):
-        text += piece
-        if separator in text and text.strip():
+        text += piece if own[index] else ""
+        ends_turn = own[index] and not (index + 1 < len(own) and own[index + 1])
+        if text.strip() and (separator in text or ends_turn):
             ends.append(index)
             text = ""
-    if text.strip() or not ends:
-        ends.append(len(pieces) - 1)
+    if not ends:
+        ends = [index for index, is_own in enumerate(own) if is_own][-1:]
     return ends

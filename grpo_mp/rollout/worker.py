@@ -24,10 +24,14 @@ LOOK_EVERY_S = 0.1  # for groups that a lost engine gave back
 
 @dataclass(frozen=True)
 class PausedGroup:
-    """A group that is not finished: some of `outputs` are `aborted`, with the tokens after which they go on."""
+    """A group that is not finished: some of `outputs` are `aborted`, with the tokens after which they go on.
+
+    Of episodes it has those `samples` that had ended; the others begin anew.
+    """
 
     prompt: Prompt
-    outputs: tuple[EngineOutput, ...]
+    outputs: tuple[EngineOutput, ...] = ()
+    samples: tuple[Sample, ...] = ()
 
 
 EndedGroup = SampleGroup | PausedGroup
@@ -35,10 +39,11 @@ EndedGroup = SampleGroup | PausedGroup
 
 def oldest_version(group: EndedGroup, default: int) -> int:
     """Return the oldest weights that generated a token of a group; `default` where none did."""
+    # What an episode was given has no weights; a response begins with what was generated, or has nothing else.
+    sequences = [sequence for sample in group.samples for sequence in sample.sequences]
+    versions = [s.weight_versions for s in sequences if not s.generated or s.generated[0]]
     if isinstance(group, PausedGroup):
-        versions = [output.weight_versions for output in group.outputs]
-    else:  # what an episode was given has no weights; a response begins with what was generated, or has nothing else
-        versions = [s.weight_versions for s in group.samples if not s.generated or s.generated[0]]
+        versions += [output.weight_versions for output in group.outputs]
     return min((of_part[0] for of_part in versions if of_part), default=default)
 
 
@@ -128,6 +133,8 @@ class RolloutWorker:
                         groups.start(allowed, self._generate_group, gate)
                 self._interrupt(task, stream, len(groups.running) >= max_in_flight)
             while (task.pauses or task.stopped()) and groups.running:  # again: a request may have been on its way
+                if self.episodes:
+                    self.episodes.pause.set()
                 await self.client.abort_all()
                 await asyncio.wait(groups.running, timeout=ABORT_EVERY_S)
                 groups.take_finished()
@@ -201,12 +208,14 @@ class RolloutWorker:
         earlier: PausedGroup | None,
         tokens: int | None = None,
     ) -> EndedGroup:
-        """Generate a group without scoring it; one of episodes that is broken off begins anew. Raises TimeoutError."""
+        """Generate a group without scoring it; episodes that were broken off begin anew. Raises TimeoutError."""
         sampling = task.sampling_of(prompt)
         if self.episodes:
-            routed = (sampling, task.routing)
-            group = await self.episodes.run_group(prompt, group_id, task.group_size, task.step, *routed)
-            return group or PausedGroup(prompt, ())
+            of_group = (prompt, group_id, task.group_size, task.step, sampling, task.routing)
+            samples = await self.episodes.run_group(*of_group, earlier.samples if earlier else ())
+            if len(samples) < task.group_size:
+                return PausedGroup(prompt, samples=samples)
+            return SampleGroup(prompt, samples)
         async with self.client.limits.limit(self.group_timeout_s):
             if earlier:
                 outputs = await self._resume(earlier, sampling, task.routing, tokens)
@@ -248,11 +257,18 @@ class RolloutWorker:
         return replace(kept, aborted=True, truncated=False) if paused else kept
 
 
-async def pause_running(client: EngineClient, launched: LaunchedGroups) -> dict[int, EndedGroup]:
-    """Break off the groups that still run; return those that have ended. What fails is left out."""
+async def pause_running(
+    client: EngineClient, launched: LaunchedGroups, episodes: asyncio.Event | None = None
+) -> dict[int, EndedGroup]:
+    """Break off the groups that still run; return those that have ended. What fails is left out.
+
+    `episodes`: ends those, see EpisodeRunner.
+    """
     tasks = {number: group.task for number, group in launched.items() if isinstance(group, RunningGroup)}
     waiting = set(tasks.values())
     while waiting:
+        if episodes:
+            episodes.set()
         await client.abort_all()
         _, waiting = await asyncio.wait(waiting, timeout=ABORT_EVERY_S)
     ended = {number: group for number, group in launched.items() if not isinstance(group, RunningGroup)}
@@ -408,7 +424,7 @@ def as_unfinished(group: EndedGroup, group_id: int) -> SampleGroup:
     if isinstance(group, SampleGroup):
         return group
     samples = make_samples(group.prompt, group.outputs, [""] * len(group.outputs), group_id)
-    return SampleGroup(group.prompt, samples, finished=False)
+    return SampleGroup(group.prompt, (*samples, *group.samples), finished=False)
 
 
 def joined(output: EngineOutput, more: EngineOutput) -> EngineOutput:
