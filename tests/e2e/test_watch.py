@@ -38,7 +38,7 @@ def test_its_engines_hold_the_weights_of_one_update(finished_run: FinishedRun, r
     assert first.checksums
     assert first.checksums == second.checksums
     versions = [line["sync/weight_version"] for line in read_jsonl(run / "metrics.jsonl")]
-    assert first.version == second.version == str(versions[1])
+    assert first.version == second.version == f"{versions[1]:g}"
     (finding,) = check_live(finished_run.engines)
     assert finding.level is Level.OK
 
