@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.config import Settings, SftSettings
 from grpo_mp.monitor.metrics import TABLE, Metric
+from grpo_mp.monitor.rules import RULES, Rule
 from grpo_mp.planner.measured import COLUMNS, MEASURED, compare, read_measured
 from grpo_mp.section import Section, nested_sections, section_type
 from grpo_mp.simulation.published import COLUMNS as PUBLISHED_COLUMNS
@@ -30,6 +31,7 @@ GROUP_SIZES = {
     64: "Problems solved once in fifty: DeepSeekMath; pass@64 before training shows if they are solved",
 }
 METRIC_COLUMNS = ("name", "unit", "meaning", "healthy", "what to do", "known as")
+RULE_COLUMNS = ("rule", "weight", "meaning", "what to try", "source")
 SETTING_COLUMNS = ("setting", "type", "default", "description")
 TYPE_NAMES = {
     int: "integer",
@@ -103,7 +105,11 @@ def metrics_page() -> str:
         f"### {group}/\n\n{table(METRIC_COLUMNS, [_metric_cells(metric) for metric in TABLE if metric.group == group])}"
         for group in groups
     )
-    return render("monitor", metrics="\n".join(tables))
+    return render("monitor", metrics="\n".join(tables), rules=table(RULE_COLUMNS, map(_rule_cells, RULES)))
+
+
+def _rule_cells(rule: Rule) -> tuple[str, ...]:
+    return f"`{rule.name}`", str(rule.weight), rule.meaning, f"{rule.action} `{rule.setting}`", rule.source
 
 
 def _metric_cells(metric: Metric) -> tuple[str, ...]:
