@@ -16,7 +16,7 @@ from grpo_mp.simulation.planned_failures import FailureAssumptions, failure_cost
 from grpo_mp.simulation.planned_failures import describe_best as describe_saves
 from grpo_mp.simulation.planned_failures import row_of as failure_row
 from grpo_mp.simulation.scenario import Outcome, Schedule
-from grpo_mp.simulation.table import COLUMNS, describe_best, row_of
+from grpo_mp.simulation.table import COLUMNS, describe_best, rows_of
 
 
 def simulate_and_show(job: PlannedJob, lengths: Sequence[int], args: Namespace, console: Console) -> int:
@@ -34,7 +34,7 @@ def simulate_and_show(job: PlannedJob, lengths: Sequence[int], args: Namespace, 
     outcomes = list(_simulate(job, assumed, schedules, args, console))
     if not outcomes:
         raise UserError("--simulate: no schedule is possible: name numbers of GPUs that layout and engines divide")
-    console.print(table_of("A step of each schedule, simulated", COLUMNS, map(row_of, outcomes)))
+    console.print(table_of("A step of each schedule, simulated", COLUMNS, rows_of(outcomes)))
     console.print(describe_best(outcomes))
     failures = FailureAssumptions(
         args.gpu_mtbf_hours,
