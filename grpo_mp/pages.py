@@ -18,7 +18,7 @@ from grpo_mp.simulation.published import COLUMNS as PUBLISHED_COLUMNS
 from grpo_mp.simulation.published import read_comparisons
 from grpo_mp.simulation.recipes import FAILURE_COLUMNS, ON_80_GB, ON_141_GB, failures_of_recipe, simulate_recipe
 from grpo_mp.simulation.table import COLUMNS as SCHEDULE_COLUMNS
-from grpo_mp.simulation.table import describe_best, row_of
+from grpo_mp.simulation.table import describe_best, rows_of
 
 ROOT, TEMPLATES = Path(__file__).parents[1], Path(__file__).with_name("page_templates")
 CHANCES = (0.01, 0.1, 0.3, 0.5)
@@ -123,9 +123,9 @@ def planner_page() -> str:
     return render(
         "planner",
         measured=table(COLUMNS, compare(read_measured(MEASURED))),
-        schedules=table(SCHEDULE_COLUMNS, map(row_of, own)),
+        schedules=table(SCHEDULE_COLUMNS, rows_of(own)),
         best=describe_best(own),
-        colocated=table(SCHEDULE_COLUMNS, map(row_of, shared)),
+        colocated=table(SCHEDULE_COLUMNS, rows_of(shared)),
         failures=table(FAILURE_COLUMNS, failures_of_recipe(ON_141_GB)),
         published=table(PUBLISHED_COLUMNS, (comparison.cells for comparison in read_comparisons())),
     )

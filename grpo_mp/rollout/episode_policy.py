@@ -14,7 +14,7 @@ from grpo_mp.episodes.chat import ChatRenderer
 from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, RecordedSequence, Segment, ToolCall, Turn
 from grpo_mp.errors import EngineError
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
-from grpo_mp.rollout.routed_experts import joined_routed_experts
+from grpo_mp.rollout.routed_experts import joined_routed_experts, known_tokens
 from grpo_mp.types import EpisodeState, ExpertIds, Message, Prompt
 
 
@@ -90,12 +90,14 @@ class TokenSequence:
         return replace(self, segments=(*self.segments, *added), messages=tuple(messages))
 
     def answered_by(self, turn: Turn) -> "TokenSequence":
-        """Return the sequence with a turn of the policy."""
+        """Return the sequence with a turn of the policy, which brings the experts of all tokens."""
+        known = known_tokens(self.experts, self.has_turns)
+        experts = None if turn.routed_experts is None else turn.routed_experts[known:]
         return replace(
             self,
             segments=(*self.segments, Segment(turn.tokens, True, turn.logprobs, turn.weight_versions)),
             messages=(*self.messages, turn.message),
-            experts=joined_routed_experts(self.experts, turn.routed_experts, self.has_turns),
+            experts=joined_routed_experts(self.experts, experts, self.has_turns, len(turn.tokens)),
         )
 
 

@@ -34,6 +34,7 @@ from grpo_mp.rollout.speculation import speculative_arguments
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import (
     EndedGroup,
+    HealthCheck,
     LaunchedGroups,
     RolloutTask,
     RolloutWorker,
@@ -184,7 +185,8 @@ class Rollout:
             self._pause.clear()
             episodes = EpisodeRunner(self._episodes, client, self._slots or most, self._pause)
         parts = (client, scorer or self._scorer, self._tokenizer, limit_s, lose, episodes)
-        worker = RolloutWorker(*parts, settings.engine.speculative.verified_tokens, engine.has_restarted)
+        health = HealthCheck(settings.engine.health_check_interval_s, settings.engine.health_check_timeout_s)
+        worker = RolloutWorker(*parts, settings.engine.speculative.verified_tokens, engine.has_restarted, health)
         return self._loop.submit(worker.run(task, stream, max_in_flight))
 
     def pause(self, launched: LaunchedGroups) -> Mapping[int, EndedGroup]:
