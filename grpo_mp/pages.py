@@ -11,13 +11,14 @@ from pydantic.fields import FieldInfo
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.config import Settings, SftSettings
 from grpo_mp.monitor.metrics import TABLE, Metric
+from grpo_mp.monitor.rules import RULES, Rule
 from grpo_mp.planner.measured import COLUMNS, MEASURED, compare, read_measured
 from grpo_mp.section import Section, nested_sections, section_type
 from grpo_mp.simulation.published import COLUMNS as PUBLISHED_COLUMNS
 from grpo_mp.simulation.published import read_comparisons
 from grpo_mp.simulation.recipes import FAILURE_COLUMNS, ON_80_GB, ON_141_GB, failures_of_recipe, simulate_recipe
 from grpo_mp.simulation.table import COLUMNS as SCHEDULE_COLUMNS
-from grpo_mp.simulation.table import describe_best, row_of
+from grpo_mp.simulation.table import describe_best, rows_of
 
 ROOT, TEMPLATES = Path(__file__).parents[1], Path(__file__).with_name("page_templates")
 CHANCES = (0.01, 0.1, 0.3, 0.5)
@@ -30,6 +31,7 @@ GROUP_SIZES = {
     64: "Problems solved once in fifty: DeepSeekMath; pass@64 before training shows if they are solved",
 }
 METRIC_COLUMNS = ("name", "unit", "meaning", "healthy", "what to do", "known as")
+RULE_COLUMNS = ("rule", "weight", "meaning", "what to try", "source")
 SETTING_COLUMNS = ("setting", "type", "default", "description")
 TYPE_NAMES = {
     int: "integer",
@@ -103,7 +105,11 @@ def metrics_page() -> str:
         f"### {group}/\n\n{table(METRIC_COLUMNS, [_metric_cells(metric) for metric in TABLE if metric.group == group])}"
         for group in groups
     )
-    return render("monitor", metrics="\n".join(tables))
+    return render("monitor", metrics="\n".join(tables), rules=table(RULE_COLUMNS, map(_rule_cells, RULES)))
+
+
+def _rule_cells(rule: Rule) -> tuple[str, ...]:
+    return f"`{rule.name}`", str(rule.weight), rule.meaning, f"{rule.action} `{rule.setting}`", rule.source
 
 
 def _metric_cells(metric: Metric) -> tuple[str, ...]:
@@ -117,9 +123,9 @@ def planner_page() -> str:
     return render(
         "planner",
         measured=table(COLUMNS, compare(read_measured(MEASURED))),
-        schedules=table(SCHEDULE_COLUMNS, map(row_of, own)),
+        schedules=table(SCHEDULE_COLUMNS, rows_of(own)),
         best=describe_best(own),
-        colocated=table(SCHEDULE_COLUMNS, map(row_of, shared)),
+        colocated=table(SCHEDULE_COLUMNS, rows_of(shared)),
         failures=table(FAILURE_COLUMNS, failures_of_recipe(ON_141_GB)),
         published=table(PUBLISHED_COLUMNS, (comparison.cells for comparison in read_comparisons())),
     )

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -66,6 +67,9 @@ class Sample:
     # Experts that the engine chose, [total tokens - 1, MoE layers, top-k]: the last token was not computed. None: the
     # run does not ask for them, or the engine did not return them.
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
+    # An episode that forked has several sequences, and is one sample: of its last one, which has those before.
+    earlier: tuple["Sample", ...] = ()  # oldest first: tokens and step rewards; all else is said by the last
+    part: int = 0  # of an earlier sequence, its number from 1 on; 0: it is the last, or the only one
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -83,6 +87,16 @@ class Sample:
         zeros = (0,) * len(response)
         logprobs, mask = tuple(map(float, zeros)), tuple(generated)
         return cls(number, 0, tuple(prompt), tuple(response), logprobs, zeros, truncated=False, generated=mask)
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Return what identifies the sequence in the run, see SampleInfo."""
+        return (self.group_id, self.index, self.part) if self.part else (self.group_id, self.index)
+
+    @property
+    def sequences(self) -> tuple["Sample", ...]:
+        """Return all that is trained on, oldest first."""
+        return (*self.earlier, self)
 
     @property
     def given_tokens(self) -> int:
@@ -114,12 +128,12 @@ class SampleInfo:
     response_tokens: int
     reward: float
     truncated: bool
-    oldest_version: int
+    oldest_version: int  # of all its sequences
     reward_terms: dict[str, float] = field(default_factory=dict)
     step_rewards: StepRewards = ()
     prompt: int = 0  # index in the prompt set
     finished: bool = True  # False: its group was aborted
-    versions_sum: int = 0  # over its response tokens
+    versions_sum: int = 0  # over the response tokens of all its sequences
     is_correct: bool | None = None  # by the term that `reward.correct` names; None: that term says nothing about it
     has_routed_experts: bool = False
     verify_steps: int = 0  # as in Sample
@@ -127,6 +141,8 @@ class SampleInfo:
     has_own_prompt: bool = False  # another than its group's
     state: EpisodeState | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    earlier: tuple["SampleInfo", ...] = ()  # of an episode that forked, see Sample
+    part: int = 0
 
     @property
     def generated_tokens(self) -> int:
@@ -134,9 +150,26 @@ class SampleInfo:
         return self.response_tokens - self.given_tokens
 
     @property
-    def key(self) -> tuple[int, int]:
-        """Return group and index, which identify the sample in the run."""
-        return self.group_id, self.index
+    def key(self) -> tuple[int, ...]:
+        """Return group and index, which identify the sample in the run, and the part of an earlier sequence."""
+        return (self.group_id, self.index, self.part) if self.part else (self.group_id, self.index)
+
+    @property
+    def sequences(self) -> tuple["SampleInfo", ...]:
+        """Return the infos of all that is trained on, oldest first."""
+        return (*self.earlier, self)
+
+    @property
+    def all_response_tokens(self) -> int:
+        """Return the response tokens of all sequences."""
+        return sum(sequence.response_tokens for sequence in self.sequences)
+
+    @property
+    def all_step_rewards(self) -> StepRewards:
+        """Return the step rewards of all sequences; indices count on from one response to the next."""
+        starts = accumulate((sequence.response_tokens for sequence in self.sequences), initial=0)
+        pairs = zip(self.sequences, starts, strict=False)
+        return tuple((start + end, reward) for sequence, start in pairs for end, reward in sequence.step_rewards)
 
     @property
     def total_tokens(self) -> int:

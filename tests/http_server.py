@@ -27,6 +27,7 @@ class JsonServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.bodies: list[Any] = []
+        self.headers: dict[str, str] = {}  # of every answer
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def answer(self, path: str, body: Any, headers: Mapping[str, str]) -> Reply:
@@ -55,7 +56,9 @@ class Handler(BaseHTTPRequestHandler):
         self.server.bodies.append(body)
         status, text = self.server.answer(self.path, body, dict(self.headers))
         self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
+        for name, value in self.server.headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(text.encode())))
         self.end_headers()
         self.wfile.write(text.encode())
 

@@ -43,6 +43,7 @@ ORDER = (
     "log",
     "background",
     "parsers",
+    "redact",
     "user_code",
     "registry",
     "section",

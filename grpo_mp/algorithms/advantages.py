@@ -14,7 +14,7 @@ from grpo_mp.types import PerToken, SampleInfo
 
 
 class AdvantageEstimator(Protocol):
-    """Returns the advantage of each of the step's samples: a number, or [response tokens].
+    """Returns the advantage of each of the step's samples: a number, or [response tokens] of all its sequences.
 
     `samples`: all of the step, alike on every rank, groups by `group_id`; `advantage`: that section of the settings;
     `weights`: of the terms of the reward, by name. `algorithm.advantage.args` come by name.
@@ -45,10 +45,11 @@ def estimate_advantages(
         raise UserError(f"{label} returned {len(advantages)} advantages for {len(samples)} samples")
     for sample, values in zip(samples, advantages, strict=True):
         tensor = torch.as_tensor(values)
-        if tensor.shape not in ((), (sample.response_tokens,)) or not bool(tensor.isfinite().all()):
+        if tensor.shape not in ((), (sample.all_response_tokens,)) or not bool(tensor.isfinite().all()):
+            of_all = f" of its {len(sample.sequences)} sequences" if sample.earlier else ""
             raise UserError(
                 f"{label}: the advantage of sample {sample.key} has shape {list(tensor.shape)} or is not finite: "
-                f"return a number or [{sample.response_tokens}], one for each response token"
+                f"return a number or [{sample.all_response_tokens}], one for each response token{of_all}"
             )
     return advantages
 
@@ -130,13 +131,13 @@ def estimate_process(
 ) -> list[Tensor]:
     """Return [response tokens] of each sample: the sum of the normalized rewards of steps ending at or after a token.
 
-    Rewards are normalized over all steps of the group (DeepSeekMath, section 4.1.3); a group whose steps all have
-    one reward gives zeros.
+    Those of an episode's later sequences count for the tokens of all before. Rewards are normalized over all steps of
+    the group (DeepSeekMath, section 4.1.3); a group whose steps all have one reward gives zeros.
     """
-    flat = [(i, end, reward) for i, sample in enumerate(samples) for end, reward in sample.step_rewards]
+    flat = [(i, end, reward) for i, sample in enumerate(samples) for end, reward in sample.all_step_rewards]
     ids = [samples[i].group_id for i, _, _ in flat]
     normalized = outcome_advantages([reward for _, _, reward in flat], ids, advantage)
-    step_advantages = [torch.zeros(sample.response_tokens, dtype=torch.float64) for sample in samples]
+    step_advantages = [torch.zeros(sample.all_response_tokens, dtype=torch.float64) for sample in samples]
     for (i, end, _), value in zip(flat, normalized, strict=True):
         step_advantages[i][end] += value
     return [values.flip(0).cumsum(0).flip(0) for values in step_advantages]

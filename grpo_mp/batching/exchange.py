@@ -54,17 +54,17 @@ def send_groups(
 
 def redistribute(
     groups: Iterable[SampleGroup],
-    keys_by_rank: Mapping[int, Sequence[tuple[int, int]]],
+    keys_by_rank: Mapping[int, Sequence[tuple[int, ...]]],
     process_group: dist.ProcessGroup,
     replica: dist.ProcessGroup,
     replica_source: int,
-) -> dict[tuple[int, int], Sample]:
-    """Send each sample to the replica that trains on it. Every rank must call this.
+) -> dict[tuple[int, ...], Sample]:
+    """Send each sample, of an episode each sequence, to the replica that trains on it. Every rank must call this.
 
     `keys_by_rank`: the source rank of every replica -> keys of its samples. Returns this replica's samples by key;
     text and reward terms stay with the source rank.
     """
-    local_samples = {(sample.group_id, sample.index): sample for group in groups for sample in group.samples}
+    local_samples = {part.key: part for group in groups for sample in group.samples for part in sample.sequences}
     outgoing = [
         [_without_text(local_samples[key]) for key in keys_by_rank.get(rank, ()) if key in local_samples]
         for rank in range(dist.get_world_size(process_group))
@@ -72,7 +72,7 @@ def redistribute(
     received = [_all_to_all(outgoing, process_group)]
     if dist.get_world_size(replica) > 1:
         dist.broadcast_object_list(received, replica_source, group=replica)
-    return {(sample.group_id, sample.index): sample for sample in received[0]}
+    return {sample.key: sample for sample in received[0]}
 
 
 def _without_text(sample: Sample) -> Sample:
@@ -87,6 +87,7 @@ def _without_text(sample: Sample) -> Sample:
         versions,
         truncated=sample.truncated,
         generated=sample.generated,
+        part=sample.part,
     )
 
 
@@ -120,12 +121,12 @@ def _sample_info(sample: Sample, group: SampleGroup) -> SampleInfo:
         response_tokens=len(sample.tokens),
         reward=sample.reward,
         truncated=sample.truncated,
-        oldest_version=min(sample.weight_versions),
+        oldest_version=min(min(part.weight_versions) for part in sample.sequences),
         reward_terms=sample.reward_terms,
         step_rewards=sample.step_rewards,
         prompt=group.prompt.index,
         finished=group.finished,
-        versions_sum=sum(sample.weight_versions),
+        versions_sum=sum(sum(part.weight_versions) for part in sample.sequences),
         is_correct=sample.is_correct,
         has_routed_experts=sample.routed_experts is not None,
         given_tokens=sample.given_tokens,
@@ -133,4 +134,6 @@ def _sample_info(sample: Sample, group: SampleGroup) -> SampleInfo:
         state=sample.state,
         metrics=sample.metrics,
         verify_steps=sample.verify_steps,
+        earlier=tuple(_sample_info(part, group) for part in sample.earlier),
+        part=sample.part,
     )

@@ -95,13 +95,16 @@ def _launch_limit(kept: Mapping[int, bool | None], rule: AdmissionRule) -> int:
         limit = grown
 
 
-def length_bias(infos: Sequence[SampleInfo], selected: Collection[int]) -> float:
+def length_bias(infos: Sequence[SampleInfo], selected: Collection[int], aborted: Collection[int] = ()) -> float:
     """Divide the mean response length of the selected groups by that of all launched ones.
 
-    Below 1: short answers were preferred. Aborted samples count with the tokens they had, so the true value is lower.
+    Below 1: short answers were preferred. Samples that were broken off count with the tokens that are known, so the
+    true value is lower. NaN where none is known of one of the `aborted` groups, which took longest.
     """
-    lengths = [info.response_tokens for info in infos if info.group_id in selected]
-    return fmean(lengths) / fmean(info.response_tokens for info in infos) if lengths else 1.0
+    if not set(aborted) <= {info.group_id for info in infos}:
+        return math.nan
+    lengths = [info.all_response_tokens for info in infos if info.group_id in selected]
+    return fmean(lengths) / fmean(info.all_response_tokens for info in infos) if lengths else 1.0
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from grpo_mp.batching.updates import UpdatePlan, padded_size
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates, coordinates
 from grpo_mp.distributed.process_groups import Parallel, all_gather
-from grpo_mp.types import ExpertIds, RoutedExperts, SampleGroup, SampleInfo
+from grpo_mp.types import ExpertIds, RoutedExperts, Sample, SampleGroup, SampleInfo
 
 ROW_BYTES = 4
 Rows = npt.NDArray[np.int32]
@@ -33,8 +33,8 @@ def exchange_routed_experts(
     """Return the experts of each micro-batch that this rank trains on, by update. Every rank must call this.
 
     groups: of this rank's engine, out of which the experts are taken, and dropped as they are sent: one micro-batch of
-    each replica after the other; infos: of the full step, which `plan` indexes; layers: the MoE layers of this rank.
-    Rows of samples without experts are left out.
+    each replica after the other; infos: of all sequences of the step, which `plan` indexes; layers: the MoE layers of
+    this rank. Rows of samples without experts are left out.
     """
     by_key = _take(groups)
     local = {i: by_key.pop(info.key) for i, info in enumerate(infos) if info.key in by_key}
@@ -59,16 +59,19 @@ def exchange_routed_experts(
     return received
 
 
-def _take(groups: list[SampleGroup]) -> dict[tuple[int, int], ExpertIds]:
-    """Take the experts out of the groups; return them by the key of their sample."""
+def _take(groups: list[SampleGroup]) -> dict[tuple[int, ...], ExpertIds]:
+    """Take the experts out of the groups; return them by the key of their sequence."""
     taken = {}
     for number, group in enumerate(groups):
-        for sample in group.samples:
-            if sample.routed_experts is not None:
-                taken[sample.group_id, sample.index] = sample.routed_experts
-        without = tuple(replace(sample, routed_experts=None) for sample in group.samples)
-        groups[number] = replace(group, samples=without)
+        for part in (part for sample in group.samples for part in sample.sequences):
+            if part.routed_experts is not None:
+                taken[part.key] = part.routed_experts
+        groups[number] = replace(group, samples=tuple(map(_without_experts, group.samples)))
     return taken
+
+
+def _without_experts(sample: Sample) -> Sample:
+    return replace(sample, routed_experts=None, earlier=tuple(map(_without_experts, sample.earlier)))
 
 
 def _outgoing(

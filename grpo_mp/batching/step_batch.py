@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,14 +26,19 @@ UpdateBatches = list[list[MicroBatch]]
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Infos of all samples of the step, and this rank's micro-batches of each update."""
+    """Infos of all sequences of the step, and this rank's micro-batches of each update.
+
+    A sample is one sequence, but for an episode that forked: its advantage goes to all tokens of its sequences, and its
+    weight in the loss is that of one response with all of them.
+    """
 
     infos: tuple[SampleInfo, ...]
     in_loss: tuple[bool, ...]
-    advantages: tuple[PerToken, ...]  # by sample, before the KL of kl.apply_to=reward and before whitening
-    plan: tuple[UpdatePlan, ...]
+    advantages: tuple[PerToken, ...]  # by sequence, before the KL of kl.apply_to=reward and before whitening
+    plan: tuple[UpdatePlan, ...]  # of sequences
     updates: tuple[tuple[MicroBatch, ...], ...]
     unrouted_samples: int | None = None  # without the experts that routing replay R3 replays; None: no such replay
+    sample_of: tuple[int, ...] = ()  # by sequence: which of the step's samples it is of
 
 
 def assemble_step_batch(
@@ -51,50 +57,87 @@ def assemble_step_batch(
     groups: of this rank's engine; infos: of the full step, the same on every rank; step: seeds the shuffle;
     moe_layers: of this rank, for routing replay R3, which takes the experts out of `groups`.
     """
-    advantages = estimate_advantages(estimator, infos, settings.algorithm.advantage, reward_weights)
+    of_samples = estimate_advantages(estimator, infos, settings.algorithm.advantage, reward_weights)
     unlearned = {"error", "timeout"} if settings.rollout.failed == "mask" else set[str]()
     mask_truncated = settings.algorithm.filter.truncated == "mask"
-    in_loss = tuple(not ((mask_truncated and info.truncated) or info.state in unlearned) for info in infos)
-    prompts = [SamplePrompt(info.key if info.has_own_prompt else info.group_id, info.prompt_tokens) for info in infos]
-    plan = plan_updates(
-        [info.total_tokens for info in infos],
-        settings.training.updates_per_step,
-        settings.layout,
-        parallel.dp_size,
-        settings.training.max_tokens_per_microbatch,
-        hidden_size,
-        sample_order(len(infos), settings.training.shuffle, settings.run.seed, step),
-        prompts if settings.training.share_prompts else (),
-    )
+    learns = [not ((mask_truncated and info.truncated) or info.state in unlearned) for info in infos]
+    sequences = tuple(sequence for info in infos for sequence in info.sequences)
+    sample_of = tuple(i for i, info in enumerate(infos) for _ in info.sequences)
+    in_loss = tuple(learns[i] for i in sample_of)
+    advantages = _by_sequence(of_samples, [[part.response_tokens for part in info.sequences] for info in infos])
+    plan = _plan(sequences, infos, settings, parallel.dp_size, hidden_size, step)
     keys_by_rank = {
         model_parallel_ranks(data, parallel.layout, parallel.world_size)[0]: [
-            infos[i].key for update in plan for i in update.samples_of(data)
+            sequences[i].key for update in plan for i in update.samples_of(data)
         ]
         for data in range(parallel.dp_size)
     }
     samples = redistribute(groups, keys_by_rank, parallel.cpu_group, parallel.replica, parallel.replica_source)
-    index_of = {info.key: i for i, info in enumerate(infos)}
+    index_of = {info.key: i for i, info in enumerate(sequences)}
     local_samples = {index_of[key]: sample for key, sample in samples.items()}
     updates = []
     for update in plan:
-        generated_tokens = [infos[i].generated_tokens for i in update.samples]
-        update_in_loss = [in_loss[i] for i in update.samples]
-        max_response_tokens = settings.rollout.max_response_tokens
-        weights = token_weights(generated_tokens, update_in_loss, settings.algorithm, max_response_tokens)
-        loss_tokens = sum(tokens for tokens, included in zip(generated_tokens, update_in_loss, strict=True) if included)
+        numbers = list(dict.fromkeys(sample_of[i] for i in update.samples))  # those of a sample follow each other
+        tokens = [[part.generated_tokens for part in infos[number].sequences] for number in numbers]
+        totals, included = [sum(of_sample) for of_sample in tokens], [learns[number] for number in numbers]
+        weights = token_weights(totals, included, settings.algorithm, settings.rollout.max_response_tokens)
+        loss_tokens = sum(total for total, is_included in zip(totals, included, strict=True) if is_included)
         batches = microbatches(
-            update, local_samples, advantages, weights, settings.layout, parallel.coords.data, parallel.coords.context
+            update,
+            local_samples,
+            advantages,
+            _by_sequence(weights, tokens),
+            settings.layout,
+            parallel.coords.data,
+            parallel.coords.context,
         )
         updates.append(tuple(replace(batch, entropy_weight=1.0 / max(1, loss_tokens)) for batch in batches))
     unrouted_samples = None
     if settings.training.router_replay == "R3":
-        unrouted_samples = sum(not info.has_routed_experts for info in infos)
-        routed = exchange_routed_experts(groups, infos, plan, moe_layers, parallel)
+        unrouted_samples = sum(not info.has_routed_experts for info in sequences)
+        routed = exchange_routed_experts(groups, sequences, plan, moe_layers, parallel)
         updates = [
             tuple(replace(batch, routed_experts=experts) for batch, experts in zip(*pair, strict=True))
             for pair in zip(updates, routed, strict=True)
         ]
-    return StepBatch(tuple(infos), in_loss, tuple(advantages), plan, tuple(updates), unrouted_samples)
+    return StepBatch(sequences, in_loss, tuple(advantages), plan, tuple(updates), unrouted_samples, sample_of)
+
+
+def _plan(
+    sequences: Sequence[SampleInfo],
+    infos: Sequence[SampleInfo],
+    settings: Settings,
+    dp_size: int,
+    hidden_size: int,
+    step: int,
+) -> tuple[UpdatePlan, ...]:
+    """Plan the updates of a step's sequences; samples are shuffled, and divided among updates, with all they have."""
+    order = sample_order(len(infos), settings.training.shuffle, settings.run.seed, step)
+    starts = [0, *accumulate(len(info.sequences) for info in infos)]
+    return plan_updates(
+        [sequence.total_tokens for sequence in sequences],
+        settings.training.updates_per_step,
+        settings.layout,
+        dp_size,
+        settings.training.max_tokens_per_microbatch,
+        hidden_size,
+        [i for number in order for i in range(starts[number], starts[number + 1])],
+        [SamplePrompt(part.key if part.has_own_prompt else part.group_id, part.prompt_tokens) for part in sequences]
+        if settings.training.share_prompts
+        else (),
+        [len(infos[number].sequences) for number in order],
+    )
+
+
+def _by_sequence(values: Sequence[PerToken], tokens: Sequence[Sequence[int]]) -> list[PerToken]:
+    """Give each sequence the value of its sample: the number, or its part of the values of all `tokens`."""
+    parts = list[PerToken]()
+    for value, counts in zip(values, tokens, strict=True):
+        if len(counts) > 1 and (of_tokens := torch.as_tensor(value)).ndim:
+            parts += of_tokens.split(list(counts))
+        else:
+            parts += [value] * len(counts)
+    return parts
 
 
 def with_logprobs(update: Sequence[MicroBatch], outputs: Sequence[torch.Tensor], field: str) -> list[MicroBatch]:
@@ -129,24 +172,26 @@ def with_kl_in_reward(
             for update in updates
         ]
     plans = list(zip(updates, batch.plan, strict=True))
-    kl_by_sample = torch.zeros(len(batch.infos), dtype=torch.float64)
+    kl_by_sequence = torch.zeros(len(batch.infos), dtype=torch.float64)
     if parallel.is_reporting_rank:
         for update, plan in plans:
             for mb in update:
-                kl_by_sample.index_add_(0, _sample_of_token(mb, plan), cost(mb))
-    dist.all_reduce(kl_by_sample, group=parallel.cpu_group)
-    rewards = [info.reward - float(kl) for info, kl in zip(batch.infos, kl_by_sample, strict=True)]
-    ids = [info.group_id for info in batch.infos]
-    advantages = torch.tensor(outcome_advantages(rewards, ids, algorithm.advantage), dtype=torch.float64)
-    return [[_with_advantages(mb, advantages[_sample_of_token(mb, plan)]) for mb in update] for update, plan in plans]
+                kl_by_sequence.index_add_(0, _sequence_of_token(mb, plan), cost(mb))
+    dist.all_reduce(kl_by_sequence, group=parallel.cpu_group)
+    samples, sample_of = [info for info in batch.infos if not info.part], torch.tensor(batch.sample_of)
+    kl_by_sample = torch.zeros(len(samples), dtype=torch.float64).index_add(0, sample_of, kl_by_sequence)
+    rewards = [info.reward - float(kl) for info, kl in zip(samples, kl_by_sample, strict=True)]
+    ids = [info.group_id for info in samples]
+    advantages = torch.tensor(outcome_advantages(rewards, ids, algorithm.advantage), dtype=torch.float64)[sample_of]
+    return [[_with_advantages(mb, advantages[_sequence_of_token(mb, plan)]) for mb in update] for update, plan in plans]
 
 
 def _with_advantages(batch: MicroBatch, advantages: torch.Tensor) -> MicroBatch:
     return replace(batch, advantages=advantages * batch.mask)
 
 
-def _sample_of_token(batch: MicroBatch, plan: UpdatePlan) -> torch.Tensor:
-    """Return [T], the index in the step of each token's sample; arbitrary at padding."""
+def _sequence_of_token(batch: MicroBatch, plan: UpdatePlan) -> torch.Tensor:
+    """Return [T], the index in the step of each token's sequence; arbitrary at padding."""
     return torch.tensor([plan.samples[i] for i in batch.sample_ids] or [0])[batch.sequence_index.clamp(min=0)]
 
 

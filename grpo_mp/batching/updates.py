@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -34,14 +34,17 @@ def plan_updates(
     hidden_size: int,
     order: Sequence[int] | None = None,
     prompts: Sequence[SamplePrompt] = (),
+    together: Sequence[int] = (),
 ) -> tuple[UpdatePlan, ...]:
     """Divide the step's samples into `updates` parts of equal size, as near as may be, and plan each.
 
     `lengths` are tokens of prompt and response; `max_tokens` bounds one micro-batch; `order` is the permutation in
     which samples are taken (None: as they are); with `prompts`, of every sample, a shared prompt is packed once.
+    `together`: how many in this order are of one episode, and stay in one part; (): each is of its own.
     """
     order = range(len(lengths)) if order is None else order
-    bounds = [len(lengths) * part // updates for part in range(updates + 1)]
+    starts = [0, *accumulate(together or [1] * len(lengths))]
+    bounds = [starts[(len(starts) - 1) * part // updates] for part in range(updates + 1)]
     parts = [tuple(order[start:end]) for start, end in pairwise(bounds) if end > start]
     return tuple(
         UpdatePlan(

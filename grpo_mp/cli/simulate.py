@@ -10,13 +10,13 @@ from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.show import table_of
 from grpo_mp.simulation.lengths import lognormal_lengths
-from grpo_mp.simulation.planned import Assumptions, on_gpus, simulate_job
+from grpo_mp.simulation.planned import Assumptions, on_gpus, possible_stalenesses, simulate_job
 from grpo_mp.simulation.planned_failures import COLUMNS as FAILURE_COLUMNS
 from grpo_mp.simulation.planned_failures import FailureAssumptions, failure_costs
 from grpo_mp.simulation.planned_failures import describe_best as describe_saves
 from grpo_mp.simulation.planned_failures import row_of as failure_row
 from grpo_mp.simulation.scenario import Outcome, Schedule
-from grpo_mp.simulation.table import COLUMNS, describe_best, row_of
+from grpo_mp.simulation.table import COLUMNS, describe_best, rows_of
 
 
 def simulate_and_show(job: PlannedJob, lengths: Sequence[int], args: Namespace, console: Console) -> int:
@@ -30,10 +30,11 @@ def simulate_and_show(job: PlannedJob, lengths: Sequence[int], args: Namespace, 
         args.steps,
         args.seed,
     )
-    outcomes = list(_simulate(job, assumed, args, console))
+    schedules = list(_possible_schedules(args, console))
+    outcomes = list(_simulate(job, assumed, schedules, args, console))
     if not outcomes:
         raise UserError("--simulate: no schedule is possible: name numbers of GPUs that layout and engines divide")
-    console.print(table_of("A step of each schedule, simulated", COLUMNS, map(row_of, outcomes)))
+    console.print(table_of("A step of each schedule, simulated", COLUMNS, rows_of(outcomes)))
     console.print(describe_best(outcomes))
     failures = FailureAssumptions(
         args.gpu_mtbf_hours,
@@ -60,9 +61,26 @@ def _show_failures(job: PlannedJob, outcome: Outcome, failures: FailureAssumptio
     console.print(describe_saves(costs, slower))
 
 
-def _simulate(job: PlannedJob, assumed: Assumptions, args: Namespace, console: Console) -> Iterator[Outcome]:
+def _possible_schedules(args: Namespace, console: Console) -> Iterator[Schedule]:
+    """Yield the schedules that may have one of the given bounds of staleness, and print what is left out.
+
+    Raises UserError where the only one is.
+    """
+    for schedule in [Schedule(args.schedule)] if args.schedule else Schedule:
+        if possible_stalenesses(schedule, args.staleness):
+            yield schedule
+            continue
+        needs = "staleness 1" if schedule is Schedule.ONE_STEP_OFF else "a staleness of 1 or more"
+        given = ",".join(map(str, args.staleness))
+        if args.schedule:
+            raise UserError(f"--staleness {given}: {schedule} needs {needs}: add it")
+        console.print(f"left out: {schedule} with --staleness {given}: it needs {needs}")
+
+
+def _simulate(
+    job: PlannedJob, assumed: Assumptions, schedules: Sequence[Schedule], args: Namespace, console: Console
+) -> Iterator[Outcome]:
     """Yield what each schedule reaches on each number of GPUs, and print what is left out."""
-    schedules = [Schedule(args.schedule)] if args.schedule else list(Schedule)
     sync_s = make_plan(job).sync_s
     for gpus in args.gpus or [job.world_size]:
         engine_gpus = args.engine_gpus or job.settings.engine.ranks * gpus // job.world_size or None

@@ -55,7 +55,7 @@ def add_simulation_arguments(parser: Parser) -> None:
         "--spares", type=count_up_to(MAX_RANKS), default=0, help="hosts that take the place of those that fail"
     )
     group.add_argument("--repair-hours", type=non_negative, default=24.0, help="until a host that failed is back")
-    group.add_argument("--steps", type=positive_int, default=16, help="steps to play; the second half counts")
+    group.add_argument("--steps", type=positive_int, default=16, help="steps to play at least; the second half counts")
     group.add_argument("--seed", type=int, default=0, help="of lengths, filter and failures")
 
 

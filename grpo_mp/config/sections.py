@@ -247,6 +247,18 @@ class EngineConfig(Section):
     request_timeout_s: float = Field(
         600.0, gt=0, description="time limit of a request, in seconds; at least rollout.group_timeout_s"
     )
+    health_check_interval_s: float = Field(
+        30.0,
+        gt=0,
+        description="time between questions whether an engine that generates still computes, in seconds (slime "
+        "--rollout-health-check-interval); one that does costs them nothing",
+    )
+    health_check_timeout_s: float = Field(
+        300.0,
+        gt=0,
+        description="time after which an engine that has not answered them well is given up, in seconds; its groups "
+        "go to the others, see max_restarts",
+    )
     max_restarts: int = Field(
         3,
         ge=0,
@@ -386,7 +398,8 @@ class SyncConfig(Section):
     pause: PauseMode = Field(
         "retract",
         description="how running requests wait for new weights with schedule=async. retract: their cache is computed "
-        "anew by the new weights; in_place: they keep it. Requests that come later read none of it",
+        "anew by the new weights; in_place: they keep it, and those that wait for a place in the engine may read it. "
+        "Requests that come later read none of it",
     )
     check_tolerance: float | None = Field(
         None, gt=0, description="allowed mean absolute logprob difference of engine and policy, in nats; null: by dtype"

@@ -5,8 +5,10 @@ ids it came from. So only what is new is rendered, after a fixed conversation (a
 ids stay in their place.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
@@ -43,10 +45,21 @@ class ChatRenderer:
         return tokens[1:] if sampled and tokens[:1] == tuple(sampled[-1:]) else tokens
 
     def clean(self, text: str) -> str:
-        """Take the special tokens out of a text that is not the policy's: it must not begin or end a message."""
-        for token in self.tokenizer.all_special_tokens:
-            text = text.replace(token, "")
-        return text.encode("utf-8", "replace").decode()
+        """Take the tokenizer's added tokens out of a text that is not the policy's: it must not begin or end a message.
+
+        Those that are not marked as special are among them, such as DeepSeek's names of roles.
+        """
+        text = text.encode("utf-8", "replace").decode()
+        left = self._added_tokens.sub("", text)
+        while left != text:  # what was around one may be another: a space between them keeps it from being a third
+            left, text = self._added_tokens.sub(" ", left), left
+        return left
+
+    @cached_property
+    def _added_tokens(self) -> re.Pattern[str]:
+        added = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
+        marks = {token for token in (*added, *self.tokenizer.all_special_tokens) if token.strip()}  # spaces are text
+        return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)")
 
     def _render(self, messages: Sequence[Message]) -> str:
         return self.render(messages, asks=True)

@@ -13,9 +13,26 @@ class EpisodeLimitError(Exception):
     """A limit of `rollout.limits` was reached in `Policy.generate`: what the episode has so far becomes its sample."""
 
 
-def _check_reward(reward: object) -> None:
-    if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
+def _as_reward(reward: object) -> float | None:
+    number = None if reward is None else _as_float(reward)
+    if reward is not None and (number is None or not math.isfinite(number)):
         raise ValueError(f"the reward is {reward!r:.40}: a reward is a finite number, or None")
+    return number
+
+
+def _as_metric(name: object, value: object) -> float:
+    number = _as_float(value)
+    if not isinstance(name, str) or number is None:
+        raise TypeError(f"the metric {name!s:.40} is {value!r:.40}: a metric is a number, by its name")
+    return number
+
+
+def _as_float(value: object) -> float | None:
+    """Return a number of any type as the float that files and messages hold; None where it is none."""
+    try:
+        return float(value) if isinstance(value, Real) else None
+    except OverflowError:  # a whole number of more than 308 digits
+        return None
 
 
 @dataclass(frozen=True)
@@ -60,7 +77,7 @@ class Segment:
         length = len(self.tokens) if self.generated else 0
         if not len(self.logprobs) == len(self.weight_versions) == length:
             raise ValueError("a generated segment has a logprob and a weight version for each token, a given one none")
-        _check_reward(self.reward)
+        object.__setattr__(self, "reward", _as_reward(self.reward))
 
 
 @dataclass(frozen=True)
@@ -87,12 +104,20 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class RecordedSequence:
+    """Segments of a sequence that a later prompt did not go on from."""
+
+    segments: tuple[Segment, ...]
+    routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
 class Episode:
     """The segments of a rollout, the first of them the prompt, and what came of it.
 
     `reward`: what `reward.episode` weighs; None: the other terms decide. `metrics`: any numbers, whose mean over the
     step's episodes is logged. `answer`: the text that rewards judge. `forks`: times that a prompt did not go on from
-    the sequence before, which was dropped.
+    the sequence before: that is one of `earlier`, oldest first, and `segments` are of the last. All are trained on.
     """
 
     segments: tuple[Segment, ...]
@@ -104,21 +129,28 @@ class Episode:
     turns: int = 0
     forks: int = 0
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
+    earlier: tuple[RecordedSequence, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_reward(self.reward)
-        for name, value in self.metrics.items():
-            if not isinstance(value, Real):
-                raise TypeError(f"the metric {name} is {value!r:.40}: a metric is a number")
+        object.__setattr__(self, "reward", _as_reward(self.reward))
+        metrics = {name: _as_metric(name, value) for name, value in self.metrics.items()}
+        object.__setattr__(self, "metrics", metrics)
 
     def with_step_rewards(self, rewards: Sequence[float]) -> "Episode":
         """Return the episode with one reward for each generated segment, in their order. Raises ValueError."""
-        generated = sum(part.generated for part in self.segments)
+        all_segments = [*(sequence.segments for sequence in self.earlier), self.segments]
+        generated = sum(part.generated for segments in all_segments for part in segments)
         if len(rewards) != generated:
             raise ValueError(f"{len(rewards)} rewards for {generated} generated segments: give one for each turn")
         left = iter(rewards)
-        segments = tuple(replace(part, reward=next(left)) if part.generated else part for part in self.segments)
-        return replace(self, segments=segments)
+        *earlier, segments = [
+            tuple(replace(part, reward=next(left)) if part.generated else part for part in segments)
+            for segments in all_segments
+        ]
+        sequences = zip(self.earlier, earlier, strict=True)
+        return replace(
+            self, segments=segments, earlier=tuple(replace(before, segments=own) for before, own in sequences)
+        )
 
 
 @dataclass(frozen=True)
@@ -155,7 +187,7 @@ class Policy(Protocol):
         `tools`: JSON schemas of those that the policy may call in it; None: those of `rollout.tools`.
 
         Sampled tokens are kept as they are: only messages after the last turn are rendered. Where the conversation
-        does not go on from the one before, a new sequence begins and is counted as a fork.
+        does not go on from the one before, a new sequence begins and is counted as a fork; both are trained on.
         Raises EpisodeLimitError where turns, tokens or time are used up, ValueError where another turn is generated.
         """
 

@@ -76,7 +76,7 @@ class ToolKit:
     async def open(self, limit_s: float, characters: int, where: Callable[[], str] = str) -> "EpisodeTools":
         """Make the tools of one episode: `limit_s` bounds a call, `characters` its result; `where`: task and turn."""
         environments = tuple([await self.threads.call(make, {}, limit_s) for make in self.classes])
-        methods = [tool for environment in environments for tool in _methods(environment)]
+        methods = [getattr(environment, name) for environment in environments for name in _methods(type(environment))]
         return EpisodeTools(
             {tool.__name__: tool for tool in (*self.functions, *methods)},
             environments,
@@ -148,7 +148,7 @@ def load_tools(paths: Sequence[str]) -> ToolKit:
         loaded = load_attribute(path, label)
         if isinstance(loaded, type):
             classes.append(loaded)
-            schemas += [_schema(tool, label) for tool in _methods(loaded)]
+            schemas += [_schema(getattr(loaded, name), label) for name in _methods(loaded)]
         elif callable(loaded):
             functions.append(loaded)
             schemas.append(_schema(loaded, label))
@@ -160,9 +160,10 @@ def load_tools(paths: Sequence[str]) -> ToolKit:
     return ToolKit(tuple(functions), tuple(classes), tuple(schemas))
 
 
-def _methods(owner: Any) -> list[Callable[..., Any]]:
-    members = inspect.getmembers(owner, callable)
-    return [member for name, member in members if not name.startswith("_") and name != "reset"]
+def _methods(owner: type) -> list[str]:
+    """Return the names of a class's tools: what an instance holds beside its methods is no tool."""
+    members = inspect.getmembers(owner, inspect.isroutine)
+    return [name for name, _ in members if not name.startswith("_") and name != "reset"]
 
 
 def _schema(tool: Callable[..., Any], label: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Votes = Mapping[tuple[int, int], int | None]  # sample -> number of its answer, unique in its problem; None: no answer
+Votes = Mapping[tuple[int, ...], int | None]  # sample -> number of its answer, unique in its problem; None: no answer
 INCHES = (6.0, 4.0)  # of a set's plot
 COLORS = {"before": "tab:gray", "after": "tab:blue"}
 
@@ -56,7 +56,7 @@ def score_eval_set(infos: Sequence[SampleInfo], votes: Votes | None = None) -> E
         accuracy=accuracy.value if accuracy else None,
         accuracy_error=accuracy.error if accuracy else None,
         reward=fmean(info.reward for info in infos),
-        length=fmean(info.response_tokens for info in infos),
+        length=fmean(info.all_response_tokens for info in infos),
         truncated_ratio=fmean(info.truncated for info in infos),
         unanswered=sum(info.generated_tokens == 0 for info in infos),
         problems=len(problems),

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,13 +15,12 @@ from grpo_mp.errors import UserError
 from grpo_mp.files import write_atomically
 from grpo_mp.monitor.curves import tensorboard_layout
 from grpo_mp.monitor.metrics import find_metric
+from grpo_mp.redact import without_secrets
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PACKAGES = ("wandb", "mlflow", "trackio")  # of the loggers of these names
-SECRET = re.compile(r"(^|[_-])(key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
-LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # in an address
 
 
 @runtime_checkable
@@ -146,16 +144,6 @@ def open_loggers(
                 f"monitor.loggers: {type(logger).__name__} lacks a method: inherit from grpo_mp.monitor.loggers.Logger"
             )
     return loggers
-
-
-def without_secrets(value: Any) -> Any:
-    """Return settings as they may leave the machine: no value of a name like `api_key`, no password in an address."""
-    if isinstance(value, Mapping):
-        shown = {name: None if SECRET.search(name) else without_secrets(inner) for name, inner in value.items()}
-        return {LOGIN.sub("", name): inner for name, inner in shown.items()}
-    if isinstance(value, list):
-        return [without_secrets(inner) for inner in value]
-    return LOGIN.sub("", value) if isinstance(value, str) else value
 
 
 def write_metrics(

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def write_samples(
-    run_folder: Path, step: int, groups: Iterable[SampleGroup], tokens: Mapping[tuple[int, int], Any] | None = None
+    run_folder: Path, step: int, groups: Iterable[SampleGroup], tokens: Mapping[tuple[int, ...], Any] | None = None
 ) -> None:
     """Write every sample of a step into `<run>/samples/step_000012.jsonl`.
 
@@ -52,7 +52,7 @@ def append_samples(file: Path, name: str, groups: Iterable[SampleGroup]) -> None
         lines.writelines(sample_lines(groups, {}, set=name))
 
 
-def sample_lines(groups: Iterable[SampleGroup], tokens: Mapping[tuple[int, int], Any], **columns: Any) -> Iterator[str]:
+def sample_lines(groups: Iterable[SampleGroup], tokens: Mapping[tuple[int, ...], Any], **columns: Any) -> Iterator[str]:
     """Yield every sample as a line of JSON, after `columns`; objects that JSON lacks are written as text."""
     for group in groups:
         for sample in group.samples:

@@ -9,10 +9,10 @@ from typing import Any
 
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.score import EvalScore, read_scores
-from grpo_mp.monitor.loggers import without_secrets
 from grpo_mp.monitor.samples import evenly_spaced
 from grpo_mp.monitor.timeline import Span, close_open_spans, read_trace
 from grpo_mp.reading import parse_json, read_text, read_yaml
+from grpo_mp.redact import without_secrets
 
 SAMPLE_FILES = 40  # that are read of a run: at even distances, the last among them
 RANKS = 16  # whose traces are read

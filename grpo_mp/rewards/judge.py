@@ -16,6 +16,7 @@ import httpx
 
 from grpo_mp.background import EventLoopThread
 from grpo_mp.errors import UserError, one_line
+from grpo_mp.redact import mask_headers, split_login
 from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.reward_model import read_api_key
 from grpo_mp.rewards.settings import JUDGE_FIELDS, JUDGE_TEMPLATE, JudgeConfig
@@ -40,13 +41,15 @@ class Judge:
     def __init__(self, settings: JudgeConfig) -> None:
         """Open the cache, and no connection yet. Raises UserError for a missing key or a cache that cannot be used."""
         self._settings = settings
-        self._key = read_api_key("reward.judge", settings.api_key_env)
-        self._endpoint = f"{settings.url.rstrip('/')}{PATH}"
+        key = read_api_key("reward.judge", settings.api_key_env)
+        url, login = split_login(settings.url)
+        self._endpoint = f"{url.rstrip('/')}{PATH}"
+        self._headers = ({"Authorization": f"Bearer {key}"} if key else {}) | login
         self._http = httpx.AsyncClient(
             timeout=None,  # the limit below is of the whole request
             # A proxy of the environment would be asked for loopback addresses, too.
             trust_env=urlsplit(settings.url).hostname not in LOOPBACK,
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            headers=self._headers,
             limits=httpx.Limits(max_connections=settings.concurrent_requests),
         )
         self._slots = asyncio.Semaphore(settings.concurrent_requests)
@@ -134,16 +137,18 @@ class Judge:
                 )
         except TimeoutError:
             raise NoVerdictError(f"gave no answer in reward.judge.timeout_s={self._settings.timeout_s:g} s") from None
-        except httpx.TransportError as error:
-            raise NoVerdictError(f"gave no answer ({type(error).__name__}: {error})") from error
-        shown = one_line(reply.text.replace(self._key, "***") if self._key else reply.text)
+        except httpx.HTTPError as error:  # no connection, or a body that cannot be unpacked
+            raise NoVerdictError(f"gave no answer ({type(error).__name__}: {one_line(error)})") from error
+        shown = one_line(mask_headers(reply.text, self._headers))
         if not reply.is_success:
             is_final = reply.status_code < 500 and reply.status_code not in (408, 429)
             raise NoVerdictError(f"answered status {reply.status_code}: {shown}", is_final)
         try:
             text = reply.json()["choices"][0]["message"]["content"]
-        except (ValueError, TypeError, LookupError) as error:
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
             raise NoVerdictError(f"answered no chat completion: {shown!r}") from error
+        if not isinstance(text, str | None):
+            raise NoVerdictError(f"answered with a content that is no text, {type(text).__name__}: {shown!r}")
         return text or ""
 
     def _read_value(self, text: str) -> float:
@@ -167,12 +172,12 @@ def read_number(text: str, settings: JudgeConfig) -> float | None:
         found = [value[settings.json_key] for value in json_objects(text) if settings.json_key in value]
     try:
         return float(found[-1]) if found and not isinstance(found[-1], bool) else None
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):  # the last: of an integer of hundreds of digits
         return None
 
 
 def json_objects(text: str) -> list[dict[str, Any]]:
-    """Return the JSON objects in a text, without those inside of others."""
+    """Return the JSON objects in a text, without those inside of others; up to one nested too deeply to be read."""
     objects, decoder, position = list[dict[str, Any]](), json.JSONDecoder(), text.find("{")
     while position >= 0:
         try:
@@ -180,6 +185,8 @@ def json_objects(text: str) -> list[dict[str, Any]]:
             objects.append(value)
         except ValueError:
             end = position + 1
+        except RecursionError:
+            break
         position = text.find("{", end)
     return objects
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from grpo_mp.errors import UserError, one_line
+from grpo_mp.redact import mask_headers, split_login
 from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.settings import RewardModelConfig, StepModelConfig
 from grpo_mp.types import SampleGroup
@@ -43,7 +44,8 @@ class ModelClient:
         """Open no connection yet: the server may come up later. Raises UserError where the key is not set."""
         self._retries = settings.retries
         key = read_api_key(self.section, settings.api_key_env)
-        self._servers = cycle([Server(settings.url or "", {"Authorization": f"Bearer {key}"} if key else {})])
+        url, login = split_login(settings.url or "")
+        self._servers = cycle([Server(url, ({"Authorization": f"Bearer {key}"} if key else {}) | login)])
         # trust_env is off: a proxy of the environment would be asked for loopback addresses, too.
         self._http = httpx.Client(
             timeout=settings.timeout_s,
@@ -68,29 +70,30 @@ class ModelClient:
 
     def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """Return one score per sequence of token ids, read at its last token. Raises RewardError as `values` does."""
-        endpoint, reply = self._post({"input_ids": [list(sequence) for sequence in sequences]})
+        endpoint, reply, shown = self._post({"input_ids": [list(sequence) for sequence in sequences]})
         try:
             vectors = [entry["embedding"] for entry in reply.json()]
             scores = [float(score) for (score,) in vectors]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
             raise RewardError(
-                f"{endpoint} answered {one_line(reply.text)!r}, not one score per sequence: "
-                "serve a model with one label"
+                f"{endpoint} answered {shown!r}, not one score per sequence: serve a model with one label"
             ) from error
         return scores
 
-    def _post(self, body: dict[str, Any]) -> tuple[str, httpx.Response]:
+    def _post(self, body: dict[str, Any]) -> tuple[str, httpx.Response, str]:
+        """Return the endpoint, its reply, and that as it may be shown. Raises RewardError."""
         server, failure = next(self._servers), ""
         endpoint = f"{server.url.rstrip('/')}{PATH}"
         for _ in range(self._retries + 1):
             try:
                 reply = self._http.post(endpoint, json=body, headers=server.headers)
-            except httpx.TransportError as error:
-                failure = f"gave no answer ({type(error).__name__}: {error})"
+            except httpx.HTTPError as error:  # no connection, or a body that cannot be unpacked
+                failure = f"gave no answer ({type(error).__name__}: {one_line(error)})"
                 continue
+            shown = one_line(mask_headers(reply.text, server.headers))
             if reply.is_success:
-                return endpoint, reply
-            failure = f"answered status {reply.status_code}: {one_line(reply.text)}"
+                return endpoint, reply, shown
+            failure = f"answered status {reply.status_code}: {shown}"
             if reply.status_code < 500 and reply.status_code != 429:
                 break
         raise RewardError(f"{endpoint} {failure}")
@@ -113,7 +116,7 @@ class StepModelClient(ModelClient):
     def score_steps(self, group: SampleGroup) -> list[list[tuple[int, float]]]:
         """Score every step of every sample: (index of the step's last token, score). Raises RewardError."""
         ends = [
-            step_ends([self._decode_token(token) for token in sample.tokens], self._separator)
+            step_ends([self._decode_token(token) for token in sample.tokens], self._separator, sample.generated)
             for sample in group.samples
         ]
         prefixes = [
@@ -128,18 +131,19 @@ class StepModelClient(ModelClient):
         return [[(end, next(remaining)) for end in sample_ends] for sample_ends in ends]
 
 
-def step_ends(pieces: Sequence[str], separator: str) -> list[int]:
-    """Find the last token of each step: the one that completes the separator, and the response's last.
+def step_ends(pieces: Sequence[str], separator: str, generated: Sequence[bool] = ()) -> list[int]:
+    """Find the last token of each step: the one that completes the separator, and the last of each turn.
 
-    `pieces` are the texts of the tokens. Blank steps end with the one before them.
+    `pieces` are the texts of the tokens, `generated` whether the policy wrote them, (): all of them. What an episode
+    was given is of no step. Blank steps end with the one before them.
     """
-    ends: list[int] = []
-    text = ""
+    ends, text, own = list[int](), "", [*generated] or [True] * len(pieces)
     for index, piece in enumerate(pieces):
-        text += piece
-        if separator in text and text.strip():
+        text += piece if own[index] else ""
+        ends_turn = own[index] and not (index + 1 < len(own) and own[index + 1])
+        if text.strip() and (separator in text or ends_turn):
             ends.append(index)
             text = ""
-    if text.strip() or not ends:
-        ends.append(len(pieces) - 1)
+    if not ends:
+        ends = [index for index, is_own in enumerate(own) if is_own][-1:]
     return ends

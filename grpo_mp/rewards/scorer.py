@@ -31,7 +31,7 @@ from grpo_mp.rewards.math import answer_numbers
 from grpo_mp.rewards.reward_model import Decode, Server, StepModelClient
 from grpo_mp.rewards.settings import DATA_SET, EPISODE, STEPS, RewardConfig, StepModelConfig
 from grpo_mp.rewards.terms import BuiltInTerms
-from grpo_mp.types import SampleGroup, StepRewards
+from grpo_mp.types import Sample, SampleGroup, StepRewards
 
 SHOWN_CHARACTERS = 300
 Extras = dict[str, list[Any]]  # what functions gave to log_extra for one group, by column
@@ -163,7 +163,7 @@ class Scorer:
             replace(
                 sample,
                 reward=total,
-                reward_terms=scored | _mean_of(steps),
+                reward_terms=scored | _mean_of(sample, steps),
                 step_rewards=steps,
                 extra={column: values[i] for column, values in final_extras.items()},
                 is_correct=scored[rule.term] >= rule.min_value
@@ -193,7 +193,7 @@ class Scorer:
             replace(
                 sample,
                 reward=sample.reward + total,
-                reward_terms={**sample.reward_terms, **scored, **_mean_of(steps)},
+                reward_terms={**sample.reward_terms, **scored, **_mean_of(sample, steps)},
                 step_rewards=steps,
             )
             for sample, total, scored, steps in rows
@@ -201,7 +201,8 @@ class Scorer:
         return self._fill_in(replace(group, samples=tuple(samples)), weights)
 
     def _weights(self, group: SampleGroup) -> Mapping[str, float]:
-        return self._set_weights.get(group.prompt.columns.get(DATA_SET, ""), self.term_weights)
+        name = group.prompt.columns.get(DATA_SET)  # a row's own column of that name may hold anything
+        return self._set_weights.get(name, self.term_weights) if isinstance(name, str) else self.term_weights
 
     def _totals(
         self,
@@ -357,6 +358,7 @@ class Scorer:
         )
 
 
-def _mean_of(steps: StepRewards) -> dict[str, float]:
-    """Return the mean of a sample's step rewards as it is shown among the terms."""
-    return {STEPS: statistics.fmean(reward for _, reward in steps)} if steps else {}
+def _mean_of(sample: Sample, steps: StepRewards) -> dict[str, float]:
+    """Return the mean of a sample's step rewards as it is shown among the terms; `steps`: of its last sequence."""
+    rewards = [reward for of_one in (*(part.step_rewards for part in sample.earlier), steps) for _, reward in of_one]
+    return {STEPS: statistics.fmean(rewards)} if rewards else {}

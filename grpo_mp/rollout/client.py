@@ -27,6 +27,7 @@ HEALTH_LIMIT_S = 30.0  # the engine itself gives up after 20
 # Updates are not for the layer that drafts in speculative decoding: its embedding and head are the model's tensors, and
 # the rest of it is not trained.
 TARGET = {"selector": "target"}
+OUT_OF_MEMORY = "out of memory"  # what torch says; an engine that says it may be started again
 REQUIRED_ROUTES = (
     "/generate",
     "/flush_cache",
@@ -122,7 +123,8 @@ class EngineOutput:
     aborted: bool = False  # ended by `abort_all`; may have no tokens
     verify_steps: int = 0  # of speculative decoding, each of which yields one token or more
     cached_tokens: int = 0  # prompt tokens taken from the radix cache
-    routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)  # as in Sample
+    # As in Sample; of a response that goes on without those that are known.
+    routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
 
     def has(self, tokens: int | None, step_tokens: int) -> bool:
         """Return whether a part up to `tokens` has them, but for those of its last step, which are drawn again."""
@@ -163,8 +165,9 @@ class EngineClient:
         self._cache_key = "0"  # of prefixes in the radix cache: none is read by other weights than those it is from
 
     async def aclose(self) -> None:
-        """Close the connections."""
+        """Close the connections; requests that wait for the end of a pause say that the engine was lost."""
         await self._http.aclose()
+        self.limits.resume()
 
     async def capabilities(self) -> Capabilities:
         """Ask, once, what this SGLang can do. Raises UserError where it lacks a required route."""
@@ -178,25 +181,31 @@ class EngineClient:
         return self._capabilities
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, count: int = 1, routing: ModelShape | None = None
+        self,
+        prompt_tokens: Sequence[int],
+        sampling: SamplingParams,
+        count: int = 1,
+        routing: ModelShape | None = None,
+        routed_tokens: int = 0,
     ) -> list[EngineOutput]:
         """Draw `count` responses to one prompt, in one call: without seeds, the prompt is computed once.
 
-        With `routing`, the shape of the model, also return the experts of each token. A call that is cancelled ends
-        its responses in the engine, too, within seconds.
+        With `routing`, the shape of the model, also return the experts of each token but the first `routed_tokens`,
+        which are known. While generation is paused the request waits here. A call that is cancelled ends its
+        responses in the engine, too, within seconds.
         """
         body = {
             "input_ids": [list(prompt_tokens)] * count if sampling.seeds else list(prompt_tokens),
             "sampling_params": sampling.as_json(count),
             "return_logprob": True,
             "return_routed_experts": routing is not None,
-            "extra_key": self._cache_key,
+            "routed_experts_start_len": routed_tokens,
         }
         reply = await self._generate(body)
         outputs = reply if isinstance(reply, list) else [reply]
         if len(outputs) != count:
             raise self._error("/generate", f"returned {len(outputs)} responses where {count} were asked for")
-        return [self._parse_output(output, len(prompt_tokens), routing) for output in outputs]
+        return [self._parse_output(output, len(prompt_tokens), routing, routed_tokens) for output in outputs]
 
     async def check_routed_experts(self, routing: ModelShape) -> None:
         """Raise UserError where a response comes without the experts of its tokens."""
@@ -263,7 +272,10 @@ class EngineClient:
         self._check_status("/health_generate", reply)
 
     async def pause_generation(self, mode: PauseMode) -> None:
-        """Let running requests wait, and those that come; with `retract` they give up their cache."""
+        """Let running requests wait, and those that come; with `retract` they give up their cache.
+
+        With `in_place` those that the engine has not begun yet may read what running ones keep.
+        """
         self.limits.pause()
         await self._call("POST", "/pause_generation", {"mode": mode})
 
@@ -327,13 +339,15 @@ class EngineClient:
         """Take the memory back; weights come back undefined and must be sent."""
         await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
-    def _parse_output(self, output: dict[str, Any], prompt_tokens: int, routing: ModelShape | None) -> EngineOutput:
+    def _parse_output(
+        self, output: dict[str, Any], prompt_tokens: int, routing: ModelShape | None, routed_tokens: int = 0
+    ) -> EngineOutput:
         meta = output["meta_info"]
         pairs = meta["output_token_logprobs"] or []
         tokens = tuple(entry[1] for entry in pairs)
         if list(tokens) != list(output["output_ids"]):
             raise self._error("/generate", "output_ids and output_token_logprobs name different tokens")
-        reason = (meta["finish_reason"] or {}).get("type")
+        reason, computed = (meta["finish_reason"] or {}).get("type"), prompt_tokens + len(tokens) - 1
         return EngineOutput(
             tokens=tokens,
             logprobs=tuple(math.nan if entry[0] is None else entry[0] for entry in pairs),
@@ -342,7 +356,7 @@ class EngineClient:
             aborted=reason == "abort",
             verify_steps=meta.get("spec_verify_ct", 0),
             cached_tokens=meta.get("cached_tokens", 0),
-            routed_experts=read_routed_experts(meta, prompt_tokens + len(tokens) - 1, routing) if routing else None,
+            routed_experts=read_routed_experts(meta, computed, routing, routed_tokens) if routing else None,
         )
 
     async def _post(self, path: str, body: dict[str, Any]) -> None:
@@ -356,7 +370,10 @@ class EngineClient:
     async def _generate(self, body: dict[str, Any]) -> Any:
         try:
             async with self.limits.limit(self._timeout_s):
-                reply = await self._request("POST", "/generate", body, math.inf)
+                # A request that came to the engine during a pause would have the key of the weights before.
+                await self.limits.wait_until_going()
+                keyed = body | {"extra_key": self._cache_key}
+                reply = await self._request("POST", "/generate", keyed, math.inf)
         except TimeoutError as error:
             raise self._timeout("/generate", self._timeout_s) from error
         return self._check_status("/generate", reply)
@@ -378,15 +395,16 @@ class EngineClient:
     def _check_status(self, path: str, reply: httpx.Response) -> Any:
         content = _parse_body(reply)
         if reply.status_code != httpx.codes.OK:
-            sentence = self._sentence(path, f"status {reply.status_code}: {_error_message(content)}")
-            raise (EngineError if reply.is_server_error else UserError)(sentence)
+            message = f"status {reply.status_code}: {_error_message(content)}"
+            raise EngineError(self._sentence(path, message)) if reply.is_server_error else self._error(path, message)
         return content
 
     def _timeout(self, path: str, limit_s: float) -> EngineTimeout:
         return EngineTimeout(f"engine {self.index}: {path} did not answer within {limit_s:g} s")
 
     def _error(self, path: str, message: str) -> UserError:
-        return UserError(self._sentence(path, message))
+        kind = EngineError if OUT_OF_MEMORY in message.lower() else UserError
+        return kind(self._sentence(path, message))
 
     def _sentence(self, path: str, message: str) -> str:
         return f"engine {self.index}: {path}: {message[:MESSAGE_CHARACTERS]}"

@@ -1,4 +1,7 @@
-"""Groups in a Parquet file, a row a sample and a row group a group: all that a step trains on, bit for bit."""
+"""Groups in a Parquet file, a row a sample and a row group a group: all that a step trains on, bit for bit.
+
+An episode that forked has a row for each of its sequences; that of the last has all that is not of their tokens.
+"""
 
 import hashlib
 import json
@@ -6,6 +9,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,7 @@ SCHEMA = pa.schema(
     {
         "group_id": pa.int64(),
         "index": pa.int32(),
+        "part": pa.int32(),  # of an episode that forked: number of an earlier sequence, which is above its last; 0
         "selected": pa.bool_(),  # the step trains on it
         "finished": pa.bool_(),
         "prompt_index": pa.int64(),
@@ -67,7 +72,7 @@ def write_groups(file: Path, groups: Iterable[SampleGroup], selected: Collection
     schema = SCHEMA.with_metadata({FACTS: facts.encode()})
     with checked_file(file) as temporary, parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
         for group in groups:
-            rows = [row_of(group, sample, sample.group_id in selected) for sample in group.samples]
+            rows = rows_of(group, bool(group.samples) and group.samples[0].group_id in selected)
             if rows:
                 writer.write_table(pa.Table.from_pylist(rows, schema))
 
@@ -126,10 +131,14 @@ def _damaged(file: Path, error: Exception) -> UserError:
     return UserError(f"{file}: damaged, or no rollouts that rollout.dump wrote ({one_line(error, 200)}): copy it again")
 
 
-def row_of(group: SampleGroup, sample: Sample, selected: bool) -> Row:
-    """Return a sample as a row of SCHEMA."""
+def rows_of(group: SampleGroup, selected: bool) -> list[Row]:
+    """Return the samples of a group as rows of SCHEMA."""
+    return [_row_of(group, part, selected) for sample in group.samples for part in sample.sequences]
+
+
+def _row_of(group: SampleGroup, sample: Sample, selected: bool) -> Row:
     prompt, experts = group.prompt, sample.routed_experts
-    return {name: vars(sample)[name] for name in (*LISTS, *OTHERS)} | {
+    return {name: vars(sample)[name] for name in (*LISTS, *OTHERS, "part")} | {
         "selected": selected,
         "finished": group.finished,
         "prompt_index": prompt.index,
@@ -153,10 +162,17 @@ def group_of_rows(rows: Sequence[Row], prompt: Prompt | None = None) -> SampleGr
     first = rows[0]
     tokens = tuple(first["group_prompt_tokens"] or first["prompt_tokens"])
     written = Prompt(first["prompt_index"], first["prompt"], tokens, first["answer"])
-    return SampleGroup(prompt or written, tuple(map(_sample, rows)), first["finished"])
+    samples, earlier = list[Sample](), list[Sample]()
+    for row in rows:
+        if row.get("part"):  # files of versions before forks were kept have no such column
+            earlier.append(_sample(row, row["part"]))
+        else:
+            samples.append(replace(_sample(row), earlier=tuple(earlier)))
+            earlier = []
+    return SampleGroup(prompt or written, tuple(samples), first["finished"])
 
 
-def _sample(row: Row) -> Sample:
+def _sample(row: Row, part: int = 0) -> Sample:
     messages: list[Message] = json.loads(row["messages"])
     same: Row = {name: row[name] for name in OTHERS} | {name: tuple(row[name]) for name in LISTS}
     return Sample(
@@ -169,6 +185,7 @@ def _sample(row: Row) -> Sample:
         messages=tuple(messages),
         extra=json.loads(row["extra"]),
         routed_experts=experts_of(row["routed_experts"], row["routed_experts_shape"]),
+        part=part,
     )
 
 

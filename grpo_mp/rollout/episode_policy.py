@@ -11,10 +11,10 @@ from typing import Any
 from grpo_mp.config.sections import EpisodeLimits
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.episodes.chat import ChatRenderer
-from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, Segment, ToolCall, Turn
+from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, RecordedSequence, Segment, ToolCall, Turn
 from grpo_mp.errors import EngineError
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
-from grpo_mp.rollout.routed_experts import joined_routed_experts
+from grpo_mp.rollout.routed_experts import joined_routed_experts, known_tokens
 from grpo_mp.types import EpisodeState, ExpertIds, Message, Prompt
 
 
@@ -43,12 +43,14 @@ class EpisodeWatch:
     stopped_by: EngineError | EpisodeAbortedError | None = None  # whatever the rollout function made of it
     _generating: int = 0
     _deadline: float | None = None
+    _since: float = 0.0
 
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Let the clock stand still: a hanging engine is no slow episode."""
+        now = asyncio.get_running_loop().time
         if not self._generating:
-            self._deadline = self.clock.when()
+            self._deadline, self._since = self.clock.when(), now()
             self.clock.reschedule(None)
         self._generating += 1
         try:
@@ -58,8 +60,8 @@ class EpisodeWatch:
             raise
         finally:
             self._generating -= 1
-            if not self._generating:
-                self.clock.reschedule(self._deadline)
+            if not self._generating and self._deadline is not None:
+                self.clock.reschedule(self._deadline + now() - self._since)
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,14 @@ class TokenSequence:
         return replace(self, segments=(*self.segments, *added), messages=tuple(messages))
 
     def answered_by(self, turn: Turn) -> "TokenSequence":
-        """Return the sequence with a turn of the policy."""
+        """Return the sequence with a turn of the policy, which brings the experts of all tokens."""
+        known = known_tokens(self.experts, self.has_turns)
+        experts = None if turn.routed_experts is None else turn.routed_experts[known:]
         return replace(
             self,
             segments=(*self.segments, Segment(turn.tokens, True, turn.logprobs, turn.weight_versions)),
             messages=(*self.messages, turn.message),
-            experts=joined_routed_experts(self.experts, turn.routed_experts, self.has_turns),
+            experts=joined_routed_experts(self.experts, experts, self.has_turns, len(turn.tokens)),
         )
 
 
@@ -110,7 +114,7 @@ class EpisodePolicy:
     _answer: str = ""
     _cut: bool = False
     turns: int = 0  # so far
-    _forks: int = 0
+    _earlier: list[TokenSequence] = field(default_factory=list)  # that the conversation did not go on from
     _calls: int = 0
 
     def __post_init__(self) -> None:
@@ -142,11 +146,13 @@ class EpisodePolicy:
         self._generates = True
         try:
             given = self._after_tokens(tuple(tokens)) if tokens is not None else self._after(messages or (), tools)
-            output = await self._sample(given.tokens, self._bound(given, max_tokens))
-            turn = await self._as_turn(output, given.renderer or self.context.renderer)
+            with self.watch.generating():
+                output = await self._sample(given.tokens, self._bound(given, max_tokens))
+                turn = await self._as_turn(output, given.renderer or self.context.renderer)
         finally:
             self._generates = False
-        self._forks += self._sequence.has_turns and not given.has_turns
+        if self._sequence.has_turns and not given.has_turns:
+            self._earlier.append(self._sequence)
         self.turns += 1
         self._sequence, self._answer, self._cut = given.answered_by(turn), turn.text, not turn.finished
         return turn
@@ -166,8 +172,9 @@ class EpisodePolicy:
             self._answer,
             self._sequence.messages[self._sequence.prompt_messages :],
             self.turns,
-            self._forks,
+            len(self._earlier),
             self._sequence.experts,
+            tuple(RecordedSequence(before.segments, before.experts) for before in self._earlier),
         )
 
     def unrecorded(self) -> "EpisodePolicy":
@@ -223,10 +230,9 @@ class EpisodePolicy:
     async def _sample(self, tokens: tuple[int, ...], max_tokens: int) -> EngineOutput:
         context = self.context
         sampling = replace(context.sampling.for_turn(self.turns), max_response_tokens=max_tokens)
-        with self.watch.generating():
-            (output,) = await context.client.generate(tokens, sampling, routing=context.routing)
-            if output.aborted:
-                raise EpisodeAbortedError
+        (output,) = await context.client.generate(tokens, sampling, routing=context.routing)
+        if output.aborted:
+            raise EpisodeAbortedError
         return output
 
     async def _as_turn(self, output: EngineOutput, renderer: ChatRenderer) -> Turn:

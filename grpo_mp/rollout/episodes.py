@@ -3,8 +3,9 @@
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +18,7 @@ from grpo_mp.episodes.tools import EpisodeTools, ToolKit, load_tools
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.episode_policy import EpisodeAbortedError, EpisodeContext, EpisodePolicy, EpisodeWatch
-from grpo_mp.types import EpisodeState, Message, Prompt, Sample, SampleGroup
+from grpo_mp.types import EpisodeState, ExpertIds, Message, Prompt, Sample, SampleGroup
 from grpo_mp.user_code import without_exit
 
 LOGGER = logging.getLogger(__name__)
@@ -64,11 +65,19 @@ class EpisodeRunner:
     parts: EpisodeParts
     client: EngineClient
     slots: asyncio.Semaphore
+    pause: asyncio.Event = field(default_factory=asyncio.Event)  # set: episodes end, whatever they wait for
 
     async def run_group(
-        self, prompt: Prompt, group_id: int, count: int, step: int, sampling: SamplingParams, routing: ModelShape | None
-    ) -> SampleGroup | None:
-        """Roll out `count` episodes of a prompt; None where the engine was told to end them.
+        self,
+        prompt: Prompt,
+        group_id: int,
+        count: int,
+        step: int,
+        sampling: SamplingParams,
+        routing: ModelShape | None,
+        earlier: Sequence[Sample] = (),
+    ) -> tuple[Sample, ...]:
+        """Roll out `count` episodes of a prompt but for those that `earlier` has; fewer are returned after a `pause`.
 
         Raises EngineError from the engine; TimeoutError after `rollout.group_timeout_s` since the first one began.
         """
@@ -82,19 +91,23 @@ class EpisodeRunner:
             config.tool_parser,
             routing,
         )
-        running = [asyncio.create_task(self._run(context, prompt, index, step, begun)) for index in range(count)]
+        samples = {sample.index: sample for sample in earlier}
+        running = {
+            asyncio.create_task(self._run(context, prompt, index, step, begun)): index
+            for index in range(count)
+            if index not in samples
+        }
+        waits = [asyncio.create_task(begun.wait()), asyncio.create_task(self.pause.wait())]
         try:
-            await begun.wait()
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             async with self.client.limits.limit(config.group_timeout_s):
-                outcomes = await asyncio.gather(*running)
-        except EpisodeAbortedError:
-            return None
+                ended = await _until(waits[1], running)
         finally:
-            for other in running:
+            for other in (*running, *waits):
                 other.cancel()
         end = self.parts.renderer.tokenizer.eos_token_id
-        samples = tuple(as_sample(outcome, group_id, index, end) for index, outcome in enumerate(outcomes))
-        return SampleGroup(prompt, samples)
+        samples |= {running[task]: as_sample(task.result(), group_id, running[task], end) for task in ended}
+        return tuple(sample for _, sample in sorted(samples.items()))
 
     async def _run(
         self, context: EpisodeContext, prompt: Prompt, index: int, step: int, begun: asyncio.Event
@@ -145,17 +158,53 @@ class EpisodeRunner:
         return tools, messages
 
 
-def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sample:
-    """Make a sample of an episode: the prompt is what stands before the first generated token.
+async def _until(pause: asyncio.Task[bool], episodes: Collection[asyncio.Task[Outcome]]) -> list[asyncio.Task[Outcome]]:
+    """Wait for all episodes, or a pause; return those that have ended by themselves. Raises EngineError."""
+    left = set(episodes)
+    while left and not pause.done():
+        done, _ = await asyncio.wait({*left, pause}, return_when=asyncio.FIRST_COMPLETED)
+        left -= done
+        for episode in done & set(episodes):
+            if isinstance(error := episode.exception(), EpisodeAbortedError):
+                return [other for other in episodes if other.done() and not other.exception()]
+            if error:
+                raise error
+    return [episode for episode in episodes if episode.done()]
 
-    What was given after the last one is left out: nothing is trained on it. An episode without a generated token gets
-    `end_token` as a given one, so that it counts.
-    """
+
+def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sample:
+    """Make a sample of an episode. One without a generated token gets `end_token` as a given one, so that it counts."""
     episode = outcome.episode
-    numbers = [number for number, segment in enumerate(episode.segments) if segment.generated]
-    first, last = (numbers[0], numbers[-1] + 1) if numbers else (len(episode.segments), 0)
-    prompt = tuple(token for segment in episode.segments[:first] for token in segment.tokens)
-    response = episode.segments[first:last] or (Segment((end_token,), generated=False),)
+    earlier = tuple(
+        Sample(
+            group_id, index, **_tokens_of(before.segments, before.routed_experts, end_token), truncated=False, part=part
+        )
+        for part, before in enumerate(episode.earlier, start=1)
+    )
+    return Sample(
+        group_id,
+        index,
+        **_tokens_of(episode.segments, episode.routed_experts, end_token),
+        truncated=episode.state == "truncated",
+        text=episode.answer,
+        state=episode.state,
+        episode_reward=episode.reward,
+        metrics={**episode.metrics, "turns": episode.turns, "forks": episode.forks},
+        messages=episode.messages,
+        error=outcome.error,
+        earlier=earlier,
+    )
+
+
+def _tokens_of(segments: Sequence[Segment], experts: ExpertIds | None, end_token: int) -> dict[str, Any]:
+    """Return the fields of a sample that are of its tokens: the prompt is what stands before the first generated one.
+
+    What was given after the last one is left out: nothing is trained on it.
+    """
+    numbers = [number for number, segment in enumerate(segments) if segment.generated]
+    first, last = (numbers[0], numbers[-1] + 1) if numbers else (len(segments), 0)
+    prompt = tuple(token for segment in segments[:first] for token in segment.tokens)
+    response = segments[first:last] or (Segment((end_token,), generated=False),)
     versions, rewards, end = list[int](), list[tuple[int, float]](), 0
     for segment in response:
         before = versions[-1] if versions else 0
@@ -163,26 +212,17 @@ def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sa
         end += len(segment.tokens)
         if segment.reward is not None:
             rewards.append((end - 1, segment.reward))
-    return Sample(
-        group_id=group_id,
-        index=index,
-        prompt_tokens=prompt or (end_token,),
-        tokens=tuple(token for segment in response for token in segment.tokens),
-        rollout_logprobs=tuple(
+    return {
+        "prompt_tokens": prompt or (end_token,),
+        "tokens": tuple(token for segment in response for token in segment.tokens),
+        "rollout_logprobs": tuple(
             value for segment in response for value in (segment.logprobs or (0.0,) * len(segment.tokens))
         ),
-        weight_versions=tuple(versions),
-        truncated=episode.state == "truncated",
-        routed_experts=episode.routed_experts if numbers else None,
-        text=episode.answer,
-        step_rewards=tuple(rewards),
-        generated=tuple(segment.generated for segment in response for _ in segment.tokens),
-        state=episode.state,
-        episode_reward=episode.reward,
-        metrics={**episode.metrics, "turns": episode.turns, "forks": episode.forks},
-        messages=episode.messages,
-        error=outcome.error,
-    )
+        "weight_versions": tuple(versions),
+        "generated": tuple(segment.generated for segment in response for _ in segment.tokens),
+        "step_rewards": tuple(rewards),
+        "routed_experts": experts if numbers else None,
+    }
 
 
 def with_failures(group: SampleGroup, failed: str | float) -> SampleGroup:

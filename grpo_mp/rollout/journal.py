@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from grpo_mp.errors import one_line
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import EngineOutput
-from grpo_mp.rollout.dump import FACTS, SCHEMA, Row, experts_of, group_of_rows, row_of
+from grpo_mp.rollout.dump import FACTS, SCHEMA, Row, experts_of, group_of_rows, rows_of
 from grpo_mp.rollout.worker import EndedGroup, PausedGroup
 from grpo_mp.types import Prompt, SampleGroup
 
@@ -148,10 +148,10 @@ def load(record: Record, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | Non
 
 def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> memoryview | None:
     """Return a group as an Arrow stream; None where it has no token."""
-    if isinstance(group, PausedGroup):
-        rows = [_row_of_output(group.prompt, output) for output in group.outputs]
-    else:
-        rows = [row_of(group, sample, selected=False) for sample in group.samples]
+    outputs = group.outputs if isinstance(group, PausedGroup) else ()
+    samples = SampleGroup(group.prompt, group.samples, finished=isinstance(group, SampleGroup))
+    rows = [_row_of_output(group.prompt, output) for output in outputs]
+    rows += rows_of(samples, selected=False)
     tokens = sum(len(row["tokens"]) for row in rows)
     if not tokens:
         return None
@@ -174,7 +174,9 @@ def decode(payload: bytes, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | N
     stats = STATS.validate_json(metadata[b"stats"])
     if rows[0]["finished"]:
         return group_of_rows(rows, prompt), stats
-    return PausedGroup(prompt, tuple(map(_output, rows))), stats
+    ended = [row for row in rows if row["aborted"] is None]  # episodes; what the engine answered says whether it was
+    outputs = tuple(_output(row) for row in rows if row["aborted"] is not None)
+    return PausedGroup(prompt, outputs, group_of_rows(ended, prompt).samples if ended else ()), stats
 
 
 def _payloads(file: Path) -> Iterator[tuple[int, bytes]]:

@@ -9,9 +9,20 @@ class RequestLimits:
     """The limits that run on one engine; all calls come from one event loop."""
 
     def __init__(self) -> None:
-        self.paused, self.pauses = False, 0  # now, and how many were begun
+        self.pauses = 0  # that were begun
+        self._going = asyncio.Event()
+        self._going.set()
         self._left: dict[asyncio.Timeout, float] = {}  # of the limits that stand still, in seconds
         self._running = set[asyncio.Timeout]()
+
+    @property
+    def paused(self) -> bool:
+        """Return whether requests are paused now."""
+        return not self._going.is_set()
+
+    async def wait_until_going(self) -> None:
+        """Wait until requests are not paused."""
+        await self._going.wait()
 
     @asynccontextmanager
     async def limit(self, seconds: float) -> AsyncIterator[None]:
@@ -28,7 +39,8 @@ class RequestLimits:
 
     def pause(self) -> None:
         """Let all limits stand still."""
-        self.paused, self.pauses = True, self.pauses + 1
+        self._going.clear()
+        self.pauses += 1
         now = asyncio.get_running_loop().time()
         for timeout in [timeout for timeout in self._running if not timeout.expired()]:
             self._left[timeout] = (timeout.when() or now) - now
@@ -37,7 +49,7 @@ class RequestLimits:
 
     def resume(self) -> None:
         """Let them run on."""
-        self.paused = False
+        self._going.set()
         for timeout in list(self._left):
             self._start(timeout)
 

@@ -34,6 +34,7 @@ from grpo_mp.rollout.speculation import speculative_arguments
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import (
     EndedGroup,
+    HealthCheck,
     LaunchedGroups,
     RolloutTask,
     RolloutWorker,
@@ -73,6 +74,9 @@ class Rollout:
         self.routing = model_shape(hf) if replays else None  # the model's, where samples keep their experts
         self.owns_devices = not settings.shares_devices  # the engines do
         self._loop = EventLoopThread(f"engine of rank {rank}")
+        in_flight = settings.rollout.limits.episodes
+        self._slots = asyncio.Semaphore(in_flight) if in_flight else None  # one for all steps: groups may be carried
+        self._pause = asyncio.Event()
         self.reward_servers = RewardServers(settings, rank, ranks_per_node, self.host_ranks) if scorer.defers else None
         self.engine: HostedEngine | None = None
         self._node: EngineNode | None = None  # another node's part of an engine
@@ -177,17 +181,19 @@ class Rollout:
         limit_s = settings.rollout.group_timeout_s
         lose, episodes = partial(engine.lose, client=client, generates=True), None
         if self._episodes:
-            slots = settings.rollout.limits.episodes or settings.engine.concurrent_groups * task.group_size
-            episodes = EpisodeRunner(self._episodes, client, asyncio.Semaphore(slots))
+            most = asyncio.Semaphore(settings.engine.concurrent_groups * task.group_size)
+            self._pause.clear()
+            episodes = EpisodeRunner(self._episodes, client, self._slots or most, self._pause)
         parts = (client, scorer or self._scorer, self._tokenizer, limit_s, lose, episodes)
-        worker = RolloutWorker(*parts, settings.engine.speculative.verified_tokens, engine.has_restarted)
+        health = HealthCheck(settings.engine.health_check_interval_s, settings.engine.health_check_timeout_s)
+        worker = RolloutWorker(*parts, settings.engine.speculative.verified_tokens, engine.has_restarted, health)
         return self._loop.submit(worker.run(task, stream, max_in_flight))
 
     def pause(self, launched: LaunchedGroups) -> Mapping[int, EndedGroup]:
         """Break off this rank's groups that still run; return those that have ended."""
         with self.losing_engine() as client:
             if client:
-                return self._loop.run(pause_running(client, launched))
+                return self._loop.run(pause_running(client, launched, self._pause))
         return {number: group for number, group in launched.items() if not isinstance(group, RunningGroup)}
 
     def evaluate(

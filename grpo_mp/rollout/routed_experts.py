@@ -34,18 +34,19 @@ def check_routed_experts(args: Mapping[str, Any], known: Set[str], shape: ModelS
         raise UserError(f"training.router_replay=R3 {reason}: change that, or set R2 or none")
 
 
-def read_routed_experts(meta: Mapping[str, Any], tokens: int, shape: ModelShape) -> ExpertIds | None:
+def read_routed_experts(meta: Mapping[str, Any], tokens: int, shape: ModelShape, known: int = 0) -> ExpertIds | None:
     """Read the experts of a response from its meta_info: [tokens, MoE layers, top-k], a byte each where they fit.
 
-    SGLang sends int32 [tokens, all layers, top-k] in base64. None where it sent nothing, another number of tokens, or
-    experts that no router could have chosen: what is not known is not replayed.
+    SGLang sends int32 [tokens, all layers, top-k] in base64, from the first token on that is not `known`. None where it
+    sent nothing, another number of tokens, or experts that no router could have chosen: what is not known is not
+    replayed.
     """
     if meta.get("routed_experts") is None:
         return None
     sent = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
-    if sent.size != tokens * shape.num_layers * shape.experts_per_token:
+    if sent.size != (tokens - known) * shape.num_layers * shape.experts_per_token:
         return None
-    chosen = sent.reshape(tokens, shape.num_layers, -1)[:, np.array(shape.is_moe_layer)]
+    chosen = sent.reshape(tokens - known, shape.num_layers, -1)[:, np.array(shape.is_moe_layer)]
     in_range = chosen.min(initial=0) >= 0 and chosen.max(initial=0) < shape.num_experts
     # SGLang's buffer begins with zeros, so a token that was not captured has the same expert twice.
     captured = bool((chosen[..., 0] != chosen[..., 1]).all())
@@ -54,12 +55,20 @@ def read_routed_experts(meta: Mapping[str, Any], tokens: int, shape: ModelShape)
     return chosen.astype(np.uint8 if expert_id_bytes(shape.num_experts) == 1 else np.int16)
 
 
-def joined_routed_experts(begun: ExpertIds | None, resumed: ExpertIds | None, has_tokens: bool) -> ExpertIds | None:
+def joined_routed_experts(
+    begun: ExpertIds | None, resumed: ExpertIds | None, begun_tokens: int, resumed_tokens: int
+) -> ExpertIds | None:
     """Return the experts of a response that was paused and resumed: of each token those with which it was computed.
 
-    resumed: of the full sequence, because its engine computed prompt and prefix again; has_tokens: whether the paused
-    response had any. None where a part is not known.
+    `resumed` is without those of the tokens that `known_tokens` counts. None where a part is not known.
     """
-    if not has_tokens or begun is None or resumed is None:
-        return None if has_tokens else resumed
-    return np.concatenate((begun, resumed[len(begun) :]))
+    if not begun_tokens:
+        return resumed
+    if not resumed_tokens:  # it was broken off before it went on
+        return begun
+    return None if begun is None or resumed is None else np.concatenate((begun, resumed))
+
+
+def known_tokens(begun: ExpertIds | None, begun_tokens: int) -> int:
+    """Return how many tokens of a paused response have their experts, which its rest need not bring again."""
+    return len(begun) if begun_tokens and begun is not None else 0

@@ -13,7 +13,7 @@ from grpo_mp.errors import EngineError
 from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams, sampling_seed
 from grpo_mp.rollout.episodes import EpisodeRunner, with_failures
-from grpo_mp.rollout.routed_experts import joined_routed_experts
+from grpo_mp.rollout.routed_experts import joined_routed_experts, known_tokens
 from grpo_mp.rollout.stream import GroupStream, LaunchGate
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
@@ -24,10 +24,14 @@ LOOK_EVERY_S = 0.1  # for groups that a lost engine gave back
 
 @dataclass(frozen=True)
 class PausedGroup:
-    """A group that is not finished: some of `outputs` are `aborted`, with the tokens after which they go on."""
+    """A group that is not finished: some of `outputs` are `aborted`, with the tokens after which they go on.
+
+    Of episodes it has those `samples` that had ended; the others begin anew.
+    """
 
     prompt: Prompt
-    outputs: tuple[EngineOutput, ...]
+    outputs: tuple[EngineOutput, ...] = ()
+    samples: tuple[Sample, ...] = ()
 
 
 EndedGroup = SampleGroup | PausedGroup
@@ -35,10 +39,11 @@ EndedGroup = SampleGroup | PausedGroup
 
 def oldest_version(group: EndedGroup, default: int) -> int:
     """Return the oldest weights that generated a token of a group; `default` where none did."""
+    # What an episode was given has no weights; a response begins with what was generated, or has nothing else.
+    sequences = [sequence for sample in group.samples for sequence in sample.sequences]
+    versions = [s.weight_versions for s in sequences if not s.generated or s.generated[0]]
     if isinstance(group, PausedGroup):
-        versions = [output.weight_versions for output in group.outputs]
-    else:  # what an episode was given has no weights; a response begins with what was generated, or has nothing else
-        versions = [s.weight_versions for s in group.samples if not s.generated or s.generated[0]]
+        versions += [output.weight_versions for output in group.outputs]
     return min((of_part[0] for of_part in versions if of_part), default=default)
 
 
@@ -91,6 +96,14 @@ Generate = Callable[[RolloutTask, int, Prompt, PausedGroup | None, int | None], 
 
 
 @dataclass(frozen=True)
+class HealthCheck:
+    """How an engine that generates is watched: one that has not been well for `timeout_s` is given up."""
+
+    interval_s: float  # between questions
+    timeout_s: float
+
+
+@dataclass(frozen=True)
 class RolloutWorker:
     """Drives one engine."""
 
@@ -102,6 +115,7 @@ class RolloutWorker:
     episodes: EpisodeRunner | None = None  # None: a rollout is one answer
     step_tokens: int = 1  # that the engine may add to a response at once
     has_restarted: Callable[[], bool] = lambda: False  # whether an engine that was lost is there, without weights
+    health: HealthCheck | None = None  # None: only a group past its limit lets it be asked
 
     async def run(self, task: RolloutTask, stream: GroupStream, max_in_flight: int) -> LaunchedGroups:
         """Launch groups until the step has its groups, at most `max_in_flight` at a time; return all that were.
@@ -111,14 +125,16 @@ class RolloutWorker:
         groups = _Groups(task, stream, self.step_tokens)
         gate = LaunchGate(stream, task.lookahead, task.stopped, task.token_limit is not None)
         watch, launch = asyncio.create_task(gate.watch()), None
+        unwell = asyncio.create_task(self._wait_unwell())
         try:
             while not gate.done:
                 for number in groups.take_waiting(gate, max_in_flight):
                     groups.start(number, self._generate_group, gate)
                 if launch is None and len(groups.running) < max_in_flight:
                     launch = asyncio.create_task(_when_allowed(gate, groups.claim()))
-                awaited = {watch, *groups.running, *filter(None, [launch])}
+                awaited = {watch, unwell, *groups.running, *filter(None, [launch])}
                 await asyncio.wait(awaited, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+                _raise_of(unwell)
                 if watch.done():
                     watch.result()
                 groups.take_finished()
@@ -128,8 +144,11 @@ class RolloutWorker:
                         groups.start(allowed, self._generate_group, gate)
                 self._interrupt(task, stream, len(groups.running) >= max_in_flight)
             while (task.pauses or task.stopped()) and groups.running:  # again: a request may have been on its way
+                if self.episodes:
+                    self.episodes.pause.set()
                 await self.client.abort_all()
                 await asyncio.wait(groups.running, timeout=ABORT_EVERY_S)
+                _raise_of(unwell)
                 groups.take_finished()
             if gate.interrupted:
                 groups.give_back_unlaunched()
@@ -141,9 +160,26 @@ class RolloutWorker:
             groups.cancel()
             raise
         finally:
-            for other in filter(None, (watch, launch)):
+            for other in filter(None, (watch, launch, unwell)):
                 other.cancel()
         return groups.launched()
+
+    async def _wait_unwell(self) -> EngineError:
+        """Return what the engine's health check says when it has failed for too long; pauses do not count."""
+        if self.health is None:
+            await asyncio.Event().wait()
+            raise AssertionError
+        loop = asyncio.get_running_loop()
+        well = loop.time()
+        while True:
+            await asyncio.sleep(self.health.interval_s)
+            try:
+                await self.client.check_health()
+                well = loop.time()
+            except EngineError as error:
+                LOGGER.info("%s", error)
+                if loop.time() - well > self.health.timeout_s:
+                    return error
 
     def _interrupt(self, task: RolloutTask, stream: GroupStream, is_full: bool) -> None:
         """Let all engines pause where one has started again, and could take groups that find no place here.
@@ -166,7 +202,7 @@ class RolloutWorker:
     async def _generate_group(
         self, task: RolloutTask, group_id: int, prompt: Prompt, earlier: PausedGroup | None, tokens: int | None
     ) -> EndedGroup:
-        """Generate a group, or the rest of a paused one, and score it; one past its limit ends without samples.
+        """Generate a group, or the rest of a paused one, and score it; one past its limit ends as it was begun.
 
         `tokens`: responses of more are paused. Raises EngineError where the engine is at fault.
         """
@@ -178,7 +214,7 @@ class RolloutWorker:
                 "engine %d: prompt %d took longer than rollout.group_timeout_s=%g s: its group is aborted",
                 *(self.client.index, prompt.index, self.group_timeout_s),
             )
-            return SampleGroup(prompt, (), finished=False)
+            return as_unfinished(earlier or PausedGroup(prompt, ()), group_id)  # what it has from steps before
         if isinstance(group, PausedGroup):
             await asyncio.to_thread(task.record, group_id, group, RewardStats())
             return group
@@ -201,12 +237,14 @@ class RolloutWorker:
         earlier: PausedGroup | None,
         tokens: int | None = None,
     ) -> EndedGroup:
-        """Generate a group without scoring it; one of episodes that is broken off begins anew. Raises TimeoutError."""
+        """Generate a group without scoring it; episodes that were broken off begin anew. Raises TimeoutError."""
         sampling = task.sampling_of(prompt)
         if self.episodes:
-            routed = (sampling, task.routing)
-            group = await self.episodes.run_group(prompt, group_id, task.group_size, task.step, *routed)
-            return group or PausedGroup(prompt, ())
+            of_group = (prompt, group_id, task.group_size, task.step, sampling, task.routing)
+            samples = await self.episodes.run_group(*of_group, earlier.samples if earlier else ())
+            if len(samples) < task.group_size:
+                return PausedGroup(prompt, samples=samples)
+            return SampleGroup(prompt, samples)
         async with self.client.limits.limit(self.group_timeout_s):
             if earlier:
                 outputs = await self._resume(earlier, sampling, task.routing, tokens)
@@ -229,7 +267,8 @@ class RolloutWorker:
             left = part.max_response_tokens - len(output.tokens)
             own = replace(part.only(index), max_response_tokens=left)
             so_far = (*group.prompt.tokens, *output.tokens)
-            (more,) = await self.client.generate(so_far, own, routing=routing)
+            known = known_tokens(output.routed_experts, len(output.tokens))
+            (more,) = await self.client.generate(so_far, own, 1, routing, known)
             return joined(output, self._pausable(more, part == sampling))
 
         unfinished = [
@@ -248,11 +287,18 @@ class RolloutWorker:
         return replace(kept, aborted=True, truncated=False) if paused else kept
 
 
-async def pause_running(client: EngineClient, launched: LaunchedGroups) -> dict[int, EndedGroup]:
-    """Break off the groups that still run; return those that have ended. What fails is left out."""
+async def pause_running(
+    client: EngineClient, launched: LaunchedGroups, episodes: asyncio.Event | None = None
+) -> dict[int, EndedGroup]:
+    """Break off the groups that still run; return those that have ended. What fails is left out.
+
+    `episodes`: ends those, see EpisodeRunner.
+    """
     tasks = {number: group.task for number, group in launched.items() if isinstance(group, RunningGroup)}
     waiting = set(tasks.values())
     while waiting:
+        if episodes:
+            episodes.set()
         await client.abort_all()
         _, waiting = await asyncio.wait(waiting, timeout=ABORT_EVERY_S)
     ended = {number: group for number, group in launched.items() if not isinstance(group, RunningGroup)}
@@ -364,6 +410,12 @@ class _Groups:
         return all(output.has(limit, self._step_tokens) for output in group.outputs if output.aborted)
 
 
+def _raise_of(unwell: asyncio.Task[EngineError]) -> None:
+    """Raise what a task has returned, if it has."""
+    if unwell.done():
+        raise unwell.result()
+
+
 async def _when_allowed(gate: LaunchGate, number: int) -> int | None:
     """Return a number once it may be launched; None where the step has its groups before."""
     return number if await gate.may_launch(number) else None
@@ -408,7 +460,7 @@ def as_unfinished(group: EndedGroup, group_id: int) -> SampleGroup:
     if isinstance(group, SampleGroup):
         return group
     samples = make_samples(group.prompt, group.outputs, [""] * len(group.outputs), group_id)
-    return SampleGroup(group.prompt, samples, finished=False)
+    return SampleGroup(group.prompt, (*samples, *group.samples), finished=False)
 
 
 def joined(output: EngineOutput, more: EngineOutput) -> EngineOutput:
@@ -420,5 +472,7 @@ def joined(output: EngineOutput, more: EngineOutput) -> EngineOutput:
         weight_versions=output.weight_versions + more.weight_versions,
         verify_steps=output.verify_steps + more.verify_steps,
         cached_tokens=output.cached_tokens + more.cached_tokens,
-        routed_experts=joined_routed_experts(output.routed_experts, more.routed_experts, bool(output.tokens)),
+        routed_experts=joined_routed_experts(
+            *(output.routed_experts, more.routed_experts, len(output.tokens), len(more.tokens))
+        ),
     )

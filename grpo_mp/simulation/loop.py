@@ -3,6 +3,7 @@
 import copy
 import heapq
 from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 from enum import Enum, auto
 from itertools import count
 from math import inf
@@ -15,6 +16,8 @@ from grpo_mp.simulation.engine import SimulatedEngine, SimulatedGroup
 from grpo_mp.simulation.scenario import Outcome, Scenario, Schedule, Totals
 
 MAX_FAILURES = 20_000
+SETTLED = 0.01  # share by which a step's time differs from that of a run half as long
+MOST_DOUBLINGS = 5
 FILTERED_DECK = 100  # groups of which the filter drops its share
 T = TypeVar("T")
 
@@ -40,6 +43,16 @@ def simulate(scenario: Scenario) -> Outcome:
     return _Run(scenario).play()
 
 
+def simulate_until_settled(scenario: Scenario) -> Outcome:
+    """Play a run of so many steps, then of twice as many, until both say nearly the same of a step's time."""
+    outcome = simulate(scenario)
+    for _ in range(MOST_DOUBLINGS):
+        shorter, outcome = outcome, simulate(replace(scenario, steps=2 * outcome.scenario.steps))
+        if abs(outcome.step_s / shorter.step_s - 1) < SETTLED:
+            break
+    return outcome
+
+
 def _deal(deck: Sequence[T], random: Random) -> Iterator[T]:
     """Yield the items in shuffled order, again and again: few of them are as the whole."""
     shuffled = list(deck)
@@ -53,7 +66,7 @@ class _Run:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.failures = scenario, Random(f"failures {scenario.seed}")
-        self.totals, self.middle = Totals(), Totals()
+        self.totals, self.middle, self.ends = Totals(), Totals(), [0.0]
         self.engines = [SimulatedEngine(scenario) for _ in range(scenario.engines)]
         self.order, self.events = count(), list[tuple[float, int, _Event, int, int]]()
         self.lengths = _deal(scenario.lengths, Random(scenario.seed))
@@ -86,7 +99,8 @@ class _Run:
             elif event is _Event.TRAINED:
                 self._trained()
                 if self.step == self.scenario.steps:
-                    return Outcome(self.scenario, self.middle, self._count())
+                    middle = self.scenario.steps // 2
+                    return Outcome(self.scenario, self.middle, self._count(), tuple(self.ends[middle:]))
             else:
                 self._synced()
             self._train_or_sync()
@@ -253,6 +267,7 @@ class _Run:
 
     def _trained(self) -> None:
         self.trainer, self.unsent = _Trainer.WAITS, True
+        self.ends.append(self.totals.now)
         if self.step == self.scenario.steps // 2:
             self.middle = self._count()
 

@@ -13,11 +13,12 @@ from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.plan import Plan, check_fits, make_plan
 from grpo_mp.planner.resource_use import ResourceUse, estimate_time
 from grpo_mp.planner.speculation import speculation
-from grpo_mp.simulation.loop import simulate
+from grpo_mp.simulation.loop import simulate, simulate_until_settled
 from grpo_mp.simulation.scenario import Outcome, Rates, Scenario, Schedule
 
 SPLITS = 8  # the engines' share of the GPUs is tried in so many parts
 SIMULATED_SPLITS = 3  # those with the lowest bounds
+DECK_STEPS = 8  # steps that are dealt from the same lengths: each has others
 MANY = 10**6  # sequences, that use every expert
 
 
@@ -48,15 +49,28 @@ def simulate_job(
     schedule that has none is left out.
     """
     outcomes, stalenesses = [], tuple(stalenesses)
-    allowed = {Schedule.ONE_STEP_OFF: {1}, Schedule.ASYNC: {*stalenesses} - {0}}
     for schedule in schedules:
         plans = list(_plans(job, schedule, engine_gpus))
-        for staleness in (staleness for staleness in stalenesses if staleness in allowed.get(schedule, stalenesses)):
-            candidates = [scenario_of(plan, sync_s, staleness, assumed) for plan in plans]
+        for staleness in possible_stalenesses(schedule, stalenesses):
+            candidates = [_with_deck(scenario_of(plan, sync_s, staleness, assumed)) for plan in plans]
             candidates.sort(key=lambda scenario: scenario.bound_s)
             simulated = map(simulate, candidates[:SIMULATED_SPLITS])
-            outcomes += sorted(simulated, key=lambda outcome: outcome.step_s)[:1]
+            for fastest in sorted(simulated, key=lambda outcome: outcome.step_s)[:1]:
+                outcomes.append(simulate_until_settled(fastest.scenario))
     return outcomes
+
+
+def _with_deck(scenario: Scenario) -> Scenario:
+    """Return the scenario with the lengths of many steps, so that they are not the same in each."""
+    times = -(-DECK_STEPS * scenario.samples_per_step // len(scenario.lengths))
+    return replace(scenario, lengths=scenario.lengths * times)
+
+
+def possible_stalenesses(schedule: Schedule, stalenesses: Iterable[int]) -> list[int]:
+    """Return the bounds of staleness that a schedule can have."""
+    if schedule is Schedule.ONE_STEP_OFF:
+        return [staleness for staleness in stalenesses if staleness == 1]
+    return [staleness for staleness in stalenesses if staleness or schedule is Schedule.COLOCATED]
 
 
 def _plans(job: PlannedJob, schedule: Schedule, engine_gpus: int | None) -> Iterator[Plan]:

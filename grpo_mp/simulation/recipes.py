@@ -21,7 +21,7 @@ from grpo_mp.simulation.planned_failures import (
 from grpo_mp.simulation.scenario import Outcome, Schedule
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-STEPS = 24
+STEPS = 16  # at least
 
 
 @dataclass(frozen=True)

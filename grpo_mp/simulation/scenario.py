@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import ceil
-from statistics import fmean
+from statistics import fmean, linear_regression
 from typing import Literal
 
 from grpo_mp.batching.group_selection import AdmissionRule
@@ -191,15 +191,15 @@ class Outcome:
     scenario: Scenario
     before: Totals  # at the middle
     after: Totals
-
-    @property
-    def _steps(self) -> int:
-        return self.scenario.steps - self.scenario.steps // 2
+    ends: tuple[float, ...]  # seconds at which steps were trained, from the middle on
 
     @property
     def step_s(self) -> float:
-        """Return the wall time of a step."""
-        return (self.after.now - self.before.now) / self._steps
+        """Return the wall time of a step: the slope of a line through their ends, by least squares.
+
+        Where steps come in cycles of several, the mean of those between two of them depends on which two.
+        """
+        return linear_regression(range(len(self.ends)), self.ends).slope
 
     @property
     def idle_share(self) -> float:
@@ -215,9 +215,7 @@ class Outcome:
     @property
     def lost_tokens(self) -> float:
         """Return the generated tokens that a step loses."""
-        return (self.after.tokens["lost"] - self.before.tokens["lost"]) / (
-            self.scenario.steps - self.scenario.steps // 2
-        )
+        return (self.after.tokens["lost"] - self.before.tokens["lost"]) / (len(self.ends) - 1)
 
     @property
     def samples_per_s(self) -> float:

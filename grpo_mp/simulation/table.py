@@ -1,6 +1,6 @@
 """Simulated runs as rows of a table."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from grpo_mp.simulation.scenario import Outcome
 
@@ -22,8 +22,21 @@ COLUMNS = (
 NEAR_BOUND = 0.9  # share of the speed without bubbles
 
 
-def row_of(outcome: Outcome) -> tuple[str, ...]:
-    """Return the cells of a run."""
+def least_bounds(outcomes: Iterable[Outcome]) -> dict[int, float]:
+    """Return the seconds of a step without bubbles by number of GPUs: of the run that has the least."""
+    bounds: dict[int, float] = {}
+    for scenario in (outcome.scenario for outcome in outcomes):
+        bounds[scenario.gpus] = min(scenario.bound_s, bounds.get(scenario.gpus, scenario.bound_s))
+    return bounds
+
+
+def rows_of(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+    """Return the cells of each run; all runs on as many GPUs have one bound."""
+    bounds = least_bounds(outcomes)
+    return [_row_of(outcome, bounds[outcome.scenario.gpus]) for outcome in outcomes]
+
+
+def _row_of(outcome: Outcome, bound_s: float) -> tuple[str, ...]:
     scenario = outcome.scenario
     return (
         str(scenario.schedule),
@@ -36,8 +49,8 @@ def row_of(outcome: Outcome) -> tuple[str, ...]:
         f"{outcome.mean_staleness:.2f}, {max(outcome.staleness)}",
         f"{outcome.lost_tokens:,.0f}",
         f"{outcome.useful_share:.1%}",
-        f"{scenario.bound_s:,.1f}",
-        f"{outcome.share_of_bound:.0%}",
+        f"{bound_s:,.1f}",
+        f"{bound_s / outcome.step_s:.0%}",
     )
 
 
@@ -58,7 +71,8 @@ def describe_best(outcomes: Sequence[Outcome]) -> str:
 
 def _describe_near_bound(outcomes: Sequence[Outcome]) -> str:
     """Return the schedules that reach it, each with its lowest staleness."""
-    near = [outcome.scenario for outcome in outcomes if outcome.share_of_bound >= NEAR_BOUND]
+    bound_s = min(outcome.scenario.bound_s for outcome in outcomes)
+    near = [outcome.scenario for outcome in outcomes if bound_s / outcome.step_s >= NEAR_BOUND]
     lowest = {scenario.schedule: scenario for scenario in sorted(near, key=lambda one: -one.max_staleness)}
     return ", ".join(f"{name} from {one.max_staleness} on" for name, one in sorted(lowest.items())) or "none"
 

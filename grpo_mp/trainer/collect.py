@@ -130,6 +130,7 @@ class RolloutCollector:
     _journal: GroupJournal = field(init=False)
     _stats: dict[int, RewardStats] = field(default_factory=dict, init=False)  # of scored groups, by id
     _ends_s: dict[int, float] = field(default_factory=dict, init=False)  # when they ended, by the monotonic clock
+    _stale: int = field(default=0, init=False)  # groups that the step had, of older weights than it may train on
     _stopped: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -148,11 +149,11 @@ class RolloutCollector:
             admission, kept = generation.stream.admission(), dict(generation.stream.verdicts())
             if self._rule.zero_std == "refill" and len(admission.selected) < generation.stream.rule.needed:
                 raise UserError(self._too_few_groups(step, admission, generation.stream.rule.max_launched))
-            if (aborted := _count_aborted(admission, kept)) > generation.stream.rule.max_aborted:
+            aborted = _aborted(admission, kept, state.groups_launched)
+            if len(aborted) > generation.stream.rule.max_aborted:
                 limit_s = self.settings.rollout.group_timeout_s
-                raise UserError(
-                    f"step {step}: {aborted} groups took longer than rollout.group_timeout_s={limit_s:g} s: raise it"
-                )
+                took = f"{len(aborted)} groups took longer than rollout.group_timeout_s={limit_s:g} s"
+                raise UserError(f"step {step}: {took}: raise it")
             batch = self._make_batch(state, step, launched, admission, kept)
             batch = replace(batch, times=self._times(batch, generation.began_s))
             if ahead:
@@ -205,7 +206,7 @@ class RolloutCollector:
         for number, record in taken.items():
             if loaded := load(record, self._prompt(number)):
                 recorded[number], self._stats[state.groups_launched + number] = loaded
-        carried = {**recorded, **self._carried}
+        carried: LaunchedGroups = {**recorded, **self._carried}
         # Where a repeated step has launched other groups than before, some may come to a later step than they should.
         steps_back = state.step - (step - 1 - self.settings.rollout.max_staleness)
         # Their version is this where no step stopped its updates early, else more.
@@ -215,6 +216,7 @@ class RolloutCollector:
             for number, group in carried.items()
             if isinstance(group, RunningGroup) or oldest_version(group, version) >= version
         }
+        self._stale = len(carried) - len(self._carried)
 
     def _record(self, step: int, group_id: int, group: EndedGroup, stats: RewardStats) -> None:
         """Keep a group on disk, of those that are broken off what a later step goes on with; called in any thread."""
@@ -313,9 +315,9 @@ class RolloutCollector:
             for number, group in sorted(launched.items())
             if number not in later and not isinstance(group, RunningGroup)
         ]
-        own = list(self.rollout.score(own, step))
+        own, aborted = list(self.rollout.score(own, step)), _aborted(admission, kept, first)
         infos = all_gather_sample_info(own, group)
-        counts = all_gather((len(later), max(launched, default=-1) + 1), group)
+        counts = all_gather((len(later), max(launched, default=-1) + 1, self._stale), group)
         # By finish, some of what may be launched need not have been.
         cursor = self._queue.use_up(min(admission.consumed, len(self._queue)))
         if not max_staleness:
@@ -325,7 +327,7 @@ class RolloutCollector:
         curriculum = PromptCurriculum(state.solved_streak, state.skipped_until).updated(
             [info for info in infos if info.finished], step, self.settings.algorithm.curriculum, self.curriculum
         )
-        next_group = admission.consumed if max_staleness else max(last for _, last in counts)
+        next_group = admission.consumed if max_staleness else max(last for _, last, _ in counts)
         with_samples = [group for group in own if group.samples]
         return RolloutBatch(
             groups=[group for group in with_samples if group.samples[0].group_id in selected],
@@ -335,11 +337,12 @@ class RolloutCollector:
                 infos,
                 selected,
                 {first + number for number, is_kept in kept.items() if is_kept},
-                _count_aborted(admission, kept),
+                aborted,
+                sum(stale for _, _, stale in counts),
             ),
             reward_stats=sum_stats(all_gather(self._take_stats(first, {first + number for number in later}), group)),
-            carried=sum(carried for carried, _ in counts),
-            length_bias=length_bias(infos, selected),
+            carried=sum(carried for carried, _, _ in counts),
+            length_bias=length_bias(infos, selected, aborted),
             state=replace(state, cursor=cursor, groups_launched=first + next_group, **vars(curriculum)),
             unselected=[group for group in with_samples if group.samples[0].group_id not in selected],
         )
@@ -371,14 +374,17 @@ class RolloutCollector:
         )
 
 
-def _count_aborted(admission: Admission, kept: Mapping[int, bool | None]) -> int:
-    """Count the groups before the next step's first that took too long."""
-    return sum(kept.get(number, False) is None for number in range(admission.consumed))
+def _aborted(admission: Admission, kept: Mapping[int, bool | None], first: int) -> set[int]:
+    """Return the ids of the groups before the next step's first that took too long; `first`: of the step's first."""
+    return {first + number for number in range(admission.consumed) if kept.get(number, False) is None}
 
 
-def _count_dropped(infos: Sequence[SampleInfo], selected: Set[int], kept: Set[int], aborted: int) -> Counter[str]:
-    """Count the groups that the step does not train on: dropped by the filter, not needed, broken off, aborted."""
+def _count_dropped(
+    infos: Sequence[SampleInfo], selected: Set[int], kept: Set[int], aborted: Set[int], stale: int
+) -> Counter[str]:
+    """Count the groups that the step does not train on, by reason."""
     finished = {info.group_id for info in infos if info.finished}
-    unfinished = {info.group_id for info in infos} - finished
+    unfinished = {info.group_id for info in infos} - finished - aborted
     surplus = len(finished & kept - selected)
-    return Counter(zero_std=len(finished - kept), surplus=surplus, unfinished=len(unfinished), aborted=aborted)
+    counts = {"zero_std": len(finished - kept), "surplus": surplus, "unfinished": len(unfinished)}
+    return Counter(counts | {"aborted": len(aborted), "stale": stale})

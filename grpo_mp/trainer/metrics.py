@@ -27,18 +27,18 @@ SOLVE_BINS = ("none", "to_25", "to_50", "to_75", "to_99", "all")  # in percent o
 
 def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[str, float]:
     """Summarize rewards and lengths of all samples of a step."""
-    rewards, lengths = [info.reward for info in infos], [info.response_tokens for info in infos]
+    rewards, lengths = [info.reward for info in infos], [info.all_response_tokens for info in infos]
     by_group, by_term, by_answer = (defaultdict[Any, list[float]](list) for _ in range(3))
     for info in infos:
         by_group[info.group_id].append(info.reward)
         for term, value in info.reward_terms.items():
             by_term[term].append(value)
         if info.is_correct is not None:  # the bias of Dr. GRPO is that only wrong answers grow
-            by_answer["correct" if info.is_correct else "incorrect"].append(info.response_tokens)
+            by_answer["correct" if info.is_correct else "incorrect"].append(info.all_response_tokens)
     right, rates = accuracy(infos), solve_rates(infos)
     solved = {"rollout/solve_all": rates.count(1.0), "rollout/solve_none": rates.count(0.0), **solve_rate_shares(rates)}
     accepted = [info.response_tokens / info.verify_steps for info in infos if info.verify_steps]
-    lag = sum(weight_version * info.response_tokens - info.versions_sum for info in infos)
+    lag = sum(weight_version * info.all_response_tokens - info.versions_sum for info in infos)
     return {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
@@ -114,7 +114,7 @@ def distributions(infos: Sequence[SampleInfo], advantages: Sequence[PerToken]) -
     """Return histograms over all samples of all ranks; advantages are of the samples that were trained on."""
     return {
         "reward/values": [info.reward for info in infos],
-        "rollout/response_length/values": [float(info.response_tokens) for info in infos],
+        "rollout/response_length/values": [float(info.all_response_tokens) for info in infos],
         "rollout/solve_rate": solve_rates(infos),
         "train/advantages": [float(value) for values in advantages for value in torch.as_tensor(values).flatten()],
     }

@@ -196,5 +196,6 @@ class ReplayCollector:
 
 
 def _digest(infos: Sequence[SampleInfo]) -> str:
-    rows = [(*info.key, info.prompt_tokens, info.response_tokens, info.reward) for info in infos]
+    sequences = (sequence for info in infos for sequence in info.sequences)
+    rows = [(*part.key, part.prompt_tokens, part.response_tokens, part.reward) for part in sequences]
     return xxhash.xxh3_128_hexdigest(json.dumps(rows).encode())

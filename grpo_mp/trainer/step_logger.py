@@ -51,7 +51,7 @@ class StepRecord:
     histograms: dict[str, Sequence[float] | torch.Tensor] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     groups: Sequence[SampleGroup] = ()  # for the sample files; on rank 0 only
-    tokens: Mapping[tuple[int, int], Any] = field(default_factory=dict)  # of some of their samples, likewise
+    tokens: Mapping[tuple[int, ...], Any] = field(default_factory=dict)  # of some of their samples, likewise
 
 
 class StepLogger:
@@ -132,7 +132,7 @@ class StepLogger:
 
     def _gather_samples(
         self, rollouts: RolloutBatch, batch: StepBatch, updates: Sequence[Sequence[MicroBatch]]
-    ) -> tuple[list[SampleGroup], dict[tuple[int, int], Any]]:
+    ) -> tuple[list[SampleGroup], dict[tuple[int, ...], Any]]:
         """Gather some groups on rank 0, that of the most mismatched token among them, and what their tokens show."""
         if not self._samples_per_step:
             return [], {}

@@ -9,7 +9,7 @@ from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.types import MicroBatch, SampleGroup, SampleInfo
 
 TOKENS = 240  # of an answer that are kept: those around the largest mismatch, else the first
-Key = tuple[int, int]  # of a sample: group and index
+Key = tuple[int, ...]  # of a sample: SampleInfo.key
 Values = tuple[float, float | None, float]  # of a token: engine's logprob, policy's, advantage
 
 

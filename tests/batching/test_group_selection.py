@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
@@ -103,6 +104,14 @@ def test_length_bias_of_selected_groups() -> None:
     assert length_bias([*short, *long], {10}) == 5 / 12.5
     assert length_bias([*short, *long], {10, 11}) == 1.0
     assert length_bias(short, ()) == 1.0
+
+
+def test_length_bias_counts_groups_past_their_limit_or_says_that_it_knows_nothing() -> None:
+    """A long group was aborted and the short one is trained on: that is no 1.0."""
+    short, long = make_infos(MIXED), [replace(info, response_tokens=20, finished=False) for info in make_infos(MIXED)]
+    long = [replace(info, group_id=11) for info in long]
+    assert length_bias([*short, *long], {10}, {11}) == 5 / 12.5
+    assert math.isnan(length_bias(short, {10}, {11}))
 
 
 def test_prompt_is_skipped_after_a_solved_streak_and_starts_at_zero() -> None:

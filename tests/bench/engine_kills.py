@@ -9,6 +9,7 @@ trained on the prompts in their order: each lost or doubled one would show.
 import argparse
 import json
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -39,8 +40,11 @@ def main() -> None:
                 _kill_one(job, run, number, engines=1 if own else 2)
             job.signal(signal.SIGTERM, rank=0)
             status, survived = job.wait(), job.err.count("it is started again")
-            print(f"{survived} of {given.kills} survived; exit status {status}; processes left: {len(job.left())}")
-            print(f"steps: {_describe_steps(run, tiny.train)}")
+            left, (done, wrong) = job.left(), _count_steps(run, tiny.train)
+            print(f"{survived} of {given.kills} survived; exit status {status}; processes left: {len(left)}")
+            print(f"steps: {done}, {wrong} of them with lost or doubled groups")
+            if survived < given.kills or status or left or wrong:
+                sys.exit("the run did not survive all kills well")
         finally:
             job.end()
 
@@ -59,8 +63,8 @@ def _kill_one(job: Job, run: Path, number: int, engines: int) -> None:
     print(f"{number + 1:3} {phase:8} {time.monotonic() - begun:5.1f} s", flush=True)
 
 
-def _describe_steps(run: Path, train: Path) -> str:
-    """Compare what the steps trained on with the prompts in the order of the file."""
+def _count_steps(run: Path, train: Path) -> tuple[int, int]:
+    """Count the steps, and those that trained on other prompts than the next in the order of the file."""
     asked = [json.loads(line)["question"] for line in train.read_text().splitlines()]
     steps = [step for step in read_jsonl(run / "metrics.jsonl") if step["step"]]
     wrong = 0
@@ -69,7 +73,7 @@ def _describe_steps(run: Path, train: Path) -> str:
         expected = {asked[place % len(asked)] for place in range(first, first + GROUPS)}
         samples = read_jsonl(run / "samples" / f"step_{int(step['step']):06d}.jsonl")
         wrong += {sample["prompt"] for sample in samples} != expected or len(samples) != GROUPS * GROUPS
-    return f"{len(steps)}, {wrong} of them with lost or doubled groups"
+    return len(steps), wrong
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ All train on the same number of samples, by the settings of configs/tiny_moe.yam
 trains and one has the engine. A cell's held-out accuracies are appended to OUT/cells.jsonl when it ends, and a cell
 that stands there is not run again: the bench can be broken off, and run in parts. Prints a table of what stands there.
 
-Reach: up to staleness 1 the band of the last accuracy (mean, twice its standard error over seeds) overlaps colocated's.
+Reach: up to staleness 1 the band of the last accuracy (mean, twice its standard error over seeds) overlaps colocated's;
+else the exit status is 1.
 """
 
 import argparse
@@ -32,6 +33,7 @@ SCHEDULES = {
     "async_1": ["schedule=async", "rollout.max_staleness=1", *DIVIDED],
     "async_4": ["schedule=async", "rollout.max_staleness=4", *DIVIDED],
 }
+NEAR = ("partial", "one_step_off", "async_1")  # of staleness 1
 SEEDS = (0, 1, 2)
 ACCURACY = "eval/arithmetic/accuracy"
 LAG = "rollout/weight_version_lag/mean"
@@ -110,6 +112,17 @@ def show(cells: list[dict[str, Any]]) -> None:
             "-" if error is None else f"{error:.1%}",
         )
     Console(width=180).print(table)
+    if apart := [name for name in NEAR if not _overlap(curves[name], curves["colocated"])]:
+        sys.exit(f"apart from colocated: {', '.join(apart)}")
+
+
+def _overlap(runs: list[list[float]], others: list[list[float]]) -> bool:
+    """Return whether the bands of the last accuracies overlap; True where there are too few seeds for a band."""
+    bands = [[curve[-1] for curve in curves] for curves in (runs, others)]
+    if any(len(band) < 2 for band in bands):
+        return True
+    widths = [2 * statistics.stdev(band) / len(band) ** 0.5 for band in bands]
+    return abs(statistics.fmean(bands[0]) - statistics.fmean(bands[1])) <= sum(widths)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Each is the quickstart's tiny run, smaller, with some settings changed (and its cold-started model, made where it is
 missing). Prints what the rules of grpo_mp/monitor/rules.yaml find in it; exit status 1 where its rule is silent.
-`--record` writes the metrics that rules look at to tests/monitor/sick/NAME.jsonl; `python -m grpo_mp.pages` draws them.
+`--record` writes the metrics that rules look at to tests/monitor/sick/NAME.jsonl.
 Minutes each on two cores.
 """
 
@@ -58,14 +58,16 @@ SICKNESSES = {
     "format_without_answer": Sickness("format_without_answer", (f"data.train={DATA}/unsolvable.jsonl",), steps=20),
     "zero_variance": Sickness("zero_variance", ("reward={answer: 0.0, boxed: 1.0}", "rollout.group_size=2"), steps=12),
     "kl_drift": Sickness("kl_drift", ("algorithm.kl.coef=1e-6", "optimizer.lr=5e-3"), steps=25),
-    "large_updates": Sickness(
-        "large_updates", ("training.updates_per_step=8", "optimizer.lr=1e-2", "algorithm.kl.coef=0"), steps=15
+    "collapse": Sickness(
+        "entropy_collapse", ("training.updates_per_step=8", "optimizer.lr=1e-2", "algorithm.kl.coef=0"), steps=15
     ),
     "truncation": Sickness("truncation", ("rollout.max_response_tokens=10",), steps=12),
     "overhead": Sickness("overhead", (f"algorithm.curriculum={{function: '{PARTS}:slow'}}",), steps=15),
     "host_memory_creeps": Sickness("host_memory_creeps", (_paid("leaking", 0.01),), steps=60),
     "reward_failures": Sickness("reward_failures", (_paid("failing", 0.01), "reward.on_error=0.0"), steps=8),
-    "skipped_updates": Sickness("skipped_updates", ("optimizer.skip_grad_norm=0.05",), steps=8),
+    "skipped_updates": Sickness(
+        "skipped_updates", ("optimizer.skip_grad_norm=0.05", "optimizer.max_skipped_updates=99"), steps=8
+    ),
     "staleness": Sickness(
         "staleness",
         (

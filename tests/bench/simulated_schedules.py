@@ -5,12 +5,13 @@ colocated with two engines on two ranks that train; one_step_off and async with 
 engine. Of a run are measured: the seconds of logprobs, training, weight sync and scores (its trace), and of a decode
 step by running sequences and cached tokens (its engines' logs; least squares). A prompt's token takes an engine what a
 logprob takes the policy. The simulation gets these rates and the lengths; who waits for whom, and how long, is its
-own. Reach: a step within 15 % of the real one.
+own. Reach: a step within 15 % of the real one; else the exit status is 1.
 """
 
 import argparse
 import json
 import re
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
@@ -30,6 +31,7 @@ from tests.bench.compare_trl import CORES, run
 FAMILY = "qwen3_moe"
 SLOTS, CONCURRENT_GROUPS = 128, 64  # defaults of a CPU engine, and of the settings
 SETTLED = 2  # steps that are not timed
+REACH = 0.15
 DECODE = re.compile(
     r"^\[(.{19})\] Decode batch, #running-req: (\d+), #token: (\d+),.* gen throughput \(token/s\): ([\d.]+)"
 )
@@ -145,6 +147,7 @@ def main() -> None:
         lengths = w.make_workload(folder, FAMILY, 0)
         print(w.describe(lengths))
         tokens = sum(sum(group) for group in lengths.values()) + w.PROMPTS * w.GROUP_SIZE * w.PROMPT_TOKENS
+        worst = 0.0
         for schedule in given.schedules:
             run_folder, ranks = folder / schedule, CORES if schedule is Schedule.COLOCATED else 1
             if not (run_folder / "metrics.jsonl").exists():
@@ -152,10 +155,13 @@ def main() -> None:
                 run("tests.bench.run_grpo_mp", [str(folder), str(run_folder), *sizes], CORES, 1)
             real, phases, rates = measured_rates(run_folder, tokens, ranks)
             simulated = simulated_s(schedule, lengths, rates)
+            worst = max(worst, abs(simulated / real - 1))
             print(f"{schedule:12} real {real:6.2f} s, simulated {simulated:6.2f} s: {simulated / real - 1:+.1%}")
             decode = f"{rates.decode_step_s * 1e3:.2f} ms + {rates.sequence_s * 1e3:.3f} ms a sequence"
             print(f"    decode step {decode} + {rates.cached_token_s * 1e6:.2f} us a cached token; rank 0:")
             print("    " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in sorted(phases.items())), flush=True)
+        if worst > REACH:
+            sys.exit(f"a simulated step is {worst:.1%} off")
 
 
 if __name__ == "__main__":

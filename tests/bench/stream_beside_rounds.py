@@ -4,10 +4,12 @@ Two real SGLang engines on two cores, a tiny mixture, groups of 8 responses of 1
 likely), a filter that drops half of the groups. Rounds launch as many groups as are missing over the share kept so far,
 wait for all, and again until the step has enough; what they do not need is lost. The stream is the trainer's collector.
 Both take the same prompts through the same client; their steps alternate, so that both see the same machine, and
-before each the engines' caches are emptied as by a weight sync. Reach: 1.5 times the samples/s, 98 % of tokens useful.
+before each the engines' caches are emptied as by a weight sync. Reach: 1.5 times the samples/s, 98 % of tokens useful;
+else the exit status is 1.
 """
 
 import argparse
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -38,6 +40,7 @@ from tests.trainer.test_collect import OneRankRollout, collector
 
 GROUP, SHORTEST, LONGEST, PROMPT_TOKENS, ENGINES = 8, 16, 512, 16, 2
 MIN_KEPT_SHARE = 0.1
+REACH, USEFUL = 1.5, 0.98
 Left = dict[tuple[int, ...], list[int]]
 
 
@@ -57,7 +60,12 @@ class ExactLengths(EngineClient):
         self._left, self.generated = left, 0
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, count: int = 1, routing: ModelShape | None = None
+        self,
+        prompt_tokens: Sequence[int],
+        sampling: SamplingParams,
+        count: int = 1,
+        routing: ModelShape | None = None,
+        routed_tokens: int = 0,
     ) -> list[EngineOutput]:
         prompt = tuple(prompt_tokens)
         waiting = self._left.get(prompt)
@@ -162,7 +170,10 @@ def compare(clients: list[ExactLengths], steps: int, needed: int, slots: int, st
     for name, side in sides.items():
         side.show(name)
     print(f"rounds of a step: {rounds.rounds}")
-    print(f"stream / rounds: {sides['rounds'].seconds / sides['stream'].seconds:.2f} times the samples/s")
+    faster = sides["rounds"].seconds / sides["stream"].seconds
+    print(f"stream / rounds: {faster:.2f} times the samples/s")
+    if faster < REACH or sides["stream"].useful < USEFUL * sides["stream"].generated:
+        sys.exit(f"the stream does not reach {REACH:g} times the samples/s and {USEFUL:.0%} useful tokens")
 
 
 def main() -> None:

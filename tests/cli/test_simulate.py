@@ -31,6 +31,13 @@ def test_the_settings_own_division(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row[2:4] for row in rows] == [["8", "2"]] * 3 + [["16", "4"]] * 3
 
 
+def test_what_is_left_out_for_its_staleness_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_command(capsys, "plan", CONFIG, "--simulate", "--steps", "2", "--gpus", "8", "--staleness", "0,4")
+    assert result.status == 0, result.err
+    assert "left out: one_step_off with --staleness 0,4: it needs staleness 1\n" in result.out
+    assert "no division" not in result.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -40,6 +47,7 @@ def test_the_settings_own_division(capsys: pytest.CaptureFixture[str]) -> None:
         (("--gpus", "7"), "no schedule is possible"),
         (("--schedule", "sometimes"), "invalid choice"),
         (("--lengths", "nowhere.txt"), "no such file"),
+        (("--schedule", "async", "--staleness", "0"), "--staleness 0: async needs a staleness of 1 or more"),
         (("--drop-rate", "1"), "must keep some groups"),
     ],
 )

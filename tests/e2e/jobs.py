@@ -75,7 +75,7 @@ class Job:
         else:
             self._rank(rank).send_signal(number)
 
-    def kill_engine(self, index: int) -> None:
+    def kill_engine(self, index: int, number: signal.Signals = signal.SIGKILL) -> None:
         """Kill the processes of an engine as soon as there are some; those that watch it end by themselves."""
 
         def processes() -> list[psutil.Process]:
@@ -84,7 +84,7 @@ class Job:
 
         self.wait_until(processes)
         for process in processes():
-            process.kill()
+            process.send_signal(number)
 
     def left(self) -> list[str]:
         """What still runs when the watchers of engines have had time to end them."""

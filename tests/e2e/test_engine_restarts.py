@@ -92,6 +92,27 @@ def test_a_killed_engine_comes_back(start: Callable[..., Job], tmp_path: Path, p
     check_steps(run)
 
 
+def test_an_engine_that_hangs_comes_back(start: Callable[..., Job], tmp_path: Path) -> None:
+    """It is stopped while it has a group to begin: its health check says so, long before the limit of the group."""
+    (tmp_path / "reward.py").write_text(HELD_REWARD)
+    settings = ("engine.concurrent_groups=1", "rollout.prompts_per_step=8", "run.eval_every=0", "run.steps=2")
+    checks = ("engine.health_check_interval_s=1", "engine.health_check_timeout_s=30", "reward.timeout_s=300")
+    job, run = start(*settings, *checks, "algorithm.filter.zero_std=keep"), tmp_path / "run"
+    holds = [tmp_path / f"hold_{rank}" for rank in range(2)]
+    job.wait_until(lambda: spans(run, 0, "TRAIN"))
+    for hold in holds:
+        hold.touch()
+    job.wait_until(lambda: all((tmp_path / f"held_{rank}").exists() for rank in range(2)))
+    job.kill_engine(1, signal.SIGSTOP)
+    holds[1].unlink()  # its rank asks for the next group
+    job.wait_until(lambda: "it is started again" in job.err)
+    holds[0].unlink()
+    assert outcome(job) == Outcome(0, job.out, job.err, [])
+    assert "engine 1: /health_generate" in job.err
+    steps = read_jsonl(run / "metrics.jsonl")
+    assert [(step["rollout/groups"], step["train/samples_seen"]) for step in steps[1:]] == [(8, 32), (8, 64)]
+
+
 def test_the_only_engine_comes_back(start: Callable[..., Job], tmp_path: Path) -> None:
     job, run = start("schedule=async", "engine.ranks=1", "layout={}"), tmp_path / "run"
     job.wait_until(lambda: spans(run, 0, "TRAIN") >= 2)

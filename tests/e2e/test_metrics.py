@@ -160,7 +160,7 @@ def recomputed(rows: list[dict]) -> dict[str, float]:
         "rollout/length_bias": 1.0,
         "rollout/skipped_prompts": 0,
         **dict.fromkeys(
-            (f"rollout/dropped_groups/{why}" for why in ("zero_std", "surplus", "unfinished", "aborted")), 0
+            (f"rollout/dropped_groups/{why}" for why in ("zero_std", "surplus", "unfinished", "aborted", "stale")), 0
         ),
     }
 

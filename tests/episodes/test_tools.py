@@ -94,6 +94,21 @@ class Counter:
         self.count += by
         return self.count
 
+class Graded:
+    looked = 0
+
+    def __init__(self):
+        self.grade = lambda: 1.0
+
+    @property
+    def state(self):
+        type(self).looked += 1
+        return print
+
+    def look(self) -> int:
+        """Look around."""
+        return self.looked
+
 WORD = "no tool"
 '''
 
@@ -131,6 +146,14 @@ def test_each_episode_has_its_own_environment(kit: ToolKit) -> None:
     assert asyncio.run(first.reset({"start": 3, "question": "?"})) == " It begins at 3."
     assert [call(first, "increase", by=2).text, call(first, "increase", by=2).text] == ["5", "7"]
     assert call(second, "increase", by=1).text == "1"
+
+
+def test_only_methods_of_an_environment_are_tools(file: str) -> None:
+    """Not what it holds; its properties are not even looked at."""
+    kit = load_tools([f"{file}:Graded"])
+    tools = asyncio.run(kit.open(5.0, 100))
+    assert [*tools.by_name] == [schema["function"]["name"] for schema in kit.schemas] == ["look"]
+    assert call(tools, "look") == ToolResult("0")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The table of rules: its rows name what exists; conditions against values written out."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -9,7 +11,7 @@ from grpo_mp.config import Settings
 from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.monitor.rules import RULES, Condition, Rule, RuleWatch, find_warnings
 
-NAN = math.nan
+NAN, SICK = math.nan, Path(__file__).with_name("sick")
 
 
 def lines(name: str, values: list[float | None]) -> list[dict[str, float | None]]:
@@ -100,3 +102,88 @@ def test_every_metric_of_a_pattern_is_a_finding_but_the_excepted() -> None:
     assert {found.metric for found in find_warnings(steps)} == {"reward/term/boxed", "reward/term/tags"}
     solved = [line | {"rollout/accuracy": 0.5} for line in steps]
     assert find_warnings(solved) == ()
+
+
+RECORDED = {
+    "truncation": "truncation",
+    "length_collapse": "length_collapse",
+    "zero_variance": "zero_variance",
+    "format_without_answer": "format_without_answer",
+    "reward_failures": "reward_failures",
+    "collapse": "no_signal",
+}
+# Metrics of runs that cannot be had in minutes on two cores: written here. Of each, what changes after twenty steps.
+WRITTEN = {
+    "engine_differs": {"mismatch/token_mult_prob_error": (1.0, 1.8)},
+    "not_finite": {"train/loss": (0.01, None)},
+    "gradient_exploded": {"train/grad_norm": (1.0, 2e4)},
+    "entropy_collapse": {"train/entropy": (0.4, 0.02), "rollout/accuracy": (0.3, 0.3)},
+    "no_entropy": {"train/entropy": (0.4, 0.001)},
+    "entropy_explosion": {"train/entropy": (0.5, 3.0)},
+    "reward_parts_diverge": {"reward/term/tags": (0.2, 0.9), "rollout/accuracy": (0.5, 0.2)},
+    "reward_hacking": {"eval/aime/accuracy": (0.5, 0.3), "reward/mean": (0.5, 0.9)},
+    "replicas_of_engine_lost": {"sync/engines": (8.0, 7.0)},
+    "mismatch": {"mismatch/token_mult_prob_error": (1.01, 1.1)},  # FP8 engines
+    "mismatch_grows": {"mismatch/logprob_abs_diff/mean": (0.011, 0.036)},  # vime#64
+    "routing_mismatch": {"mismatch/router_diff_ratio": (0.05, 0.3)},
+    "correction_masks": {"mismatch/correction_masked_ratio": (0.0, 0.4)},
+    "off_policy_masks": {"mismatch/off_policy_masked_ratio": (0.0, 0.6)},
+    "staleness": {"rollout/weight_version_lag/mean": (1.0, 12.0)},
+    "length_bias": {"rollout/length_bias": (1.0, 0.6)},
+    "kl_drift": {"train/kl_loss": (0.1, 2.0)},
+    "large_updates": {"train/ppo_kl": (0.01, 0.4)},
+    "clip_share": {"train/pg_clipfrac": (0.05, 0.4)},
+    "effective_sample_size": {"train/ess": (0.95, 0.5)},
+    "skipped_updates": {"train/skipped_updates": (0.0, 1.0)},
+    "lost_logprobs": {"mismatch/tokens_without_rollout_logprob": (0.0, 3.0)},
+    "lost_routes": {"rollout/samples_without_routed_experts": (0.0, 9.0)},
+    "sync_check": {"sync/check/logprob_abs_diff/mean": (0.01, 0.5)},
+    "length_explosion": {"rollout/response_length/mean": (500.0, 1500.0), "rollout/truncated_ratio": (0.0, 0.2)},
+    "wrong_answers_grow": {
+        "rollout/response_length/incorrect": (500.0, 900.0),
+        "rollout/response_length/correct": (480.0, 490.0),
+    },
+    "unanswered": {"eval/aime/unanswered": (0.0, 2.0)},
+    "eval_failures": {"eval/aime/failures": (0.0, 2.0)},
+    "expert_collapse": {"train/expert_load/max_over_mean": (2.0, 6.0)},
+    "slow_engine": {"speed/slowest_engine_ratio": (0.95, 0.4)},
+    "long_tail": {"time/generate_tail_share": (0.2, 0.7)},
+    "slow_rank": {"time/slowest_rank_ratio": (1.02, 1.9)},
+    "idle": {"time/idle_share": (0.1, 0.6)},
+    "overhead": {"time/overhead_share": (0.02, 0.4)},
+    "padding": {"train/padding_ratio": (0.1, 0.6)},
+}
+
+
+def recorded(name: str) -> list[dict[str, float | None]]:
+    return [json.loads(line) for line in (SICK / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_sickness_is_found(name: str) -> None:
+    assert RECORDED[name] in {found.rule for found in find_warnings(recorded(name))}
+
+
+def test_a_healthy_run_is_silent() -> None:
+    assert find_warnings(recorded("healthy")) == ()
+
+
+@pytest.mark.parametrize("rule", WRITTEN)
+def test_a_written_sickness_is_found_when_it_begins_and_not_before(rule: str) -> None:
+    steps: list[dict[str, float | None]] = [
+        {"step": step} | {name: values[step > 20] for name, values in WRITTEN[rule].items()} for step in range(1, 41)
+    ]
+    assert find_warnings(steps[:20]) == ()
+    assert rule in {found.rule for found in find_warnings(steps)}
+
+
+def test_memory_that_creeps_is_found_and_a_plateau_is_not() -> None:
+    creeping = [1e9 + 5e6 * step for step in range(60)]  # slime#1105: gigabytes a step
+    plateau = [min(1e9 + 2e7 * step, 1.2e9) for step in range(60)]
+    (found,) = find_warnings(lines("memory/train/host_bytes", [*creeping]))
+    assert found.rule == "host_memory_creeps"
+    assert find_warnings(lines("memory/train/host_bytes", [*plateau])) == ()
+
+
+def test_every_rule_has_a_run_that_it_finds() -> None:
+    assert {rule.name for rule in RULES} - {*WRITTEN} - {*RECORDED.values()} == {"host_memory_creeps"}

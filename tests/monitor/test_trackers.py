@@ -11,18 +11,35 @@ from matplotlib.figure import Figure
 
 from grpo_mp.config.load import check_settings
 from grpo_mp.errors import UserError
-from grpo_mp.monitor.loggers import PACKAGES, Logger, load_loggers, open_loggers, without_secrets, write_metrics
+from grpo_mp.monitor.loggers import PACKAGES, Logger, load_loggers, open_loggers, write_metrics
+from grpo_mp.redact import without_secrets
 from tests.minimal_settings import MINIMAL_SETTINGS
 
 SETTINGS = {
     "engine": {"args": {"api_key": "SECRET 1"}},
     "reward": {"model": {"url": "https://me:SECRET@host/x"}},
     "rollout": {"function_args": {"hf_token": "SECRET 3", "max_tokens": 5}, "tools": ["https://SECRET@host"]},
+    "headers": {"Authorization": "Bearer SECRET", "X-Api-Key": "SECRET", "Accept": "text/html"},
+    "camel": {"apiKey": "SECRET", "clientSecret": "SECRET", "maxTokens": 5, "json_key": "score"},
+    "query": "https://host/x?api_key=SECRET&page=2#access_token=SECRET",
+    "command": "API_KEY=SECRET agent --api-key SECRET --turns 3 --token=SECRET -H 'Authorization: Bearer SECRET'",
+    "arguments": ["agent", "--api-key", "SECRET", "--turns", "3"],
+    "text": '{"password": "SECRET", "key": 1}, my.token:make',
+    "by variable": {"api_key_env": "JUDGE_LOGIN", "prompt": "say SECRET of login"},
+    "by value": ["x SECRET of variable y"],
 }
 SHOWN = {
     "engine": {"args": {"api_key": None}},
     "reward": {"model": {"url": "https://host/x"}},
     "rollout": {"function_args": {"hf_token": None, "max_tokens": 5}, "tools": ["https://host"]},
+    "headers": {"Authorization": None, "X-Api-Key": None, "Accept": "text/html"},
+    "camel": {"apiKey": None, "clientSecret": None, "maxTokens": 5, "json_key": "score"},
+    "query": "https://host/x?api_key=***&page=2#access_token=***",
+    "command": "API_KEY=*** agent --api-key *** --turns 3 --token=*** -H 'Authorization: ***'",
+    "arguments": ["agent", "--api-key", "***", "--turns", "3"],
+    "text": '{"password": "***", "key": ***}, my.token:make',
+    "by variable": {"api_key_env": "JUDGE_LOGIN", "prompt": "say ***"},
+    "by value": ["x *** y"],
 }
 
 
@@ -33,7 +50,9 @@ class Keeper(Logger):
         self.settings = settings
 
 
-def test_no_secret_reaches_a_logger(tmp_path: Path) -> None:
+def test_no_secret_reaches_a_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_LOGIN", "SECRET of login")
+    monkeypatch.setenv("SOME_TOKEN", "SECRET of variable")
     (keeper,) = open_loggers([Keeper], tmp_path, 0, SETTINGS)
     assert isinstance(keeper, Keeper)
     assert keeper.settings == SHOWN

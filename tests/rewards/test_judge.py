@@ -101,6 +101,8 @@ def test_the_last_match_counts(text: str, number: float | None) -> None:
         ('{"score": null}', None),
         ('{"score": [1]}', None),
         ('{"score": 1', None),
+        (f'{{"score": {10**400}}}', None),
+        ('{"score": 1} ' + '{"score":' * 100_000, 1.0),
     ],
 )
 def test_the_last_json_object_counts(text: str, number: float | None) -> None:
@@ -122,6 +124,13 @@ FAILURES: list[tuple[Any, int, str]] = [
     ("Score: 11", 2, r"gave 11 by"),
     ((200, "hello"), 2, r"answered no chat completion: 'hello'"),
     ((200, '{"choices": []}'), 2, r"answered no chat completion"),
+    ((200, "[" * 100_000), 2, r"answered no chat completion"),
+    (
+        (200, '{"choices": [{"message": {"content": ["Score: 3"]}}]}'),
+        2,
+        r"answered with a content that is no text, list",
+    ),
+    ((200, '{"choices": [{"message": {"content": 3}}]}'), 2, r"answered with a content that is no text, int"),
 ]
 
 
@@ -147,6 +156,23 @@ def test_a_judge_that_fails(
     assert [sample.is_correct for sample in scored.samples] == [None, False]
     assert (stats.unscored, stats.failures) == (1, {"judge": 1})
     assert KEY not in stats.first_errors["judge"]
+
+
+def test_a_reply_that_cannot_be_unpacked_is_a_failure(server: Server, make_group: MakeGroup) -> None:
+    server.headers["Content-Encoding"] = "gzip"
+    rewards, stats, _ = score(server.url, make_group(["ab"]), on_error=-1.0, retries=1)
+    assert (rewards, len(server.bodies)) == ([-1.0], 2)
+    assert "gave no answer (DecodingError: " in stats.first_errors["judge"]
+
+
+def test_a_login_in_the_address_is_sent_and_never_shown(server: Server, make_group: MakeGroup) -> None:
+    url = server.url.replace("://", "://me:SECRET%21@")
+    server.failures = [(401, "who is KEY with SECRET!?")]
+    with pytest.raises(UserError, match=rf"j1 at {server.url}chat/completions answered .*: who is Basic \*") as raised:
+        score(url, make_group(["ab"]))
+    assert "SECRET" not in str(raised.value)
+    assert "bWU6U0VDUkVUIQ" not in str(raised.value)  # base64 of me:SECRET!
+    assert score(url, make_group(["ab"]))[0] == [0.2]
 
 
 def test_a_judge_that_is_down(server: Server, make_group: MakeGroup) -> None:

@@ -87,6 +87,8 @@ FAILURES: list[tuple[Any, int, str]] = [
     ((200, json.dumps(ENTRY)), 1, r"not one score per sequence"),
     ((200, json.dumps([{"embedding": [None]}] * 2)), 1, r"not one score per sequence"),
     ((200, "hello"), 1, r"answered 'hello', not one score per sequence"),
+    ((200, f'[{{"embedding": [{10**400}]}}]'), 1, r"not one score per sequence"),
+    ((200, "[" * 100_000), 1, r"not one score per sequence"),
 ]
 
 
@@ -100,6 +102,26 @@ def test_broken_answers(failure: Any, calls: int, sentence: str, server: Server,
     assert "\n" not in str(raised.value)
     server.failures = [failure] * calls
     assert score(server.url, group, on_error=-2.0, retries=1, timeout_s=limit_s(failure)) == [-2.0, -2.0]
+
+
+def test_an_answer_that_cannot_be_unpacked_is_a_failure(server: Server, make_group: MakeGroup) -> None:
+    server.headers["Content-Encoding"] = "gzip"
+    assert score(server.url, make_group(["a"]), on_error=-1.0, retries=1) == [-1.0]
+    assert len(server.bodies) == 2
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_neither_login_nor_key_is_shown(
+    status: int, server: Server, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where the server repeats them."""
+    monkeypatch.setenv("MODEL_KEY", "sk-SECRET")
+    server.failures = [(status, "who is Bearer sk-SECRET?"), (status, "who is Basic bWU6U0VDUkVU, SECRET?")]
+    for url in (server.url, server.url.replace("://", "://me:SECRET@")):
+        with pytest.raises(UserError, match=rf"{server.url}/classify answered .*who is \w+ \*\*\*") as raised:
+            score(url, make_group(["a"]), retries=0, api_key_env="MODEL_KEY")
+        assert "SECRET" not in str(raised.value)
+        assert "U0VDUkVU" not in str(raised.value)
 
 
 def test_a_server_that_is_down(server: Server, make_group: MakeGroup) -> None:

@@ -361,3 +361,12 @@ def test_a_child_that_a_reward_forks_ends_as_children_do(scorer: Callable[..., S
 def test_elsewhere_a_process_still_ends_by_exit(tmp_path: Path) -> None:
     code = "import os\nfrom grpo_mp.user_code import no_exit\nwith no_exit(): pass\nos._exit(7)\n"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 7
+
+
+@pytest.mark.parametrize("set_weights", [None, {"x": {"length": 2.0}}])
+def test_a_row_may_have_a_data_set_column_of_its_own(set_weights: Any, make_group: Callable[..., SampleGroup]) -> None:
+    """Of any type: only names of the mixture's sets mean anything."""
+    scorer = Scorer(RewardConfig(length=1.0), max_response_tokens=4, set_weights=set_weights)
+    for own in (["a", "b"], {"a": 1}, None, 3, "other"):
+        (sample,) = scorer.score_group(make_group(["ab"], data_set=own)).samples
+        assert sample.reward == 0.5

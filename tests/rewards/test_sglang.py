@@ -113,3 +113,10 @@ def test_a_server_that_slept_scores_as_before(server: EngineProcess, score: Call
 )
 def test_where_steps_end(pieces: list[str], ends: list[int]) -> None:
     assert step_ends(pieces, "\n\n") == ends
+
+
+def test_steps_of_an_episode_end_with_its_turns_and_in_nothing_that_it_was_given() -> None:
+    pieces, generated = ["a", "\n\n", "b", "result", "\n\n", "more", "c", "\n"], [1, 1, 1, 0, 0, 0, 1, 1]
+    assert step_ends(pieces, "\n\n", list(map(bool, generated))) == [1, 2, 7]
+    assert step_ends(["a", "b"], "\n\n", [True, False]) == [0]
+    assert step_ends(["a", "\n\n"], "\n\n", [False, False]) == []

@@ -122,10 +122,12 @@ def roll_out(ask: Callable[..., Any], model_folder: Path) -> Callable[..., tuple
         prompt = Prompt(4, "How many?", tokens, answer=answer, columns=columns or {}, messages=(message,))
         shape = model_shape(HfConfig.read(model_folder))
 
-        async def group(client: EngineClient) -> SampleGroup | None:
+        async def group(client: EngineClient) -> SampleGroup:
             client.generate = generate or client.generate  # type: ignore[method-assign]
             runner = EpisodeRunner(parts, client, asyncio.Semaphore(2))
-            return await runner.run_group(prompt, 7, count, 1, sampling or SamplingParams(60), shape)
+            return SampleGroup(
+                prompt, await runner.run_group(prompt, 7, count, 1, sampling or SamplingParams(60), shape)
+            )
 
         return prompt, ask(group)
 

@@ -37,7 +37,12 @@ class FakeEngine:
     _aborts: list[asyncio.Event] = field(default_factory=list)
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, count: int = 1, routing: None = None
+        self,
+        prompt_tokens: Sequence[int],
+        sampling: SamplingParams,
+        count: int = 1,
+        routing: None = None,
+        routed_tokens: int = 0,
     ) -> list[EngineOutput]:
         prompt, *given = prompt_tokens
         # Those that are asked for alone go on with a response, which says whose it is.

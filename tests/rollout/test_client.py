@@ -23,6 +23,7 @@ from grpo_mp.rollout.packed_tensors import TensorSpec
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.shared_memory import LOADER, export_to_host
 from grpo_mp.weight_sync.transport import serialize
+from tests.http_server import JsonServer, Reply
 
 TOLERANCE = 1e-4
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
@@ -242,8 +243,53 @@ def test_requests_to_an_engine_that_was_lost_say_so() -> None:
         await client.aclose()
         await client.generate([1], LONG)
 
-    with pytest.raises(EngineError, match=r"^engine 7: /generate: the engine was lost$"):
-        asyncio.run(ask_after_loss())
+    async def ask_during_pause() -> None:
+        client = EngineClient(7, "http://127.0.0.1:1", {}, timeout_s=1.0)
+        client.limits.pause()
+        waits = asyncio.create_task(client.generate([1], LONG))
+        await asyncio.sleep(0)
+        assert not waits.done()
+        await client.aclose()
+        await waits
+
+    for ask in (ask_after_loss, ask_during_pause):
+        with pytest.raises(EngineError, match=r"^engine 7: /generate: the engine was lost$"):
+            asyncio.run(ask())
+
+
+class BrokenEngine(JsonServer):
+    """It answers every route with one failure."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__()
+        self.reply = status, json.dumps({"success": False, "message": message})
+
+    def answer(self, *_: Any) -> Reply:
+        return self.reply
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "restarts"),
+    [
+        (500, "Internal Server Error", True),
+        (500, "CUDA out of memory. Tried to allocate 2 GiB", True),
+        (400, "Failed to update: CUDA out of memory. Tried to allocate 2 GiB", True),
+        (200, "torch.OutOfMemoryError: CUDA out of memory.", True),
+        (400, "no parameter model.x", False),
+    ],
+)
+def test_an_engine_without_memory_may_start_again(status: int, message: str, restarts: bool) -> None:
+    """In the weight sync, and when it wakes; what the trainer did wrong ends the run."""
+
+    async def call(url: str, waking: bool) -> None:
+        async with aclosing(EngineClient(4, url, {}, 60.0)) as client:
+            await (client.resume_memory(["weights"]) if waking else client.update_weights_from_tensor(["x"]))
+
+    with BrokenEngine(status, message).serving() as server:
+        for waking in (False, True)[: 1 + (status != 200)]:
+            with pytest.raises(UserError, match=rf"^engine 4: /\w+: .*{re.escape(message)}") as raised:
+                asyncio.run(call(server.url, waking))
+            assert isinstance(raised.value, EngineError) == restarts
 
 
 def test_token_versions() -> None:
@@ -301,13 +347,17 @@ def test_a_cache_that_is_kept_is_not_read_by_new_weights(
     engine: EngineProcess, ask: Ask, model_folder: Path, other_folder: Path, expected_logprobs: Logprobs
 ) -> None:
     """The same prompt again: its prefix is taken from the cache until the weights change."""
+    during = list[EngineOutput]()
 
     async def update(client: EngineClient, folder: Path, version: int) -> None:
         await client.pause_generation("in_place")
+        waits = asyncio.create_task(client.generate(PROMPT, LONG))
+        await asyncio.sleep(0.2)  # it is asked for, before the weights change
         await client.begin_weight_update()
         await load_weights(client, folder)
         await client.end_weight_update(version, keep_cache=True)
         await client.continue_generation()
+        during.extend(await waits)
 
     async def run(client: EngineClient) -> list[EngineOutput]:
         await client.flush_cache_when_idle()
@@ -319,6 +369,9 @@ def test_a_cache_that_is_kept_is_not_read_by_new_weights(
         return outputs
 
     outputs = ask(run)
-    assert [bool(output.cached_tokens) for output in outputs] == [False, True, False, True]
+    assert [bool(output.cached_tokens) for output in outputs] == [False, True, True, True]
+    assert not during[0].cached_tokens  # it came when the old weights were still there
     assert greatest_difference(outputs[:2], lambda tokens: expected_logprobs(model_folder, tokens)) < TOLERANCE
     assert greatest_difference(outputs[2:], lambda tokens: expected_logprobs(other_folder, tokens)) < TOLERANCE
+    assert greatest_difference(during[:1], lambda tokens: expected_logprobs(other_folder, tokens)) < TOLERANCE
+    assert {version for output in during[:1] for version in output.weight_versions} == {41}

@@ -255,7 +255,7 @@ def test_an_episode_with_a_reward_that_is_none_is_an_error(roll_out: Callable[..
         [
             "ValueError: the reward is nan: a reward is a finite number, or None",
             "ValueError: the reward is 'good': a reward is a finite number, or None",
-            "TypeError: the metric speed is 'fast': a metric is a number",
+            "TypeError: the metric speed is 'fast': a metric is a number, by its name",
             "ValueError: 0 rewards for 1 generated segments: give one for each turn",
             "ValueError: 2 rewards for 1 generated segments: give one for each turn",
         ],

@@ -1,13 +1,18 @@
 import json
 import random
+import time
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from grpo_mp.episodes.protocol import Episode, Segment
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import EngineOutput
+from grpo_mp.rollout.episodes import Outcome, as_sample
 from grpo_mp.rollout.journal import GroupJournal, best_records, journal_file, load, prune, read_records
 from grpo_mp.rollout.worker import EndedGroup, PausedGroup
 from grpo_mp.types import Prompt, Sample, SampleGroup
@@ -26,6 +31,7 @@ def sample(index: int, *tokens: int, **more: object) -> Sample:
 
 PAUSED = PausedGroup(PROMPT, (output(5, 6, aborted=True, cached_tokens=1, verify_steps=2), output(aborted=True)))
 FINISHED = SampleGroup(PROMPT, (sample(1, 5, 6, reward=0.5, reward_terms={"answer": 0.5}, is_correct=False),))
+SIBLING = PausedGroup(PROMPT, samples=(sample(2, 5, 6, state="completed", messages=({"role": "user"},)),))
 EPISODE = SampleGroup(
     PROMPT,
     (
@@ -52,11 +58,13 @@ def written(folder: Path, *groups: EndedGroup, step: int = 3) -> Path:
     return journal_file(folder, step, 1)
 
 
-@pytest.mark.parametrize("group", [PAUSED, FINISHED, EPISODE], ids=["paused", "finished", "episode"])
+@pytest.mark.parametrize(
+    "group", [PAUSED, SIBLING, FINISHED, EPISODE], ids=["paused", "sibling", "finished", "episode"]
+)
 def test_what_is_written_is_what_is_read(tmp_path: Path, group: EndedGroup) -> None:
     """Every digit of a logprob, the mask of an episode and what its scoring counted; the prompt is the data's."""
     (record,) = read_records(written(tmp_path, group))
-    assert (record.key, record.extent.finished) == ((40, 7, 2), group is not PAUSED)
+    assert (record.key, record.extent.finished) == ((40, 7, 2), isinstance(group, SampleGroup))
     loaded = load(record, PROMPT)
     assert loaded is not None
     expected = (
@@ -64,6 +72,24 @@ def test_what_is_written_is_what_is_read(tmp_path: Path, group: EndedGroup) -> N
     )
     assert loaded == (expected, STATS)
     assert load(record, replace(PROMPT, tokens=(5,))) is None
+
+
+def test_numbers_of_any_type_are_written(tmp_path: Path) -> None:
+    """What a rollout function may return: whole numbers past 2**53, fractions, and NumPy's."""
+    segments = (Segment((1,), False), Segment((2,), True, (-0.5,), (1,)))
+    now = time.time_ns()
+    metrics: Any = {"when": now, "share": Fraction(1, 3), "mean": np.float32(0.5)}
+    reward: Any = Fraction(1, 3)
+    episode = Episode(segments, reward, metrics).with_step_rewards([reward])
+    group = SampleGroup(PROMPT, (as_sample(Outcome(episode), 40, 0, 0),))
+    loaded = load(read_records(written(tmp_path, group))[0], PROMPT)
+    assert loaded == (group, STATS)
+    assert group.samples[0].metrics == {"when": float(now), "share": 1 / 3, "mean": 0.5, "turns": 0, "forks": 0}
+    assert (group.samples[0].episode_reward, group.samples[0].step_rewards) == (1 / 3, ((0, 1 / 3),))
+    with pytest.raises(ValueError, match="a reward is a finite number"):
+        Episode(segments, 10**400)
+    with pytest.raises(TypeError, match="a metric is a number, by its name"):
+        Episode(segments, metrics={3: 1.0})  # type: ignore[dict-item]
 
 
 def test_experts_keep_their_type(tmp_path: Path) -> None:

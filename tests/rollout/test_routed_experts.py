@@ -15,11 +15,12 @@ from grpo_mp.distributed.layout import ModelShape, model_shape
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
-from grpo_mp.rollout.routed_experts import ARGUMENT, check_routed_experts, read_routed_experts
+from grpo_mp.rollout.routed_experts import ARGUMENT, check_routed_experts, known_tokens, read_routed_experts
 from grpo_mp.rollout.worker import joined
 from grpo_mp.types import ExpertIds
 from tests.rollout.test_client import PROMPT, Ask, generate_while, send_weights
 
+TURNS = Path(__file__).parent / "test_episodes.py"
 LONG = SamplingParams(max_response_tokens=24, ignore_eos=True)
 
 
@@ -59,6 +60,17 @@ def test_of_a_group_and_of_prompts_that_the_engine_knows(
             assert torch.equal(ascending(output.routed_experts), expected(model_folder, [*prompt, *output.tokens]))
 
 
+def test_of_all_turns_of_an_episode(
+    roll_out: Callable[..., Any], model_folder: Path, expected: Callable[..., torch.Tensor]
+) -> None:
+    """Those of tokens that were given, too: the next turn computes them."""
+    _, group = roll_out(f"{TURNS}:three_turns")
+    for sample in group.samples:
+        assert sample.given_tokens
+        every = [*sample.prompt_tokens, *sample.tokens]
+        assert torch.equal(ascending(sample.routed_experts), expected(model_folder, every))
+
+
 def test_they_come_only_where_asked_for(ask: Ask) -> None:
     assert ask(lambda client: client.generate(PROMPT, LONG))[0].routed_experts is None
 
@@ -72,12 +84,15 @@ def test_a_resumed_response_keeps_those_of_each_version(
 
     async def resume(client: EngineClient) -> list[EngineOutput]:
         await send_weights(client, other_folder, 61)
-        return await client.generate(tokens, SamplingParams(8, ignore_eos=True), 1, shape)
+        known = known_tokens(begun.routed_experts, len(begun.tokens))
+        return await client.generate(tokens, SamplingParams(8, ignore_eos=True), 1, shape, known)
 
     try:
         more = ask(resume)[0]
     finally:
         ask(lambda client: send_weights(client, model_folder, 62))
+    assert more.routed_experts is not None
+    assert len(more.routed_experts) == len(more.tokens) == 8  # those that are known do not come again
     response = joined(begun, more)
     every = [*PROMPT, *response.tokens]
     actual, known = ascending(response.routed_experts), len(tokens) - 1
@@ -94,6 +109,7 @@ def test_a_response_whose_beginning_has_none_has_none(shape: ModelShape) -> None
     assert joined(begun, more).routed_experts is None
     nothing = EngineOutput((), (), (), truncated=False, aborted=True)
     assert joined(nothing, more).routed_experts is experts
+    assert joined(more, nothing).routed_experts is experts  # it was broken off again before it went on
 
 
 def encoded(values: Any) -> dict[str, str]:
@@ -109,6 +125,10 @@ def test_what_no_router_chose_is_not_replayed(shape: ModelShape) -> None:
     for broken in (good[:2], good - 1, good + shape.num_experts, np.where(np.arange(3)[:, None, None] == 2, 0, good)):
         assert read_routed_experts(encoded(broken), 3, shape) is None
     assert read_routed_experts({}, 3, shape) is None
+    rest = read_routed_experts(encoded(good[:1]), 3, shape, known=2)
+    assert rest is not None
+    assert len(rest) == 1
+    assert read_routed_experts(encoded(good), 3, shape, known=2) is None
 
 
 def test_an_engine_without_capture_is_found_at_start(ask: Ask, shape: ModelShape) -> None:

@@ -57,6 +57,19 @@ def test_engines_take_whole_engines_and_the_layout_divides_the_rest() -> None:
         assert scenario.engine_gpus % scenario.engines == 0
 
 
+def test_a_steps_time_does_not_follow_from_how_many_are_played() -> None:
+    """The groups of this schedule come in cycles of three steps, of which a window may hold a part."""
+    job = recipe("moe_671b.yaml", "h100-80", 16)
+    outcomes = [
+        outcome
+        for steps, seed in ((16, 0), (20, 0), (24, 0), (16, 1))
+        for outcome in simulate_job(job, 1.0, Assumptions(steps=steps, seed=seed), [Schedule.COLOCATED], [2])
+    ]
+    times = [outcome.step_s for outcome in outcomes]
+    assert max(times) < 1.015 * min(times)
+    assert len(set(times)) == 4  # the seed decides the order of the lengths
+
+
 def test_no_layout_divides_what_it_needs_whole() -> None:
     """128 GPUs are one engine, and one replica of the policy."""
     job = recipe("moe_671b.yaml", "h100-80", 16)

@@ -51,7 +51,12 @@ class SeededEngine:
     limits: RequestLimits = field(default_factory=RequestLimits)
 
     async def generate(
-        self, prompt: Sequence[int], sampling: SamplingParams, count: int = 1, routing: None = None
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        count: int = 1,
+        routing: None = None,
+        routed_tokens: int = 0,
     ) -> list[EngineOutput]:
         versions = []
         for _ in range(2):  # an update may come between

@@ -24,8 +24,9 @@ class OneStep:
     batch: StepBatch
 
     def compute_logprobs(self) -> UpdateBatches:
-        epochs = self.settings.training.epochs
-        return compute_logprobs(self.policy, self.batch, self.settings.algorithm, epochs, adaptive_coefs={}, seed="0/0")
+        training = self.settings.training
+        records = training.router_replay == "R2"
+        return compute_logprobs(self.policy, self.batch, self.settings.algorithm, training.epochs, {}, "0/0", records)
 
     def train(self, updates: UpdateBatches) -> list[UpdateReport]:
         algorithm, epochs = self.settings.algorithm, self.settings.training.epochs

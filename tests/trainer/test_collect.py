@@ -25,7 +25,15 @@ from grpo_mp.distributed.rendezvous import FAILURE, is_first_failure
 from grpo_mp.errors import EngineError, UserError
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import EndedGroup, LaunchedGroups, RolloutTask, RolloutWorker, give_back, pause_running
+from grpo_mp.rollout.worker import (
+    EndedGroup,
+    HealthCheck,
+    LaunchedGroups,
+    RolloutTask,
+    RolloutWorker,
+    give_back,
+    pause_running,
+)
 from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
 from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 from tests.rollout.fake_engine import FakeEngine, draw_length, token_of
@@ -59,6 +67,7 @@ class MortalEngine(FakeEngine):
     """It is lost after some requests, and all that it runs with it."""
 
     lives = 0  # 0: it is never lost
+    checks = 0
     is_lost = False
 
     async def generate(self, *arguments: Any, **more: Any) -> Any:
@@ -72,16 +81,6 @@ class MortalEngine(FakeEngine):
         return outputs
 
 
-class StuckEngine(FakeEngine):
-    """Its answers to some prompts run into the group's limit."""
-
-    async def generate(self, prompt_tokens: Sequence[int], *arguments: Any, **more: Any) -> Any:
-        if prompt_tokens[0] % 10 == 3:
-            await asyncio.sleep(0.01)
-            raise TimeoutError
-        return await super().generate(prompt_tokens, *arguments, **more)
-
-
 @dataclass
 class OneRankRollout:
     """All engines of the job on one rank."""
@@ -91,6 +90,7 @@ class OneRankRollout:
     loop: EventLoopThread = field(default_factory=lambda: EventLoopThread("engines"))
     routing: None = None
     group_timeout_s: float = 60.0
+    health: HealthCheck | None = None
     scored: set[int] = field(default_factory=set)
 
     @property
@@ -126,7 +126,7 @@ class OneRankRollout:
             launched.set_result(give_back(task, stream))
             return launched
         parts: Any = [(engine, FakeScorer(), tokenizer, self.group_timeout_s, self.lose) for engine in alive]
-        workers = [RolloutWorker(*part) for part in parts]
+        workers = [RolloutWorker(*part, health=self.health) for part in parts]
         carried = [dict[int, Any]() for _ in workers]
         for number, group in task.carried.items():
             carried[number % len(workers)][number] = group
@@ -243,6 +243,24 @@ def test_nothing_that_was_generated_is_lost(one_rank_job: Any) -> None:
     assert all(batch.dropped.total() == 0 for batch in batches)
 
 
+def test_groups_of_weights_that_are_too_old_are_counted_and_generated_again(one_rank_job: Any) -> None:
+    """As where a step makes more updates than settings say."""
+    engines = [FakeEngine()]
+    collect = collector(one_rank_job, engines, 12, {}, max_staleness=1)
+    batch = collect.collect(TrainState(), 1)
+    begun = [
+        group
+        for group in collect._carried.values()
+        if isinstance(group, SampleGroup) or any(output.tokens for output in group.outputs)
+    ]
+    assert (len(begun) > 0, batch.dropped["stale"]) == (True, 0)
+    engines[0].version = 5
+    later = collect.collect(replace(batch.state, step=1, optimizer_step=5), 2)
+    assert later.dropped["stale"] == len(begun)
+    check_samples(later)
+    assert {version for group in later.groups for one in group.samples for version in one.weight_versions} == {5}
+
+
 def test_slots_are_filled_with_later_groups_while_the_last_ones_run(one_rank_job: Any) -> None:
     engines = [FakeEngine()]
     run_steps(collector(one_rank_job, engines, 16, {}, max_staleness=1), engines, 3)
@@ -284,42 +302,6 @@ def test_a_rank_does_not_wait_for_groups_of_one_that_failed(one_rank_job: Any) -
     collect = collector(one_rank_job, [FakeEngine(token_s=0.05)], 1, {})
     assert is_first_failure(collect.job.store, FAILURE)
     with pytest.raises(UserError, match="another rank failed"):
-        collect.collect(TrainState(), 1)
-
-
-@pytest.mark.parametrize("filter_", [{}, {"zero_std": "refill"}], ids=["keep", "refill"])
-@pytest.mark.parametrize(("schedule", "max_staleness"), [("colocated", 0), ("colocated", 1), ("async", 1)])
-def test_a_group_past_its_limit_is_replaced_by_the_next_prompt(
-    one_rank_job: Any, schedule: str, max_staleness: int, filter_: dict[str, Any]
-) -> None:
-    engines: list[Any] = [StuckEngine(0), StuckEngine(1)]
-    collect = collector(one_rank_job, engines, 12, filter_, schedule=schedule, max_staleness=max_staleness)
-    batches = run_steps(collect, engines, 3)
-    trained = [group.prompt.index for batch in batches for group in batch.groups]
-    expected = [prompt for prompt in range(PROMPTS) if prompt % 10 != 3 and (kept(prompt) or not filter_)]
-    assert trained == expected[: 3 * 8]
-    stuck = [prompt for prompt in range(trained[-1] + 1) if prompt % 10 == 3]
-    assert sum(batch.dropped["aborted"] for batch in batches) == len(stuck)
-    for batch in batches:
-        check_samples(batch)
-
-
-def test_a_step_all_of_whose_groups_take_too_long_says_so(one_rank_job: Any) -> None:
-    collect = collector(one_rank_job, [FakeEngine(token_s=10.0)], 40, {})
-    collect.rollout.group_timeout_s = 0.1
-    with pytest.raises(
-        UserError, match=r"^step 1: 16 groups took longer than rollout\.group_timeout_s=600 s: raise it$"
-    ):
-        collect.collect(TrainState(), 1)
-
-
-def test_the_engine_of_a_group_past_its_limit_is_lost_if_it_is_not_well(one_rank_job: Any) -> None:
-    class HungEngine(StuckEngine):
-        async def check_health(self) -> None:
-            raise EngineError("engine 0: hangs")
-
-    collect = collector(one_rank_job, [HungEngine()], 12, {})
-    with pytest.raises(EngineError, match="engine 0: hangs"):
         collect.collect(TrainState(), 1)
 
 
@@ -417,46 +399,3 @@ def test_which_prompts_are_skipped_does_not_depend_on_who_was_faster(one_rank_jo
     slow, fast = trained(1e-3, 0.0), trained(2e-5, 0.1)
     assert slow == fast
     assert len(set(slow[40:])) < len(set(slow[:40]))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "max_staleness", "tokens_ahead"),
-    [("colocated", 0, None), ("colocated", 2, None), ("colocated", 2, 20), ("async", 2, None), ("async", 2, 20)],
-)
-@pytest.mark.parametrize("seed", range(6))
-def test_groups_of_lost_engines_are_generated_once_by_others(
-    one_rank_job: Any, schedule: str, max_staleness: int, tokens_ahead: int | None, seed: int
-) -> None:
-    """Engines are lost at random moments, one or both at a time; one comes back at any later step, both at once."""
-    random, steps = Random(f"{schedule}/{max_staleness}/{seed}"), 8
-    engines: list[Any] = [MortalEngine(index, random.uniform(5e-5, 3e-4)) for index in range(2)]
-    ahead = {"max_staleness": max_staleness, "tokens_ahead": tokens_ahead}
-    collect = collector(one_rank_job, engines, 6, {"zero_std": "refill"}, schedule=schedule, steps=steps, **ahead)
-    lost = 0
-
-    def revive() -> None:
-        nonlocal lost
-        none_left = all(engine.is_lost for engine in engines)
-        for engine in engines:
-            if engine.is_lost and not none_left and random.random() < 0.5:
-                continue
-            lost += engine.is_lost
-            engine.is_lost, engine.lives = False, engine.lives if engine.lives > 0 else random.randint(1, 25)
-
-    collect.recovery.run = collect.recovery.begin_step = revive
-    state, trained = TrainState(), []
-    for step in range(1, steps + 1):
-        batch = collect.collect(state, step)
-        check_samples(batch)
-        oldest = min(info.oldest_version for info in batch.infos)
-        assert step - 1 - oldest <= max_staleness
-        trained += [group.prompt.index for group in batch.groups]
-        state = replace(batch.state, step=step)
-        if not collect.settings.updates_running_groups:
-            collect.finish_generation()
-        for engine in engines:
-            engine.version = step
-        collect.synced_step = step
-    assert lost
-    in_order = [number % PROMPTS for number in range(2 * PROMPTS) if kept(number % PROMPTS)]
-    assert trained == in_order[: len(trained)]

@@ -86,7 +86,12 @@ class SeededEngine:
     _aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, count: int = 1, routing: None = None
+        self,
+        prompt_tokens: Sequence[int],
+        sampling: SamplingParams,
+        count: int = 1,
+        routing: None = None,
+        routed_tokens: int = 0,
     ) -> list[EngineOutput]:
         prompt, *given = prompt_tokens
         self.prompts.add(prompt)

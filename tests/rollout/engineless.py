@@ -1,0 +1,58 @@
+"""Episodes without an engine: a client that answers texts, as the ids of a tokenizer."""
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_mp.config.sections import RolloutConfig
+from grpo_mp.rollout.client import EngineOutput, SamplingParams
+from grpo_mp.rollout.episodes import EpisodeRunner, load_episode_parts
+from grpo_mp.rollout.request_limits import RequestLimits
+from grpo_mp.types import Prompt, Sample
+
+ASK = {"role": "user", "content": "How many?"}
+
+
+class TextClient:
+    """Answers `texts` by their turns, each after `seconds`; the parser finds `[name]({...})` and takes as long."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], seconds: float = 0.0) -> None:
+        self.tokenizer, self.texts, self.seconds = tokenizer, texts, seconds
+        self.limits, self.index, self.prompts = RequestLimits(), 0, list[tuple[int, ...]]()
+
+    async def generate(self, tokens: Any, sampling: SamplingParams, routing: Any = None) -> list[EngineOutput]:
+        self.prompts.append(tuple(tokens))
+        await asyncio.sleep(self.seconds)
+        text = self.texts[(len(self.prompts) - 1) % len(self.texts)]
+        sampled = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        count = len(self.prompts)
+        return [EngineOutput(sampled, (-0.5 * count,) * len(sampled), (count,) * len(sampled), False)]
+
+    async def parse_tool_calls(self, text: str, tools: Any, parser: str) -> tuple[str, list[tuple[str, str]]]:
+        await asyncio.sleep(self.seconds)
+        calls = re.findall(r"\[(\w+)\]\((.*?)\)", text)
+        return re.sub(r"\[(\w+)\]\((.*?)\)", "", text), calls
+
+    async def abort_all(self) -> None:
+        """Nothing is being generated."""
+
+
+def make_runner(client: TextClient, function: str | None, **config: Any) -> EpisodeRunner:
+    sizes = {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 2000, "max_response_tokens": 2000}
+    parts = load_episode_parts(RolloutConfig(**sizes | {"function": function} | config), client.tokenizer)
+    assert parts
+    engine: Any = client
+    return EpisodeRunner(parts, engine, asyncio.Semaphore(4))
+
+
+def make_prompt(runner: EpisodeRunner, **columns: Any) -> Prompt:
+    return Prompt(4, "How many?", runner.parts.renderer.prompt([ASK]), columns=columns, messages=(ASK,))
+
+
+def roll_out(runner: EpisodeRunner, **columns: Any) -> Sample:
+    """Roll out one episode."""
+    (sample,) = asyncio.run(runner.run_group(make_prompt(runner, **columns), 7, 1, 1, SamplingParams(2000), None))
+    return sample

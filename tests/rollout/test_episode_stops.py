@@ -1,0 +1,73 @@
+"""When episodes end: their clock, and what is left of a group when a step or the run does; without an engine."""
+
+import asyncio
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from grpo_mp.episodes.protocol import Episode, Policy, Task
+from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
+from grpo_mp.rewards.scorer import RewardStats
+from grpo_mp.rollout.client import SamplingParams
+from grpo_mp.rollout.worker import PausedGroup, RolloutTask, RolloutWorker, RunningGroup, pause_running
+from grpo_mp.types import SampleGroup
+from tests.rollout.engineless import TextClient, make_prompt, make_runner, roll_out
+
+HERE = str(Path(__file__))
+WORDS = calculator_tokenizer()
+
+
+def engine(seconds: float) -> TextClient:
+    return TextClient(WORDS, ["6<|im_end|>"], seconds)
+
+
+def test_the_clock_of_an_episode_stands_still_while_its_turns_are_generated() -> None:
+    """Each turn takes longer than the episode may, and so does the engine's parser of its calls."""
+    tools = {"tools": ["grpo_mp.examples.calculator:calculator"], "tool_parser": "pythonic"}
+    runner = make_runner(engine(0.4), "call_tools", limits={"episode_s": 0.2}, **tools)
+    sample = roll_out(runner)
+    assert (sample.state, sample.error, sample.metrics["turns"]) == ("completed", "", 1)
+    slow = roll_out(make_runner(engine(0.1), f"{HERE}:idle", limits={"episode_s": 0.2}))
+    assert (slow.state, slow.metrics["turns"]) == ("timeout", 1)
+
+
+async def idle(task: Task, policy: Policy) -> Episode:
+    """Index 0 ends; the others wait for something that is no engine."""
+    await policy.generate(task.messages)
+    if task.index or "idle" not in task.prompt.columns:
+        await asyncio.sleep(60)
+    return policy.episode(metrics={"step": task.step})
+
+
+def test_a_stop_ends_episodes_that_wait_for_something_else_and_keeps_what_had_ended() -> None:
+    """What is resumed has the episode that had ended, and rolls out the other again."""
+    runner = make_runner(engine(0.0), f"{HERE}:idle")
+    prompt, recorded = make_prompt(runner), list[Any]()
+    prompt.columns["idle"] = True
+    scorer: Any = SimpleNamespace()
+    tokenizer: Any = WORDS
+    worker = RolloutWorker(runner.client, scorer, tokenizer, 60.0, print, runner)
+    task = RolloutTask(lambda _: prompt, 2, 7, 1, SamplingParams(60), record=lambda *group: recorded.append(group))
+
+    async def stop() -> Any:
+        group = asyncio.create_task(worker._generate_group(task, 7, prompt, None, None))
+        await asyncio.sleep(0.3)
+        began = time.monotonic()
+        ended = await pause_running(runner.client, {0: RunningGroup(group)}, runner.pause)
+        assert time.monotonic() - began < 10
+        return ended[0]
+
+    paused = asyncio.run(stop())
+    assert isinstance(paused, PausedGroup)
+    assert [sample.index for sample in paused.samples] == [0]
+    assert recorded == [(7, paused, RewardStats())]
+    prompt.columns.clear()
+    runner.pause.clear()
+    again = make_runner(engine(0.0), f"{HERE}:idle", limits={"episode_s": 0.3})
+    resumed = asyncio.run(
+        RolloutWorker(again.client, scorer, tokenizer, 60.0, print, again)._answer(task, 7, prompt, paused)
+    )
+    assert isinstance(resumed, SampleGroup)
+    assert resumed.samples[0] is paused.samples[0]
+    assert [(sample.index, sample.state) for sample in resumed.samples] == [(0, "completed"), (1, "timeout")]

@@ -1,0 +1,215 @@
+"""Conversations that do not go on from the one before: all that was sampled is trained on, as one sample."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+
+from grpo_mp.algorithms.advantages import estimate_process
+from grpo_mp.algorithms.settings import AdvantageConfig
+from grpo_mp.batching.exchange import sample_infos
+from grpo_mp.batching.step_batch import with_kl_in_reward
+from grpo_mp.config import load_settings
+from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.episodes.protocol import Episode, Policy, Task
+from grpo_mp.rewards.scorer import RewardStats, Scorer
+from grpo_mp.rewards.settings import RewardConfig
+from grpo_mp.rollout import journal
+from grpo_mp.rollout.dump import checksum_file, read_groups, write_groups
+from grpo_mp.rollout.worker import oldest_version
+from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
+from tests.conftest import TinyRun
+from tests.episodes.test_chat import make_renderer
+from tests.rollout.engineless import TextClient, make_runner, roll_out
+from tests.trainer.one_step import make_batch
+
+HERE = str(Path(__file__))
+TEXTS = [f"<think>thought {number}</think>answer {number}<|im_end|>" for number in range(3)]
+
+
+async def without_thoughts(task: Task, policy: Policy) -> Episode:
+    """Takes the thoughts out of the history, as agents do that show only answers; the last turn goes on."""
+    messages = list(task.messages)
+    for number in range(2):
+        turn = await policy.generate(messages)
+        shown = {"role": "assistant", "content": turn.text.partition("</think>")[2]}
+        messages += [shown, {"role": "user", "content": f"more {number}"}]
+    turn = await policy.generate(messages)
+    return policy.episode(reward=1.0).with_step_rewards([1.0, 2.0, 3.0])
+
+
+def sampled_ids(tokenizer: Any) -> list[tuple[int, ...]]:
+    return [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in TEXTS]
+
+
+def test_every_sampled_token_is_trained_on_once_after_what_it_was_sampled_after() -> None:
+    client = TextClient(make_renderer("qwen3", tools=False).tokenizer, TEXTS)
+    runner = make_runner(client, f"{HERE}:without_thoughts")
+    sample = roll_out(runner)
+    assert (sample.state, sample.metrics) == ("completed", {"turns": 3, "forks": 2})
+    assert [part.prompt_tokens for part in sample.sequences] == client.prompts
+    assert [part.tokens for part in sample.sequences] == sampled_ids(client.tokenizer)
+    for number, part in enumerate(sample.sequences, start=1):
+        assert all(part.generated)
+        assert part.step_rewards == ((len(part.tokens) - 1, number),)
+        assert set(part.rollout_logprobs) == {-0.5 * number}
+        assert set(part.weight_versions) == {number}
+    assert [part.part for part in sample.sequences] == [1, 2, 0]
+    assert [part.key for part in sample.sequences] == [(7, 0, 1), (7, 0, 2), (7, 0)]
+    assert oldest_version(SampleGroup(Prompt(0, "", (1,)), (sample,)), 9) == 1
+    scored = Scorer(RewardConfig(steps="episode"), 60).score_group(SampleGroup(Prompt(0, "", (1,)), (sample,)))
+    assert scored.samples[0].reward_terms["steps"] == 2.0  # of all three turns
+
+
+def make_sample(index: int, reward: float, *responses: int, group_id: int = 3) -> Sample:
+    """A sample whose sequences have so many response tokens, the first of each given but for one-token ones."""
+    *earlier, last = [
+        Sample(
+            group_id,
+            index,
+            prompt_tokens=(9, 8) if number == 1 else (9, 8, number),
+            tokens=tuple(range(1, count + 1)),
+            rollout_logprobs=(-0.25,) * count,
+            weight_versions=(number,) * count,
+            truncated=False,
+            generated=(count == 1, *(True,) * (count - 1)),
+            step_rewards=((count - 1, float(number)),),
+            part=number if number < len(responses) else 0,
+            state="completed",
+            reward=reward if number == len(responses) else 0.0,
+            routed_experts=np.full((count + 1, 2, 2), number, np.uint8),
+        )
+        for number, count in enumerate(responses, start=1)
+    ]
+    return replace(last, earlier=tuple(earlier))
+
+
+def make_group(group_id: int = 3) -> SampleGroup:
+    samples = ((0, 1.0, 4, 1, 6), (1, 0.0, 5), (2, 0.5, 3, 2))
+    made = tuple(make_sample(*sample, group_id=group_id) for sample in samples)
+    return SampleGroup(Prompt(5, "?", (9, 8)), made)
+
+
+def same_experts(first: SampleGroup, second: SampleGroup) -> bool:
+    pairs = zip(first.samples, second.samples, strict=True)
+    parts = [pair for ours, theirs in pairs for pair in zip(ours.sequences, theirs.sequences, strict=True)]
+    return all(np.array_equal(a.routed_experts, b.routed_experts) for a, b in parts)  # type: ignore[arg-type]
+
+
+def test_dump_and_journal_give_the_sequences_back(tmp_path: Path) -> None:
+    group, other = make_group(), make_group(4)
+    write_groups(tmp_path / "x", [group, other], {3}, "")
+    assert read_groups(tmp_path / "x") == [(group, True), (other, False)]
+    assert same_experts(read_groups(tmp_path / "x")[0][0], group)
+    assert parquet.read_table(tmp_path / "x")["part"].to_pylist() == [1, 2, 0, 0, 1, 0] * 2
+    payload = journal.encode(3, group, RewardStats(), kept=True)
+    assert payload is not None
+    assert journal.decode(bytes(payload), group.prompt) == (group, RewardStats())
+
+
+def test_a_file_from_before_there_were_parts_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = replace(make_group(), samples=(make_sample(1, 0.0, 5),))
+    schema = pa.schema([field for field in journal.SCHEMA if field.name != "part"])
+    monkeypatch.setattr("grpo_mp.rollout.dump.SCHEMA", schema)
+    write_groups(tmp_path / "x", [plain], {3}, "")
+    assert "part" not in parquet.read_schema(tmp_path / "x").names
+    assert checksum_file(tmp_path / "x").exists()
+    assert read_groups(tmp_path / "x") == [(plain, True)]
+
+
+def weights_of(updates: Any) -> dict[int, tuple[list[float], list[float]]]:
+    """By sequence of the step, the loss weights and advantages of its generated tokens."""
+    found = {}
+    for update, batches in updates:
+        for batch in batches:
+            for number, sequence in enumerate(batch.sample_ids):
+                own = (batch.sequence_index == number) & batch.mask.bool()
+                found[update.samples[sequence]] = batch.loss_weights[own].tolist(), batch.advantages[own].tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weights"),
+    [  # generated tokens: 3 + 1 + 5, 4, 2 + 1 of the samples of each group
+        ("token_mean", [1 / 16] * 3),
+        ("sequence_mean", [1 / 27, 1 / 12, 1 / 9]),
+        ("sequence_sum", [1 / 3] * 3),
+    ],
+)
+@pytest.mark.parametrize("share", ["true", "false"])
+def test_a_forked_episode_is_one_sample_of_its_group_and_of_the_loss(
+    tiny_run: TinyRun, parallel: Parallel, aggregation: str, weights: list[float], share: str
+) -> None:
+    """Advantages are of three rewards, not of six; the weights of an update sum up as those of three responses do."""
+    settings = load_settings(
+        tiny_run.config,
+        [
+            *("layout.expert=1", "training.updates_per_step=2", f"training.share_prompts={share}"),
+            *(f"algorithm.aggregation={aggregation}", "algorithm.advantage.scale=none", "training.shuffle=true"),
+        ],
+    )
+    batch = make_batch(settings, parallel, [make_group(), make_group(4)], moe_layers=(0, 1))
+    assert batch.sample_of == (0, 0, 0, 1, 2, 2, 3, 3, 3, 4, 5, 5)
+    rewards = np.array([1.0, 0.0, 0.5])
+    expected = (rewards - rewards.mean()).tolist() * 2
+    assert [len({batch.sample_of[i] for i in update.samples}) for update in batch.plan] == [3, 3]
+    assert all(
+        {i for i, of in enumerate(batch.sample_of) if of == batch.sample_of[first]} <= set(update.samples)
+        for update in batch.plan
+        for first in update.samples
+    )
+    found = weights_of(zip(batch.plan, batch.updates, strict=True))
+    counts = {i: len(values) for i, (values, _) in found.items()}
+    assert [counts[i] for i in range(6)] == [3, 1, 5, 4, 2, 1]
+    for i, (values, advantages) in found.items():
+        assert advantages == [pytest.approx(expected[batch.sample_of[i]])] * counts[i]
+        if aggregation != "token_mean":  # whose denominator depends on which samples an update drew
+            assert values == [pytest.approx(weights[batch.sample_of[i] % 3])] * counts[i]
+    for update in batch.plan:
+        total = sum(sum(found[i][0]) for i in update.samples)
+        tokens = sum(counts[i] for i in update.samples)
+        assert total == pytest.approx(tokens / 3 if aggregation == "sequence_sum" else 1.0)
+
+
+def test_the_kl_of_all_sequences_counts_against_the_reward(tiny_run: TinyRun, parallel: Parallel) -> None:
+    overrides = ["layout.expert=1", "algorithm.advantage.scale=none", "algorithm.kl.estimator=k1"]
+    settings = load_settings(tiny_run.config, overrides)
+    algorithm = settings.algorithm.model_copy(update={"old_logprobs": "engine"})
+    batch = make_batch(settings, parallel, [make_group()])
+
+    def one_less(mb: MicroBatch) -> MicroBatch:
+        return replace(mb, reference_logprobs=mb.rollout_logprobs - 1)
+
+    updates = with_kl_in_reward(
+        [[one_less(mb) for mb in update] for update in batch.updates], batch, algorithm, 0.1, parallel
+    )
+    rewards = np.array([1.0 - 0.9, 0.0 - 0.4, 0.5 - 0.3])  # k1 is 1 a token
+    expected = rewards - rewards.mean()
+    for i, (_, advantages) in weights_of(zip(batch.plan, updates, strict=True)).items():
+        assert advantages == [pytest.approx(expected[batch.sample_of[i]])] * len(advantages)
+
+
+def test_rewards_of_later_turns_count_for_the_sequences_before() -> None:
+    """As in one sequence that has all of them."""
+    forked, plain = make_sample(0, 1.0, 4, 1, 6), make_sample(1, 0.0, 5)
+    joined = replace(
+        plain,
+        index=0,
+        tokens=(1,) * 11,
+        rollout_logprobs=(0.0,) * 11,
+        weight_versions=(0,) * 11,
+        generated=(),
+        step_rewards=((3, 1.0), (4, 2.0), (10, 3.0)),
+    )
+    process = AdvantageConfig(level="process", eps=1e-6)
+    ours, theirs = (
+        estimate_process(sample_infos(SampleGroup(Prompt(5, "?", (9, 8)), (sample, plain))), process, {})
+        for sample in (forked, joined)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert len(ours[0]) == 11
