@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Votes = Mapping[tuple[int, int], int | None]  # sample -> number of its answer, unique in its problem; None: no answer
+Votes = Mapping[tuple[int, ...], int | None]  # sample -> number of its answer, unique in its problem; None: no answer
 INCHES = (6.0, 4.0)  # of a set's plot
 COLORS = {"before": "tab:gray", "after": "tab:blue"}
 
