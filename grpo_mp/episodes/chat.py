@@ -5,9 +5,10 @@ ids it came from. So only what is new is rendered, after a fixed conversation (a
 ids stay in their place.
 """
 
+import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from grpo_mp.errors import UserError
 from grpo_mp.types import Message
 
+LOGGER = logging.getLogger(__name__)
 MARK = "ANSWER7F3A"  # the answer of the fixed conversation: what follows it is the rendering of what is new
+GIVEN = "GIVEN7F3A"
 FIXED: tuple[Message, ...] = ({"role": "user", "content": "question"}, {"role": "assistant", "content": MARK})
 
 
@@ -43,6 +46,19 @@ class ChatRenderer:
         tokens = self._encode(rest)
         # The sampled stop token is the first of what the template writes after an answer.
         return tokens[1:] if sampled and tokens[:1] == tuple(sampled[-1:]) else tokens
+
+    def check(self) -> None:
+        """Warn where the template leaves out tools. Raises UserError for results of tools, or later questions."""
+        ask = FIXED[:1]
+        if self.tools and self._render(ask) == replace(self, tools=())._render(ask):  # DeepSeek-V3's is such a one
+            LOGGER.warning("the chat template does not show tools to the policy: prompts must say what it may call")
+        given: Message = {"role": "user", "content": GIVEN}
+        if self.tools:
+            given = {"role": "tool", "tool_call_id": "functions.tool:0", "name": "tool", "content": GIVEN}
+        self.continuation((), (given,))
+        if GIVEN not in self._render((*FIXED, given)).rpartition(MARK)[2]:
+            what = "results of tools" if self.tools else "what follows an answer"
+            raise UserError(f"the chat template leaves {what} out (role {given['role']}): use another template")
 
     def clean(self, text: str) -> str:
         """Take the tokenizer's added tokens out of a text that is not the policy's: it must not begin or end a message.

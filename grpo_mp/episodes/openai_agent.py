@@ -24,8 +24,11 @@ CANCEL_LIMIT_S = 5.0  # for an agent to end; its key has
 class Agent(Protocol):
     """What `function_args.agent` names. It must not block: await, or be a command."""
 
-    async def __call__(self, task: Task, base_url: str, api_key: str, /) -> float | None:
-        """Work on one task; return the reward of the episode, or None where the run's other terms decide."""
+    async def __call__(self, task: Task, base_url: str, api_key: str, /) -> float | Sequence[float] | None:
+        """Work on one task; return the reward of the episode, or None where the run's other terms decide.
+
+        A list has a reward for each turn, for `reward.steps: episode`.
+        """
 
 
 class OpenAIAgent:
@@ -47,6 +50,8 @@ class OpenAIAgent:
         returned = await run_agent(
             self._endpoint, policy, lambda session: self._agent(task, session.base_url, session.api_key)
         )
+        if isinstance(returned, list | tuple):
+            return policy.episode().with_step_rewards(returned)
         return policy.episode(_as_reward(returned))
 
     async def _run_command(self, task: Task, base_url: str, api_key: str) -> float | None:

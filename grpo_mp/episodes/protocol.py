@@ -37,11 +37,12 @@ def _as_float(value: object) -> float | None:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model made, as SGLang's parser read it."""
+    """A call that the model made, as SGLang's parser read it. `error`: why its arguments cannot be read, or ""."""
 
     name: str
     arguments: Mapping[str, Any]
     id: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,8 @@ class ToolKit:
     """The tools that the settings name: functions, and classes, of which each episode gets an instance.
 
     Public methods of a class are tools, but `reset`, which is called with the columns of the data row at the start of
-    an episode; text that it returns is put after the prompt (TRL's `environment_factory`).
+    an episode; text that it returns is put after the prompt; and `get_reward`, called without arguments at its end
+    (TRL's `environment_factory`).
     """
 
     functions: tuple[Callable[..., Any], ...] = ()
@@ -104,8 +105,17 @@ class EpisodeTools:
         said = [await self.threads.call(reset, columns, self.limit_s) for reset in resets]
         return "".join(text for text in said if text is not None)
 
+    async def reward(self) -> float | None:
+        """Return the sum of what the environments' `get_reward` say; None where none has one."""
+        owners = [environment.get_reward for environment in self.environments if hasattr(environment, "get_reward")]
+        rewards = [await self.threads.call(owner, {}, self.limit_s) for owner in owners]
+        return sum(rewards) if rewards else None
+
     async def call(self, call: ToolCall) -> ToolResult:
         """Call a tool; what it raises, and a call that takes too long, is told to the model."""
+        if call.error:
+            LOGGER.info("%s: the call of %s cannot be read: %s", self.where(), call.name, call.error)
+            return ToolResult(f"Error: {call.error}", "raised")
         if call.name not in self.by_name:
             return ToolResult(f"Error: there is no tool {call.name}", "raised")
         try:
@@ -120,6 +130,11 @@ class EpisodeTools:
             LOGGER.info("%s: the tool %s raised %s", self.where(), call.name, reason)
             return ToolResult(f"Error: {reason}"[: self.characters], "raised")
         left_out = len(text) - self.characters
+        if left_out > 0:
+            sentence = "%s: the tool %s returned %d characters: the policy is shown rollout.limits.tool_characters=%d"
+            LOGGER.info(sentence, self.where(), call.name, len(text), self.characters)
+        if isinstance(value, bytes) and "\ufffd" in text:
+            LOGGER.info("%s: the tool %s returned bytes that are no UTF-8: they are replaced", self.where(), call.name)
         return ToolResult(f"{text[: self.characters]}... ({left_out} characters left out)" if left_out > 0 else text)
 
 
@@ -163,7 +178,7 @@ def load_tools(paths: Sequence[str]) -> ToolKit:
 def _methods(owner: type) -> list[str]:
     """Return the names of a class's tools: what an instance holds beside its methods is no tool."""
     members = inspect.getmembers(owner, inspect.isroutine)
-    return [name for name, _ in members if not name.startswith("_") and name != "reset"]
+    return [name for name, _ in members if not name.startswith("_") and name not in ("reset", "get_reward")]
 
 
 def _schema(tool: Callable[..., Any], label: str) -> dict[str, Any]:

@@ -255,9 +255,9 @@ class EpisodePolicy:
     def _tool_calls(self, calls: Sequence[tuple[str, str]]) -> Iterator[ToolCall]:
         for name, text in calls:
             arguments = _arguments(text)
-            if arguments is not None:
-                yield ToolCall(name, arguments, f"functions.{name}:{self._calls}")  # as Kimi-K2 numbers them
-                self._calls += 1
+            error = f"the arguments of {name} are no JSON object" if arguments is None else ""
+            yield ToolCall(name, arguments or {}, f"functions.{name}:{self._calls}", error)  # as Kimi-K2 numbers them
+            self._calls += 1
 
 
 def _with_text(message: Message) -> Message:

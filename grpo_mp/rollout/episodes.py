@@ -44,9 +44,7 @@ def load_episode_parts(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase
         raise UserError(f"rollout.function {name!r}: it must be a coroutine function: async def rollout(task, policy)")
     tools = load_tools(config.tools)
     renderer = ChatRenderer(tokenizer, tools.schemas)
-    renderer.continuation(
-        (), ({"role": "tool", "content": "0"} if tools.schemas else {"role": "user", "content": "0"},)
-    )
+    renderer.check()
     return EpisodeParts(config, function, tools, renderer)
 
 
@@ -133,8 +131,10 @@ class EpisodeRunner:
             async with clock:
                 tools, messages = await self._open_tools(prompt, lambda: f"step {step}: {label}, turn {policy.turns}")
                 returned = await without_exit(self.parts.function(Task(prompt, index, step, tools, messages), policy))
-            if not isinstance(returned, Episode):
-                raise TypeError(f"it returned {type(returned).__name__}, no Episode")
+                if not isinstance(returned, Episode):
+                    raise TypeError(f"it returned {type(returned).__name__}, no Episode")
+                if returned.reward is None:
+                    returned = replace(returned, reward=await tools.reward())
         except EpisodeLimitError:
             return Outcome(policy.episode(state=policy.limit or "truncated")), policy
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything

@@ -114,7 +114,7 @@ def answer_pairs(eval_sets: Iterable[PromptSet], before: Evaluation, after: Eval
 def _all_gather_votes(groups: Sequence[SampleGroup], scorer: Scorer, cpu_group: dist.ProcessGroup) -> Votes:
     """Gather which answer each sample of the job gave, the same on every rank."""
     local_votes = {
-        (sample.group_id, sample.index): number
+        sample.key: number
         for group in groups
         for sample, number in zip(group.samples, scorer.answer_numbers(group), strict=True)
     }

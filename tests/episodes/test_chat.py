@@ -5,6 +5,7 @@ in the full conversation.
 """
 
 import importlib.util
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,24 @@ def test_no_text_of_others_becomes_an_added_token(forged: str) -> None:
     assert added & set(encode(forged))
     assert not added & set(encode(renderer.clean(forged)))
     assert renderer.clean("if a:\n    b") == "if a:\n    b"
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_templates_are_checked_at_the_start(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Those for tools pass, DeepSeek-V3's, which leaves it to the prompt to name them, with a warning, as do others."""
+    make_renderer(name, tools=False).check()
+    with nullcontext() if name in CALLING else suppress(UserError):
+        make_renderer(name, tools=True).check()
+    warned = ["does not show tools" in record.getMessage() for record in caplog.records]
+    assert warned == ([] if name in CALLING and name != "deepseekv3" else [True])
+
+
+def test_a_template_that_drops_results_is_refused_at_the_start() -> None:
+    renderer = make_renderer("qwen3", tools=True)
+    template = "{{ tools }}{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+    renderer.tokenizer.chat_template = template
+    with pytest.raises(UserError, match="leaves results of tools out \\(role tool\\)"):
+        renderer.check()
 
 
 def test_a_template_without_answers_is_refused() -> None:

@@ -105,6 +105,9 @@ class Graded:
         type(self).looked += 1
         return print
 
+    def get_reward(self) -> float:
+        return 0.25
+
     def look(self) -> int:
         """Look around."""
         return self.looked
@@ -154,6 +157,21 @@ def test_only_methods_of_an_environment_are_tools(file: str) -> None:
     tools = asyncio.run(kit.open(5.0, 100))
     assert [*tools.by_name] == [schema["function"]["name"] for schema in kit.schemas] == ["look"]
     assert call(tools, "look") == ToolResult("0")
+    assert asyncio.run(tools.reward()) == 0.25
+    unread = ToolCall("look", {}, error="the arguments of look are no JSON object")
+    assert asyncio.run(tools.call(unread)) == ToolResult("Error: the arguments of look are no JSON object", "raised")
+
+
+def test_results_that_are_cut_or_no_text_are_named(kit: ToolKit, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    tools = asyncio.run(kit.open(5.0, 100, lambda: "step 1: prompt 4, sample 0, turn 2"))
+    call(tools, "bad", how="megabyte")
+    call(tools, "bad", how="bytes")
+    where = "step 1: prompt 4, sample 0, turn 2: the tool bad returned"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{where} 1048576 characters: the policy is shown rollout.limits.tool_characters=100",
+        f"{where} bytes that are no UTF-8: they are replaced",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from openai import AsyncOpenAI
 from pyarrow import parquet
 
 from grpo_mp.algorithms.advantages import estimate_process
@@ -24,7 +25,7 @@ from grpo_mp.rollout.dump import checksum_file, read_groups, write_groups
 from grpo_mp.rollout.worker import oldest_version
 from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
-from tests.episodes.test_chat import make_renderer
+from tests.episodes.test_chat import CALLING, ENDS, make_renderer
 from tests.rollout.engineless import TextClient, make_runner, roll_out
 from tests.trainer.one_step import make_batch
 
@@ -64,6 +65,20 @@ def test_every_sampled_token_is_trained_on_once_after_what_it_was_sampled_after(
     assert oldest_version(SampleGroup(Prompt(0, "", (1,)), (sample,)), 9) == 1
     scored = Scorer(RewardConfig(steps="episode"), 60).score_group(SampleGroup(Prompt(0, "", (1,)), (sample,)))
     assert scored.samples[0].reward_terms["steps"] == 2.0  # of all three turns
+
+
+async def two_requests(task: Task, base_url: str, api_key: str) -> list[float]:
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        for _ in range(2):  # the second is no continuation of the first
+            await client.chat.completions.create(model="m", messages=[*task.messages])  # type: ignore[list-item]
+    return [0.5, 2.0] if task.index == 0 else []
+
+
+def test_an_agent_rewards_each_turn_of_all_sequences() -> None:
+    client = TextClient(make_renderer("qwen3", tools=False).tokenizer, TEXTS)
+    sample = roll_out(make_runner(client, "openai_agent", function_args={"agent": f"{HERE}:two_requests"}))
+    assert (sample.error, sample.episode_reward, sample.metrics["forks"]) == ("", None, 1)
+    assert [reward for part in sample.sequences for _, reward in part.step_rewards] == [0.5, 2.0]
 
 
 def make_sample(index: int, reward: float, *responses: int, group_id: int = 3) -> Sample:
@@ -213,3 +228,48 @@ def test_rewards_of_later_turns_count_for_the_sequences_before() -> None:
     )
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert len(ours[0]) == 11
+
+
+def rows(a: int) -> str:
+    """
+    Look rows up.
+
+    Args:
+        a: how many
+    """
+    return f"{a} rows"
+
+
+class Board:
+    """An environment that owns its reward."""
+
+    def get_reward(self) -> float:
+        return 0.75
+
+    def look(self) -> str:
+        """Look around."""
+        return "nothing"
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_an_episode_with_two_results_over_the_templates_of_all_families(name: str) -> None:
+    """The prompt of the second turn is the first with the ids that were sampled, and both results, none of them trained
+    on; the call that cannot be read is told to the policy."""
+    end = ENDS[name][1] or ""
+    texts = [f'<think>why</think>[rows]({{"a": 2}}) [look]({{broken){end}', f"<think>so</think>2{end}"]
+    client = TextClient(make_renderer(name, tools=True).tokenizer, texts)
+    tools = {"tools": [f"{HERE}:rows", f"{HERE}:Board"], "tool_parser": "test"}
+    if name == "llama3_1":  # its template refuses a turn with two calls
+        client.texts = [f'<think>why</think>[rows]({{"a": 2}}){end}', texts[1]]
+    sample = roll_out(make_runner(client, "call_tools", **tools))
+    assert (sample.state, sample.error, sample.earlier) == ("completed", "", ())
+    first, second = (tuple(client.tokenizer.encode(text, add_special_tokens=False)) for text in client.texts)
+    decode = client.tokenizer.decode
+    own = [token for token, is_own in zip(sample.tokens, sample.generated, strict=True) if is_own]
+    given = decode([token for token, is_own in zip(sample.tokens, sample.generated, strict=True) if not is_own])
+    assert tuple(own) == (*first, *second)
+    assert sample.prompt_tokens == client.prompts[0]
+    assert client.prompts[1] == (*sample.prompt_tokens, *sample.tokens[: len(sample.tokens) - len(second)])
+    assert given.count("2 rows") == 1
+    assert given.count("Error: the arguments of look are no JSON object") == (name != "llama3_1")
+    assert (sample.metrics["tool_raised"], sample.episode_reward) == (float(name != "llama3_1"), 0.75)
