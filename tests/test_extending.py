@@ -71,7 +71,7 @@ def make_samples(*rewards: tuple[float, ...]) -> list[SampleInfo]:
 def test_every_kind_has_an_example() -> None:
     headings = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
     assert list(EXAMPLES) == headings
-    assert len(headings) == PAGE.count("```python") == PAGE.count("```yaml") == 10
+    assert len(headings) == PAGE.count("```python") == PAGE.count("```yaml") == 11
 
 
 def test_reward(use: Use) -> None:
@@ -80,6 +80,15 @@ def test_reward(use: Use) -> None:
     samples = tuple(Sample(0, i, (1,), (2,), (-1.0,), (0,), False, text) for i, text in enumerate(texts))
     scored = Scorer(settings.reward, max_response_tokens=32).score_group(SampleGroup(Prompt(0, "x", (1,)), samples))
     assert [sample.reward for sample in scored.samples] == pytest.approx([0.2 / 3, 0.2 / 7])
+
+
+def test_reward_of_one_answer(use: Use) -> None:
+    settings, _ = use("Reward of one answer")
+    texts = ("so short", "a much longer answer")
+    samples = tuple(Sample(0, i, (1,), (2,), (-1.0,), (0,), False, text) for i, text in enumerate(texts))
+    group = SampleGroup(Prompt(0, "x", (1,), columns={"words": 3}), samples)
+    scored = Scorer(settings.reward, max_response_tokens=32).score_group(group)
+    assert [sample.reward for sample in scored.samples] == [0.5, 0.0]
 
 
 def test_asynchronous_reward(use: Use) -> None:

@@ -19,7 +19,7 @@ from grpo_mp.config.sections import (
     TrainingConfig,
 )
 from grpo_mp.errors import did_you_mean
-from grpo_mp.rewards.settings import RewardConfig
+from grpo_mp.rewards.settings import COSINE, RewardConfig
 from grpo_mp.section import Section
 
 
@@ -136,6 +136,8 @@ class Settings(Section):
                     f"data.train.{name}.reward: no term of the reward is named {term!r}{did_you_mean(term, terms)}; "
                     f"there are: {', '.join(terms)}; others are described in `reward`"
                 )
+            if weights.get(COSINE) and not self.reward.correctness_rule_of(weights):
+                raise ValueError(f"data.train.{name}.reward: cosine needs what is correct: set reward.correct")
             if not any(weights.values()):
                 raise ValueError(f"data.train.{name}.reward: no term has a weight: name one, or set null")
         if self.set_weights and self.algorithm.advantage.combine == "normalize":
