@@ -8,10 +8,11 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
-from grpo_mp.checkpoint.run_state import METRICS, latest_checkpoint, read_manifest
-from grpo_mp.config import dump_settings, load_settings
+from grpo_mp.checkpoint.run_state import METRICS, SETTINGS, latest_checkpoint, read_manifest
+from grpo_mp.config import Settings, dump_settings, load_settings
 from grpo_mp.config.sections import EngineConfig, LayoutConfig
 from grpo_mp.distributed.finish_markers import ranks_without_marker, silent_exit_message
 from grpo_mp.distributed.layout import describe_parallelism
@@ -36,6 +37,14 @@ def main() -> None:
     raise SystemExit(status)
 
 
+def total_steps(settings: Settings) -> float:
+    """Return the steps of a run; of one that counts epochs, those which its folder's settings say, once it began."""
+    written = settings.run.folder / SETTINGS
+    if settings.run.steps or not written.is_file():
+        return settings.run.steps or inf
+    return load_settings(written).run.steps
+
+
 def run_command(args: argparse.Namespace) -> int:
     """Answer one question of a batch script; return the exit status. Raises UserError."""
     if args.command == "failure":
@@ -47,7 +56,7 @@ def run_command(args: argparse.Namespace) -> int:
         return 0
     settings = load_settings(args.config, args.overrides)
     if args.command == "has-steps-left":
-        return 0 if settings.run.steps > saved_step(settings.run.folder) else NO
+        return 0 if total_steps(settings) > saved_step(settings.run.folder) else NO
     if args.command == "begin":
         begin_attempt(args.attempt, saved_step(settings.run.folder), args.restarts)
         return 0
