@@ -135,7 +135,7 @@ def test_settings_do_not_change(file: Path) -> None:
             "unknown setting algorithm.clip.hihg (did you mean algorithm.clip.high?)",
         ),
         ({"engine": {"zzz": 1}}, "here: unknown setting engine.zzz"),
-        ({"run": {"folder": "x", "steps": 0}}, "here: run.steps: Input should be greater than 0"),
+        ({"run": {"folder": "x", "steps": 0}}, "here: run: run.steps is missing: set it, or"),
         (
             {"sync": {"bucket_bytes": "lots"}},
             "sync.bucket_bytes: 'lots' is not a number of bytes: write 512MiB, 1GiB or a",

@@ -16,6 +16,7 @@ from grpo_mp.registry import Registry
 from grpo_mp.types import SampleGroup, StepRewards
 from grpo_mp.user_code import is_path, load_attribute, no_exit, without_exit
 
+OTHERS = ("completion_ids", "trainer_state", "log_extra", "log_metric")  # that every reward is called with
 RESERVED = ("prompt", "completion", "completion_ids")  # columns that are not passed on
 Values = list[float | None]  # one per sample; None: the reward does not apply
 T = TypeVar("T")
@@ -182,17 +183,9 @@ class EachCompletion:
 
     function: SingleReward
 
-    def __call__(
-        self,
-        prompts: list[Any],
-        completions: list[Any],
-        completion_ids: list[Any],
-        trainer_state: Any,
-        log_extra: Callable[[str, Sequence[Any]], None],
-        log_metric: Callable[[str, float], None],
-        **columns: Any,
-    ) -> Values:
+    def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> Values:
         """Return one reward per completion. Raises RewardError: the first that failed, with the others' values."""
+        completion_ids, trainer_state, log_extra, log_metric = (columns.pop(name) for name in OTHERS)
         extras: list[dict[str, Any]] = [{} for _ in completions]
         outcomes = [
             _attempt(
@@ -267,7 +260,6 @@ def _has_parameter(function: Any, name: str) -> bool:
         return False
 
 
-OTHERS = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 KEYWORDS = ("prompts", "completions", *OTHERS)
 REWARDS: Registry[Reward] = Registry("reward function", keywords=KEYWORDS)
 SINGLE_REWARDS: Registry[SingleReward] = Registry("reward function", keywords=("prompt", "completion", *OTHERS))

@@ -284,11 +284,16 @@ def test_streams_are_spooled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "streams.py").write_text(STREAMS)
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+
+    def read(name: str, function: str) -> PromptSet:
+        data = DataConfig(train=name, source=f"{tmp_path / 'streams.py'}:{function}")
+        return load_prompts(name, data, TOKENIZER, 100)
+
     for name in ("generated", "streamed"):
-        prompts = load(str(tmp_path / "rows.parquet"), source=f"{tmp_path / 'streams.py'}:{name}")
+        prompts = read(str(tmp_path / "rows.parquet"), name)
         assert [prompt.columns for prompt in prompts] == ROWS, name
-    prompts = load("any", source=f"{tmp_path / 'streams.py'}:differing")
+    prompts = read("any", "differing")
     assert [prompts[1].columns["own"], prompts[0].columns["tests"]] == [{3, 4}, [1, "a", None]]
     assert not [file for file in (tmp_path / "cache").rglob("tmp*") if file.is_file()]
     with pytest.raises(UserError, match=r"reading 'any' failed: RuntimeError: the server is gone"):
-        load("any", source=f"{tmp_path / 'streams.py'}:broken")
+        read("any", "broken")

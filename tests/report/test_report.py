@@ -144,7 +144,7 @@ def test_settings_stand_beside_those_of_the_preset(tmp_path: Path) -> None:
     assert table.columns == ("setting", "dapo", "run")
     rows = {row[0]: row[1:] for row in table.rows}
     assert rows["algorithm.clip.high"] == ("0.28", "0.5")
-    assert rows["run.steps"] == ("0", "3")
+    assert rows["run.steps"] == ("(no default)", "3")
     assert "algorithm.clip.low" not in rows
 
 
