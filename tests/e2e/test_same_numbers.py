@@ -35,7 +35,8 @@ def test_a_killed_run_gives_the_numbers_of_an_undisturbed_one(
     """
     colocated = schedule is PARTIAL
     (tmp_path / "turns.py").write_text(TURNS)
-    turns = () if colocated else (f"rollout.function={tmp_path / 'turns.py'}:two_turns", "rollout.dump=true")
+    limits = ("rollout.limits.turn_tokens=6", "rollout.max_response_tokens=32")  # there is room for the second turn
+    turns = () if colocated else (f"rollout.function={tmp_path / 'turns.py'}:two_turns", "rollout.dump=true", *limits)
     (tmp_path / "reward.py").write_text(REWARD)
     reward = f"reward.functions={{{tmp_path / 'reward.py'}:letters: 1.0}}"
     brief = ("run.save_every=1", "data.eval.arithmetic.samples=2", f"run.steps={STEPS}")
@@ -62,8 +63,10 @@ def test_a_killed_run_gives_the_numbers_of_an_undisturbed_one(
 def check_replay(start_job: StartJob, run: Path, folder: Path, *settings: str) -> None:
     """The dump of episodes trains the same policy, without engines; what they were given is masked."""
     dump = run / "rollouts_dump"
-    samples = [sample for file in dump.rglob("*.parquet") for group, _ in read_groups(file) for sample in group.samples]
-    assert all(sample.state == "completed" and 0 < sample.given_tokens < len(sample.tokens) for sample in samples)
+    groups = [group for file in dump.rglob("*.parquet") for group, _ in read_groups(file)]
+    samples = [sample for group in groups for sample in group.samples]
+    assert samples
+    assert all(0 < sample.given_tokens < len(sample.tokens) for sample in samples)
     replayed = outcome(start_job(f"run.folder={folder}", *settings, "--replay", str(dump), command=ALONE))
     assert (replayed.status, replayed.err, replayed.left) == (0, "", [])
     steps, again = (read_jsonl(one / "metrics.jsonl")[-STEPS:] for one in (run, folder))
