@@ -127,7 +127,7 @@ def test_settings_do_not_change(file: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"run": {"folder": "x"}}, "here: setting run.steps is missing"),
+        ({"run": {"folder": "x"}}, "here: run: run.steps is missing: set it, or run.epochs"),
         ({"rollouts": {}}, "here: unknown setting rollouts (did you mean rollout?)"),
         ({"engine": {"num_engine": 1}}, "here: unknown setting engine.num_engine (did you mean engine.num_engines?)"),
         (
@@ -135,7 +135,7 @@ def test_settings_do_not_change(file: Path) -> None:
             "unknown setting algorithm.clip.hihg (did you mean algorithm.clip.high?)",
         ),
         ({"engine": {"zzz": 1}}, "here: unknown setting engine.zzz"),
-        ({"run": {"folder": "x", "steps": 0}}, "here: run.steps: Input should be greater than 0"),
+        ({"run": {"folder": "x", "steps": 0}}, "here: run: run.steps is missing: set it, or"),
         (
             {"sync": {"bucket_bytes": "lots"}},
             "sync.bucket_bytes: 'lots' is not a number of bytes: write 512MiB, 1GiB or a",
@@ -421,3 +421,17 @@ def test_a_mistake_ends_the_process_with_status_2(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as raised:
         exit_with(UserError("x is wrong"))
     assert (raised.value.code, capsys.readouterr().err) == (2, "error: x is wrong\n")
+
+
+@pytest.mark.parametrize(
+    ("run", "prompts", "steps"),
+    [({"epochs": 2}, 10, 7), ({"epochs": 3}, 9, 9), ({"epochs": 0.1}, 30, 1), ({"steps": 5, "epochs": 2}, 10, 5)],
+)
+def test_epochs_become_steps_of_the_prompts(run: dict[str, float], prompts: int, steps: int) -> None:
+    """Rounded up; what is resolved is read back as it is, and stays."""
+    tree = MINIMAL_SETTINGS | {"run": {"folder": "runs/x", **run}}
+    tree["rollout"] = MINIMAL_SETTINGS["rollout"] | {"prompts_per_step": 3}
+    resolved = check_settings(tree, "test").with_steps(prompts)
+    assert resolved.run.steps == steps
+    written = yaml.safe_load(dump_settings(resolved))
+    assert check_settings(written, "test").with_steps(1000) == resolved

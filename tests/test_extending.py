@@ -84,6 +84,15 @@ def test_reward(use: Use) -> None:
     assert [sample.reward for sample in scored.samples] == pytest.approx([0.2 / 3, 0.2 / 7])
 
 
+def test_reward_of_one_answer(use: Use) -> None:
+    settings, _ = use("Reward of one answer")
+    texts = ("so short", "a much longer answer")
+    samples = tuple(Sample(0, i, (1,), (2,), (-1.0,), (0,), False, text) for i, text in enumerate(texts))
+    group = SampleGroup(Prompt(0, "x", (1,), columns={"words": 3}), samples)
+    scored = Scorer(settings.reward, max_response_tokens=32).score_group(group)
+    assert [sample.reward for sample in scored.samples] == [0.5, 0.0]
+
+
 def test_asynchronous_reward(use: Use) -> None:
     settings, _ = use("Asynchronous reward")
     texts = ("x = 1", "x = = 1", "print('a')")

@@ -218,11 +218,29 @@ class CurriculumConfig(Section):
     solved_streak: int = Field(
         0, ge=0, description="times in a row that all samples of a prompt are right before it is skipped; 0: never"
     )
+    window: int = Field(
+        0,
+        ge=0,
+        description="last times that a prompt was sampled, over which its solve rate is the mean share of right "
+        "samples; 0: none is taken",
+    )
+    min_rate: float = Field(0.0, ge=0, le=1, description="prompts of a lower one over a full window are skipped")
+    max_rate: float = Field(1.0, ge=0, le=1, description="prompts of a higher solve rate over a full window are, too")
     skip_steps: int = Field(50, ge=1, description="steps for which such a prompt is skipped")
     function: Annotated[str | None, AfterValidator(lambda name: name and CURRICULA.check_name(name))] = Field(
         None, description="your own 'file.py:function', which says after each step what is skipped, too; null: none"
     )
     args: dict[str, Any] = Field({}, description="arguments of your own function, by name")
+
+    @model_validator(mode="after")
+    def _check_rates(self) -> "CurriculumConfig":
+        if self.min_rate > self.max_rate:
+            raise ValueError(
+                f"min_rate={self.min_rate:g} is above max_rate={self.max_rate:g}: no prompt is between them"
+            )
+        if bool(self.window) != (self.min_rate > 0 or self.max_rate < 1):
+            raise ValueError("window and min_rate or max_rate belong together: set both, or leave both out")
+        return self
 
 
 class AlgorithmConfig(Section):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Literal
 
@@ -109,10 +109,11 @@ def length_bias(infos: Sequence[SampleInfo], selected: Collection[int], aborted:
 
 @dataclass(frozen=True)
 class PromptCurriculum:
-    """Steps in a row in which all samples were right, and the last step to skip; both by prompt."""
+    """By prompt: steps in a row in which all samples were right, the last step to skip, and shares of right samples."""
 
     solved_streak: Mapping[int, int]
     skipped_until: Mapping[int, int]
+    solve_rates: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of the last times, oldest first
 
     def is_skipped(self, prompt: int, step: int) -> bool:
         """Return whether a prompt is skipped in `step`."""
@@ -121,11 +122,12 @@ class PromptCurriculum:
     def updated(
         self, infos: Sequence[SampleInfo], step: int, rule: CurriculumConfig, function: Curriculum | None = None
     ) -> "PromptCurriculum":
-        """Return the curriculum after a step; the streak of a prompt that was skipped starts at zero.
+        """Return the curriculum after a step; streak and rates of a prompt that was skipped start anew.
 
         Raises UserError where a user's `function` fails.
         """
         after = self._after_streaks(infos, step, rule) if rule.solved_streak else self
+        after = after._after_rates(infos, step, rule) if rule.window else after
         if function is None:
             return after
         skipped = {**after.skipped_until, **call_curriculum(function, infos, step)}
@@ -140,7 +142,28 @@ class PromptCurriculum:
         }
         solved = {prompt for prompt, count in streaks.items() if count >= rule.solved_streak}
         skipped_until = {prompt: last for prompt, last in self.skipped_until.items() if last > step}
-        return PromptCurriculum(
-            {prompt: count for prompt, count in streaks.items() if count and prompt not in solved},
-            skipped_until | dict.fromkeys(solved, step + rule.skip_steps),
+        return replace(
+            self,
+            solved_streak={prompt: count for prompt, count in streaks.items() if count and prompt not in solved},
+            skipped_until=skipped_until | dict.fromkeys(solved, step + rule.skip_steps),
+        )
+
+    def _after_rates(self, infos: Sequence[SampleInfo], step: int, rule: CurriculumConfig) -> "PromptCurriculum":
+        verdicts: dict[int, list[bool]] = {}
+        for info in infos:
+            if info.is_correct is not None:
+                verdicts.setdefault(info.prompt, []).append(info.is_correct)
+        rates = dict(self.solve_rates)
+        for prompt, values in verdicts.items():
+            rates[prompt] = (*rates.get(prompt, ()), fmean(values))[-rule.window :]
+        outside = {
+            prompt
+            for prompt in verdicts
+            if len(rates[prompt]) == rule.window and not rule.min_rate <= fmean(rates[prompt]) <= rule.max_rate
+        }
+        skipped_until = {prompt: last for prompt, last in self.skipped_until.items() if last > step}
+        return replace(
+            self,
+            skipped_until=skipped_until | dict.fromkeys(outside, step + rule.skip_steps),
+            solve_rates={prompt: values for prompt, values in rates.items() if prompt not in outside},
         )

@@ -24,7 +24,7 @@ MANIFEST = "manifest.json"
 SETTINGS = "settings.yaml"
 # Settings that may change between two attempts of a run: what ends it and what it writes, and where it computes.
 CHANGEABLE = re.compile(
-    r"run\.(steps|save_every|eval_every|resume|keep_checkpoints|max_failed_saves|async_save|piece_bytes|export\w*)"
+    r"run\.(steps|epochs|save_every|eval_every|resume|keep_checkpoints|max_failed_saves|async_save|piece_bytes|export\w*)"
     r"|(layout|engine|sync|monitor|sample)\..+|rollout\.dump"
     r"|training\.(max_tokens_per_microbatch|recompute|logprob_chunk_tokens|suspend_communicators)"
     r"|optimizer\.(offload|piece_bytes|skip_grad_norm|max_skipped_updates)"
@@ -60,6 +60,7 @@ class TrainState:
     groups_launched: int = 0
     solved_streak: Mapping[int, int] = field(default_factory=dict)  # by prompt index
     skipped_until: Mapping[int, int] = field(default_factory=dict)  # prompt index -> step after which it is taken again
+    solve_rates: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # by prompt index, the last ones
     adaptive_coefs: dict[str, float] = field(default_factory=dict)  # current values of adaptive weights
     reference_updated: bool = False  # the checkpoint has a reference of its own
     skipped_in_a_row: int = 0  # the last optimizer updates, whose gradients were not finite or too large
@@ -245,6 +246,8 @@ def _parse_state(tree: dict[str, Any]) -> TrainState:
         values["cursor"] = Cursor(**{**cursor, "deferred": tuple(cursor["deferred"])})
     for name in {"solved_streak", "skipped_until"} & values.keys():  # keys are text in JSON
         values[name] = {int(prompt): value for prompt, value in values[name].items()}
+    if rates := values.get("solve_rates"):
+        values["solve_rates"] = {int(prompt): tuple(map(float, last)) for prompt, last in rates.items()}
     return TrainState(**values)
 
 

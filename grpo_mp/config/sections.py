@@ -30,7 +30,16 @@ class RunConfig(Section):
 
     folder: Path = Field(description="folder for all output of the run (TRL output_dir)")
     seed: int = Field(0, ge=0, lt=2**32, description="seed of data order, sampling and initialization")
-    steps: int = Field(gt=0, description="total steps; each generates, scores, trains and syncs; may be raised later")
+    steps: int = Field(
+        0, ge=0, description="total steps; each generates, scores, trains and syncs; may be raised; 0: by epochs"
+    )
+    epochs: float | None = Field(
+        None,
+        gt=0,
+        description="times to go through data.train, instead of steps (TRL num_train_epochs): steps become epochs x "
+        "prompts of an epoch / rollout.prompts_per_step, rounded up; prompts in place of groups that a filter drops "
+        "are not counted",
+    )
     save_every: int = Field(20, ge=0, description="steps between checkpoints; 0 saves only at the end")
     eval_every: int = Field(20, ge=0, description="steps between evaluations; 0 evaluates only before and after")
     keep_checkpoints: int = Field(2, ge=1, description="number of newest checkpoints to keep (TRL save_total_limit)")
@@ -62,6 +71,17 @@ class RunConfig(Section):
         description="SGLang servers that load each export of export_every, such as opponents that are an older version "
         "of the policy; one that does not is named in a warning, and keeps what it has; null: none",
     )
+
+    @model_validator(mode="after")
+    def _check_length(self) -> "RunConfig":
+        if not self.steps and self.epochs is None:
+            raise ValueError("run.steps is missing: set it, or run.epochs")
+        return self
+
+    @property
+    def length(self) -> str:
+        """Return how long the run is, in words."""
+        return f"{self.steps} steps" if self.steps else f"{self.epochs:g} epochs"
 
     @model_validator(mode="after")
     def _check_export_servers(self) -> "RunConfig":

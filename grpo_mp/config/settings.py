@@ -1,5 +1,6 @@
 """The settings of a run, and the checks that span sections."""
 
+from math import ceil
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -21,7 +22,7 @@ from grpo_mp.config.sections import (
 )
 from grpo_mp.config.trainer_settings import check_training
 from grpo_mp.errors import did_you_mean
-from grpo_mp.rewards.settings import RewardConfig
+from grpo_mp.rewards.settings import COSINE, RewardConfig
 from grpo_mp.section import Section
 
 
@@ -126,6 +127,8 @@ class Settings(Section):
                     f"data.train.{name}.reward: no term of the reward is named {term!r}{did_you_mean(term, terms)}; "
                     f"there are: {', '.join(terms)}; others are described in `reward`"
                 )
+            if weights.get(COSINE) and not self.reward.correctness_rule_of(weights):
+                raise ValueError(f"data.train.{name}.reward: cosine needs what is correct: set reward.correct")
             if not any(weights.values()):
                 raise ValueError(f"data.train.{name}.reward: no term has a weight: name one, or set null")
         if self.set_weights and self.algorithm.advantage.combine == "normalize":
@@ -165,11 +168,13 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _check_correct_is_known(self) -> "Settings":
-        if self.algorithm.curriculum.solved_streak and self.reward.correctness_rule is None:
-            raise ValueError(
-                "algorithm.curriculum.solved_streak skips prompts that are answered right, and no reward term defines "
-                "correctness: set reward.correct to the term that does, or solved_streak=0"
-            )
+        curriculum = self.algorithm.curriculum
+        for name, value in (("solved_streak", curriculum.solved_streak), ("window", curriculum.window)):
+            if value and self.reward.correctness_rule is None:
+                raise ValueError(
+                    f"algorithm.curriculum.{name} skips prompts that are answered right, and no reward term defines "
+                    f"correctness: set reward.correct to the term that does, or {name}=0"
+                )
         rule = self.algorithm.filter
         if rule.zero_std != "keep" and needs_correctness(rule.metric) and self.reward.correctness_rule is None:
             raise ValueError(
@@ -302,6 +307,13 @@ class Settings(Section):
     def total_updates(self) -> int:
         """Return the optimizer updates of the whole run."""
         return self.run.steps * self.optimizer_steps_per_step
+
+    def with_steps(self, prompts: int) -> "Settings":
+        """Return the settings with the steps that `run.epochs` of `prompts` means, unless they say steps."""
+        if self.run.steps or self.run.epochs is None:
+            return self
+        steps = ceil(round(self.run.epochs * prompts / self.rollout.prompts_per_step, 6))
+        return self.model_copy(update={"run": self.run.model_copy(update={"steps": steps})})
 
     @property
     def temperature(self) -> float:

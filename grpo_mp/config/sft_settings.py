@@ -30,6 +30,12 @@ class SftRunConfig(RunConfig):
         description="total steps, one optimizer update each; may be raised later; 0: as many as sft.epochs take",
     )
 
+    @model_validator(mode="after")
+    def _check_length(self) -> "SftRunConfig":
+        if self.epochs is not None:
+            raise ValueError("run.epochs counts prompts, which supervised fine-tuning has none of: set sft.epochs")
+        return self
+
 
 class ChatSetConfig(Section):
     """A set of chats; null: as in `data`."""

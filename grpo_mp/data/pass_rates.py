@@ -14,11 +14,14 @@ PassRates = dict[str, float]  # by the prompt's text
 def read_pass_rates(name: str) -> PassRates:
     """Read rows of `prompt` and either `is_correct`, a row a sample as `grpo-mp evaluate` writes, or `pass_rate`.
 
+    A sample whose is_correct is null, which no term of the reward decided, does not count.
     Raises UserError for a row that has neither.
     """
     verdicts = defaultdict[str, list[float]](list)
     for row in read_rows(name):
         prompt, verdict = row.columns.get("prompt"), row.columns.get("pass_rate", row.columns.get("is_correct"))
+        if verdict is None and "is_correct" in row.columns:
+            continue
         if not isinstance(prompt, str) or not isinstance(verdict, bool | int | float) or not 0 <= verdict <= 1:
             raise UserError(f"{row.location}: expected a prompt with is_correct (true or false) or pass_rate (0 to 1)")
         verdicts[prompt].append(float(verdict))

@@ -1,6 +1,9 @@
 """Read data rows from JSONL, Parquet or `datasets`, each with its location for error messages."""
 
 import os
+import pickle
+import tempfile
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,8 +22,9 @@ Columns = dict[str, Any]
 class DataSource(Protocol):
     """Yields rows, each a dictionary of columns. `name`: what `data.train`, or the path of an eval set, says.
 
-    Every rank reads the same rows in the same order. A sequence is read by index when rows are needed, so it may be
-    larger than memory; of anything else all rows are kept.
+    Every rank reads the same rows in the same order. A sequence is read by index when rows are needed; of anything
+    else, such as a generator or an IterableDataset, all rows are read once and kept on disk. Either may be larger than
+    memory.
     """
 
     def __call__(self, name: str, /) -> Iterable[Columns]:
@@ -80,11 +84,39 @@ def read_rows(name: str, source: str | None = None) -> Rows:
 
 
 def _by_index(rows: Iterable[Columns]) -> Sequence[Columns]:
-    return cast(Sequence[Columns], rows) if isinstance(rows, SupportsIndexing) else list(rows)
+    return cast(Sequence[Columns], rows) if isinstance(rows, SupportsIndexing) else SpooledRows(rows)
+
+
+class SpooledRows(Sequence[Columns]):
+    """Rows of an iterable, in a file without a name in the cache folder of `datasets`; memory holds where each ends.
+
+    Pickled, not in Arrow's columns: rows stay as they were given, of whatever types and with whatever columns.
+    """
+
+    def __init__(self, rows: Iterable[Columns]) -> None:
+        """Read all rows. Raises OSError where the disk is full, and what the iterable raises."""
+        import datasets
+
+        folder = Path(datasets.config.HF_DATASETS_CACHE)  # on a disk, which the folder for temporary files need not be
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file, ends = tempfile.TemporaryFile(dir=folder), array("q")  # noqa: SIM115 - read as long as the rows are
+        for row in rows:
+            pickle.dump(row, self._file, pickle.HIGHEST_PROTOCOL)
+            ends.append(self._file.tell())
+        self._file.flush()
+        self._ends = np.frombuffer(ends, dtype=np.int64) if ends else np.zeros(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a row."""
+        start, end = self._ends[index - 1] if index else 0, self._ends[index]
+        return pickle.loads(os.pread(self._file.fileno(), int(end - start), int(start)))  # threads share the file
 
 
 class UserRows(Sequence[Columns]):
-    """Rows of a user's own source: a sequence is read by index, of anything else all rows are kept."""
+    """Rows of a user's own source: a sequence is read by index, of anything else all rows are spooled to disk."""
 
     def __init__(self, read: DataSource, name: str, label: str) -> None:
         """Call the source. Raises UserError where it fails."""

@@ -8,10 +8,11 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
-from grpo_mp.checkpoint.run_state import METRICS, latest_checkpoint, read_manifest
-from grpo_mp.config import Settings, dump_settings, load_any_settings, training_module
+from grpo_mp.checkpoint.run_state import METRICS, SETTINGS, latest_checkpoint, read_manifest
+from grpo_mp.config import Settings, SftSettings, dump_settings, load_any_settings, training_module
 from grpo_mp.config.sections import EngineConfig, LayoutConfig
 from grpo_mp.distributed.finish_markers import ranks_without_marker, silent_exit_message
 from grpo_mp.distributed.layout import describe_parallelism
@@ -36,6 +37,19 @@ def main() -> None:
     raise SystemExit(status)
 
 
+def total_steps(settings: Settings | SftSettings) -> float:
+    """Return the steps of a run; of one that counts epochs, those which its folder's settings say.
+
+    Infinite where only the data say it: a job too many finds that all is done.
+    """
+    written = settings.run.folder / SETTINGS
+    if settings.run.steps or not written.is_file():
+        return settings.run.steps or inf
+    before = load_any_settings(written)
+    is_known = isinstance(before, Settings) and before.run.epochs == settings.run.epochs
+    return before.run.steps if is_known else inf
+
+
 def run_command(args: argparse.Namespace) -> int:
     """Answer one question of a batch script; return the exit status. Raises UserError."""
     if args.command == "failure":
@@ -50,8 +64,7 @@ def run_command(args: argparse.Namespace) -> int:
         return 0
     settings = load_any_settings(args.config, args.overrides)
     if args.command == "has-steps-left":
-        # Those of sft.epochs are known where the data is: a job too many finds that all is done.
-        return 0 if settings.run.steps > saved_step(settings.run.folder) or not settings.run.steps else NO
+        return 0 if total_steps(settings) > saved_step(settings.run.folder) else NO
     if args.command == "begin":
         begin_attempt(args.attempt, saved_step(settings.run.folder), args.restarts)
         return 0

@@ -38,7 +38,7 @@ def explain(job: PlannedJob) -> str:
 def _step(job: PlannedJob) -> Iterator[str]:
     settings, rollout, training = job.settings, job.settings.rollout, job.settings.training
     samples, updates = settings.samples_per_step, settings.optimizer_steps_per_step
-    yield f"{settings.step_summary}; {settings.run.steps} steps in total"
+    yield f"{settings.step_summary}; {settings.run.length} in total"
     stale = f"those of its last update are {updates - 1} updates old" if updates > 1 else "none is stale"
     if rollout.max_staleness:
         oldest = f"{rollout.max_staleness} step{'s' * (rollout.max_staleness > 1)}"

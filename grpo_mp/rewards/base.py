@@ -6,13 +6,17 @@ import math
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from grpo_mp.errors import one_line
+from grpo_mp.reading import shorten
 from grpo_mp.registry import Registry
 from grpo_mp.types import SampleGroup, StepRewards
-from grpo_mp.user_code import no_exit
+from grpo_mp.user_code import is_path, load_attribute, no_exit, without_exit
 
+OTHERS = ("completion_ids", "trainer_state", "log_extra", "log_metric")  # that every reward is called with
 RESERVED = ("prompt", "completion", "completion_ids")  # columns that are not passed on
 Values = list[float | None]  # one per sample; None: the reward does not apply
 T = TypeVar("T")
@@ -41,6 +45,20 @@ class Reward(Protocol):
         self, prompts: list[Any], completions: list[Any], **columns: Any
     ) -> Sequence[float | None] | Coroutine[Any, Any, Sequence[float | None]]:
         """Return one reward per completion; None where it does not apply."""
+
+
+class SingleReward(Protocol):
+    """A user's reward that is called for each completion: one that has a parameter `completion`.
+
+    Keywords are those of a `Reward`, each for this completion: `prompt`, `completion`, `completion_ids`, the value of
+    every data column; `log_extra` takes a column and its value. It may also be a coroutine function; those of a group
+    wait at the same time.
+    """
+
+    def __call__(
+        self, prompt: Any, completion: Any, **columns: Any
+    ) -> float | Coroutine[Any, Any, float | None] | None:
+        """Return the completion's reward; None where it does not apply."""
 
 
 class StepReward(Protocol):
@@ -108,6 +126,8 @@ def run_with_timeout(call: Callable[[], T], limit_s: float) -> T:
         error = future.exception(limit_s)
     except TimeoutError:
         raise RewardError(f"took longer than reward.timeout_s={limit_s:g} s") from None
+    if isinstance(error, RewardError):
+        raise error
     if error:
         raise RewardError(one_line(f"raised {type(error).__name__}: {error}", None)) from error
     return future.result()
@@ -157,6 +177,90 @@ def _as_integer(end: Any) -> int:
     return int(end)
 
 
-KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+@dataclass(frozen=True)
+class EachCompletion:
+    """A reward of a group by a user's function that scores one completion."""
+
+    function: SingleReward
+
+    def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> Values:
+        """Return one reward per completion. Raises RewardError: the first that failed, with the others' values."""
+        completion_ids, trainer_state, log_extra, log_metric = (columns.pop(name) for name in OTHERS)
+        extras: list[dict[str, Any]] = [{} for _ in completions]
+        outcomes = [
+            _attempt(
+                partial(
+                    self.function,
+                    prompt=prompts[i],
+                    completion=completions[i],
+                    completion_ids=completion_ids[i],
+                    trainer_state=trainer_state,
+                    log_extra=extras[i].__setitem__,
+                    log_metric=log_metric,
+                    **{name: values[i] for name, values in columns.items()},
+                )
+            )
+            for i in range(len(completions))
+        ]
+        if any(map(inspect.iscoroutine, outcomes)):
+            outcomes = asyncio.run(_await_all(outcomes))
+        for column in dict.fromkeys(name for extra in extras for name in extra):
+            log_extra(column, [extra.get(column) for extra in extras])
+        return _values_of(outcomes)
+
+
+def _attempt(call: Callable[[], Any]) -> Any:
+    """Return what a user's function returns, or the error that it raises."""
+    try:
+        return call()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - told with the index of its completion
+        return error
+
+
+async def _await_all(outcomes: Sequence[Any]) -> list[Any]:
+    async def result(outcome: Any) -> Any:
+        return await without_exit(outcome) if inspect.iscoroutine(outcome) else outcome
+
+    return await asyncio.gather(*map(result, outcomes), return_exceptions=True)
+
+
+def _values_of(outcomes: Sequence[Any]) -> Values:
+    """Return rewards of single completions. Raises RewardError for the first that is none."""
+    values, failures = dict[int, float | None](), dict[int, str]()
+    for i, outcome in enumerate(outcomes):
+        if isinstance(outcome, BaseException):
+            failures[i] = one_line(f"raised {type(outcome).__name__}: {outcome}", None)
+            continue
+        try:
+            values[i] = None if outcome is None else float(outcome)
+        except (TypeError, ValueError, OverflowError):
+            failures[i] = f"returned {outcome!r:.100}, which is no number"
+        else:
+            if not math.isfinite(values[i] or 0.0):
+                failures[i] = f"returned {outcome}, which is not finite"
+    if failures:
+        scored = {i: value for i, value in values.items() if i not in failures and value is not None}
+        first = next(iter(failures))
+        raise RewardError(failures[first], first, scored)
+    return [*values.values()]
+
+
+def load_reward(name: str, setting: str) -> Reward:
+    """Return a user's reward; one with a parameter `completion` is called for each of a group. Raises UserError."""
+    function = load_attribute(name, f"{setting} {shorten(name)!r}") if is_path(name) else None
+    if not _has_parameter(function, "completion"):
+        return REWARDS.resolve(name, setting)
+    return EachCompletion(SINGLE_REWARDS.resolve(name, setting))
+
+
+def _has_parameter(function: Any, name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # no function, or one that is written in C
+        return False
+
+
+KEYWORDS = ("prompts", "completions", *OTHERS)
 REWARDS: Registry[Reward] = Registry("reward function", keywords=KEYWORDS)
+SINGLE_REWARDS: Registry[SingleReward] = Registry("reward function", keywords=("prompt", "completion", *OTHERS))
 STEP_REWARDS: Registry[StepReward] = Registry("reward function of steps", keywords=KEYWORDS)

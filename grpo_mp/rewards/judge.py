@@ -19,8 +19,8 @@ from grpo_mp.errors import UserError, one_line
 from grpo_mp.redact import mask_headers, split_login
 from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.reward_model import read_api_key
-from grpo_mp.rewards.settings import JUDGE_FIELDS, JUDGE_TEMPLATE, JudgeConfig
-from grpo_mp.types import SampleGroup
+from grpo_mp.rewards.settings import JUDGE_EPISODE_TEMPLATE, JUDGE_FIELDS, JUDGE_TEMPLATE, JudgeConfig
+from grpo_mp.types import Prompt, Sample, SampleGroup
 
 PATH = "/chat/completions"
 LOCK_LIMIT_S = 60.0  # for which a rank waits while others write the cache
@@ -68,7 +68,7 @@ class Judge:
 
         Raises RewardError where the judge gives no number for a sample; it holds the values of the others.
         """
-        bodies = [self._request(group, sample.text) for sample in group.samples]
+        bodies = [self._request(group.prompt, sample) for sample in group.samples]
         verdicts = self._verdicts(dict.fromkeys(bodies))
         results = [verdicts[body] for body in bodies]
         scored = {i: result for i, result in enumerate(results) if isinstance(result, float)}
@@ -77,19 +77,19 @@ class Judge:
                 raise RewardError(f"{self._settings.model} at {self._endpoint} {result}", i, scored)
         return [*scored.values()]
 
-    def _request(self, group: SampleGroup, answer: str) -> str:
-        """Return the body of the request for one answer."""
+    def _request(self, prompt: Prompt, sample: Sample) -> str:
+        """Return the body of the request for one answer or episode."""
         lowest, highest = self._settings.scores
         fields = {
-            "question": group.prompt.text,
-            "answer": answer,
-            "reference": group.prompt.answer or "(none)",
+            "question": prompt.text,
+            "answer": sample.text,
+            "conversation": conversation(prompt, sample),
+            "reference": prompt.answer or "(none)",
             "lowest": f"{lowest:g}",
             "highest": f"{highest:g}",
         }
-        content = JUDGE_FIELDS.sub(
-            lambda match: fields[match[1]], self._settings.template or JUDGE_TEMPLATE
-        )  # once: not in what it fills in
+        template = self._settings.template or (JUDGE_EPISODE_TEMPLATE if sample.messages else JUDGE_TEMPLATE)
+        content = JUDGE_FIELDS.sub(lambda match: fields[match[1]], template)  # once: not in what it fills in
         messages = [{"role": "user", "content": content}]
         return json.dumps({**self._settings.request, "model": self._settings.model, "messages": messages})
 
@@ -162,6 +162,13 @@ class Judge:
                 f"gave {found} by {sought}, from {lowest:g} to {highest:g} is asked: {one_line(text)!r}"
             )
         return (number - lowest) / (highest - lowest)
+
+
+def conversation(prompt: Prompt, sample: Sample) -> str:
+    """Return all messages of prompt and episode, one a line, as JSON: what a tool wrote cannot pass for another's."""
+    given = prompt.messages or ({"role": "user", "content": prompt.text},)
+    answered = sample.messages or ({"role": "assistant", "content": sample.text},)
+    return "\n".join(json.dumps(message, ensure_ascii=False, default=str) for message in (*given, *answered))
 
 
 def read_number(text: str, settings: JudgeConfig) -> float | None:

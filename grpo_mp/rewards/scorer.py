@@ -15,7 +15,6 @@ from transformers import TrainerState
 
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.base import (
-    REWARDS,
     STEP_REWARDS,
     RewardError,
     T,
@@ -23,14 +22,15 @@ from grpo_mp.rewards.base import (
     call_arguments,
     call_reward,
     call_step_reward,
+    load_reward,
     run_with_timeout,
     validate_steps,
     validate_values,
 )
 from grpo_mp.rewards.math import answer_numbers
 from grpo_mp.rewards.reward_model import Decode, Server, StepModelClient
-from grpo_mp.rewards.settings import DATA_SET, EPISODE, STEPS, RewardConfig, StepModelConfig
-from grpo_mp.rewards.terms import BuiltInTerms
+from grpo_mp.rewards.settings import COSINE, DATA_SET, EPISODE, STEPS, CorrectnessRule, RewardConfig, StepModelConfig
+from grpo_mp.rewards.terms import BuiltInTerms, cosine_reward
 from grpo_mp.types import Sample, SampleGroup, StepRewards
 
 SHOWN_CHARACTERS = 300
@@ -99,7 +99,7 @@ class Scorer:
         Raises UserError where a function cannot be imported, or `reward.code` cannot run.
         """
         self._settings = settings
-        self._prompt_column = prompt_column
+        self._prompt_column, self._max_response_tokens = prompt_column, max_response_tokens
         self._max_steps = max_steps
         self._stats = RewardStats()
         self._lock = threading.Lock()
@@ -109,7 +109,7 @@ class Scorer:
         by_function = isinstance(steps, str) and not self._keeps_steps
         self._step_reward = STEP_REWARDS.resolve(str(steps), "reward.steps") if by_function else None
         names = settings.function_names
-        self._functions = {names[spec]: REWARDS.resolve(spec, "reward.functions") for spec in settings.functions}
+        self._functions = {names[spec]: load_reward(spec, "reward.functions") for spec in settings.functions}
         self.term_weights = settings.weights
         self._set_weights = {name: settings.with_correct(weights) for name, weights in (set_weights or {}).items()}
         used = {*self.term_weights, *(term for weights in self._set_weights.values() for term in weights)}
@@ -149,16 +149,19 @@ class Scorer:
         extras: Extras = {}
         weights = self._weights(group)
         rule = self._settings.correctness_rule_of(weights)
-        results = {name: self._values(name, group, step, extras) for name in weights if name not in self._own_models}
+        later = {*self._own_models, COSINE}
+        results = {name: self._values(name, group, step, extras) for name in weights if name not in later}
+        verdicts = _verdicts(results, rule, len(group.samples))
+        if COSINE in weights:
+            results[COSINE] = self._cosine_rewards(group, verdicts), frozenset()
         terms = [
             {name: value for name, (values, _) in results.items() if (value := values[i]) is not None}
             for i in range(len(group.samples))
         ]
         all_steps = [()] * len(group.samples) if STEPS in self._own_models else self._steps(group, step, extras)
         totals = self._totals(weights, terms, results)
-        undecided = results[rule.term][1] if rule else frozenset()  # the default of a failed call decides nothing
         final_extras = dict(extras)  # a call that took too long may still write into `extras`
-        rows = zip(group.samples, totals, terms, all_steps, strict=True)
+        rows = zip(group.samples, totals, terms, all_steps, verdicts, strict=True)
         samples = (
             replace(
                 sample,
@@ -166,11 +169,9 @@ class Scorer:
                 reward_terms=scored | _mean_of(sample, steps),
                 step_rewards=steps,
                 extra={column: values[i] for column, values in final_extras.items()},
-                is_correct=scored[rule.term] >= rule.min_value
-                if rule and rule.term in scored and i not in undecided
-                else None,
+                is_correct=verdict,
             )
-            for i, (sample, total, scored, steps) in enumerate(rows)
+            for i, (sample, total, scored, steps, verdict) in enumerate(rows)
         )
         scored_group = replace(group, samples=tuple(samples))
         return scored_group if self.defers else self._fill_in(scored_group, weights)
@@ -231,6 +232,14 @@ class Scorer:
         return replace(
             group, samples=tuple(sample if counts else replace(sample, reward=mean) for sample, counts in samples)
         )
+
+    def _cosine_rewards(self, group: SampleGroup, verdicts: Sequence[bool | None]) -> Values:
+        """Return the reward by length of each sample; None where nothing says whether it is right."""
+        limit, constants = self._max_response_tokens, self._settings.cosine
+        return [
+            None if verdict is None else cosine_reward(verdict, len(sample.tokens), limit, constants)
+            for sample, verdict in zip(group.samples, verdicts, strict=True)
+        ]
 
     def connect(self, servers: Mapping[str, Sequence[Server]]) -> None:
         """Take the servers of the reward models that the job serves, by name as in `RewardConfig.own_models`."""
@@ -356,6 +365,16 @@ class Scorer:
         return call_arguments(
             group, self._prompt_column, trainer_state=state, log_extra=log_extra, log_metric=log_metric
         )
+
+
+def _verdicts(
+    results: Mapping[str, tuple[Values, Set[int]]], rule: CorrectnessRule | None, count: int
+) -> list[bool | None]:
+    """Return whether each sample is right; None without a rule, or where its term failed or does not apply."""
+    if not rule or rule.term not in results:
+        return [None] * count
+    values, failed = results[rule.term]  # the default of a failed call decides nothing
+    return [None if value is None or i in failed else value >= rule.min_value for i, value in enumerate(values)]
 
 
 def _mean_of(sample: Sample, steps: StepRewards) -> dict[str, float]:

@@ -1,15 +1,19 @@
 """The built-in terms of the reward: rules, reward model, judge, and unit tests for code."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from grpo_mp.errors import UserError
-from grpo_mp.rewards.base import Values
+from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.code import CodeTests
 from grpo_mp.rewards.judge import Judge
+from grpo_mp.rewards.language import script_share
+from grpo_mp.rewards.language_codes import LANGUAGES
 from grpo_mp.rewards.math import answer_reward, boxed_answer
 from grpo_mp.rewards.math_verify_worker import MathVerifier
 from grpo_mp.rewards.reward_model import ModelClient
-from grpo_mp.rewards.settings import RewardConfig
+from grpo_mp.rewards.settings import CosineConfig, RewardConfig
 from grpo_mp.types import Sample, SampleGroup
 
 COMPARISON_LIMIT_S = 5.0
@@ -30,6 +34,7 @@ class BuiltInTerms:
         self._judge = Judge(settings.judge) if settings.judge and "judge" in used else None
         code = CodeTests(settings.code) if settings.code and "code" in used else None
         terms: dict[str, GroupValues] = {"answer": self._answers, **_rules(settings, max_response_tokens)}
+        terms["language"] = partial(_language_shares, settings)
         terms |= {
             name: part.values for name, part in (("model", self.model), ("judge", self._judge), ("code", code)) if part
         }
@@ -58,6 +63,7 @@ def _rules(settings: RewardConfig, max_response_tokens: int) -> dict[str, GroupV
     return {
         "episode": _by_sample(lambda sample: sample.episode_reward),
         "boxed": _by_sample(lambda sample: float(boxed_answer(sample.text) is not None)),
+        "think": _by_sample(lambda sample: think_format(sample.text, settings.think.tags, settings.think.opened)),
         "length": _by_sample(lambda sample: min(1.0, len(sample.tokens) / max_response_tokens)),
         "overlong": _by_sample(lambda sample: overlong_penalty(len(sample.tokens), max_response_tokens, buffer)),
         "repetition": _by_sample(lambda sample: repetition_penalty(sample.tokens, ngram)),
@@ -67,6 +73,45 @@ def _rules(settings: RewardConfig, max_response_tokens: int) -> dict[str, GroupV
 def _by_sample(value: Callable[[Sample], float | None]) -> GroupValues:
     """Score a group by a function that scores one sample."""
     return lambda group: [value(sample) for sample in group.samples]
+
+
+def think_format(text: str, tags: tuple[str, str], opened: bool = False) -> float:
+    """Return 1 where a response is one thinking part between the tags, then an answer, neither of them blank; else 0.
+
+    DeepSeek-R1's format reward (arXiv 2501.12948, 2.2.2). `opened`: the prompt ends with the first tag.
+    """
+    first, last = tags
+    body = text.lstrip()
+    if not opened and not body.startswith(first):
+        return 0.0
+    thinking, closing, answer = body.removeprefix("" if opened else first).partition(last)
+    is_once = first not in thinking + answer and last not in answer
+    return float(bool(closing and is_once and thinking.strip() and answer.strip()))
+
+
+def _language_shares(settings: RewardConfig, group: SampleGroup) -> Values:
+    """Return the share of each response's words before the end of its thinking that are of the target language.
+
+    DeepSeek-R1's language consistency (arXiv 2501.12948, 2.3.2). Raises RewardError for a row's unknown language.
+    """
+    language, (first, last) = settings.language, settings.think.tags
+    target = group.prompt.columns.get(language.column) if language.column else language.target
+    if not isinstance(target, str) or target not in LANGUAGES:
+        raise RewardError(f"reward.language.column {language.column}: {target!r:.40} is no known language, such as en")
+    thinking = (sample.text.partition(last)[0].replace(first, " ") for sample in group.samples)
+    return [script_share(text, LANGUAGES[target]) for text in thinking]
+
+
+def cosine_reward(is_correct: bool, tokens: int, max_response_tokens: int, constants: CosineConfig) -> float:
+    """Compute the cosine reward: from the first to the second of `right` or `wrong` as tokens go from 0 to the limit.
+
+    Yeo et al. (arXiv 2502.03373), section 4.2: eta_min + (eta_max - eta_min) (1 + cos(pi tokens / limit)) / 2, and
+    `exceeding` at the limit.
+    """
+    if tokens >= max_response_tokens:
+        return constants.exceeding
+    at_zero, at_limit = constants.right if is_correct else constants.wrong
+    return at_limit + (at_zero - at_limit) * (1 + math.cos(math.pi * tokens / max_response_tokens)) / 2
 
 
 def overlong_penalty(tokens: int, max_response_tokens: int, buffer_tokens: int) -> float:

@@ -31,12 +31,13 @@ def run_command(train: Callable[[Settings, RunInputs], None], arguments: Sequenc
             sizes = (args.ranks, args.ranks_per_node or args.ranks) if args.ranks else local_ranks()
             inputs = preflight(settings, *sizes)
             if int(os.environ.get("RANK", 0)) == 0:
-                print(describe_run(settings, inputs, *sizes))
+                print(describe_run(settings.with_steps(inputs.train.epoch_size), inputs, *sizes))
         elif args.ranks_per_node:
             raise UserError("--ranks-per-node is for --dry-run: a launcher says how many ranks a node has")
         else:
             with started_job(args.ranks) as (world_size, ranks_per_node):
-                train(settings, preflight(settings, world_size, ranks_per_node))
+                inputs = preflight(settings, world_size, ranks_per_node)
+                train(settings.with_steps(inputs.train.epoch_size), inputs)
 
 
 def run_sft_command(

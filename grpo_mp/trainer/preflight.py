@@ -105,6 +105,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     tools = episodes.tools.schemas if episodes else ()
     longest = settings.rollout.max_prompt_tokens
     train = load_train_prompts(settings.data, tokenizer, longest, tools)
+    settings = settings.with_steps(train.epoch_size)
     if train.epoch_size < settings.rollout.prompts_per_step:
         raise UserError(
             f"{train.source}: {train.epoch_size} prompts fit, a step takes "
@@ -123,6 +124,8 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
 
 def run_replay_preflight(folder: Path, settings: Settings, world_size: int, ranks_per_node: int) -> RunInputs:
     """Check and read what a replay of dumped rollouts needs: neither engines nor prompts. Raises UserError."""
+    if not settings.run.steps:
+        raise UserError("run.epochs: a replay reads no prompts to count: set run.steps")
     extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
     hf = HfConfig.read(settings.model.path, settings.model.family)
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")

@@ -185,6 +185,7 @@ class ReplayCollector:
                 groups_launched=written.groups_launched,
                 solved_streak=written.solved_streak,
                 skipped_until=written.skipped_until,
+                solve_rates=written.solve_rates,
             ),
         )
 

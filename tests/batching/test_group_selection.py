@@ -6,6 +6,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from grpo_mp.algorithms.settings import CurriculumConfig, FilterConfig
 from grpo_mp.batching.group_selection import (
@@ -125,6 +126,37 @@ def test_prompt_is_skipped_after_a_solved_streak_and_starts_at_zero() -> None:
     assert not state.is_skipped(101, 3)
     state = state.updated(make_infos(MIXED, MIXED), 5, skip_rule)
     assert (state.solved_streak, state.skipped_until) == ({}, {})
+
+
+def verdicts(*shares: tuple[int, int]) -> list[SampleInfo]:
+    """Four samples a prompt, from 0 on: how many are right, and to how many nothing says whether they are."""
+    (info, *_) = make_infos(SAME)
+    return [
+        replace(info, group_id=prompt, index=i, prompt=prompt, is_correct=None if i >= 4 - unknown else i < right)
+        for prompt, (right, unknown) in enumerate(shares)
+        for i in range(4)
+    ]
+
+
+def test_prompts_outside_of_the_solve_rates_are_skipped_when_their_window_is_full() -> None:
+    rule = CurriculumConfig(window=2, min_rate=0.2, max_rate=0.75, skip_steps=3)
+    state = PromptCurriculum({}, {9: 1, 8: 4}).updated(verdicts((4, 0), (0, 0), (2, 0), (1, 2), (0, 4)), 1, rule)
+    assert state.skipped_until == {8: 4}
+    assert state.solve_rates == {0: (1.0,), 1: (0.0,), 2: (0.5,), 3: (0.5,)}
+    state = state.updated(verdicts((3, 0), (1, 0), (4, 0), (2, 1)), 2, rule)
+    assert state.skipped_until == {8: 4, 0: 5, 1: 5}  # 0.875 and 0.125; 0.75 is not above
+    assert state.solve_rates == {2: (0.5, 1.0), 3: (0.5, pytest.approx(2 / 3))}
+    state = state.updated(verdicts((4, 0), (2, 0), (3, 0)), 6, rule)  # the first two start anew, the third slides
+    assert state.skipped_until == {2: 9}
+    assert state.solve_rates == {0: (1.0,), 1: (0.5,), 3: (0.5, pytest.approx(2 / 3))}
+
+
+@pytest.mark.parametrize(
+    "settings", [{"window": 2}, {"max_rate": 0.5}, {"window": 1, "min_rate": 0.8, "max_rate": 0.2}]
+)
+def test_a_window_and_its_rates_belong_together(settings: dict[str, float]) -> None:
+    with pytest.raises(ValidationError, match=r"belong together|no prompt is between"):
+        CurriculumConfig.model_validate(settings)
 
 
 @pytest.mark.parametrize("right", [False, None])

@@ -123,7 +123,7 @@ def test_a_single_set_with_terms_of_its_own_is_named(tmp_path: Path) -> None:
 def test_prompts_outside_of_the_pass_rates_are_left_out(tmp_path: Path) -> None:
     """By samples as `grpo-mp evaluate` writes them, or by rates; what was not measured stays."""
     source = write(tmp_path / "a.jsonl", [{"question": text, "answer": "1"} for text in ("How", "many", "apples", "3")])
-    verdicts = {"How": (True, True), "many": (False, True), "apples": (False, False)}
+    verdicts = {"How": (True, True, None), "many": (False, True), "apples": (False, False), "3": (None,)}
     rows = [{"prompt": text, "is_correct": right} for text, all_right in verdicts.items() for right in all_right]
     samples = write(tmp_path / "samples.jsonl", rows)
     chosen = {"path": source, "pass_rates": samples, "min_pass_rate": 0.1, "max_pass_rate": 0.9}

@@ -131,7 +131,7 @@ class Source(Sequence[dict[str, Any]]):
         return {"question": f"{number:05d} " + "How many apples? " * 60, "answer": "1"}
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "own"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "own", "generator"])
 def test_memory_does_not_grow_with_the_rows(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted are the bytes of Python, numpy and Arrow that each of 400 more rows of 1 KB takes, and their peak."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -145,7 +145,8 @@ def test_memory_does_not_grow_with_the_rows(kind: str, tmp_path: Path, monkeypat
             parquet.write_table(pyarrow.Table.from_pylist([*Source(count)]), source, row_group_size=50)
         else:
             header = "from collections.abc import Sequence\nfrom typing import Any\n"
-            rows = f"{inspect.getsource(Source)}\ndef rows(count): return Source(int(count))"
+            body = "yield from" if kind == "generator" else "return"
+            rows = f"{inspect.getsource(Source)}\ndef rows(count): {body} Source(int(count))"
             (tmp_path / "mine.py").write_text(header + rows)
             source, reader = str(count), f"{tmp_path / 'mine.py'}:rows"
         gc.collect()
@@ -257,3 +258,42 @@ def test_final_answer(text: str, answer: str) -> None:
 @given(st.integers(-(10**12), 10**12))
 def test_final_answer_reads_any_integer_of_gsm8k(number: int) -> None:
     assert final_answer(f"work\n#### {number:,}") == str(number)
+
+
+STREAMS = """
+import datasets
+
+def generated(name):
+    yield from datasets.load_dataset("parquet", data_files=name, split="train", streaming=True)
+
+def streamed(name):
+    return datasets.load_dataset("parquet", data_files=name, split="train", streaming=True)
+
+def broken(name):
+    yield {"question": "How", "answer": "1"}
+    raise RuntimeError("the server is gone")
+
+def differing(name):
+    yield {"question": "How", "answer": "1", "tests": [1, "a", None]}
+    yield {"question": "many", "answer": 2, "own": {3, 4}}
+"""
+
+
+def test_streams_are_spooled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows come back as they were given, and leave no file behind."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "streams.py").write_text(STREAMS)
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+
+    def read(name: str, function: str) -> PromptSet:
+        data = DataConfig(train=name, source=f"{tmp_path / 'streams.py'}:{function}")
+        return load_prompts(name, data, TOKENIZER, 100)
+
+    for name in ("generated", "streamed"):
+        prompts = read(str(tmp_path / "rows.parquet"), name)
+        assert [prompt.columns for prompt in prompts] == ROWS, name
+    prompts = read("any", "differing")
+    assert [prompts[1].columns["own"], prompts[0].columns["tests"]] == [{3, 4}, [1, "a", None]]
+    assert not [file for file in (tmp_path / "cache").rglob("tmp*") if file.is_file()]
+    with pytest.raises(UserError, match=r"reading 'any' failed: RuntimeError: the server is gone"):
+        read("any", "broken")

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_mp.checkpoint.convert import to_megatron
 from grpo_mp.checkpoint.run_state import SETTINGS, checkpoint_folder
 from grpo_mp.config import dump_settings
+from grpo_mp.config.data_sections import DataConfig
+from grpo_mp.data.prompts import load_train_prompts
 from grpo_mp.evaluate import read_command
 from grpo_mp.parsers import evaluate_parser
 from tests.conftest import EVAL_PROMPTS, TinyRun
@@ -98,7 +100,8 @@ def without_checkpoint(
     out = folder / "run"
     shutil.copytree(finished_run.folder / "run" / "checkpoints", out / "checkpoints")
     reward = f"reward.functions={{{folder / 'reward.py'}:fragile: 1.0}}"
-    arguments = [GREEDY, reward, "reward.on_error=0.0", "--model", str(folder / "megatron"), "--out", str(out)]
+    rewards = (reward, "reward.on_error=0.0", "reward.correct=fragile")
+    arguments = [GREEDY, *rewards, "--model", str(folder / "megatron"), "--out", str(out)]
     settings = read_command(evaluate_parser().parse_intermixed_args([str(tiny_run.config), *arguments])).settings
     (out / SETTINGS).write_text(dump_settings(settings))
     ended = outcome(start_job(*arguments, command=LAUNCHED))
@@ -124,3 +127,18 @@ def test_a_reward_that_fails_is_told_and_counted(without_checkpoint: tuple[Path,
     assert "no verdict" in report["first_errors"]["fragile"]
     assert "warning: arithmetic: " in printed
     assert "no verdict" in printed
+
+
+@pytest.mark.slow
+def test_samples_filter_what_is_trained_on(without_checkpoint: tuple[Path, str, str], tiny_run: TinyRun) -> None:
+    """A problem of which nothing says whether it is solved stays; of the others a range of pass rates keeps some."""
+    folder, _, question = without_checkpoint
+    tokenizer = AutoTokenizer.from_pretrained(tiny_run.model)
+
+    def kept(**rates: float) -> list[str]:
+        files = {"path": str(tiny_run.config.parent / "eval.jsonl"), "pass_rates": str(folder / "samples.jsonl")}
+        data = DataConfig.model_validate({"train": {"measured": files | rates}})
+        return [prompt.text for prompt in load_train_prompts(data, tokenizer, 64)]
+
+    assert len(kept(min_pass_rate=1.0)) == EVAL_PROMPTS
+    assert kept(max_pass_rate=0.5) == [question]

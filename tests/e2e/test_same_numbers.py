@@ -4,10 +4,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
+from grpo_mp.rollout.dump import read_groups
 from tests.bench.kills import evidence
 from tests.e2e.conftest import REWARD, StartJob, outcome
-from tests.e2e.jobs import read_jsonl, spans
+from tests.e2e.jobs import ALONE, read_jsonl, spans
+from tests.e2e.test_replay import OF_ROLLOUTS, weights
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -27,12 +30,13 @@ def test_a_killed_run_gives_the_numbers_of_an_undisturbed_one(
 ) -> None:
     """A rank, or the launcher, is killed in its second step; the same command goes on to the same metrics and weights.
 
-    Colocated, responses of the next step are begun before; the asynchronous run rolls out two turns. Evaluations draw
-    two samples of a prompt.
+    Colocated, responses of the next step are begun before; the asynchronous run rolls out two turns, and its dump is
+    replayed. Evaluations draw two samples of a prompt.
     """
     colocated = schedule is PARTIAL
     (tmp_path / "turns.py").write_text(TURNS)
-    turns = () if colocated else (f"rollout.function={tmp_path / 'turns.py'}:two_turns",)
+    limits = ("rollout.limits.turn_tokens=6", "rollout.max_response_tokens=32")  # there is room for the second turn
+    turns = () if colocated else (f"rollout.function={tmp_path / 'turns.py'}:two_turns", "rollout.dump=true", *limits)
     (tmp_path / "reward.py").write_text(REWARD)
     reward = f"reward.functions={{{tmp_path / 'reward.py'}:letters: 1.0}}"
     brief = ("run.save_every=1", "data.eval.arithmetic.samples=2", f"run.steps={STEPS}")
@@ -52,3 +56,24 @@ def test_a_killed_run_gives_the_numbers_of_an_undisturbed_one(
     assert evidence(killed) == evidence(undisturbed)
     lags = [step["rollout/weight_version_lag/max"] for step in steps[1:]]
     assert lags == ([0, 2, 2] if colocated else [0, 2, 4])  # two updates a step
+    if not colocated:
+        check_replay(start_job, undisturbed, tmp_path / "replayed", *settings)
+
+
+def check_replay(start_job: StartJob, run: Path, folder: Path, *settings: str) -> None:
+    """The dump of episodes trains the same policy, without engines; what they were given is masked."""
+    dump = run / "rollouts_dump"
+    groups = [group for file in dump.rglob("*.parquet") for group, _ in read_groups(file)]
+    samples = [sample for group in groups for sample in group.samples]
+    assert samples
+    assert all(0 < sample.given_tokens < len(sample.tokens) for sample in samples)
+    replayed = outcome(start_job(f"run.folder={folder}", *settings, "--replay", str(dump), command=ALONE))
+    assert (replayed.status, replayed.err, replayed.left) == (0, "", [])
+    steps, again = (read_jsonl(one / "metrics.jsonl")[-STEPS:] for one in (run, folder))
+    for one, other in zip(steps, again, strict=True):
+        assert {name: one[name] for name in other if name.startswith(OF_ROLLOUTS)} == {
+            name: value for name, value in other.items() if name.startswith(OF_ROLLOUTS)
+        }
+    before, after = weights(run), weights(folder)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)

@@ -50,9 +50,14 @@ class Keeper(Logger):
         self.settings = settings
 
 
-def test_no_secret_reaches_a_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose values are in the settings."""
     monkeypatch.setenv("JUDGE_LOGIN", "SECRET of login")
     monkeypatch.setenv("SOME_TOKEN", "SECRET of variable")
+
+
+def test_no_secret_reaches_a_logger(tmp_path: Path) -> None:
     (keeper,) = open_loggers([Keeper], tmp_path, 0, SETTINGS)
     assert isinstance(keeper, Keeper)
     assert keeper.settings == SHOWN

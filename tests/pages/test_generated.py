@@ -33,7 +33,7 @@ def test_every_setting_stands_on_its_page() -> None:
 def test_types_limits_and_defaults_of_some_settings() -> None:
     page = PAGES["configs/README.md"]()
     for row in (
-        "| `steps` | integer, > 0 | required |",
+        "| `group_size` | integer, > 0 | required |",
         "| `dtype` | `float32`, `bfloat16` | `bfloat16` |",
         "| `betas` | list of number, 2 of them | `[0.9, 0.98]` |",
         "| `virtual_pipeline` | integer or null, >= 2 | `null` |",

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -6,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from trl.rewards import think_format_reward
 
 from grpo_mp.rewards.scorer import Scorer
-from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.rewards.terms import BuiltInTerms, overlong_penalty, repetition_penalty
+from grpo_mp.rewards.settings import CosineConfig, RewardConfig
+from grpo_mp.rewards.terms import BuiltInTerms, cosine_reward, overlong_penalty, repetition_penalty, think_format
 from grpo_mp.types import SampleGroup
 
 
@@ -91,3 +93,102 @@ def test_overlong_without_a_range_is_refused() -> None:
 def test_a_range_ascends() -> None:
     with pytest.raises(ValidationError, match="write the lowest reward, then the highest"):
         RewardConfig.model_validate({"answer": 1.0, "range": [1.0, 1.0]})
+
+
+TAGS = ("<think>", "</think>")
+THOUGHTS = [
+    ("<think>3 and 4</think>7", 1.0, 1.0),
+    ("<think>\nlong\n</think>\n\n7\n", 1.0, 1.0),
+    ("3 and 4</think>7", 0.0, 0.0),
+    ("<think>3 and 4", 0.0, 0.0),
+    ("7", 0.0, 0.0),
+    ("So <think>3</think>7", 0.0, 0.0),
+    ("<think>a<think>b</think>7", 0.0, 0.0),
+    ("<think>a</think>7<think>b</think>", 0.0, 0.0),
+    # TRL takes these: no thinking, no answer, or a second end of the thinking.
+    ("<think> </think>7", 0.0, 1.0),
+    ("<think>3 and 4</think> \n", 0.0, 1.0),
+    ("<think>a</think>7</think>8", 0.0, 1.0),
+]
+
+
+@pytest.mark.parametrize(("text", "value", "of_trl"), THOUGHTS)
+def test_think_format_beside_trl(text: str, value: float, of_trl: float) -> None:
+    assert think_format(text, TAGS) == value
+    assert think_format_reward([[{"content": text}]]) == [of_trl]
+    if text.startswith("<think>"):  # the chat template has written the tag
+        assert think_format(text.removeprefix("<think>"), TAGS, opened=True) == value
+        assert think_format(text, TAGS, opened=True) == 0.0
+
+
+def score_texts(reward: dict[str, Any], group: SampleGroup) -> list[float]:
+    scorer = Scorer(RewardConfig.model_validate(reward), max_response_tokens=30)
+    try:
+        return [sample.reward for sample in scorer.score_group(group).samples]
+    finally:
+        scorer.close()
+
+
+def test_the_format_is_a_term_of_the_reward(make_group: Callable[..., SampleGroup]) -> None:
+    group = make_group(["<think>a</think>7", "7", "<t>a</t>7"])
+    assert score_texts({"think": {"weight": 0.5}}, group) == [0.5, 0.0, 0.0]
+    assert score_texts({"think": {"weight": 1, "tags": ["<t>", "</t>"]}}, group) == [0.0, 0.0, 1.0]
+
+
+def test_language_consistency_is_the_share_of_the_words_of_the_thinking(make_group: Callable[..., SampleGroup]) -> None:
+    """Not of the answer; where the thinking does not end, of all words."""
+    texts = ["<think>we have 我们</think>答案是七", "我们 have 7", "<think>\\frac{x}{2}</think>七"]
+    assert score_texts({"language": {"weight": 1}}, make_group(texts)) == pytest.approx([2 / 4, 1 / 3, 1.0])
+    chinese = score_texts({"language": {"weight": 1, "target": "zh"}}, make_group(texts))
+    assert chinese == pytest.approx([2 / 4, 2 / 3, 1.0])
+    by_row = {"language": {"weight": 2, "column": "lang"}, "on_error": -1.0}
+    assert score_texts(by_row, make_group(texts[:1], lang="zh")) == [1.0]
+    for unknown in ("klingon", ["zh"], None):
+        assert score_texts(by_row, make_group(texts[:1], lang=unknown)) == [-2.0]
+    with pytest.raises(ValidationError, match="'klingon' is no known language: ar, be,"):
+        RewardConfig.model_validate({"language": {"weight": 1, "target": "klingon"}})
+
+
+@pytest.mark.parametrize(
+    ("is_correct", "tokens", "published"),
+    [(True, 0, 2.0), (True, 50, 1.5), (True, 100, -10.0), (False, 0, -10.0), (False, 50, -5.0), (False, 101, -10.0)],
+)
+def test_cosine_has_the_published_values_at_its_corners(is_correct: bool, tokens: int, published: float) -> None:
+    assert cosine_reward(is_correct, tokens, 100, CosineConfig()) == pytest.approx(published)
+
+
+@given(st.booleans(), st.integers(0, 99), *[st.floats(-20, 20)] * 4)
+def test_cosine_is_the_formula_of_yeo_et_al(
+    is_correct: bool, tokens: int, r0c: float, rlc: float, r0w: float, rlw: float
+) -> None:
+    def cos_fn(t: int, limit: int, eta_min: float, eta_max: float) -> float:
+        return eta_min + 0.5 * (eta_max - eta_min) * (1 + math.cos(t * math.pi / limit))
+
+    expected = cos_fn(tokens, 100, rlc, r0c) if is_correct else cos_fn(tokens, 100, rlw, r0w)
+    constants = CosineConfig(right=(r0c, rlc), wrong=(r0w, rlw))
+    assert cosine_reward(is_correct, tokens, 100, constants) == pytest.approx(expected, abs=1e-9)
+
+
+def test_cosine_follows_the_term_that_says_what_is_right(make_group: Callable[..., SampleGroup]) -> None:
+    """The tiny group's tokens are its characters; the answer itself may have no weight."""
+    texts = ["\\boxed{7}".ljust(15), "\\boxed{8}".ljust(15), "\\boxed{7}".ljust(30)]
+    cosine = {"cosine": {"weight": 0.5}, "correct": "boxed"}
+    assert score_texts(cosine, make_group(texts)) == pytest.approx([0.75, 0.75, -5.0])
+    right = {"cosine": {"weight": 0.5}, "correct": "answer"}
+    assert score_texts(right, make_group(texts)) == pytest.approx([0.75, -2.5, -5.0])
+    assert score_texts({**right, "answer": 1.0}, make_group(texts)) == pytest.approx([1.75, -2.5, -4.0])
+    judge = {"url": "http://127.0.0.1:1", "model": "m", "retries": 0}
+    failing = {"cosine": {"weight": 1}, "judge": judge, "correct": "judge", "on_error": 0.25}
+    assert score_texts(failing, make_group(texts)) == [0.25] * 3  # a failing call's score does not say what is right
+
+
+@pytest.mark.parametrize(
+    ("reward", "sentence"),
+    [
+        ({"cosine": {"weight": 1}}, "no term says which are: set reward.correct=answer"),
+        ({"cosine": {"weight": 1}, "correct": "cosine"}, "cosine follows from what is correct: name another"),
+    ],
+)
+def test_cosine_without_a_verdict_is_refused(reward: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        RewardConfig.model_validate(reward)
