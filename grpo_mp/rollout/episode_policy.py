@@ -97,7 +97,7 @@ class TokenSequence:
             self,
             segments=(*self.segments, Segment(turn.tokens, True, turn.logprobs, turn.weight_versions)),
             messages=(*self.messages, turn.message),
-            experts=joined_routed_experts(self.experts, experts, self.has_turns, len(turn.tokens)),
+            experts=joined_routed_experts(self.experts, experts, self.has_turns, resumed_tokens=1),
         )
 
 
