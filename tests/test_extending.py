@@ -73,7 +73,7 @@ def make_samples(*rewards: tuple[float, ...]) -> list[SampleInfo]:
 def test_every_kind_has_an_example() -> None:
     headings = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
     assert list(EXAMPLES) == headings
-    assert len(headings) == PAGE.count("```python") == PAGE.count("```yaml") == 11
+    assert len(headings) == PAGE.count("```python") == PAGE.count("```yaml") == 12
 
 
 def test_reward(use: Use) -> None:

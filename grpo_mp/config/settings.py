@@ -8,12 +8,12 @@ from pydantic import Field, model_validator
 from grpo_mp.algorithms.registries import needs_correctness
 from grpo_mp.algorithms.settings import AlgorithmConfig, needs_old_logprobs
 from grpo_mp.config.data_sections import DataConfig, EvalSetConfig
+from grpo_mp.config.monitor_section import MonitorConfig
 from grpo_mp.config.sample_section import SampleConfig
 from grpo_mp.config.sections import (
     EngineConfig,
     LayoutConfig,
     ModelConfig,
-    MonitorConfig,
     OptimizerConfig,
     RolloutConfig,
     RunConfig,

@@ -4,11 +4,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_serializer, field_validator, model_validator
 
+from grpo_mp.config.monitor_section import MonitorConfig
 from grpo_mp.config.registries import DATA_SOURCES
 from grpo_mp.config.sections import (
     LayoutConfig,
     ModelConfig,
-    MonitorConfig,
     OptimizerConfig,
     RunConfig,
     TrainingConfig,

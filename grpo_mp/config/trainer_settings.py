@@ -2,7 +2,8 @@
 
 from typing import Protocol
 
-from grpo_mp.config.sections import LayoutConfig, ModelConfig, MonitorConfig, OptimizerConfig, RunConfig, TrainingConfig
+from grpo_mp.config.monitor_section import MonitorConfig
+from grpo_mp.config.sections import LayoutConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 
 
 class TrainerSettings(Protocol):

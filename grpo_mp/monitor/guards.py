@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
-from grpo_mp.config.sections import MetricGuard
+from grpo_mp.config.monitor_section import MetricGuard
 from grpo_mp.errors import UserError
 
 

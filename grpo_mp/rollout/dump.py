@@ -111,7 +111,7 @@ def read_facts(file: Path) -> bytes:
     try:
         metadata = parquet.read_schema(check_regular(file)).metadata or {}
         return bytes(metadata[FACTS])
-    except (pa.ArrowException, OSError, KeyError) as error:
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:  # ValueError: a name that is no text
         raise _damaged(file, error) from error
 
 
