@@ -30,7 +30,8 @@ CHANGEABLE = re.compile(
     r"|training\.megatron_args\.(num_layers_in_\w+|pipeline_model_parallel_layout)"
 )
 FINAL = "final"  # the exported Hugging Face folder
-ROLLOUTS = "rollouts"  # what was generated since the last checkpoint
+ROLLOUTS = "rollouts"  # what was generated since the last checkpoints
+FALLBACKS = 2  # so many: a start passes over a damaged checkpoint, and repeats the steps after the one before
 CHECKPOINTS = "checkpoints"
 PROCESSES = "processes"  # where each rank runs, what it does when it is asked
 METRICS = "metrics.jsonl"  # a line for each step

@@ -1,26 +1,28 @@
 """Write sampled answers of a step for people to read: JSON lines in the run folder and a text in TensorBoard."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from grpo_mp.files import write_atomically
 from grpo_mp.types import Sample, SampleGroup
 
 T = TypeVar("T")
+STEP_FILE = re.compile(r"step_([0-9]+)\.jsonl")  # other names are copies that users made
 
 
 def write_samples(run_folder: Path, step: int, groups: Iterable[SampleGroup]) -> None:
     """Write every sample of a step into `<run>/samples/step_000012.jsonl`."""
-    path = run_folder / "samples" / f"step_{step:06d}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(sample_lines(groups)), encoding="utf-8")
+    write_atomically(run_folder / "samples" / f"step_{step:06d}.jsonl", "".join(sample_lines(groups)))
 
 
 def drop_samples(run_folder: Path, first_step: int) -> None:
     """Remove the files of `first_step` and later steps, which an earlier process left."""
     for path in (run_folder / "samples").glob("step_*.jsonl"):
-        if int(path.stem.removeprefix("step_")) >= first_step:
+        name = STEP_FILE.fullmatch(path.name)
+        if name and int(name[1]) >= first_step:
             path.unlink()
 
 

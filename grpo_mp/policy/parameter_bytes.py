@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from grpo_mp.checkpoint.run_state import FALLBACKS
 from grpo_mp.config import Settings
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.models.families import family_of
@@ -72,7 +73,7 @@ class DiskNeed:
 def disk_need(settings: Settings, hf: HfConfig) -> DiskNeed:
     """Return the most that a run needs: of checkpoints, one more than is kept while it is written; exports; rollouts.
 
-    Those are kept until a checkpoint is behind them, where `rollout.dump` is set a second time, for good.
+    Those are kept until two checkpoints are behind them, where `rollout.dump` is set a second time, for good.
     """
     params = family_of(hf).params(hf).values()
     count = sum(prod(shape) for param in params if not param.alias for shape in param.shapes)
@@ -82,7 +83,8 @@ def disk_need(settings: Settings, hf: HfConfig) -> DiskNeed:
     checkpoints = min(run.keep_checkpoints + 1, run.steps // run.save_every + 1 if run.save_every else 1)
     exports = run.export + (run.steps // run.export_every if run.export_every else 0)
     rollouts = recorded_bytes(settings, hf)
-    steps = min((run.save_every or run.steps) + 1, run.steps) + settings.rollout.max_staleness
+    behind = (run.save_every or run.steps) * min(run.keep_checkpoints, FALLBACKS)
+    steps = min(behind + 1, run.steps) + settings.rollout.max_staleness
     steps += run.steps * settings.rollout.dump
     total = checkpoints * checkpoint + exports * export + steps * rollouts
     return DiskNeed(checkpoint, export, rollouts, total)

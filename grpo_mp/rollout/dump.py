@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +14,7 @@ import xxhash
 from pyarrow import parquet
 
 from grpo_mp.errors import UserError, one_line
-from grpo_mp.files import sync_to_disk, write_atomically
+from grpo_mp.files import incomplete, sync_to_disk, write_atomically
 from grpo_mp.reading import check_regular, read_bytes
 from grpo_mp.types import ExpertIds, Message, Prompt, Sample, SampleGroup
 
@@ -64,16 +63,15 @@ def write_groups(file: Path, groups: Iterable[SampleGroup], selected: Collection
     Beside it is its checksum, as `xxh128sum` writes and checks it. Holds one group at a time in memory.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.incomplete")
     schema = SCHEMA.with_metadata({FACTS: facts.encode()})
-    with parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
-        for group in groups:
-            rows = [row_of(group, sample, sample.group_id in selected) for sample in group.samples]
-            if rows:
-                writer.write_table(pa.Table.from_pylist(rows, schema))
-    sync_to_disk(temporary)
-    digest = _digest(temporary)
-    temporary.replace(file)
+    with incomplete(file) as temporary:
+        with parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
+            for group in groups:
+                rows = [row_of(group, sample, sample.group_id in selected) for sample in group.samples]
+                if rows:
+                    writer.write_table(pa.Table.from_pylist(rows, schema))
+        sync_to_disk(temporary)
+        digest = _digest(temporary)
     write_atomically(checksum_file(file), f"{digest}  {file.name}\n")
 
 

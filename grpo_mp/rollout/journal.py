@@ -6,6 +6,7 @@ row a response. A file that was cut, or has a flipped bit, is read up to there.
 
 import json
 import logging
+import os
 import shutil
 import struct
 import threading
@@ -19,6 +20,7 @@ import pyarrow as pa
 from pydantic import TypeAdapter
 
 from grpo_mp.errors import one_line
+from grpo_mp.files import sync_to_disk
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import EngineOutput
 from grpo_mp.rollout.dump import FACTS, SCHEMA, Row, experts_of, group_of_rows, row_of
@@ -68,8 +70,8 @@ class GroupJournal:
 
         `kept`: whether a finished one passes the group filter.
 
-        It survives the end of the process, not that of the host before its disk is written. Groups without a token are
-        left out; so is, with a warning, what the disk does not take: the run still has it.
+        It is on disk on return, and survives the end of the host. Groups without a token are left out; so is, with a
+        warning, what the disk does not take: the run still has it.
         """
         payload = encode(group_id, group, stats, kept)
         if payload is None:
@@ -83,13 +85,19 @@ class GroupJournal:
                 LOGGER.warning("%s: group %d is not kept for a restart: %s", file, group_id, one_line(error))
 
     def _write(self, file: Path, payload: memoryview) -> None:
-        if file not in self._opened:
+        is_new = file not in self._opened
+        if is_new:
             file.parent.mkdir(parents=True, exist_ok=True)
             cut_torn_tail(file)
             self._opened.add(file)
         with file.open("ab") as stream:
             stream.write(HEADER.pack(len(payload), zlib.crc32(payload)))
             stream.write(payload)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if is_new:
+            for folder in (file.parent, self._folder, self._folder.parent):  # which list it
+                sync_to_disk(folder)
 
 
 def journal_file(folder: Path, step: int, rank: int) -> Path:
@@ -179,7 +187,8 @@ def _payloads(file: Path) -> Iterator[tuple[int, bytes]]:
         while len(header := stream.read(HEADER.size)) == HEADER.size:
             size, checksum = HEADER.unpack(header)
             offset, payload = stream.tell(), stream.read(size)
-            if len(payload) < size or zlib.crc32(payload) != checksum:
+            # No record is empty: zeros, which a host leaves that goes down, are no header with a right checksum.
+            if not size or len(payload) < size or zlib.crc32(payload) != checksum:
                 return
             yield offset, payload
 

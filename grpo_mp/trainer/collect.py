@@ -22,7 +22,7 @@ from grpo_mp.batching.group_selection import (
     length_bias,
     token_limit,
 )
-from grpo_mp.checkpoint.run_state import ROLLOUTS, TrainState, checkpoint_step, latest_checkpoint
+from grpo_mp.checkpoint.run_state import FALLBACKS, ROLLOUTS, TrainState, checkpoint_step, complete_checkpoints
 from grpo_mp.config import Settings
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.data.prompt_queue import PromptQueue
@@ -189,8 +189,8 @@ class RolloutCollector:
         if self._recorded is None:
             place = hosts.index(job.rank) if job.rank in hosts else None
             self._recorded = RecordedGroups.read(folder, place, len(hosts), job.group)
-        elif job.rank == 0 and (saved := latest_checkpoint(self.settings.run.folder)):
-            prune(folder, checkpoint_step(saved) - self.settings.rollout.max_staleness)
+        elif job.rank == 0 and (saved := complete_checkpoints(self.settings.run.folder)[-FALLBACKS:]):
+            prune(folder, checkpoint_step(saved[0]) - self.settings.rollout.max_staleness)
         queue, recorded = self._queue, dict[int, EndedGroup]()
         if not self.settings.updates_running_groups:
             rule = replace(rule, lookahead=rule.needed * self.settings.steps_ahead)

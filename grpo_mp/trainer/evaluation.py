@@ -10,7 +10,7 @@ import torch.distributed as dist
 from grpo_mp.batching.exchange import all_gather_sample_info, gather_groups
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.peers import watching_peers
-from grpo_mp.distributed.process_groups import Job, all_gather
+from grpo_mp.distributed.process_groups import Job, all_gather, broadcast
 from grpo_mp.evaluation.score import EvalScore, Votes, read_scores, score_eval_set, step_file
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.monitor.progress import Progress
@@ -94,10 +94,17 @@ class Evaluator:
         raise AssertionError
 
 
-def scores_before_training(run_folder: Path, step: int, current: Evaluation) -> dict[str, EvalScore]:
-    """Return the scores before the first step: those in the folder of a resumed run, else the current ones."""
-    file = step_file(run_folder, 0)
-    return read_scores(file) if step and file.exists() else current.scores
+def recorded_evaluations(run_folder: Path, step: int, job: Job) -> tuple[Evaluation, Evaluation] | None:
+    """Return the scores before the first step, and the last before `step` ends, of a run that resumes behind it.
+
+    None where it has none before training; the same on every rank, which must call this. Raises UserError.
+    """
+    found = None
+    if step and job.rank == 0 and step_file(run_folder, 0).exists():
+        files = (step_file(run_folder, done) for done in range(step, -1, -1))
+        last = next(file for file in files if file.exists())
+        found = Evaluation(read_scores(step_file(run_folder, 0))), Evaluation(read_scores(last))
+    return broadcast(found, job.group)
 
 
 def answer_pairs(eval_sets: Iterable[PromptSet], before: Evaluation, after: Evaluation) -> list[AnswerPair]:

@@ -1,4 +1,5 @@
 import json
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -129,3 +130,32 @@ def test_what_is_trained_on_is_removed(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text(json.dumps({}))
     prune(tmp_path, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_000004"]
+
+
+@pytest.mark.parametrize("zeros", [1, 8, 4096])
+def test_zeros_at_the_end_are_no_record(tmp_path: Path, zeros: int) -> None:
+    """A host that goes down may leave a file longer than what was written: 8 zeros are a header with a right CRC."""
+    file = written(tmp_path, FINISHED)
+    with file.open("ab") as stream:
+        stream.write(bytes(zeros))
+    assert [record.key[0] for record in read_records(file)] == [40]
+    GroupJournal(tmp_path, 1).append(3, 50, EPISODE, STATS, kept=False)
+    assert [record.key[0] for record in read_records(file)] == [40, 50]
+
+
+def test_a_record_is_on_disk_when_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So are the folders that list its file."""
+    synced, fsync = list[tuple[Path, int]](), os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append((Path(f"/proc/self/fd/{descriptor}").readlink(), os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    folder = tmp_path / "run" / "rollouts"
+    journal = GroupJournal(folder, 1)
+    for group_id in (40, 41):
+        journal.append(3, group_id, FINISHED, STATS, kept=True)
+        file = journal_file(folder, 3, 1)
+        assert (file, file.stat().st_size) in synced
+    assert {file.parent, folder, folder.parent} <= {path for path, _ in synced}

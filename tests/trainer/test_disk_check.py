@@ -44,9 +44,10 @@ def test_too_small_for_the_run_is_a_warning_until_it_has_what_it_keeps(small_dis
 @pytest.mark.parametrize(
     ("settings", "checkpoints", "exports", "rollouts"),
     [
-        (("run.save_every=1", "run.steps=9"), 3, 1, 2),
+        (("run.save_every=1", "run.steps=9"), 3, 1, 3),
+        (("run.save_every=1", "run.steps=9", "run.keep_checkpoints=1"), 2, 1, 2),
         (("run.save_every=0", "run.steps=9", "run.export=false"), 1, 0, 9),
-        (("run.save_every=5", "run.steps=9", "run.export_every=2", "rollout.dump=true"), 2, 5, 6 + 9),
+        (("run.save_every=5", "run.steps=9", "run.export_every=2", "rollout.dump=true"), 2, 5, 9 + 9),
     ],
 )
 def test_what_a_run_keeps_at_a_time(
