@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +21,7 @@ from grpo_mp.types import Prompt, Sample, SampleGroup
 LOGGER = logging.getLogger(__name__)
 ABORT_EVERY_S = 0.5
 LOOK_EVERY_S = 0.1  # for groups that a lost engine gave back
+SCORES = "scores"  # name of a task that has no more use for the engine
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class RolloutTask:
     seed: int | None = None  # of these rollouts, where engines are deterministic
     # Takes each group that ends, by its id, and what its scoring counted, which is in no other statistics.
     record: Callable[[int, EndedGroup, RewardStats], None] = lambda *_: None
+    # Returns what was recorded of a group, by its id and prompt, that a lost engine gave back; None: it begins anew.
+    recall: Callable[[int, Prompt], PausedGroup | None] = lambda *_: None
 
     def sampling_of(self, prompt: Prompt) -> SamplingParams:
         """Return how a group is sampled; its seeds depend neither on the engine that draws it nor on when it does."""
@@ -133,6 +137,7 @@ class RolloutWorker:
             if gate.interrupted:
                 groups.give_back_unlaunched()
         except EngineError as error:
+            await groups.finish_scoring()
             groups.give_back()
             await asyncio.to_thread(self.lose_engine, error)
             await self._wait_lost(stream, watch)
@@ -181,6 +186,8 @@ class RolloutWorker:
         if isinstance(group, PausedGroup):
             await asyncio.to_thread(task.record, group_id, group, RewardStats())
             return group
+        if generation := asyncio.current_task():
+            generation.set_name(SCORES)
         return await asyncio.to_thread(self._score, task, group_id, group)
 
     def _score(self, task: RolloutTask, group_id: int, group: SampleGroup) -> SampleGroup:
@@ -275,6 +282,7 @@ class _Groups:
         self._claimed = set[int]()  # and not launched
         self._ended: dict[int, EndedGroup] = {}
         self._waiting = set[int]()  # paused, or given back by a lost engine
+        self._returned = set[int]()  # those of the latter
         for number, group in sorted(task.carried.items()):
             if not isinstance(group, RunningGroup):
                 self._end(number, group)
@@ -288,6 +296,7 @@ class _Groups:
         places = max(0, max_in_flight - len(self.running))
         while len(allowed := self._allowed(gate)) < places and (returned := self._stream.take_returned()) is not None:
             self._waiting.add(returned)
+            self._returned.add(returned)
         self._waiting.difference_update(allowed[:places])
         return allowed[:places]
 
@@ -313,14 +322,36 @@ class _Groups:
         paused = earlier if isinstance(earlier, PausedGroup) else None
         prompt = paused.prompt if paused else self._task.prompt_of(number)
         limit = None if gate.is_own(number) or not self._task.token_limit else self._task.token_limit(number)
-        generation = generate(self._task, self._task.first_group_id + number, prompt, paused, limit)
+        begin = partial(generate, self._task, self._task.first_group_id + number, prompt)
+        recalls = number in self._returned and not paused
+        generation = self._recalled(number, prompt, begin, limit) if recalls else begin(paused, limit)
         self.running[asyncio.create_task(generation)] = number
+
+    async def _recalled(
+        self,
+        number: int,
+        prompt: Prompt,
+        begin: Callable[[PausedGroup | None, int | None], Coroutine[Any, Any, EndedGroup]],
+        limit: int | None,
+    ) -> EndedGroup:
+        """Go on with what the lost engine had: newer weights must not draw it again."""
+        recorded = await asyncio.to_thread(self._task.recall, self._task.first_group_id + number, prompt)
+        return await begin(recorded, limit)
 
     def take_finished(self) -> None:
         """Take what has ended. Raises what it raised."""
         for generation in [generation for generation in self.running if generation.done()]:
             group = generation.result()
             self._end(self.running.pop(generation), group)
+
+    async def finish_scoring(self) -> None:
+        """Keep what only waits for its scores, of an engine that is lost."""
+        scoring = [generation for generation in self.running if generation.get_name() == SCORES]
+        if scoring:
+            await asyncio.wait(scoring)
+        for generation in scoring:
+            number = self.running.pop(generation)
+            self._end(number, generation.result())
 
     def launched(self) -> LaunchedGroups:
         """Return all groups."""

@@ -1,7 +1,7 @@
 """Collect the groups of a step: launch prompts, generate and score until the step has its groups."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,7 @@ from grpo_mp.distributed.process_groups import Job, all_gather
 from grpo_mp.errors import UserError
 from grpo_mp.phases import Phase
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
-from grpo_mp.rollout.journal import GroupJournal, load, prune
+from grpo_mp.rollout.journal import GroupJournal, PausedRecords, load, prune
 from grpo_mp.rollout.rollout import Rollout, rollout_sampling, rollout_seed
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import (
@@ -124,12 +124,14 @@ class RolloutCollector:
     _next: Generation | None = field(default=None, init=False)
     _recorded: RecordedGroups | None = field(default=None, init=False)  # None: not read yet
     _journal: GroupJournal = field(init=False)
+    _paused: PausedRecords = field(init=False)
     _stats: dict[int, RewardStats] = field(default_factory=dict, init=False)  # of scored groups, by id
     _stopped: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._queue = PromptQueue(self.prompts.epoch_size, self.settings.data.shuffle, self.prompts.mixture)
-        self._journal = GroupJournal(self.settings.run.folder / ROLLOUTS, self.job.rank)
+        folder = self.settings.run.folder / ROLLOUTS
+        self._journal, self._paused = GroupJournal(folder, self.job.rank), PausedRecords(folder)
 
     def collect(self, state: TrainState, step: int) -> RolloutBatch:
         """Generate and score the step's groups. Every rank must call this; the sample infos are the same on all.
@@ -217,6 +219,12 @@ class RolloutCollector:
             kept = isinstance(group, SampleGroup) and self._keeps(group)
             self._journal.append(step, group_id, group, stats, kept)
 
+    def _recall(self, step: int, group_id: int, prompt: Prompt) -> PausedGroup | None:
+        """Return what a lost engine had of a group that was begun with older weights; called in any thread."""
+        staleness = self.settings.rollout.max_staleness
+        steps = range(max(0, step - staleness), step + 1)
+        return self._paused.find(steps, group_id, prompt) if staleness else None
+
     def _prompt(self, number: int) -> Prompt:
         """Return the prompt with this number in the step's launch order."""
         return replace(self.prompts[self._queue[number]], epoch=self._queue.epoch(number))
@@ -266,6 +274,7 @@ class RolloutCollector:
             routing=self.rollout.routing,
             seed=rollout_seed(self.settings, "train"),
             record=partial(self._record, step),
+            recall=partial(self._recall, step),
         )
         return self._launch(GroupStream(job.store, f"step/{step}", rule, len(self.rollout.host_ranks)), task)
 
@@ -300,14 +309,16 @@ class RolloutCollector:
         later: LaunchedGroups = {}
         if max_staleness:
             later = {number: groups for number, groups in launched.items() if number >= admission.consumed}
+        # Whoever was faster decides what was begun beyond the last group that the step needs.
+        counted = admission.consumed if self.settings.engine.deterministic else max(launched, default=-1) + 1
         own = [
             as_unfinished(group, first + number)
             for number, group in sorted(launched.items())
-            if number not in later and not isinstance(group, RunningGroup)
+            if number not in later and number < counted and not isinstance(group, RunningGroup)
         ]
         own = list(self.rollout.score(own, step))
         infos = all_gather_sample_info(own, group)
-        counts = all_gather((len(later), max(launched, default=-1) + 1), group)
+        counts = all_gather((len(later), counted), group)
         # By finish, some of what may be launched need not have been.
         cursor = self._queue.use_up(min(admission.consumed, len(self._queue)))
         if not max_staleness:
@@ -329,19 +340,19 @@ class RolloutCollector:
                 {first + number for number, is_kept in kept.items() if is_kept},
                 _count_aborted(admission, kept),
             ),
-            reward_stats=sum_stats(all_gather(self._take_stats(first, {first + number for number in later}), group)),
+            reward_stats=sum_stats(all_gather(self._take_stats(range(first, first + counted), later), group)),
             carried=sum(carried for carried, _ in counts),
             length_bias=length_bias(infos, selected),
             state=replace(state, cursor=cursor, groups_launched=first + next_group, **vars(curriculum)),
             unselected=[group for group in with_samples if group.samples[0].group_id not in selected],
         )
 
-    def _take_stats(self, first: int, later: Set[int]) -> RewardStats:
-        """Return what scoring this rank's groups from `first` on has counted, but for those of later steps."""
-        ended = [group_id for group_id in list(self._stats) if group_id not in later]
+    def _take_stats(self, counted: range, later: Collection[int]) -> RewardStats:
+        """Return what scoring this rank's groups with these ids has counted; keep that of `later` numbers."""
+        ended = [group_id for group_id in list(self._stats) if group_id - counted.start not in later]
         stats = {group_id: self._stats.pop(group_id) for group_id in ended}
         return sum_stats(
-            [self.scorer.take_stats(), *(stats[group_id] for group_id in sorted(stats) if group_id >= first)]
+            [self.scorer.take_stats(), *(stats[group_id] for group_id in sorted(stats) if group_id in counted)]
         )
 
     def _too_few_groups(self, step: int, admission: Admission, launched: int) -> str:

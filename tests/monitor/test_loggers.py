@@ -196,12 +196,12 @@ def test_tensorboard_and_metrics_go_on_where_the_disk_was_full(small_disk: Calla
         for step in range(1, 4):
             scalars = {name: float(step) for name in ("reward/mean", "train/grad_norm", "train/lr")}
             write_metrics(loggers, step, scalars, {}, texts)
-        for number in range(40):  # until the page of its last line is full
+        for number in range(80):  # until the page of its last line is full
             write_scalars(loggers, 4 + number, {"reward/mean": 0.5, "train/grad_norm": 1.0, "train/lr": 0.1})
         with pytest.raises(OSError, match=r"No space left on device: .*metrics.jsonl"):
             loggers[1].flush()
         ballast.unlink()
         for logger in loggers:
             logger.flush()
-    assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == list(range(44))
-    assert [step for step, _ in curve(folder, "reward/mean")] == list(range(44))
+    assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == list(range(84))
+    assert [step for step, _ in curve(folder, "reward/mean")] == list(range(84))
