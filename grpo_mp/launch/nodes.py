@@ -285,7 +285,7 @@ def _measure(store: dist.Store, ranks: Sequence[int], rank: int, rate: Callable[
     place, size = ranks.index(rank), len(ranks)
     if platform.on_cuda():
         with torch.cuda.stream(torch.cuda.Stream()):  # the default one may wait for a peer that hangs
-            return rate(dist.ProcessGroupNCCL(store, place, size))
+            return rate(dist.ProcessGroupNCCL(store, place, size, dist.ProcessGroupNCCL.Options()))
     return rate(dist.ProcessGroupGloo(store, place, size, TIMEOUT))
 
 

@@ -1,11 +1,11 @@
 """Runs whose processes are killed at random moments: python -m tests.bench.kills [--kills 100] [--schedule S]
 
-Two ranks train the tests' tiny mixture on deterministic engines, with evaluations, checkpoints and exports. A process
-is killed (SIGKILL) at a random moment: a rank, an engine, a child of an engine, the launcher, or all. A job that ends
-is started again by the same command, until the run has all its steps; then a new run begins. Printed are each kill with
-its phase, and at the end how many samples were scored again, and what the runs say and leave otherwise than the
-undisturbed one: metrics of every step, samples, weights. The last line begins with PASSED or FAILED; the status says the same. With
-`--folder F` a bench that was stopped goes on there after its last whole run.
+Two ranks train the tests' tiny mixture on deterministic engines, with evaluations, checkpoints and exports.
+A process is killed (SIGKILL) at a random moment: a rank, an engine, a child of an engine, the launcher, or all. A job
+that ends is started again by the same command, until the run has all its steps; then a new run begins. Printed are each
+kill with its phase, and at the end how many samples were scored again, and what the runs say and leave otherwise than
+the undisturbed one: metrics of every step, samples, weights. The last line begins with PASSED or FAILED; the status
+says the same. With `--folder F` a bench that was stopped goes on there after its last whole run.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 """One real run, interrupted and gone on with, that many tests look at; and jobs for those that end badly."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class FinishedRun:
     second: Outcome
     stopped_after: int
     listening: list[str]  # addresses of the first job's sockets in TRAIN
+    answers: dict[int, bytes]  # of each port, to another user without a key; empty where this is not root's
 
 
 @pytest.fixture(scope="session")
@@ -66,10 +68,12 @@ def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) 
     job = start_job(*settings, f"run.steps={LAST_STEP - 1}")
     job.wait_until(lambda: spans(run, 1, "TRAIN") == 2)
     listening = job.listening()
+    answers = job.answers_to_strangers() if os.geteuid() == 0 else {}
     job.signal(signal.SIGUSR1, rank=1)
     first = outcome(job)
     stopped_after = len(read_jsonl(run / "metrics.jsonl")) - 1  # besides the line of step 0
-    return FinishedRun(folder, first, outcome(start_job(*settings, f"run.steps={LAST_STEP}")), stopped_after, listening)
+    second = outcome(start_job(*settings, f"run.steps={LAST_STEP}"))
+    return FinishedRun(folder, first, second, stopped_after, listening, answers)
 
 
 def finished_settings(folder: Path) -> tuple[str, ...]:
