@@ -112,7 +112,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
         read_api_key("run.export_servers", settings.run.export_servers.api_key_env)
     scorer = _make_scorer(settings, tokenizer)
     fp8 = engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
-    space = check_disk(settings.run.folder, disk_need(settings, hf))
+    space = check_disk(settings.run.folder, disk_need(settings, hf), probes=os.environ.get("RANK", "0") == "0")
     warnings = (*scorer.warnings, *start_warnings(settings, fp8), *space)
     evals = _read_evals(settings, tokenizer, tools)
     return RunInputs(hf, tokenizer, train, evals, scorer, extensions, warnings, episodes)

@@ -1,5 +1,7 @@
 """Attention that deterministic engines may have: what SGLang refuses, and what it does not look at."""
 
+import ast
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,18 @@ LATENT = HfConfig(Path("published"), {"model_type": "any", "kv_lora_rank": 512})
 
 
 def test_the_lists_are_those_of_sglang() -> None:
-    """But for devices that this program does not run on, and what its plugin adds on a CPU."""
-    from sglang.srt.arg_groups import choices
-
-    elsewhere = {"ascend", "intel_xpu", "torch_native"}
-    assert set(INVARIANT) == set(choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES) - elsewhere
-    assert set(INVARIANT_WITH_CACHE) == set(choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND) - elsewhere
+    """As its source has them, but for devices that this program does not run on."""
+    spec = find_spec("sglang")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    source = Path(spec.submodule_search_locations[0], "srt/arg_groups/choices.py").read_text()
+    lists = {
+        node.targets[0].id: set(ast.literal_eval(node.value)) - {"ascend", "intel_xpu"}
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.List)
+    }
+    assert set(INVARIANT) == lists["DETERMINISTIC_ATTENTION_BACKEND_CHOICES"]
+    assert set(INVARIANT_WITH_CACHE) == lists["RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND"]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
