@@ -1,10 +1,10 @@
-"""The bench of kills in its short form: two turns an episode, engines of their own, whatever is killed."""
+"""The benches of kills and of a soak: their short form, and what they take for a failure."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.bench import kills
+from tests.bench import kills, soak
 
 
 @pytest.mark.slow
@@ -31,3 +31,14 @@ def test_what_is_not_as_it_should_be_fails(bad: dict, capsys: pytest.CaptureFixt
         kills.report(kills.Found(**{"kills": counts} | bad), in_flight=30)
     assert caught.value.code == 1
     assert capsys.readouterr().out.splitlines()[-1] == "FAILED: 2 kills, 1 failures"
+
+
+def test_a_soak_fails_where_something_grows_or_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    flat = [{"memory": 1e9 + 1e6 * (number % 3), "threads": 40.0} for number in range(12)]
+    soak.report(soak.Soak(flat, kills=11, starts=6), 100, [])
+    assert "PASSED: 11 kills in 100 steps" in capsys.readouterr().out
+    leaking = [usage | {"threads": 40.0 + 2 * number} for number, usage in enumerate(flat)]
+    for usages, different in ((leaking, []), (flat, ["step 7: reward/mean"])):
+        with pytest.raises(SystemExit):
+            soak.report(soak.Soak(usages, kills=11, starts=6), 100, different)
+        assert capsys.readouterr().out.splitlines()[-1] == "FAILED: 1 failures"
