@@ -116,5 +116,5 @@ def test_a_disk_that_takes_nothing_is_refused(tmp_path: Path, monkeypatch: pytes
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(UserError, match=rf"takes no files \({os.strerror(number)}\): name another"):
+    with pytest.raises(UserError, match=rf"takes no files \({os.strerror(number)}\): choose another"):
         list(check_disk(tmp_path / "run", NEED, probes=True))
