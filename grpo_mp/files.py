@@ -1,10 +1,13 @@
-"""Write files atomically, and read the last lines of a log."""
+"""Write files atomically, append where the disk may be full, and read the last lines of a log."""
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from grpo_mp.errors import DISK_ERRORS
 
 ENGINE_SCRATCH = "GRPO_MP_ENGINE_SCRATCH"  # variable of an engine's processes: a folder removed when they have ended
 
@@ -12,12 +15,22 @@ ENGINE_SCRATCH = "GRPO_MP_ENGINE_SCRATCH"  # variable of an engine's processes: 
 def write_atomically(file: Path, text: str) -> None:
     """Write a file in UTF-8 that is complete and on disk, or as it was before; makes its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.incomplete")
-    with temporary.open("w", encoding="utf-8") as stream:
+    with incomplete(file) as temporary, temporary.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
-    temporary.replace(file)
+
+
+@contextmanager
+def incomplete(file: Path) -> Iterator[Path]:
+    """Yield a file beside `file` that takes its name when the body has written it; it is removed where that fails."""
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.incomplete")
+    try:
+        yield temporary
+        temporary.replace(file)
+    except BaseException:  # on a full disk its bytes would be missing
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def sync_to_disk(path: Path) -> None:
@@ -27,6 +40,52 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class PatientFile:
+    """Appends to a file: what a full, read-only or broken disk does not take is kept, and written when it does."""
+
+    def __init__(self, path: Path, durable: bool = False) -> None:
+        """Open a file to be appended to. `durable`: what a `flush` has written is on disk."""
+        self._file, self._durable = path.open("ab", buffering=0), durable
+        self._size, self._unwritten, self._torn = self._file.tell(), b"", False
+
+    @property
+    def closed(self) -> bool:
+        """Return whether the file is closed."""
+        return self._file.closed
+
+    def write(self, content: bytes) -> None:
+        """Take what the next `flush` writes."""
+        self._unwritten += content
+
+    def flush(self) -> OSError | None:
+        """Write all that was taken, or nothing; return what the disk said. Raises OSError that is not the disk's."""
+        try:
+            if self._torn:
+                os.ftruncate(self._file.fileno(), self._size)
+                self._torn = False
+            self._append()
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            self._torn = True
+            return error
+        self._size, self._unwritten = self._size + len(self._unwritten), b""
+        return None
+
+    def close(self) -> None:
+        """Write what the disk takes, and close the file."""
+        if not self.closed:
+            self.flush()
+            self._file.close()
+
+    def _append(self) -> None:
+        rest = memoryview(self._unwritten)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        if self._durable and self._unwritten:
+            os.fsync(self._file.fileno())  # after one that failed, what was written before it may be lost
 
 
 def last_lines(log: Path, count: int) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+LAUNCHER_PID = "GRPO_MP_LAUNCHER_PID"  # of the process that started this rank: it may end before that asks for it
 DUMP_SIGNAL = signal.SIGUSR2  # a rank or an engine's process then writes what it does
 
 
@@ -20,10 +21,22 @@ def prctl(option: int, value: int) -> None:
 def end_with_launcher() -> None:
     """Let a rank that torchrun or `grpo-mp train --ranks` started be killed when that ends, however it does.
 
-    Otherwise a rank would go on where nobody sees it, beside those of the job that is started in its place.
+    Otherwise a rank would go on where nobody sees it, beside those of the job that is started in its place. One whose
+    launcher has ended before this call exits.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if _launcher_is_gone():
+            raise SystemExit(128 + signal.SIGKILL)
+
+
+def _launcher_is_gone() -> bool:
+    """Return whether this process has another parent than the one that started it; torchrun does not say its number."""
+    parent = os.getppid()
+    if launcher := os.environ.get(LAUNCHER_PID):
+        return parent != int(launcher)
+    # Who takes orphans is init; in a container torchrun itself may be process 1.
+    return parent == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes()
 
 
 def write_stacks_on_signal(folder: Path) -> None:

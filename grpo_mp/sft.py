@@ -54,14 +54,14 @@ def fine_tune(ctx: SftContext) -> None:
         logger.write(step, record)
         ctx.progress.step(step, record.scalars)
         check_guards(ctx, guards, step, record)
-        if is_due(step, run.save_every, run.steps):
-            save(ctx, last=step == run.steps)
-            saved_step = step
         if run.export_every and step % run.export_every == 0:
-            export_step(ctx, step)
-    logger.close()
+            export_step(ctx, step)  # before the save: what a start resumes behind is there
+        if is_due(step, run.save_every, run.steps):
+            save(ctx, logger, last=step == run.steps)
+            saved_step = step
     if saved_step < ctx.state.step:
-        save(ctx, last=True)
+        save(ctx, logger, last=True)
+    logger.close()
     finish_save(ctx)
     finish(ctx)
 

@@ -27,14 +27,14 @@ from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.command_line import run_command
 from grpo_mp.trainer.context import RolloutContext, TrainContext, local_ranks, open_context
-from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, scores_before_training
+from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, recorded_evaluations
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.loop import check_guards, export, export_step, finish_save, is_due, make_guards, save
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step
 from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.skipped_updates import keep_skipped
-from grpo_mp.trainer.step_logger import StepLogger, StepRecord, sync_metrics
+from grpo_mp.trainer.step_logger import StepLogger, StepRecord, disk_may_be_full, sync_metrics
 from grpo_mp.trainer.update import train_step, update_reference
 from grpo_mp.weight_sync.update import largest_report
 
@@ -43,11 +43,10 @@ def train(ctx: TrainContext) -> None:
     """Run GRPO: generate groups, score them, turn rewards into advantages, update the policy, sync the engines."""
     run, logger = ctx.settings.run, make_logger(ctx)
     synced = sync_weights(ctx)
-    first = last = ctx.evaluator.evaluate(ctx.state.step)
-    initial_scores = scores_before_training(run.folder, ctx.state.step, first)
+    first, last = first_evaluation(ctx)
     if ctx.state.step == 0:
         logger.write(0, StepRecord(first.metrics | synced, texts=first.texts))
-    logger.write_scores(ctx.state.step, initial_scores, first)
+        logger.write_scores(0, first.scores, first)
     saved_step, guards, reporter = ctx.state.step, make_guards(ctx), make_reporter(ctx)
     while ctx.state.step < run.steps and not ctx.should_stop():
         step = ctx.state.step + 1
@@ -67,24 +66,24 @@ def train(ctx: TrainContext) -> None:
             last = ctx.evaluator.evaluate(step)
             record.scalars.update(last.metrics)
             record.texts.update(last.texts)
-            logger.write_scores(step, initial_scores, last)
+            logger.write_scores(step, first.scores, last)
         logger.write(step, record)
         ctx.progress.step(step, record.scalars, record.scalars.get("rollout/accuracy"))
         reporter.step(step)
         check_guards(ctx, guards, step, record)
-        if is_due(step, run.save_every, run.steps):
-            save(ctx, last=step == run.steps)
-            saved_step = step
         if run.export_every and step % run.export_every == 0:
-            export_step(ctx, step)
-    logger.close()
+            export_step(ctx, step)  # before the save: what a start resumes behind is there
+        if is_due(step, run.save_every, run.steps):
+            save(ctx, logger, last=step == run.steps)
+            saved_step = step
     if ctx.state.step >= run.steps:
         reporter.end()
     if saved_step < ctx.state.step:
-        save(ctx, last=True)
+        save(ctx, logger, last=True)
+    logger.close()
     finish_save(ctx)
     keep_rollouts(ctx)
-    finish(ctx, replace(first, scores=initial_scores), last)
+    finish(ctx, first, last)
     reporter.finish(LIMIT_S if ctx.state.step >= run.steps else 0.0)
 
 
@@ -92,7 +91,7 @@ def generate(ctx: RolloutContext) -> None:
     """Follow `train` as a rank that only hosts an engine: generate for the next step while this one trains."""
     run = ctx.settings.run
     sync_weights(ctx)
-    ctx.evaluator.evaluate(ctx.state.step)
+    first_evaluation(ctx)
     while ctx.state.step < run.steps and not ctx.should_stop():
         step = ctx.state.step + 1
         rollouts = ctx.collector.collect(ctx.state, step)
@@ -103,6 +102,17 @@ def generate(ctx: RolloutContext) -> None:
         if is_due(step, run.eval_every, run.steps):
             ctx.evaluator.evaluate(step)
     keep_rollouts(ctx)
+
+
+def first_evaluation(ctx: RolloutContext) -> tuple[Evaluation, Evaluation]:
+    """Evaluate before training, and return that as the first and the last evaluation so far.
+
+    A run that resumes has both in its folder, without answers. Every rank must call this.
+    """
+    if recorded := recorded_evaluations(ctx.settings.run.folder, ctx.state.step, ctx.job):
+        return recorded
+    first = ctx.evaluator.evaluate(ctx.state.step)
+    return first, first
 
 
 def make_logger(ctx: TrainContext) -> StepLogger:
@@ -145,7 +155,8 @@ def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> Non
     if ctx.settings.rollout.dump and not ctx.inputs.replay:
         with ctx.phases.phase(Phase.SCORE, "dump"):
             folder, shape = ctx.settings.run.folder / FOLDER, RolloutShape.of(ctx.settings, ctx.inputs.hf)
-            dump_step(folder, step, rollouts, shape, ctx.job.rank, ctx.job.world_size)
+            with disk_may_be_full(f"the rollouts of step {step}"):
+                dump_step(folder, step, rollouts, shape, ctx.job.rank, ctx.job.world_size)
 
 
 def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> StepBatch:

@@ -177,6 +177,12 @@ check_nodes() {
   in_step "${check[@]}"
   cat "$attempt/check_0.log"
   [ "$status" = 0 ] && return
+  if [ "$status" = $((128 + 15)) ]; then # SIGTERM: another job pushes this one aside
+    again=yes
+    return
+  fi
+  # Where a check crashes, it does not come to say which node is bad.
+  [ -s "$attempt/bad_nodes" ] || "$python" -m grpo_mp.launch.job crashed-check "$attempt"
   if [ -s "$attempt/bad_nodes" ]; then
     bad=$(paste -sd, "$attempt/bad_nodes")${bad:+,$bad}
     [ $((count - $(wc -w <"$attempt/bad_nodes"))) -ge "$size" ] || resubmit_without_bad_nodes
@@ -213,18 +219,24 @@ train() {
   in_step "${run[@]}"
   sleep 1
   kill "$follower"
-  if [ "$again" = yes ] && "$python" -m grpo_mp.launch.job has-steps-left "$config" "${arguments[@]}"; then
+  if [ "$again" = yes ] && has_steps_left; then
     requeue
   elif [ "$status" != 0 ]; then
     "$python" -m grpo_mp.launch.job failure "$attempt"
     if [ "$told_to_end" = yes ]; then exit "$status"; fi
   else
     "$python" -m grpo_mp.launch.job check-finished "$attempt" $((count * per_node))
+    # A job that others push aside: Slurm tells the ranks, not this script, and they have saved.
+    if [ "$told_to_end" = no ] && has_steps_left; then requeue; fi
   fi
 }
 
+has_steps_left() {
+  "$python" -m grpo_mp.launch.job has-steps-left "$config" "${arguments[@]}"
+}
+
 requeue() {
-  echo "saved before the time limit: resumes in a new attempt"
+  echo "saved before the time limit, or for another job: resumes in a new attempt"
   status=0
   scontrol requeue "$SLURM_JOB_ID"
 }

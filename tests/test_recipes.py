@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.config import dump_settings, load_any_settings
+from grpo_mp.config import dump_settings, load_any_settings, load_settings
+from grpo_mp.errors import UserError
+from grpo_mp.monitor.guards import MetricGuards
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
@@ -19,3 +21,18 @@ def test_a_recipe_loads(path: Path, tmp_path: Path) -> None:
     resolved = tmp_path / "settings.yaml"
     resolved.write_text(dump_settings(settings))
     assert load_any_settings(resolved) == settings
+
+
+@pytest.mark.parametrize("path", [path for path in CONFIGS if "sft" not in path.stem], ids=lambda path: path.stem)
+def test_a_recipe_stops_where_its_reward_collapses(path: Path) -> None:
+    """And at once neither where it learns nor where a step is bad."""
+    guards = MetricGuards(load_settings(path).monitor.guards)
+    for step in range(1, 101):
+        assert guards.check(step, {"reward/mean": 0.5 + step / 250 - (step == 50), "train/entropy": 0.2}) == []
+
+    def collapse() -> None:
+        for step in range(101, 131):
+            guards.check(step, {"reward/mean": 0.0, "train/entropy": 0.2})
+
+    with pytest.raises(UserError, match=r"reward/mean fell by .* the run stops"):
+        collapse()

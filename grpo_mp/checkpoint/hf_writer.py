@@ -88,9 +88,13 @@ def complete_hf(folder: Path, shards: Sequence[Shard], like: Path, fp8: bool = F
     for other in set(incomplete.iterdir()) - {incomplete / name for name in weight_map.values()}:
         sync_to_disk(other)
     sync_to_disk(incomplete)
-    shutil.rmtree(folder, ignore_errors=True)
+    former = folder.with_name(folder.name + ".former")
+    shutil.rmtree(former, ignore_errors=True)
+    if folder.exists():  # it is whole as long as it has its name
+        folder.rename(former)
     incomplete.rename(folder)
     sync_to_disk(folder.parent)
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def incomplete_folder(folder: Path) -> Path:

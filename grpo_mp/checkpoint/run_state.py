@@ -18,7 +18,7 @@ from grpo_mp.config.settings import default_value
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.files import sync_to_disk, write_atomically, write_json
-from grpo_mp.reading import parse_yaml, read_json, read_yaml
+from grpo_mp.reading import check_regular, parse_yaml, read_json, read_yaml, refuse_unreadable
 
 MANIFEST = "manifest.json"
 SETTINGS = "settings.yaml"
@@ -31,7 +31,8 @@ CHANGEABLE = re.compile(
     r"|sft\.epochs|training\.megatron_args\.(num_layers_in_\w+|pipeline_model_parallel_layout)"
 )
 FINAL = "final"  # the exported Hugging Face folder
-ROLLOUTS = "rollouts"  # what was generated since the last checkpoint
+ROLLOUTS = "rollouts"  # what was generated since the last checkpoints
+FALLBACKS = 2  # so many: a start passes over a damaged checkpoint, and repeats the steps after the one before
 CHECKPOINTS = "checkpoints"
 PROCESSES = "processes"  # where each rank runs, what it does when it is asked
 METRICS = "metrics.jsonl"  # a line for each step
@@ -140,9 +141,14 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
     Raises UserError: not a folder or not writable, results of other settings in it, results without `resume`, or a
     damaged checkpoint to resume from. A start that never finished a step leaves no obstacle.
     """
-    existing = next(path for path in (run_folder, *run_folder.absolute().parents) if path.exists())
+    with refuse_unreadable(run_folder):
+        existing = next(path for path in (run_folder, *run_folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"{run_folder}: {existing} is not a folder that can be written to: choose another run.folder")
+    own = (run_folder / METRICS, *run_folder.glob("trace/rank_*.json"), *run_folder.glob("samples/step_*.jsonl"))
+    for file in own:
+        if os.path.lexists(file):
+            check_regular(file, "remove it, or copy the run folder again")
     checkpoint = latest_checkpoint(run_folder)
     file = run_folder / SETTINGS
     if checkpoint is None and not (run_folder / METRICS).exists():

@@ -1,29 +1,29 @@
 """Measure what ranks exchange per second, inside a node and between nodes."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from grpo_mp import platform
+from grpo_mp.errors import one_line
 
 REPEATS = 5  # of a measured collective, of which the fastest counts
 CUDA_BYTES, CPU_BYTES = 2**28, 2**22  # that it moves
+TIMEOUT = timedelta(minutes=1)  # of a collective
+# A group is a torch.distributed.ProcessGroup or the backend of one, which have the same collectives.
 
 
-def measure_rates(node_of_rank: Sequence[int], rank: int) -> tuple[float | None, float | None]:
-    """Return bytes per second of all-reduce and of all-to-all, None where a rank has no peer.
-
-    Every rank must call this. All-to-all is measured with both neighbors of a node, and the better counts: a node is
-    slow where it is slow with everybody.
-    """
-    ranks_of_node: dict[int, list[int]] = {}
-    for peer, node in enumerate(node_of_rank):
-        ranks_of_node.setdefault(node, []).append(peer)
-    pairs = [[*ranks_of_node[left], *ranks_of_node[right]] for left, right in neighbor_pairs(len(ranks_of_node))]
-    all_reduce = _best_rate(list(ranks_of_node.values()), all_reduce_rate, rank)
-    return all_reduce, _best_rate(pairs, all_to_all_rate, rank)
+def measured_pairs(nodes: int) -> list[list[tuple[int, int]]]:
+    """Return the rounds of measurements, in each of which a node is in one pair: first with itself."""
+    rounds: list[list[tuple[int, int]]] = [[(node, node) for node in range(nodes)], [], [], []]
+    for place, pair in enumerate(neighbor_pairs(nodes)):
+        rounds[3 if place == nodes - 1 and nodes % 2 else 1 + place % 2].append(pair)
+    return rounds
 
 
 def neighbor_pairs(nodes: int) -> list[tuple[int, int]]:
@@ -32,24 +32,46 @@ def neighbor_pairs(nodes: int) -> list[tuple[int, int]]:
     return pairs[: max(0, nodes - 1)] if nodes < 3 else pairs
 
 
-def _best_rate(groups: list[list[int]], measure: Callable[[dist.ProcessGroup], float], rank: int) -> float | None:
-    process_groups = [(ranks, dist.new_group(ranks)) for ranks in groups if len(ranks) > 1]
-    return max((measure(group) for ranks, group in process_groups if rank in ranks), default=None)
+def result_within(ended: float, function: Callable[[], float]) -> float | str:
+    """Return what a function returns, or what went wrong; one that hangs is left to its thread.
+
+    `ended`: by the monotonic clock.
+    """
+    results: list[float | str] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except Exception as error:  # noqa: BLE001 - it is reported
+            results.append(one_line(error, 200))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(max(0.0, ended - time.monotonic()))
+    return results[0] if results else "no answer in time"
 
 
-def all_reduce_rate(group: dist.ProcessGroup) -> float:
+def group_rate(store: dist.Store, ranks: Sequence[int], rank: int, rate: Callable[[Any], float]) -> float:
+    """Return a rate of some ranks, in a process group of their own; each of them must call this."""
+    place, size = ranks.index(rank), len(ranks)
+    if platform.on_cuda():
+        with torch.cuda.stream(torch.cuda.Stream()):  # the default one may wait for a peer that hangs
+            return rate(dist.ProcessGroupNCCL(store, place, size, dist.ProcessGroupNCCL.Options()))
+    return rate(dist.ProcessGroupGloo(store, place, size, TIMEOUT))
+
+
+def all_reduce_rate(group: Any) -> float:
     """Return bytes per second of an all-reduce; every rank of the group must call this."""
     data = _buffer()
-    return _rate(data, lambda: dist.all_reduce(data, group=group))
+    return _rate(data, lambda: group.allreduce([data]).wait())
 
 
-def all_to_all_rate(group: dist.ProcessGroup) -> float:
+def all_to_all_rate(group: Any) -> float:
     """Return bytes per second of an all-to-all; every rank of the group must call this."""
-    size = dist.get_world_size(group)
     data = _buffer()
-    data = data[: data.numel() // size * size]
+    data = data[: data.numel() // group.size() * group.size()]
     out = torch.empty_like(data)
-    return _rate(data, lambda: dist.all_to_all_single(out, data, group=group))
+    return _rate(data, lambda: group.alltoall_base(out, data, [], []).wait())
 
 
 def _buffer() -> torch.Tensor:
@@ -59,11 +81,17 @@ def _buffer() -> torch.Tensor:
 
 def _rate(data: torch.Tensor, collective: Callable[[], object]) -> float:
     collective()  # connections are made at first use
-    platform.synchronize()
+    _synchronize()
     seconds = []
     for _ in range(REPEATS):
         start = time.perf_counter()
         collective()
-        platform.synchronize()
+        _synchronize()
         seconds.append(time.perf_counter() - start)
     return data.nbytes / min(seconds)
+
+
+def _synchronize() -> None:
+    """Wait for what was launched on the stream of this measurement."""
+    if platform.on_cuda():
+        torch.cuda.current_stream().synchronize()

@@ -17,6 +17,11 @@ from grpo_mp.errors import UserError, one_line
 from grpo_mp.user_code import load_attribute, without_exit
 
 SETTING = "rollout.function_args"
+# A command finds these; others of the run may be secrets.
+SHARED_VARIABLES = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TERM", "TMPDIR"),
+    *("PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
+)
 TAIL = 2**16  # bytes of a command's output that are kept
 CANCEL_LIMIT_S = 5.0  # for an agent to end; its key has
 
@@ -34,11 +39,21 @@ class Agent(Protocol):
 class OpenAIAgent:
     """The rollout function `openai_agent`."""
 
-    def __init__(self, agent: str | None = None, command: str | Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        agent: str | None = None,
+        command: str | Sequence[str] | None = None,
+        environment: Sequence[str] = (),
+    ) -> None:
         """Take one of the two: `agent`, 'module:name' or 'file.py:name' of a coroutine function, or a `command`.
 
-        Raises UserError for an agent that cannot be loaded.
+        `environment`: variables of the run that a command finds beside those of SHARED_VARIABLES. Raises UserError for
+        an agent that cannot be loaded, and for a variable that is not set.
         """
+        if isinstance(environment, str) or (missing := [name for name in environment if name not in os.environ]):
+            named = repr(environment) if isinstance(environment, str) else ", ".join(missing)
+            raise UserError(f"{SETTING}: environment is a list of variables that are set, and {named} is none")
+        self._variables = (*SHARED_VARIABLES, *environment)
         if (agent is None) == (command is None):
             raise UserError(f"{SETTING}: openai_agent takes either agent, 'file.py:function', or command")
         self._endpoint = Endpoint()
@@ -64,7 +79,7 @@ class OpenAIAgent:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=_environment(base_url, api_key),
+            env=_environment(self._variables, base_url, api_key),
             start_new_session=True,
         )
         try:
@@ -119,9 +134,11 @@ def _as_reward(returned: Any) -> float | None:
     return float(returned)
 
 
-def _environment(base_url: str, api_key: str) -> dict[str, str]:
+def _environment(variables: Sequence[str], base_url: str, api_key: str) -> dict[str, str]:
+    """Return what a command finds: not the run's secrets, such as keys of trackers and judges."""
+    shared = {name: os.environ[name] for name in variables if name in os.environ}
     direct = {name: ",".join(filter(None, [os.environ.get(name), LOOPBACK])) for name in ("NO_PROXY", "no_proxy")}
-    return {**os.environ, **direct, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+    return {**shared, **direct, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
 
 
 def _task_line(task: Task) -> bytes:

@@ -4,13 +4,14 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from io import StringIO
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.pass_at_k import Estimate, k_values, maj_at_k, mean_over_problems, pass_at_k
-from grpo_mp.files import write_json
+from grpo_mp.files import write_atomically, write_json
 from grpo_mp.types import SampleInfo
 
 if TYPE_CHECKING:
@@ -142,8 +143,10 @@ def write_svg(figure: "Figure", file: Path) -> None:
     """Write a figure whose text stays text; the same figure gives the same bytes."""
     import matplotlib
 
+    text = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "grpo_mp"}):
-        figure.savefig(file, format="svg", metadata={"Date": None})
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    write_atomically(file, text.getvalue())
 
 
 def _plot_line(axes: "Axes", estimates: Mapping[int, Estimate], label: str, color: str, style: str) -> None:

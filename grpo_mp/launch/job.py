@@ -1,6 +1,6 @@
 """Answer batch scripts: `python -m grpo_mp.launch.job COMMAND ...`.
 
-COMMAND: show, folder, module, begin, has-steps-left, may-restart, failure, or check-finished.
+COMMAND: show, folder, module, begin, has-steps-left, may-restart, crashed-check, failure, or check-finished.
 """
 
 import argparse
@@ -16,11 +16,12 @@ from grpo_mp.config import Settings, SftSettings, dump_settings, load_any_settin
 from grpo_mp.config.sections import EngineConfig, LayoutConfig
 from grpo_mp.distributed.finish_markers import ranks_without_marker, silent_exit_message
 from grpo_mp.distributed.layout import describe_parallelism
-from grpo_mp.errors import UserError, exit_with
+from grpo_mp.errors import USER_STATUS, UserError, exit_with
 from grpo_mp.files import last_lines
 from grpo_mp.rollout.placement import engine_placements
 
 NO = 1  # status of a question
+BAD_NODES = "bad_nodes"  # file of an attempt: names, a line each
 SAVED_STEP = "saved_step"  # file of an attempt: the step after which it begins
 NUM_LAST_LINES = 15
 STEP_LOGGED = re.compile(r'"step": (\d+)[,.}]')
@@ -54,6 +55,9 @@ def run_command(args: argparse.Namespace) -> int:
     """Answer one question of a batch script; return the exit status. Raises UserError."""
     if args.command == "failure":
         print(first_failure(args.attempt).text())
+        return 0
+    if args.command == "crashed-check":
+        name_crashed_node(args.attempt)
         return 0
     if args.command == "check-finished":
         if silent_ranks := ranks_without_marker(args.attempt, args.ranks):
@@ -97,7 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--nodes", required=True, help="names, separated by commas")
     show.add_argument("--per-node", type=int, required=True, help="ranks on each")
     show.add_argument("--settings", action="store_true", help="print the resolved settings first")
-    commands.add_parser("failure").add_argument("attempt", type=Path)
+    for name in ("failure", "crashed-check"):
+        commands.add_parser(name).add_argument("attempt", type=Path)
     finished = commands.add_parser("check-finished")
     finished.add_argument("attempt", type=Path)
     finished.add_argument("ranks", type=int)
@@ -138,6 +143,17 @@ def may_restart(attempt: Path, step: int) -> bool:
     What fails before the first step fails again. `step`: the last one that is done.
     """
     return first_failure(attempt).killed or step > int((attempt / SAVED_STEP).read_text())
+
+
+def name_crashed_node(attempt: Path) -> None:
+    """Print and write the node whose check crashed first, by what srun says; none where a user can mend it."""
+    for line in last_lines(attempt / "srun.log", NUM_LAST_LINES):
+        ended = SRUN_TASK_ENDED.search(line)
+        if ended and not ended["how"].endswith(f"exit code {USER_STATUS}"):
+            said = last_lines(attempt / f"check_{ended['rank']}.log", 1)
+            print(f"bad node {ended['node']}: its check crashed ({ended['how']}){': ' if said else ''}{''.join(said)}")
+            (attempt / BAD_NODES).write_text(ended["node"])
+            return
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from grpo_mp.distributed.finish_markers import FINISHED_DIR_VARIABLE, ranks_without_marker, silent_exit_message
+from grpo_mp.processes import LAUNCHER_PID
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDARY_EXITS = (1, -signal.SIGTERM)  # of ranks that lost a peer, or that the launcher ended after one failed
@@ -36,7 +37,7 @@ OWN_NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # of ran
 def start_ranks(ranks: int, arguments: Sequence[str], module: str) -> int:
     """Run a module on so many ranks until all have ended; return the status of the first that failed, 0 without one."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks and engines share the cores
-    os.environ.update(OWN_NETWORK)
+    os.environ.update(OWN_NETWORK | {LAUNCHER_PID: str(os.getpid())})
     logger = logging.getLogger("torch.distributed.elastic")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False

@@ -10,31 +10,35 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 import torch.distributed as dist
 
 from grpo_mp import platform
-from grpo_mp.distributed.rates import measure_rates
+from grpo_mp.distributed.rates import all_reduce_rate, all_to_all_rate, group_rate, measured_pairs, result_within
 from grpo_mp.distributed.rendezvous import rendezvous
-from grpo_mp.errors import UserError, exit_with
+from grpo_mp.errors import UserError, exit_with, one_line
+from grpo_mp.launch.job import BAD_NODES
 from grpo_mp.launch.task import rank_environment
 from grpo_mp.parsers import Parser
 
-BAD_NODES = "bad_nodes"
 BAD_NODES_STATUS = 3
 TIMEOUT_S = 60.0
 TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
+RATE_LIMIT_S = 12.0  # of each round of measurements: all of them end before TIMEOUT_S
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "transformer-engine")
 MAX_CLOCK_OFFSET_S = 5.0  # logs and traces of nodes are read side by side
 MIN_FREE_SHARE = 0.5  # of host memory
 MIN_RATE_SHARE = 0.5  # of the median rate
 MIN_CPU_RATE_SHARE = 0.1  # the same where nothing is moved between GPUs: other programs share the cores
+SHARED_MEMORY, LOCAL_BYTES = "/dev/shm", 2**20  # each rank writes as much to see that there is room
 
 
 def main() -> None:
@@ -67,6 +71,7 @@ class NodeReport:
     gpus: bool = True
     all_reduce: float | None = None  # inside the node
     all_to_all: float | None = None  # with other nodes
+    unreached: Sequence[str] = ()  # neighbors with which all-to-all fails, and why
 
 
 @dataclass(frozen=True)
@@ -93,10 +98,8 @@ class NodeCheck:
         self._wait(["fit"])
         if status := int(self.store.get("fit")):
             return status
-        store, size = dist.PrefixStore("rates", self.store), self.world_size
-        dist.init_process_group(platform.backend(), store=store, rank=self.rank, world_size=size, timeout=TIMEOUT)
-        all_reduce, all_to_all = measure_rates([rank // self.ranks_per_node for rank in range(size)], self.rank)
-        report = replace(report, all_reduce=all_reduce, all_to_all=all_to_all)
+        places = [rank // self.ranks_per_node for rank in range(self.world_size)]
+        report = measure(report, self.store, self.nodes, places, self.rank)
         self.store.set(f"measured/{self.rank}", json.dumps(asdict(report)))
         return self._check_reports(self._reports("measured")) if self.rank == 0 else 0
 
@@ -144,12 +147,17 @@ def bad_nodes(reports: Sequence[NodeReport], missing: Iterable[str] = ()) -> dic
     """Return the bad nodes with the first reason of each. `missing`: nodes whose file rank 0 does not see. Pure."""
     bad: dict[str, str] = {}
     for report in reports:
-        reason = report.problem or _difference(report, reports)
+        reason = report.problem or _unreached(report) or _difference(report, reports)
         if reason:
             bad.setdefault(report.node, reason)
     for node in missing:
         bad.setdefault(node, "what it writes into the run's folder is not seen by the first node: share the folder")
     return bad
+
+
+def _unreached(report: NodeReport) -> str | None:
+    """Return why a node is bad that reaches no neighbor. One that reaches another is not: its neighbor is."""
+    return "; ".join(report.unreached) if report.all_to_all is None and report.unreached else None
 
 
 def _difference(report: NodeReport, reports: Sequence[NodeReport]) -> str | None:
@@ -182,12 +190,60 @@ def _node_problem(node: str, attempt: Path) -> str | None:
 
     try:
         check_device(int(os.environ.get("LOCAL_RANK", 0)))
+        for folder in (SHARED_MEMORY, tempfile.gettempdir()):
+            _check_local_disk(Path(folder))
         (attempt / f"reachable_{node}").touch()
     except UserError as error:
         return str(error)
     except OSError as error:
         return f"the run's folder cannot be written to ({error.strerror})"
+    except Exception as error:  # noqa: BLE001 - whatever a node does not do, it is bad
+        return f"{type(error).__name__}: {one_line(error)}"
     return None
+
+
+def _check_local_disk(folder: Path) -> None:
+    """Raise UserError where a folder of the node itself takes no file: engines get weights and keep caches there."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(LOCAL_BYTES))
+            file.flush()
+    except OSError as error:
+        raise UserError(f"{folder} of this node takes no {LOCAL_BYTES:,} bytes ({error.strerror})") from error
+
+
+def measure(
+    report: NodeReport, store: dist.Store, nodes: Sequence[str], node_of_rank: Sequence[int], rank: int
+) -> NodeReport:
+    """Return the report with the rates of all-reduce in the node, and of all-to-all with both neighbors of a node.
+
+    Of these the better counts: a node is slow where it is slow with everybody. Every rank that can must call this at
+    the same time. A peer that fails or hangs costs its round's time, and is named.
+    """
+    start, ranks_of_node = time.monotonic(), dict[int, list[int]]()
+    for peer, node in enumerate(node_of_rank):
+        ranks_of_node.setdefault(node, []).append(peer)
+    own = node_of_rank[rank]
+    found: dict[int, float | str] = {}  # rate, or what went wrong, by neighbor; by the node itself: inside it
+    for round_number, pairs in enumerate(measured_pairs(len(ranks_of_node))):
+        pair = next((pair for pair in pairs if own in pair), None)
+        group = [peer for node in dict.fromkeys(pair or ()) for peer in ranks_of_node[node]]
+        if pair and len(group) > 1:
+            ended = start + RATE_LIMIT_S * (round_number + 1)
+            other = pair[1] if pair[0] == own else pair[0]
+            rate = all_reduce_rate if other == own else all_to_all_rate
+            own_store = dist.PrefixStore(f"rates/{pair}", store)
+            found[other] = result_within(ended, partial(group_rate, own_store, group, rank, rate))
+    inside = found.pop(own, None)
+    rates = [rate for rate in found.values() if isinstance(rate, float)]
+    failed = [f"all-to-all with {nodes[node]} fails: {what}" for node, what in found.items() if isinstance(what, str)]
+    return replace(
+        report,
+        problem=f"all-reduce inside the node fails: {inside}" if isinstance(inside, str) else report.problem,
+        all_reduce=inside if isinstance(inside, float) else None,
+        all_to_all=max(rates, default=None),
+        unreached=failed,
+    )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,24 @@
 """Where metrics go: TensorBoard events, JSON lines, an experiment tracker (trackers.py), or a user's own logger."""
 
 import json
+import logging
 import math
+import os
+import socket
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import FileWriter, SummaryWriter
 
 from grpo_mp.config.registries import LOGGERS
 from grpo_mp.errors import UserError
-from grpo_mp.files import write_atomically
+from grpo_mp.files import PatientFile, write_atomically
 from grpo_mp.monitor.curves import tensorboard_layout
 from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.redact import without_secrets
@@ -20,6 +26,8 @@ from grpo_mp.redact import without_secrets
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+LOGGER = logging.getLogger(__name__)
+MOST_NAMED = 5  # damaged lines
 PACKAGES = ("wandb", "mlflow", "trackio")  # of the loggers of these names
 
 
@@ -42,6 +50,9 @@ class Logger(Protocol):
     def image(self, step: int, name: str, figure: "Figure") -> None:
         """Write a figure of matplotlib."""
 
+    def flush(self) -> None:
+        """Bring what was written to disk, before a checkpoint that counts on it. Raises OSError where that fails."""
+
     def close(self) -> None:
         """Finish what was written, at the end of the run."""
 
@@ -58,11 +69,56 @@ class MakeLogger(Protocol):
         """Return the logger."""
 
 
+class _EventWriter:
+    """Writes events in TensorBoard's format, as its own writer does, but where the disk is full, later."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = PatientFile(folder / name)
+        self._records = RecordWriter(self._file)
+        self.add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def get_logdir(self) -> str:
+        """Return the folder."""
+        return str(self._folder)
+
+    def add_event(self, event: Event) -> None:
+        """Take an event, to be written by the next `flush`."""
+        self._records.write(event.SerializeToString())
+
+    def flush(self) -> None:
+        """Write what was taken."""
+        if error := self._file.flush():
+            LOGGER.info("%s: %s: its events are written when there is room", self._folder, error.strerror)
+
+    def close(self) -> None:
+        """Write what the disk takes, and close the file."""
+        self._file.close()
+
+
+class _FileWriter(FileWriter):
+    def __init__(self, folder: Path) -> None:
+        self.event_writer = _EventWriter(folder)
+
+
+class _Events(SummaryWriter):
+    def _get_file_writer(self) -> Any:
+        writer: Any = self.file_writer
+        if writer is None:
+            self.file_writer = writer = _FileWriter(Path(self.log_dir))  # type: ignore[assignment]
+            self.all_writers = {self.log_dir: writer}  # type: ignore[assignment]
+            writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), self.purge_step)
+            writer.flush()
+        return writer
+
+
 class TensorBoardLogger(Logger):
     """Writes `<run>/tensorboard/`; TensorBoard hides earlier events of `first_step` and later (its purge step)."""
 
     def __init__(self, run_folder: Path, first_step: int, settings: Mapping[str, Any]) -> None:
-        self._events = SummaryWriter(str(run_folder / "tensorboard"), purge_step=first_step)
+        self._events = _Events(str(run_folder / "tensorboard"), purge_step=first_step)
         self._events.add_custom_scalars(tensorboard_layout())  # of its tab CUSTOM SCALARS
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -92,16 +148,22 @@ class JsonLinesLogger(Logger):
     """Writes the scalars of each step as one line of `<run>/metrics.jsonl`; those that are not finite are null."""
 
     def __init__(self, run_folder: Path, first_step: int, settings: Mapping[str, Any]) -> None:
-        file = run_folder / "metrics.jsonl"
-        drop_later_steps(file, first_step)
-        self._lines = file.open("a", encoding="utf-8")
+        self._path = run_folder / "metrics.jsonl"
+        drop_later_steps(self._path, first_step)
+        self._lines = PatientFile(self._path, durable=True)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the line of the step."""
+        """Write the line of the step; where the disk is full, with that of a later one."""
         numbers = {name: float(value) for name, value in values.items()}
         line = {"step": step, **{name: n if math.isfinite(n) else None for name, n in numbers.items()}}
-        self._lines.write(json.dumps(line, allow_nan=False) + "\n")
-        self._lines.flush()
+        self._lines.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        if error := self._lines.flush():
+            LOGGER.warning("%s: %s: step %d is written when there is room", self._path, error.strerror, step)
+
+    def flush(self) -> None:
+        """Write what the disk did not take before."""
+        if error := self._lines.flush():
+            raise OSError(error.errno, error.strerror, str(self._path))
 
     def close(self) -> None:
         """Close the file."""
@@ -109,11 +171,27 @@ class JsonLinesLogger(Logger):
 
 
 def read_metrics(path: Path) -> list[dict[str, float | None]]:
-    """Read metrics.jsonl; a last line that a killed process left unfinished is left out."""
+    """Read metrics.jsonl; a last line that a killed process left unfinished is left out, and, with a warning, others
+    that are no line of a step: a host that went down or a bad disk left them."""
     if not path.exists():
         return []
-    complete, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in complete.splitlines()]
+    *complete, _ = path.read_bytes().split(b"\n")
+    lines = [_line(line) for line in complete]
+    if damaged := [number for number, line in enumerate(lines, 1) if line is None]:
+        LOGGER.warning("%s: line %s is damaged and left out", path, ", ".join(map(str, damaged[:MOST_NAMED])))
+    return [line for line in lines if line is not None]
+
+
+def _line(content: bytes) -> dict[str, float | None] | None:
+    """Return the line of a step; None where it is none."""
+    try:
+        line = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return None
+    numbers = all(value is None or type(value) in (int, float) for value in line.values())
+    return line if numbers else None
 
 
 def drop_later_steps(path: Path, first_step: int) -> None:

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from grpo_mp.files import write_atomically
 from grpo_mp.types import Sample, SampleGroup
 
 T = TypeVar("T")
+STEP_FILE = re.compile(r"(?:step|eval)_([0-9]+)\.jsonl?")  # other names are copies that users made
 
 
 def write_samples(
@@ -19,23 +21,19 @@ def write_samples(
     `tokens`: what is known of the tokens of some, by group and index.
     """
     path = run_folder / "samples" / f"step_{step:06d}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(sample_lines(groups, tokens or {})), encoding="utf-8")
+    write_atomically(path, "".join(sample_lines(groups, tokens or {})))
 
 
 def write_eval_samples(run_folder: Path, step: int, groups_by_set: Mapping[str, Iterable[SampleGroup]]) -> None:
     """Write answers to prompts of the eval sets, each with its set, into `<run>/samples/eval_000020.jsonl`."""
-    path = run_folder / "samples" / f"eval_{step:06d}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    for name, groups in groups_by_set.items():
-        append_samples(path, name, groups)
+    lines = [line for name, groups in groups_by_set.items() for line in sample_lines(groups, {}, set=name)]
+    write_atomically(run_folder / "samples" / f"eval_{step:06d}.jsonl", "".join(lines))
 
 
 def drop_later_files(run_folder: Path, first_step: int) -> None:
     """Remove samples and scores of `first_step` and later steps, which an earlier process left."""
     for path in (*(run_folder / "samples").glob("*.jsonl"), *(run_folder / "eval").glob("*.json")):
-        match = re.fullmatch(r"(?:step|eval)_(\d+)", path.stem)
+        match = STEP_FILE.fullmatch(path.name)
         if match and int(match[1]) >= first_step:
             path.unlink()
 

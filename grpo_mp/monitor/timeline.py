@@ -7,6 +7,7 @@ those of the rank's engine, are drawn as curves below it.
 
 import json
 import logging
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -16,8 +17,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from grpo_mp.errors import DISK_ERRORS
-from grpo_mp.files import write_atomically
+from grpo_mp.files import PatientFile, write_atomically
 
 LOGGER = logging.getLogger(__name__)
 Event = dict[str, Any]
@@ -51,7 +51,7 @@ class Timeline:
         lane = {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "policy"}}
         # The earlier trace is replaced in one go, so a kill during the rewrite loses nothing.
         write_atomically(path, "[\n" + _join_events([*earlier, process, lane]))
-        self._file, self._unwritten = path.open("ab", buffering=0), b""
+        self._path, self._file = path, PatientFile(path)
         self._writing = Lock()  # spans are the loop's, counters come from a thread beside it
 
     def now_ns(self) -> int:
@@ -96,14 +96,9 @@ class Timeline:
 
     def _write(self, text: str) -> None:
         """Append a text, later where the disk is full: no run ends for want of its trace."""
-        self._unwritten += text.encode()
-        try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-        except OSError as error:
-            if error.errno not in DISK_ERRORS:
-                raise
-            LOGGER.info("%s: %s: its events are written when there is room", self._file.name, error.strerror)
+        self._file.write(text.encode())
+        if error := self._file.flush():
+            LOGGER.info("%s: %s: its events are written when there is room", self._path, error.strerror)
 
 
 def trace_path(run_folder: Path, rank: int) -> Path:
@@ -116,13 +111,26 @@ def _join_events(events: list[Event]) -> str:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """Read a trace file, finished or not; a last event that was not wholly written is left out."""
-    lines = [line.rstrip(",") for line in path.read_text(encoding="utf-8").splitlines()]
-    lines = [line for line in lines if line not in ("[", "]", "")]
+    """Read a trace file, finished or not; a line that is no event, not wholly written or damaged, is left out."""
+    lines = [line.rstrip(",") for line in path.read_text(encoding="utf-8", errors="replace").split("\n")]
+    return [event for line in lines if (event := _event(line)) is not None]
+
+
+def _event(line: str) -> Event | None:
+    """Return the event of a line; None where it is none."""
     try:
-        return [json.loads(line) for line in lines]
-    except json.JSONDecodeError:
-        return [json.loads(line) for line in lines[:-1]]
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("name"), str) or type(event.get("pid")) is not int:
+        return None
+    if event.get("ph") == "M":
+        return event
+    if type(event.get("ts")) not in (int, float) or not math.isfinite(event["ts"]):
+        return None
+    if event.get("ph") == "C":
+        return event if isinstance(event.get("args"), dict) else None
+    return event if event.get("ph") in ("B", "E") and type(event.get("tid")) is int else None
 
 
 def rank_traces(run_folder: Path) -> dict[int, list[Event]]:
@@ -135,14 +143,8 @@ def _tail(path: Path) -> list[Event]:
     with path.open("rb") as stream:
         stream.seek(max(0, path.stat().st_size - TAIL_BYTES))
         lines = stream.read().splitlines()
-    events = []
-    for line in lines:
-        try:
-            event = json.loads(line.rstrip(b","))
-        except ValueError:
-            continue  # the first or last of the file, or torn
-        events += [event] if isinstance(event, dict) and "ph" in event else []
-    return events
+    # The first is not whole, the last may be torn.
+    return [event for line in lines if (event := _event(line.rstrip(b",").decode(errors="replace"))) is not None]
 
 
 def close_open_spans(events: list[Event]) -> list[Event]:
@@ -152,7 +154,7 @@ def close_open_spans(events: list[Event]) -> list[Event]:
         lane = open_spans.setdefault((event["pid"], event.get("tid", -1)), [])
         if event["ph"] == "B":
             lane.append(event)
-        elif event["ph"] == "E":
+        elif event["ph"] == "E" and lane:
             lane.pop()
     last_ts = max((event["ts"] for event in events if "ts" in event), default=0)
     unclosed = [event for lane in open_spans.values() for event in reversed(lane)]
@@ -168,5 +170,5 @@ def merge_traces(run_folder: Path) -> Path:
     for path in sorted((run_folder / "trace").glob("rank_*.json")):
         events += close_open_spans(read_trace(path))
     merged = run_folder / "trace.json"
-    merged.write_text("[\n" + _join_events(events) + "\n]\n", encoding="utf-8")
+    write_atomically(merged, "[\n" + _join_events(events) + "\n]\n")
     return merged

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from grpo_mp.checkpoint.run_state import FALLBACKS
 from grpo_mp.config import Settings, TrainerSettings
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.models.families import family_of
@@ -72,10 +73,11 @@ class DiskNeed:
 def disk_need(settings: Settings, hf: HfConfig) -> DiskNeed:
     """Return the most that a run of RL needs: what its policy does, and its rollouts.
 
-    Those are kept until a checkpoint is behind them, where `rollout.dump` is set a second time, for good.
+    Those are kept until two checkpoints are behind them, where `rollout.dump` is set a second time, for good.
     """
     run = settings.run
-    steps = min((run.save_every or run.steps) + 1, run.steps) + settings.rollout.max_staleness
+    behind = (run.save_every or run.steps) * min(run.keep_checkpoints, FALLBACKS)
+    steps = min(behind + 1, run.steps) + settings.rollout.max_staleness
     return policy_disk_need(settings, hf, recorded_bytes(settings, hf), steps + run.steps * settings.rollout.dump)
 
 

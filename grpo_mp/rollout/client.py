@@ -86,6 +86,10 @@ class SamplingParams:
         """Return the parameters of an episode's turn."""
         return replace(self, seeds=tuple(sampling_seed(seed, turn) for seed in self.seeds))
 
+    def for_handle(self, number: int) -> "SamplingParams":
+        """Return the parameters of an episode's unrecorded handle, which draws otherwise than the episode itself."""
+        return replace(self, seeds=tuple(sampling_seed(seed, "unrecorded", number) for seed in self.seeds))
+
     def as_json(self, count: int) -> dict[str, Any] | list[dict[str, Any]]:
         """Return SGLang's `sampling_params` for `count` responses to one prompt: with seeds a list of each one's."""
         if self.seeds:  # SGLang would give all `n` responses of a request the same seed

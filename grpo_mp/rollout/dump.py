@@ -6,7 +6,6 @@ An episode that forked has a row for each of its sequences; that of the last has
 import hashlib
 import json
 import math
-import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +19,7 @@ import xxhash
 from pyarrow import parquet
 
 from grpo_mp.errors import UserError, one_line
-from grpo_mp.files import sync_to_disk, write_atomically
+from grpo_mp.files import incomplete, sync_to_disk, write_atomically
 from grpo_mp.reading import check_regular, read_bytes
 from grpo_mp.types import ExpertIds, Message, Prompt, Sample, SampleGroup
 
@@ -81,11 +80,10 @@ def write_groups(file: Path, groups: Iterable[SampleGroup], selected: Collection
 def checked_file(file: Path) -> Iterator[Path]:
     """Yield where the body writes a file, which is whole or absent at its own name; then write its checksum, too."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.incomplete")
-    yield temporary
-    sync_to_disk(temporary)
-    digest = _digest(temporary)
-    temporary.replace(file)
+    with incomplete(file) as temporary:
+        yield temporary
+        sync_to_disk(temporary)
+        digest = _digest(temporary)
     write_atomically(checksum_file(file), f"{digest}  {file.name}\n")
 
 

@@ -41,6 +41,7 @@ class EpisodeWatch:
 
     clock: asyncio.Timeout
     stopped_by: EngineError | EpisodeAbortedError | None = None  # whatever the rollout function made of it
+    handles: int = 0  # unrecorded ones so far
     _generating: int = 0
     _deadline: float | None = None
     _since: float = 0.0
@@ -179,7 +180,9 @@ class EpisodePolicy:
 
     def unrecorded(self) -> "EpisodePolicy":
         """Return a second handle, see `Policy`."""
-        return EpisodePolicy(self.context, self.prompt, self.watch)
+        self.watch.handles += 1
+        own = replace(self.context, sampling=self.context.sampling.for_handle(self.watch.handles))
+        return EpisodePolicy(own, self.prompt, self.watch)
 
     def _after(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> TokenSequence:
         """Return the sequence of a conversation; only what follows the last turn is rendered, where it goes on."""

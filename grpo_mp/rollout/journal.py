@@ -1,29 +1,33 @@
 """What engines generate, on disk as it comes: a file a rank and step, to which finished and paused groups are appended.
 
-A file is a sequence of records: size and CRC-32 of what follows (little endian, 4 bytes each), then an Arrow stream, a
-row a response. A file that was cut, or has a flipped bit, is read up to there.
+A file is a sequence of records: size and checksum of what follows (little endian, 4 bytes each; the low half of
+XXH3), then an Arrow stream, a row a response, and the routed experts of the rows as they are: they hardly compress, and
+are most of a record. A file that was cut, or has a flipped bit, is read up to there.
 """
 
 import json
 import logging
+import os
 import shutil
 import struct
 import threading
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
+import xxhash
 from pydantic import TypeAdapter
 
 from grpo_mp.errors import one_line
+from grpo_mp.files import sync_to_disk
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import EngineOutput
 from grpo_mp.rollout.dump import FACTS, SCHEMA, Row, experts_of, group_of_rows, rows_of
-from grpo_mp.rollout.worker import EndedGroup, PausedGroup
-from grpo_mp.types import Prompt, SampleGroup
+from grpo_mp.rollout.groups import EndedGroup, PausedGroup
+from grpo_mp.types import Prompt, Sample, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
 HEADER = struct.Struct("<II")
@@ -70,30 +74,63 @@ class GroupJournal:
 
         `kept`: whether a finished one passes the group filter.
 
-        It survives the end of the process, not that of the host before its disk is written. Groups without a token are
-        left out; so is, with a warning, what the disk does not take: the run still has it.
+        It is on disk on return, and survives the end of the host. Groups without a token are left out; so is, with a
+        warning, what the disk does not take: the run still has it.
         """
-        payload = encode(group_id, group, stats, kept)
-        if payload is None:
+        parts = encode(group_id, group, stats, kept)
+        if not parts:
             return True
         file = journal_file(self._folder, step, self._rank)
         with self._lock:
             try:
-                self._write(file, payload)
+                self._write(file, parts)
             except OSError as error:
                 self._opened.discard(file)  # what it took of the record is cut before the next one
                 LOGGER.warning("%s: group %d is not kept for a restart: %s", file, group_id, one_line(error))
                 return False
         return True
 
-    def _write(self, file: Path, payload: memoryview) -> None:
-        if file not in self._opened:
+    def _write(self, file: Path, parts: Sequence[memoryview]) -> None:
+        is_new = file not in self._opened
+        if is_new:
             file.parent.mkdir(parents=True, exist_ok=True)
             cut_torn_tail(file)
             self._opened.add(file)
         with file.open("ab") as stream:
-            stream.write(HEADER.pack(len(payload), zlib.crc32(payload)))
-            stream.write(payload)
+            stream.write(HEADER.pack(sum(part.nbytes for part in parts), _checksum(*parts)))
+            stream.writelines(parts)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if is_new:
+            for folder in (file.parent, self._folder, self._folder.parent):  # which list it
+                sync_to_disk(folder)
+
+
+class PausedRecords:
+    """Finds what all ranks have recorded of groups that are paused; reads a file once. Thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        """Name the folder of all ranks' files; nothing is read yet."""
+        self._folder, self._lock = folder, threading.Lock()
+        self._read: dict[Path, tuple[int, list[Record]]] = {}  # up to where, and what
+
+    def find(self, steps: Iterable[int], group_id: int, prompt: Prompt) -> PausedGroup | None:
+        """Return the most that was recorded in these steps of a group of this prompt; None where nothing was."""
+        key = group_id, prompt.index, prompt.epoch
+        with self._lock:
+            files = [file for step in steps for file in journal_file(self._folder, step, 0).parent.glob("*.journal")]
+            records = [record for file in files for record in self._records(file) if record.key == key]
+        best = best_records(record for record in records if not record.extent.finished)
+        loaded = load(best[key], prompt) if best else None
+        return loaded[0] if loaded and isinstance(loaded[0], PausedGroup) else None
+
+    def _records(self, file: Path) -> list[Record]:
+        end, records = self._read.get(file, (0, []))
+        for offset, payload in _payloads(file, end):
+            records.append(_record(file, offset, payload))
+            end = offset + len(payload)
+        self._read[file] = end, records
+        return records
 
 
 def journal_file(folder: Path, step: int, rank: int) -> Path:
@@ -146,29 +183,46 @@ def load(record: Record, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | Non
     return decode(content, prompt)
 
 
-def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> memoryview | None:
-    """Return a group as an Arrow stream; None where it has no token."""
+def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> list[memoryview]:
+    """Return a group as an Arrow stream, and its experts; nothing where it has no token."""
     outputs = group.outputs if isinstance(group, PausedGroup) else ()
-    samples = SampleGroup(group.prompt, group.samples, finished=isinstance(group, SampleGroup))
-    rows = [_row_of_output(group.prompt, output) for output in outputs]
-    rows += rows_of(samples, selected=False)
+    samples = SampleGroup(group.prompt, tuple(map(_bare, group.samples)), finished=isinstance(group, SampleGroup))
+    rows = [*(_row_of_output(group.prompt, output) for output in outputs), *rows_of(samples, selected=False)]
+    sequences = [sequence for sample in group.samples for sequence in sample.sequences]
+    experts = [output.routed_experts for output in outputs] + [part.routed_experts for part in sequences]
     tokens = sum(len(row["tokens"]) for row in rows)
     if not tokens:
-        return None
+        return []
+    raw = [None if of_row is None else of_row.reshape(-1).view(np.uint8).data for of_row in experts]
+    for row, of_row in zip(rows, experts, strict=True):
+        row["routed_experts_shape"] = None if of_row is None else of_row.shape
     finished, prompt = isinstance(group, SampleGroup), group.prompt
-    facts = {"key": (group_id, prompt.index, prompt.epoch), "extent": Extent(finished, tokens, finished and kept)}
+    sizes = [None if of_row is None else of_row.nbytes for of_row in raw]
+    extent = Extent(finished, tokens, finished and kept)
+    facts = {"key": (group_id, prompt.index, prompt.epoch), "extent": extent, "experts": sizes}
     texts = {FACTS: json.dumps(facts), b"stats": STATS.dump_json(stats)}
     sink = pa.BufferOutputStream()
     schema = RECORD_SCHEMA.with_metadata(texts)
     with pa.ipc.new_stream(sink, schema, options=WRITE) as writer:
         writer.write_table(pa.Table.from_pylist(rows, schema))
-    return memoryview(sink.getvalue())
+    return [memoryview(sink.getvalue()), *(of_row for of_row in raw if of_row is not None)]
+
+
+def _bare(sample: Sample) -> Sample:
+    """Return a sample without its experts."""
+    earlier = tuple(replace(part, routed_experts=None) for part in sample.earlier)
+    return replace(sample, routed_experts=None, earlier=earlier)
 
 
 def decode(payload: bytes, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | None:
     """Return the group that `encode` has written, as one of this prompt; None where its prompt had other tokens."""
     with pa.ipc.open_stream(payload) as reader:
         metadata, rows = reader.schema.metadata, reader.read_all().to_pylist()
+    sizes = json.loads(metadata[FACTS]).get("experts", ())  # older versions have them in the stream
+    start = len(payload) - sum(size or 0 for size in sizes)
+    for row, size in zip(rows, sizes, strict=bool(sizes)):
+        if size is not None:
+            row["routed_experts"], start = payload[start : start + size], start + size
     if tuple(rows[0]["group_prompt_tokens"] or rows[0]["prompt_tokens"]) != prompt.tokens:
         return None
     stats = STATS.validate_json(metadata[b"stats"])
@@ -179,15 +233,25 @@ def decode(payload: bytes, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | N
     return PausedGroup(prompt, outputs, group_of_rows(ended, prompt).samples if ended else ()), stats
 
 
-def _payloads(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the offset and content of each record up to one that is cut or damaged."""
+def _payloads(file: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield the offset and content of each record from `start` up to one that is cut or damaged."""
     with file.open("rb") as stream:
+        stream.seek(start)
         while len(header := stream.read(HEADER.size)) == HEADER.size:
             size, checksum = HEADER.unpack(header)
             offset, payload = stream.tell(), stream.read(size)
-            if len(payload) < size or zlib.crc32(payload) != checksum:
+            # No record is empty; a host that goes down may leave zeros.
+            if not size or len(payload) < size or _checksum(payload) != checksum:
                 return
             yield offset, payload
+
+
+def _checksum(*parts: bytes | memoryview) -> int:
+    """Return 32 bits of a checksum that costs less than the write."""
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return digest.intdigest() & 0xFFFFFFFF
 
 
 def _record(file: Path, offset: int, payload: bytes) -> Record:
@@ -196,7 +260,6 @@ def _record(file: Path, offset: int, payload: bytes) -> Record:
 
 
 def _row_of_output(prompt: Prompt, output: EngineOutput) -> Row:
-    experts = output.routed_experts
     return {
         "prompt_tokens": prompt.tokens,
         "tokens": output.tokens,
@@ -206,8 +269,6 @@ def _row_of_output(prompt: Prompt, output: EngineOutput) -> Row:
         "aborted": output.aborted,
         "verify_steps": output.verify_steps,
         "cached_tokens": output.cached_tokens,
-        "routed_experts": None if experts is None else experts.tobytes(),
-        "routed_experts_shape": None if experts is None else experts.shape,
     }
 
 

@@ -20,10 +20,11 @@ from grpo_mp.config.sections import EngineConfig, ModelConfig, RolloutConfig
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.errors import EngineError
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.rewards.scorer import Scorer
+from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rollout.client import EngineClient, SamplingParams, sampling_seed
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.episodes import EpisodeParts, EpisodeRunner, with_failures
+from grpo_mp.rollout.groups import EndedGroup, LaunchedGroups, RunningGroup, unanswered
 from grpo_mp.rollout.hosted_engine import EngineNode, HostedEngine
 from grpo_mp.rollout.placement import EnginePlacement, engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import precision_arguments
@@ -32,17 +33,7 @@ from grpo_mp.rollout.routed_experts import ARGUMENT
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.speculation import speculative_arguments
 from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import (
-    EndedGroup,
-    HealthCheck,
-    LaunchedGroups,
-    RolloutTask,
-    RolloutWorker,
-    RunningGroup,
-    give_back,
-    pause_running,
-    unanswered,
-)
+from grpo_mp.rollout.worker import HealthCheck, RolloutTask, RolloutWorker, give_back, pause_running
 from grpo_mp.types import Prompt, SampleGroup
 
 
@@ -205,11 +196,15 @@ class Rollout:
         attempt: int,
         store: dist.Store,
         check_peers: Callable[[], None],
+        recorded: LaunchedGroups,
+        recorded_by_all: frozenset[int],
+        record: Callable[[int, EndedGroup, RewardStats], object] | None = None,
     ) -> list[SampleGroup] | None:
         """Generate and score the prompts of an eval set that this rank's engine takes, with the set's sampling.
 
         A group past its limit is one of samples that say nothing. Returns None where no engine was left for the others.
-        `check_peers` as in `GroupStream`; `attempt`: counts those in which no engine was left.
+        `check_peers` as in `GroupStream`; `attempt`: counts those in which no engine was left; `recorded`: groups that
+        are there already, here and on any rank; `record`: keeps others as they come, with what their scoring counted.
         """
         settings, eval_set = self._settings, self._settings.eval_set(name)
         overrides = eval_set.model_dump(include={"max_response_tokens", "temperature", "top_p"})
@@ -219,11 +214,19 @@ class Rollout:
         stream = GroupStream(store, f"eval/{name}/{step}/{attempt}", rule, len(self.host_ranks))
         stream.check_peers = check_peers
         seed = rollout_seed(settings, name)
+
+        def keep(group_id: int, group: EndedGroup, stats: RewardStats) -> None:
+            scorer.add_stats(stats)
+            if record:
+                record(group_id, group, stats)
+
         task = RolloutTask(
             *(prompts.__getitem__, eval_set.samples, 0, step, sampling),
+            carried=recorded,
+            carried_by_all=recorded_by_all,
             pauses=False,
             seed=seed,
-            record=lambda *group: scorer.add_stats(group[2]),
+            record=keep,
         )
         groups = self.begin(task, stream, scorer).result()
         if not stream.admission().done:

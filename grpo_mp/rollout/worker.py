@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,48 +14,23 @@ from grpo_mp.errors import EngineError
 from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams, sampling_seed
 from grpo_mp.rollout.episodes import EpisodeRunner, with_failures
-from grpo_mp.rollout.routed_experts import joined_routed_experts, known_tokens
+from grpo_mp.rollout.groups import (
+    EndedGroup,
+    LaunchedGroups,
+    PausedGroup,
+    RunningGroup,
+    as_unfinished,
+    joined,
+    make_samples,
+)
+from grpo_mp.rollout.routed_experts import known_tokens
 from grpo_mp.rollout.stream import GroupStream, LaunchGate
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.types import Prompt, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
 ABORT_EVERY_S = 0.5
 LOOK_EVERY_S = 0.1  # for groups that a lost engine gave back
-
-
-@dataclass(frozen=True)
-class PausedGroup:
-    """A group that is not finished: some of `outputs` are `aborted`, with the tokens after which they go on.
-
-    Of episodes it has those `samples` that had ended; the others begin anew.
-    """
-
-    prompt: Prompt
-    outputs: tuple[EngineOutput, ...] = ()
-    samples: tuple[Sample, ...] = ()
-
-
-EndedGroup = SampleGroup | PausedGroup
-
-
-def oldest_version(group: EndedGroup, default: int) -> int:
-    """Return the oldest weights that generated a token of a group; `default` where none did."""
-    # What an episode was given has no weights; a response begins with what was generated, or has nothing else.
-    sequences = [sequence for sample in group.samples for sequence in sample.sequences]
-    versions = [s.weight_versions for s in sequences if not s.generated or s.generated[0]]
-    if isinstance(group, PausedGroup):
-        versions += [output.weight_versions for output in group.outputs]
-    return min((of_part[0] for of_part in versions if of_part), default=default)
-
-
-@dataclass(frozen=True)
-class RunningGroup:
-    """A group that goes on while the next step begins."""
-
-    task: asyncio.Task[EndedGroup]
-
-
-LaunchedGroups = Mapping[int, EndedGroup | RunningGroup]  # by number in the step's launch order
+SCORES = "scores"  # name of a task that has no more use for the engine
 
 
 @dataclass(frozen=True)
@@ -83,6 +59,8 @@ class RolloutTask:
     # Takes each group that ends, by its id, and what its scoring counted, which is in no other statistics.
     record: Callable[[int, EndedGroup, RewardStats], None] = lambda *_: None
     forgets: bool = False  # of a finished group no sample stays in memory: `record` has them
+    # Returns what was recorded of a group, by its id and prompt, that a lost engine gave back; None: it begins anew.
+    recall: Callable[[int, Prompt], PausedGroup | None] = lambda *_: None
 
     def sampling_of(self, prompt: Prompt) -> SamplingParams:
         """Return how a group is sampled; its seeds depend neither on the engine that draws it nor on when it does."""
@@ -153,6 +131,7 @@ class RolloutWorker:
             if gate.interrupted:
                 groups.give_back_unlaunched()
         except EngineError as error:
+            await groups.finish_scoring()
             groups.give_back()
             await asyncio.to_thread(self.lose_engine, error)
             await self._wait_lost(stream, watch)
@@ -218,6 +197,8 @@ class RolloutWorker:
         if isinstance(group, PausedGroup):
             await asyncio.to_thread(task.record, group_id, group, RewardStats())
             return group
+        if generation := asyncio.current_task():
+            generation.set_name(SCORES)
         return await asyncio.to_thread(self._score, task, group_id, group)
 
     def _score(self, task: RolloutTask, group_id: int, group: SampleGroup) -> SampleGroup:
@@ -322,6 +303,7 @@ class _Groups:
         self._claimed = set[int]()  # and not launched
         self._ended: dict[int, EndedGroup] = {}
         self._waiting = set[int]()  # paused, or given back by a lost engine
+        self._returned = set[int]()  # those of the latter
         for number, group in sorted(task.carried.items()):
             if not isinstance(group, RunningGroup):
                 self._end(number, group)
@@ -335,6 +317,7 @@ class _Groups:
         places = max(0, max_in_flight - len(self.running))
         while len(allowed := self._allowed(gate)) < places and (returned := self._stream.take_returned()) is not None:
             self._waiting.add(returned)
+            self._returned.add(returned)
         self._waiting.difference_update(allowed[:places])
         return allowed[:places]
 
@@ -360,14 +343,36 @@ class _Groups:
         paused = earlier if isinstance(earlier, PausedGroup) else None
         prompt = paused.prompt if paused else self._task.prompt_of(number)
         limit = None if gate.is_own(number) or not self._task.token_limit else self._task.token_limit(number)
-        generation = generate(self._task, self._task.first_group_id + number, prompt, paused, limit)
+        begin = partial(generate, self._task, self._task.first_group_id + number, prompt)
+        recalls = number in self._returned and not paused
+        generation = self._recalled(number, prompt, begin, limit) if recalls else begin(paused, limit)
         self.running[asyncio.create_task(generation)] = number
+
+    async def _recalled(
+        self,
+        number: int,
+        prompt: Prompt,
+        begin: Callable[[PausedGroup | None, int | None], Coroutine[Any, Any, EndedGroup]],
+        limit: int | None,
+    ) -> EndedGroup:
+        """Go on with what the lost engine had: newer weights must not draw it again."""
+        recorded = await asyncio.to_thread(self._task.recall, self._task.first_group_id + number, prompt)
+        return await begin(recorded, limit)
 
     def take_finished(self) -> None:
         """Take what has ended. Raises what it raised."""
         for generation in [generation for generation in self.running if generation.done()]:
             group = generation.result()
             self._end(self.running.pop(generation), group)
+
+    async def finish_scoring(self) -> None:
+        """Keep what only waits for its scores, of an engine that is lost."""
+        scoring = [generation for generation in self.running if generation.get_name() == SCORES]
+        if scoring:
+            await asyncio.wait(scoring)
+        for generation in scoring:
+            number = self.running.pop(generation)
+            self._end(number, generation.result())
 
     def launched(self) -> LaunchedGroups:
         """Return all groups."""
@@ -419,60 +424,3 @@ def _raise_of(unwell: asyncio.Task[EngineError]) -> None:
 async def _when_allowed(gate: LaunchGate, number: int) -> int | None:
     """Return a number once it may be launched; None where the step has its groups before."""
     return number if await gate.may_launch(number) else None
-
-
-def make_samples(
-    prompt: Prompt, outputs: Sequence[EngineOutput], texts: Sequence[str], group_id: int
-) -> tuple[Sample, ...]:
-    """Make samples of outputs; those without a token are left out."""
-    return tuple(
-        Sample(
-            group_id=group_id,
-            index=index,
-            prompt_tokens=prompt.tokens,
-            tokens=output.tokens,
-            rollout_logprobs=output.logprobs,
-            weight_versions=output.weight_versions,
-            truncated=output.truncated,
-            routed_experts=output.routed_experts,
-            verify_steps=output.verify_steps,
-            text=text,
-        )
-        for index, (output, text) in enumerate(zip(outputs, texts, strict=True))
-        if output.tokens
-    )
-
-
-def unanswered(prompt: Prompt, group_id: int, count: int, end_token: int) -> SampleGroup:
-    """Return a group that took too long as `count` samples that say nothing: each is given one `end_token`."""
-    sample = Sample(
-        *(group_id, 0, prompt.tokens, (end_token,), (0.0,), (0,)),
-        truncated=True,
-        generated=(False,),
-        state="timeout",
-        error="it took longer than rollout.group_timeout_s",
-    )
-    return SampleGroup(prompt, tuple(replace(sample, index=index) for index in range(count)))
-
-
-def as_unfinished(group: EndedGroup, group_id: int) -> SampleGroup:
-    """Return a paused group as one that is not scored; a finished one as it is."""
-    if isinstance(group, SampleGroup):
-        return group
-    samples = make_samples(group.prompt, group.outputs, [""] * len(group.outputs), group_id)
-    return SampleGroup(group.prompt, (*samples, *group.samples), finished=False)
-
-
-def joined(output: EngineOutput, more: EngineOutput) -> EngineOutput:
-    """Return a response with what was generated after it; every token keeps its logprob, weight version and experts."""
-    return replace(
-        more,
-        tokens=output.tokens + more.tokens,
-        logprobs=output.logprobs + more.logprobs,
-        weight_versions=output.weight_versions + more.weight_versions,
-        verify_steps=output.verify_steps + more.verify_steps,
-        cached_tokens=output.cached_tokens + more.cached_tokens,
-        routed_experts=joined_routed_experts(
-            *(output.routed_experts, more.routed_experts, len(output.tokens), len(more.tokens))
-        ),
-    )

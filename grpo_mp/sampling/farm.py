@@ -12,10 +12,11 @@ from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.errors import DiskError
 from grpo_mp.phases import Phase
 from grpo_mp.rewards.scorer import RewardStats
+from grpo_mp.rollout.groups import EndedGroup, LaunchedGroups, RunningGroup
 from grpo_mp.rollout.journal import GroupJournal
 from grpo_mp.rollout.rollout import rollout_sampling, rollout_seed
 from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import EndedGroup, LaunchedGroups, RolloutTask, RunningGroup
+from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.sampling.filters import response_tokens
 from grpo_mp.trainer.context import EngineContext
 from grpo_mp.types import Prompt, SampleGroup

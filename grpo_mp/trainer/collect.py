@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ from grpo_mp.batching.group_selection import (
     length_bias,
     token_limit,
 )
-from grpo_mp.checkpoint.run_state import ROLLOUTS, TrainState, checkpoint_step, latest_checkpoint
+from grpo_mp.checkpoint.run_state import FALLBACKS, ROLLOUTS, TrainState, checkpoint_step, complete_checkpoints
 from grpo_mp.config import Settings
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.data.prompt_queue import PromptQueue
@@ -33,18 +33,11 @@ from grpo_mp.distributed.process_groups import Job, all_gather
 from grpo_mp.errors import UserError
 from grpo_mp.phases import Phase
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
-from grpo_mp.rollout.journal import GroupJournal, load, prune
+from grpo_mp.rollout.groups import EndedGroup, LaunchedGroups, PausedGroup, RunningGroup, as_unfinished, oldest_version
+from grpo_mp.rollout.journal import GroupJournal, PausedRecords, load, prune
 from grpo_mp.rollout.rollout import Rollout, rollout_sampling, rollout_seed
 from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import (
-    EndedGroup,
-    LaunchedGroups,
-    PausedGroup,
-    RolloutTask,
-    RunningGroup,
-    as_unfinished,
-    oldest_version,
-)
+from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.generation_times import EngineWork, generation_times
 from grpo_mp.trainer.recorded import RecordedGroups
@@ -128,6 +121,7 @@ class RolloutCollector:
     _next: Generation | None = field(default=None, init=False)
     _recorded: RecordedGroups | None = field(default=None, init=False)  # None: not read yet
     _journal: GroupJournal = field(init=False)
+    _paused: PausedRecords = field(init=False)
     _stats: dict[int, RewardStats] = field(default_factory=dict, init=False)  # of scored groups, by id
     _ends_s: dict[int, float] = field(default_factory=dict, init=False)  # when they ended, by the monotonic clock
     _stale: int = field(default=0, init=False)  # groups that the step had, of older weights than it may train on
@@ -135,7 +129,8 @@ class RolloutCollector:
 
     def __post_init__(self) -> None:
         self._queue = PromptQueue(self.prompts.epoch_size, self.settings.data.shuffle, self.prompts.mixture)
-        self._journal = GroupJournal(self.settings.run.folder / ROLLOUTS, self.job.rank)
+        folder = self.settings.run.folder / ROLLOUTS
+        self._journal, self._paused = GroupJournal(folder, self.job.rank), PausedRecords(folder)
 
     def collect(self, state: TrainState, step: int) -> RolloutBatch:
         """Generate and score the step's groups. Every rank must call this; the sample infos are the same on all.
@@ -197,8 +192,8 @@ class RolloutCollector:
         if self._recorded is None:
             place = hosts.index(job.rank) if job.rank in hosts else None
             self._recorded = RecordedGroups.read(folder, place, len(hosts), job.group)
-        elif job.rank == 0 and (saved := latest_checkpoint(self.settings.run.folder)):
-            prune(folder, checkpoint_step(saved) - self.settings.rollout.max_staleness)
+        elif job.rank == 0 and (saved := complete_checkpoints(self.settings.run.folder)[-FALLBACKS:]):
+            prune(folder, checkpoint_step(saved[0]) - self.settings.rollout.max_staleness)
         queue, recorded = self._queue, dict[int, EndedGroup]()
         if not self.settings.updates_running_groups:
             rule = replace(rule, lookahead=rule.needed * self.settings.steps_ahead)
@@ -225,6 +220,12 @@ class RolloutCollector:
         if goes_on or not isinstance(group, PausedGroup):
             kept = isinstance(group, SampleGroup) and self._keeps(group)
             self._journal.append(step, group_id, group, stats, kept)
+
+    def _recall(self, step: int, group_id: int, prompt: Prompt) -> PausedGroup | None:
+        """Return what a lost engine had of a group that was begun with older weights; called in any thread."""
+        staleness = self.settings.rollout.max_staleness
+        steps = range(max(0, step - staleness), step + 1)
+        return self._paused.find(steps, group_id, prompt) if staleness else None
 
     def _prompt(self, number: int) -> Prompt:
         """Return the prompt with this number in the step's launch order."""
@@ -275,6 +276,7 @@ class RolloutCollector:
             routing=self.rollout.routing,
             seed=rollout_seed(self.settings, "train"),
             record=partial(self._record, step),
+            recall=partial(self._recall, step),
         )
         stream = GroupStream(job.store, f"step/{step}", rule, len(self.rollout.host_ranks))
         return self._launch(stream, task, time.monotonic())
@@ -310,14 +312,16 @@ class RolloutCollector:
         later: LaunchedGroups = {}
         if max_staleness:
             later = {number: groups for number, groups in launched.items() if number >= admission.consumed}
+        # Whoever was faster decides what was begun beyond the last group that the step needs.
+        counted = admission.consumed if self.settings.engine.deterministic else max(launched, default=-1) + 1
         own = [
             as_unfinished(group, first + number)
             for number, group in sorted(launched.items())
-            if number not in later and not isinstance(group, RunningGroup)
+            if number not in later and number < counted and not isinstance(group, RunningGroup)
         ]
         own, aborted = list(self.rollout.score(own, step)), _aborted(admission, kept, first)
         infos = all_gather_sample_info(own, group)
-        counts = all_gather((len(later), max(launched, default=-1) + 1, self._stale), group)
+        counts = all_gather((len(later), counted, self._stale), group)
         # By finish, some of what may be launched need not have been.
         cursor = self._queue.use_up(min(admission.consumed, len(self._queue)))
         if not max_staleness:
@@ -340,7 +344,7 @@ class RolloutCollector:
                 aborted,
                 sum(stale for _, _, stale in counts),
             ),
-            reward_stats=sum_stats(all_gather(self._take_stats(first, {first + number for number in later}), group)),
+            reward_stats=sum_stats(all_gather(self._take_stats(range(first, first + counted), later), group)),
             carried=sum(carried for carried, _, _ in counts),
             length_bias=length_bias(infos, selected, aborted),
             state=replace(state, cursor=cursor, groups_launched=first + next_group, **vars(curriculum)),
@@ -356,12 +360,12 @@ class RolloutCollector:
         work = EngineWork(tokens, tuple(max(0.0, end - began_s) for end in ends_s))
         return generation_times(all_gather(work, self.job.group))
 
-    def _take_stats(self, first: int, later: Set[int]) -> RewardStats:
-        """Return what scoring this rank's groups from `first` on has counted, but for those of later steps."""
-        ended = [group_id for group_id in list(self._stats) if group_id not in later]
+    def _take_stats(self, counted: range, later: Collection[int]) -> RewardStats:
+        """Return what scoring this rank's groups with these ids has counted; keep that of `later` numbers."""
+        ended = [group_id for group_id in list(self._stats) if group_id - counted.start not in later]
         stats = {group_id: self._stats.pop(group_id) for group_id in ended}
         return sum_stats(
-            [self.scorer.take_stats(), *(stats[group_id] for group_id in sorted(stats) if group_id >= first)]
+            [self.scorer.take_stats(), *(stats[group_id] for group_id in sorted(stats) if group_id in counted)]
         )
 
     def _too_few_groups(self, step: int, admission: Admission, launched: int) -> str:

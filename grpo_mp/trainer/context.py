@@ -122,7 +122,9 @@ def open_context(
             job=job,
             rollout=rollout,
             collector=_make_collector(settings, inputs, runtime, phases, recovery),
-            evaluator=Evaluator(inputs.evals, eval_scorer, rollout, job, phases, progress, shown, recovery),
+            evaluator=Evaluator(
+                *(inputs.evals, eval_scorer, rollout, job, phases, progress, shown, recovery), settings.run.folder
+            ),
             weight_sync=weight_sync,
             engine_check=check,
             recovery=recovery,

@@ -1,6 +1,9 @@
-"""Compare what a run writes with the room that its disk has, before it starts."""
+"""Compare what a run writes with what its disk takes, in room and in time, before it starts."""
 
+import os
 import shutil
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,13 +12,15 @@ from grpo_mp.errors import UserError
 from grpo_mp.policy.parameter_bytes import DiskNeed
 from grpo_mp.trainer.replay import FOLDER
 
+PROBE_BYTES, LEAST_PROBE_BYTES = 2**24, 2**20  # that a start writes to see how fast the disk is
+SLOW_BYTES_PER_S = 20e6
 KEPT = (CHECKPOINTS, EXPORTS, FINAL, ROLLOUTS, FOLDER)
 
 
-def check_disk(folder: Path, need: DiskNeed) -> Iterator[str]:
-    """Yield a warning where the disk of a run's folder is too small for all that it keeps.
+def check_disk(folder: Path, need: DiskNeed, probes: bool = False) -> Iterator[str]:
+    """Yield a warning where the disk of a run's folder is too small for all that it keeps; with `probes`, or slow.
 
-    Raises UserError where it is too small for one checkpoint.
+    Raises UserError where it is too small for one checkpoint, or takes nothing.
     """
     kept = [file for name in KEPT for file in (folder / name).glob("**/*")]
     missing = need.run - sum(file.stat().st_size for file in kept if file.is_file())
@@ -27,3 +32,27 @@ def check_disk(folder: Path, need: DiskNeed) -> Iterator[str]:
     if free < missing:
         lower = "make room, lower run.keep_checkpoints, raise run.export_every, or set rollout.dump=false"
         yield f"{says}, and this run may take {missing:,}: {lower}"
+    size = min(PROBE_BYTES, free // 4)
+    if probes and size >= LEAST_PROBE_BYTES:
+        rate = size / _write_s(place, size)
+        if rate < SLOW_BYTES_PER_S:
+            yield (
+                f"run.folder: the disk of {place} takes {rate / 1e6:.1f} MB/s, so one rank would write a checkpoint of "
+                f"{need.checkpoint:,} bytes in {need.checkpoint / rate:,.0f} s: name another run.folder, or raise "
+                "run.save_every"
+            )
+
+
+def _write_s(folder: Path, size: int) -> float:
+    """Return the seconds until so many bytes are on disk, in a file without a name. Raises UserError."""
+    start = time.perf_counter()
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(size))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UserError(
+            f"run.folder: the disk of {folder} takes no files ({error.strerror}): choose another"
+        ) from error
+    return time.perf_counter() - start

@@ -12,7 +12,7 @@ from grpo_mp.phases import SAVE_WAIT, Phase
 from grpo_mp.trainer.export_servers import load_export
 from grpo_mp.trainer.job import PolicyContext
 from grpo_mp.trainer.save import export_policy
-from grpo_mp.trainer.step_logger import StepRecord
+from grpo_mp.trainer.step_logger import StepLogger, StepRecord
 
 
 def make_guards(ctx: PolicyContext) -> MetricGuards:
@@ -27,10 +27,10 @@ def check_guards(ctx: PolicyContext, guards: MetricGuards, step: int, record: St
         ctx.progress.note(f"warning: step {step}: {sentence}")
 
 
-def save(ctx: PolicyContext, last: bool) -> None:
+def save(ctx: PolicyContext, logger: StepLogger, last: bool) -> None:
     """Save a checkpoint of the current state; what the next step changes last is written while it runs."""
     with ctx.phases.phase(Phase.SAVE):
-        ctx.saver.save(ctx.state, last)
+        ctx.saver.save(ctx.state, last, before=logger.flush)
 
 
 def finish_save(ctx: PolicyContext) -> None:

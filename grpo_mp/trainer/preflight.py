@@ -36,6 +36,7 @@ from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.reward_model import read_api_key
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
+from grpo_mp.rollout.determinism import check_determinism
 from grpo_mp.rollout.engine_args import check_arguments, check_tool_parser, known_arguments
 from grpo_mp.rollout.engine_parallelism import EXPERT_LOCATION_ARGS, check_engine_parallelism, engine_parallelism
 from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
@@ -116,7 +117,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
         read_api_key("run.export_servers", settings.run.export_servers.api_key_env)
     scorer = _make_scorer(settings, tokenizer)
     fp8 = engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
-    space = check_disk(settings.run.folder, disk_need(settings, hf))
+    space = check_disk(settings.run.folder, disk_need(settings, hf), probes=os.environ.get("RANK", "0") == "0")
     warnings = (*scorer.warnings, *start_warnings(settings, fp8), *sync_warnings(settings, hf, fp8), *space)
     evals = _read_evals(settings, tokenizer, tools)
     return RunInputs(hf, tokenizer, train, evals, scorer, extensions, warnings, episodes)
@@ -254,8 +255,10 @@ def _make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Scor
 
 
 def check_engine(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
-    """Raise UserError for precision, GPUs or drafting that do not fit the model."""
+    """Raise UserError for precision, GPUs, drafting or attention that do not fit the model."""
     engine_uses_fp8(engine.args, hf, cpu)
+    if engine.deterministic:
+        check_determinism(engine.args, hf, cpu)
     check_speculation(engine, hf, cpu)
     if not cpu:
         check_engine_parallelism(engine.gpus_per_engine, engine.args, hf)
@@ -341,6 +344,8 @@ def start_warnings(settings: Settings, fp8: bool) -> list[str]:
     """Warn of settings that have no effect and of an uncorrected mismatch; `fp8`: engines compute in blockwise FP8."""
     algorithm, cache = settings.algorithm, str(settings.engine.args.get("kv_cache_dtype", ""))
     warnings = list(_warn_without_effect(algorithm, settings.optimizer_steps_per_step))
+    if settings.engine.deterministic:
+        warnings += _warn_of_the_clock(settings)
     in_low_precision = fp8 or cache.startswith("fp8")
     if algorithm.rollout_correction.kind != "none" or algorithm.old_logprobs != "recomputed":
         return warnings
@@ -356,6 +361,15 @@ def start_warnings(settings: Settings, fp8: bool) -> list[str]:
             f"algorithm.rollout_correction is none: {remedy}"
         )
     return warnings
+
+
+def _warn_of_the_clock(settings: Settings) -> Iterator[str]:
+    rollout, rule = settings.rollout, settings.algorithm.filter
+    says = "engine.deterministic=true, and the clock decides"
+    if settings.steps_ahead > 0 and rollout.tokens_ahead is None:
+        yield f"{says} which weights draw a token: set rollout.tokens_ahead, or rollout.max_staleness=0"
+    if rule.select_by == "finish":
+        yield f"{says} which groups a step trains on: set algorithm.filter.select_by=launch"
 
 
 def _warn_without_effect(algorithm: AlgorithmConfig, updates: int) -> Iterator[str]:

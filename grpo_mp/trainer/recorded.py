@@ -19,12 +19,14 @@ class RecordedGroups:
         self._own, self._all = {record.key: record for record in own}, dict(all_ranks)
 
     @classmethod
-    def read(cls, folder: Path, place: int | None, readers: int, group: dist.ProcessGroup) -> "RecordedGroups":
+    def read(
+        cls, folder: Path, place: int | None, readers: int, group: dist.ProcessGroup, steps: str = "step_*"
+    ) -> "RecordedGroups":
         """Divide all ranks' files among `readers`, of which this rank is number `place`. Every rank must call this.
 
-        A group of which several have a record is the rank's that has most of it.
+        `steps`: folders to read. A group of which several have a record is the rank's that has most of it.
         """
-        files = sorted(folder.glob("step_*/*.journal"))
+        files = sorted(folder.glob(f"{steps}/*.journal"))
         own = {} if place is None else best_records(r for file in files[place::readers] for r in read_records(file))
         rank = dist.get_rank(group)
         best: dict[GroupKey, tuple[Extent, int]] = {}

@@ -3,7 +3,7 @@
 import logging
 import shutil
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -100,17 +100,18 @@ class CheckpointSaver:
         assert group is not None  # every rank is in it
         self._group = group
 
-    def save(self, state: TrainState, last: bool = False) -> None:
+    def save(self, state: TrainState, last: bool = False, before: Callable[[], None] = lambda: None) -> None:
         """Save the state of the run between two steps. Every rank must call this.
 
-        Weights are on disk when it returns. The optimizer's state is then still being written, where run.async_save
-        is set: it must not change, nor be moved, before `finish`. Raises DiskError, on every rank, where one cannot
+        `before`: brings to disk what the checkpoint counts on, or raises OSError. Weights are on disk when it returns.
+        The optimizer's state is then still being written, where run.async_save is set: it must not change, nor be
+        moved, before `finish`. Raises DiskError, on every rank, where one cannot
         write, too often or for the `last` time.
         """
         self.finish()
         folder = checkpoint_folder(self._run.folder, state.step)
         try:
-            weights, optimizer = self._begin(folder, state)
+            weights, optimizer = self._begin(folder, state, before)
         except DiskError as error:
             self._failures.add(error, folder, last)
             return
@@ -145,11 +146,12 @@ class CheckpointSaver:
             except Exception as error:  # noqa: BLE001 - the error that ends the run is the one to report
                 LOGGER.warning("the last checkpoint is not complete: %s", one_line(error))
 
-    def _begin(self, folder: Path, state: TrainState) -> tuple[Written, ChunkWriter]:
+    def _begin(self, folder: Path, state: TrainState, before: Callable[[], None]) -> tuple[Written, ChunkWriter]:
         """Make the folder and write what the next step changes first."""
         rank, group = self._policy.parallel.rank, self._policy.parallel.cpu_group
 
         def begin() -> None:
+            before()
             if rank == 0:
                 begin_checkpoint(folder)
                 (folder / POLICY).mkdir()

@@ -11,6 +11,7 @@ from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.context import TrainContext
 from grpo_mp.trainer.job import PolicyContext
 from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step, step_file
+from grpo_mp.trainer.step_logger import disk_may_be_full
 
 NAMED = 3  # parameters in a sentence
 
@@ -34,7 +35,8 @@ def keep_skipped(ctx: TrainContext, rollouts: RolloutBatch, reports: Sequence[Up
     folder = ctx.inputs.replay.folder if ctx.inputs.replay else settings.run.folder / FOLDER
     if not (settings.rollout.dump or ctx.inputs.replay):
         shape = RolloutShape.of(settings, ctx.inputs.hf)
-        dump_step(folder, step, rollouts, shape, parallel.rank, parallel.world_size)
+        with disk_may_be_full(f"the rollouts of step {step}"):
+            dump_step(folder, step, rollouts, shape, parallel.rank, parallel.world_size)
     return note_skipped(ctx, reports, step, step_file(folder, step, 0).parent)
 
 

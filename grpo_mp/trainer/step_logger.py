@@ -1,6 +1,8 @@
 """Log a step: metrics, histograms, sample texts, evaluation scores."""
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from grpo_mp.batching.exchange import gather_groups
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.distributed.process_groups import Parallel, all_gather
+from grpo_mp.errors import DISK_ERRORS, one_line
 from grpo_mp.evaluation.score import EvalScore, plot_pass_at_k, step_file, write_scores, write_svg
 from grpo_mp.monitor.loggers import Logger, write_metrics
 from grpo_mp.monitor.metrics import metric_name
@@ -41,6 +44,7 @@ from grpo_mp.weight_sync.compare import CheckReport
 from grpo_mp.weight_sync.update import SyncReport
 
 PASS_AT_K_FILE = "pass_at_k.svg"
+LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,8 @@ class StepLogger:
             return
         write_metrics(self._loggers, step, record.scalars, record.histograms, record.texts)
         if record.groups:
-            write_samples(self._folder, step, record.groups, record.tokens)
+            with disk_may_be_full(f"the samples of step {step}"):
+                write_samples(self._folder, step, record.groups, record.tokens)
         for finding in self._watch.step({"step": step, **record.scalars}):
             self._progress.note(f"warning: step {step}: {finding.text}")
 
@@ -176,15 +181,22 @@ class StepLogger:
         scores = evaluation.scores
         if self._parallel.rank or not scores:
             return
-        if evaluation.shown:
-            write_eval_samples(self._folder, step, evaluation.shown)
         self._progress.print_eval(step, scores)
-        write_scores(step_file(self._folder, step), scores, step=step)
         figure = plot_pass_at_k(initial if step else {}, scores)
+        with disk_may_be_full(f"the scores of step {step}"):
+            write_scores(step_file(self._folder, step), scores, step=step)
+            if evaluation.shown:
+                write_eval_samples(self._folder, step, evaluation.shown)
+            if figure:
+                write_svg(figure, self._folder / PASS_AT_K_FILE)
         if figure:
-            write_svg(figure, self._folder / PASS_AT_K_FILE)
             for logger in self._loggers:
                 logger.image(step, "eval/pass_at_k", figure)
+
+    def flush(self) -> None:
+        """Bring to disk what a checkpoint counts on. Raises OSError where that fails."""
+        for logger in self._loggers:
+            logger.flush()
 
     def close(self) -> None:
         """Close the metric files."""
@@ -211,6 +223,17 @@ def rank_metrics(summaries: Sequence[StepSummary]) -> dict[str, float]:
     """Return how much longer than the median rank the slowest takes for logprobs, which it computes by itself."""
     seconds = [summary.seconds["LOGPROB"] for summary in summaries]
     return {"time/slowest_rank_ratio": slowest_rank_ratio(seconds)} if seconds else {}
+
+
+@contextmanager
+def disk_may_be_full(what: str) -> Iterator[None]:
+    """Go on where the disk does not take what the body writes: it is missing then, with a warning."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        LOGGER.warning("%s are not written: %s", what, one_line(error))
 
 
 def sync_metrics(sync: SyncReport, check: CheckReport) -> dict[str, float]:

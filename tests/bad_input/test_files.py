@@ -27,12 +27,14 @@ from grpo_mp.cli.main import main
 from grpo_mp.config import check_settings, dump_settings
 from grpo_mp.distributed.ports import JOB_PORTS, claim_ports
 from grpo_mp.errors import UserError
+from grpo_mp.monitor.loggers import read_metrics
+from grpo_mp.monitor.timeline import Timeline, close_open_spans, read_trace, trace_path
 from grpo_mp.planner.clusters import PROFILES, read_cluster
 from grpo_mp.planner.measured import MEASURED, read_measured
 from grpo_mp.rollout.dump import read_facts, read_groups, write_groups
 from grpo_mp.rollout.journal import cut_torn_tail, load, read_records
 from grpo_mp.simulation.lengths import read_lengths
-from tests.bad_input.doors import NO_TEXT, NOT_FILES, Content, answers, as_nobody, noise, put, refused, tree
+from tests.bad_input.doors import NO_TEXT, NOT_FILES, UNREADABLE, Content, answers, as_nobody, noise, put, refused, tree
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.rollout.test_journal import FINISHED, PAUSED, PROMPT, written
 
@@ -459,3 +461,39 @@ def test_commands(
 
     assert refused(command).startswith("error: ")
     assert sorted(os.listdir(tmp_path)) == ["configs", "launch"]
+
+
+NO_TEXT_BYTES = [content for content in NO_TEXT.values() if isinstance(content, bytes)]
+RUN_FILES = ("metrics.jsonl", "trace/rank_0.json", "samples/step_000001.jsonl")
+
+
+@pytest.mark.parametrize("name", [name for name in NOT_FILES if name not in ("nothing", "link to an empty device")])
+@pytest.mark.parametrize("place", RUN_FILES)
+def test_what_is_in_the_place_of_a_file_of_a_run(place: str, name: str, tmp_path: Path) -> None:
+    file = tmp_path / "run" / place
+    file.parent.mkdir(parents=True)
+    (tmp_path / "run").chmod(0o777)
+    settings = dump_settings(check_settings(MINIMAL_SETTINGS, "test.yaml"))
+    sentence = bad(lambda _: check_run_folder(tmp_path / "run", settings, resume=True), file, NOT_FILES[name], name)
+    assert ("run" if name == UNREADABLE else file.name) in sentence  # nor may the folder be searched
+
+
+def test_noise_in_what_a_run_reads_of_itself(tmp_path: Path) -> None:
+    """Lines of metrics and events of a trace that are damaged are left out; nothing raises."""
+    lines = "".join(json.dumps({"step": step, "reward/mean": 0.5, "train/lr": None}) + "\n" for step in range(5))
+    for content in (
+        *noise(lines.encode(), count=150, seed=8),
+        *NO_TEXT_BYTES,
+    ):
+        for line in answers(lambda content=content: read_metrics(put(tmp_path / "metrics.jsonl", content))):
+            assert type(line["step"]) is int
+    timeline = Timeline(tmp_path, 0)
+    for name in ("GENERATE", "TRAIN"):
+        with timeline.span(name):
+            pass
+    timeline.close()
+    file = trace_path(tmp_path, 0)
+    events = file.read_bytes()
+    for content in (*noise(events, count=150, seed=9), *NO_TEXT_BYTES):
+        put(file, content)
+        answers(lambda: close_open_spans(read_trace(file)))

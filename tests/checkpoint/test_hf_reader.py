@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,3 +139,26 @@ def test_a_folder_is_on_disk_before_it_appears(tmp_path: Path, like: Path, monke
     shards = {f"shard-0-{number}" for number in range(3)}
     others = {file.name for file in out.iterdir()} - {file.name for file in out.glob("model-*.safetensors")}
     assert {file.name for file in synced[:-2]} == shards | others
+
+
+def test_a_folder_that_is_replaced_is_whole_under_its_name(
+    tmp_path: Path, like: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever file of the former one a kill finds removed last."""
+    out = tmp_path / "out"
+    write_hf(out, TENSORS.items(), like)
+    looked, unlink = list[Path](), os.unlink
+
+    def look(path: Any, *args: Any, **more: Any) -> None:
+        looked.append(Path(path))
+        if out.exists():
+            with HfReader(out) as reader:
+                assert reader.names in ({"model.a"}, TENSORS.keys())
+        unlink(path, *args, **more)
+
+    monkeypatch.setattr(os, "unlink", look)
+    write_hf(out, list(TENSORS.items())[:1], like)
+    assert len(looked) > 1
+    with HfReader(out) as reader:
+        assert reader.names == {"model.a"}
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]

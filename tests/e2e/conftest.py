@@ -1,5 +1,6 @@
 """One real run, interrupted and gone on with, that many tests look at; and jobs for those that end badly."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class FinishedRun:
     second: Outcome
     stopped_after: int
     listening: list[str]  # addresses of the first job's sockets in TRAIN
+    answers: dict[int, bytes]  # of each port, to another user without a key; empty where this is not root's
     watched: RunState  # then
     engines: list[EngineWeights]  # then
 
@@ -70,6 +72,7 @@ def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) 
     job = start_job(*settings, f"run.steps={LAST_STEP - 1}")
     job.wait_until(lambda: spans(run, 1, "TRAIN") == 2)
     listening = job.listening()
+    answers = job.answers_to_strangers() if os.geteuid() == 0 else {}
     for rank in (0, 1):  # the engines answer meanwhile, and nothing changes
         job.signal(signal.SIGSTOP, rank=rank)
     watched, engines = RunReader(run).read(), [ask_weights(server) for server in find_servers(run)]
@@ -79,7 +82,7 @@ def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) 
     first = outcome(job)
     stopped_after = len(read_jsonl(run / "metrics.jsonl")) - 1  # besides the line of step 0
     second = outcome(start_job(*settings, f"run.steps={LAST_STEP}"))
-    return FinishedRun(folder, first, second, stopped_after, listening, watched, engines)
+    return FinishedRun(folder, first, second, stopped_after, listening, answers, watched, engines)
 
 
 def finished_settings(folder: Path) -> tuple[str, ...]:

@@ -1,15 +1,19 @@
 """Real jobs in processes of their own: started, watched by their traces, signalled, and found to be gone."""
 
+import ast
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from socket import SOCK_DGRAM
+from typing import Any
 
 import psutil
 
@@ -18,6 +22,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 ALONE = (sys.executable, "-m", "grpo_mp.train")
 MARK = "GRPO_MP_TEST_JOB"  # in the environment of every process of a job
 LIMIT_S = 400.0
+NOBODY = 65534
 GONE_LIMIT_S = 30.0
 
 
@@ -99,17 +104,54 @@ class Job:
 
     def listening(self) -> list[str]:
         """The address of every socket that takes connections or datagrams."""
-        sockets = [socket for process in self.alive() for socket in process.net_connections("inet")]
-        return [one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN or one.type == SOCK_DGRAM]
+        found = self._sockets()
+        return [one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN or one.type == SOCK_DGRAM]
+
+    def answers_to_strangers(self) -> dict[int, bytes]:
+        """What each listening port answers another user of this machine who asks an engine without a key."""
+        ports = sorted({one.laddr.port for one in self._sockets() if one.status == psutil.CONN_LISTEN})
+        return as_nobody(lambda: {port: ask(port) for port in ports})
 
     def end(self) -> None:
         for process in self.alive():
             process.kill()
         self._process.wait(10.0)
 
+    def _sockets(self) -> list[Any]:
+        return [one for process in self.alive() for one in process.net_connections("inet")]
+
     def _rank(self, rank: int) -> psutil.Process:
         children = psutil.Process(self._process.pid).children()
         return next(child for child in children if _variable(child, "RANK") == str(rank))
+
+
+def as_nobody(function: Callable[[], Any]) -> Any:
+    """What a function returns in a process of another user; it must be plain data."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            os.write(writer, repr(function()).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as stream:
+        content = stream.read()
+    os.waitpid(child, 0)
+    return ast.literal_eval(content.decode())
+
+
+def ask(port: int) -> bytes:
+    """The first bytes that a port answers to a request of HTTP without a key; empty: none, or it hangs up."""
+    request = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 2.0) as connection:
+        connection.settimeout(2.0)
+        connection.sendall(request)
+        return connection.recv(12)
+    return b""
 
 
 def processes_of(mark: str) -> list[psutil.Process]:

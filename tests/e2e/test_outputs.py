@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -70,6 +71,22 @@ def test_events_hold_the_metrics_under_documented_names(run: Path, metrics: list
 def test_nothing_of_a_job_on_one_machine_listens_on_a_network(finished_run: FinishedRun) -> None:
     assert set(finished_run.listening) == {"127.0.0.1"}
     assert len(finished_run.listening) > 4  # the launcher's store, engines, and gloo's of both ranks
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_no_engine_serves_another_user_of_the_machine(finished_run: FinishedRun) -> None:
+    """Of all ports those that speak HTTP are the engines', which ask for the run's key; the others hang up or wait."""
+    served = [answer for answer in finished_run.answers.values() if answer.startswith(b"HTTP")]
+    assert served == [b"HTTP/1.1 401"] * 2
+    assert len(finished_run.answers) > 4
+
+
+def test_an_export_is_there_before_the_checkpoint_that_passes_it(run: Path) -> None:
+    """A start behind that checkpoint does not make it."""
+    export, policy = run / "exports" / f"step_{LAST_STEP:06d}", checkpoint_folder(run, LAST_STEP) / "policy"
+    exported = [file.stat().st_mtime for file in export.glob("*.safetensors")]
+    saved = [file.stat().st_mtime for file in policy.glob("**/*.distcp")]
+    assert max(exported) < min(saved)
 
 
 def test_every_step_learns(metrics: list[dict]) -> None:

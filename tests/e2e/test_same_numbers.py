@@ -1,73 +1,112 @@
-"""A run on deterministic engines gives the same numbers again, bit for bit, also where it was killed in between."""
+"""A run on deterministic engines gives the same numbers again, bit for bit, whatever happens to it in between."""
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_mp.rollout.dump import read_groups
-from tests.bench.kills import evidence
-from tests.e2e.conftest import REWARD, StartJob, outcome
-from tests.e2e.jobs import ALONE, read_jsonl, spans
+from tests.bench.kills import TURNS, evidence
+from tests.e2e.conftest import REWARD, Outcome, StartJob, outcome
+from tests.e2e.jobs import ALONE, LAUNCH, Job, read_jsonl, spans
 from tests.e2e.test_replay import OF_ROLLOUTS, weights
 
 pytestmark = pytest.mark.slow
 STEPS = 3
 PARTIAL = ("rollout.max_staleness=1", "rollout.tokens_ahead=6")
 ASYNC = ("schedule=async", "engine.ranks=1", "rollout.max_staleness=2", "rollout.tokens_ahead=6", "layout={}")
-TURNS = """
-async def two_turns(task, policy):
-    first = await policy.generate(task.messages)
-    await policy.generate([*task.messages, first.message, {"role": "user", "content": "again"}])
-    return policy.episode()
-"""
+# There is room for the second turn; what was rolled out is dumped.
+TWO_TURNS = ("rollout.dump=true", "rollout.limits.turn_tokens=6", "rollout.max_response_tokens=32")
+ONE_STEP_OFF = ("schedule=one_step_off", "layout={}")
+Start = Callable[..., Job]
 
 
-@pytest.mark.parametrize("schedule", [PARTIAL, ASYNC], ids=["colocated", "async"])
-def test_a_killed_run_gives_the_numbers_of_an_undisturbed_one(
-    start_job: StartJob, tmp_path: Path, schedule: tuple[str, ...]
-) -> None:
-    """A rank, or the launcher, is killed in its second step; the same command goes on to the same metrics and weights.
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("same_numbers")
 
-    Colocated, responses of the next step are begun before; the asynchronous run rolls out two turns, and its dump is
-    replayed. Evaluations draw two samples of a prompt.
-    """
-    colocated = schedule is PARTIAL
-    (tmp_path / "turns.py").write_text(TURNS)
-    limits = ("rollout.limits.turn_tokens=6", "rollout.max_response_tokens=32")  # there is room for the second turn
-    turns = () if colocated else (f"rollout.function={tmp_path / 'turns.py'}:two_turns", "rollout.dump=true", *limits)
-    (tmp_path / "reward.py").write_text(REWARD)
-    reward = f"reward.functions={{{tmp_path / 'reward.py'}:letters: 1.0}}"
-    brief = ("run.save_every=1", "data.eval.arithmetic.samples=2", f"run.steps={STEPS}")
-    settings = (reward, "engine.deterministic=true", *brief, *schedule, *turns)
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    assert outcome(start_job(f"run.folder={undisturbed}", *settings)).status == 0
-    job = start_job(f"run.folder={killed}", *settings)
-    job.wait_until(lambda: spans(killed, int(colocated), "TRAIN") == 2)
-    job.signal(signal.SIGKILL, rank=1 if colocated else None)
+
+@pytest.fixture(scope="module")
+def start(start_job: StartJob, folder: Path) -> Start:
+    """Starts a run of a name; evaluations draw two samples of a prompt."""
+    (folder / "turns.py").write_text(TURNS)
+    (folder / "reward.py").write_text(REWARD)
+    reward = f"reward.functions={{{folder / 'reward.py'}:letters: 1.0}}"
+    brief = ("run.save_every=1", "data.eval.arithmetic.samples=2", f"run.steps={STEPS}", "engine.deterministic=true")
+
+    def start_run(
+        name: str,
+        schedule: tuple[str, ...],
+        ranks: int = 2,
+        more: tuple[str, ...] = (),
+        command: tuple[str, ...] | None = None,
+    ) -> Job:
+        turns = (f"rollout.function={folder / 'turns.py'}:two_turns", *TWO_TURNS) if schedule is ASYNC else ()
+        command = command or (*LAUNCH[:-1], str(ranks))
+        return start_job(f"run.folder={folder / name}", reward, *brief, *schedule, *turns, *more, command=command)
+
+    return start_run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(start: Start) -> Outcome:
+    """The run of PARTIAL in the folder `partial`."""
+    return outcome(start("partial", PARTIAL))
+
+
+def check_killed(start: Start, folder: Path, name: str, schedule: tuple[str, ...], rank: int | None) -> None:
+    """Kill a rank, or the launcher, in the second step; start the same command again."""
+    job = start(name, schedule)
+    job.wait_until(lambda: spans(folder / name, 0 if rank is None else rank, "TRAIN") == 2)
+    job.signal(signal.SIGKILL, rank=rank)
     killed_job = outcome(job)
     assert (killed_job.status != 0, killed_job.left) == (True, [])
-    resumed = outcome(start_job(f"run.folder={killed}", *settings))
+    resumed = outcome(start(name, schedule))
     assert (resumed.status, resumed.err) == (0, "")
     assert "resumes after step 1" in resumed.out
-    steps = read_jsonl(killed / "metrics.jsonl")
-    assert [step["step"] for step in steps] == list(range(STEPS + 1))
-    assert evidence(killed) == evidence(undisturbed)
-    lags = [step["rollout/weight_version_lag/max"] for step in steps[1:]]
-    assert lags == ([0, 2, 2] if colocated else [0, 2, 4])  # two updates a step
-    if not colocated:
-        check_replay(start_job, undisturbed, tmp_path / "replayed", *settings)
+    assert [step["step"] for step in read_jsonl(folder / name / "metrics.jsonl")] == list(range(STEPS + 1))
 
 
-def check_replay(start_job: StartJob, run: Path, folder: Path, *settings: str) -> None:
-    """The dump of episodes trains the same policy, without engines; what they were given is masked."""
+def test_a_rank_that_is_killed_changes_nothing(undisturbed: Outcome, start: Start, folder: Path) -> None:
+    """Responses of the next step are begun before."""
+    assert undisturbed.status == 0
+    check_killed(start, folder, "partial_killed", PARTIAL, rank=1)
+    assert evidence(folder / "partial_killed") == evidence(folder / "partial")
+    lags = [step["rollout/weight_version_lag/max"] for step in read_jsonl(folder / "partial" / "metrics.jsonl")[1:]]
+    assert lags == [0, 2, 2]  # two updates a step
+
+
+def test_an_engine_that_is_killed_changes_nothing(undisturbed: Outcome, start: Start, folder: Path) -> None:
+    """It holds responses that were begun with the weights before; the other goes on with what was recorded of them."""
+    assert undisturbed.status == 0
+    job = start("partial_engine", PARTIAL)
+    job.wait_until(lambda: spans(folder / "partial_engine", 0, "GENERATE") >= 2)
+    job.kill_engine(0)
+    ended = outcome(job)
+    assert (ended.status, ended.left) == (0, [])
+    assert evidence(folder / "partial_engine") == evidence(folder / "partial")
+
+
+def test_a_launcher_that_is_killed_changes_nothing(start: Start, folder: Path) -> None:
+    """The asynchronous run rolls out two turns; the dump of its episodes trains the same policy, without engines."""
+    assert outcome(start("async", ASYNC)).status == 0
+    check_killed(start, folder, "async_killed", ASYNC, rank=None)
+    assert evidence(folder / "async_killed") == evidence(folder / "async")
+    lags = [step["rollout/weight_version_lag/max"] for step in read_jsonl(folder / "async" / "metrics.jsonl")[1:]]
+    assert lags == [0, 2, 4]
+    check_replay(start, folder / "async", folder / "replayed")
+
+
+def check_replay(start: Start, run: Path, folder: Path) -> None:
+    """What episodes were given is masked."""
     dump = run / "rollouts_dump"
     groups = [group for file in dump.rglob("*.parquet") for group, _ in read_groups(file)]
     samples = [sample for group in groups for sample in group.samples]
     assert samples
     assert all(0 < sample.given_tokens < len(sample.tokens) for sample in samples)
-    replayed = outcome(start_job(f"run.folder={folder}", *settings, "--replay", str(dump), command=ALONE))
+    replayed = outcome(start(folder.name, ASYNC, command=ALONE, more=("--replay", str(dump))))
     assert (replayed.status, replayed.err, replayed.left) == (0, "", [])
     steps, again = (read_jsonl(one / "metrics.jsonl")[-STEPS:] for one in (run, folder))
     for one, other in zip(steps, again, strict=True):
@@ -77,3 +116,13 @@ def check_replay(start_job: StartJob, run: Path, folder: Path, *settings: str) -
     before, after = weights(run), weights(folder)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_one_engine_and_two_give_the_same_numbers(start: Start, folder: Path) -> None:
+    """One rank trains; of the engines' ranks there are one, or two."""
+    jobs = [("one_engine", 1), ("two_engines", 2)]
+    for name, engines in jobs:
+        ended = outcome(start(name, (*ONE_STEP_OFF, f"engine.ranks={engines}"), 1 + engines))
+        assert (ended.status, ended.err) == (0, "")
+        assert read_jsonl(folder / name / "metrics.jsonl")[1]["sync/engines"] == engines
+    assert evidence(folder / "one_engine") == evidence(folder / "two_engines")

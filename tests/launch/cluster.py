@@ -37,7 +37,10 @@ KillWait=10
 SlurmctldPort={port}
 MpiDefault=none
 {nodes}
-PartitionName=main Nodes=n[1-3] Default=YES MaxTime=60 State=UP OverSubscribe=YES
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=n[1-3] Default=YES MaxTime=60 State=UP OverSubscribe=YES PriorityTier=1 GraceTime=120
+PartitionName=urgent Nodes=n[1-3] MaxTime=60 State=UP PriorityTier=9
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=4000 State=UNKNOWN"
 

@@ -1,10 +1,16 @@
 """Which nodes are bad, from handwritten reports."""
 
+import threading
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from grpo_mp.distributed.rates import neighbor_pairs
+from grpo_mp.distributed.rates import all_to_all_rate, measured_pairs, neighbor_pairs
+from grpo_mp.launch import nodes as nodes_module
+from grpo_mp.launch.job import BAD_NODES, name_crashed_node
 from grpo_mp.launch.nodes import NodeReport, bad_nodes
 
 GOOD = NodeReport("a", "torch 2", 0.0, 100 * 2**30, 90 * 2**30, None, all_reduce=100e9, all_to_all=20e9)
@@ -48,3 +54,68 @@ def test_three_or_more_nodes_have_two_neighbors_each(nodes: int, pairs: int) -> 
     assert len(set(neighbor_pairs(nodes))) == pairs
     if nodes > 2:
         assert all(sum(node in pair for pair in neighbor_pairs(nodes)) == 2 for node in range(nodes))
+
+
+def test_a_node_that_reaches_one_neighbor_is_good() -> None:
+    """The neighbors of a node that hangs wait for it, and have others."""
+    stuck = ("all-to-all with b fails: no answer in time",)
+    alone = replace(GOOD, node="b", all_to_all=None, unreached=("all-to-all with a fails: it is gone",))
+    reports = [replace(GOOD, unreached=stuck), alone, replace(GOOD, node="c", unreached=stuck)]
+    assert bad_nodes(reports) == {"b": "all-to-all with a fails: it is gone"}
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 7, 16])
+def test_a_node_is_measured_once_a_round(nodes: int) -> None:
+    rounds = measured_pairs(nodes)
+    assert sorted(pair for pairs in rounds[1:] for pair in pairs) == sorted(neighbor_pairs(nodes))
+    for pairs in rounds:
+        members = [node for pair in pairs for node in set(pair)]
+        assert len(members) == len(set(members))
+
+
+@pytest.mark.parametrize("bad", ["hangs", "fails"])
+def test_a_node_that_hangs_or_fails_is_named_and_no_neighbor(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of four nodes, two each, as threads; of the second node one is stuck in its first all-to-all, or fails."""
+    monkeypatch.setattr(nodes_module, "RATE_LIMIT_S", 6.0)
+    store, names, places = dist.HashStore(), list("abcd"), [0, 0, 1, 1, 2, 2, 3, 3]
+    real, stuck, reports = nodes_module.group_rate, threading.Event(), dict[int, NodeReport]()
+
+    def measured(store: Any, ranks: Any, rank: int, rate: Any) -> float:
+        if rank == 3 and rate is all_to_all_rate:
+            if bad == "fails":
+                raise RuntimeError("CUDA error: an illegal memory access")
+            stuck.wait(60.0)
+        return real(store, ranks, rank, rate)
+
+    def run(rank: int) -> None:
+        report = replace(GOOD, node=names[places[rank]], gpus=False)
+        reports[rank] = nodes_module.measure(report, store, names, places, rank)
+
+    monkeypatch.setattr(nodes_module, "group_rate", measured)
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(len(places))]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60.0)
+    stuck.set()
+    found = bad_nodes([replace(reports[rank], all_reduce=None) for rank in range(len(places))])
+    assert list(found) == ["b"]
+    assert "all-to-all with a fails: " in found["b"]
+    if bad == "fails":
+        assert "illegal memory access" in str(reports[3].unreached)
+
+
+@pytest.mark.parametrize(
+    ("how", "bad"), [("Killed", True), ("Segmentation fault", True), ("Exited with exit code 1", True), ("", False)]
+)
+def test_the_node_whose_check_crashed_first_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, bad: bool
+) -> None:
+    """By what srun says; a mistake of the user's is no node's fault."""
+    (tmp_path / "check_3.log").write_text("ImportError: libcuda.so.1\n")
+    lines = [f"srun: error: n2: task 3: {how or 'Exited with exit code 2'}", "srun: error: n1: tasks 0-1: Terminated"]
+    (tmp_path / "srun.log").write_text("\n".join(lines[: None if bad else 1]))
+    name_crashed_node(tmp_path)
+    said = f"bad node n2: its check crashed ({how}): ImportError: libcuda.so.1\n" if bad else ""
+    assert capsys.readouterr().out == said
+    assert (tmp_path / BAD_NODES).exists() == bad

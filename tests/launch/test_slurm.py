@@ -91,6 +91,23 @@ def test_a_job_that_gets_nowhere_is_not_started_for_ever(submit: Submit, tmp_pat
     assert (job.state, job.log.count("failed: error: "), "2 attempts of job" in job.log) == ("FAILED", 2, True), job.log
 
 
+def test_a_job_that_another_pushes_aside_goes_on_after_it(cluster: Cluster, submit: Submit, tmp_path: Path) -> None:
+    """Slurm tells its ranks, and gives them time to save; the script that waits for them hears nothing."""
+    steps = 12
+    job = submit(f"run.steps={steps}", "run.save_every=100", "run.export=false")
+    job.wait_for(f"step 2/{steps}")
+    urgent = ("sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null")
+    other = cluster.run(*urgent, "--wrap=sleep 1")
+    job.wait_for("resumes in a new attempt")
+    job.wait_requeued()
+    wait_until(lambda: "COMPLETED" in cluster.run("scontrol", "show", "job", other), "the urgent job", 120.0)
+    job.wait_end()
+    assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
+    assert "resumes after step" in job.log
+    steps_logged = [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert steps_logged == list(range(steps + 1))
+
+
 def test_cancelled_job_leaves_no_processes(cluster: Cluster, submit: Submit) -> None:
     job = submit("run.steps=50")
     job.wait_for("starting the engines")
@@ -132,6 +149,17 @@ def test_a_spare_takes_the_place_of_a_bad_node(submit: Submit, bad_second_node: 
     job = submit("run.steps=1", "run.export=false", spares=1, SITE=bad_second_node)
     job.wait_end()
     assert "bad node n2: it has torch 9.9" in job.log
+    assert "  n3: ranks 1-1; " in job.log
+    assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
+
+
+def test_a_spare_takes_the_place_of_a_node_whose_check_crashes(submit: Submit, tmp_path: Path) -> None:
+    crash = 'if [ "$SLURMD_NODENAME" = n2 ] && [[ "$*" = *launch.nodes* ]]; then kill -SEGV $$; fi\nexec "$@"\n'
+    (tmp_path / "wrapper.sh").write_text(crash)
+    (tmp_path / "site.sh").write_text(f"inside=(bash {tmp_path / 'wrapper.sh'})\n")
+    job = submit("run.steps=1", "run.export=false", spares=1, SITE=str(tmp_path / "site.sh"))
+    job.wait_end()
+    assert "bad node n2: its check crashed (Segmentation fault" in job.log
     assert "  n3: ranks 1-1; " in job.log
     assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
 

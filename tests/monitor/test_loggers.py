@@ -1,17 +1,22 @@
 """What the loggers leave on disk, read back by TensorBoard's own reader and by json."""
 
+import errno
 import json
 import math
+import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
+from grpo_mp.files import PatientFile
 from grpo_mp.monitor.curves import CURVES
 from grpo_mp.monitor.loggers import (
     JsonLinesLogger,
@@ -126,3 +131,92 @@ def test_fresh_start_in_a_used_folder_hides_the_old_curves(tmp_path: Path) -> No
             write_scalars(loggers, 0, {"reward/mean": value})
     assert curve(tmp_path, "reward/mean") == [(0, 2.0)]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_damaged_lines_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A host that went down leaves zeros, a bad disk anything; a last line without its end is that of a kill."""
+    file = tmp_path / "metrics.jsonl"
+    damaged = [bytes(30), b"\xff\xfe", b"[1]", b'{"step": "x"}', b'{"step": 2, "reward/mean": "x"}', b"[" * 100_000]
+    whole = [b'{"step": 0, "reward/mean": null}', b'{"step": 1, "reward/mean": 0.5}']
+    file.write_bytes(b"\n".join([whole[0], *damaged, whole[1], b'{"step": 2, "rew']))
+    assert read_metrics(file) == [json.loads(line) for line in whole]
+    assert f"{file}: line 2, 3, 4, 5, 6 is damaged and left out" in caplog.text
+    with opened(tmp_path, first_step=1) as loggers:
+        write_scalars(loggers, 1, {"reward/mean": 0.25})
+    assert file.read_text() == '{"step": 0, "reward/mean": null}\n{"step": 1, "reward/mean": 0.25}\n'
+
+
+def test_a_line_is_on_disk_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that is saved next counts on it."""
+    synced, fsync = list[int](), os.fsync
+    file = tmp_path / "metrics.jsonl"
+
+    def record(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").readlink() == file:
+            synced.append(os.fstat(descriptor).st_size)
+        fsync(descriptor)
+
+    with opened(tmp_path) as loggers:
+        monkeypatch.setattr(os, "fsync", record)
+        for step in range(3):
+            write_scalars(loggers, step, {"reward/mean": 0.5})
+            assert synced[-1] == file.stat().st_size
+    assert len(synced) == 3
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_what_the_disk_does_not_take_comes_later_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str
+) -> None:
+    """A network's disk refuses at fsync what it took at write, which is then lost; half of a line may be written."""
+    refuses = False
+    real_fsync, real_write = os.fsync, FileIO.write
+
+    def fsync(descriptor: int) -> None:
+        if refuses and call == "fsync":
+            raise OSError(number, os.strerror(number))
+        real_fsync(descriptor)
+
+    class Disk(FileIO):
+        def write(self, content: Any) -> int:
+            if not refuses or call != "write":
+                return real_write(self, content)
+            real_write(self, bytes(content)[: len(content) // 2])
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "open", lambda path, mode, buffering=-1: Disk(path, mode.replace("b", "")))
+    lines = PatientFile(tmp_path / "lines", durable=True)
+    for step in range(4):
+        refuses = step in (1, 2)
+        lines.write(b"line %d\n" % step)
+        said = lines.flush()
+        assert (said.errno if said else None) == (number if refuses else None)
+    monkeypatch.undo()
+    assert (tmp_path / "lines").read_bytes() == b"line 0\nline 1\nline 2\nline 3\n"
+    lines.close()
+
+
+def test_tensorboard_and_metrics_go_on_where_the_disk_was_full(small_disk: Callable[[int], Path]) -> None:
+    """And a save that comes before there is room says so."""
+    folder = small_disk(131_072)
+    with opened(folder) as loggers:
+        write_scalars(loggers, 0, {"reward/mean": 0.5})
+        ballast = folder / "ballast"
+        with ballast.open("wb", buffering=0) as stream, suppress(OSError):
+            while True:
+                stream.write(bytes(512))
+        texts = {"rollout/samples": "x" * 20_000}
+        for step in range(1, 4):
+            scalars = {name: float(step) for name in ("reward/mean", "train/grad_norm", "train/lr")}
+            write_metrics(loggers, step, scalars, {}, texts)
+        for number in range(80):  # until the page of its last line is full
+            write_scalars(loggers, 4 + number, {"reward/mean": 0.5, "train/grad_norm": 1.0, "train/lr": 0.1})
+        with pytest.raises(OSError, match=r"No space left on device: .*metrics.jsonl"):
+            loggers[1].flush()
+        ballast.unlink()
+        for logger in loggers:
+            logger.flush()
+    assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == list(range(84))
+    assert [step for step, _ in curve(folder, "reward/mean")] == list(range(84))

@@ -117,3 +117,11 @@ def test_spread_is_even_and_never_repeats() -> None:
     assert evenly_spaced(groups, 0) == []
     assert evenly_spaced(groups, 9) == groups
     assert [g.prompt.index for g in evenly_spaced(groups, 3)] == [0, 2, 4]
+
+
+def test_copies_of_users_are_left_alone(tmp_path: Path) -> None:
+    write_samples(tmp_path, 60, [make_group(0)])
+    copy = tmp_path / "samples" / "step_000060_best.jsonl"
+    copy.write_text("mine")
+    drop_later_files(tmp_path, first_step=3)
+    assert list((tmp_path / "samples").iterdir()) == [copy]

@@ -126,3 +126,24 @@ def test_a_full_disk_ends_neither_trace_nor_log(
     assert {event["name"] for event in events if event["ph"] == "E"} == {"room", *(f"full {n}" for n in range(200))}
     assert log_file(folder, 0).read_text().endswith("there is room\n")
     assert capfd.readouterr().err == ""
+
+
+def test_a_damaged_trace_loses_the_damaged_lines_only(tmp_path: Path) -> None:
+    """Zeros of a host that went down, a line of another program, bytes that are no text, a span without its begin."""
+    timeline = Timeline(tmp_path, rank=0)
+    with timeline.span("GENERATE"):
+        pass
+    with timeline.span("TRAIN"):
+        pass
+    timeline.close()
+    path = trace_path(tmp_path, 0)
+    lines = path.read_bytes().split(b"\n")
+    begin = next(place for place, line in enumerate(lines) if b'"B"' in line and b"GENERATE" in line)
+    lines[begin] = bytes(80)
+    lines[-2:] = [b"{}", b"[1, 2],", b'{"ph": "B", "name": "torn', b"\xff\xfe", b"[" * 100_000, bytes(4096)]
+    path.write_bytes(b"\n".join(lines))
+    Timeline(tmp_path, rank=0).close()
+    events = json.loads(path.read_text())
+    assert [event["name"] for event in events if event["ph"] == "B"] == ["TRAIN"]
+    merge_traces(tmp_path)
+    assert json.loads((tmp_path / "trace.json").read_text())

@@ -10,7 +10,8 @@ from grpo_mp.episodes.protocol import Episode, Policy, Task
 from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import SamplingParams
-from grpo_mp.rollout.worker import PausedGroup, RolloutTask, RolloutWorker, RunningGroup, pause_running
+from grpo_mp.rollout.groups import PausedGroup, RunningGroup
+from grpo_mp.rollout.worker import RolloutTask, RolloutWorker, pause_running
 from grpo_mp.types import SampleGroup
 from tests.rollout.engineless import TextClient, make_prompt, make_runner, roll_out
 

@@ -71,7 +71,7 @@ def test_a_group_past_its_limit_counts_as_wrong_answers(tiny_run: TinyRun) -> No
         engine.has_restarted = lambda: False
         rollout.engine = engine
         prompts = [Prompt(number, "?", (number,), answer="7") for number in range(4)]
-        groups = rollout.evaluate(prompts, scorer, "arithmetic", 0, 0, dist.HashStore(), lambda: None)
+        groups = rollout.evaluate(prompts, scorer, "arithmetic", 0, 0, dist.HashStore(), lambda: None, {}, frozenset())
     assert groups
     assert [group.prompt.index for group in groups] == [0, 1, 2, 3]
     score = score_eval_set([info for group in groups for info in sample_infos(group)])

@@ -22,7 +22,7 @@ from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout import journal
 from grpo_mp.rollout.dump import checksum_file, read_groups, write_groups
-from grpo_mp.rollout.worker import oldest_version
+from grpo_mp.rollout.groups import oldest_version
 from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 from tests.episodes.test_chat import CALLING, ENDS, make_renderer

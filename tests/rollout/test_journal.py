@@ -1,4 +1,5 @@
 import json
+import os
 import random
 import time
 from dataclasses import replace
@@ -13,8 +14,8 @@ from grpo_mp.episodes.protocol import Episode, Segment
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import EngineOutput
 from grpo_mp.rollout.episodes import Outcome, as_sample
+from grpo_mp.rollout.groups import EndedGroup, PausedGroup
 from grpo_mp.rollout.journal import GroupJournal, best_records, journal_file, load, prune, read_records
-from grpo_mp.rollout.worker import EndedGroup, PausedGroup
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 PROMPT = Prompt(7, "How much?", (5, 6), "3", {"level": "hard"}, epoch=2)
@@ -111,7 +112,9 @@ def test_groups_without_tokens_are_left_out(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_anywhere_keeps_what_is_whole_and_goes_on(tmp_path: Path) -> None:
     content = written(tmp_path, FINISHED, PAUSED).read_bytes()
     first = read_records(journal_file(tmp_path, 3, 1))[0]
-    for length in range(len(content)):
+    end = first.offset + first.size
+    # Each append waits for the disk: not every length, but all around the records' headers and ends.
+    for length in sorted({*range(12), *range(end - 2, end + 12), *range(0, len(content), 97), len(content) - 1}):
         file = journal_file(tmp_path / str(length), 3, 1)
         file.parent.mkdir(parents=True)
         file.write_bytes(content[:length])
@@ -155,3 +158,32 @@ def test_what_is_trained_on_is_removed(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text(json.dumps({}))
     prune(tmp_path, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_000004"]
+
+
+@pytest.mark.parametrize("zeros", [1, 8, 4096])
+def test_zeros_at_the_end_are_no_record(tmp_path: Path, zeros: int) -> None:
+    """A host that goes down may leave a file longer than what was written: 8 zeros are a header with a right CRC."""
+    file = written(tmp_path, FINISHED)
+    with file.open("ab") as stream:
+        stream.write(bytes(zeros))
+    assert [record.key[0] for record in read_records(file)] == [40]
+    GroupJournal(tmp_path, 1).append(3, 50, EPISODE, STATS, kept=False)
+    assert [record.key[0] for record in read_records(file)] == [40, 50]
+
+
+def test_a_record_is_on_disk_when_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So are the folders that list its file."""
+    synced, fsync = list[tuple[Path, int]](), os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append((Path(f"/proc/self/fd/{descriptor}").readlink(), os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    folder = tmp_path / "run" / "rollouts"
+    journal = GroupJournal(folder, 1)
+    for group_id in (40, 41):
+        journal.append(3, group_id, FINISHED, STATS, kept=True)
+        file = journal_file(folder, 3, 1)
+        assert (file, file.stat().st_size) in synced
+    assert {file.parent, folder, folder.parent} <= {path for path, _ in synced}

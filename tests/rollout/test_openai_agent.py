@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 from transformers.utils import get_json_schema
 
 from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
+from grpo_mp.episodes.openai_agent import OpenAIAgent
 from grpo_mp.episodes.protocol import Task
 from grpo_mp.errors import UserError
 from grpo_mp.examples.calculator import calculator
@@ -244,3 +245,24 @@ def test_what_is_no_agent_is_refused(args: dict[str, str], message: str) -> None
     with pytest.raises(UserError) as refused:
         ROLLOUT_FUNCTIONS.resolve("openai_agent", "rollout.function", args)
     assert message in str(refused.value)
+
+
+def test_a_command_finds_no_secret_of_the_run(
+    roll_out: RollOut, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "GRPO_MP_ANYTHING", "HTTPS_PROXY", "MY_KEY"):
+        monkeypatch.setenv(name, "secret")
+    seen = tmp_path / "seen"
+    show = f"import json, os; open({str(seen)!r}, 'w').write(json.dumps(dict(os.environ)))"
+    roll_out(
+        "openai_agent", function_args={"command": [sys.executable, "-c", show], "environment": ["MY_KEY"]}, count=1
+    )
+    found = json.loads(seen.read_text())
+    assert [name for name, value in found.items() if value == "secret"] == ["MY_KEY"]
+    assert {"OPENAI_BASE_URL", "OPENAI_API_KEY", "PATH", "HOME"} <= found.keys()
+
+
+@pytest.mark.parametrize("environment", ["MY_KEY", ["NOT_SET"]])
+def test_variables_that_are_not_set_are_named(environment: Any) -> None:
+    with pytest.raises(UserError, match=r"environment is a list of variables that are set, and .* is none"):
+        OpenAIAgent(command="true", environment=environment)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
-from grpo_mp.rollout.worker import PausedGroup, RolloutTask, RolloutWorker
+from grpo_mp.rollout.groups import PausedGroup
+from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
 from grpo_mp.types import Prompt, SampleGroup
 
 PROMPT = Prompt(0, "", (5, 6, 7, 8, 9, 10, 11, 12))

@@ -10,7 +10,8 @@ import pytest
 
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams, sampling_seed
 from grpo_mp.rollout.engine_args import EngineSpec
-from grpo_mp.rollout.worker import RolloutTask, joined
+from grpo_mp.rollout.groups import joined
+from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.types import Prompt
 from tests.engines import started_engine
 from tests.rollout.conftest import REQUEST_TIMEOUT_S, START_TIMEOUT_S

@@ -17,8 +17,8 @@ from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.client import Capabilities, EngineClient, EngineOutput
 from grpo_mp.rollout.engine_args import ENGINE_SITE, check_arguments, known_arguments
+from grpo_mp.rollout.groups import joined
 from grpo_mp.rollout.speculation import check_speculation, speculative_arguments
-from grpo_mp.rollout.worker import joined
 
 
 def engine(args: dict[str, Any] | None = None, **speculative: Any) -> EngineConfig:

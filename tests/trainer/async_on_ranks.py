@@ -31,9 +31,10 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout import stream as stream_module
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
+from grpo_mp.rollout.groups import LaunchedGroups
 from grpo_mp.rollout.request_limits import RequestLimits
 from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker
+from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
 from grpo_mp.trainer.collect import RolloutCollector
 from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 from tests.trainer.one_step import OneStep, make_batch

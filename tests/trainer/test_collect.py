@@ -24,16 +24,9 @@ from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.rendezvous import FAILURE, is_first_failure
 from grpo_mp.errors import EngineError, UserError
 from grpo_mp.rewards.scorer import RewardStats
+from grpo_mp.rollout.groups import EndedGroup, LaunchedGroups
 from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import (
-    EndedGroup,
-    HealthCheck,
-    LaunchedGroups,
-    RolloutTask,
-    RolloutWorker,
-    give_back,
-    pause_running,
-)
+from grpo_mp.rollout.worker import HealthCheck, RolloutTask, RolloutWorker, give_back, pause_running
 from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
 from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 from tests.rollout.fake_engine import FakeEngine, draw_length, token_of

@@ -1,5 +1,8 @@
 """What a run needs of its disk, against what one has written, and on file systems that are really small."""
 
+import errno
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,9 +47,10 @@ def test_too_small_for_the_run_is_a_warning_until_it_has_what_it_keeps(small_dis
 @pytest.mark.parametrize(
     ("settings", "checkpoints", "exports", "rollouts"),
     [
-        (("run.save_every=1", "run.steps=9"), 3, 1, 2),
+        (("run.save_every=1", "run.steps=9"), 3, 1, 3),
+        (("run.save_every=1", "run.steps=9", "run.keep_checkpoints=1"), 2, 1, 2),
         (("run.save_every=0", "run.steps=9", "run.export=false"), 1, 0, 9),
-        (("run.save_every=5", "run.steps=9", "run.export_every=2", "rollout.dump=true"), 2, 5, 6 + 9),
+        (("run.save_every=5", "run.steps=9", "run.export_every=2", "rollout.dump=true"), 2, 5, 9 + 9),
     ],
 )
 def test_what_a_run_keeps_at_a_time(
@@ -88,3 +92,29 @@ def test_what_a_step_records_is_bounded(tiny_run: TinyRun, tmp_path: Path, repla
     written = [file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()]
     assert need.rollouts * 0.6 < max(written) < need.rollouts
     assert min(written) > 0
+
+
+def test_a_slow_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here each byte that is synced takes a tenth of a microsecond: 10 MB/s."""
+    now, fsync = [0.0], os.fsync
+
+    def slow(descriptor: int) -> None:
+        now[0] += os.fstat(descriptor).st_size / 10e6
+        fsync(descriptor)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(os, "fsync", slow)
+    (warning,) = check_disk(tmp_path / "run", NEED, probes=True)
+    assert "takes 10.0 MB/s, so one rank would write a checkpoint of 2,000,000 bytes in 0 s: name another" in warning
+    assert list(tmp_path.iterdir()) == []
+    assert list(check_disk(tmp_path / "run", NEED)) == []
+
+
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EROFS, errno.EIO], ids=errno.errorcode.get)
+def test_a_disk_that_takes_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(UserError, match=rf"takes no files \({os.strerror(number)}\): choose another"):
+        list(check_disk(tmp_path / "run", NEED, probes=True))

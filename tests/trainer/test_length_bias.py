@@ -19,9 +19,10 @@ import torch.distributed as dist
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
+from grpo_mp.rollout.groups import LaunchedGroups
 from grpo_mp.rollout.request_limits import RequestLimits
 from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import LaunchedGroups, RolloutTask, RolloutWorker
+from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
 from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
 from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 from tests.trainer.test_collect import FakeScorer, FakeTokenizer, collector

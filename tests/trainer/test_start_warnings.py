@@ -105,3 +105,27 @@ def test_larger_weight_syncs_are_announced(layout: dict[str, int], args: dict[st
     warnings = sync_warnings(settings, named_config("Qwen3-30B-A3B"), fp8=True)
     assert len(warnings) == len(sentences)
     assert all(sentence in warning for sentence, warning in zip(sentences, warnings, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "staleness", "tokens_ahead", "warned"),
+    [
+        ("colocated", 0, None, False),
+        ("colocated", 1, None, True),
+        ("colocated", 1, 6, False),
+        ("async", 2, None, True),
+        ("async", 2, 6, False),
+        ("one_step_off", 1, None, False),
+    ],
+)
+def test_the_same_numbers_need_weights_that_no_clock_decides(
+    schedule: str, staleness: int, tokens_ahead: int | None, warned: bool
+) -> None:
+    corrected = {"rollout_correction": {"kind": "truncate", "high": 2.0}}
+    settings = settings_of(corrected)
+    rollout = settings.rollout.model_copy(update={"max_staleness": staleness, "tokens_ahead": tokens_ahead})
+    engine = settings.engine.model_copy(update={"deterministic": True, "ranks": int(schedule != "colocated")})
+    told = start_warnings(
+        settings.model_copy(update={"rollout": rollout, "engine": engine, "schedule": schedule}), fp8=False
+    )
+    assert [("the clock decides which weights draw a token" in sentence) for sentence in told] == [True] * warned

@@ -1,0 +1,101 @@
+"""Groups of responses as they come out of an engine: finished, paused, still running, or past their limit."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from grpo_mp.rollout.client import EngineOutput
+from grpo_mp.rollout.routed_experts import joined_routed_experts
+from grpo_mp.types import Prompt, Sample, SampleGroup
+
+
+@dataclass(frozen=True)
+class PausedGroup:
+    """A group that is not finished: some of `outputs` are `aborted`, with the tokens after which they go on.
+
+    Of episodes it has those `samples` that had ended; the others begin anew.
+    """
+
+    prompt: Prompt
+    outputs: tuple[EngineOutput, ...] = ()
+    samples: tuple[Sample, ...] = ()
+
+
+EndedGroup = SampleGroup | PausedGroup
+
+
+def oldest_version(group: EndedGroup, default: int) -> int:
+    """Return the oldest weights that generated a token of a group; `default` where none did."""
+    # What an episode was given has no weights; a response begins with what was generated, or has nothing else.
+    sequences = [sequence for sample in group.samples for sequence in sample.sequences]
+    versions = [s.weight_versions for s in sequences if not s.generated or s.generated[0]]
+    if isinstance(group, PausedGroup):
+        versions += [output.weight_versions for output in group.outputs]
+    return min((of_part[0] for of_part in versions if of_part), default=default)
+
+
+@dataclass(frozen=True)
+class RunningGroup:
+    """A group that goes on while the next step begins."""
+
+    task: asyncio.Task[EndedGroup]
+
+
+LaunchedGroups = Mapping[int, EndedGroup | RunningGroup]  # by number in the step's launch order
+
+
+def make_samples(
+    prompt: Prompt, outputs: Sequence[EngineOutput], texts: Sequence[str], group_id: int
+) -> tuple[Sample, ...]:
+    """Make samples of outputs; those without a token are left out."""
+    return tuple(
+        Sample(
+            group_id=group_id,
+            index=index,
+            prompt_tokens=prompt.tokens,
+            tokens=output.tokens,
+            rollout_logprobs=output.logprobs,
+            weight_versions=output.weight_versions,
+            truncated=output.truncated,
+            routed_experts=output.routed_experts,
+            verify_steps=output.verify_steps,
+            text=text,
+        )
+        for index, (output, text) in enumerate(zip(outputs, texts, strict=True))
+        if output.tokens
+    )
+
+
+def unanswered(prompt: Prompt, group_id: int, count: int, end_token: int) -> SampleGroup:
+    """Return a group that took too long as `count` samples that say nothing: each is given one `end_token`."""
+    sample = Sample(
+        *(group_id, 0, prompt.tokens, (end_token,), (0.0,), (0,)),
+        truncated=True,
+        generated=(False,),
+        state="timeout",
+        error="it took longer than rollout.group_timeout_s",
+    )
+    return SampleGroup(prompt, tuple(replace(sample, index=index) for index in range(count)))
+
+
+def as_unfinished(group: EndedGroup, group_id: int) -> SampleGroup:
+    """Return a paused group as one that is not scored; a finished one as it is."""
+    if isinstance(group, SampleGroup):
+        return group
+    samples = make_samples(group.prompt, group.outputs, [""] * len(group.outputs), group_id)
+    return SampleGroup(group.prompt, (*samples, *group.samples), finished=False)
+
+
+def joined(output: EngineOutput, more: EngineOutput) -> EngineOutput:
+    """Return a response with what was generated after it; every token keeps its logprob, weight version and experts."""
+    return replace(
+        more,
+        tokens=output.tokens + more.tokens,
+        logprobs=output.logprobs + more.logprobs,
+        weight_versions=output.weight_versions + more.weight_versions,
+        verify_steps=output.verify_steps + more.verify_steps,
+        cached_tokens=output.cached_tokens + more.cached_tokens,
+        routed_experts=joined_routed_experts(
+            *(output.routed_experts, more.routed_experts, len(output.tokens), len(more.tokens))
+        ),
+    )

@@ -1,0 +1,49 @@
+"""A rank ends with the process that started it, also where that is gone before the rank asks for it."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_mp.processes import LAUNCHER_PID
+
+RANK = """
+import os, sys, time
+from pathlib import Path
+parent = os.getppid()
+Path(sys.argv[1]).write_text(str(os.getpid()))
+while os.getppid() == parent and sys.argv[2] == "early":
+    time.sleep(0.01)
+from grpo_mp.processes import end_with_launcher
+end_with_launcher()
+time.sleep(60)
+"""
+LAUNCHER = """
+import os, subprocess, sys, time
+from pathlib import Path
+if sys.argv[4] == "ours":
+    os.environ[sys.argv[5]] = str(os.getpid())
+os.environ["TORCHELASTIC_RUN_ID"] = "1"
+subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2], sys.argv[3]])
+while not Path(sys.argv[2]).exists() or not Path(sys.argv[2]).read_text():
+    time.sleep(0.01)
+time.sleep(0 if sys.argv[3] == "early" else 3)
+"""
+
+
+@pytest.mark.skipif(b"torch" in Path("/proc/1/cmdline").read_bytes(), reason="process 1 is torchrun")
+@pytest.mark.parametrize("launcher", ["ours", "torchrun"])
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_a_rank_ends_with_its_launcher(tmp_path: Path, launcher: str, when: str) -> None:
+    """Its launcher ends before it has called `end_with_launcher`, or after; torchrun does not say its number."""
+    file = tmp_path / "pid"
+    command = [sys.executable, "-c", LAUNCHER, RANK, str(file), when, launcher, LAUNCHER_PID]
+    subprocess.run(command, check=True, timeout=60, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
+    rank, deadline = int(file.read_text()), time.monotonic() + 20.0
+    while psutil.pid_exists(rank) and psutil.Process(rank).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the rank is left behind"
+        time.sleep(0.05)

@@ -1,0 +1,76 @@
+"""What a step trains on and counts depends neither on engines that die nor on which is faster."""
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from grpo_mp.checkpoint.run_state import TrainState
+from grpo_mp.config.sections import EngineConfig
+from tests.rollout.fake_engine import FakeEngine
+from tests.trainer.test_collect import MortalEngine, collector, run_steps
+
+
+@pytest.mark.parametrize(
+    ("schedule", "max_staleness"), [("colocated", 1), ("colocated", 2), ("async", 2), ("async", 3)]
+)
+def test_the_weights_of_a_token_do_not_depend_on_engines_that_die(
+    one_rank_job: Any, schedule: str, max_staleness: int
+) -> None:
+    """What a lost engine held of groups that were begun with older weights goes on elsewhere from its last pause."""
+
+    def drawn(seed: int | None) -> tuple[dict[int, list[Any]], int]:
+        random, steps, deaths, trained = Random(seed), 8, 0, dict[int, list[Any]]()
+        engines: list[Any] = [MortalEngine(index, 1e-4) for index in range(2)]
+        ahead = {"max_staleness": max_staleness, "tokens_ahead": 7}
+        collect = collector(one_rank_job, engines, 6, {}, schedule=schedule, steps=steps, **ahead)
+
+        def revive() -> None:
+            nonlocal deaths
+            for engine in engines:
+                deaths += engine.is_lost
+                engine.is_lost = False
+
+        collect.recovery.run = collect.recovery.begin_step = revive
+        state = TrainState()
+        for step in range(1, steps + 1):
+            if seed is not None:
+                engines[step % 2].lives = random.randint(2, 12)
+            batch = collect.collect(state, step)
+            samples = [sample for group in batch.groups for sample in group.samples]
+            trained[step] = sorted((s.prompt_tokens, s.index, s.tokens, s.weight_versions) for s in samples)
+            state = replace(batch.state, step=step, optimizer_step=step)
+            collect.finish_generation()
+            for engine in engines:
+                engine.version = step
+            collect.synced_step = step
+        return trained, deaths
+
+    undisturbed, none = drawn(None)
+    assert none == 0
+    assert any(len(set(versions)) > 1 for rows in undisturbed.values() for *_, versions in rows)
+    lost = 0
+    for seed in range(3):
+        disturbed, deaths = drawn(seed)
+        assert disturbed == undisturbed
+        lost += deaths
+    assert lost > 3
+
+
+def test_deterministic_engines_count_what_no_clock_decides(one_rank_job: Any) -> None:
+    """Of refills and of groups launched at once, those behind the last that the step needs: here one engine is slow."""
+
+    def counted(slow_s: float, filter_: dict[str, Any]) -> list[Any]:
+        engines = [FakeEngine(0, 1e-4), FakeEngine(1, slow_s)]
+        collect: Any = collector(one_rank_job, engines, 9, filter_, solved_streak=1)
+        collect.settings.engine = EngineConfig(deterministic=True)
+        rows = []
+        for batch in run_steps(collect, engines, 5):
+            ids = sorted({info.group_id for info in batch.launched})
+            rows.append((ids, batch.dropped, batch.length_bias, sum(info.response_tokens for info in batch.launched)))
+            rows.append((batch.state.groups_launched, batch.state.solved_streak, batch.state.skipped_until))
+        return rows
+
+    for filter_ in ({"zero_std": "refill"}, {"oversample_factor": 1.5}):
+        assert counted(1e-4, filter_) == counted(1.5e-3, filter_)
