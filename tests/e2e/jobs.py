@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from signal import SIGKILL, Signals
 from socket import SOCK_DGRAM
 from typing import Any
 
@@ -80,7 +81,7 @@ class Job:
         else:
             self._rank(rank).send_signal(number)
 
-    def kill_engine(self, index: int, number: signal.Signals = signal.SIGKILL) -> None:
+    def kill_engine(self, index: int, number: Signals = SIGKILL) -> None:
         """Kill the processes of an engine as soon as there are some; those that watch it end by themselves."""
 
         def processes() -> list[psutil.Process]:
