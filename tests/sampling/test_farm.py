@@ -17,7 +17,8 @@ from grpo_mp.sampling.farm import SampleFarm
 from grpo_mp.sampling.results import GROUPS, recorded_share
 from grpo_mp.types import Prompt, SampleGroup
 from tests.rollout.fake_engine import FakeEngine, draw_length, token_of
-from tests.trainer.test_collect import MortalEngine, OneRankRollout, StuckEngine
+from tests.trainer.test_collect import MortalEngine, OneRankRollout
+from tests.trainer.test_lost_engines import StuckEngine
 
 PROMPTS, LONGEST, GROUP = 60, 60, 3
 

@@ -124,8 +124,9 @@ def test_a_killed_job_generates_again_only_what_was_running(
     assert killed == undisturbed
     if not max_staleness:  # else some are paused and asked for again
         assert requests <= least + len(DONE_WHEN_KILLED) * SLOTS
-    assert len(list((tmp_path / "killed/rollouts").iterdir())) <= 2 * 3 + max_staleness + 1
-    assert (tmp_path / "killed/rollouts/step_000004").exists()  # for a start that finds the checkpoint of 6 damaged
+    folders = sorted(folder.name for folder in (tmp_path / "killed/rollouts").iterdir())
+    assert len(folders) <= 2 * 3 + max_staleness + 1
+    assert folders[0] <= "step_000004"  # what a start needs that finds the checkpoint of 6 damaged
 
 
 @pytest.mark.parametrize("updates", [0, 1, 3])
