@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from grpo_mp.monitor.side_process import LIMIT_S, SideProcess
+from grpo_mp.monitor.side_process import LIMIT_S, NICENESS, SideProcess
 
 PLAN, REPORT = "plan.json", "report.html"
 
@@ -32,15 +32,15 @@ class Reporter:
         """Begin the report of all steps."""
         if self._every is not None:
             self._show(self._report.finish())
-            self._begin_report()
+            self._begin_report(niceness=0)  # the run waits for it
 
     def finish(self, limit_s: float = LIMIT_S) -> None:
         """Wait for what is being written, at most `limit_s` for each."""
         for process in (self._plan, self._report):
             self._show(process.finish(limit_s))
 
-    def _begin_report(self) -> None:
-        self._show(self._report.start(["report", str(self._folder)]))
+    def _begin_report(self, niceness: int = NICENESS) -> None:
+        self._show(self._report.start(["report", str(self._folder)], niceness))
 
     def _show(self, text: str | None) -> None:
         if text:

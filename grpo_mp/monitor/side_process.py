@@ -1,4 +1,4 @@
-"""A command beside the run, of the lowest priority: it neither delays the run nor fails it."""
+"""A command beside the run, of the lowest priority while it goes on: it neither delays the run nor fails it."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ class SideProcess:
         self._name, self._log = name, log
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, arguments: Sequence[str]) -> str | None:
+    def start(self, arguments: Sequence[str], niceness: int = NICENESS) -> str | None:
         """Start it, unless the last one is still at work; return a note where that one failed or this cannot start."""
         note = self._note()
         if self._process is not None:
@@ -31,7 +31,8 @@ class SideProcess:
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
                 )
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
+            if niceness:
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
         except OSError as error:
             return f"{self._name}: not started: {error.strerror}"
         return note
