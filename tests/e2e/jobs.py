@@ -2,13 +2,13 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from signal import SIGKILL, Signals
 from socket import SOCK_DGRAM
 
 import psutil
@@ -68,14 +68,14 @@ class Job:
                 raise AssertionError(f"waited too long:\n{self.err}")
             time.sleep(0.02)
 
-    def signal(self, number: signal.Signals, rank: int | None = None) -> None:
+    def signal(self, number: Signals, rank: int | None = None) -> None:
         """To one rank, or to the launcher as a terminal or a scheduler does."""
         if rank is None:
             self._process.send_signal(number)
         else:
             self._rank(rank).send_signal(number)
 
-    def kill_engine(self, index: int, number: signal.Signals = signal.SIGKILL) -> None:
+    def kill_engine(self, index: int, number: Signals = SIGKILL) -> None:
         """Kill the processes of an engine as soon as there are some; those that watch it end by themselves."""
 
         def processes() -> list[psutil.Process]:
