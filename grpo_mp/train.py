@@ -216,6 +216,7 @@ def sync_weights(ctx: RolloutContext) -> dict[str, float]:
             ctx.collector.finish_generation()
         reports = ctx.recovery.update_weights(ctx.weight_sync, ctx.state.optimizer_step)
         ctx.collector.synced_step = ctx.state.step
+    ctx.engine_check.check_unchanged(ctx.state.step, ctx.state.optimizer_step)
     return sync_metrics(largest_report(reports), ctx.engine_check.run(ctx.state.optimizer_step))
 
 

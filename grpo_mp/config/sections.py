@@ -415,6 +415,13 @@ class SyncConfig(Section):
         "CPU, with model.dtype=float32, on GPUs of their own, or with engine.args.enable_weights_cpu_backup; otherwise "
         "they free them while they sleep, and each sync sends all",
     )
+    check_delta_every: int = Field(
+        20,
+        ge=0,
+        description="steps between checks of what `delta` leaves out: it is sent after all, and the engine's checksums "
+        "before and after (SGLang /weights_checker) tell whether it had it. A tensor that was wrong is right then, and "
+        "named in a warning; 0: never",
+    )
     pause: PauseMode = Field(
         "retract",
         description="how running requests wait for new weights with schedule=async. retract: their cache is computed "

@@ -23,6 +23,7 @@ class ChangeTracker:
         self._numbers = {name: number for number, name in enumerate(names)}
         self._group = group
         self._sent: dict[str, int] = {}
+        self.unchanged: frozenset[str] = frozenset()  # names that the last call did not return
         self._factors: Tensor | None = None
 
     def take_changes(self, tensors: Mapping[str, Tensor]) -> set[str]:
@@ -36,7 +37,9 @@ class ChangeTracker:
             changed[self._numbers[name]] = self._sent.get(name) != fingerprint
         dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
         self._sent = now
-        return {name for name, number in self._numbers.items() if changed[number]}
+        names = {name for name, number in self._numbers.items() if changed[number]}
+        self.unchanged = frozenset(self._numbers.keys() - names)
+        return names
 
     def forget(self) -> None:
         """Let the next call return all names: what was sent is not known to be there any more."""

@@ -1,5 +1,6 @@
 """Check after a weight sync that every engine computes the policy's logprobs; where not, find the wrong tensor."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from grpo_mp.weight_sync.compare import (
     compare,
     comparison_sequences,
     describe_difference,
+    describe_repair,
     pool_reports,
     trimmed_mean,
     worst_report,
@@ -33,6 +35,7 @@ from grpo_mp.weight_sync.update import WeightSync
 
 PROMPTS = 4  # of the train data, scored beside the random sequences
 Sequences = Sequence[tuple[int, ...]]
+LOGGER = logging.getLogger(__name__)
 
 
 class EngineDisagreesError(EngineError):
@@ -80,6 +83,37 @@ class EngineCheck:
                     self.engines.lose_engine(error)
         return worst_report([pool_reports(sets) for sets in by_engine])
 
+    def check_unchanged(self, step: int, version: int) -> None:
+        """Check by checksum, every `sync.check_delta_every` steps, the weights that the last sync left out.
+
+        They are sent after all, which changes no tensor of an engine that has them; one that it changes is right
+        then, and is named in a warning. Every rank must call this, after the sync as `version`.
+        """
+        every = self.settings.sync.check_delta_every
+        if not every or step % every or not self.weight_sync.unchanged:
+            return
+        with self.phases.phase(Phase.SYNC, "check of unchanged weights"):
+            before = self._checksums()
+            self.weight_sync.send_unchanged(version)
+            again = self._checksums()
+        if before and again and (repair := describe_repair(before, again)):
+            LOGGER.warning(
+                "engine %d: %s, though they had been sent before: they are now; what it generated in the %d steps "
+                "up to step %d (sync.check_delta_every) may be of wrong weights",
+                self.engines.host_ranks.index(self.job.rank),
+                repair,
+                every,
+                step,
+            )
+
+    def _checksums(self) -> dict[str, str]:
+        """Return the checksums of this rank's engine; nothing where it has none, or loses it."""
+        found: dict[str, str] = {}
+        with self.engines.losing_engine() as client:
+            if client:
+                found = self.engines.call(client.checksums())
+        return found
+
     def _compare_engines(self, number: int) -> list[CheckReport]:
         """Return every engine's report on one set of sequences, the same on every rank; set 0 holds real prompts."""
         job, engines, rollout = self.job, self.engines, self.settings.rollout
@@ -108,15 +142,12 @@ class EngineCheck:
         """Push again and look which of an engine's tensors change. Every rank must call this; all get the answer."""
         engines = self.engines
 
-        def checksums() -> dict[str, str]:
-            return engines.call(engines.client.checksums()) if engines.client else {}
-
         def sync_again() -> dict[str, str]:
             self.weight_sync.update_weights(version, all_weights=True)
-            return checksums()
+            return self._checksums()
 
         with self.phases.phase(Phase.SYNC, "looking for the wrong tensor"):
-            before = checksums()
+            before = self._checksums()
             again = sync_again()
             if engines.client:
                 engines.call(engines.client.overwrite_weights())

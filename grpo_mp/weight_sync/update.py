@@ -24,6 +24,7 @@ from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.weight_sync.changes import ChangeTracker, keep_changed
 from grpo_mp.weight_sync.plan import (
+    ParamGroup,
     RankRound,
     Readers,
     engine_readers,
@@ -93,13 +94,25 @@ class WeightSync:
     def update_weights(self, version: int, all_weights: bool = False) -> SyncReport:
         """Send the weights that changed, or all, as `version`. Every rank must call this.
 
-        Raises UserError where an engine refuses. While the engines load a round, the ranks exchange the next one, and
-        pack the one after.
+        Raises UserError where an engine refuses.
         """
         started = time.monotonic()
         if self.changes and all_weights:
             self.changes.forget()
-        rounds = self._rounds()
+        return self._send(self._rounds(), version, started)
+
+    @property
+    def unchanged(self) -> frozenset[str]:
+        """Return the parameters that the last update left out, the same on every rank."""
+        return self.changes.unchanged if self.changes else frozenset()
+
+    def send_unchanged(self, version: int) -> SyncReport:
+        """Send, after `update_weights`, what that left out, as the same version. Every rank must call this."""
+        rounds = keep_changed(self.resharder.rounds, self.unchanged, self._groups())
+        return self._send(rounds, version, time.monotonic())
+
+    def _send(self, rounds: Sequence[RankRound], version: int, started: float) -> SyncReport:
+        """Send these rounds: while the engines load one, the ranks exchange the next, and pack the one after."""
         staged_bytes = []
         stages = self.resharder.stages(rounds)
         if self.link:
@@ -126,7 +139,10 @@ class WeightSync:
         if not self.changes:
             return self.resharder.rounds
         changed = self.changes.take_changes(self.resharder.tensors)
-        return keep_changed(self.resharder.rounds, changed, group_params(self.resharder.wire.params))
+        return keep_changed(self.resharder.rounds, changed, self._groups())
+
+    def _groups(self) -> Sequence[ParamGroup]:
+        return group_params(self.resharder.wire.params)
 
 
 @dataclass(frozen=True)

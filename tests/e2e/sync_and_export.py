@@ -1,5 +1,6 @@
-"""A job that syncs, changes a few weights, syncs again and exports, and asks its engines what they then have.
+"""A job that syncs, changes a few weights, syncs again, alters an engine, checks it and exports.
 
+It asks its engines what they have after each of these.
 Run as grpo_mp.train; writes RUN/engine_N.json.
 """
 
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from grpo_mp.config import Settings
-from grpo_mp.rollout.client import EngineClient
+from grpo_mp.rollout.client import TARGET, EngineClient
 from grpo_mp.trainer.command_line import run_command
 from grpo_mp.trainer.context import RunInputs, TrainContext, open_context
 from grpo_mp.trainer.save import export_policy
@@ -18,6 +19,7 @@ from grpo_mp.weight_sync.update import SyncReport
 from tests.weight_sync.sent_messages import sent_messages
 
 SEQUENCES = [[4, 5, 6, 7, 8, 9, 10], [11, 12, 13, 14]]
+ALTERED = "model.norm.weight"
 CHANGED = ("experts.linear_fc2.weight3", "input_layernorm.weight", "linear_q_down_proj.weight")
 
 
@@ -31,6 +33,11 @@ def run(settings: Settings, inputs: RunInputs) -> None:
                     tensor.mul_(1.25)
         found["changed"] = sync(ctx, 3)
         found["all"] = sync(ctx, 4, all_weights=True)
+        if ctx.job.rank == 0:
+            ctx.rollout.call(overwrite(ctx.rollout.client, ALTERED))
+        found["altered"] = sync(ctx, 5)
+        ctx.engine_check.check_unchanged(settings.sync.check_delta_every, 5)
+        found["checked"] = ask(ctx)
         folder = settings.run.folder / "exported"
         export_policy(ctx.policy, folder, settings.model.path, settings.sync.bucket_bytes)
         if ctx.rollout.client:
@@ -42,10 +49,20 @@ def run(settings: Settings, inputs: RunInputs) -> None:
 def sync(ctx: TrainContext, version: int, all_weights: bool = False) -> dict[str, Any]:
     with sent_messages() as messages:
         report: SyncReport = ctx.weight_sync.update_weights(version, all_weights)
-    client = ctx.rollout.client
-    described = ctx.rollout.call(describe(client)) if client else {}
     sizes = {"sent": report.sent, "staged": report.staged, "rounds": report.rounds, "messages": sum(messages)}
-    return {**sizes, **described}
+    return {**sizes, **ask(ctx)}
+
+
+def ask(ctx: TrainContext) -> dict[str, Any]:
+    client = ctx.rollout.client
+    return ctx.rollout.call(describe(client)) if client else {}
+
+
+async def overwrite(client: EngineClient, tensor: str) -> None:
+    """Fill one of the engine's tensors with random values behind the back of the sync."""
+    others = [name for name in await client.checksums() if not name.startswith(tensor)]
+    others = [name.partition(" ")[0] for name in others]
+    await client._post("/weights_checker", {"action": "reset_tensors", "skip_tensor_list": others, **TARGET})
 
 
 async def describe(client: EngineClient) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from grpo_mp.rollout.engine_parallelism import engine_parallelism, expert_alignm
 from grpo_mp.weight_sync.plan import engine_readers, group_params, plan_sync
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.e2e.conftest import StartJob, outcome
+from tests.e2e.sync_and_export import ALTERED
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +58,8 @@ def test_an_engine_has_what_it_would_load_from_the_exported_folder(
 ) -> None:
     """Bit for bit and in every logprob, and also where only what changed was sent.
 
+    What something else altered is found by the check of what is not sent, and is then right.
+
     Engines of one rank keep all experts, an engine of two ranks half of each on each. What each rank sends is what is
     planned, to the byte.
     """
@@ -88,3 +91,10 @@ def test_an_engine_has_what_it_would_load_from_the_exported_folder(
         assert changed["checksums"] != first["checksums"]
         assert changed["checksums"] == complete["checksums"] == fresh["checksums"]
         assert changed["scores"] == complete["scores"] == fresh["scores"] != first["scores"]
+    altered, checked = reports[0]["altered"], reports[0]["checked"]
+    different = [name for name, value in altered["checksums"].items() if value != checked["checksums"][name]]
+    assert different == [f"{ALTERED} (rank {rank})" for rank in range(2)] if gpus > 1 else [ALTERED]
+    assert altered["scores"] != checked["scores"] == reports[0]["all"]["scores"]
+    assert checked["checksums"] == reports[0]["all"]["checksums"]
+    assert f"engine 0: {gpus} of {len(altered['checksums'])} tensors were not the policy's ({ALTERED}" in result.err
+    assert "engine 1" not in result.err

@@ -1,13 +1,16 @@
 """State on the host and on the device, on two ranks: `torchrun -m tests.policy.host_state_on_ranks WHEEL MODEL OUT`
 
 WHEEL: a folder that holds TransformerEngine's Python code; its kernels are replaced by formulas. Dense weights are
-sharded, experts divided, each kind with an optimizer of its own. Each rank writes OUT/RANK.json: by case what differs.
+sharded, experts divided, each kind with an optimizer of its own. Then what was saved where experts are divided is
+loaded where they are not, and the other way. Each rank writes OUT/RANK.json: by case what differs.
 """
 
 import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +51,13 @@ def main() -> None:
     trial = Trial(model, parallel, out)
     result = {name: trial.compare(name, arguments) for name, arguments in CASES.items()}
     result["any order of streams"] = {str(seed): trial.compare_late(compiled, seed) for seed in range(5)}
+    for expert in (1, 2):
+        folder = out / f"for expert={expert}"
+        saved = trial.save_updated(folder)
+        stop_parallel()
+        parallel = start_parallel(LayoutConfig(expert=expert), 0, 60.0, name=folder.name)
+        trial = Trial(model, parallel, out)
+        result[folder.name] = trial.compare_loaded(folder, saved)
     (out / f"{parallel.rank}.json").write_text(json.dumps(result))
     stop_parallel()
 
@@ -111,6 +121,38 @@ class Trial:
                 update(policy, number)
         return unequal(policy, expected)
 
+    def save_updated(self, folder: Path) -> Mapping[str, torch.Tensor]:
+        """Save a policy of main weights in 16-bit remainders after an update; return all that it has, of all ranks."""
+        from grpo_mp.policy.state_chunks import optimizer_chunks, weight_chunks
+        from tests.save_policy import save_policy
+
+        policy = self.policy(CASES["remainders"], "step")
+        update(policy, self.parallel.layout.expert)
+        if self.parallel.rank == 0:
+            folder.mkdir()
+        dist.barrier(group=self.parallel.cpu_group)
+        save_policy(policy, folder)
+        return joined([*weight_chunks(policy, policy.tensors), *optimizer_chunks(policy)], self.parallel)
+
+    def compare_loaded(self, folder: Path, saved: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Load a checkpoint; return the kinds of tensors that this rank has, and the names of those that differ."""
+        from grpo_mp.policy.checkpoint import load_policy
+        from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
+
+        policy = self.policy(CASES["remainders"], "step")
+        load_policy(policy, folder)
+        chunks = [*local_weight_chunks(policy, policy.tensors), *optimizer_chunks(policy)]
+        expected = [saved[chunk.name][place_of(chunk)] for chunk in chunks]
+        return {
+            "kinds": sorted({f"{chunk.name.partition('/')[0]} {chunk.tensor.dtype}" for chunk in chunks}),
+            "experts": sum(".experts." in chunk.name for chunk in chunks),
+            "different": [
+                chunk.name
+                for chunk, other in zip(chunks, expected, strict=True)
+                if chunk.tensor.dtype != other.dtype or not torch.equal(chunk.tensor, other)
+            ],
+        }
+
     def policy(self, megatron_args: dict[str, Any], offload: str, piece_bytes: int = 2**28) -> Any:
         """Build a policy whose optimizer is where `offload` says."""
         from grpo_mp.config import check_settings
@@ -127,11 +169,32 @@ class Trial:
                 "offload": offload,
                 "piece_bytes": piece_bytes,
             },
-            "layout": {"expert": 2},
+            "layout": {"expert": self.parallel.layout.expert},
             "training": {"megatron_args": megatron_args},
         }
         with as_on_a_device():
             return Policy(check_settings(BASE | settings, "test"), self.parallel, with_reference=False)
+
+
+def joined(chunks: list[Any], parallel: Any) -> dict[str, torch.Tensor]:
+    """Return the whole tensors of which all ranks have chunks; each element is on one rank."""
+    from grpo_mp.distributed.process_groups import all_gather
+
+    tensors: dict[str, torch.Tensor] = {}
+    missing: dict[str, int] = {}
+    own = [replace(chunk, tensor=chunk.tensor.clone()) for chunk in chunks if not chunk.is_replica]
+    for chunk in chain(*all_gather(own, parallel.cpu_group)):
+        whole = tensors.setdefault(chunk.name, torch.zeros(chunk.shape, dtype=chunk.tensor.dtype))
+        whole[place_of(chunk)] = chunk.tensor
+        missing[chunk.name] = missing.get(chunk.name, whole.numel()) - chunk.tensor.numel()
+    assert set(missing.values()) == {0}
+    assert any(tensor.any() for name, tensor in tensors.items() if name.startswith("main_param/"))
+    return tensors
+
+
+def place_of(chunk: Any) -> tuple[slice, ...]:
+    """Return where a chunk is in its tensor."""
+    return tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.tensor.shape, strict=True))
 
 
 def stored_bytes(folder: Path, model: Path) -> float:

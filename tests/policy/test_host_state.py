@@ -91,6 +91,19 @@ def test_an_update_in_pieces_equals_that_of_all_state(case: str, ranks: list[dic
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("expert", [1, 2])
+def test_remainders_of_one_layout_are_loaded_in_another_bit_for_bit(expert: int, ranks: list[dict[str, Any]]) -> None:
+    """Saved where two ranks divide the experts and loaded where each has all of them, and the other way."""
+    results = [rank[f"for expert={expert}"] for rank in ranks]
+    for result in results:
+        assert result["different"] == []
+        kinds = ["exp_avg torch.bfloat16", "exp_avg_sq torch.bfloat16", "main_param torch.int16"]
+        assert [kind for kind in result["kinds"] if not kind.startswith("weight")] == kinds
+        assert "weight torch.bfloat16" in result["kinds"]
+        assert result["experts"] > 0
+
+
+@pytest.mark.slow
 def test_copies_wait_for_what_they_need(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert not any(rank["any order of streams"].values())

@@ -72,8 +72,10 @@ def test_names_that_changed_since_the_last_call(group: dist.ProcessGroup) -> Non
     changes = ChangeTracker(tuple("abcd"), group)  # d is on no rank: not sent, never changed
     assert changes.take_changes(tensors) == set("abc")
     assert changes.take_changes(tensors) == set()
+    assert changes.unchanged == set("abcd")
     tensors["b"][1, 1] += 1
     assert changes.take_changes(tensors) == {"b"}
+    assert changes.unchanged == set("acd")
     changes.forget()
     assert changes.take_changes(tensors) == set("abc")
 

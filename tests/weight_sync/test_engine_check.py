@@ -63,6 +63,11 @@ class Engine:
         assert all_weights
         self.weights["a"] = "1"
 
+    def send_unchanged(self, version: int) -> None:
+        """Bring b."""
+        assert version == 3
+        self.weights["b"] = "1"
+
 
 @pytest.fixture(scope="module")
 def settings(tiny_run: TinyRun) -> Settings:
@@ -80,11 +85,16 @@ def phase(*_: object) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def make_check(settings: Settings, policy: Policy, engine: Engine) -> EngineCheck:
+def make_check(
+    settings: Settings, policy: Policy, engine: Engine, unchanged: frozenset[str] = frozenset()
+) -> EngineCheck:
     weight_sync = cast(
         WeightSync,
         SimpleNamespace(
-            resharder=SimpleNamespace(wire=SimpleNamespace(fp8=False)), update_weights=engine.update_weights
+            resharder=SimpleNamespace(wire=SimpleNamespace(fp8=False)),
+            update_weights=engine.update_weights,
+            unchanged=unchanged,
+            send_unchanged=engine.send_unchanged,
         ),
     )
     phases = cast(PhaseManager, SimpleNamespace(phase=phase))
@@ -107,6 +117,28 @@ def test_an_error_in_the_first_set_alone_is_forgiven(settings: Settings, policy:
     assert 0 < report.mean < 1e-4 < report.largest
     assert len(engine.sets) == RECHECK_SETS
     assert not any(prompt in sequences for sequences in engine.sets[1:] for prompt in PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("weight", "step", "unchanged", "found"),
+    [("wrong", 40, {"b"}, True), ("1", 40, {"b"}, False), ("wrong", 41, {"b"}, False), ("wrong", 40, set(), False)],
+)
+def test_every_so_many_steps_what_is_not_sent_is_checked(
+    settings: Settings,
+    policy: Policy,
+    caplog: pytest.LogCaptureFixture,
+    weight: str,
+    step: int,
+    unchanged: set[str],
+    found: bool,
+) -> None:
+    engine = Engine(policy, [0.0])
+    engine.weights["b"] = weight
+    make_check(settings, policy, engine, frozenset(unchanged)).check_unchanged(step, 3)
+    assert engine.weights["b"] == ("1" if found else weight)
+    assert ["engine 0: 1 of 2 tensors were not the policy's (b), though" in text for text in caplog.messages] == (
+        [True] if found else []
+    )
 
 
 def test_an_error_in_every_set_names_engine_and_tensor(settings: Settings, policy: Policy) -> None:
