@@ -192,8 +192,19 @@ class RoutedExperts:
     Routers see the rows of the rank's context slice, and with sequence parallelism its tensor rank's part of them.
     """
 
-    rows: torch.Tensor  # int32 [n], ascending
-    experts: torch.Tensor  # uint8 or int16 [n, layers, top-k]
+    ranges: torch.Tensor  # int32 [m, 2], ascending: the first of some rows that follow each other, how many they are
+    experts: torch.Tensor  # uint8 or int16 [rows, layers, top-k]
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Return the number of each row, int64 [rows]."""
+        starts, counts = self.ranges.long().unbind(1)
+        return torch.arange(len(self.experts)) + (starts - counts.cumsum(0) + counts).repeat_interleave(counts)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes on the host."""
+        return self.ranges.nbytes + self.experts.nbytes
 
 
 @dataclass

@@ -19,8 +19,8 @@ from grpo_mp.distributed.coordinates import RankCoordinates, coordinates
 from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.types import ExpertIds, RoutedExperts, Sample, SampleGroup, SampleInfo
 
-ROW_BYTES = 4
-Rows = npt.NDArray[np.int32]
+RANGE_BYTES = 8  # of rows that follow each other: where it begins, and how many
+Ranges = npt.NDArray[np.int32]  # [n, 2]
 
 
 def exchange_routed_experts(
@@ -82,47 +82,60 @@ def _outgoing(
     columns: Sequence[Sequence[int]],
     layout: LayoutConfig,
 ) -> list[bytes]:
-    """Return what to send to each rank of the micro-batches with this number: rows, then their experts.
+    """Return what to send to each rank of the micro-batches with this number: how many ranges, these, their experts.
 
     experts: by sample of the update; columns: the layers of each rank.
     """
     align, pad_to = update.schedule.align, padded_size(update.schedule, layout)
     origins = [token_origins(plans[number], align, pad_to) for plans in update.schedule.ranks]
-    content, chosen = [], dict[tuple[int, int, int], tuple[Rows, ExpertIds | None]]()
+    content, chosen = [], dict[tuple[int, int, int], tuple[Ranges, ExpertIds | None]]()
     for place, layers in zip(places, columns, strict=True):
         key = (place.data, place.context, place.tensor)
         if key not in chosen:
             tokens, lengths = origins[place.data]
             own = tokens[context_index(lengths, layout.context, place.context)].chunk(layout.tensor)[place.tensor]
             chosen[key] = _select(own.numpy(), experts)
-        rows, of_rows = chosen[key]
-        content.append(b"" if of_rows is None else rows.tobytes() + of_rows[:, layers].tobytes())
+        ranges, of_rows = chosen[key]
+        content.append(b"" if of_rows is None else _packed(ranges, of_rows[:, layers]))
     return content
 
 
-def _select(origins: npt.NDArray[np.int64], experts: Mapping[int, ExpertIds]) -> tuple[Rows, ExpertIds | None]:
-    """Return the rows, and their experts [n, layers, top-k], of samples that are here.
+def _packed(ranges: Ranges, experts: ExpertIds) -> bytes:
+    return np.array([len(ranges)], np.int32).tobytes() + ranges.tobytes() + experts.tobytes()
+
+
+def _unpacked(content: npt.NDArray[np.uint8], layers: int, dtype: str, topk: int) -> tuple[Ranges, ExpertIds]:
+    """Return ranges and experts of what `_packed` made."""
+    begin = 4 + RANGE_BYTES * int(content[:4].view(np.int32)[0])
+    return content[4:begin].view(np.int32).reshape(-1, 2), content[begin:].view(dtype).reshape(-1, layers, topk)
+
+
+def _select(origins: npt.NDArray[np.int64], experts: Mapping[int, ExpertIds]) -> tuple[Ranges, ExpertIds | None]:
+    """Return ranges of rows, and the experts [rows, layers, top-k] of all of these, of samples that are here.
 
     origins: sample and token of each row. None where there is no such row.
     """
-    rows, of_rows = [], []
+    ranges, of_rows = [], []
     for sample in np.unique(origins[:, 0]).tolist():
         if sample in experts:
             at = np.flatnonzero((origins[:, 0] == sample) & (origins[:, 1] < len(experts[sample])))
-            rows.append(at.astype(np.int32))
+            ranges.append(_ranges(at))
             of_rows.append(experts[sample][origins[at, 1]])
-    return (np.concatenate(rows), np.concatenate(of_rows)) if rows else (np.empty(0, np.int32), None)
+    return (np.concatenate(ranges), np.concatenate(of_rows)) if ranges else (np.empty((0, 2), np.int32), None)
+
+
+def _ranges(rows: npt.NDArray[np.int64]) -> Ranges:
+    """Return ascending rows as ranges, of which a sample has two in a slice of its context, and else one."""
+    starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+    return np.stack([rows[starts], np.diff(starts, append=len(rows))], axis=1).astype(np.int32)
 
 
 def _joined(parts: Iterable[torch.Tensor], layers: int, dtype: str, topk: int) -> RoutedExperts:
     """Return what arrived from all ranks, in the order of the rows."""
-    row_bytes = ROW_BYTES + layers * topk * np.dtype(dtype).itemsize
-    rows, experts = [np.empty(0, np.int32)], [np.empty((0, layers, topk), dtype)]
-    for part in parts:
-        content = part.numpy()
-        count = len(content) // row_bytes
-        rows.append(content[: count * ROW_BYTES].view(np.int32))
-        experts.append(content[count * ROW_BYTES :].view(dtype).reshape(count, layers, topk))
-    all_rows = np.concatenate(rows)
-    order = all_rows.argsort()
-    return RoutedExperts(torch.from_numpy(all_rows[order]), torch.from_numpy(np.concatenate(experts)[order]))
+    pieces: list[tuple[Ranges, ExpertIds]] = [(np.empty((0, 2), np.int32), np.empty((0, layers, topk), dtype))]
+    pieces += [_unpacked(part.numpy(), layers, dtype, topk) for part in parts if len(part)]
+    ranges = np.concatenate([ranges for ranges, _ in pieces])
+    of_ranges = [of for ranges, experts in pieces for of in np.split(experts, ranges[:, 1].cumsum())[:-1]]
+    order = ranges[:, 0].argsort()
+    experts = np.concatenate([pieces[0][1], *(of_ranges[i] for i in order)])
+    return RoutedExperts(torch.from_numpy(ranges[order]), torch.from_numpy(experts))

@@ -17,6 +17,7 @@ from grpo_mp.planner.engine_memory import EngineMemory, engine_memory
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.reward_memory import reward_memory
 from grpo_mp.planner.weight_traffic import check_lengths
+from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.types import expert_id_bytes
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
 from grpo_mp.weight_sync.wire import BUCKET_BYTES
@@ -243,15 +244,19 @@ def _largest_tensor(model: ModelShape, tensor: int) -> float:
 
 def host_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
     """Return the memory of the fullest node in each sub-phase. A node may hold several stages, and engines."""
-    nodes = set()
+    nodes, hosts = set(), engine_host_ranks(engine_placements(job.settings.engine, job.world_size, job.gpus_per_node))
     for start in range(0, job.world_size, job.gpus_per_node):
-        nodes.add(tuple(_stage_of(job, rank) for rank in range(start, start + job.gpus_per_node)))
+        ranks = range(start, start + job.gpus_per_node)
+        nodes.add((tuple(_stage_of(job, rank) for rank in ranks), len(set(ranks).intersection(hosts))))
 
-    def node_memory(stages: tuple[int | None, ...], sub_phase: SubPhase) -> BytesByKind:
+    def node_memory(node: tuple[tuple[int | None, ...], int], sub_phase: SubPhase) -> BytesByKind:
+        stages, hosted = node
         by_rank = [
             _engine_host_memory(job, engine) if stage is None else _rank_host_memory(job, sub_phase, stage, engine)
             for stage in stages
         ]
+        if job.settings.training.router_replay == "R3":
+            by_rank.append({"routed experts": hosted * _kept_by_an_engines_host(job, sub_phase)})
         kinds = dict.fromkeys(kind for sizes in by_rank for kind in sizes)
         return {kind: sum(sizes.get(kind, 0) for sizes in by_rank) for kind in kinds}
 
@@ -308,12 +313,11 @@ def _export_host_bytes(job: PlannedJob) -> float:
 
 
 def _engine_host_memory(job: PlannedJob, engine: EngineMemory) -> dict[str, float]:
-    """Return the memory of a rank that only hosts an engine: with router replay, of a step's samples, too."""
+    """Return the memory of a rank that only hosts an engine."""
     processes = OVERHEADS.trainer_process + OVERHEADS.engine_process
     sizes = {"processes": processes, "engine weights": _backup_bytes(job, engine)}
     if job.settings.training.router_replay == "R3":
-        kept = _replayed_bytes(job) / job.settings.engine.ranks
-        sizes["routed experts"] = kept + _engine_routed_expert_bytes(job, engine)
+        sizes["routed experts"] = _engine_routed_expert_bytes(job, engine)
     return sizes
 
 
@@ -323,13 +327,21 @@ def _backup_bytes(job: PlannedJob, engine: EngineMemory) -> float:
 
 
 def _routed_expert_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
-    """Return what a rank that trains keeps of the experts to replay, where it has them."""
+    """Return what a rank that trains keeps of the experts to replay, its own share, where it has them."""
     comes_with_samples = job.settings.training.router_replay == "R3"
-    with_samples = SubPhase.GENERATE if job.settings.shares_devices else SubPhase.SCORE
     phases = tuple(SubPhase)
-    first = phases.index(with_samples if comes_with_samples else SubPhase.LOGPROB)
+    first = phases.index(SubPhase.SCORE if comes_with_samples else SubPhase.LOGPROB)
     is_kept = sub_phase in phases[first : phases.index(SubPhase.OFFLOAD)]
     return _replayed_bytes(job) / job.train_ranks * is_kept
+
+
+def _kept_by_an_engines_host(job: PlannedJob, sub_phase: SubPhase) -> float:
+    """Return what the rank that talks to an engine keeps of all its samples: of a step, till it has sent them.
+
+    Samples begun for later steps are counted as if they had ended. An engine with GPUs of its own always has a step's.
+    """
+    has_a_step = sub_phase in (SubPhase.GENERATE, SubPhase.SCORE) or not job.settings.shares_devices
+    return _replayed_bytes(job) / job.num_engines * (has_a_step + job.settings.steps_ahead)
 
 
 def _replayed_bytes(job: PlannedJob) -> float:

@@ -91,12 +91,13 @@ class RoutingReplay:
         Routers choose for themselves where the micro-batch has none.
         """
         routed, device = batch.routed_experts, platform.device()
+        rows = None if routed is None else routed.rows.to(device)
         for replay in self._by_chunk[id(chunk)]:
-            if routed is None:
+            if routed is None or rows is None:
                 replay.target = None
                 continue
             column = self.layers.index(replay.layer)
-            replay.target = routed.rows.to(device).long(), routed.experts[:, column].to(device)
+            replay.target = rows, routed.experts[:, column].to(device)
 
     def end_forward(self, chunk: nn.Module) -> None:
         """Keep what the routers chose, between `record` and `take_recorded`."""
@@ -113,7 +114,7 @@ class RoutingReplay:
         """Return the recorded experts of all rows of each micro-batch; () on a rank without MoE layers."""
         recorded, self._recorded = self._recorded or {}, None
         by_microbatch = [torch.stack(layers, dim=1).cpu() for layers in zip(*recorded.values(), strict=True)]
-        return [RoutedExperts(torch.arange(len(experts), dtype=torch.int32), experts) for experts in by_microbatch]
+        return [RoutedExperts(torch.tensor([[0, len(each)]], dtype=torch.int32), each) for each in by_microbatch]
 
     def take_counts(self) -> tuple[int, int]:
         """Return and reset how many experts were replayed in training, and how many of them differed.

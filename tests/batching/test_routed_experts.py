@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.routed_experts import ROW_BYTES, exchange_routed_experts
+from grpo_mp.batching.routed_experts import _joined, _outgoing, exchange_routed_experts
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import microbatches, plan_updates
 from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 LAYERS, TOPK, GROUP = 3, 2, 4
@@ -62,12 +63,10 @@ def test_rows_have_the_experts_of_their_tokens(one_rank_group: dist.ProcessGroup
             microbatches(update, samples, [0.0] * len(infos), weights, layout, 0, 0), of_update, strict=True
         ):
             assert experts is not None
-            tokens = batch.tokens[experts.rows.long()]
+            tokens = batch.tokens[experts.rows]
             assert np.array_equal(experts.experts.numpy(), experts_of((*tokens.tolist(), 0), dtype))
             assert experts.experts.dtype == (torch.uint8 if dtype is np.uint8 else torch.int16)
             assert len(set(experts.rows.tolist())) == len(experts.rows)
-            held = experts.rows.nbytes + experts.experts.nbytes
-            assert held == len(experts.rows) * (ROW_BYTES + LAYERS * TOPK * np.dtype(dtype).itemsize)
             found_rows += len(experts.rows)
             # All that the loss needs: rows with a target that counts, of samples that have experts.
             counted = batch.mask.bool()
@@ -85,3 +84,29 @@ def test_without_any_experts_routers_choose(one_rank_group: dist.ProcessGroup) -
     plan = plan_updates([info.total_tokens for info in infos], 1, LayoutConfig(), 1, 50, 64)
     job: Any = SimpleNamespace(layout=LayoutConfig(), world_size=1, cpu_group=one_rank_group)
     assert exchange_routed_experts(groups, infos, plan, range(LAYERS), job) == [[None] * len(plan[0].schedule.ranks[0])]
+
+
+def test_a_rank_holds_its_share_and_a_token_crosses_the_network_once() -> None:
+    """configs/moe_671b.yaml: 16 nodes of 8 ranks, one engine on the first; its first stage has one layer of experts."""
+    layout, world_size, topk = LayoutConfig(tensor=4, pipeline=16, context=2, expert=8), 128, 8
+    counts = [1, 3, 3, *[4] * 12, 3]  # layers of experts by stage
+    stages = np.split(np.arange(58), np.cumsum(counts)[:-1])
+    lengths = [300, 700, 1500, 2500, 4000, 6000]
+    (update,) = plan_updates(lengths, 1, layout, 1, 16384, 64)
+    draw = np.random.default_rng(0)
+    experts = {
+        number: draw.integers(0, 256, (lengths[i] - 1, 58, topk), np.uint8) for number, i in enumerate(update.samples)
+    }
+    places = [coordinates(rank, layout, world_size) for rank in range(world_size)]
+    columns = [stages[place.pipeline].tolist() for place in places]
+    assert update.schedule.microbatches == 1
+    messages = _outgoing(update, 0, experts, places, columns, layout)
+    held = [
+        _joined([torch.frombuffer(bytearray(message), dtype=torch.uint8)], len(layers), "|u1", topk)
+        for message, layers in zip(messages, columns, strict=True)
+    ]
+    share = [len(of.rows) * len(layers) * topk for of, layers in zip(held, columns, strict=True)]  # a byte an id
+    tokens = sum(lengths)
+    assert sum(share) == (tokens - len(lengths)) * 58 * topk
+    assert all(of.nbytes <= 1.2 * own for of, own in zip(held, share, strict=True))
+    assert sum(map(len, messages[8:])) <= 500 * tokens

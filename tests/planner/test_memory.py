@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -54,16 +54,28 @@ def test_latent_cache_has_576_elements_per_token_and_layer() -> None:
 
 
 def test_experts_to_replay_and_those_that_sglang_keeps() -> None:
-    """A node of 8 GPUs: a 16th of 1,024 samples, 58 layers of 8 experts in a byte; and 61 in int32 for the cache."""
+    """A node of 8 GPUs: a 16th of 1,024 samples, 58 layers of 8 experts in a byte; and 61 in int32 for the cache.
+
+    Until samples are sent, the host of an engine of two nodes has an 8th of them, and with staleness those begun early.
+    """
     layout = {"tensor": 8, "expert": 8}
     engine = {"gpus_per_engine": 16, "args": {"quantization": "fp8", "ep_size": 16}}
-    job = job_of("deepseek-r1", "h100-80", 16, engine=engine, layout=layout, training={"router_replay": "R3"})
+    replay: dict[str, Any] = {"engine": engine, "layout": layout, "training": {"router_replay": "R3"}}
+    job = job_of("deepseek-r1", "h100-80", 16, **replay)
     memory = plan_memory(job)
+    partial = plan_memory(job_of("deepseek-r1", "h100-80", 16, rollout={"max_staleness": 2}, **replay))
     in_cache = 8 * memory.engine.kv_cache_tokens * 61 * 8 * 4
     assert in_cache > 0
-    kept = 1024 * job.mean_seq_len / 16 * 58 * 8
-    assert memory.host[SubPhase.TRAIN]["routed experts"] == pytest.approx(in_cache + kept)
-    assert memory.host[SubPhase.SYNC]["routed experts"] == pytest.approx(in_cache)
+    step = 1024 * job.mean_seq_len * 58 * 8
+    for plan, sub_phase, kept in (
+        (memory, SubPhase.GENERATE, step / 8),
+        (memory, SubPhase.SCORE, step / 8 + step / 16),
+        (memory, SubPhase.TRAIN, step / 16),
+        (memory, SubPhase.SYNC, 0),
+        (partial, SubPhase.GENERATE, 3 * step / 8),
+        (partial, SubPhase.SYNC, 2 * step / 8),
+    ):
+        assert plan.host[sub_phase]["routed experts"] == pytest.approx(in_cache + kept)
 
 
 def test_bytes_per_parameter() -> None:

@@ -1,6 +1,10 @@
 """Experts that a real engine returns with its responses, against those of transformers."""
 
 import base64
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,6 +19,7 @@ from grpo_mp.distributed.layout import ModelShape, model_shape
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
+from grpo_mp.rollout.engine_args import ENGINE_SITE
 from grpo_mp.rollout.groups import joined
 from grpo_mp.rollout.routed_experts import ARGUMENT, check_routed_experts, known_tokens, read_routed_experts
 from grpo_mp.types import ExpertIds
@@ -129,6 +134,21 @@ def test_what_no_router_chose_is_not_replayed(shape: ModelShape) -> None:
     assert rest is not None
     assert len(rest) == 1
     assert read_routed_experts(encoded(good), 3, shape, known=2) is None
+
+
+def test_rows_that_pad_a_batch_are_of_no_sample(shape: ModelShape) -> None:
+    """A graph of four rows decodes two requests: SGLang captures experts of the other rows, too."""
+    numbers = map(str, (shape.num_layers, shape.num_experts, shape.experts_per_token))
+    environment = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": f"{ENGINE_SITE}:{Path(__file__).parents[2]}"}
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "tests.rollout.captured_rows", *numbers]
+    process = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    for run in json.loads(process.stdout.splitlines()[-1]):
+        for chosen, sent in zip(run["chosen"], run["sent"], strict=True):
+            read = read_routed_experts(encoded(sent), len(chosen), shape)
+            assert read is not None
+            assert np.array_equal(read, np.array(chosen)[:, np.array(shape.is_moe_layer)])
+        assert read_routed_experts(encoded(run["not_computed"]), len(run["not_computed"]), shape) is None
 
 
 def test_an_engine_without_capture_is_found_at_start(ask: Ask, shape: ModelShape) -> None:

@@ -1,12 +1,14 @@
 """Every training metric of a step against transformers and numpy: the same samples, the weights before each update."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -270,6 +272,75 @@ def test_the_load_of_experts_is_what_transformers_routes(make_step: Callable[...
     assert no_load is not None
     assert not no_load.any()
     assert max_load_ratio(no_load) is None
+
+
+@contextmanager
+def routed(policy: Policy) -> Iterator[list[Tensor]]:
+    """The maps [T, experts] of what routers choose inside, of one micro-batch and layer after the other."""
+    maps: list[Tensor] = []
+    models = [module for model in policy.models() for module in model.modules()]
+    hooks = [
+        module.register_forward_hook(lambda _, __, output: maps.append(output[1]))
+        for module in models
+        if isinstance(module, TopKRouter)
+    ]
+    yield maps
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("replay", ["none", "R2"])
+def test_both_updates_use_the_experts_of_the_old_logprob_pass(make_step: Callable[..., Step], replay: str) -> None:
+    """The weights of the second update have moved; R2 has its routers choose as those of the step's beginning did."""
+    step = make_step(f"training.router_replay={replay}", f"algorithm.kl.coef={KL}", "optimizer.lr=0.05")
+    with routed(step.policy) as old:
+        prepared = step.compute_logprobs()  # the passes of the reference come last
+    shares, reports = [], []
+    for microbatches in prepared:
+        with routed(step.policy) as now:
+            reports += step.train([microbatches])
+        pairs = list(zip(old, now, strict=False))
+        assert len(pairs) == len(now) >= len(microbatches)
+        shares.append(
+            sum(int((before & ~after).sum()) for before, after in pairs) / sum(int(a.sum()) for _, a in pairs)
+        )
+        old = old[len(now) :]
+    assert shares[0] == 0
+    if replay == "none":
+        assert shares[1] > 0.01
+        assert all("mismatch/router_diff_ratio" not in report.measured for report in reports)
+    else:
+        assert shares[1] == 0
+        assert [report.measured["mismatch/router_diff_ratio"] > 0.01 for report in reports] == [False, True]
+
+
+def test_samples_without_their_experts_are_counted(make_step: Callable[..., Step]) -> None:
+    """Three of 16: their routers choose, those of the others take what they are given."""
+    step = make_step("training.router_replay=R3")
+    layers, groups, without = step.policy.moe_layers, list[SampleGroup](), (0, 5, 6)
+    ids = np.arange(step.policy.config.moe_router_topk, dtype=np.uint8)
+    for first in range(0, len(step.samples), SIZE):
+        samples = tuple(
+            sample
+            if number in without
+            else replace(sample, routed_experts=np.tile(ids, (sample.total_tokens - 1, len(layers), 1)))
+            for number, sample in enumerate(step.samples[first : first + SIZE], first)
+        )
+        groups.append(SampleGroup(Prompt(0, "", samples[0].prompt_tokens), samples))
+    batch = make_batch(step.settings, step.policy.parallel, groups, moe_layers=layers)
+    with routed(step.policy) as maps:
+        reports = OneStep(step.settings, step.policy, batch).train([list(update) for update in batch.updates])
+    assert update_metrics(reports, batch, 2)["rollout/samples_without_routed_experts"] == len(without)
+    batches = [one for update in batch.updates for one in update]
+    for number, one in enumerate(batches):
+        assert one.routed_experts
+        for routing in maps[number * len(layers) : (number + 1) * len(layers)]:
+            given = routing[one.routed_experts.rows]
+            assert given[:, : len(ids)].all()
+            free = routing.index_fill(0, one.routed_experts.rows, True)
+            assert not free[:, : len(ids)].all()
+    rows = sum(len(one.routed_experts.rows) for one in batches if one.routed_experts)
+    assert rows == sum(sample.total_tokens - 1 for i, sample in enumerate(step.samples) if i not in without)
 
 
 def test_the_drawing_of_a_heat_map() -> None:
