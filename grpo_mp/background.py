@@ -66,9 +66,14 @@ class EventLoopThread:
         """Run a coroutine to its end; several threads may."""
         return self.submit(coroutine).result()
 
+    @property
+    def is_closed(self) -> bool:
+        """Return whether `close` was called."""
+        return self._loop.is_closed()
+
     def close(self) -> None:
         """Cancel what still runs, and end the thread."""
-        if self._loop.is_closed():
+        if self.is_closed:
             return
         self.submit(self._cancel_all()).result(CLOSE_LIMIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)

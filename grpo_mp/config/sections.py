@@ -140,6 +140,9 @@ class EpisodeLimits(Section):
         None, gt=0, description="maximum tokens of one answer; null: what is left of rollout.max_response_tokens"
     )
     tool_s: float = Field(10.0, gt=0, description="time limit of one call of a tool, in seconds")
+    tool_processes: int = Field(
+        16, gt=0, description="calls of functions at a time on one rank with rollout.tool_process; others wait"
+    )
     tool_characters: int = Field(4096, gt=0, description="characters of a tool's result that the policy is shown")
     episode_s: float = Field(
         300.0, gt=0, description="time limit of an episode, in seconds; an answer that is being generated may end later"
@@ -186,6 +189,11 @@ class RolloutConfig(Section):
         (),
         description="what the policy may call: typed functions, or classes whose methods are tools, each as "
         "'module:name' or 'file.py:name' (TRL tools, environment_factory); results count in max_response_tokens",
+    )
+    tool_process: bool = Field(
+        False,
+        description="tools run in processes beside the rank, one for the environment of each episode: one that hangs "
+        "past limits.tool_s is killed, and one that dies takes no rank along; false: in threads of the rank",
     )
     tool_parser: str | None = Field(
         None, description="SGLang's parser of the model's tool calls: qwen25, deepseekv3, glm45, kimi_k2, llama3, ..."

@@ -6,24 +6,28 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers.utils import get_json_schema
 
 from grpo_mp.episodes.protocol import ToolCall, ToolResult
+from grpo_mp.episodes.tool_processes import (
+    RemoteTool,
+    ToolDiedError,
+    ToolProcesses,
+    ToolRaisedError,
+    ToolTimeoutError,
+)
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.user_code import load_attribute, no_exit, without_exit
 
 LOGGER = logging.getLogger(__name__)
 SETTING = "rollout.tools"
 MOST_HANGING = 16
-
-
-class ToolTimeoutError(Exception):
-    """A tool took longer than `rollout.limits.tool_s`."""
 
 
 class ToolHangsError(ToolTimeoutError):
@@ -59,6 +63,52 @@ class ToolThreads:
             running.add_done_callback(lambda _: self.hanging.subtract([name]))
         raise ToolTimeoutError(f"{name} took longer than {limit_s:g} s")
 
+    async def environment(
+        self, kind: "EnvironmentClass", limit_s: float, ending: AsyncExitStack
+    ) -> Callable[[str], Any]:
+        """Make an environment; return what gives its tools by their names."""
+        instance = await self.call(kind.make, {}, limit_s)
+        return lambda name: getattr(instance, name)
+
+    def tool(self, function: Callable[..., Any], path: str) -> Any:
+        """Return a function as `call` takes it."""
+        return function
+
+
+@dataclass(frozen=True)
+class RemoteTools:
+    """Calls the tools of a rank in worker processes, as ToolThreads does in threads."""
+
+    processes: ToolProcesses
+
+    async def call(self, tool: RemoteTool, arguments: Mapping[str, Any], limit_s: float) -> Any:
+        """Call a tool in another process, see ToolProcesses.call."""
+        return await self.processes.call(tool, arguments, limit_s)
+
+    async def environment(
+        self, kind: "EnvironmentClass", limit_s: float, ending: AsyncExitStack
+    ) -> Callable[[str], Any]:
+        """Make an environment in a process of its own, which `ending` sets free."""
+        process = await self.processes.make(RemoteTool(kind.name, kind.path), limit_s)
+        ending.push_async_callback(self.processes.drop, process, limit_s)
+        return lambda name: RemoteTool(f"{kind.name}.{name}", kind.path, name, process)
+
+    def tool(self, function: Callable[..., Any], path: str) -> Any:
+        """Return a function as `call` takes it."""
+        return RemoteTool(function.__qualname__, path)
+
+
+@dataclass(frozen=True)
+class EnvironmentClass:
+    """A class of `rollout.tools`. `tools`: the names of its methods that are."""
+
+    path: str
+    make: Callable[[], Any]
+    name: str
+    tools: tuple[str, ...]
+    resets: bool
+    rewards: bool
+
 
 @dataclass(frozen=True)
 class ToolKit:
@@ -69,47 +119,58 @@ class ToolKit:
     (TRL's `environment_factory`).
     """
 
-    functions: tuple[Callable[..., Any], ...] = ()
-    classes: tuple[type, ...] = ()
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # by path
+    classes: tuple[EnvironmentClass, ...] = ()
     schemas: tuple[dict[str, Any], ...] = ()
-    threads: ToolThreads = field(default_factory=ToolThreads)
+    calls: ToolThreads | RemoteTools = field(default_factory=ToolThreads)
 
     async def open(self, limit_s: float, characters: int, where: Callable[[], str] = str) -> "EpisodeTools":
-        """Make the tools of one episode: `limit_s` bounds a call, `characters` its result; `where`: task and turn."""
-        environments = tuple([await self.threads.call(make, {}, limit_s) for make in self.classes])
-        methods = [getattr(environment, name) for environment in environments for name in _methods(type(environment))]
-        return EpisodeTools(
-            {tool.__name__: tool for tool in (*self.functions, *methods)},
-            environments,
-            limit_s,
-            characters,
-            self.threads,
-            where,
-        )
+        """Make the tools of one episode, which `close` ends.
+
+        `limit_s` bounds a call, `characters` its result; `where`: task and turn.
+        """
+        by_name = {function.__name__: self.calls.tool(function, path) for path, function in self.functions.items()}
+        resets, rewards = list[Any](), list[Any]()
+        async with AsyncExitStack() as opened:
+            for kind in self.classes:
+                of_name = await self.calls.environment(kind, limit_s, opened)
+                by_name |= {name: of_name(name) for name in kind.tools}
+                resets += [of_name("reset")] if kind.resets else []
+                rewards += [of_name("get_reward")] if kind.rewards else []
+            close = opened.pop_all().aclose
+        return EpisodeTools(by_name, resets, rewards, limit_s, characters, self.calls, where, close)
+
+    async def close(self) -> None:
+        """End the processes that have no work."""
+        if isinstance(self.calls, RemoteTools):
+            await self.calls.processes.close()
 
 
 @dataclass(frozen=True)
 class EpisodeTools:
     """The tools of one episode."""
 
-    by_name: Mapping[str, Callable[..., Any]]
-    environments: tuple[Any, ...]
+    by_name: Mapping[str, Any]
+    resets: Sequence[Any]
+    rewards: Sequence[Any]
     limit_s: float
     characters: int
-    threads: ToolThreads
+    calls: ToolThreads | RemoteTools
     where: Callable[[], str]
+    close: Callable[[], Awaitable[None]]
 
     async def reset(self, columns: Mapping[str, Any]) -> str:
         """Begin the episode in its environments; return what they say."""
-        resets = [environment.reset for environment in self.environments if hasattr(environment, "reset")]
-        said = [await self.threads.call(reset, columns, self.limit_s) for reset in resets]
+        said = [await self._call(reset, columns) for reset in self.resets]
         return "".join(text for text in said if text is not None)
 
     async def reward(self) -> float | None:
         """Return the sum of what the environments' `get_reward` say; None where none has one."""
-        owners = [environment.get_reward for environment in self.environments if hasattr(environment, "get_reward")]
-        rewards = [await self.threads.call(owner, {}, self.limit_s) for owner in owners]
+        rewards = [await self._call(owner, {}) for owner in self.rewards]
         return sum(rewards) if rewards else None
+
+    async def _call(self, tool: Any, arguments: Mapping[str, Any]) -> Any:
+        return await self.calls.call(tool, arguments, self.limit_s)
 
     async def call(self, call: ToolCall) -> ToolResult:
         """Call a tool; what it raises, and a call that takes too long, is told to the model."""
@@ -119,14 +180,17 @@ class EpisodeTools:
         if call.name not in self.by_name:
             return ToolResult(f"Error: there is no tool {call.name}", "raised")
         try:
-            value = await self.threads.call(self.by_name[call.name], call.arguments, self.limit_s)
+            value = await self._call(self.by_name[call.name], call.arguments)
             text = value if isinstance(value, str) else _as_text(value)
         except ToolTimeoutError as error:
             level = logging.INFO if isinstance(error, ToolHangsError) else logging.WARNING
             LOGGER.log(level, "%s: the tool %s (rollout.limits.tool_s)", self.where(), error)
             return ToolResult(f"Error: {error}", "timeout")
+        except ToolDiedError as error:
+            LOGGER.warning("%s: the tool %s", self.where(), error)
+            return ToolResult(f"Error: {error}", "raised")
         except Exception as error:  # noqa: BLE001 - a tool may raise anything
-            reason = f"{type(error).__name__}: {one_line(error)}"
+            reason = str(error) if isinstance(error, ToolRaisedError) else f"{type(error).__name__}: {one_line(error)}"
             LOGGER.info("%s: the tool %s raised %s", self.where(), call.name, reason)
             return ToolResult(f"Error: {reason}"[: self.characters], "raised")
         left_out = len(text) - self.characters
@@ -152,27 +216,34 @@ def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Fu
     return future
 
 
-def load_tools(paths: Sequence[str]) -> ToolKit:
+def load_tools(paths: Sequence[str], processes: int | None = None) -> ToolKit:
     """Load functions and classes by 'module:name' or 'file.py:name', and make their schemas.
 
-    Raises UserError where one cannot be loaded, or has no type hints or docstring.
+    `processes`: calls of functions at a time in processes of their own; None: tools run in threads of this one. Raises
+    UserError where one cannot be loaded, or has no type hints or docstring, or no process can be started.
     """
-    functions, classes, schemas = list[Callable[..., Any]](), list[type](), list[dict[str, Any]]()
+    functions, classes, schemas = dict[str, Callable[..., Any]](), list[EnvironmentClass](), list[dict[str, Any]]()
     for path in paths:
         label = f"{SETTING} {path!r}"
         loaded = load_attribute(path, label)
         if isinstance(loaded, type):
-            classes.append(loaded)
-            schemas += [_schema(getattr(loaded, name), label) for name in _methods(loaded)]
+            names = _methods(loaded)
+            owns = (hasattr(loaded, "reset"), hasattr(loaded, "get_reward"))
+            classes.append(EnvironmentClass(path, loaded, loaded.__qualname__, tuple(names), *owns))
+            schemas += [_schema(getattr(loaded, name), label) for name in names]
         elif callable(loaded):
-            functions.append(loaded)
+            functions[path] = loaded
             schemas.append(_schema(loaded, label))
         else:
             raise UserError(f"{label}: a tool is a function or a class, not {type(loaded).__name__}")
     names = [schema["function"]["name"] for schema in schemas]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"{SETTING}: two tools have the name {twice}: rename one")
-    return ToolKit(tuple(functions), tuple(classes), tuple(schemas))
+    calls: ToolThreads | RemoteTools = ToolThreads()
+    if processes and paths:
+        calls = RemoteTools(ToolProcesses(tuple(paths), processes))
+        asyncio.run(calls.processes.check())
+    return ToolKit(functions, tuple(classes), tuple(schemas), calls)
 
 
 def _methods(owner: type) -> list[str]:

@@ -3,7 +3,8 @@
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,7 +43,7 @@ def load_episode_parts(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase
     function: RolloutFunction = ROLLOUT_FUNCTIONS.resolve(name, "rollout.function", config.function_args)
     if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
         raise UserError(f"rollout.function {name!r}: it must be a coroutine function: async def rollout(task, policy)")
-    tools = load_tools(config.tools)
+    tools = load_tools(config.tools, config.limits.tool_processes if config.tool_process else None)
     renderer = ChatRenderer(tokenizer, tools.schemas)
     renderer.check()
     return EpisodeParts(config, function, tools, renderer)
@@ -128,8 +129,13 @@ class EpisodeRunner:
         policy = EpisodePolicy(own, prompt, EpisodeWatch(clock))
         label = f"prompt {prompt.index}, sample {index}"
         try:
-            async with clock:
-                tools, messages = await self._open_tools(prompt, lambda: f"step {step}: {label}, turn {policy.turns}")
+            async with AsyncExitStack() as opened, clock:
+                tools = await self.parts.tools.open(
+                    *(context.limits.tool_s, context.limits.tool_characters),
+                    lambda: f"step {step}: {label}, turn {policy.turns}",
+                )
+                opened.push_async_callback(tools.close)
+                messages = await self._begin(tools, prompt)
                 returned = await without_exit(self.parts.function(Task(prompt, index, step, tools, messages), policy))
                 if not isinstance(returned, Episode):
                     raise TypeError(f"it returned {type(returned).__name__}, no Episode")
@@ -148,14 +154,12 @@ class EpisodeRunner:
         state = policy.limit if policy.limit and returned.state in ("completed", "truncated") else returned.state
         return Outcome(replace(returned, state=state)), policy
 
-    async def _open_tools(self, prompt: Prompt, where: Callable[[], str]) -> tuple[EpisodeTools, tuple[Message, ...]]:
-        """Make the tools of an episode, and the messages that it begins with."""
-        limits, messages = self.parts.config.limits, prompt.messages
-        tools = await self.parts.tools.open(limits.tool_s, limits.tool_characters, where)
-        said = self.parts.renderer.clean(await tools.reset(prompt.columns))
+    async def _begin(self, tools: EpisodeTools, prompt: Prompt) -> tuple[Message, ...]:
+        """Begin an episode in its environments; return the messages that it begins with."""
+        messages, said = prompt.messages, self.parts.renderer.clean(await tools.reset(prompt.columns))
         if said:
             messages = (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + said})
-        return tools, messages
+        return messages
 
 
 async def _until(pause: asyncio.Task[bool], episodes: Collection[asyncio.Task[Outcome]]) -> list[asyncio.Task[Outcome]]:

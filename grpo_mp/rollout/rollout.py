@@ -251,6 +251,8 @@ class Rollout:
             part.stop()
         if self.reward_servers:
             self.reward_servers.stop()
+        if self._episodes and not self._loop.is_closed:
+            self.call(self._episodes.tools.close())
         self._loop.close()
 
     def __enter__(self) -> "Rollout":

@@ -206,11 +206,11 @@ def test_calls_that_hang_are_named_and_bounded(kit: ToolKit, caplog: pytest.LogC
     threads = threading.active_count()
 
     async def many() -> list[ToolResult]:
-        tools = await replace(kit, threads=ToolThreads()).open(0.05, 100, lambda: "prompt 4, sample 0, turn 2")
+        tools = await replace(kit, calls=ToolThreads()).open(0.05, 100, lambda: "prompt 4, sample 0, turn 2")
         await tools.call(ToolCall("late", {"seconds": 0.3}))
         hanging = [await tools.call(ToolCall("bad", {"how": "hang"})) for _ in range(MOST_HANGING + 3)]
         await asyncio.sleep(0.3)
-        assert tools.threads.hanging == {"late": 0, "bad": MOST_HANGING}
+        assert tools.calls.hanging == {"late": 0, "bad": MOST_HANGING}
         return [*hanging, await tools.call(ToolCall("add", {"a": 1}))]
 
     *hanging, added = asyncio.run(many())

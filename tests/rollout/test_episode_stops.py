@@ -1,6 +1,8 @@
 """When episodes end: their clock, and what is left of a group when a step or the run does; without an engine."""
 
 import asyncio
+import os
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +33,29 @@ def test_the_clock_of_an_episode_stands_still_while_its_turns_are_generated() ->
     assert (sample.state, sample.error, sample.metrics["turns"]) == ("completed", "", 1)
     slow = roll_out(make_runner(engine(0.1), f"{HERE}:idle", limits={"episode_s": 0.2}))
     assert (slow.state, slow.metrics["turns"]) == ("timeout", 1)
+
+
+def kill() -> None:
+    """End the process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def block() -> None:
+    """Block the event loop of the process."""
+    time.sleep(3600)
+
+
+def test_an_episode_outlives_tools_that_die_or_block_the_loop() -> None:
+    client = TextClient(WORDS, ["[kill]({})<|im_end|>", "[block]({})<|im_end|>", "6<|im_end|>"])
+    tools = {"tools": [f"{HERE}:kill", f"{HERE}:block"], "tool_process": True, "tool_parser": "pythonic"}
+    sample = roll_out(make_runner(client, "call_tools", limits={"tool_s": 0.5}, **tools))
+    assert (sample.state, sample.error, sample.text) == ("completed", "", "6")
+    assert [sample.metrics[name] for name in ("turns", "tool_raised", "tool_timeout")] == [3, 1, 1]
+    said = [message["content"] for message in sample.messages if message["role"] == "tool"]
+    assert said == [
+        "Error: kill ended its process, which ended by SIGKILL",
+        "Error: block took longer than 0.5 s",
+    ]
 
 
 async def idle(task: Task, policy: Policy) -> Episode:
