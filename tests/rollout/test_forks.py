@@ -122,9 +122,11 @@ def test_dump_and_journal_give_the_sequences_back(tmp_path: Path) -> None:
     assert read_groups(tmp_path / "x") == [(group, True), (other, False)]
     assert same_experts(read_groups(tmp_path / "x")[0][0], group)
     assert parquet.read_table(tmp_path / "x")["part"].to_pylist() == [1, 2, 0, 0, 1, 0] * 2
-    payload = journal.encode(3, group, RewardStats(), kept=True)
-    assert payload is not None
-    assert journal.decode(bytes(payload), group.prompt) == (group, RewardStats())
+    payload = b"".join(journal.encode(3, group, RewardStats(), kept=True))
+    decoded = journal.decode(payload, group.prompt)
+    assert decoded == (group, RewardStats())
+    assert isinstance(decoded[0], SampleGroup)
+    assert same_experts(decoded[0], group)
 
 
 def test_a_file_from_before_there_were_parts_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
