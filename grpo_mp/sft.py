@@ -98,7 +98,7 @@ def take_samples(ctx: SftContext) -> SftBatch:
 
 def update_policy(ctx: SftContext, batch: SftBatch, step: int) -> tuple[UpdateReport, dict[str, float]]:
     """Make the step's optimizer update, and advance the state; return what was measured, too."""
-    finish_save(ctx)  # it reads the optimizer's state
+    finish_save(ctx)  # it reads weights and the optimizer's state
     replicas_every = ctx.settings.monitor.check_replicas_every
     with ctx.phases.phase(Phase.TRAIN):
         if replicas_every and step % replicas_every == 0:

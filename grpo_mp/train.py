@@ -181,7 +181,7 @@ def compute_old_and_reference_logprobs(ctx: TrainContext, batch: StepBatch) -> U
 
 def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatches, step: int) -> list[UpdateReport]:
     """Make the step's optimizer updates, refresh the reference where that is due, and advance the state."""
-    finish_save(ctx)  # it reads the optimizer's state
+    finish_save(ctx)  # it reads weights and the optimizer's state
     algorithm, epochs = ctx.settings.algorithm, ctx.settings.training.epochs
     policy_loss = ctx.inputs.extensions.policy_loss
     replicas_every = ctx.settings.monitor.check_replicas_every

@@ -10,8 +10,9 @@ from grpo_mp.policy.checkpoint import (
     gather_written,
     on_all_ranks,
     optimizer_writer,
+    weights_writer,
+    write_common,
     write_indexes,
-    write_weights,
 )
 from grpo_mp.policy.policy import Policy
 
@@ -21,8 +22,9 @@ def save_policy(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES) ->
     group = policy.parallel.cpu_group
 
     def write() -> Written:
-        optimizer = optimizer_writer(policy, folder, piece_bytes)
-        return {**write_weights(policy, folder, piece_bytes), optimizer.folder: optimizer.write()}
+        write_common(policy, folder)
+        writers = weights_writer(policy, folder, piece_bytes), optimizer_writer(policy, folder, piece_bytes)
+        return {writer.folder: writer.write() for writer in writers}
 
     write_indexes(gather_written(on_all_ranks(write, folder, group), group))
     dist.barrier(group=group)  # the first rank has written the index

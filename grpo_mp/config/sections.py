@@ -44,7 +44,9 @@ class RunConfig(Section):
     eval_every: int = Field(20, ge=0, description="steps between evaluations; 0 evaluates only before and after")
     keep_checkpoints: int = Field(2, ge=1, description="number of newest checkpoints to keep (TRL save_total_limit)")
     async_save: bool = Field(
-        True, description="write a checkpoint's optimizer state while the next step generates; false: before it"
+        True,
+        description="write a checkpoint's optimizer state while the next step generates, and the weights, unless a "
+        "reference is swapped with them or they leave the GPU for the engines; false: before it",
     )
     max_failed_saves: int = Field(
         3,

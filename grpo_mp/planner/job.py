@@ -109,6 +109,11 @@ class PlannedJob:
         return self.settings.shares_devices and self.settings.model.offloads
 
     @property
+    def saves_weights_beside(self) -> bool:
+        """Return whether weights are saved while the run goes on: nothing swaps or moves them before an update."""
+        return self.settings.run.async_save and not self.has_reference and not self.offloads
+
+    @property
     def optimizer_offload(self) -> str:
         """Return `optimizer.offload` as it acts: between steps nothing moves off GPUs that have no engine."""
         offload = self.settings.optimizer.offload

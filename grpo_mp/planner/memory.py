@@ -360,14 +360,15 @@ def _engine_routed_expert_bytes(job: PlannedJob, engine: EngineMemory) -> float:
 def _checkpoint_host_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
     """Return what a save or load holds beside the state: a piece of one tensor.
 
-    A save has one where it comes from a device. So has a load; on a CPU only one of another layout's checkpoint, which
-    may have been saved without tensor parallelism.
+    A save has one where it comes from a device, and two where weights and state of a device are both written while the
+    run goes on. A load has one; on a CPU only that of another layout's checkpoint, which may have been saved without
+    tensor parallelism.
     """
     settings = job.settings
-    in_background = job.optimizer_offload == "none" and settings.run.async_save and sub_phase in BESIDE_A_SAVE
-    from_device = settings.model.offloads and (sub_phase is SubPhase.SAVE or in_background)
+    later = settings.run.async_save * (job.optimizer_offload == "none") + job.saves_weights_beside
+    pieces = later * (sub_phase in BESIDE_A_SAVE) + max(1, later) * (sub_phase is SubPhase.SAVE)
     loads = sub_phase is SubPhase.LOAD
     largest_piece = min(
         settings.run.piece_bytes, 4 * _largest_tensor(job.model, 1 if loads else settings.layout.tensor)
     )
-    return largest_piece * (from_device or loads)
+    return largest_piece * (pieces * settings.model.offloads + loads)

@@ -151,7 +151,7 @@ def resume_use(job: PlannedJob, stage: int) -> ResourceUse:
 
 
 def save_uses(job: PlannedJob) -> tuple[ResourceUse, ResourceUse]:
-    """Return the use of one GPU that a checkpoint takes: for weights, which are written first, and for the rest.
+    """Return the use of one GPU that a checkpoint takes: for weights, and for the rest.
 
     All is read once more, for its checksums.
     """
@@ -168,6 +168,8 @@ def save_uses(job: PlannedJob) -> tuple[ResourceUse, ResourceUse]:
 def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> ResourceUse:
     """Return the use of one GPU that a save takes from a step: what the next step's phases do not hide is left."""
     weights, rest = save_uses(job)
+    if job.saves_weights_beside:
+        weights, rest = ResourceUse(), weights + rest
     beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)  # a trainer that waits is not slower
     hidden_s = sum(estimate_time(uses[sub_phase], job.cluster).expected_s for sub_phase in beside)
     share = 1 - hidden_s / estimate_time(rest, job.cluster).expected_s if job.settings.run.async_save else 1.0

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from grpo_mp.checkpoint.chunk_files import ChunkWriter, WrittenChunks, read_chunks, write_index
 from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER
@@ -29,20 +28,25 @@ FULL_BYTES = 2**20  # a disk with less free is full
 Written = Mapping[Path, WrittenChunks]  # what one rank has written, by folder
 
 
-def write_weights(policy: Policy, folder: Path, piece_bytes: int) -> Written:
-    """Write this rank's share of the weights, and on rank 0 what is alike on all ranks."""
+def write_common(policy: Policy, folder: Path) -> None:
+    """Write, on rank 0, what is alike on all ranks."""
     if policy.parallel.rank == 0:
         content = BytesIO()  # torch would hide what the disk says
         torch.save(_common(policy), content)
         (folder / COMMON).write_bytes(content.getbuffer())
-    return _write(policy, policy.tensors, folder, piece_bytes)
+
+
+def weights_writer(policy: Policy, folder: Path, piece_bytes: int) -> ChunkWriter:
+    """Return what writes this rank's share of the weights, which must neither change nor be moved until it has."""
+    return ChunkWriter(folder, policy.parallel.rank, weight_chunks(policy, policy.tensors), piece_bytes)
 
 
 def write_reference(policy: Policy, folder: Path, piece_bytes: int) -> Written:
     """Write this rank's share of the reference's weights. Raises ValueError where the policy has no reference."""
     if policy.reference is None:
         raise ValueError("this policy was built without a reference")
-    return _write(policy, policy.reference.host_tensors, folder, piece_bytes)
+    chunks = weight_chunks(policy, policy.reference.host_tensors)
+    return {folder: ChunkWriter(folder, policy.parallel.rank, chunks, piece_bytes).write()}
 
 
 def optimizer_writer(policy: Policy, folder: Path, piece_bytes: int) -> ChunkWriter:
@@ -122,11 +126,6 @@ def load_reference(policy: Policy, folder: Path) -> None:
             read_torch_dist(policy, folder)
     elif policy.reference:
         read_chunks(local_weight_chunks(policy, policy.reference.host_tensors), folder)
-
-
-def _write(policy: Policy, tensors: Mapping[str, Tensor], folder: Path, piece_bytes: int) -> Written:
-    writer = ChunkWriter(folder, policy.parallel.rank, weight_chunks(policy, tensors), piece_bytes)
-    return {folder: writer.write()}
 
 
 def _common(policy: Policy) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def open_context(
         )
         stack.enter_context(platform.gc_frozen())
         if policy:
-            saver = stack.enter_context(CheckpointSaver(settings.run, policy, limit_s))
+            saver = stack.enter_context(CheckpointSaver(settings.run, policy, limit_s, not offload))
             yield TrainContext(**vars(common), parallel=policy.parallel, policy=policy, saver=saver)
         else:
             yield common

@@ -3,7 +3,7 @@
 import logging
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -36,9 +36,10 @@ from grpo_mp.policy.checkpoint import (
     gather_written,
     on_all_ranks,
     optimizer_writer,
+    weights_writer,
+    write_common,
     write_indexes,
     write_reference,
-    write_weights,
 )
 from grpo_mp.policy.policy import Policy
 from grpo_mp.weight_sync.plan import WHOLE, ParamGroup, Piece, Readers, Slice, group_params
@@ -84,14 +85,19 @@ class _Save:
 
 
 class CheckpointSaver:
-    """Saves checkpoints of one run, and lets the run go on while the optimizer's state is written.
+    """Saves checkpoints of one run, and lets the run go on while the optimizer's state is written, and maybe weights.
 
     A checkpoint counts once its manifest, written last, is there: until then the one before it is the newest.
     """
 
-    def __init__(self, run: RunConfig, policy: Policy, limit_s: float) -> None:
-        """Make the process group of the threads that write, which may take `limit_s`; every rank must call this."""
+    def __init__(self, run: RunConfig, policy: Policy, limit_s: float, weights_stay: bool = False) -> None:
+        """Make the process group of the threads that write, which may take `limit_s`; every rank must call this.
+
+        `weights_stay`: the weights are not moved between two updates; without a reference, which is swapped with
+        them, they are written beside the run, too.
+        """
         self._run, self._policy, self._limit_s = run, policy, limit_s
+        self._weights_later = run.async_save and weights_stay and policy.reference is None
         self._task: _Save | None = None
         self._failures = FailedSaves(run.max_failed_saves, policy.parallel.rank)
         self.failed_exports = FailedSaves(run.max_failed_saves, policy.parallel.rank)
@@ -103,19 +109,19 @@ class CheckpointSaver:
     def save(self, state: TrainState, last: bool = False, before: Callable[[], None] = lambda: None) -> None:
         """Save the state of the run between two steps. Every rank must call this.
 
-        `before`: brings to disk what the checkpoint counts on, or raises OSError. Weights are on disk when it returns.
-        The optimizer's state is then still being written, where run.async_save is set: it must not change, nor be
-        moved, before `finish`. Raises DiskError, on every rank, where one cannot
-        write, too often or for the `last` time.
+        `before`: brings to disk what the checkpoint counts on, or raises OSError. Where run.async_save is set, the
+        optimizer's state is then still being written, and weights that stay: it must not change, nor be moved, before
+        `finish`. Other weights are on disk when it returns. Raises DiskError, on every rank, where one cannot write,
+        too often or for the `last` time.
         """
         self.finish()
         folder = checkpoint_folder(self._run.folder, state.step)
         try:
-            weights, optimizer = self._begin(folder, state, before)
+            written, writers = self._begin(folder, state, before)
         except DiskError as error:
             self._failures.add(error, folder, last)
             return
-        write_rest = partial(self._write_rest, folder, deepcopy(state), weights, optimizer)
+        write_rest = partial(self._write_rest, folder, deepcopy(state), written, writers)
         task = BackgroundTask(write_rest, f"save of step {state.step} on rank {self._policy.parallel.rank}")
         self._task = _Save(task, folder, last)
         if not self._run.async_save:
@@ -146,7 +152,7 @@ class CheckpointSaver:
             except Exception as error:  # noqa: BLE001 - the error that ends the run is the one to report
                 LOGGER.warning("the last checkpoint is not complete: %s", one_line(error))
 
-    def _begin(self, folder: Path, state: TrainState, before: Callable[[], None]) -> tuple[Written, ChunkWriter]:
+    def _begin(self, folder: Path, state: TrainState, before: Callable[[], None]) -> tuple[Written, list[ChunkWriter]]:
         """Make the folder and write what the next step changes first."""
         rank, group = self._policy.parallel.rank, self._policy.parallel.cpu_group
 
@@ -159,20 +165,25 @@ class CheckpointSaver:
         on_all_ranks(begin, folder, group)
         return on_all_ranks(partial(self._write_first, folder, state.reference_updated), folder, group)
 
-    def _write_first(self, folder: Path, with_reference: bool) -> tuple[Written, ChunkWriter]:
-        """Write what the next step changes first."""
-        piece_bytes = self._run.piece_bytes
-        weights = write_weights(self._policy, folder / POLICY, piece_bytes)
+    def _write_first(self, folder: Path, with_reference: bool) -> tuple[Written, list[ChunkWriter]]:
+        """Write what the next step changes first; return what writes the rest."""
+        policy, piece_bytes = self._policy, self._run.piece_bytes
+        write_common(policy, folder / POLICY)
+        weights = weights_writer(policy, folder / POLICY, piece_bytes)
+        if self._weights_later and not with_reference:
+            return {}, [weights, optimizer_writer(policy, folder / POLICY, piece_bytes)]
+        written = {weights.folder: weights.write()}
+        del weights  # with its piece of memory
         if with_reference:
-            weights = {**weights, **write_reference(self._policy, folder / REFERENCE, piece_bytes)}
-        return weights, optimizer_writer(self._policy, folder / POLICY, piece_bytes)
+            written |= write_reference(policy, folder / REFERENCE, piece_bytes)
+        return written, [optimizer_writer(policy, folder / POLICY, piece_bytes)]
 
-    def _write_rest(self, folder: Path, state: TrainState, weights: Written, optimizer: ChunkWriter) -> None:
-        """Write the optimizer's state and complete the checkpoint; runs in a thread of each rank."""
+    def _write_rest(self, folder: Path, state: TrainState, first: Written, writers: Sequence[ChunkWriter]) -> None:
+        """Write what the next update changes and complete the checkpoint; runs in a thread of each rank."""
         rank, world_size, group = self._policy.parallel.rank, self._policy.parallel.world_size, self._group
 
         def write() -> tuple[Written, Files]:
-            written = {**weights, optimizer.folder: optimizer.write()}
+            written = {**first, **{writer.folder: writer.write() for writer in writers}}
             return written, own_checksums(folder, rank, world_size)  # each rank reads those that it wrote
 
         written, own_files = on_all_ranks(write, folder, group)

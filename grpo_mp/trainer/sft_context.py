@@ -62,7 +62,7 @@ def open_sft_context(
         phases = PhaseManager(
             monitors.timeline, monitors.watchdog, progress, limit_s, items=partial(device_items, policy)
         )
-        with platform.gc_frozen(), CheckpointSaver(run, policy, limit_s) as saver:
+        with platform.gc_frozen(), CheckpointSaver(run, policy, limit_s, weights_stay=True) as saver:
             yield SftContext(
                 settings=settings,
                 inputs=inputs,

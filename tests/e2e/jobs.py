@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -136,12 +137,14 @@ def as_nobody(function: Callable[[], Any]) -> Any:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
             os.write(writer, repr(function()).encode())
+        except BaseException:  # noqa: BLE001 - the parent raises it
+            os.write(writer, traceback.format_exc().encode())
         finally:
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as stream:
         content = stream.read()
-    os.waitpid(child, 0)
+    assert os.waitpid(child, 0)[1] == 0
     return ast.literal_eval(content.decode())
 
 

@@ -30,14 +30,14 @@ LIMIT_S = 60.0
 
 
 class Gate:
-    """Holds back the writing of optimizer state until it is opened."""
+    """Holds back the writing of `folders`, of optimizer state at first, until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened = threading.Event()
+        self.opened, self.folders = threading.Event(), {"optimizer"}
         write = ChunkWriter.write
 
         def write_once_opened(writer: ChunkWriter) -> WrittenChunks:
-            if writer.folder.name == "optimizer":
+            if writer.folder.name in self.folders:
                 assert self.opened.wait(LIMIT_S)
             return write(writer)
 
@@ -54,13 +54,14 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 def make_trainer(tiny_run: TinyRun, parallel: Parallel, run: Path, *overrides: str) -> OneStep:
     """A trainer after one update, with a reference that differs from its policy."""
     settings = load_settings(tiny_run.config, [*SETTINGS, "algorithm.kl.coef=0.1", f"run.folder={run}", *overrides])
-    trainer = OneStep(settings, Policy(settings, parallel, True), make_batch(settings, parallel, groups()))
+    policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.coef > 0)
+    trainer = OneStep(settings, policy, make_batch(settings, parallel, groups()))
     trainer.train(trainer.compute_logprobs())
     return trainer
 
 
-def saver_of(trainer: OneStep) -> CheckpointSaver:
-    return CheckpointSaver(trainer.settings.run, trainer.policy, LIMIT_S)
+def saver_of(trainer: OneStep, weights_stay: bool = False) -> CheckpointSaver:
+    return CheckpointSaver(trainer.settings.run, trainer.policy, LIMIT_S, weights_stay)
 
 
 def state_of(policy: Policy) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
@@ -112,6 +113,39 @@ def test_a_checkpoint_is_the_state_of_its_step_though_training_goes_on(
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
     later = state_of(trainer.policy)
     assert not any(torch.equal(later[name], tensor) for name, tensor in expected.items() if "exp_avg/" in name[0])
+
+
+def test_weights_that_nothing_swaps_or_moves_are_written_beside_the_run(
+    tiny_run: TinyRun, parallel: Parallel, tmp_path: Path, gate: Gate
+) -> None:
+    trainer = make_trainer(tiny_run, parallel, tmp_path, "algorithm.kl.coef=0.0")
+    expected = state_of(trainer.policy)
+    gate.folders.add("policy")
+    with saver_of(trainer, weights_stay=True) as saver:
+        saver.save(TrainState(step=1))
+        updates = trainer.compute_logprobs()
+        assert list(checkpoint_folder(tmp_path, 1).rglob("*.distcp")) == []
+        gate.opened.set()
+        saver.finish()
+        trainer.train(updates)
+    folder = latest_checkpoint(tmp_path)
+    assert folder == checkpoint_folder(tmp_path, 1)
+    loaded = state_of(build_policy(trainer.settings, parallel, TrainState(step=1), folder))
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(("kl", "weights_stay"), [(0.1, True), (0.0, False)])
+def test_other_weights_are_written_when_the_run_goes_on(
+    tiny_run: TinyRun, parallel: Parallel, tmp_path: Path, gate: Gate, kl: float, weights_stay: bool
+) -> None:
+    """Those that a reference is swapped with, and those that leave the device for the engines."""
+    trainer = make_trainer(tiny_run, parallel, tmp_path, f"algorithm.kl.coef={kl}")
+    with saver_of(trainer, weights_stay) as saver:
+        saver.save(TrainState(step=1))
+        written = [file.parent.name for file in checkpoint_folder(tmp_path, 1).rglob("*.distcp")]
+        gate.opened.set()
+    assert written == ["policy"]
 
 
 def test_the_next_save_waits_for_the_last(tiny_run: TinyRun, parallel: Parallel, tmp_path: Path, gate: Gate) -> None:
