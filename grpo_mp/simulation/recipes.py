@@ -32,12 +32,10 @@ class Recipe:
     cluster: str
     nodes: int
     gpus: tuple[int, ...]
-    overrides: tuple[str, ...] = ()
 
 
 ON_80_GB = Recipe("moe_671b.yaml", "h100-80", 16, (128,))
-# Places for 512 groups: some are left for groups of later steps.
-ON_141_GB = Recipe("moe_671b_64x141.yaml", "h200-141", 8, (128, 1024), ("engine.concurrent_groups=512",))
+ON_141_GB = Recipe("moe_671b_64x141.yaml", "h200-141", 8, (128, 1024))
 # 419 unexpected interruptions in 54 days of 16,384 GPUs (arXiv 2407.21783, table 5): 262 of GPUs and their memory,
 # 42 of switches, cables and network cards, and 115 others.
 PUBLISHED_RATES = FailureAssumptions(81_000, 23_000, 63_000, spares=2)
@@ -47,7 +45,7 @@ FAILURE_COLUMNS = ("GPUs", "a failure every", "step s", *COLUMNS)
 
 def plan_recipe(recipe: Recipe) -> PlannedJob:
     """Return the planned job of a recipe."""
-    settings = load_settings(CONFIGS / recipe.file, list(recipe.overrides))
+    settings = load_settings(CONFIGS / recipe.file, [])
     return make_job(settings, find_config(settings.model.path)[0], read_cluster(recipe.cluster), recipe.nodes)
 
 

@@ -4,11 +4,11 @@ Started by compare_trl.py and simulated_schedules.py under torchrun; the times a
 """
 
 import argparse
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from grpo_mp.checkpoint.run_state import latest_checkpoint
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
@@ -19,27 +19,45 @@ from tests.bench import workload as w
 
 
 class ExactLengths(EngineClient):
-    """Draws each response of a group with its own length, in one call, its prompt before it, as SGLang does for `n`."""
+    """Draws each response of a group with its own length, in one call, its prompt before it, as SGLang does for `n`.
+
+    What is broken off goes on to that length.
+    """
 
     def __init__(self, client: EngineClient, lengths: dict[tuple[int, ...], list[int]]) -> None:
         self.__dict__.update(vars(client))  # the same connections
         self._lengths = lengths
+        self._left = defaultdict[tuple[int, ...], list[int]](list)
 
     async def generate(
-        self, prompt_tokens: Sequence[int], sampling: SamplingParams, count: int = 1, routing: ModelShape | None = None
+        self,
+        prompt_tokens: Sequence[int],
+        sampling: SamplingParams,
+        count: int = 1,
+        routing: ModelShape | None = None,
+        routed_tokens: int = 0,
     ) -> list[EngineOutput]:
-        await super().generate(prompt_tokens, replace(sampling, max_response_tokens=1, ignore_eos=True))
-        lengths = self._lengths[tuple(prompt_tokens)]
+        prompt = tuple(prompt_tokens)
+        if waiting := self._left[prompt]:
+            lengths = [waiting.pop()]
+        else:
+            lengths = self._lengths[prompt]
+            await super().generate(prompt_tokens, replace(sampling, max_response_tokens=1, ignore_eos=True))
         exact = [replace(sampling, max_response_tokens=length, ignore_eos=True).as_json(1) for length in lengths]
         prompts = [list(prompt_tokens)] * len(exact)
         body = {"input_ids": prompts, "sampling_params": exact, "return_logprob": True}
-        return [
+        outputs = [
             self._parse_output(output, len(prompt_tokens), None)
             for output in await self._call("POST", "/generate", body)
         ]
+        for length, output in zip(lengths, outputs, strict=True):
+            if output.aborted:
+                kept = output.without_last_step(1).tokens  # as the worker goes on with it
+                self._left[*prompt, *kept].append(length - len(kept))
+        return outputs
 
 
-def make_settings(folder: Path, run_folder: Path, steps: int, schedule: str) -> Settings:
+def make_settings(folder: Path, run_folder: Path, steps: int, schedule: str, staleness: int | None) -> Settings:
     tree = {
         "schedule": schedule,
         "engine": {"ranks": int(schedule != "colocated"), "args": {"decode_log_interval": 5}},
@@ -51,6 +69,7 @@ def make_settings(folder: Path, run_folder: Path, steps: int, schedule: str) -> 
             "group_size": w.GROUP_SIZE,
             "max_prompt_tokens": w.PROMPT_TOKENS,
             "max_response_tokens": w.LONGEST,
+            **({} if staleness is None else {"max_staleness": staleness}),
         },
         "reward": {"length": 1.0},
         "algorithm": {"kl": {"coef": w.KL_WEIGHT}},
@@ -71,11 +90,12 @@ def main() -> None:
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--schedule", default="colocated")
+    parser.add_argument("--staleness", type=int)
     given = parser.parse_args()
-    settings = make_settings(given.folder, given.run_folder, given.steps, given.schedule)
+    settings = make_settings(given.folder, given.run_folder, given.steps, given.schedule, given.staleness)
     inputs = run_preflight(settings, *local_ranks())
     lengths = w.read_lengths(given.folder)
-    with open_context(settings, inputs, latest_checkpoint(settings.run.folder)) as ctx:
+    with open_context(settings, inputs) as ctx:
         if (engine := ctx.rollout.engine) and engine.client:
             by_tokens = {prompt.tokens: lengths[prompt.text] for prompt in inputs.train}
             engine.client = ExactLengths(engine.client, by_tokens)

@@ -1,11 +1,11 @@
-"""Simulated steps beside real ones: `python -m tests.bench.simulated_schedules [--steps 8] [--schedules async ...]`.
+"""Simulated steps beside real ones: `python -m tests.bench.simulated_schedules [--steps 8] [--runs async ...]`.
 
-Two cores, the tiny mixture and the lengths of compare_trl.py (16 to 512 tokens). Each schedule runs under torchrun:
-colocated with two engines on two ranks that train; one_step_off and async with one rank that trains and one with the
-engine. Of a run are measured: the seconds of logprobs, training, weight sync and scores (its trace), and of a decode
-step by running sequences and cached tokens (its engines' logs; least squares). A prompt's token takes an engine what a
-logprob takes the policy. The simulation gets these rates and the lengths; who waits for whom, and how long, is its
-own. Reach: a step within 15 % of the real one; else the exit status is 1.
+Two cores, the tiny mixture and the lengths of compare_trl.py (16 to 512 tokens). Each run is under torchrun: colocated
+(without and with partial rollouts) with two engines on two ranks that train; one_step_off and async with one rank that
+trains and one with the engine. Of a run are measured: the seconds of logprobs, training, weight sync and scores (its
+trace), and of a decode step by running sequences and cached tokens (its engines' logs; least squares). A prompt's token
+takes an engine what a logprob takes the policy. The simulation gets these rates and the lengths, and plays who waits
+for whom. Reach: a step within 15 % of the real one; else the exit status is 1.
 """
 
 import argparse
@@ -32,6 +32,13 @@ FAMILY = "qwen3_moe"
 SLOTS, CONCURRENT_GROUPS = 128, 64  # defaults of a CPU engine, and of the settings
 SETTLED = 2  # steps that are not timed
 REACH = 0.15
+# Schedule and max_staleness.
+RUNS = {
+    "colocated": (Schedule.COLOCATED, 0),
+    "partial": (Schedule.COLOCATED, 1),
+    "one_step_off": (Schedule.ONE_STEP_OFF, 1),
+    "async": (Schedule.ASYNC, 1),
+}
 DECODE = re.compile(
     r"^\[(.{19})\] Decode batch, #running-req: (\d+), #token: (\d+),.* gen throughput \(token/s\): ([\d.]+)"
 )
@@ -94,7 +101,7 @@ def phase_seconds(trace: Path) -> tuple[list[float], dict[str, float]]:
     return trained, {name: total / (len(trained) - 1) for name, total in totals.items()}
 
 
-def simulated_s(schedule: Schedule, lengths: w.Lengths, rates: Rates) -> float:
+def simulated_s(schedule: Schedule, staleness: int, lengths: w.Lengths, rates: Rates) -> float:
     """Simulate a step, many times: the order of the lengths is not that of the run."""
     colocated = schedule is Schedule.COLOCATED
     scenario = Scenario(
@@ -109,7 +116,7 @@ def simulated_s(schedule: Schedule, lengths: w.Lengths, rates: Rates) -> float:
         prompts_per_step=w.PROMPTS,
         group_size=w.GROUP_SIZE,
         prompt_tokens=w.PROMPT_TOKENS,
-        max_staleness=0 if colocated else 1,
+        max_staleness=staleness,
         steps=64,
     )
     return simulate(scenario).step_s
@@ -139,24 +146,25 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--schedules", nargs="+", type=Schedule, choices=list(Schedule), default=list(Schedule))
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--folder", type=Path, help="keep the runs there; what is there is not run again")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = given.folder or Path(name)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = given.folder or Path(scratch)
         lengths = w.make_workload(folder, FAMILY, 0)
         print(w.describe(lengths))
         tokens = sum(sum(group) for group in lengths.values()) + w.PROMPTS * w.GROUP_SIZE * w.PROMPT_TOKENS
         worst = 0.0
-        for schedule in given.schedules:
-            run_folder, ranks = folder / schedule, CORES if schedule is Schedule.COLOCATED else 1
+        for name in given.runs:
+            schedule, staleness = RUNS[name]
+            run_folder, ranks = folder / name, CORES if schedule is Schedule.COLOCATED else 1
             if not (run_folder / "metrics.jsonl").exists():
-                sizes = ["--steps", str(given.steps), "--schedule", schedule]
+                sizes = ["--steps", str(given.steps), "--schedule", schedule, "--staleness", str(staleness)]
                 run("tests.bench.run_grpo_mp", [str(folder), str(run_folder), *sizes], CORES, 1)
             real, phases, rates = measured_rates(run_folder, tokens, ranks)
-            simulated = simulated_s(schedule, lengths, rates)
+            simulated = simulated_s(schedule, staleness, lengths, rates)
             worst = max(worst, abs(simulated / real - 1))
-            print(f"{schedule:12} real {real:6.2f} s, simulated {simulated:6.2f} s: {simulated / real - 1:+.1%}")
+            print(f"{name:12} real {real:6.2f} s, simulated {simulated:6.2f} s: {simulated / real - 1:+.1%}")
             decode = f"{rates.decode_step_s * 1e3:.2f} ms + {rates.sequence_s * 1e3:.3f} ms a sequence"
             print(f"    decode step {decode} + {rates.cached_token_s * 1e6:.2f} us a cached token; rank 0:")
             print("    " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in sorted(phases.items())), flush=True)

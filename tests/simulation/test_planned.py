@@ -15,7 +15,7 @@ from grpo_mp.planner.plan import make_plan
 from grpo_mp.simulation.lengths import lognormal_lengths, read_lengths
 from grpo_mp.simulation.loop import simulate
 from grpo_mp.simulation.planned import Assumptions, on_gpus, scenario_of, simulate_job
-from grpo_mp.simulation.recipes import ON_80_GB, simulate_recipe
+from grpo_mp.simulation.recipes import ON_80_GB, ON_141_GB, Recipe, plan_recipe
 from grpo_mp.simulation.scenario import Schedule
 from tests.planner.jobs import job_of
 from tests.simulation.scenarios import RATES
@@ -122,11 +122,13 @@ def test_a_lognormal_has_its_mean_and_a_longer_tail_with_more_sigma() -> None:
     assert max(narrow) < max(wide) == job.settings.rollout.max_response_tokens
 
 
-def test_the_recipe_on_80_gb_reaches_nine_tenths_of_the_bound_at_its_own_staleness() -> None:
-    staleness = load_settings(CONFIGS / ON_80_GB.file).rollout.max_staleness
-    shares = {
-        outcome.scenario.max_staleness: outcome.scenario.bound_s / outcome.step_s
-        for outcome in simulate_recipe(ON_80_GB)
-    }
+@pytest.mark.parametrize("recipe", [ON_80_GB, ON_141_GB], ids=lambda recipe: recipe.cluster)
+def test_a_recipe_on_its_own_gpus_reaches_nine_tenths_of_the_bound_at_its_own_staleness(recipe: Recipe) -> None:
+    job = plan_recipe(recipe)
+    staleness = job.settings.rollout.max_staleness
+    assert staleness > 0
+    outcomes = simulate_job(job, make_plan(job).sync_s, Assumptions(), [Schedule.COLOCATED])
+    bound_s = min(outcome.scenario.bound_s for outcome in outcomes)
+    shares = {outcome.scenario.max_staleness: bound_s / outcome.step_s for outcome in outcomes}
     assert shares[0] < 0.85
     assert shares[staleness] > 0.9
