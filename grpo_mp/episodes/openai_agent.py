@@ -34,14 +34,22 @@ class Agent(Protocol):
 class OpenAIAgent:
     """The rollout function `openai_agent`."""
 
-    def __init__(self, agent: str | None = None, command: str | Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        agent: str | None = None,
+        command: str | Sequence[str] | None = None,
+        on_sampling: str = "refuse",
+    ) -> None:
         """Take one of the two: `agent`, 'module:name' or 'file.py:name' of a coroutine function, or a `command`.
 
-        Raises UserError for an agent that cannot be loaded.
+        `on_sampling`: "refuse" or "ignore" what requests say of temperature, seed, tool_choice and the like. Raises
+        UserError for an agent that cannot be loaded.
         """
+        if on_sampling not in ("refuse", "ignore"):
+            raise UserError(f"{SETTING}: on_sampling={on_sampling!r} is neither 'refuse' nor 'ignore'")
         if (agent is None) == (command is None):
             raise UserError(f"{SETTING}: openai_agent takes either agent, 'file.py:function', or command")
-        self._endpoint = Endpoint()
+        self._endpoint = Endpoint(on_sampling == "ignore")
         self._command = tuple(shlex.split(command) if isinstance(command, str) else command or ())
         self._agent = _load_agent(agent) if agent is not None else self._run_command
 
