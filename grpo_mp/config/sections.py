@@ -192,6 +192,9 @@ class RolloutConfig(Section):
         description="what the policy may call: typed functions, or classes whose methods are tools, each as "
         "'module:name' or 'file.py:name' (TRL tools, environment_factory); results count in max_response_tokens",
     )
+    tool_args: dict[str, dict[str, Any]] = Field(
+        {}, description="arguments with which the classes of tools are made, by their paths as tools has them"
+    )
     tool_process: bool = Field(
         False,
         description="tools run in processes beside the rank, one for the environment of each episode: one that hangs "

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -10,10 +11,19 @@ from functools import partial
 
 from aiohttp import web
 
-from grpo_mp.episodes.openai_requests import MODEL, RequestError, as_stream, completion, error_body, read_request
-from grpo_mp.episodes.protocol import EpisodeLimitError, Policy, Turn
+from grpo_mp.episodes.openai_requests import (
+    MODEL,
+    ChatRequest,
+    RequestError,
+    as_stream,
+    completion,
+    error_body,
+    read_request,
+)
+from grpo_mp.episodes.protocol import EpisodeLimitError, Policy
 from grpo_mp.errors import EngineError, UserError
 
+LOGGER = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 MAX_BODY = 16 * 2**20  # bytes
 INVALID = "invalid_request_error"
@@ -28,14 +38,22 @@ class Session:
     api_key: str
     failure: "asyncio.Future[None]"
     reached_limit: bool = False
-    turns: set["asyncio.Task[Turn]"] = field(default_factory=set)  # that are being generated
+    turns: set["asyncio.Task[web.Response]"] = field(default_factory=set)  # that are being generated, or wait
+    queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # one turn at a time: in the order of the requests
+    ignores_sampling: bool = False
+    told: set[str] = field(default_factory=set)  # parameters of whose neglect the log tells
 
 
 @dataclass
 class Endpoint:
-    """One server for all episodes of a rank: it listens while there are any."""
+    """One server for all episodes of a rank: it listens while there are any.
 
+    `ignores_sampling`: requests for other sampling than the run's are answered, and logged once.
+    """
+
+    ignores_sampling: bool = False
     sessions: dict[str, Session] = field(default_factory=dict)  # by key
+    told: set[str] = field(default_factory=set)
     _server: "asyncio.Task[tuple[web.AppRunner, str]] | None" = None
 
     @asynccontextmanager
@@ -45,7 +63,9 @@ class Endpoint:
             self._server = asyncio.create_task(_listen(self.sessions))
         key, server = f"sk-{secrets.token_urlsafe(24)}", self._server
         failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        session = self.sessions[key] = Session(policy, "", key, failure)
+        session = self.sessions[key] = Session(
+            policy, "", key, failure, ignores_sampling=self.ignores_sampling, told=self.told
+        )
         try:
             _, session.base_url = await asyncio.shield(server)
             yield session
@@ -59,7 +79,7 @@ class Endpoint:
                 await (await server)[0].cleanup()
 
 
-async def _end(turns: set["asyncio.Task[Turn]"]) -> None:
+async def _end(turns: set["asyncio.Task[web.Response]"]) -> None:
     for turn in turns:
         turn.cancel()
     await asyncio.gather(*turns, return_exceptions=True)
@@ -86,10 +106,8 @@ async def _chat(sessions: Mapping[str, Session], request: web.Request) -> web.Re
     """Answer with the next turn of the episode that the key is of."""
     session = _session(sessions, request)
     try:
-        chat = read_request(json.loads(await request.read()), session.policy)
-        policy = session.policy
-        generate = policy.generate(chat.messages, max_tokens=chat.max_tokens, tools=chat.tools)
-        turn = await _generate(session, asyncio.ensure_future(generate))
+        chat = read_request(json.loads(await request.read()), session.policy, session.ignores_sampling)
+        return await _generate(session, asyncio.ensure_future(_answer(session, chat)))
     except web.HTTPException:  # a body that is too long
         raise
     except EpisodeLimitError as error:
@@ -101,14 +119,24 @@ async def _chat(sessions: Mapping[str, Session], request: web.Request) -> web.Re
         return _error(400, str(error), INVALID)
     except Exception as error:  # noqa: BLE001 - handed to the episode
         return _fail(session, error)
-    prompt_tokens = sum(len(part.tokens) for part in policy.episode().segments) - len(turn.tokens)
+
+
+async def _answer(session: Session, chat: ChatRequest) -> web.Response:
+    """Generate the turn of a request, after those of the requests before it."""
+    if ignored := [name for name in chat.ignored if name not in session.told]:
+        session.told.update(ignored)
+        LOGGER.warning("requests of agents give %s: turns are sampled as the run says", ", ".join(ignored))
+    policy = session.policy
+    async with session.queue:
+        turn = await policy.generate(chat.messages, max_tokens=chat.max_tokens, tools=chat.tools, stop=chat.stop)
+        prompt_tokens = sum(len(part.tokens) for part in policy.episode().segments) - len(turn.tokens)
     answer = completion(turn, prompt_tokens)
     if chat.stream:
         return web.Response(text=as_stream(answer), content_type="text/event-stream")
     return web.json_response(answer)
 
 
-async def _generate(session: Session, turn: "asyncio.Task[Turn]") -> Turn:
+async def _generate(session: Session, turn: "asyncio.Task[web.Response]") -> web.Response:
     session.turns.add(turn)
     try:
         return await turn

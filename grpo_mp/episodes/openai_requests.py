@@ -11,10 +11,9 @@ from grpo_mp.episodes.protocol import Policy, Turn
 from grpo_mp.types import Message
 
 MODEL = "policy"  # any name is accepted
+ONE_ANSWER: Mapping[str, tuple[Any, ...]] = {"n": (1,)}
 # Parameters that would change how tokens are drawn or shown, with the values that do not.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "stop": ([], ""),
     "seed": (),
     "logprobs": (False,),
     "top_logprobs": (0,),
@@ -41,14 +40,22 @@ class ChatRequest:
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] | None
     max_tokens: int | None
+    stop: tuple[str, ...]
     stream: bool
+    ignored: tuple[str, ...] = ()  # parameters for other sampling than the run's
 
 
-def read_request(body: Any, policy: Policy) -> ChatRequest:
-    """Read the JSON of a request. Raises RequestError for what is no request, or asks for other sampling."""
+def read_request(body: Any, policy: Policy, ignores_sampling: bool = False) -> ChatRequest:
+    """Read the JSON of a request. Raises RequestError for what is no request.
+
+    That it asks for other sampling than the run's is ignored or, without `ignores_sampling`, such an error too.
+    """
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
-    _check_sampling(body, {"temperature": (policy.temperature,), "top_p": (policy.top_p,), **NEUTRAL})
+    _check_sampling(body, ONE_ANSWER)
+    drawn = {"temperature": (policy.temperature,), "top_p": (policy.top_p,), **NEUTRAL}
+    if not ignores_sampling:
+        _check_sampling(body, drawn)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list with one message or more")
@@ -62,7 +69,9 @@ def read_request(body: Any, policy: Policy) -> ChatRequest:
         tuple(map(_read_message, messages)),
         None if tools is None else tuple(tools),
         min(bounds, default=None),
+        _read_stop(body.get("stop")),
         bool(body.get("stream")),
+        tuple(_other_sampling(body, drawn)),
     )
 
 
@@ -107,10 +116,21 @@ def error_body(message: str, kind: str, code: str | None = None) -> dict[str, An
 
 
 def _check_sampling(body: Mapping[str, Any], accepted: Mapping[str, Sequence[Any]]) -> None:
-    for name, values in accepted.items():
-        if body.get(name) is not None and body[name] not in values:
-            allowed = " or ".join(["leave it out", *(f"set {json.dumps(value)}" for value in values)])
-            raise RequestError(f"{name}={json.dumps(body[name])}: all turns are sampled as the run says: {allowed}")
+    for name in _other_sampling(body, accepted):
+        allowed = " or ".join(["leave it out", *(f"set {json.dumps(value)}" for value in accepted[name])])
+        raise RequestError(f"{name}={json.dumps(body[name])}: all turns are sampled as the run says: {allowed}")
+
+
+def _other_sampling(body: Mapping[str, Any], accepted: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Return the names of parameters with other values than are accepted."""
+    return [name for name, values in accepted.items() if body.get(name) is not None and body[name] not in values]
+
+
+def _read_stop(stop: Any) -> tuple[str, ...]:
+    texts = [stop] if isinstance(stop, str) else stop or []
+    if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
+        raise RequestError("stop must be a text, or a list of texts")
+    return tuple(filter(None, texts))
 
 
 def _is_tool(tool: Any) -> bool:

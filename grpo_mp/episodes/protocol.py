@@ -182,10 +182,13 @@ class Policy(Protocol):
         tokens: Sequence[int] | None = None,
         max_tokens: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        stop: Sequence[str] = (),
     ) -> Turn:
         """Generate one turn after `messages`, the full conversation so far, or after `tokens`, all its ids.
 
-        `tools`: JSON schemas of those that the policy may call in it; None: those of `rollout.tools`.
+        `tools`: JSON schemas of those that the policy may call in it; None: those of `rollout.tools`. `stop`: texts
+        that end it, beside those of `rollout.stop`, and are no part of its text, only of its tokens; in a function of
+        your own the engine needs `rollout.stop` to know any.
 
         Sampled tokens are kept as they are: only messages after the last turn are rendered. Where the conversation
         does not go on from the one before, a new sequence begins and is counted as a fork; both are trained on.

@@ -1,36 +1,27 @@
-"""Python as a tool, in the sandbox of `reward.code`, with names that live through the turns of an episode."""
+"""Python as a tool, in the jail of `reward.code`, with names that live through the turns of an episode."""
 
+import threading
+import weakref
 from functools import cache
+from typing import Any
 
 from grpo_mp.rewards.sandbox import Sandbox
-from grpo_mp.rewards.settings import CodeConfig
+from grpo_mp.rewards.session import Session, SessionEndedError
+from grpo_mp.rewards.settings import SandboxLimits
 
-# Each call is a program of its own that runs the episode's cells again, those before without output: between calls
-# nothing runs that would have to be watched.
-PROGRAM = """
-import ast, contextlib, io, sys, traceback
-*before, cell = {cells!r}
-names = {{"__name__": "__main__"}}
-for earlier in before:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(BaseException):
-        exec(earlier, names)
-try:
-    tree = ast.parse(cell)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, "<cell>", "exec"), names)
-    value = eval(compile(ast.Expression(last.value), "<cell>", "eval"), names) if last else None
-    if value is not None:
-        print(repr(value))
-except BaseException as error:
-    print("".join(traceback.format_exception_only(error)).strip())
-"""
+SECTION = "rollout.tool_args grpo_mp.episodes.python_tool:Python"
 
 
 class Python:
-    """One episode's interpreter."""
+    """One episode's interpreter, a process of its own from the first call on."""
 
-    def __init__(self) -> None:
-        self._cells: list[str] = []
+    def __init__(self, **limits: Any) -> None:
+        """Take `isolation`, `parallel`, `timeout_s` and so on, as `reward.code` does, of each call.
+
+        Raises UserError where this machine cannot isolate programs.
+        """
+        self._sandbox, self._slots = _sandbox(SandboxLimits(**limits))
+        self._session: Session | None = None
 
     def python(self, code: str) -> str:
         """
@@ -39,21 +30,18 @@ class Python:
         Args:
             code: the code to run
         """
-        self._cells.append(code)
-        outcome = sandbox().run(PROGRAM.format(cells=self._cells), None, "", sandbox_settings().timeout_s)
-        if not outcome.passed:
-            self._cells.pop()
-            raise TimeoutError("the code was ended: it took too long, or too much memory or output")
-        return outcome.output
+        with self._slots:
+            if self._session is None:
+                self._session = Session(self._sandbox)
+                weakref.finalize(self, self._session.end)
+            try:
+                return self._session.run(code)
+            except SessionEndedError:
+                self._session = None
+                raise
 
 
 @cache
-def sandbox_settings() -> CodeConfig:
-    """Return the limits of a program: the defaults of `reward.code`."""
-    return CodeConfig()
-
-
-@cache
-def sandbox() -> Sandbox:
-    """Return the rank's sandbox. Raises UserError where this machine cannot isolate programs."""
-    return Sandbox(sandbox_settings())
+def _sandbox(limits: SandboxLimits) -> tuple[Sandbox, threading.BoundedSemaphore]:
+    """Return the process's sandbox of these limits, and its slots."""
+    return Sandbox(limits, SECTION), threading.BoundedSemaphore(limits.parallel)

@@ -128,6 +128,7 @@ class ToolProcesses:
 
     paths: tuple[str, ...]
     most: int
+    arguments: Mapping[str, Mapping[str, Any]]  # of classes, by path
     _idle: list[ToolProcess] = field(default_factory=list)
     _slots: asyncio.Semaphore = field(init=False)
 
@@ -179,9 +180,10 @@ class ToolProcesses:
             self._idle.append(process)
 
     async def _start(self) -> ToolProcess:
+        given = {path: dict(self.arguments.get(path, {})) for path in self.paths}
         process = ToolProcess(
             await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "grpo_mp.episodes.tool_worker", *self.paths),
+                *(sys.executable, "-m", "grpo_mp.episodes.tool_worker", json.dumps(given)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -11,8 +11,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,8 +25,11 @@ HEADER_BYTES = 4
 MOST_BYTES = 2**26  # of a reply
 
 
-def serve(paths: Sequence[str]) -> None:
-    """Answer the requests of standard input on what was standard output, until it is closed."""
+def serve(tools: Mapping[str, Mapping[str, Any]]) -> None:
+    """Answer the requests of standard input on what was standard output, until it is closed.
+
+    `tools`: by path; of a class, the arguments of its environments.
+    """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # a tool neither reads requests
@@ -34,7 +38,7 @@ def serve(paths: Sequence[str]) -> None:
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, this process does, and no rank
     try:
-        worker = _Worker({path: load_attribute(path, f"rollout.tools {path!r}") for path in paths})
+        worker = _Worker({path: _load(path, arguments) for path, arguments in tools.items()})
     except UserError as error:
         _send(replies, {"error": str(error)})
         return
@@ -42,6 +46,11 @@ def serve(paths: Sequence[str]) -> None:
     while len(header := requests.read(HEADER_BYTES)) == HEADER_BYTES:
         path, method, arguments = json.loads(requests.read(int.from_bytes(header)))
         _send(replies, worker.answer(path, method, arguments))
+
+
+def _load(path: str, arguments: Mapping[str, Any]) -> Any:
+    loaded = load_attribute(path, f"rollout.tools {path!r}")
+    return partial(loaded, **arguments) if isinstance(loaded, type) else loaded
 
 
 class _Worker:
@@ -65,7 +74,7 @@ class _Worker:
         value = (getattr(self._environment, method) if method else self._loaded[path])(**arguments)
         if asyncio.iscoroutine(value):
             value = self._loop.run_until_complete(value)
-        if not method and isinstance(self._loaded[path], type):
+        if not method and isinstance(self._loaded[path], partial):
             self._environment, value = value, None
         return float(value) if method == "get_reward" else value
 
@@ -84,4 +93,4 @@ def _send(replies: BinaryIO, reply: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1:])
+    serve(json.loads(sys.argv[1]))

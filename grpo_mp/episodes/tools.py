@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from transformers.utils import get_json_schema
@@ -22,8 +23,8 @@ from grpo_mp.episodes.tool_processes import (
     ToolRaisedError,
     ToolTimeoutError,
 )
-from grpo_mp.errors import UserError, one_line
-from grpo_mp.user_code import load_attribute, no_exit, without_exit
+from grpo_mp.errors import UserError, did_you_mean, one_line
+from grpo_mp.user_code import IMPORT_LIMIT_S, load_attribute, no_exit, time_limit, without_exit
 
 LOGGER = logging.getLogger(__name__)
 SETTING = "rollout.tools"
@@ -45,7 +46,7 @@ class ToolThreads:
 
         Raises ToolTimeoutError after `limit_s`, ToolHangsError, and what the tool raises.
         """
-        name, is_coroutine = function.__qualname__, inspect.iscoroutinefunction(function)
+        name, is_coroutine = _name_of(function), inspect.iscoroutinefunction(function)
         if self.hanging[name] >= MOST_HANGING:
             raise ToolHangsError(f"{name} is not called: {MOST_HANGING} of its calls still hang")
         running = asyncio.ensure_future(
@@ -202,6 +203,12 @@ class EpisodeTools:
         return ToolResult(f"{text[: self.characters]}... ({left_out} characters left out)" if left_out > 0 else text)
 
 
+def _name_of(function: Callable[..., Any]) -> str:
+    named: Any = function.func if isinstance(function, partial) else function
+    name: str = named.__qualname__
+    return name
+
+
 def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Future[Any]:
     future: Future[Any] = Future()
 
@@ -216,21 +223,28 @@ def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Fu
     return future
 
 
-def load_tools(paths: Sequence[str], processes: int | None = None) -> ToolKit:
+def load_tools(
+    paths: Sequence[str],
+    processes: int | None = None,
+    arguments: Mapping[str, Mapping[str, Any]] = {},
+) -> ToolKit:
     """Load functions and classes by 'module:name' or 'file.py:name', and make their schemas.
 
-    `processes`: calls of functions at a time in processes of their own; None: tools run in threads of this one. Raises
-    UserError where one cannot be loaded, or has no type hints or docstring, or no process can be started.
+    `processes`: calls of functions at a time in processes of their own; None: tools run in threads of this one.
+    `arguments`: of classes, by path; one instance is made here. Raises UserError where one cannot be loaded, made, or
+    started in a process, or has no type hints or docstring.
     """
+    if unknown := next((path for path in arguments if path not in paths), None):
+        raise UserError(f"rollout.tool_args: {unknown!r} is not in {SETTING}{did_you_mean(unknown, paths)}")
     functions, classes, schemas = dict[str, Callable[..., Any]](), list[EnvironmentClass](), list[dict[str, Any]]()
     for path in paths:
         label = f"{SETTING} {path!r}"
         loaded = load_attribute(path, label)
         if isinstance(loaded, type):
-            names = _methods(loaded)
-            owns = (hasattr(loaded, "reset"), hasattr(loaded, "get_reward"))
-            classes.append(EnvironmentClass(path, loaded, loaded.__qualname__, tuple(names), *owns))
-            schemas += [_schema(getattr(loaded, name), label) for name in names]
+            classes.append(_environment(path, loaded, arguments.get(path, {}), label))
+            schemas += [_schema(getattr(loaded, name), label) for name in classes[-1].tools]
+        elif path in arguments:
+            raise UserError(f"rollout.tool_args: {path!r} is a function, whose arguments are the policy's")
         elif callable(loaded):
             functions[path] = loaded
             schemas.append(_schema(loaded, label))
@@ -241,9 +255,24 @@ def load_tools(paths: Sequence[str], processes: int | None = None) -> ToolKit:
         raise UserError(f"{SETTING}: two tools have the name {twice}: rename one")
     calls: ToolThreads | RemoteTools = ToolThreads()
     if processes and paths:
-        calls = RemoteTools(ToolProcesses(tuple(paths), processes))
+        calls = RemoteTools(ToolProcesses(tuple(paths), processes, arguments))
         asyncio.run(calls.processes.check())
     return ToolKit(functions, tuple(classes), tuple(schemas), calls)
+
+
+def _environment(path: str, loaded: type, arguments: Mapping[str, Any], label: str) -> EnvironmentClass:
+    """Describe a class, of which one instance can be made."""
+    make = partial(loaded, **arguments)
+    try:
+        with no_exit(), time_limit(IMPORT_LIMIT_S, f"{label}: making an environment"):
+            make()
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"{label}: no environment can be made of {dict(arguments)}: {reason}") from error
+    owns = (hasattr(loaded, "reset"), hasattr(loaded, "get_reward"))
+    return EnvironmentClass(path, make, loaded.__qualname__, tuple(_methods(loaded)), *owns)
 
 
 def _methods(owner: type) -> list[str]:

@@ -39,7 +39,9 @@ def main(job: dict[str, Any]) -> int:
     program = os.fork()
     if not program:
         _exec_program(job, user)
-    timed_out = not select.select([os.pidfd_open(program)], [], [], job["timeout_s"])[0]
+    ended = os.pidfd_open(program)
+    # A pipe whose other end is closed is ready: whoever wanted the program wants it no longer, or is gone.
+    timed_out = ended not in select.select([ended, *job["control"]], [], [], job["timeout_s"])[0]
     if timed_out:
         os.kill(program, signal.SIGKILL)
     _, status = os.waitpid(program, 0)

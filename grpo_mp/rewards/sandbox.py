@@ -14,7 +14,7 @@ from typing import IO
 
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.base import RewardError
-from grpo_mp.rewards.settings import CodeConfig
+from grpo_mp.rewards.settings import SandboxLimits
 
 JAIL, HARNESS = (Path(__file__).with_name(name) for name in ("jail.py", "harness.py"))
 FOLDER_FILES = 16  # the program's folder holds this many files of the largest size
@@ -33,19 +33,22 @@ class Outcome:
 class Sandbox:
     """Runs programs. Thread-safe."""
 
-    def __init__(self, settings: CodeConfig) -> None:
-        """Try one empty program. Raises UserError where it fails, or isolation is required and not available."""
-        self._settings = settings
+    def __init__(self, settings: SandboxLimits, section: str = "reward.code") -> None:
+        """Try one empty program. Raises UserError where it fails, or isolation is required and not available.
+
+        `section`: of the settings, for the sentence.
+        """
+        self.settings, self._section = settings, section
         self.isolated = True  # programs run in namespaces; else files and network may be open to them
         reason = self._start_failure()
         if reason and settings.isolation == "required":
             raise UserError(
-                f"reward.code.isolation: this machine gives programs no namespaces of their own ({reason}): allow "
+                f"{section}.isolation: this machine gives programs no namespaces of their own ({reason}): allow "
                 "unprivileged user namespaces, or set best_effort to run programs that you trust with limits only"
             )
         self.isolated = not reason
         if reason and (reason := self._start_failure()):
-            raise UserError(f"reward.code: programs cannot be started here ({reason}): run as a user other than root")
+            raise UserError(f"{section}: programs cannot be started here ({reason}): run as a user other than root")
 
     def run(self, program: str, tests: str | None, stdin: str, timeout_s: float) -> Outcome:
         """Run `program`, and `tests` in a process that calls it. Raises RewardError if the jail itself fails."""
@@ -60,7 +63,9 @@ class Sandbox:
                 _write(tests_file, _length_prefixed(tests or "") + token.encode())
                 _write(stdin_file, stdin.encode(errors="replace"))
                 used = job[:1] if tests is None else job
-                status = self._wait(self._start(folder, used, files[3:], timeout_s), timeout_s)
+                numbers = [file.fileno() for file in used]
+                jail = self.start(folder, HARNESS, [*map(str, numbers)], numbers, files[3:], timeout_s)
+                status = self._wait(jail, timeout_s)
                 if reason := _read(stderr):
                     raise RewardError(f"the program could not be isolated: {reason}")
                 passed = status == 0 if tests is None else _read(verdict) == token
@@ -69,19 +74,31 @@ class Sandbox:
                 for file in files:
                     file.close()
 
-    def _start(
-        self, folder: str, job: Sequence[IO[bytes]], streams: Sequence[IO[bytes]], timeout_s: float
+    def start(
+        self,
+        folder: str,
+        harness: Path,
+        arguments: Sequence[str],
+        descriptors: Sequence[int],
+        streams: Sequence[IO[bytes]],
+        timeout_s: float,
+        control: int | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start the jail; `job`: what harness.py takes, `streams`: stdin, stdout and stderr."""
+        """Start the jail of one program, which ends with it.
+
+        `harness`: what the interpreter runs, with `arguments` and open `descriptors`; `streams`: stdin, stdout and the
+        jail's stderr; `control`: a pipe, whose other end ends the program when it is closed.
+        """
         stdin, stdout, stderr = streams
-        limits = self._settings
+        limits, controls = self.settings, [] if control is None else [control]
         settings = {
             "isolate": self.isolated,
             "folder": folder,
-            "harness": str(HARNESS),
+            "harness": str(harness),
             "python": sys.executable,
             "visible": sorted({sys.prefix, sys.base_prefix}),
-            "arguments": [str(file.fileno()) for file in job],
+            "arguments": [*arguments],
+            "control": controls,
             "environment": ENVIRONMENT,
             "timeout_s": timeout_s,
             "memory_bytes": limits.memory_bytes,
@@ -94,7 +111,7 @@ class Sandbox:
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            pass_fds=[file.fileno() for file in job],
+            pass_fds=[*descriptors, *controls],
             cwd=folder,
             env={},
             start_new_session=True,
@@ -116,8 +133,8 @@ class Sandbox:
             return str(error)
         if not outcome.passed:
             raise UserError(
-                "reward.code: an empty program fails under its limits: raise reward.code.memory_bytes="
-                f"{self._settings.memory_bytes} or reward.code.output_bytes={self._settings.output_bytes}"
+                f"{self._section}: an empty program fails under its limits: raise {self._section}.memory_bytes="
+                f"{self.settings.memory_bytes} or {self._section}.output_bytes={self.settings.output_bytes}"
             )
         return ""
 

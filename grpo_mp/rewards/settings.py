@@ -220,16 +220,9 @@ class JudgeConfig(Section):
         return ascending(value, "score")
 
 
-class CodeConfig(Section):
-    """Tests that the Python code of a response must pass; it runs in its own Linux namespaces."""
+class SandboxLimits(Section):
+    """Limits of programs of a model, each of which runs in its own Linux namespaces."""
 
-    weight: float = Field(1.0, description="weight of the tests' result in the reward")
-    tests: str = Field(
-        "tests",
-        description="data column: asserts, a list of them, or a list of {input, output}. Asserts call the program from "
-        "another process: they see its names and what it returns, not what it prints; it sees none of theirs",
-    )
-    partial: bool = Field(False, description="true: score the share of passed tests; false: 1 if all pass, else 0")
     isolation: Literal["required", "best_effort"] = Field(
         "required", description="if the kernel allows no namespaces: refuse to start, or run with limits only"
     )
@@ -240,6 +233,18 @@ class CodeConfig(Section):
     processes: int = Field(16, gt=1, description="processes and threads of one program, with that of its tests")
 
     _unit = field_validator("memory_bytes", "output_bytes", mode="before")(as_bytes)
+
+
+class CodeConfig(SandboxLimits):
+    """Tests that the Python code of a response must pass; it runs in its own Linux namespaces."""
+
+    weight: float = Field(1.0, description="weight of the tests' result in the reward")
+    tests: str = Field(
+        "tests",
+        description="data column: asserts, a list of them, or a list of {input, output}. Asserts call the program from "
+        "another process: they see its names and what it returns, not what it prints; it sees none of theirs",
+    )
+    partial: bool = Field(False, description="true: score the share of passed tests; false: 1 if all pass, else 0")
 
 
 class CorrectnessRule(Section):

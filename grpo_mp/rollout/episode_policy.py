@@ -137,6 +137,7 @@ class EpisodePolicy:
         tokens: Sequence[int] | None = None,
         max_tokens: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        stop: Sequence[str] = (),
     ) -> Turn:
         """Generate one turn, see `Policy`. One that fails leaves the episode as it was."""
         await asyncio.sleep(0)  # a function that catches every limit and tries again would hold the rank
@@ -148,8 +149,8 @@ class EpisodePolicy:
         try:
             given = self._after_tokens(tuple(tokens)) if tokens is not None else self._after(messages or (), tools)
             with self.watch.generating():
-                output = await self._sample(given.tokens, self._bound(given, max_tokens))
-                turn = await self._as_turn(output, given.renderer or self.context.renderer)
+                output = await self._sample(given.tokens, self._bound(given, max_tokens), stop)
+                turn = await self._as_turn(output, given.renderer or self.context.renderer, stop)
         finally:
             self._generates = False
         if self._sequence.has_turns and not given.has_turns:
@@ -230,17 +231,18 @@ class EpisodePolicy:
             )
         return min(bound for bound in (left, context.limits.turn_tokens, max_tokens) if bound is not None)
 
-    async def _sample(self, tokens: tuple[int, ...], max_tokens: int) -> EngineOutput:
-        context = self.context
-        sampling = replace(context.sampling.for_turn(self.turns), max_response_tokens=max_tokens)
+    async def _sample(self, tokens: tuple[int, ...], max_tokens: int, stop: Sequence[str]) -> EngineOutput:
+        context, stops = self.context, (*self.context.sampling.stop, *stop)
+        sampling = replace(context.sampling.for_turn(self.turns), max_response_tokens=max_tokens, stop=stops)
         (output,) = await context.client.generate(tokens, sampling, routing=context.routing)
         if output.aborted:
             raise EpisodeAbortedError
         return output
 
-    async def _as_turn(self, output: EngineOutput, renderer: ChatRenderer) -> Turn:
+    async def _as_turn(self, output: EngineOutput, renderer: ChatRenderer, stop: Sequence[str]) -> Turn:
         decode, tools = renderer.tokenizer.decode, renderer.tools
         text, calls = decode(output.tokens, skip_special_tokens=True), list[tuple[str, str]]()
+        text = text[: min([text.find(end) for end in stop if end in text], default=None)]
         if tools and self.context.tool_parser and not output.truncated:
             raw = decode(output.tokens)  # calls of many models are written in special tokens
             rest, calls = await self.context.client.parse_tool_calls(raw, tools, self.context.tool_parser)

@@ -43,7 +43,8 @@ def load_episode_parts(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase
     function: RolloutFunction = ROLLOUT_FUNCTIONS.resolve(name, "rollout.function", config.function_args)
     if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
         raise UserError(f"rollout.function {name!r}: it must be a coroutine function: async def rollout(task, policy)")
-    tools = load_tools(config.tools, config.limits.tool_processes if config.tool_process else None)
+    processes = config.limits.tool_processes if config.tool_process else None
+    tools = load_tools(config.tools, processes, config.tool_args)
     renderer = ChatRenderer(tokenizer, tools.schemas)
     renderer.check()
     return EpisodeParts(config, function, tools, renderer)

@@ -298,7 +298,7 @@ def engine_spec(
         seed=settings.run.seed + placement.engine,
         gpus=settings.engine.gpus_per_engine,
         cpu=cpu,
-        stop_strings=bool(settings.rollout.stop),
+        stop_strings=bool(settings.rollout.stop) or settings.rollout.function == "openai_agent",
         first_gpu=first_gpu,
         nodes=placement.nodes,
         node_rank=placement.node_rank,

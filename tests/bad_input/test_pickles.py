@@ -22,6 +22,8 @@ ALLOWED = {
     "planner/clusters.py: yaml.safe_load": "shipped with the package",
     "planner/model_configs.py: yaml.safe_load": "shipped with the package",
     "rewards/harness.py: exec": "a program of a model, in its jail",
+    "rewards/session_harness.py: exec": "code of a model, in its jail",
+    "rewards/session_harness.py: eval": "code of a model, in its jail",
 }
 
 

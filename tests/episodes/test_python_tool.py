@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.episodes.protocol import ToolCall, ToolResult
-from grpo_mp.episodes.python_tool import Python
 from grpo_mp.episodes.tools import EpisodeTools, load_tools
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.sandbox import Sandbox
@@ -39,13 +38,87 @@ def test_names_live_through_an_episode_and_no_longer() -> None:
     assert run(second, "x") == ToolResult("NameError: name 'x' is not defined")
 
 
-def test_what_ends_a_program_is_told_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_mp.episodes.python_tool.sandbox_settings", lambda: CodeConfig(timeout_s=2.0))
-    tools = asyncio.run(load_tools([PATH]).open(30.0, 1000))
+def test_nothing_runs_twice() -> None:
+    tools = asyncio.run(load_tools([PATH]).open(20.0, 1000))
+    first = run(tools, "import random, time\nx = random.random(), time.time()\nprint('once')\nx").text
+    assert first.startswith("once\n(")
+    assert run(tools, "x").text == first.removeprefix("once\n")
+
+
+def test_what_takes_too_long_is_interrupted_and_what_ends_the_interpreter_is_told() -> None:
+    tools = asyncio.run(load_tools([PATH], arguments={PATH: {"timeout_s": 1.0}}).open(30.0, 1000))
     assert run(tools, "x = 1") == ToolResult("")
-    assert "the code was ended" in run(tools, "while True: pass").text
-    assert "the code was ended" in run(tools, "import os; os._exit(1)").text
+    assert run(tools, "while True: pass") == ToolResult("TimeoutError: the code took longer than 1 s")
     assert run(tools, "x") == ToolResult("1")
+    held = "import signal; signal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True: pass"
+    for code in ("import os; os._exit(1)", held):
+        assert run(tools, "x = 1") == ToolResult("")
+        ended = run(tools, code)
+        assert (ended.error, "names are lost" in ended.text) == ("raised", True)
+        assert run(tools, "x") == ToolResult("NameError: name 'x' is not defined")
+
+
+def test_code_that_forks_or_writes_replies_harms_its_own_episode_only() -> None:
+    tools = asyncio.run(load_tools([PATH]).open(30.0, 1000))
+    assert run(tools, "import os, sys\nos.system('echo shell')\nprint(os.fork() > 0)").text.splitlines()[0] == "shell"
+    forged = "for number in range(3, 64):\n    try: os.write(number, b'x' * 100)\n    except OSError: pass"
+    run(tools, forged)
+    assert run(tools, "x = 7\nx").text == "7"
+    assert (
+        run(tools, "sys.stdout.write('y' * 5000000)").text == "y" * 1000 + f"... ({2**20 - 1000} characters left out)"
+    )
+    assert run(tools, "x") == ToolResult("7")
+
+
+def test_an_interpreter_ends_with_its_episode() -> None:
+    """With all that its code has started, which can be seen from outside."""
+    kit = load_tools([PATH])
+    tools = asyncio.run(kit.open(30.0, 1000))
+    before = children()
+    run(tools, "import subprocess; subprocess.Popen(['sleep', '600'])")
+    started = children() - before
+    assert started
+    del tools
+    assert not started & children()
+
+
+def children() -> set[str]:
+    """The processes that threads of this one have started, and that it has not waited for."""
+    return {pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
+
+
+def test_so_many_pieces_of_code_run_at_a_time() -> None:
+    kit = load_tools([PATH], arguments={PATH: {"parallel": 2, "timeout_s": 8.0}})
+    code = "import time\nbegan = time.time()\ntime.sleep(0.5)\nprint(began, time.time())"
+
+    async def many() -> list[tuple[float, float]]:
+        opened = [await kit.open(60.0, 1000) for _ in range(5)]
+        results = await asyncio.gather(*(tools.call(ToolCall("python", {"code": code})) for tools in opened))
+        return [(float(began), float(ended)) for began, ended in (result.text.split() for result in results)]
+
+    spans = asyncio.run(many())
+    at_once = [sum(began <= moment < ended for began, ended in spans) for moment, _ in spans]
+    assert max(at_once) <= 2 < len(spans)
+
+
+def test_limits_are_settings_and_isolation_is_checked_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = asyncio.run(load_tools([PATH], arguments={PATH: {"memory_bytes": "256MiB"}}).open(20.0, 1000))
+    assert run(tools, "len(bytearray(2**28))") == ToolResult("MemoryError")
+    for arguments, sentence in (
+        ({PATH: {"timeout": 1}}, "no environment can be made of {'timeout': 1}: ValidationError: .*timeout"),
+        (
+            {PATH: {"memory_bytes": 9999999}},
+            "an empty program fails under its limits: raise rollout.tool_args .*Python",
+        ),
+        ({"Python": {}}, "rollout.tool_args: 'Python' is not in rollout.tools"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            load_tools([PATH], arguments=arguments)
+    monkeypatch.setattr(Sandbox, "_start_failure", lambda _: "EPERM")
+    with pytest.raises(
+        UserError, match=r"Python\.isolation: this machine gives programs no namespaces of their own \(EPERM"
+    ):
+        load_tools([PATH], arguments={PATH: {"timeout_s": 3.5}})
 
 
 SEARCH = """
@@ -79,4 +152,3 @@ def test_code_finds_neither_the_run_nor_secrets_nor_a_network(tmp_path: Path, mo
 def test_the_schema_is_of_the_method() -> None:
     (schema,) = load_tools([PATH]).schemas
     assert (schema["function"]["name"], list(schema["function"]["parameters"]["properties"])) == ("python", ["code"])
-    assert Python()._cells == []
