@@ -72,10 +72,10 @@ def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) 
     job = start_job(*settings, f"run.steps={LAST_STEP - 1}")
     job.wait_until(lambda: spans(run, 1, "TRAIN") == 2)
     listening = job.listening()
-    answers = job.answers_to_strangers() if os.geteuid() == 0 else {}
     for rank in (0, 1):  # the engines answer meanwhile, and nothing changes
         job.signal(signal.SIGSTOP, rank=rank)
     watched, engines = RunReader(run).read(), [ask_weights(server) for server in find_servers(run)]
+    answers = job.answers_to_strangers() if os.geteuid() == 0 else {}
     for rank in (0, 1):
         job.signal(signal.SIGCONT, rank=rank)
     job.signal(signal.SIGUSR1, rank=1)
