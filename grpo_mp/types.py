@@ -64,6 +64,8 @@ class Sample:
     metrics: dict[str, float] = field(default_factory=dict)  # of the episode, by name
     messages: tuple[Message, ...] = ()  # of the episode, after the prompt
     error: str = ""  # why the episode failed
+    # What played the episode, for reward functions; one process's own: gone when they have judged it.
+    environment: Any = field(default=None, compare=False, repr=False)
     # Experts that the engine chose, [total tokens - 1, MoE layers, top-k]: the last token was not computed. None: the
     # run does not ask for them, or the engine did not return them.
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)

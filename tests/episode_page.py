@@ -17,6 +17,6 @@ def read_example(heading: str, folder: Path) -> dict[str, Any]:
     section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     for code in re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL):
         (folder / re.findall(r"^# (\w+\.py)$", code, re.MULTILINE)[0]).write_text(code)
-    settings, *_ = re.findall(r"^```yaml\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    (settings,) = re.findall(r"^```yaml\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     tree: dict[str, Any] = yaml.safe_load(settings)
     return tree

@@ -128,7 +128,7 @@ class ToolProcesses:
 
     paths: tuple[str, ...]
     most: int
-    arguments: Mapping[str, Mapping[str, Any]]  # of classes, by path
+    makers: Mapping[str, Mapping[str, Any]]  # arguments of what makes environments, by path
     _idle: list[ToolProcess] = field(default_factory=list)
     _slots: asyncio.Semaphore = field(init=False)
 
@@ -180,7 +180,7 @@ class ToolProcesses:
             self._idle.append(process)
 
     async def _start(self) -> ToolProcess:
-        given = {path: dict(self.arguments.get(path, {})) for path in self.paths}
+        given = {path: self.makers.get(path) for path in self.paths}
         process = ToolProcess(
             await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "grpo_mp.episodes.tool_worker", json.dumps(given)),

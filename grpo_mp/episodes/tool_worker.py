@@ -25,10 +25,10 @@ HEADER_BYTES = 4
 MOST_BYTES = 2**26  # of a reply
 
 
-def serve(tools: Mapping[str, Mapping[str, Any]]) -> None:
+def serve(tools: Mapping[str, Mapping[str, Any] | None]) -> None:
     """Answer the requests of standard input on what was standard output, until it is closed.
 
-    `tools`: by path; of a class, the arguments of its environments.
+    `tools`: by path; of what makes environments, its arguments.
     """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
@@ -48,9 +48,9 @@ def serve(tools: Mapping[str, Mapping[str, Any]]) -> None:
         _send(replies, worker.answer(path, method, arguments))
 
 
-def _load(path: str, arguments: Mapping[str, Any]) -> Any:
+def _load(path: str, arguments: Mapping[str, Any] | None) -> Any:
     loaded = load_attribute(path, f"rollout.tools {path!r}")
-    return partial(loaded, **arguments) if isinstance(loaded, type) else loaded
+    return loaded if arguments is None else partial(loaded, **arguments)
 
 
 class _Worker:

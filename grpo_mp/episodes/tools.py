@@ -66,10 +66,10 @@ class ToolThreads:
 
     async def environment(
         self, kind: "EnvironmentClass", limit_s: float, ending: AsyncExitStack
-    ) -> Callable[[str], Any]:
-        """Make an environment; return what gives its tools by their names."""
+    ) -> tuple[tuple[Any, ...], Callable[[str], Any]]:
+        """Make an environment; return it, and what gives its tools by their names."""
         instance = await self.call(kind.make, {}, limit_s)
-        return lambda name: getattr(instance, name)
+        return (instance,), lambda name: getattr(instance, name)
 
     def tool(self, function: Callable[..., Any], path: str) -> Any:
         """Return a function as `call` takes it."""
@@ -88,11 +88,11 @@ class RemoteTools:
 
     async def environment(
         self, kind: "EnvironmentClass", limit_s: float, ending: AsyncExitStack
-    ) -> Callable[[str], Any]:
-        """Make an environment in a process of its own, which `ending` sets free."""
+    ) -> tuple[tuple[Any, ...], Callable[[str], Any]]:
+        """Make an environment in a process of its own, which `ending` sets free; nothing of it is here."""
         process = await self.processes.make(RemoteTool(kind.name, kind.path), limit_s)
         ending.push_async_callback(self.processes.drop, process, limit_s)
-        return lambda name: RemoteTool(f"{kind.name}.{name}", kind.path, name, process)
+        return (), lambda name: RemoteTool(f"{kind.name}.{name}", kind.path, name, process)
 
     def tool(self, function: Callable[..., Any], path: str) -> Any:
         """Return a function as `call` takes it."""
@@ -101,14 +101,19 @@ class RemoteTools:
 
 @dataclass(frozen=True)
 class EnvironmentClass:
-    """A class of `rollout.tools`. `tools`: the names of its methods that are."""
+    """A class of `rollout.tools`, or that a factory makes. `tools`: the names of its methods that are."""
 
     path: str
     make: Callable[[], Any]
-    name: str
+    kind: type
     tools: tuple[str, ...]
     resets: bool
     rewards: bool
+
+    @property
+    def name(self) -> str:
+        """Return the name of the class."""
+        return self.kind.__qualname__
 
 
 @dataclass(frozen=True)
@@ -131,15 +136,17 @@ class ToolKit:
         `limit_s` bounds a call, `characters` its result; `where`: task and turn.
         """
         by_name = {function.__name__: self.calls.tool(function, path) for path, function in self.functions.items()}
-        resets, rewards = list[Any](), list[Any]()
+        environments, resets, rewards = list[Any](), list[Any](), list[Any]()
         async with AsyncExitStack() as opened:
             for kind in self.classes:
-                of_name = await self.calls.environment(kind, limit_s, opened)
+                instances, of_name = await self.calls.environment(kind, limit_s, opened)
+                environments += instances
                 by_name |= {name: of_name(name) for name in kind.tools}
                 resets += [of_name("reset")] if kind.resets else []
                 rewards += [of_name("get_reward")] if kind.rewards else []
             close = opened.pop_all().aclose
-        return EpisodeTools(by_name, resets, rewards, limit_s, characters, self.calls, where, close)
+        of_episode = (by_name, tuple(environments), resets, rewards)
+        return EpisodeTools(*of_episode, limit_s, characters, self.calls, where, close)
 
     async def close(self) -> None:
         """End the processes that have no work."""
@@ -152,6 +159,7 @@ class EpisodeTools:
     """The tools of one episode."""
 
     by_name: Mapping[str, Any]
+    environments: tuple[Any, ...]  # of this process
     resets: Sequence[Any]
     rewards: Sequence[Any]
     limit_s: float
@@ -227,22 +235,24 @@ def load_tools(
     paths: Sequence[str],
     processes: int | None = None,
     arguments: Mapping[str, Mapping[str, Any]] = {},
+    factory: str | None = None,
 ) -> ToolKit:
     """Load functions and classes by 'module:name' or 'file.py:name', and make their schemas.
 
     `processes`: calls of functions at a time in processes of their own; None: tools run in threads of this one.
-    `arguments`: of classes, by path; one instance is made here. Raises UserError where one cannot be loaded, made, or
-    started in a process, or has no type hints or docstring.
+    `arguments`: of classes, by path; one instance is made here; `factory`: a path of what makes an environment. Raises
+    UserError where one cannot be loaded, made, or started in a process, or has no type hints or docstring.
     """
-    if unknown := next((path for path in arguments if path not in paths), None):
-        raise UserError(f"rollout.tool_args: {unknown!r} is not in {SETTING}{did_you_mean(unknown, paths)}")
+    every = (*paths, factory) if factory else tuple(paths)
+    if unknown := next((path for path in arguments if path not in every), None):
+        raise UserError(f"rollout.tool_args: {unknown!r} is not in {SETTING}{did_you_mean(unknown, every)}")
     functions, classes, schemas = dict[str, Callable[..., Any]](), list[EnvironmentClass](), list[dict[str, Any]]()
-    for path in paths:
-        label = f"{SETTING} {path!r}"
+    for path in every:
+        label = f"rollout.environment_factory {path!r}" if path == factory else f"{SETTING} {path!r}"
         loaded = load_attribute(path, label)
-        if isinstance(loaded, type):
+        if isinstance(loaded, type) or path == factory:
             classes.append(_environment(path, loaded, arguments.get(path, {}), label))
-            schemas += [_schema(getattr(loaded, name), label) for name in classes[-1].tools]
+            schemas += [_schema(getattr(classes[-1].kind, name), label) for name in classes[-1].tools]
         elif path in arguments:
             raise UserError(f"rollout.tool_args: {path!r} is a function, whose arguments are the policy's")
         elif callable(loaded):
@@ -254,25 +264,26 @@ def load_tools(
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"{SETTING}: two tools have the name {twice}: rename one")
     calls: ToolThreads | RemoteTools = ToolThreads()
-    if processes and paths:
-        calls = RemoteTools(ToolProcesses(tuple(paths), processes, arguments))
+    if processes and every:
+        makers = {kind.path: arguments.get(kind.path, {}) for kind in classes}
+        calls = RemoteTools(ToolProcesses(every, processes, makers))
         asyncio.run(calls.processes.check())
     return ToolKit(functions, tuple(classes), tuple(schemas), calls)
 
 
-def _environment(path: str, loaded: type, arguments: Mapping[str, Any], label: str) -> EnvironmentClass:
-    """Describe a class, of which one instance can be made."""
+def _environment(path: str, loaded: Callable[..., Any], arguments: Mapping[str, Any], label: str) -> EnvironmentClass:
+    """Describe the environments that a class or a function makes, of which one is made here."""
     make = partial(loaded, **arguments)
     try:
         with no_exit(), time_limit(IMPORT_LIMIT_S, f"{label}: making an environment"):
-            make()
+            kind = type(make())
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise UserError(f"{label}: no environment can be made of {dict(arguments)}: {reason}") from error
-    owns = (hasattr(loaded, "reset"), hasattr(loaded, "get_reward"))
-    return EnvironmentClass(path, make, loaded.__qualname__, tuple(_methods(loaded)), *owns)
+    owns = (hasattr(kind, "reset"), hasattr(kind, "get_reward"))
+    return EnvironmentClass(path, make, kind, tuple(_methods(kind)), *owns)
 
 
 def _methods(owner: type) -> list[str]:

@@ -38,7 +38,8 @@ class Reward(Protocol):
 
     Keywords: `prompts` and `completions` as text, or as message lists where the prompt column holds messages;
     `completion_ids`; every data column as a list; `trainer_state`; the callbacks `log_extra` (a column of the sample
-    files, one value per completion) and `log_metric` (a number whose mean over the step becomes a metric).
+    files, one value per completion) and `log_metric` (a number whose mean over the step becomes a metric). Where
+    `rollout.tools` or `rollout.environment_factory` has a class, `environments`: its instance of each episode.
     """
 
     def __call__(
@@ -82,8 +83,11 @@ def call_arguments(group: SampleGroup, prompt_column: str, **others: Any) -> dic
     texts = [sample.text for sample in group.samples]
     chats = [list(sample.messages) or [{"role": "assistant", "content": sample.text}] for sample in group.samples]
     is_chat = not isinstance(prompt, str)
+    environments = [sample.environment for sample in group.samples]
+    has_any = any(environment is not None for environment in environments)
     return {
         **{name: [value] * count for name, value in row.items() if name not in RESERVED},
+        **({"environments": environments} if has_any else {}),
         **others,
         "prompts": [prompt] * count,
         "completions": chats if is_chat else texts,

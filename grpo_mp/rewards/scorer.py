@@ -170,6 +170,7 @@ class Scorer:
                 step_rewards=steps,
                 extra={column: values[i] for column, values in final_extras.items()},
                 is_correct=verdict,
+                environment=None,
             )
             for i, (sample, total, scored, steps, verdict) in enumerate(rows)
         )

@@ -44,7 +44,7 @@ def load_episode_parts(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase
     if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
         raise UserError(f"rollout.function {name!r}: it must be a coroutine function: async def rollout(task, policy)")
     processes = config.limits.tool_processes if config.tool_process else None
-    tools = load_tools(config.tools, processes, config.tool_args)
+    tools = load_tools(config.tools, processes, config.tool_args, config.environment_factory)
     renderer = ChatRenderer(tokenizer, tools.schemas)
     renderer.check()
     return EpisodeParts(config, function, tools, renderer)
@@ -52,10 +52,11 @@ def load_episode_parts(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an episode ended. `error`: why it failed, or ""."""
+    """How an episode ended. `error`: why it failed, or ""; `environments`: what its tools were methods of."""
 
     episode: Episode
     error: str = ""
+    environments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ class EpisodeRunner:
         own = replace(context, sampling=context.sampling.only(index))
         policy = EpisodePolicy(own, prompt, EpisodeWatch(clock))
         label = f"prompt {prompt.index}, sample {index}"
+        environments: tuple[Any, ...] = ()
         try:
             async with AsyncExitStack() as opened, clock:
                 tools = await self.parts.tools.open(
@@ -136,6 +138,7 @@ class EpisodeRunner:
                     lambda: f"step {step}: {label}, turn {policy.turns}",
                 )
                 opened.push_async_callback(tools.close)
+                environments = tools.environments
                 messages = await self._begin(tools, prompt)
                 returned = await without_exit(self.parts.function(Task(prompt, index, step, tools, messages), policy))
                 if not isinstance(returned, Episode):
@@ -143,7 +146,7 @@ class EpisodeRunner:
                 if returned.reward is None:
                     returned = replace(returned, reward=await tools.reward())
         except EpisodeLimitError:
-            return Outcome(policy.episode(state=policy.limit or "truncated")), policy
+            return Outcome(policy.episode(state=policy.limit or "truncated"), "", environments), policy
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything
             if clock.expired():
                 sentence = f"it took longer than rollout.limits.episode_s={context.limits.episode_s:g} s"
@@ -151,9 +154,9 @@ class EpisodeRunner:
             else:
                 sentence, state = f"it raised {type(error).__name__}: {one_line(error)}", "error"
             episode = policy.episode(state=state)
-            return Outcome(episode, f"{label}, turn {episode.turns}: {sentence}"), policy
+            return Outcome(episode, f"{label}, turn {episode.turns}: {sentence}", environments), policy
         state = policy.limit if policy.limit and returned.state in ("completed", "truncated") else returned.state
-        return Outcome(replace(returned, state=state)), policy
+        return Outcome(replace(returned, state=state), "", environments), policy
 
     async def _begin(self, tools: EpisodeTools, prompt: Prompt) -> tuple[Message, ...]:
         """Begin an episode in its environments; return the messages that it begins with."""
@@ -197,6 +200,7 @@ def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sa
         metrics={**episode.metrics, "turns": episode.turns, "forks": episode.forks},
         messages=episode.messages,
         error=outcome.error,
+        environment=outcome.environments[0] if len(outcome.environments) == 1 else outcome.environments or None,
         earlier=earlier,
     )
 

@@ -4,6 +4,7 @@ The templates are the published ones as TRL keeps them, and three that it lacks.
 in the full conversation.
 """
 
+import asyncio
 import importlib.util
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -14,9 +15,14 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from grpo_mp.config.sections import EpisodeLimits
 from grpo_mp.episodes.chat import MARK, ChatRenderer
+from grpo_mp.episodes.protocol import Episode
 from grpo_mp.errors import UserError
-from grpo_mp.types import Message
+from grpo_mp.rollout.client import SamplingParams
+from grpo_mp.rollout.episode_policy import EpisodeContext, EpisodePolicy, EpisodeWatch
+from grpo_mp.types import Message, Prompt
+from tests.rollout.engineless import TextClient
 
 KIMI_K2 = (
     "{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}"
@@ -181,6 +187,36 @@ def test_no_text_of_others_becomes_an_added_token(forged: str) -> None:
     assert added & set(encode(forged))
     assert not added & set(encode(renderer.clean(forged)))
     assert renderer.clean("if a:\n    b") == "if a:\n    b"
+
+
+@pytest.mark.parametrize("name", [name for name in CALLING if name != "llama3_1"])  # which takes one call a turn
+def test_an_episode_with_two_results_trains_on_what_was_sampled(name: str) -> None:
+    """By the policy's handle: two calls in one answer, their results as the template writes both, an answer."""
+    renderer = make_renderer(name, tools=True)
+    end, (call,) = ENDS[name][1] or "", call_of(name)["tool_calls"]
+    calls: Message = {**call_of(name), "tool_calls": [call, {**call, "id": "functions.add:1"}]}
+    results: list[Message] = [
+        {**RESULT, "tool_call_id": f"functions.add:{number}", "content": text}
+        for number, text in enumerate(("twenty", "forty"))
+    ]
+    full = rendered(renderer, ASK, calls, *results)
+    given = full[full.rindex(end, 0, full.index("twenty")) + len(end) :]
+    client: Any = TextClient(renderer.tokenizer, [f"[add]({{}})[add]({{}}){end}", f"Seven.{ENDS[name][0]}"])
+    limits = (EpisodeLimits(), SamplingParams(4000), 4000)
+    prompt = Prompt(0, "", renderer.prompt([ASK]), messages=(ASK,))
+
+    async def episode() -> Episode:
+        async with asyncio.timeout(60) as clock:
+            policy = EpisodePolicy(EpisodeContext(client, renderer, *limits, "any", None), prompt, EpisodeWatch(clock))
+            turn = await policy.generate([ASK])
+            assert [call.name for call in turn.tool_calls] == ["add", "add"]
+            await policy.generate([ASK, turn.message, *results])
+            return policy.episode()
+
+    parts = asyncio.run(episode()).segments
+    assert [part.generated for part in parts] == [False, True, False, True]
+    texts = [renderer.tokenizer.decode(part.tokens) for part in parts]
+    assert texts == [rendered(renderer, ASK), client.texts[0], given, client.texts[1]]
 
 
 @pytest.mark.parametrize("name", ENDS)

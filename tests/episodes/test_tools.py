@@ -112,6 +112,14 @@ class Graded:
         """Look around."""
         return self.looked
 
+def make_counter(by: int = 7) -> Counter:
+    counter = Counter()
+    counter.by = by
+    return counter
+
+def nothing():
+    raise LookupError("no such game")
+
 WORD = "no tool"
 '''
 
@@ -247,3 +255,27 @@ def test_what_is_no_tool_is_refused(file: str, names: list[str], message: str) -
         load_tools([f"{file}:{name}" for name in names])
     assert message in str(refused.value)
     assert str(refused.value).startswith("rollout.tools")
+
+
+@pytest.mark.parametrize("processes", [None, 1])
+def test_a_function_makes_the_environments(file: str, processes: int | None) -> None:
+    factory = f"{file}:make_counter"
+
+    async def episode() -> list[Any]:
+        tools = await kit.open(20.0, 100)
+        said = [await tools.reset({"start": 3}), (await tools.call(ToolCall("increase", {"by": 2}))).text]
+        environments = [(one.count, one.by) for one in tools.environments]
+        await tools.close()
+        await kit.close()
+        return [*said, environments]
+
+    kit = load_tools([f"{file}:add"], processes, {factory: {"by": 8}}, factory)
+    assert [schema["function"]["name"] for schema in kit.schemas] == ["add", "increase"]
+    assert asyncio.run(episode()) == [" It begins at 3.", "5", [(5, 8)] if processes is None else []]
+
+
+def test_a_factory_that_makes_nothing_is_refused(file: str) -> None:
+    with pytest.raises(
+        UserError, match=r"^rollout\.environment_factory .*: no environment .* LookupError: no such game"
+    ):
+        load_tools([], factory=f"{file}:nothing")

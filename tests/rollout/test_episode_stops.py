@@ -10,7 +10,8 @@ from typing import Any
 
 from grpo_mp.episodes.protocol import Episode, Policy, Task
 from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
-from grpo_mp.rewards.scorer import RewardStats
+from grpo_mp.rewards.scorer import RewardStats, Scorer
+from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.client import SamplingParams
 from grpo_mp.rollout.groups import PausedGroup, RunningGroup
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker, pause_running
@@ -56,6 +57,39 @@ def test_an_episode_outlives_tools_that_die_or_block_the_loop() -> None:
         "Error: kill ended its process, which ended by SIGKILL",
         "Error: block took longer than 0.5 s",
     ]
+
+
+class Sums:
+    """Adds up what the policy gives it."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def add(self, number: int) -> int:
+        """
+        Add a number.
+
+        Args:
+            number: which
+        """
+        self.total += number
+        return self.total
+
+
+def totals(prompts: list[Any], completions: list[Any], environments: list[Sums], **columns: Any) -> list[float]:
+    """Reward what the environment of each episode has come to, as a reward of TRL does."""
+    return [float(environment.total) for environment in environments]
+
+
+def test_rewards_get_the_environment_of_each_episode_and_nothing_keeps_it() -> None:
+    client = TextClient(WORDS, ['[add]({"number": 2})<|im_end|>', '[add]({"number": 3})<|im_end|>', "6<|im_end|>"])
+    runners = [make_runner(client, None, environment_factory=f"{HERE}:Sums", tool_parser="pythonic") for _ in range(2)]
+    samples = [*map(roll_out, runners)]
+    config = RewardConfig(functions={f"{HERE}:totals": 1.0})
+    scored = Scorer(config, 2000).score_group(SampleGroup(make_prompt(runners[0]), tuple(samples)))
+    assert [sample.reward for sample in scored.samples] == [5.0, 5.0]
+    assert [sample.environment for sample in scored.samples] == [None, None]
+    assert samples[0].environment is not samples[1].environment
 
 
 async def idle(task: Task, policy: Policy) -> Episode:
