@@ -141,6 +141,9 @@ def passes(samples: Sequence[SampleInfo]) -> bool:
 
 def run(settings: Settings, job: Job, parallel: Parallel | None, steps: int, number: int) -> list[str]:
     """Train for some steps under the delays of this number; return what the first rank trained on, and its weights."""
+    # Of its own, or it would take up what the run before has recorded.
+    config = settings.run.model_copy(update={"folder": settings.run.folder / str(number)})
+    settings = settings.model_copy(update={"run": config})
     delays = Random(f"{number}/{job.rank}")
     routing = model_shape(HfConfig.read(settings.model.path)) if settings.training.router_replay == "R3" else None
     engines: Any = Engines(job, delays, routing)
@@ -213,6 +216,7 @@ def main() -> None:
             *("schedule=async", "engine.ranks=1", f"rollout.max_staleness={given.staleness}", "layout={}"),
             *("algorithm={filter: {zero_std: refill}}", "data.shuffle=true", "training.updates_per_step=1"),
             *(f"run.steps={given.steps}", f"training.router_replay={given.replay}", "sync.pause=in_place"),
+            f"run.folder={given.out / 'run'}",
         ],
     )
     job = join_job(120.0, engine_ranks=1)
