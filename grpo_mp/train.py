@@ -10,9 +10,10 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
     end_with_launcher()
 
-from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch
+from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch, send_routed_experts
 from grpo_mp.checkpoint.run_state import FINAL, METRICS, complete_checkpoints
 from grpo_mp.config import Settings
+from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import broadcast
 from grpo_mp.monitor.loggers import open_loggers, read_metrics
 from grpo_mp.monitor.reporter import Reporter
@@ -98,6 +99,7 @@ def generate(ctx: RolloutContext) -> None:
         if ctx.should_stop():
             break
         dump_rollouts(ctx, rollouts, step)
+        send_experts(ctx, rollouts, step)
         sync_weights(ctx)
         if is_due(step, run.eval_every, run.steps):
             ctx.evaluator.evaluate(step)
@@ -155,8 +157,16 @@ def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> Non
     if ctx.settings.rollout.dump and not ctx.inputs.replay:
         with ctx.phases.phase(Phase.SCORE, "dump"):
             folder, shape = ctx.settings.run.folder / FOLDER, RolloutShape.of(ctx.settings, ctx.inputs.hf)
+            own = replace(rollouts, groups=rollouts.of_own_engine)
             with disk_may_be_full(f"the rollouts of step {step}"):
-                dump_step(folder, step, rollouts, shape, ctx.job.rank, ctx.job.world_size)
+                dump_step(folder, step, own, shape, ctx.job.rank, ctx.job.world_size)
+
+
+def send_experts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None:
+    """Send the experts that the engine chose to the ranks that replay them, which assemble their batch meanwhile."""
+    with ctx.phases.phase(Phase.SCORE):
+        hidden_size = model_shape(ctx.inputs.hf).hidden_size
+        send_routed_experts(rollouts.of_own_engine, rollouts.infos, ctx.settings, ctx.job, hidden_size, step)
 
 
 def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> StepBatch:

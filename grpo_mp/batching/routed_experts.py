@@ -16,7 +16,7 @@ from grpo_mp.batching.packing import context_index, token_origins
 from grpo_mp.batching.updates import UpdatePlan, padded_size
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates, coordinates
-from grpo_mp.distributed.process_groups import Parallel, all_gather
+from grpo_mp.distributed.process_groups import Job, all_gather
 from grpo_mp.types import ExpertIds, RoutedExperts, Sample, SampleGroup, SampleInfo
 
 RANGE_BYTES = 8  # of rows that follow each other: where it begins, and how many
@@ -28,31 +28,33 @@ def exchange_routed_experts(
     infos: Sequence[SampleInfo],
     plan: Sequence[UpdatePlan],
     layers: Sequence[int],
-    parallel: Parallel,
+    layout: LayoutConfig,
+    job: Job,
 ) -> list[list[RoutedExperts | None]]:
-    """Return the experts of each micro-batch that this rank trains on, by update. Every rank must call this.
+    """Return the experts of each micro-batch that this rank trains on, by update. Every rank of the job must call this.
 
     groups: of this rank's engine, out of which the experts are taken, and dropped as they are sent: one micro-batch of
     each replica after the other; infos: of all sequences of the step, which `plan` indexes; layers: the MoE layers of
-    this rank. Rows of samples without experts are left out.
+    this rank, none where it does not train. Rows of samples without experts are left out.
     """
     by_key = _take(groups)
     local = {i: by_key.pop(info.key) for i, info in enumerate(infos) if info.key in by_key}
     kinds = {(experts.dtype.str, experts.shape[2]) for experts in local.values()}
-    gathered = all_gather((tuple(layers), kinds), parallel.cpu_group)
+    gathered = all_gather((tuple(layers), kinds), job.group)
     all_layers = sorted({layer for of_rank, _ in gathered for layer in of_rank})
     columns = [[all_layers.index(layer) for layer in of_rank] for of_rank, _ in gathered]
     kind = next(iter(set().union(*(kinds for _, kinds in gathered))), None)
     if kind is None:
         return [[None] * update.schedule.microbatches for update in plan]
-    places = [coordinates(rank, parallel.layout, parallel.world_size) for rank in range(parallel.world_size)]
+    train_ranks = job.world_size - job.engine_ranks
+    places = [coordinates(rank, layout, train_ranks) for rank in range(train_ranks)]
     received: list[list[RoutedExperts | None]] = []
     for update in plan:
         of_update = {number: local.pop(i) for number, i in enumerate(update.samples) if i in local}
         received.append([])
         for number in range(update.schedule.microbatches):
-            outgoing = _outgoing(update, number, of_update, places, columns, parallel.layout)
-            parts = all_to_all_bytes(outgoing, parallel.cpu_group)
+            outgoing = _outgoing(update, number, of_update, places, columns[:train_ranks], layout)
+            parts = all_to_all_bytes(outgoing + [b""] * job.engine_ranks, job.group)
             received[-1].append(_joined(parts, len(layers), *kind))
             for sample in (sample for plans in update.schedule.ranks for sample in plans[number].samples):
                 of_update.pop(sample, None)
@@ -66,12 +68,17 @@ def _take(groups: list[SampleGroup]) -> dict[tuple[int, ...], ExpertIds]:
         for part in (part for sample in group.samples for part in sample.sequences):
             if part.routed_experts is not None:
                 taken[part.key] = part.routed_experts
-        groups[number] = replace(group, samples=tuple(map(_without_experts, group.samples)))
+        groups[number] = without_experts(group)
     return taken
 
 
-def _without_experts(sample: Sample) -> Sample:
-    return replace(sample, routed_experts=None, earlier=tuple(map(_without_experts, sample.earlier)))
+def without_experts(group: SampleGroup) -> SampleGroup:
+    """Return the group without the experts of its samples."""
+
+    def strip(sample: Sample) -> Sample:
+        return replace(sample, routed_experts=None, earlier=tuple(map(strip, sample.earlier)))
+
+    return replace(group, samples=tuple(map(strip, group.samples)))
 
 
 def _outgoing(

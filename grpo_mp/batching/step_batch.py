@@ -17,8 +17,8 @@ from grpo_mp.batching.routed_experts import exchange_routed_experts
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import UpdatePlan, microbatches, plan_updates, sample_order
 from grpo_mp.config import Settings
-from grpo_mp.distributed.coordinates import model_parallel_ranks
-from grpo_mp.distributed.process_groups import Parallel, sum_over_context
+from grpo_mp.distributed.coordinates import data_parallel_size, model_parallel_ranks
+from grpo_mp.distributed.process_groups import Job, Parallel, sum_over_context
 from grpo_mp.types import MicroBatch, PerToken, SampleGroup, SampleInfo
 
 UpdateBatches = list[list[MicroBatch]]
@@ -95,12 +95,23 @@ def assemble_step_batch(
     unrouted_samples = None
     if settings.training.router_replay == "R3":
         unrouted_samples = sum(not info.has_routed_experts for info in sequences)
-        routed = exchange_routed_experts(groups, sequences, plan, moe_layers, parallel)
+        routed = exchange_routed_experts(groups, sequences, plan, moe_layers, parallel.layout, parallel.job)
         updates = [
             tuple(replace(batch, routed_experts=experts) for batch, experts in zip(*pair, strict=True))
             for pair in zip(updates, routed, strict=True)
         ]
     return StepBatch(sequences, in_loss, tuple(advantages), plan, tuple(updates), unrouted_samples, sample_of)
+
+
+def send_routed_experts(
+    groups: list[SampleGroup], infos: Sequence[SampleInfo], settings: Settings, job: Job, hidden_size: int, step: int
+) -> None:
+    """Follow `assemble_step_batch` as a rank that only hosts an engine: send the experts out of `groups`."""
+    if settings.training.router_replay == "R3":
+        sequences = tuple(sequence for info in infos for sequence in info.sequences)
+        dp_size = data_parallel_size(settings.layout, job.world_size - job.engine_ranks)
+        plan = _plan(sequences, infos, settings, dp_size, hidden_size, step)
+        exchange_routed_experts(groups, sequences, plan, (), settings.layout, job)
 
 
 def _plan(

@@ -23,6 +23,7 @@ from grpo_mp.batching.group_selection import (
     length_bias,
     token_limit,
 )
+from grpo_mp.batching.routed_experts import without_experts
 from grpo_mp.checkpoint.run_state import FALLBACKS, ROLLOUTS, TrainState, checkpoint_step, complete_checkpoints
 from grpo_mp.config import Settings
 from grpo_mp.data.cursor import Cursor
@@ -49,7 +50,7 @@ from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 class RolloutBatch:
     """What a step trains on. `launched` holds all samples that were generated for it, selected or not."""
 
-    groups: list[SampleGroup]  # selected, of this rank's engine
+    groups: list[SampleGroup]  # selected, of this rank's engine, or sent to this rank by another's
     infos: tuple[SampleInfo, ...]  # selected, of all engines
     launched: tuple[SampleInfo, ...]
     dropped: Counter[str]
@@ -58,7 +59,14 @@ class RolloutBatch:
     length_bias: float  # mean length selected over mean length launched
     state: TrainState  # cursor and counters behind this step's prompts
     unselected: Sequence[SampleGroup] = ()  # launched for the step, not trained on, of this rank's engine
+    # Selected, of this rank's engine, with their experts, where ranks train that have no engine; None: `groups` are.
+    generated: list[SampleGroup] | None = None
     times: Mapping[str, float] = field(default_factory=dict)  # how evenly engines generated, see generation_times
+
+    @property
+    def of_own_engine(self) -> list[SampleGroup]:
+        """Return the selected groups of this rank's engine, with the experts that it chose."""
+        return self.groups if self.generated is None else self.generated
 
     @property
     def scored(self) -> tuple[SampleInfo, ...]:
@@ -153,7 +161,8 @@ class RolloutCollector:
             batch = replace(batch, times=self._times(batch, generation.began_s))
             if ahead:
                 self._next = self._begin(batch.state, step + 1) if step < self.settings.run.steps else None
-                batch = replace(batch, groups=send_groups(batch.groups, self._trainer_of, group))
+                sent = send_groups(map(without_experts, batch.groups), self._trainer_of, group)
+                batch = replace(batch, groups=sent, generated=batch.groups)
         return batch
 
     def _generate(self, state: TrainState, step: int) -> tuple[Generation, LaunchedGroups]:

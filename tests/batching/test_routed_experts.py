@@ -53,8 +53,8 @@ def test_rows_have_the_experts_of_their_tokens(one_rank_group: dist.ProcessGroup
     lengths = [info.total_tokens for info in infos]
     prompts = [SamplePrompt(info.group_id, info.prompt_tokens) for info in infos] if shares else ()
     plan = plan_updates(lengths, 2, layout, 1, 50, 64, list(reversed(range(len(infos)))), prompts)
-    job: Any = SimpleNamespace(layout=layout, world_size=1, cpu_group=one_rank_group)
-    routed = exchange_routed_experts(groups, infos, plan, range(5, 5 + LAYERS), job)
+    job: Any = SimpleNamespace(world_size=1, engine_ranks=0, group=one_rank_group)
+    routed = exchange_routed_experts(groups, infos, plan, range(5, 5 + LAYERS), layout, job)
     assert all(sample.routed_experts is None for group in groups for sample in group.samples)
     found_rows = 0
     for update, of_update in zip(plan, routed, strict=True):
@@ -82,8 +82,9 @@ def test_without_any_experts_routers_choose(one_rank_group: dist.ProcessGroup) -
     groups = make_groups(np.uint8)[1:2]
     infos = all_gather_sample_info(groups, one_rank_group)
     plan = plan_updates([info.total_tokens for info in infos], 1, LayoutConfig(), 1, 50, 64)
-    job: Any = SimpleNamespace(layout=LayoutConfig(), world_size=1, cpu_group=one_rank_group)
-    assert exchange_routed_experts(groups, infos, plan, range(LAYERS), job) == [[None] * len(plan[0].schedule.ranks[0])]
+    job: Any = SimpleNamespace(world_size=1, engine_ranks=0, group=one_rank_group)
+    routed = exchange_routed_experts(groups, infos, plan, range(LAYERS), LayoutConfig(), job)
+    assert routed == [[None] * len(plan[0].schedule.ranks[0])]
 
 
 def test_a_rank_holds_its_share_and_a_token_crosses_the_network_once() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mp.rollout.dump import read_groups
+from grpo_mp.trainer.replay import FOLDER, step_file
 from tests.e2e.conftest import REWARD, Outcome, StartJob, outcome
 from tests.e2e.jobs import LAUNCH, Job, read_jsonl, spans
 
@@ -61,8 +63,11 @@ def test_the_next_step_is_generated_while_one_trains(start: Callable[..., Job], 
 
 @pytest.mark.parametrize("pause", ["retract", "in_place"])
 def test_engines_take_new_weights_while_requests_run(start: Callable[..., Job], tmp_path: Path, pause: str) -> None:
-    """Two ranks train a model of which each has half the experts; evaluations share the engine with the rollouts."""
-    staleness = 2
+    """Two ranks train a model of which each has half the experts; evaluations share the engine with the rollouts.
+
+    In place they replay the engine's experts, which its rank sends them, and writes where the step is dumped.
+    """
+    staleness, replays = 2, pause == "in_place"
     job = start(
         "schedule=async",
         f"rollout.max_staleness={staleness}",
@@ -70,6 +75,7 @@ def test_engines_take_new_weights_while_requests_run(start: Callable[..., Job], 
         "run.steps=5",
         "run.eval_every=2",
         "rollout.max_response_tokens=48",
+        *(("training.router_replay=R3", "rollout.dump=true") if replays else ()),
         command=THREE_RANKS,
     )
     assert ended_well(job)
@@ -80,6 +86,13 @@ def test_engines_take_new_weights_while_requests_run(start: Callable[..., Job], 
     for step in steps[1:]:
         assert step["rollout/weight_version_lag/max"] <= staleness * UPDATES
         assert step["rollout/groups"] == 4
+        assert step.get("rollout/samples_without_routed_experts") == (0 if replays else None)
+        assert ("mismatch/router_diff_ratio" in step) == replays
+    if replays:
+        dumped = [read_groups(step_file(tmp_path / "run" / FOLDER, 2, rank)) for rank in range(3)]
+        selected = [[group for group, is_selected in of_rank if is_selected] for of_rank in dumped]
+        assert [len(groups) for groups in selected] == [0, 0, 4]
+        assert all(sample.routed_experts is not None for group in selected[2] for sample in group.samples)
     assert any(step["rollout/weight_version_lag/max"] for step in steps[1:])
     assert any(step["rollout/carried_groups"] for step in steps[1:])
     assert (tmp_path / "run" / "final" / "config.json").exists()

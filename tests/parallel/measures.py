@@ -386,7 +386,7 @@ def replayed(bench: Bench) -> Result:
     groups = _groups(bench, with_experts(bench.given.samples, model_shape(policy.hf)))
     infos = all_gather_sample_info(groups, parallel.cpu_group)
     plan = plan_step(bench.given, bench.settings, parallel)[:1]
-    (experts,) = exchange_routed_experts(groups, infos, plan, policy.moe_layers, parallel)
+    (experts,) = exchange_routed_experts(groups, infos, plan, policy.moe_layers, parallel.layout, parallel.job)
     plain = bench.updates[0]
     batches = [replace(batch, routed_experts=of) for batch, of in zip(plain, experts, strict=True)]
     policy.logprobs(batches)  # forwards without a backward leave nothing behind

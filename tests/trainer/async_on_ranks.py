@@ -18,15 +18,18 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from grpo_mp.background import EventLoopThread
-from grpo_mp.batching.step_batch import StepBatch
+from grpo_mp.batching.step_batch import StepBatch, send_routed_experts
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.data.prompts import PromptSet
+from grpo_mp.distributed.layout import ModelShape, model_shape
 from grpo_mp.distributed.process_groups import Job, Parallel, broadcast, join_job, make_parallel, stop_parallel
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout import stream as stream_module
@@ -36,7 +39,7 @@ from grpo_mp.rollout.request_limits import RequestLimits
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
 from grpo_mp.trainer.collect import RolloutCollector
-from grpo_mp.types import Prompt, SampleGroup, SampleInfo
+from grpo_mp.types import ExpertIds, Prompt, SampleGroup, SampleInfo
 from tests.trainer.one_step import OneStep, make_batch
 
 PROMPTS, VOCABULARY, LONGEST, SLOTS, ENGINES = 60, 48, 12, 5, 2
@@ -56,7 +59,7 @@ class SeededEngine:
         prompt: Sequence[int],
         sampling: SamplingParams,
         count: int = 1,
-        routing: None = None,
+        routing: ModelShape | None = None,
         routed_tokens: int = 0,
     ) -> list[EngineOutput]:
         versions = []
@@ -66,13 +69,24 @@ class SeededEngine:
         answers = [self._answer(tuple(prompt), index) for index in range(count)]
         lengths = [len(answer) for answer in answers]
         return [
-            EngineOutput(answer, (-3.0,) * length, (versions[0],) * (length - 1) + (versions[1],), length == LONGEST)
+            EngineOutput(
+                *(answer, (-3.0,) * length, (versions[0],) * (length - 1) + (versions[1],), length == LONGEST),
+                routed_experts=experts_of((*prompt, *answer)[:-1], routing) if routing else None,
+            )
             for answer, length in zip(answers, lengths, strict=True)
         ]
 
     def _answer(self, prompt: tuple[int, ...], index: int) -> tuple[int, ...]:
         random = Random(f"{prompt}/{index}")
         return tuple(random.randrange(4, VOCABULARY) for _ in range(random.randint(1, LONGEST)))
+
+
+def experts_of(tokens: Sequence[int], shape: ModelShape) -> ExpertIds:
+    """[tokens, MoE layers, top-k], which tell the token that they belong to."""
+    ids = (
+        np.array(tokens)[:, None, None] + np.arange(shape.num_moe_layers)[:, None] + np.arange(shape.experts_per_token)
+    )
+    return (ids % shape.num_experts).astype(np.uint8)
 
 
 class Scorer:
@@ -89,9 +103,10 @@ class Scorer:
 class Engines:
     """All engines of the job, on its last rank; none on the others."""
 
-    host_ranks, routing = (1,), None
+    host_ranks = (1,)
 
-    def __init__(self, job: Job, delays: Random) -> None:
+    def __init__(self, job: Job, delays: Random, routing: ModelShape | None) -> None:
+        self.routing = routing
         self.engines = [SeededEngine(delays) for _ in range(ENGINES)] if job.hosts_engines else []
         self._loop = EventLoopThread("engines")
 
@@ -127,8 +142,12 @@ def passes(samples: Sequence[SampleInfo]) -> bool:
 
 def run(settings: Settings, job: Job, parallel: Parallel | None, steps: int, number: int) -> list[str]:
     """Train for some steps under the delays of this number; return what the first rank trained on, and its weights."""
+    # Of its own, or it would take up what the run before has recorded.
+    config = settings.run.model_copy(update={"folder": settings.run.folder / str(number)})
+    settings = settings.model_copy(update={"run": config})
     delays = Random(f"{number}/{job.rank}")
-    engines: Any = Engines(job, delays)
+    routing = model_shape(HfConfig.read(settings.model.path)) if settings.training.router_replay == "R3" else None
+    engines: Any = Engines(job, delays, routing)
     phases, scorer = SimpleNamespace(phase=lambda *_: nullcontext()), Scorer()
     prompts = PromptSet("test", tuple(Prompt(i, str(i), (4 + i % 40, 4 + i // 40)) for i in range(PROMPTS)), 0)
     stored = replace(job, store=dist.PrefixStore(f"run/{number}", job.store))
@@ -141,15 +160,32 @@ def run(settings: Settings, job: Job, parallel: Parallel | None, steps: int, num
         oldest = min(info.oldest_version for info in rollouts.infos)
         assert step - 1 - oldest <= settings.rollout.max_staleness, (step, oldest)
         if policy and parallel:
-            batch = make_batch(settings, parallel, rollouts.groups, step)
+            assert all(one.routed_experts is None for group in rollouts.groups for one in group.samples)
+            batch = make_batch(settings, parallel, rollouts.groups, step, policy.moe_layers)
+            if routing:
+                check_experts(batch, routing)
             hashes.append(hash_of(batch_tensors(batch)))
             OneStep(settings, policy, batch).train([list(update) for update in batch.updates])
+        else:
+            assert any(
+                one.routed_experts is not None for group in rollouts.of_own_engine for one in group.samples
+            ) == bool(routing)
+            send_routed_experts(rollouts.of_own_engine, rollouts.infos, settings, job, 64, step)
         time.sleep(delays.expovariate(1 / 0.004))
         state = broadcast(replace(rollouts.state, step=step), job.group)
         engines.update(step)
         collector.synced_step = step
     engines.close()
     return [*hashes, hash_of(policy.tensors.values())] if policy else []
+
+
+def check_experts(batch: StepBatch, shape: ModelShape) -> None:
+    """Every row with a target has the experts of its token, which came from the engine's rank at once."""
+    for micro_batch in (one for update in batch.updates for one in update):
+        assert micro_batch.routed_experts
+        rows, experts = micro_batch.routed_experts.rows, micro_batch.routed_experts.experts
+        assert np.array_equal(experts.numpy(), experts_of(micro_batch.tokens[rows].tolist(), shape))
+        assert set(rows.tolist()) >= set(micro_batch.mask.nonzero()[:, 0].tolist())
 
 
 def batch_tensors(batch: StepBatch) -> Iterator[torch.Tensor]:
@@ -172,6 +208,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--runs", type=int, required=True)
     parser.add_argument("--staleness", type=int, required=True)
+    parser.add_argument("--replay", choices=("none", "R3"), default="none")
     given = parser.parse_args()
     stream_module.POLL_S = 0.002
     settings = load_settings(
@@ -179,7 +216,8 @@ def main() -> None:
         [
             *("schedule=async", "engine.ranks=1", f"rollout.max_staleness={given.staleness}", "layout={}"),
             *("algorithm={filter: {zero_std: refill}}", "data.shuffle=true", "training.updates_per_step=1"),
-            f"run.steps={given.steps}",
+            *(f"run.steps={given.steps}", f"training.router_replay={given.replay}", "sync.pause=in_place"),
+            f"run.folder={given.out / 'run'}",
         ],
     )
     job = join_job(120.0, engine_ranks=1)

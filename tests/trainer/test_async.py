@@ -13,13 +13,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("staleness", "runs", "steps"), [(1, 3, 40), (3, 4, 60)])
+@pytest.mark.parametrize(("staleness", "runs", "steps", "replay"), [(1, 3, 40, "none"), (3, 4, 60, "R3")])
 def test_runs_under_random_delays_are_the_same(
-    tiny_run: TinyRun, tmp_path: Path, staleness: int, runs: int, steps: int
+    tiny_run: TinyRun, tmp_path: Path, staleness: int, runs: int, steps: int, replay: str
 ) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m"]
     command += ["tests.trainer.async_on_ranks", str(tiny_run.config), str(tmp_path)]
     command += ["--runs", str(runs), "--steps", str(steps), "--staleness", str(staleness)]
+    command += ["--replay", replay]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert process.returncode == 0, process.stderr[-3000:]
     hashes = json.loads((tmp_path / "runs.json").read_text())
