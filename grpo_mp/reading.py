@@ -61,8 +61,9 @@ def check_path(path: Path) -> Path:
 
 
 def shorten(text: str, limit: int = 100) -> str:
-    """Return a text that fits a sentence."""
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    """Return a text that fits a sentence: a long one without its middle, since a path's last name says most."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 
 
 def check_regular(file: Path, missing: str = "give an existing file") -> Path:
