@@ -149,7 +149,9 @@ def name_crashed_node(attempt: Path) -> None:
     """Print and write the node whose check crashed first, by what srun says; none where a user can mend it."""
     for line in last_lines(attempt / "srun.log", NUM_LAST_LINES):
         ended = SRUN_TASK_ENDED.search(line)
-        if ended and not ended["how"].endswith(f"exit code {USER_STATUS}"):
+        if ended and ended["how"].endswith(f"exit code {USER_STATUS}"):
+            return
+        if ended and ended["how"] != "Terminated":  # which srun does to the others
             said = last_lines(attempt / f"check_{ended['rank']}.log", 1)
             print(f"bad node {ended['node']}: its check crashed ({ended['how']}){': ' if said else ''}{''.join(said)}")
             (attempt / BAD_NODES).write_text(ended["node"])
