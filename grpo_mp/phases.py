@@ -48,5 +48,6 @@ class Phase(StrEnum):
     SYNC = "SYNC", "new weights go to the engines", replace(TRAINER, engine_weights=True), True
     # The engine computes logprobs to be compared; the policy's were computed while its weights were there.
     CHECK = "CHECK", "the engines' logprobs are compared with the policy's", GENERATION, True
-    SAVE = "SAVE", "a checkpoint is written", TRAINER, False
+    # The engine keeps the weights that the next step generates with: no sync is between, and what it gives up is lost.
+    SAVE = "SAVE", "a checkpoint is written", replace(TRAINER, engine_weights=True), False
     EVAL = "EVAL", "held-out prompts are answered", GENERATION, False

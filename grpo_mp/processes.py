@@ -4,6 +4,8 @@ import ctypes
 import faulthandler
 import os
 import signal
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +18,11 @@ def prctl(option: int, value: int) -> None:
     """Set an option of this process. Raises OSError."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def ended_with_this(command: Sequence[str]) -> list[str]:
+    """Return a command that runs another one, which is killed when the thread that starts it has ended."""
+    return [sys.executable, __file__, *command]
 
 
 def end_with_launcher() -> None:
@@ -60,3 +67,8 @@ def catches_dump_signal(status: str) -> bool:
     """Return whether a process whose /proc/PID/status is given has a handler for DUMP_SIGNAL: else it would end."""
     caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
     return bool(int(caught, 16) >> (DUMP_SIGNAL - 1) & 1)
+
+
+if __name__ == "__main__":  # what `ended_with_this` returns; the setting outlives the exec
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.execvp(sys.argv[1], sys.argv[1:])

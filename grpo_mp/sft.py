@@ -19,7 +19,7 @@ from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.phases import Phase
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.trainer.command_line import run_sft_command
-from grpo_mp.trainer.loop import check_guards, export, export_step, finish_save, is_due, make_guards, save
+from grpo_mp.trainer.loop import check_guards, export, export_step, finish_save, is_due, make_guards, save, save_last
 from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.sft_context import SftContext, open_sft_context
 from grpo_mp.trainer.sft_preflight import SftInputs
@@ -28,11 +28,12 @@ from grpo_mp.trainer.sft_step import (
     held_out_losses,
     next_batch,
     sft_metrics,
+    skipped_file,
     supervised_update,
     write_skipped,
 )
 from grpo_mp.trainer.skipped_updates import note_skipped
-from grpo_mp.trainer.step_logger import StepLogger, StepRecord
+from grpo_mp.trainer.step_logger import StepLogger, StepRecord, disk_may_be_full
 
 
 def fine_tune(ctx: SftContext) -> None:
@@ -40,7 +41,7 @@ def fine_tune(ctx: SftContext) -> None:
     run, logger = ctx.settings.run, make_logger(ctx)
     if ctx.state.step == 0:
         logger.write(0, StepRecord(evaluate(ctx)))
-    saved_step, guards = ctx.state.step, make_guards(ctx)
+    first_step, guards = ctx.state.step, make_guards(ctx)
     while ctx.state.step < run.steps and not ctx.should_stop():
         step = ctx.state.step + 1
         logger.begin_step()
@@ -58,11 +59,8 @@ def fine_tune(ctx: SftContext) -> None:
             export_step(ctx, step)  # before the save: what a start resumes behind is there
         if is_due(step, run.save_every, run.steps):
             save(ctx, logger, last=step == run.steps)
-            saved_step = step
-    if saved_step < ctx.state.step:
-        save(ctx, logger, last=True)
+    save_last(ctx, logger, first_step)
     logger.close()
-    finish_save(ctx)
     finish(ctx)
 
 
@@ -107,7 +105,9 @@ def update_policy(ctx: SftContext, batch: SftBatch, step: int) -> tuple[UpdateRe
         skipped_in_a_row = 0
         if report.skipped:
             data, rank = ctx.inputs.train, ctx.parallel.rank
-            kept = write_skipped(ctx.settings.run.folder, step, data, batch.indices, rank)
+            kept = skipped_file(ctx.settings.run.folder, step)
+            with disk_may_be_full(f"the rows of step {step}"):
+                write_skipped(kept, data, batch.indices, rank)
             skipped_in_a_row = note_skipped(ctx, [report], step, kept)
     ctx.state = replace(
         ctx.state,

@@ -30,7 +30,7 @@ from grpo_mp.trainer.command_line import run_command
 from grpo_mp.trainer.context import RolloutContext, TrainContext, local_ranks, open_context
 from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, recorded_evaluations
 from grpo_mp.trainer.logprobs import compute_logprobs
-from grpo_mp.trainer.loop import check_guards, export, export_step, finish_save, is_due, make_guards, save
+from grpo_mp.trainer.loop import check_guards, export, export_step, finish_save, is_due, make_guards, save, save_last
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step
 from grpo_mp.trainer.replica_check import check_replicas
@@ -48,7 +48,7 @@ def train(ctx: TrainContext) -> None:
     if ctx.state.step == 0:
         logger.write(0, StepRecord(first.metrics | synced, texts=first.texts))
         logger.write_scores(0, first.scores, first)
-    saved_step, guards, reporter = ctx.state.step, make_guards(ctx), make_reporter(ctx)
+    first_step, guards, reporter = ctx.state.step, make_guards(ctx), make_reporter(ctx)
     while ctx.state.step < run.steps and not ctx.should_stop():
         step = ctx.state.step + 1
         logger.begin_step()
@@ -76,13 +76,10 @@ def train(ctx: TrainContext) -> None:
             export_step(ctx, step)  # before the save: what a start resumes behind is there
         if is_due(step, run.save_every, run.steps):
             save(ctx, logger, last=step == run.steps)
-            saved_step = step
     if ctx.state.step >= run.steps:
         reporter.end()
-    if saved_step < ctx.state.step:
-        save(ctx, logger, last=True)
+    save_last(ctx, logger, first_step)
     logger.close()
-    finish_save(ctx)
     keep_rollouts(ctx)
     finish(ctx, first, last)
     reporter.finish(LIMIT_S if ctx.state.step >= run.steps else 0.0)

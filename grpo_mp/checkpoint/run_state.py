@@ -187,6 +187,9 @@ def claim_run_folder(run_folder: Path, resolved: str) -> None:
     if not file.exists() or _settings_difference(read_yaml(file), parse_yaml(resolved, "settings")):
         shutil.rmtree(run_folder / ROLLOUTS, ignore_errors=True)
     shutil.rmtree(run_folder / PROCESSES, ignore_errors=True)  # of ranks that were killed
+    for checkpoint in (run_folder / CHECKPOINTS).glob("step_*"):  # amid a save, or the removal of an old one
+        if STEP.fullmatch(checkpoint.name) and not (checkpoint / MANIFEST).exists():
+            shutil.rmtree(checkpoint, ignore_errors=True)
     write_atomically(file, resolved)
 
 

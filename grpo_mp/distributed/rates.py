@@ -38,9 +38,11 @@ def result_within(ended: float, function: Callable[[], float]) -> float | str:
     `ended`: by the monotonic clock.
     """
     results: list[float | str] = []
+    device = platform.device()
 
     def run() -> None:
         try:
+            platform.use_device(device)
             results.append(function())
         except Exception as error:  # noqa: BLE001 - it is reported
             results.append(one_line(error, 200))

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_mp.processes import ended_with_this
+
 NICENESS = 19
 LIMIT_S = 60.0  # for one that is still running when the run ends
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # the run's devices and cores are not its own
@@ -26,10 +28,14 @@ class SideProcess:
             return note
         try:
             with self._log.open("wb") as log:
-                command = [sys.executable, "-m", "grpo_mp", *arguments]
+                command = ended_with_this([sys.executable, "-m", "grpo_mp", *arguments])
                 environment = os.environ | HIDDEN
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
                 )
             if niceness:
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)

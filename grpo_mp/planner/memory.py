@@ -72,6 +72,7 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
         "optimizer pieces",
         "sync rounds",
         "export rounds",
+        "quantization",
     ),
     "kept by the allocator": ("fragments",),
     "engine, communicators and contexts": (

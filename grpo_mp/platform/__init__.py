@@ -63,6 +63,12 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda() else torch.device("cpu")
 
 
+def use_device(of_rank: torch.device) -> None:
+    """Take a rank's device in another thread of it, which else has the first GPU of the node."""
+    if on_cuda():
+        torch.cuda.set_device(of_rank)
+
+
 def device_name() -> str:
     """Return what the GPU is called, "" without one."""
     return torch.cuda.get_device_name() if on_cuda() else ""

@@ -56,6 +56,9 @@ RESERVED = {  # fields that the run sets itself, with what to do instead
     "optimizer": "AdamW is the only one",
     "calculate_per_token_loss": "the loss carries its own denominator",
     "use_distributed_optimizer": "a checkpoint that any layout loads needs it",
+    # They gather a part of the weights in the next forward pass, and a weight sync reads all of them before it.
+    "overlap_param_gather": "a weight sync needs the whole weights behind an update",
+    "overlap_param_gather_with_optimizer_step": "a weight sync needs the whole weights behind an update",
     **dict.fromkeys(HYBRID_OPTIMIZER, "set optimizer.offload=host"),
     "moe_enable_routing_replay": "set training.router_replay",
     "perform_initialization": "every weight is read from the checkpoint",

@@ -184,11 +184,15 @@ def load(record: Record, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | Non
 
 
 def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> list[memoryview]:
-    """Return a group as an Arrow stream, and its experts; nothing where it has no token."""
+    """Return a group as an Arrow stream, and its experts; nothing where it has no token.
+
+    An ended episode of a paused group whose environment a reward will ask is left out: it is rolled out again.
+    """
     outputs = group.outputs if isinstance(group, PausedGroup) else ()
-    samples = SampleGroup(group.prompt, tuple(map(_bare, group.samples)), finished=isinstance(group, SampleGroup))
+    ended = [one for one in group.samples if not (isinstance(group, PausedGroup) and one.environment is not None)]
+    samples = SampleGroup(group.prompt, tuple(map(_bare, ended)), finished=isinstance(group, SampleGroup))
     rows = [*(_row_of_output(group.prompt, output) for output in outputs), *rows_of(samples, selected=False)]
-    sequences = [sequence for sample in group.samples for sequence in sample.sequences]
+    sequences = [sequence for sample in ended for sequence in sample.sequences]
     experts = [output.routed_experts for output in outputs] + [part.routed_experts for part in sequences]
     tokens = sum(len(row["tokens"]) for row in rows)
     if not tokens:

@@ -341,6 +341,10 @@ class RolloutCollector:
             [info for info in infos if info.finished], step, self.settings.algorithm.curriculum, self.curriculum
         )
         next_group = admission.consumed if max_staleness else max(last for _, last, _ in counts)
+        if self.settings.engine.deterministic and not max_staleness:
+            # What was begun beyond is not counted, and a number is given once: a record of it would pass as another's.
+            rule = admission_rule(self._rule, self.settings.rollout.prompts_per_step, max_staleness)
+            next_group = max(next_group, rule.max_launched + rule.max_aborted)
         with_samples = [group for group in own if group.samples]
         return RolloutBatch(
             groups=[group for group in with_samples if group.samples[0].group_id in selected],
@@ -364,7 +368,9 @@ class RolloutCollector:
         """Return how evenly the engines generated what was launched for a step. Every rank must call this."""
         groups = [group for group in (*batch.groups, *batch.unselected) if group.samples]
         ends_s = [self._ends_s.get(group.samples[0].group_id, began_s) for group in groups]
-        self._ends_s = {number: end for number, end in self._ends_s.items() if number >= batch.state.groups_launched}
+        for number in list(self._ends_s):  # threads of engines that generate ahead add to it
+            if number < batch.state.groups_launched:
+                del self._ends_s[number]
         tokens = sum(len(sample.tokens) for group in groups for sample in group.samples)
         work = EngineWork(tokens, tuple(max(0.0, end - began_s) for end in ends_s))
         return generation_times(all_gather(work, self.job.group))

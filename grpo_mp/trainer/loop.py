@@ -39,6 +39,17 @@ def finish_save(ctx: PolicyContext) -> None:
         ctx.saver.finish()
 
 
+def save_last(ctx: PolicyContext, logger: StepLogger, first_step: int) -> None:
+    """Save the state behind the loop, unless that is done; `first_step`: that with which it began.
+
+    Raises DiskError where the disk does not take it: a run that ends says so.
+    """
+    finish_save(ctx)
+    if max(first_step, ctx.saver.saved_step) < ctx.state.step:
+        save(ctx, logger, last=True)
+        finish_save(ctx)
+
+
 def export(ctx: PolicyContext, folder: Path) -> None:
     """Write the policy as a Hugging Face folder."""
     settings = ctx.settings

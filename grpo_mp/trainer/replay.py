@@ -82,12 +82,16 @@ def step_file(folder: Path, step: int, rank: int) -> Path:
 
 def dump_step(folder: Path, step: int, batch: RolloutBatch, shape: RolloutShape, rank: int, ranks: int) -> None:
     """Write what this rank has of a step's samples, those that none trains on, too; every one of `ranks` must."""
+    groups = [*batch.groups, *batch.unselected]
+    # Ranks that train without an engine have samples without their experts, which engines' ranks send elsewhere.
+    experts = [part.routed_experts for group in groups for sample in group.samples for part in sample.sequences]
+    has_experts = not experts or any(of_part is not None for of_part in experts)
     facts = StepFacts(
         step,
         ranks,
         shape,
         _digest(batch.infos),
-        any(info.has_routed_experts for info in batch.infos),
+        has_experts and any(info.has_routed_experts for info in batch.infos),
         batch.state,
         batch.dropped,
         batch.reward_stats,
@@ -95,9 +99,7 @@ def dump_step(folder: Path, step: int, batch: RolloutBatch, shape: RolloutShape,
         batch.length_bias,
     )
     selected = {info.group_id for info in batch.infos}
-    write_groups(
-        step_file(folder, step, rank), [*batch.groups, *batch.unselected], selected, FACTS.dump_json(facts).decode()
-    )
+    write_groups(step_file(folder, step, rank), groups, selected, FACTS.dump_json(facts).decode())
 
 
 @dataclass(frozen=True)

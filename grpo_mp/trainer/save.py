@@ -81,6 +81,7 @@ class _Save:
 
     task: BackgroundTask
     folder: Path
+    step: int
     last: bool
 
 
@@ -99,6 +100,7 @@ class CheckpointSaver:
         self._run, self._policy, self._limit_s = run, policy, limit_s
         self._weights_later = run.async_save and weights_stay and policy.reference is None
         self._task: _Save | None = None
+        self.saved_step = 0  # the last that this process has saved, and that is whole
         self._failures = FailedSaves(run.max_failed_saves, policy.parallel.rank)
         self.failed_exports = FailedSaves(run.max_failed_saves, policy.parallel.rank)
         # Its own: the loop uses the other groups meanwhile.
@@ -123,7 +125,7 @@ class CheckpointSaver:
             return
         write_rest = partial(self._write_rest, folder, deepcopy(state), written, writers)
         task = BackgroundTask(write_rest, f"save of step {state.step} on rank {self._policy.parallel.rank}")
-        self._task = _Save(task, folder, last)
+        self._task = _Save(task, folder, state.step, last)
         if not self._run.async_save:
             self.finish()
 
@@ -137,6 +139,7 @@ class CheckpointSaver:
         except DiskError as error:
             self._failures.add(error, save.folder, save.last)
         else:
+            self.saved_step = save.step
             self._failures.forget()
 
     def __enter__(self) -> "CheckpointSaver":

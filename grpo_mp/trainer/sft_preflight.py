@@ -1,5 +1,6 @@
 """Check and read everything that supervised fine-tuning needs before a process group exists: settings, files, data."""
 
+import os
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -60,7 +61,8 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> tuple[SftSettin
         )
     evals = load_held_out_chats(settings.data, settings.sft, encoder)
     settings = settings.with_steps(train.epoch_size)
-    warnings = tuple(check_disk(settings.run.folder, policy_disk_need(settings, hf)))
+    need, probes = policy_disk_need(settings, hf), os.environ.get("RANK", "0") == "0"
+    warnings = tuple(check_disk(settings.run.folder, need, probes=probes))
     return settings, SftInputs(hf, tokenizer, train, evals, make_loggers, warnings)
 
 

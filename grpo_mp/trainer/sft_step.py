@@ -99,10 +99,12 @@ def sft_metrics(
     }
 
 
-def write_skipped(folder: Path, step: int, data: ChatSet, indices: Sequence[int], rank: int) -> Path:
-    """Write, on the first rank, which rows a skipped update was made of; return the file."""
-    file = folder / SKIPPED / f"step_{step:06d}.json"
+def skipped_file(folder: Path, step: int) -> Path:
+    """Return the file of the rows that a step's skipped update was made of."""
+    return folder / SKIPPED / f"step_{step:06d}.json"
+
+
+def write_skipped(file: Path, data: ChatSet, indices: Sequence[int], rank: int) -> None:
+    """Write, on the first rank, which rows a skipped update was made of."""
     if rank == 0:
-        file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, {"rows": [data.location(index) for index in indices]})
-    return file

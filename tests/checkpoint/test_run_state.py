@@ -213,6 +213,18 @@ def test_a_new_folder_is_claimed_and_resumed(tmp_path: Path) -> None:
     check_run_folder(run, RESOLVED.replace("steps: 10", "steps: 99").replace("save_every: 2", "save_every: 5"), True)
 
 
+def test_what_a_kill_left_of_a_checkpoint_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    """Of a save, or of the removal of an old one; copies that users made stay."""
+    claim_run_folder(tmp_path, RESOLVED)
+    for step in (2, 4):
+        save(tmp_path, step)
+    (checkpoint_folder(tmp_path, 2) / MANIFEST).unlink()
+    mine = checkpoint_folder(tmp_path, 2).with_name("step_000002_best")
+    mine.mkdir()
+    claim_run_folder(tmp_path, RESOLVED)
+    assert sorted(mine.parent.iterdir()) == [mine, checkpoint_folder(tmp_path, 4)]
+
+
 @pytest.mark.parametrize("trace", ["checkpoint", "metrics"])
 def test_results_of_other_settings_are_refused(trace: str, tmp_path: Path) -> None:
     claim_run_folder(tmp_path, RESOLVED)

@@ -13,7 +13,7 @@ from grpo_mp.distributed.ports import claim_ports
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = ("n1", "n2", "n3")
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -88,7 +88,7 @@ class Cluster:
 
     def states(self) -> list[str]:
         """Return the states of the nodes, as sinfo names them."""
-        return self.run("sinfo", "--noheader", "--Node", "--format=%T").split()
+        return self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split()
 
     def stop(self) -> None:
         """Cancel all jobs and end the daemons."""

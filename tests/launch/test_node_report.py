@@ -1,14 +1,16 @@
 """Which nodes are bad, from handwritten reports."""
 
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from grpo_mp.distributed.rates import all_to_all_rate, measured_pairs, neighbor_pairs
+from grpo_mp.distributed.rates import all_to_all_rate, measured_pairs, neighbor_pairs, result_within
 from grpo_mp.launch import nodes as nodes_module
 from grpo_mp.launch.job import BAD_NODES, name_crashed_node
 from grpo_mp.launch.nodes import NodeReport, bad_nodes
@@ -71,6 +73,19 @@ def test_a_node_is_measured_once_a_round(nodes: int) -> None:
     for pairs in rounds:
         members = [node for pair in pairs for node in set(pair)]
         assert len(members) == len(set(members))
+
+
+def test_a_rank_measures_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's current device is a thread's own, and the first GPU of the node in a new one."""
+    used: list[tuple[torch.device, bool]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    main = threading.current_thread()
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: used.append((device, threading.current_thread() is main))
+    )
+    assert result_within(time.monotonic() + 30.0, lambda: 2.0 if used else 0.0) == 2.0
+    assert used == [(torch.device("cuda", 3), False)]
 
 
 @pytest.mark.parametrize("bad", ["hangs", "fails"])

@@ -15,7 +15,16 @@ from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import EngineOutput
 from grpo_mp.rollout.episodes import Outcome, as_sample
 from grpo_mp.rollout.groups import EndedGroup, PausedGroup
-from grpo_mp.rollout.journal import GroupJournal, best_records, journal_file, load, prune, read_records
+from grpo_mp.rollout.journal import (
+    GroupJournal,
+    best_records,
+    decode,
+    encode,
+    journal_file,
+    load,
+    prune,
+    read_records,
+)
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 PROMPT = Prompt(7, "How much?", (5, 6), "3", {"level": "hard"}, epoch=2)
@@ -187,3 +196,13 @@ def test_a_record_is_on_disk_when_append_returns(tmp_path: Path, monkeypatch: py
         file = journal_file(folder, 3, 1)
         assert (file, file.stat().st_size) in synced
     assert {file.parent, folder, folder.parent} <= {path for path, _ in synced}
+
+
+def test_an_ended_episode_whose_reward_asks_its_environment_is_rolled_out_again() -> None:
+    """The object cannot be recorded; those of a group that has its scores need none."""
+    (ended,) = SIBLING.samples
+    more = sample(1, 7, 8, state="completed", environment=object())
+    loaded = decode(b"".join(encode(3, PausedGroup(PROMPT, samples=(ended, more)), RewardStats(), kept=False)), PROMPT)
+    assert loaded
+    assert [one.index for one in loaded[0].samples] == [ended.index]
+    assert not encode(3, PausedGroup(PROMPT, samples=(more,)), RewardStats(), kept=False)

@@ -45,7 +45,7 @@ def test_offloads_run_before_onloads_and_before_the_body(monitors: Monitors) -> 
         "+gradients +optimizer TRAIN "
         "-gradients -optimizer +engine_weights SYNC "
         "-communicators -policy_weights +engine_cache GENERATE "
-        "-engine_weights -engine_cache +communicators +policy_weights SAVE"
+        "-engine_cache +communicators +policy_weights SAVE"
     )
 
 
@@ -60,6 +60,20 @@ def test_each_phase_has_its_residency(monitors: Monitors) -> None:
             for phase in (first, second):
                 with phase_manager.phase(phase):
                     assert resident == vars(phase.resident)
+
+
+def test_an_engine_keeps_its_weights_until_the_next_ones_come(monitors: Monitors) -> None:
+    """What it gives up comes back undefined: between a sync and the phases that generate by it nothing may take it."""
+    after_sync = [Phase.CHECK, Phase.EVAL, Phase.SAVE, Phase.GENERATE]
+    calls: list[str] = []
+    phase_manager = PhaseManager(*monitors, 60.0, recording_functions(calls), GENERATION)
+    for last in after_sync:
+        for second in after_sync:
+            with phase_manager.phase(Phase.SYNC):
+                calls.clear()
+            for phase in (second, last):
+                with phase_manager.phase(phase):
+                    assert "-engine_weights" not in calls
 
 
 def test_communicators_are_in_use_when_the_job_ends(monitors: Monitors) -> None:

@@ -34,11 +34,11 @@ def test_every_phase_has_a_description_and_something_resident() -> None:
     assert all(phase.description for phase in Phase)
 
 
-def test_policy_and_engine_share_the_device_only_during_sync() -> None:
+def test_policy_and_engine_share_the_device_only_during_sync_and_save() -> None:
     for phase in Phase:
         residency = phase.resident
         of_policy = {name for name in names(residency) if not name.startswith("engine_")}
-        assert phase is Phase.SYNC or not (of_policy and residency.engine_weights)
+        assert phase in (Phase.SYNC, Phase.SAVE) or not (of_policy and residency.engine_weights)
         assert not (residency.engine_cache and of_policy)
         assert residency.engine_weights or not residency.engine_cache
         assert residency.policy_weights or not residency.gradients

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -248,3 +249,34 @@ def test_failed_exports_leave_nothing_and_count_only_in_a_row(
     assert [folder.name for folder in (tmp_path / "exports").iterdir()] == ["step_000002"]
     with pytest.raises(DiskError, match="make room"):
         loop.export_step(ctx, 4)
+
+
+@pytest.mark.parametrize("passes", [True, False], ids=["there is room again", "there is none"])
+def test_a_run_that_is_stopped_behind_a_failed_save_saves_again(
+    tiny_run: TinyRun, parallel: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: bool
+) -> None:
+    """It ends as one that can be resumed only where the last step is on disk."""
+    trainer, nothing = make_trainer(tiny_run, parallel, tmp_path), lambda *_: nullcontext()
+    logger: Any = SimpleNamespace(flush=lambda: None)
+    with saver_of(trainer) as saver:
+        ctx: Any = SimpleNamespace(
+            saver=saver,
+            state=TrainState(step=2),
+            phases=SimpleNamespace(phase=nothing),
+            timeline=SimpleNamespace(span=nothing),
+        )
+        loop.save_last(ctx, logger, first_step=2)  # it was stopped before its first step
+        assert latest_checkpoint(tmp_path) is None
+        with monkeypatch.context() as full:
+            full.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", fail)
+            loop.save(ctx, logger, last=False)
+            saver.finish()
+            if not passes:
+                with pytest.raises(DiskError, match="step_000002 cannot be written"):
+                    loop.save_last(ctx, logger, first_step=0)
+                return
+        loop.save_last(ctx, logger, first_step=0)
+        assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 2)
+        written = (checkpoint_folder(tmp_path, 2) / MANIFEST).stat().st_mtime_ns
+        loop.save_last(ctx, logger, first_step=0)  # it is whole
+        assert (checkpoint_folder(tmp_path, 2) / MANIFEST).stat().st_mtime_ns == written

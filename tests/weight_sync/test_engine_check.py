@@ -11,6 +11,7 @@ import pytest
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
+from grpo_mp.errors import EngineError
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
@@ -139,6 +140,22 @@ def test_every_so_many_steps_what_is_not_sent_is_checked(
     assert ["engine 0: 1 of 2 tensors were not the policy's (b), though" in text for text in caplog.messages] == (
         [True] if found else []
     )
+
+
+def test_weights_are_sent_where_an_engine_cannot_compute_their_checksums(
+    settings: Settings, policy: Policy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where its memory does not suffice: it goes on."""
+    engine = Engine(policy, [0.0])
+    engine.weights["b"] = "wrong"
+
+    async def refuse(_: Engine) -> dict[str, str]:
+        raise EngineError("engine 0: /weights_checker: CUDA out of memory")
+
+    monkeypatch.setattr(Engine, "checksums", refuse)
+    make_check(settings, policy, engine, frozenset("b")).check_unchanged(40, 3)
+    assert engine.weights["b"] == "1"
+    assert "sent, and not compared: engine 0: /weights_checker: CUDA out of memory" in caplog.text
 
 
 def test_an_error_in_every_set_names_engine_and_tensor(settings: Settings, policy: Policy) -> None:
