@@ -177,7 +177,7 @@ check_nodes() {
   in_step "${check[@]}"
   cat "$attempt/check_0.log"
   [ "$status" = 0 ] && return
-  if [ "$status" = $((128 + 15)) ]; then # SIGTERM: another job pushes this one aside
+  if [ "$status" = $((128 + 15)) ] && ! a_task_failed; then # SIGTERM to all: another job pushes this one aside
     again=yes
     return
   fi
@@ -190,6 +190,11 @@ check_nodes() {
   fi
   tail -n 5 "$attempt/srun.log"
   fail "the check of the nodes failed: $attempt"
+}
+
+# Whether a task of the last step ended by itself: srun then ends the others by SIGTERM, and returns the largest status.
+a_task_failed() {
+  awk '/^srun: error: .*: tasks? [^:]*: / && !/: Terminated$/ { found = 1 } END { exit !found }' "$attempt/srun.log"
 }
 
 # A job that runs cannot be given other nodes, so a new one takes its place.
