@@ -78,6 +78,7 @@ ORDER = (
     "sft",
     "evaluate",
     "sample",
+    "pipeline",
     "launch",
     "cli",
     "__main__",

@@ -14,6 +14,7 @@ COMMANDS = {
     "sft": ("grpo_mp.cli.launch:sft", "fine-tune a policy on given chats; --ranks N starts N ranks on this machine"),
     "evaluate": ("grpo_mp.cli.launch:evaluate", "score a model or a checkpoint on held-out problems"),
     "sample": ("grpo_mp.cli.launch:sample", "answer prompts, keep the good answers, write them to Parquet"),
+    "pipeline": ("grpo_mp.cli.pipeline:main", "run several stages one after another, each from what a former one made"),
     "launch": ("grpo_mp.cli.launch:main", "submit a run to Slurm, or show what would be submitted"),
     "plan": ("grpo_mp.cli.plan:main", "estimate memory and time of a run, without a GPU"),
     "report": ("grpo_mp.cli.report:main", "write one HTML page of one or several runs"),

@@ -5,15 +5,18 @@ from grpo_mp.config.load import (
     check_sft_settings,
     dump_settings,
     load_any_settings,
+    load_pipeline,
     load_settings,
     load_sft_settings,
     training_module,
 )
+from grpo_mp.config.pipeline_settings import PipelineSettings
 from grpo_mp.config.settings import Settings
 from grpo_mp.config.sft_settings import SftSettings
 from grpo_mp.config.trainer_settings import TrainerSettings
 
 __all__ = [
+    "PipelineSettings",
     "Settings",
     "SftSettings",
     "TrainerSettings",
@@ -21,6 +24,7 @@ __all__ = [
     "check_sft_settings",
     "dump_settings",
     "load_any_settings",
+    "load_pipeline",
     "load_settings",
     "load_sft_settings",
     "training_module",

@@ -13,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from grpo_mp.algorithms.presets import with_preset
+from grpo_mp.config.pipeline_settings import PipelineSettings
 from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
 from grpo_mp.config.settings import Settings
 from grpo_mp.config.sft_settings import SftSettings
@@ -57,6 +58,17 @@ def load_any_settings(path: Path, overrides: list[str] | None = None) -> Setting
     """Read a YAML file of either kind: one with a section `sft` is of supervised fine-tuning. Raises UserError."""
     tree = _read_tree(path, overrides or [])
     return _check(SftSettings, tree, str(path)) if SFT in tree else check_settings(tree, str(path))
+
+
+def load_pipeline(path: Path, overrides: list[str] | None = None) -> PipelineSettings:
+    """Read a YAML file of a pipeline, of which `overrides` may replace whole keys, as folder=F. Raises UserError."""
+    tree = _read_tree(path, [])
+    for override in overrides or []:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise UserError(f"override {shorten(override)!r}: write key=value, e.g. folder=runs/r1")
+        tree[key] = parse_yaml(value, f"override {shorten(override)!r}")
+    return _check(PipelineSettings, tree, str(path))
 
 
 def training_module(path: Path) -> str:

@@ -54,7 +54,8 @@ def test_ranks_of_a_node_get_all_of_its_cores(launcher: str, cpus: int) -> None:
 
 
 def test_every_settings_file_has_a_script() -> None:
-    assert {script.stem for script in SCRIPTS} == {path.stem for path in (ROOT / "configs").glob("*.yaml")}
+    configs = {path.stem for path in (ROOT / "configs").glob("*.yaml") if "pipeline" not in path.stem}
+    assert {script.stem for script in SCRIPTS} == configs
 
 
 def test_bad_settings_end_before_anything_starts() -> None:

@@ -1,0 +1,42 @@
+"""Run the stages of a pipeline on this machine: grpo-mp pipeline FILE --ranks N
+
+FILE has `folder` and `stages`, each a run of grpo-mp train, sft or sample with a settings file, and settings laid over
+it; '{NAME}/final' is what the stage NAME ended with. The model that each stage ends with is scored as `evaluation`
+says. The same command goes on where an earlier one was stopped or killed. --dry-run checks all settings, and shows
+what would run.
+"""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_mp.parsers import Parser, number_of_ranks
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line, see the text above; return the exit status. Raises UserError."""
+    parser = Parser("grpo-mp pipeline", __doc__)
+    parser.add_argument("file", type=Path, metavar="FILE", help="settings of the pipeline")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="laid over the file's, as folder=F"
+    )
+    parser.add_argument("--ranks", type=number_of_ranks, help="ranks to start for each stage (default: one)")
+    parser.add_argument("--dry-run", action="store_true", help="check all settings, show what would run, start nothing")
+    args = parser.parse_intermixed_args(arguments)
+    from grpo_mp.config import load_pipeline  # pydantic is slow to import
+    from grpo_mp.pipeline.runner import Pipeline
+    from grpo_mp.pipeline.scores import read_stage_scores, write_stage_scores
+    from grpo_mp.pipeline.stages import make_tasks
+
+    settings = load_pipeline(args.file, args.overrides)
+    pipeline = Pipeline(settings, make_tasks(settings, args.file))
+    if args.dry_run:
+        for task in pipeline.tasks:
+            print(f"{pipeline.state(task):6} {task.name}: grpo-mp {shlex.join(task.arguments(args.ranks))}")
+        return 0
+    status = pipeline.run(args.ranks)
+    scores = read_stage_scores(pipeline.tasks)
+    if scores:
+        seconds = {name: record.seconds for name, record in pipeline.records.items()}
+        write_stage_scores(settings.folder, scores, seconds)
+    return status

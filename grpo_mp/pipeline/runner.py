@@ -1,0 +1,116 @@
+"""Run the tasks of a pipeline one after another, and go on where an earlier start ended."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from grpo_mp.config import PipelineSettings, load_settings, load_sft_settings
+from grpo_mp.errors import UserError
+from grpo_mp.files import write_json
+from grpo_mp.pipeline.stages import Record, Task, check_records, digests
+from grpo_mp.processes import PR_SET_PDEATHSIG, prctl
+from grpo_mp.reading import read_json, read_text
+
+RECORDS = "pipeline.json"
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # which let a run save and end
+
+
+def check_tasks(tasks: Sequence[Task]) -> dict[Path, str]:
+    """Check the settings of every task, and return the content of their files. Raises UserError."""
+    texts: dict[Path, str] = {}
+    for task in tasks:
+        texts[task.config] = read_text(task.config)
+        try:
+            load = load_sft_settings if task.command == "sft" else load_settings
+            settings = load(task.config, task.overrides)
+        except UserError as error:
+            raise UserError(f"stage {task.name}: {error}") from error
+        if task.command in ("train", "sft") and not settings.run.export:
+            raise UserError(f"stage {task.name}: run.export=false leaves no model for the next stage: leave it out")
+    return texts
+
+
+class Pipeline:
+    """The tasks with what is known of each, which is kept in a file of the pipeline's folder."""
+
+    def __init__(self, settings: PipelineSettings, tasks: Sequence[Task]) -> None:
+        """Read what was done before. Raises UserError for tasks that were begun with other settings."""
+        self.settings, self.tasks = settings, tasks
+        self._digests = digests(tasks, check_tasks(tasks))
+        self._file = settings.folder / RECORDS
+        self.records = read_records(self._file) if self._file.exists() else {}
+        check_records(tasks, self._digests, self.records)
+
+    def state(self, task: Task) -> str:
+        """Return how far a task is, in a word."""
+        record = self.records.get(task.name)
+        return "to do" if record is None else "done" if record.done and task.result.exists() else "begun"
+
+    def run(self, ranks: int | None) -> int:
+        """Run what is not done; return the exit status: of the first task that fails, or 0, also after a stop."""
+        for task in self.tasks:
+            if self.state(task) == "done":
+                continue
+            begun = self.records.get(task.name) or Record(self._digests[task.name], task.settings)
+            self._keep(task, replace(begun, done=False))
+            print(f"pipeline: {task.name}", flush=True)
+            started = time.monotonic()
+            status, stopped = _run(task.arguments(ranks))
+            seconds = begun.seconds + time.monotonic() - started
+            done = status == 0 and not stopped and task.result.exists()
+            self._keep(task, replace(begun, done=done, seconds=round(seconds, 1)))
+            if not done:
+                how = "was stopped" if stopped or status == 0 else f"ended with status {status}"
+                print(f"pipeline: {task.name} {how}: the same command goes on with it", flush=True)
+                return status
+        return 0
+
+    def _keep(self, task: Task, record: Record) -> None:
+        self.records[task.name] = record
+        write_json(self._file, {name: asdict(one) for name, one in self.records.items()})
+
+
+def read_records(file: Path) -> dict[str, Record]:
+    """Return what a pipeline's folder says of its tasks. Raises UserError for another file."""
+    tree = read_json(file)
+    try:
+        return {name: Record(**values) for name, values in tree.items()}
+    except (AttributeError, TypeError) as error:
+        raise UserError(f"{file}: it says nothing of stages ({error}): move it away") from error
+
+
+def _run(arguments: Sequence[str]) -> tuple[int, bool]:
+    """Run grpo-mp with these arguments; return its status, and whether this process was told to stop meanwhile."""
+    command = [sys.executable, "-m", "grpo_mp", *arguments]
+    ends_with_this = partial(prctl, PR_SET_PDEATHSIG, signal.SIGKILL)  # it would go on where nobody sees it
+    with subprocess.Popen(command, preexec_fn=ends_with_this) as process, _forwarding(process) as told:
+        while True:
+            try:
+                status = process.wait()
+                return (128 - status if status < 0 else status), bool(told)
+            except KeyboardInterrupt:  # the terminal has told the command, too
+                told.append(signal.SIGINT)
+
+
+@contextmanager
+def _forwarding(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
+    """Pass the signals that stop a run on to a command; yield those that came."""
+    told: list[int] = []
+
+    def forward(number: int, _: Any) -> None:
+        told.append(number)
+        process.send_signal(number)
+
+    before: Mapping[int, Any] = {number: signal.signal(number, forward) for number in FORWARDED}
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

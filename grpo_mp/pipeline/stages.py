@@ -1,0 +1,152 @@
+"""What the stages of a pipeline run, in which folders, and whether a folder is another's. Pure functions."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_mp.config import PipelineSettings
+from grpo_mp.errors import UserError, did_you_mean
+
+BASE = "base"  # name of the model before the first stage
+EVALUATE = "evaluate"  # folder of the scores, by stage
+REFERENCE = re.compile(r"\{([^{}/\s]+)\}(?=/|$)")
+RESULTS = {"train": "final/config.json", "sft": "final/config.json", "sample": "samples.parquet", EVALUATE: "eval.json"}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One command of a pipeline: a stage, or the evaluation of a model.
+
+    `needs`: names of the stages that it takes something of; `settings`: those laid over the file's.
+    """
+
+    name: str
+    command: str
+    config: Path
+    folder: Path
+    settings: Mapping[str, Any]
+    options: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    stage: str = ""  # of an evaluation, whose model it scores
+
+    @property
+    def result(self) -> Path:
+        """Return the file that is there when the task is done."""
+        return self.folder / RESULTS[self.command]
+
+    @property
+    def overrides(self) -> list[str]:
+        """Return the settings as arguments of a command line."""
+        return [f"{name}={json.dumps(value)}" for name, value in self.settings.items()]
+
+    def arguments(self, ranks: int | None) -> list[str]:
+        """Return the arguments of grpo-mp."""
+        size = ["--ranks", str(ranks)] if ranks else []
+        return [self.command, str(self.config), *size, *self.options, *self.overrides]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of a task that was begun: the digest of all that decides what it makes, and its settings."""
+
+    digest: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    done: bool = False
+    seconds: float = 0.0
+
+
+def make_tasks(settings: PipelineSettings, file: Path) -> list[Task]:
+    """Return the tasks of a pipeline in the order in which they run; `file`: where it was read.
+
+    Raises UserError for a stage that takes what no stage before it makes.
+    """
+    tasks, folders = list[Task](), dict[str, Path]()
+    if settings.base and settings.evaluation:
+        tasks.append(_evaluation(settings, file, BASE, settings.base, {}))
+    for name, stage in settings.stages.items():
+        where, folder = f"{file}: stages.{name}", settings.folder / name
+        found, needs = _resolve(dict(stage.settings), folders, where)
+        reserved = {"run.folder"} & found.keys()
+        if reserved:
+            raise UserError(f"{where}: run.folder is the stage's, {folder}: leave it out")
+        is_run = stage.command != "sample"
+        found |= {"run.folder": str(folder)} if is_run else {}
+        options = () if is_run else ("--out", str(folder))
+        tasks.append(Task(name, stage.command, file.parent / stage.config, folder, found, options, needs))
+        folders[name] = folder
+        if settings.evaluation and is_run and stage.evaluation is not None:
+            tasks.append(_evaluation(settings, file, name, folder / "final", stage.evaluation))
+    return tasks
+
+
+def _evaluation(settings: PipelineSettings, file: Path, name: str, model: Path, more: Mapping[str, Any]) -> Task:
+    assert settings.evaluation
+    folder = settings.folder / EVALUATE / name
+    found = {"run.folder": str(settings.folder / EVALUATE), **settings.evaluation.settings, **more}
+    options = ("--model", str(model), "--out", str(folder))
+    needs = () if name == BASE else (name,)
+    config = file.parent / settings.evaluation.config
+    return Task(f"{EVALUATE} {name}", EVALUATE, config, folder, found, options, needs, name)
+
+
+def _resolve(value: Any, folders: Mapping[str, Path], where: str) -> tuple[Any, tuple[str, ...]]:
+    """Return a value with the folders of the stages that its texts begin with, and the names of those."""
+    needs: dict[str, None] = {}
+
+    def resolve(value: Any, path: str) -> Any:
+        if isinstance(value, dict):
+            return {key: resolve(inner, f"{path}.{key}" if path else str(key)) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [resolve(inner, path) for inner in value]
+        if not isinstance(value, str) or not (match := REFERENCE.match(value)):
+            return value
+        name = match[1]
+        if name not in folders:
+            known = f"those are {', '.join(folders)}" if folders else "it is the first"
+            raise UserError(
+                f"{where}: {path} takes {value}, and no stage before it is {name}{did_you_mean(name, folders)}: {known}"
+            )
+        needs[name] = None
+        return f"{folders[name]}{value[match.end() :]}"
+
+    return resolve(value, ""), tuple(needs)
+
+
+def digests(tasks: Sequence[Task], texts: Mapping[Path, str]) -> dict[str, str]:
+    """Return by task a digest of all that decides what it makes: its command, settings, file, and stages before it.
+
+    `texts`: the content of the settings files.
+    """
+    found: dict[str, str] = {}
+    for task in tasks:
+        facts = [
+            *(task.command, task.options, sorted(task.settings.items()), texts[task.config]),
+            [found[name] for name in task.needs],
+        ]
+        found[task.name] = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
+    return found
+
+
+def check_records(tasks: Sequence[Task], known: Mapping[str, str], records: Mapping[str, Record]) -> None:
+    """Raise UserError where a task was begun with other settings than those that it has now."""
+    for task in tasks:
+        record = records.get(task.name)
+        if record and record.digest != known[task.name]:
+            state = "done" if record.done else "begun"
+            raise UserError(
+                f"stage {task.name} was {state} with {_difference(record.settings, task)}: take these, or another "
+                f"folder, or remove {task.folder} and what follows from it"
+            )
+
+
+def _difference(before: Mapping[str, Any], task: Task) -> str:
+    now = dict(task.settings)
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if not changed:
+        return f"another {task.config}, or after another stage"
+    name = changed[0]
+    return f"{name}={json.dumps(before[name])}" if name in before else f"no {name}"

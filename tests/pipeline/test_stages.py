@@ -1,0 +1,188 @@
+"""What a pipeline runs, from settings that are written out here; and what it refuses before anything starts."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_mp.config import load_pipeline
+from grpo_mp.errors import UserError
+from grpo_mp.evaluation.pass_at_k import Estimate
+from grpo_mp.evaluation.score import EvalScore
+from grpo_mp.pipeline.runner import RECORDS, Pipeline
+from grpo_mp.pipeline.scores import plot_scores, score_table
+from grpo_mp.pipeline.stages import Record, Task, digests, make_tasks
+from tests.minimal_settings import MINIMAL_SETTINGS
+
+ROOT = Path(__file__).parents[2]
+RL, SFT = (
+    {**MINIMAL_SETTINGS, "layout": {}},
+    {
+        "run": {"folder": "r", "steps": 1},
+        "model": {"path": "m"},
+        "data": {"train": "t.jsonl"},
+        "sft": {"batch_size": 1, "max_tokens": 8},
+        "optimizer": {"lr": 1e-5},
+    },
+)
+STAGES: dict[str, Any] = {
+    "start": {"command": "sft", "config": "sft.yaml", "settings": {"optimizer.lr": 1e-3}},
+    "rl": {"command": "train", "config": "rl.yaml", "settings": {"model.path": "{start}/final"}},
+    "found": {"command": "sample", "config": "rl.yaml", "settings": {"model.path": "{rl}/final"}},
+    "student": {
+        "command": "sft",
+        "config": "sft.yaml",
+        "settings": {"data": {"train": "{found}/samples.parquet"}},
+        "evaluation": {"layout": {}},
+    },
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "rl.yaml").write_text(yaml.safe_dump(RL))
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(SFT))
+    return tmp_path
+
+
+def write(folder: Path, stages: dict[str, Any], **more: Any) -> Path:
+    file = folder / "pipeline.yaml"
+    file.write_text(yaml.safe_dump({"folder": str(folder / "out"), "stages": stages, **more}, sort_keys=False))
+    return file
+
+
+def tasks_of(file: Path) -> list[Task]:
+    return make_tasks(load_pipeline(file), file)
+
+
+def open_pipeline(file: Path) -> Pipeline:
+    settings = load_pipeline(file)
+    return Pipeline(settings, make_tasks(settings, file))
+
+
+def test_a_stage_takes_what_former_ones_made(folder: Path) -> None:
+    evaluation = {"config": "rl.yaml", "settings": {"rollout.temperature": 0.5}}
+    tasks = tasks_of(write(folder, STAGES, base="m", evaluation=evaluation))
+    out = folder / "out"
+    assert [task.name for task in tasks] == [
+        *("evaluate base", "start", "evaluate start", "rl", "evaluate rl", "found", "student", "evaluate student")
+    ]
+    by_name = {task.name: task for task in tasks}
+    assert by_name["start"].arguments(2) == [
+        *("sft", str(folder / "sft.yaml"), "--ranks", "2", "optimizer.lr=0.001", f'run.folder="{out}/start"')
+    ]
+    assert f'model.path="{out}/start/final"' in by_name["rl"].overrides
+    assert by_name["found"].arguments(None) == [
+        *("sample", str(folder / "rl.yaml"), "--out", f"{out}/found", f'model.path="{out}/rl/final"')
+    ]
+    assert json.loads(by_name["student"].overrides[0].removeprefix("data=")) == {
+        "train": f"{out}/found/samples.parquet"
+    }
+    assert by_name["evaluate student"].options == (
+        "--model",
+        f"{out}/student/final",
+        "--out",
+        f"{out}/evaluate/student",
+    )
+    assert [by_name[name].needs for name in ("evaluate base", "start", "rl", "student", "evaluate rl")] == [
+        *((), (), ("start",), ("found",), ("rl",))
+    ]
+    assert by_name["evaluate student"].settings["layout"] == {}
+    assert "layout" not in by_name["evaluate rl"].settings
+    open_pipeline(write(folder, STAGES, base="m", evaluation=evaluation))  # all settings are right
+
+
+@pytest.mark.parametrize(
+    ("stage", "values", "sentence"),
+    [
+        (
+            *("rl", {"settings": {"model.path": "{strat}/final"}}),
+            r"stages.rl: model.path takes {strat}/final, and no stage before it is strat \(did you mean start\?\)",
+        ),
+        ("start", {"settings": {"model.path": "{rl}/final"}}, "and no stage before it is rl.*: it is the first"),
+        ("rl", {"settings": {"run.folder": "x"}}, "run.folder is the stage's"),
+        ("rl", {"settings": {"optimiser.lr": 1}}, "stage rl: .*unknown setting optimiser"),
+        ("rl", {"config": "sft.yaml", "settings": {}}, "stage rl: .*these are settings of supervised fine-tuning"),
+        ("rl", {"config": "absent.yaml"}, "absent.yaml"),
+        ("rl", {"settings": {"run.export": False}}, "stage rl: run.export=false leaves no model"),
+        ("rl", {"command": "trian"}, "stages.rl.command"),
+        ("rl", {"setings": {}}, r"unknown setting .*setings .*did you mean"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_before_anything_starts(folder: Path, stage: str, values: Any, sentence: str) -> None:
+    stages = {name: {**one, **values} if name == stage else one for name, one in STAGES.items()}
+    with pytest.raises(UserError, match=sentence):
+        open_pipeline(write(folder, stages))
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["Start", "../x", "base", ""])
+def test_names_of_stages_are_those_of_folders(folder: Path, name: str) -> None:
+    with pytest.raises(UserError, match="stage"):
+        load_pipeline(write(folder, {name: STAGES["start"]}))
+
+
+def test_a_digest_is_of_all_that_decides_what_a_stage_makes(folder: Path) -> None:
+    tasks = tasks_of(write(folder, STAGES))
+    texts = {task.config: "a" for task in tasks}
+    before = digests(tasks, texts)
+    other = [replace(task, settings={**task.settings, "run.seed": 1}) if task.name == "rl" else task for task in tasks]
+    changed = digests(other, texts)
+    assert [name for name in before if before[name] != changed[name]] == ["rl", "found", "student"]
+    changed = digests(tasks, texts | {folder / "rl.yaml": "b"})
+    assert [name for name in before if before[name] != changed[name]] == ["rl", "found", "student"]
+    assert len(set(before.values())) == len(tasks)
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_stage_that_was_begun_with_other_settings_is_refused(folder: Path, done: bool) -> None:
+    file = write(folder, STAGES)
+    pipeline = open_pipeline(file)
+    assert {pipeline.state(task) for task in pipeline.tasks} == {"to do"}
+    known = {task.name: task for task in pipeline.tasks}
+    digest = pipeline._digests
+    records = {name: Record(digest[name], dict(known[name].settings), done) for name in ("start", "rl")}
+    (folder / "out").mkdir()
+    (folder / "out" / RECORDS).write_text(json.dumps({name: asdict(record) for name, record in records.items()}))
+    (folder / "out/start/final").mkdir(parents=True)
+    (folder / "out/start/final/config.json").touch()
+    again = open_pipeline(file)
+    states = [again.state(task) for task in again.tasks]
+    assert states == ["done" if done else "begun", "begun", "to do", "to do"]  # of rl the result is not there
+    stages = {**STAGES, "start": {**STAGES["start"], "settings": {"optimizer.lr": 2e-3}}}
+    state = "done" if done else "begun"
+    with pytest.raises(UserError, match=rf"stage start was {state} with optimizer.lr=0.001: take these, or another"):
+        open_pipeline(write(folder, stages))
+    (folder / "sft.yaml").write_text(yaml.safe_dump({**SFT, "optimizer": {"lr": 1e-4}}))
+    with pytest.raises(UserError, match=rf"stage start was {state} with another .*sft.yaml"):
+        open_pipeline(write(folder, STAGES))
+
+
+def test_the_table_has_a_row_for_each_stage_and_set() -> None:
+    score = EvalScore(
+        0.5, 1.0, 9.25, accuracy_error=0.031, truncated_ratio=0.25, samples=4, pass_at={4: Estimate(0.75, 0.1)}
+    )
+    scores = {"base": {"a": replace(score, accuracy=None, pass_at={})}, "rl": {"a": score, "b": score}}
+    lines = score_table(scores, {"rl": 61.4}).splitlines()
+    assert lines[2:] == [
+        "| base | a |  |  | 9.2 | 25.0 |  |",
+        "| rl | a | 50.0 ± 3.1 | 75.0 (k = 4) | 9.2 | 25.0 | 61 |",
+        "| rl | b | 50.0 ± 3.1 | 75.0 (k = 4) | 9.2 | 25.0 | 61 |",
+    ]
+    figure = plot_scores(scores)
+    assert figure
+    assert [axes.get_title() for axes in figure.axes] == ["a", "b"]
+    assert [[bar.get_height() for bar in axes.patches] for axes in figure.axes] == [[50.0], [50.0]]  # type: ignore[attr-defined]
+    assert plot_scores({"base": {"a": replace(score, accuracy=None)}}) is None
+
+
+def test_the_recipe_is_in_order() -> None:
+    file = ROOT / "configs/tiny_r1_pipeline.yaml"
+    settings = load_pipeline(file, ["folder=elsewhere"])
+    pipeline = Pipeline(settings, make_tasks(settings, file))
+    stages = [task.name for task in pipeline.tasks if task.name in settings.stages]
+    assert stages == ["cold_start", "reasoning", "rejection_sampling", "fine_tuning", "all_scenarios", "distillation"]
+    assert {task.folder.parts[0] for task in pipeline.tasks} == {"elsewhere"}
