@@ -16,10 +16,11 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import psutil
 
@@ -50,6 +51,7 @@ async def two_turns(task, policy):
 SCORED = "scored.txt"  # beside the reward: a line a group, the number of its samples
 REWARD = f"""
 from pathlib import Path
+from typing import Any
 
 def letters(completions, **_):
     with (Path(__file__).parent / "{SCORED}").open("a") as lines:
@@ -83,6 +85,10 @@ class Found:
         counters = {name: Counter(values[name]) for name in ("kills", "phases")}
         return cls(**values | counters)
 
+    def as_json(self) -> dict[str, Any]:
+        """Return what `read` reads; dataclasses.asdict breaks counters, whose items it takes for what is counted."""
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+
     def failures(self, in_flight: int) -> list[str]:
         """Return what is not as it should be; `in_flight`: the most samples that a kill may cost."""
         bound = in_flight * self.kills.total()
@@ -108,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings = make_inputs(folder, given.schedule, given.steps, given.kills)
         file, undisturbed = folder / FOUND, folder / "undisturbed"
         found = Found.read(file) if file.exists() else run_undisturbed(folder, settings, undisturbed)
-        write_json(file, asdict(found))
+        write_json(file, found.as_json())
         expected = evidence(undisturbed)
         while found.kills.total() < given.kills:
             run, random = folder / f"run_{time.time_ns()}", Random(f"{given.seed}/{found.kills.total()}")
@@ -119,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             actual = evidence(run)
             found.different += [f"run {found.runs}: {what}" for what in expected if actual.get(what) != expected[what]]
             found.different += [f"run {found.runs}: {what} is new" for what in actual.keys() - expected.keys()]
-            write_json(file, asdict(found))
+            write_json(file, found.as_json())
     report(found, PROMPTS * GROUP * (1 + STALENESS.get(given.schedule, 0)) + EVAL_PROMPTS * EVAL_GROUP)
 
 

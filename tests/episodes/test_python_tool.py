@@ -60,7 +60,7 @@ def test_what_takes_too_long_is_interrupted_and_what_ends_the_interpreter_is_tol
 
 def test_code_that_forks_or_writes_replies_harms_its_own_episode_only() -> None:
     tools = asyncio.run(load_tools([PATH]).open(30.0, 1000))
-    assert run(tools, "import os, sys\nos.system('echo shell')\nprint(os.fork() > 0)").text.splitlines()[0] == "shell"
+    assert run(tools, "import os, sys\nos.system('echo shell')\nif os.fork(): 'parent'").text.splitlines()[0] == "shell"
     forged = "for number in range(3, 64):\n    try: os.write(number, b'x' * 100)\n    except OSError: pass"
     run(tools, forged)
     assert run(tools, "x = 7\nx").text == "7"

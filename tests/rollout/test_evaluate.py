@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from grpo_mp.batching.exchange import sample_infos
 from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.config import load_settings
+from grpo_mp.episodes.tools import ToolKit
 from grpo_mp.evaluation.score import score_eval_set
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import Scorer
@@ -48,7 +49,7 @@ def test_groups_that_are_carried_count_among_the_episodes_in_flight(
             slots.append(self.episodes.slots)
 
     monkeypatch.setattr("grpo_mp.rollout.rollout.RolloutWorker", Recording)
-    parts: Any = SimpleNamespace()
+    parts: Any = SimpleNamespace(tools=ToolKit())
     scorer = Scorer(settings.reward, 16)
     with Rollout(settings, HfConfig.read(tiny_run.model), parts, scorer, 0, 1, episodes=parts) as rollout:
         engine: Any = SimpleNamespace(client=FakeEngine(), working=lambda: 1, lose=print, stop=lambda: None)
