@@ -50,6 +50,7 @@ def test_a_real_engine_that_generates(engine: EngineProcess, tmp_path: Path) -> 
             return 8 * 128 / (time.monotonic() - started)
 
     with EnginePoll(Hosted((engine.url, engine.headers)), tmp_path, timeline.counter, 0.02):  # type: ignore[arg-type]
+        wait_until(lambda: read_loads(tmp_path).get(3))  # what was decoded before is known
         speed = asyncio.run(generate())
         wait_until(lambda: [load.running for load in read_loads(tmp_path).get(3, ())][-1:] == [0])
     timeline.close()
