@@ -83,25 +83,25 @@ def _add_start(parser: Parser) -> None:
 def evaluate_parser() -> Parser:
     """Return the parser of `grpo-mp evaluate` and `python -m grpo_mp.evaluate`."""
     parser = settings_parser("evaluate", EVALUATE)
-    parser.add_argument("--ranks", type=number_of_ranks, help="ranks to start on this machine")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model", type=Path, help="a Hugging Face or converted folder (default: model.path)")
-    source.add_argument("--checkpoint", type=Path, help="RUN/checkpoints/step_N of a run of these settings")
-    parser.add_argument("--out", type=Path, help="folder for the results (default: run.folder/evaluate/NAME)")
+    _add_model(parser, "folder for the results (default: run.folder/evaluate/NAME)")
     return parser
 
 
 def sample_parser() -> Parser:
     """Return the parser of `grpo-mp sample` and `python -m grpo_mp.sample`."""
     parser = settings_parser("sample", SAMPLE)
+    _add_model(parser, "folder for the answers (default: run.folder/sample/NAME)")
+    samples = "answers to each prompt (default: rollout.group_size)"
+    parser.add_argument("--samples", type=positive_int, metavar="N", help=samples)
+    return parser
+
+
+def _add_model(parser: Parser, out: str) -> None:
     parser.add_argument("--ranks", type=number_of_ranks, help="ranks to start on this machine")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", type=Path, help="a Hugging Face or converted folder (default: model.path)")
     source.add_argument("--checkpoint", type=Path, help="RUN/checkpoints/step_N of a run of these settings")
-    parser.add_argument("--out", type=Path, help="folder for the answers (default: run.folder/sample/NAME)")
-    samples = "answers to each prompt (default: rollout.group_size)"
-    parser.add_argument("--samples", type=positive_int, metavar="N", help=samples)
-    return parser
+    parser.add_argument("--out", type=Path, help=out)
 
 
 def positive_int(text: str) -> int:

@@ -66,7 +66,28 @@ class TrainSetConfig(Section):
     max_pass_rate: float = Field(1.0, ge=0, le=1, description="prompts of a higher rate in pass_rates are left out")
 
 
-class DataConfig(Section):
+class NamedSets(Section):
+    """Sets of data by name, in fields `train` and `eval`; a path alone is a set, and one train set needs no name."""
+
+    @field_validator("train", "eval", mode="before", check_fields=False)
+    @classmethod
+    def _expand_path(cls, value: Any, field: ValidationInfo) -> Any:
+        if isinstance(value, str) and field.field_name == "train":
+            return {"train": {"path": value}}
+        if not isinstance(value, dict):
+            return value
+        return {name: {"path": item} if isinstance(item, str) else item for name, item in value.items()}
+
+    @field_serializer("train", check_fields=False)
+    def _shorten(self, value: dict[str, Any]) -> Any:
+        """Write one set that is only a path as it was given."""
+        only = value.get("train")
+        if only and value == {"train": type(only)(path=only.path)}:
+            return only.path
+        return {name: train_set.model_dump(mode="json") for name, train_set in value.items()}
+
+
+class DataConfig(NamedSets):
     """Prompts to train on and to evaluate on, and their columns."""
 
     train: dict[str, TrainSetConfig] = Field(
@@ -89,20 +110,3 @@ class DataConfig(Section):
     max_eval_prompts: int | None = Field(
         None, gt=0, description="use only the first prompts of each set, up to this number; null: all"
     )
-
-    @field_validator("train", "eval", mode="before")
-    @classmethod
-    def _expand_path(cls, value: Any, field: ValidationInfo) -> Any:
-        if isinstance(value, str) and field.field_name == "train":
-            return {"train": {"path": value}}
-        if not isinstance(value, dict):
-            return value
-        return {name: {"path": item} if isinstance(item, str) else item for name, item in value.items()}
-
-    @field_serializer("train")
-    def _shorten(self, value: dict[str, TrainSetConfig]) -> Any:
-        """Write one set that is only a path as it was given."""
-        only = value.get("train")
-        if only and value == {"train": TrainSetConfig(path=only.path)}:
-            return only.path
-        return {name: train_set.model_dump(mode="json") for name, train_set in value.items()}

@@ -2,8 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_serializer, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from grpo_mp.config.data_sections import NamedSets
 from grpo_mp.config.monitor_section import MonitorConfig
 from grpo_mp.config.registries import DATA_SOURCES
 from grpo_mp.config.sections import (
@@ -60,7 +61,7 @@ class HeldOutChatsConfig(Section):
     )
 
 
-class ChatDataConfig(Section):
+class ChatDataConfig(NamedSets):
     """Chats to learn from and to evaluate on, and their columns: rows have messages, or a prompt and a completion."""
 
     train: dict[str, ChatSetConfig] = Field(
@@ -94,23 +95,6 @@ class ChatDataConfig(Section):
     max_eval_samples: int | None = Field(
         None, gt=0, description="use only the first samples of each held-out set, up to this number; null: all"
     )
-
-    @field_validator("train", "eval", mode="before")
-    @classmethod
-    def _expand_path(cls, value: Any, field: ValidationInfo) -> Any:
-        if isinstance(value, str) and field.field_name == "train":
-            return {"train": {"path": value}}
-        if not isinstance(value, dict):
-            return value
-        return {name: {"path": item} if isinstance(item, str) else item for name, item in value.items()}
-
-    @field_serializer("train")
-    def _shorten(self, value: dict[str, ChatSetConfig]) -> Any:
-        """Write one set that is only a path as it was given."""
-        only = value.get("train")
-        if only and value == {"train": ChatSetConfig(path=only.path)}:
-            return only.path
-        return {name: train_set.model_dump(mode="json") for name, train_set in value.items()}
 
 
 class SftConfig(Section):
