@@ -134,3 +134,15 @@ def test_the_node_whose_check_crashed_first_is_named(
     said = f"bad node n2: its check crashed ({how}): ImportError: libcuda.so.1\n" if bad else ""
     assert capsys.readouterr().out == said
     assert (tmp_path / BAD_NODES).exists() == bad
+
+
+@pytest.mark.parametrize(
+    ("first", "bad"), [("n1: tasks 0-1: Terminated", True), ("n1: task 0: Exited with exit code 2", False)]
+)
+def test_who_srun_ended_and_who_came_after_a_mistake_is_not_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], first: str, bad: bool
+) -> None:
+    (tmp_path / "srun.log").write_text(f"srun: error: {first}\nsrun: error: n2: task 3: Killed\n")
+    name_crashed_node(tmp_path)
+    assert capsys.readouterr().out == ("bad node n2: its check crashed (Killed)\n" if bad else "")
+    assert (tmp_path / BAD_NODES).exists() == bad

@@ -81,3 +81,10 @@ def test_yarn_of_factor_1_equals_the_plain_rotary_embedding() -> None:
     assert mscale == 1.0
     torch.testing.assert_close(yarn.cos(), plain.cos(), atol=1e-4, rtol=0)
     torch.testing.assert_close(yarn.sin(), plain.sin(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["overlap_param_gather", "overlap_param_gather_with_optimizer_step"])
+def test_weights_are_whole_behind_an_update(name: str) -> None:
+    """Else a sync sends parts that are an update old: Megatron gathers them in the next forward pass."""
+    with pytest.raises(UserError, match="a weight sync needs the whole weights behind an update"):
+        check_overrides({name: True})

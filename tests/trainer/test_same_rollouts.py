@@ -70,3 +70,15 @@ def test_deterministic_engines_count_what_no_clock_decides(one_rank_job: Any) ->
 
     for filter_ in ({"zero_std": "refill"}, {"oversample_factor": 1.5}):
         assert counted(1e-4, filter_) == counted(1.5e-3, filter_)
+
+
+def test_a_number_of_a_group_is_given_once(one_rank_job: Any) -> None:
+    """Also of those launched at once that a step does not need: a record of one would pass as another step's."""
+    engines = [FakeEngine(0, 1e-4), FakeEngine(1, 1e-4)]
+    collect: Any = collector(one_rank_job, engines, 9, {"oversample_factor": 1.5})
+    collect.settings.engine = EngineConfig(deterministic=True)
+    steps: dict[int, set[int]] = {}
+    collect._journal.append = lambda step, group_id, *_: steps.setdefault(group_id, set()).add(step)
+    batches = list(run_steps(collect, engines, 5))
+    assert len(steps) > sum(len({info.group_id for info in batch.infos}) for batch in batches)  # some are surplus
+    assert all(len(of_group) == 1 for of_group in steps.values())
