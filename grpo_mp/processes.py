@@ -20,7 +20,7 @@ def prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 
-def with_parent_death_signal(command: Sequence[str]) -> list[str]:
+def with_death_signal(command: Sequence[str]) -> list[str]:
     """Return a command that runs another one, which is killed when the thread that starts it has ended."""
     return [sys.executable, __file__, *command]
 
@@ -69,6 +69,6 @@ def catches_dump_signal(status: str) -> bool:
     return bool(int(caught, 16) >> (DUMP_SIGNAL - 1) & 1)
 
 
-if __name__ == "__main__":  # what `with_parent_death_signal` returns; the setting outlives the exec
+if __name__ == "__main__":  # what `with_death_signal` returns; the setting outlives the exec
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.execvp(sys.argv[1], sys.argv[1:])

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_mp.processes import LAUNCHER_PID, with_parent_death_signal
+from grpo_mp.processes import LAUNCHER_PID, with_death_signal
 
 RANK = """
 import os, sys, time
@@ -54,7 +54,7 @@ def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     file = tmp_path / "pid"
     sleep = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     command = [sys.executable, "-c", sleep]
-    code = f"import subprocess; from grpo_mp.processes import with_parent_death_signal; subprocess.run(with_parent_death_signal({command}))"
+    code = f"import subprocess; from grpo_mp.processes import with_death_signal; subprocess.run(with_death_signal({command}))"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     starter = subprocess.Popen([sys.executable, "-c", code], env=environment)
     deadline = time.monotonic() + 30.0
@@ -67,7 +67,4 @@ def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     while started.is_running() and started.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the command is left behind"
         time.sleep(0.05)
-    assert (
-        subprocess.run(with_parent_death_signal([sys.executable, "-c", "raise SystemExit(7)"]), check=False).returncode
-        == 7
-    )
+    assert subprocess.run(with_death_signal([sys.executable, "-c", "raise SystemExit(7)"]), check=False).returncode == 7

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_mp.processes import with_parent_death_signal
+from grpo_mp.processes import with_death_signal
 
 NICENESS = 19
 LIMIT_S = 60.0  # for one that is still running when the run ends
@@ -28,7 +28,7 @@ class SideProcess:
             return note
         try:
             with self._log.open("wb") as log:
-                command = with_parent_death_signal([sys.executable, "-m", "grpo_mp", *arguments])
+                command = with_death_signal([sys.executable, "-m", "grpo_mp", *arguments])
                 environment = os.environ | HIDDEN
                 self._process = subprocess.Popen(
                     command,
