@@ -54,7 +54,7 @@ def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     file = tmp_path / "pid"
     sleep = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     command = [sys.executable, "-c", sleep]
-    code = f"import subprocess; from grpo_mp.processes import with_death_signal; subprocess.run(with_death_signal({command}))"
+    code = f"import subprocess; from grpo_mp.processes import with_death_signal as f; subprocess.run(f({command}))"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     starter = subprocess.Popen([sys.executable, "-c", code], env=environment)
     deadline = time.monotonic() + 30.0
