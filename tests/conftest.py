@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes longest, so that no test process waits for the other's last folder."""
     items.sort(key=lambda item: _folder(item.nodeid) not in MANY_PROCESSES)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name what failed at once: where the whole is broken off, its end says nothing."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid} ({report.when}): {report.longreprtext[-1500:]}", file=sys.stderr, flush=True)
 
 
 def _folder(nodeid: str) -> str:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Lint, types and tests on two CPU cores: bash tests/run.sh [--all] [pytest arguments]
-# --all adds the slow tests: four ranks, every model, every way in which a run may end, Slurm.
+# Lint, types and tests on two CPU cores: bash tests/run.sh [--all | --nightly] [pytest arguments]
+# --all adds the slow tests: four ranks, every model, ways in which a run may end, Slurm. CI runs these.
+# --nightly adds to them what takes minutes each: more kills, full disks, engines that leave and come back.
 # Property tests draw the same cases everywhere; --fresh-draws draws others, --hypothesis-seed=N those of N again.
 # Two processes run them, a folder whose tests start ranks in one of them; -n 0: one process.
 # Makes .venv where it is missing; VENV names another environment.
@@ -9,10 +10,10 @@ cd "$(dirname "$0")/.."
 
 venv=${VENV:-.venv}
 bin=$venv/bin
-if [ "${1:-}" = --all ]; then
-  shift
-  set -- -m "" "$@"
-fi
+case ${1:-} in
+  --all) shift && set -- -m "not nightly" "$@" ;;
+  --nightly) shift && set -- -m "" "$@" ;;
+esac
 bash launch/install.sh --test "$venv"
 
 export OMP_NUM_THREADS=1        # ranks and engines share the cores

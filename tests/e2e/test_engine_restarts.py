@@ -81,7 +81,7 @@ def test_an_engine_killed_in_generate_takes_groups_before_the_phase_ends(
     assert all(step["sync/check/logprob_abs_diff/mean"] <= 1e-4 for step in steps)
 
 
-@pytest.mark.parametrize("phase", ["SYNC", "EVAL"])
+@pytest.mark.parametrize("phase", ["SYNC", pytest.param("EVAL", marks=pytest.mark.nightly)])
 def test_a_killed_engine_comes_back(start: Callable[..., Job], tmp_path: Path, phase: str) -> None:
     """It is killed at a random moment of the phase, or a little after; the other one takes its groups."""
     job, run = start(), tmp_path / "run"
@@ -92,6 +92,7 @@ def test_a_killed_engine_comes_back(start: Callable[..., Job], tmp_path: Path, p
     check_steps(run)
 
 
+@pytest.mark.nightly
 def test_an_engine_that_hangs_comes_back(start: Callable[..., Job], tmp_path: Path) -> None:
     """It is stopped while it has a group to begin: its health check says so, long before the limit of the group."""
     (tmp_path / "reward.py").write_text(HELD_REWARD)
@@ -122,6 +123,7 @@ def test_the_only_engine_comes_back(start: Callable[..., Job], tmp_path: Path) -
     check_steps(run)
 
 
+@pytest.mark.nightly
 def test_engines_leave_and_join_while_others_generate(start: Callable[..., Job], tmp_path: Path) -> None:
     """One starts again beside the steps, is killed meanwhile, and leaves; it is tried again later, and joins."""
     elastic = ("engine.min_engines=1", "engine.max_restarts=1", "engine.restart_window_s=20", "data.eval={}")
@@ -146,6 +148,7 @@ def test_engines_leave_and_join_while_others_generate(start: Callable[..., Job],
     assert all(step["sync/check/logprob_abs_diff/mean"] <= 1e-4 for step in steps)
 
 
+@pytest.mark.nightly
 def test_an_engine_that_dies_too_often_ends_the_run(start: Callable[..., Job], tmp_path: Path) -> None:
     job, run = start("engine.max_restarts=1", "run.steps=1000"), tmp_path / "run"
     job.wait_until(lambda: spans(run, 0, "TRAIN") > 1)
@@ -160,6 +163,7 @@ def test_an_engine_that_dies_too_often_ends_the_run(start: Callable[..., Job], t
     assert ended.left == []
 
 
+@pytest.mark.nightly
 def test_an_engine_with_one_wrong_tensor_comes_back(start: Callable[..., Job], tmp_path: Path) -> None:
     job = start(command=CORRUPT)
     assert outcome(job) == Outcome(0, job.out, job.err, [])

@@ -52,7 +52,7 @@ def test_two_engines_of_the_quickstart_get_what_they_lack(tmp_path: Path) -> Non
     assert max(sent) < 0.6e6
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("gpus", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_an_engine_has_what_it_would_load_from_the_exported_folder(
     start_job: StartJob, tmp_path: Path, gpus: int
 ) -> None:

@@ -42,7 +42,7 @@ def test_a_mistake_under_torchrun_is_said_by_one_rank_and_last(start_job: StartJ
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_engine_that_does_not_come_up_shows_its_log(start_job: StartJob, tmp_path: Path) -> None:
     run = tmp_path / "run"
     result = outcome(start_job(f"run.folder={run}", "engine.args={attention_backend: no_such}"))
@@ -101,7 +101,7 @@ def test_a_reward_that_hangs_stops_every_rank(start_job: StartJob, tmp_path: Pat
     assert result.left == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_vanishes_with_status_0_takes_the_job_with_it(start_job: StartJob, tmp_path: Path) -> None:
     """Under torchrun nobody but its peers can miss it."""
     run, file = tmp_path / "run", tmp_path / "vanishing.py"
@@ -115,7 +115,7 @@ def test_a_rank_that_vanishes_with_status_0_takes_the_job_with_it(start_job: Sta
     assert result.left == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_doctor_names_a_stopped_rank_and_a_killed_one_takes_the_job_with_it(
     start_job: StartJob, tmp_path: Path
 ) -> None:

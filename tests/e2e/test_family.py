@@ -35,6 +35,7 @@ def train(start_job: StartJob, tmp_path: Path) -> Train:
     return run
 
 
+@pytest.mark.nightly
 def test_adaptive_state_survives_restart(train: Train, tmp_path: Path) -> None:
     algorithm = (
         "algorithm={preset: dapo, rollout_correction: {kind: truncate, high: 2.0}, "
@@ -107,6 +108,7 @@ def test_rewards_of_steps(train: Train, tmp_path: Path) -> None:
     assert all(step["train/grad_norm"] > 0 and step["reward/term/steps"] > 0 for step in steps)
 
 
+@pytest.mark.nightly
 def test_groups_of_one_with_the_kl_in_the_reward(train: Train) -> None:
     steps = train("algorithm=reinforce_pp", "rollout.group_size=1", "rollout.prompts_per_step=16", "run.steps=2")
     assert all(step["train/grad_norm"] > 0 for step in steps)

@@ -36,6 +36,7 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_while_its_disk_is_full_and_ends_where_that_lasts(run: Path, start_job: StartJob) -> None:
     brief = ("data.eval={}", "run.export=false", "run.save_every=1", f"run.steps={STEPS}", "run.max_failed_saves=1")
     ended = outcome(start_job(f"run.folder={run}", *brief))

@@ -115,7 +115,9 @@ def wrong_logprobs(run: Path, model: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "engine"), [("tensor", ()), ("expert", ("engine.args.ep_size=2",))], ids=["tensor", "expert"]
+    ("parallel", "engine"),
+    [("tensor", ()), pytest.param("expert", ("engine.args.ep_size=2",), marks=pytest.mark.nightly)],
+    ids=["tensor", "expert"],
 )
 def test_both_ranks_are_one_policy_and_one_engine(
     parallel: str, engine: tuple[str, ...], start_job: StartJob, tiny_run: TinyRun, tmp_path: Path, opponent: Opponent

@@ -56,6 +56,7 @@ def test_a_replay_makes_the_same_updates(finished_run: FinishedRun, start_job: S
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.nightly
 def test_another_layout_makes_them_to_rounding(finished_run: FinishedRun, start_job: StartJob, tmp_path: Path) -> None:
     """One rank reads the files of two."""
     folder = replay(finished_run, start_job, tmp_path / "alone", "layout.expert=1", ranks=1)

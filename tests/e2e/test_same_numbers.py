@@ -89,6 +89,7 @@ def test_an_engine_that_is_killed_changes_nothing(undisturbed: Outcome, start: S
     assert evidence(folder / "partial_engine") == evidence(folder / "partial")
 
 
+@pytest.mark.nightly
 def test_a_launcher_that_is_killed_changes_nothing(start: Start, folder: Path) -> None:
     """The asynchronous run rolls out two turns; the dump of its episodes trains the same policy, without engines."""
     assert outcome(start("async", ASYNC)).status == 0

@@ -72,7 +72,7 @@ def rows_of(folder: Path) -> Rows:
     return rows
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rows_are_those_of_one_engine_that_nothing_disturbed(folders: tuple[Path, Path, str]) -> None:
     two, one, _ = folders
     rows = rows_of(two)
@@ -84,7 +84,7 @@ def test_rows_are_those_of_one_engine_that_nothing_disturbed(folders: tuple[Path
     assert (two / PASS_RATES).read_text() == (one / PASS_RATES).read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_only_what_was_not_recorded_is_generated_again(folders: tuple[Path, Path, str]) -> None:
     two, one, printed = folders
     before = TRAIN_PROMPTS - len(HELD) - 1
@@ -99,7 +99,7 @@ def test_only_what_was_not_recorded_is_generated_again(folders: tuple[Path, Path
     assert summary == undisturbed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_counts_are_those_of_the_rows(folders: tuple[Path, Path, str], tiny_run: TinyRun) -> None:
     two, _, _ = folders
     rows, summary = rows_of(two), json.loads((two / SUMMARY).read_text())
@@ -111,7 +111,7 @@ def test_counts_are_those_of_the_rows(folders: tuple[Path, Path, str], tiny_run:
     assert sum(rates.values()) / TRAIN_PROMPTS == pytest.approx(summary["accuracy"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @torch.no_grad()
 def test_logprobs_are_those_of_transformers(folders: tuple[Path, Path, str], tiny_run: TinyRun) -> None:
     policy = AutoModelForCausalLM.from_pretrained(tiny_run.model, dtype=torch.float32).eval()

@@ -61,7 +61,7 @@ def test_the_next_step_is_generated_while_one_trains(start: Callable[..., Job], 
         assert step["train/samples_seen"] == 16 * step["step"]
 
 
-@pytest.mark.parametrize("pause", ["retract", "in_place"])
+@pytest.mark.parametrize("pause", [pytest.param("retract", marks=pytest.mark.nightly), "in_place"])
 def test_engines_take_new_weights_while_requests_run(start: Callable[..., Job], tmp_path: Path, pause: str) -> None:
     """Two ranks train a model of which each has half the experts; evaluations share the engine with the rollouts.
 
@@ -99,7 +99,7 @@ def test_engines_take_new_weights_while_requests_run(start: Callable[..., Job], 
     assert sorted(path.name for path in (tmp_path / "run" / "samples").iterdir())
 
 
-@pytest.mark.parametrize("rank", [0, 1], ids=["trainer", "engine"])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1], ids=["trainer", "engine"])
 def test_a_killed_rank_of_either_kind_ends_the_job(start: Callable[..., Job], tmp_path: Path, rank: int) -> None:
     job = start("schedule=async", "layout={}", "data.eval={}", "run.steps=50")
     job.wait_until(lambda: spans(tmp_path / "run", 0, "TRAIN") == 2)

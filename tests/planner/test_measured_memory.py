@@ -6,7 +6,7 @@ import sys
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_phase_takes_what_is_planned() -> None:
     """From 0.95 to 1.02 of it; a save holds a piece beside the state, a load in another layout, too."""
     result = subprocess.run([sys.executable, "-m", "tests.bench.plan_measured"], capture_output=True, text=True)

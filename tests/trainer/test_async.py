@@ -13,7 +13,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("staleness", "runs", "steps", "replay"), [(1, 3, 40, "none"), (3, 4, 60, "R3")])
+@pytest.mark.parametrize(
+    ("staleness", "runs", "steps", "replay"),
+    [pytest.param(1, 3, 40, "none", marks=pytest.mark.nightly), (3, 4, 60, "R3")],
+)
 def test_runs_under_random_delays_are_the_same(
     tiny_run: TinyRun, tmp_path: Path, staleness: int, runs: int, steps: int, replay: str
 ) -> None:

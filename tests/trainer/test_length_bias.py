@@ -188,7 +188,10 @@ def ks_distance(one: Sequence[int], other: Sequence[int]) -> float:
     return float(np.abs(shares[0] - shares[1]).max())
 
 
-@pytest.mark.parametrize(("schedule", "staleness"), [("colocated", 1), ("one_step_off", 1), ("async", 4)])
+@pytest.mark.parametrize(
+    ("schedule", "staleness"),
+    [("colocated", 1), pytest.param("one_step_off", 1, marks=pytest.mark.nightly), ("async", 4)],
+)
 def test_trained_lengths_are_launched_lengths(
     one_rank_group: dist.ProcessGroup, tmp_path: Path, schedule: str, staleness: int
 ) -> None:
