@@ -13,7 +13,7 @@ from tests.e2e.jobs import Job, read_jsonl
 
 pytestmark = pytest.mark.slow
 STEPS = 3
-# Pieces of one row: a save takes longer than the generation of a step. Weights are part of it without a reference.
+# Pieces of one row: a save takes long enough to be killed in. Weights are part of it without a reference.
 SMALL_PIECES = (
     "algorithm.kl.coef=0",
     "data.eval={}",
@@ -52,6 +52,5 @@ def test_a_kill_in_the_background_write_leaves_the_former_checkpoint(start_job: 
     assert "resumes after step 1" in resumed.out
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == [0, 1, 2, 3]
     assert latest_checkpoint(run) == checkpoint_folder(run, STEPS)
-    weights = min(file.stat().st_mtime for file in (second / "policy").glob("*.distcp"))  # when the last piece came
-    completed = (second / MANIFEST).stat().st_mtime
-    assert begins(run, "GENERATE")[-1] < weights < completed < begins(run, "TRAIN")[-1]  # of the third step
+    completed = (second / MANIFEST).stat().st_mtime  # tests/checkpoint/test_save.py holds the writes themselves up
+    assert begins(run, "GENERATE")[-1] < completed < begins(run, "TRAIN")[-1]  # of the third step
