@@ -51,6 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module is imported: it may import Megatron, and its settings of hypothesis are of the profile."""
     prepare()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so begins what a shell starts in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.settings.load_profile("fresh draws" if config.getoption("--fresh-draws") else "same draws")
 
 

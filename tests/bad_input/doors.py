@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_mp.errors import UserError
 
-LIMIT_S = 5.0
+LIMIT_S = 60.0
 NOBODY = 65534
 UNREADABLE = "unreadable"
 LONGEST_SENTENCE = 1500

@@ -70,14 +70,16 @@ def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) 
     run = folder / "run"
     settings = finished_settings(folder)
     job = start_job(*settings, f"run.steps={LAST_STEP - 1}")
-    job.wait_until(lambda: spans(run, 1, "TRAIN") == 2)
+    job.wait_until(lambda: spans(run, 1, "TRAIN"))
+    ranks = [job.rank(number) for number in (0, 1)]  # they are found before: the phase is short
+    job.wait_until(lambda: spans(run, 1, "TRAIN") >= 2)
+    for rank in ranks:  # the engines answer meanwhile, and nothing changes
+        rank.suspend()
     listening = job.listening()
-    for rank in (0, 1):  # the engines answer meanwhile, and nothing changes
-        job.signal(signal.SIGSTOP, rank=rank)
     watched, engines = RunReader(run).read(), [ask_weights(server) for server in find_servers(run)]
     answers = job.answers_to_strangers() if os.geteuid() == 0 else {}
-    for rank in (0, 1):
-        job.signal(signal.SIGCONT, rank=rank)
+    for rank in ranks:
+        rank.resume()
     job.signal(signal.SIGUSR1, rank=1)
     first = outcome(job)
     stopped_after = len(read_jsonl(run / "metrics.jsonl")) - 1  # besides the line of step 0

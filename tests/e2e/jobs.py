@@ -11,6 +11,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from signal import SIGKILL, Signals
@@ -23,9 +24,9 @@ LAUNCH = (sys.executable, "-m", "grpo_mp", "train", "--ranks", "2")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "grpo_mp.train")
 ALONE = (sys.executable, "-m", "grpo_mp.train")
 MARK = "GRPO_MP_TEST_JOB"  # in the environment of every process of a job
-LIMIT_S = 400.0
+LIMIT_S = 600.0
 NOBODY = 65534
-GONE_LIMIT_S = 30.0
+GONE_LIMIT_S = 120.0
 
 
 class Job:
@@ -80,7 +81,7 @@ class Job:
         if rank is None:
             self._process.send_signal(number)
         else:
-            self._rank(rank).send_signal(number)
+            self.rank(rank).send_signal(number)
 
     def kill_engine(self, index: int, number: Signals = SIGKILL) -> None:
         """Kill the processes of an engine as soon as there are some; those that watch it end by themselves."""
@@ -91,7 +92,8 @@ class Job:
 
         self.wait_until(processes)
         for process in processes():
-            process.send_signal(number)
+            with suppress(psutil.NoSuchProcess):  # it ended with one of the others
+                process.send_signal(number)
 
     def left(self) -> list[str]:
         """What still runs when the watchers of engines have had time to end them."""
@@ -112,17 +114,19 @@ class Job:
     def answers_to_strangers(self) -> dict[int, bytes]:
         """What each listening port answers another user of this machine who asks an engine without a key."""
         ports = sorted({one.laddr.port for one in self._sockets() if one.status == psutil.CONN_LISTEN})
-        return as_nobody(lambda: {port: ask(port) for port in ports})
+        return as_nobody(lambda: ask_all(ports))
 
     def end(self) -> None:
         for process in self.alive():
-            process.kill()
-        self._process.wait(10.0)
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait(60.0)
 
     def _sockets(self) -> list[Any]:
         return [one for process in self.alive() for one in process.net_connections("inet")]
 
-    def _rank(self, rank: int) -> psutil.Process:
+    def rank(self, rank: int) -> psutil.Process:
+        """The process of a rank."""
         children = psutil.Process(self._process.pid).children()
         return next(child for child in children if _variable(child, "RANK") == str(rank))
 
@@ -150,11 +154,17 @@ def as_nobody(function: Callable[[], Any]) -> Any:
     return ast.literal_eval(content.decode())
 
 
+def ask_all(ports: Sequence[int]) -> dict[int, bytes]:
+    """What each port answers; those that never do are waited for at the same time."""
+    with ThreadPoolExecutor(max(1, len(ports))) as pool:
+        return dict(zip(ports, pool.map(ask, ports), strict=True))
+
+
 def ask(port: int) -> bytes:
     """The first bytes that a port answers to a request of HTTP without a key; empty: none, or it hangs up."""
     request = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 2.0) as connection:
-        connection.settimeout(2.0)
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 10.0) as connection:
+        connection.settimeout(10.0)
         connection.sendall(request)
         return connection.recv(12)
     return b""

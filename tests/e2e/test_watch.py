@@ -67,7 +67,7 @@ def test_its_report_is_served_to_who_has_the_key(run: Path) -> None:
         assert page.status_code == 200
         assert "Engine against policy" in page.text
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
         assert (process.returncode, err) == (0, "")
     finally:
         process.kill()

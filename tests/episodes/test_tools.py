@@ -206,20 +206,24 @@ def test_a_bad_call_is_a_result(
     kit: ToolKit, name: str, arguments: dict[str, Any], text: str, error: str | None
 ) -> None:
     began = time.monotonic()
-    assert call(asyncio.run(kit.open(0.2, 100)), name, **arguments) == ToolResult(text, error)
-    assert time.monotonic() - began < 5
+    limit_s = 0.2 if error == "timeout" else 60.0
+    assert call(asyncio.run(kit.open(limit_s, 100)), name, **arguments) == ToolResult(text, error)
+    assert time.monotonic() - began < 60
 
 
 def test_calls_that_hang_are_named_and_bounded(kit: ToolKit, caplog: pytest.LogCaptureFixture) -> None:
     threads = threading.active_count()
 
     async def many() -> list[ToolResult]:
-        tools = await replace(kit, calls=ToolThreads()).open(0.05, 100, lambda: "prompt 4, sample 0, turn 2")
+        own = replace(kit, calls=ToolThreads())
+        tools = await own.open(0.05, 100, lambda: "prompt 4, sample 0, turn 2")
+        patient = await own.open(60.0, 100)
         await tools.call(ToolCall("late", {"seconds": 0.3}))
         hanging = [await tools.call(ToolCall("bad", {"how": "hang"})) for _ in range(MOST_HANGING + 3)]
-        await asyncio.sleep(0.3)
+        while tools.calls.hanging["late"]:
+            await asyncio.sleep(0.02)
         assert tools.calls.hanging == {"late": 0, "bad": MOST_HANGING}
-        return [*hanging, await tools.call(ToolCall("add", {"a": 1}))]
+        return [*hanging, await patient.call(ToolCall("add", {"a": 1}))]
 
     *hanging, added = asyncio.run(many())
     assert threading.active_count() == threads + MOST_HANGING

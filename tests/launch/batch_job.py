@@ -12,7 +12,7 @@ from tests.e2e.jobs import MARK, processes_of
 from tests.launch.cluster import Cluster, wait_until
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 300.0
+TIMEOUT_S = 600.0
 VENV = Path(sys.prefix)
 
 

@@ -13,7 +13,7 @@ from grpo_mp.distributed.ports import claim_ports
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = ("n1", "n2", "n3")
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -69,9 +69,14 @@ class Cluster:
         (folder / "munge.key").chmod(0o400)
         for name in ("state", *(f"spool-{node}" for node in NODES)):
             (folder / name).mkdir()
-        for claim in claims:
-            claim.release()
-        self._start()
+        try:
+            self._start()
+        except BaseException:
+            self._end_daemons()
+            raise
+        finally:
+            for claim in claims:  # a claimed port can be bound
+                claim.release()
 
     def run(self, *command: str) -> str:
         """Return the output of one of Slurm's commands."""
@@ -94,6 +99,9 @@ class Cluster:
         """Cancel all jobs and end the daemons."""
         subprocess.run(["scancel", "--user=root"], env=self.environment, check=False)
         wait_until(lambda: not self.run("squeue", "--noheader"), "jobs to end")
+        self._end_daemons()
+
+    def _end_daemons(self) -> None:
         for daemon in reversed(self._daemons):
             daemon.terminate()
             daemon.wait(START_TIMEOUT_S)
@@ -105,9 +113,11 @@ class Cluster:
         self._daemon("munged", "--foreground", "--force", *munge)
         wait_until((self.folder / "munge.socket").exists, "munged")
         self._daemon("slurmctld", "-D")
+        # A node that finds no controller tries again later and later.
+        wait_until(lambda: self.run("scontrol", "ping").count("UP"), "slurmctld")
         for node in NODES:
             self._daemon("slurmd", "-D", "-N", node)
-        wait_until(lambda: self.states() == ["idle"] * len(NODES), "the nodes")
+        wait_until(lambda: self.states() == ["idle"] * len(NODES), "the nodes", 300.0)
 
     def _daemon(self, *command: str) -> None:
         with (self.folder / "daemons.log").open("ab") as log:

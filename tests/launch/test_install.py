@@ -50,7 +50,7 @@ def install(tmp_path: Path, notes: Path) -> Install:
     def run(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": str(folder), "NOTES": str(notes), "OFFERED": "2.13.0", **variables}
         command = [str(shutil.which("bash")), str(INSTALL), *options, str(tmp_path / "venv")]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
     return run
 

@@ -93,7 +93,7 @@ def test_a_job_that_gets_nowhere_is_not_started_for_ever(submit: Submit, tmp_pat
 
 def test_a_job_that_another_pushes_aside_goes_on_after_it(cluster: Cluster, submit: Submit, tmp_path: Path) -> None:
     """Slurm tells its ranks, and gives them time to save; the script that waits for them hears nothing."""
-    steps = 12
+    steps = 24
     job = submit(f"run.steps={steps}", "run.save_every=100", "run.export=false")
     job.wait_for(f"step 2/{steps}")
     urgent = ("sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null")

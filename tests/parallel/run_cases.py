@@ -14,7 +14,7 @@ from tests.parallel.cases import CASES, Case
 from tests.parallel.inputs import settings_of
 from tests.parallel.measures import MEASURES, Bench
 
-TIMEOUT_S = 60.0  # of one collective: the longest that a rank waits for one that broke
+TIMEOUT_S = 120.0  # of one collective: the longest that a rank waits for one that broke
 
 
 def run_cases(job: Path) -> None:

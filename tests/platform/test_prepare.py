@@ -105,7 +105,7 @@ def test_memory_of_a_cpu():
     platform.synchronize()
     platform.free_device_memory()
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    assert 0 < platform.host_bytes() <= peak_bytes + 2**20
+    assert 0 < platform.host_bytes() <= peak_bytes + 2**24
     assert platform.free_device_bytes() > 0
 
 
@@ -136,5 +136,5 @@ for owner, original in zip(owners, originals):
     changed = [name for name, value in original.items() if vars(owner).get(name) is not value]
     assert not changed, (owner, changed)
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr

@@ -270,12 +270,12 @@ def test_groups_are_scored_at_once_within_bounds(make_group: MakeGroup, monkeypa
 
 
 def test_waiting_for_a_turn_takes_no_time_from_a_program(make_group: MakeGroup) -> None:
-    settings = RewardConfig.model_validate({"code": {"parallel": 1, "timeout_s": 1.5}})
+    settings = RewardConfig.model_validate({"code": {"parallel": 1, "timeout_s": 6.0}})
     scorer = Scorer(settings, max_response_tokens=10)
-    group = make_group([answer("import time; time.sleep(0.5)")], tests="assert True")
-    with ThreadPoolExecutor(4) as threads:
-        groups = list(threads.map(scorer.score_group, [group] * 4))
-    assert [scored.samples[0].reward for scored in groups] == [1.0] * 4
+    group = make_group([answer("import time; time.sleep(1.3)")], tests="assert True")
+    with ThreadPoolExecutor(5) as threads:  # together they take longer than the limit of one
+        groups = list(threads.map(scorer.score_group, [group] * 5))
+    assert [scored.samples[0].reward for scored in groups] == [1.0] * 5
 
 
 def test_a_failing_jail_is_not_a_wrong_program(

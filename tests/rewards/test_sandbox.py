@@ -106,7 +106,7 @@ def test_an_endless_program_ends_at_its_limit(run: Callable[..., Outcome]) -> No
         "while True: time.sleep(1)",
     ):
         assert not run(program, "", 0.5).passed
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
 
 
 def test_a_fork_bomb_stays_small(run: Callable[..., Outcome]) -> None:
@@ -299,7 +299,7 @@ def test_without_namespaces_it_refuses_and_leaves_nothing(tmp_path: Path) -> Non
         UserError, match=r"^reward\.code\.isolation: .* no namespaces of their own \(.*unshare: Invalid"
     ):
         Sandbox(CodeConfig())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while processes_with(str(tmp_path / "jail.py")):
         assert time.monotonic() < deadline
         time.sleep(0.05)

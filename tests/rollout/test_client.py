@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.errors import EngineError, PhaseTimeout, UserError
-from grpo_mp.rollout.client import BUSY_POLL_S, IDLE_LIMIT_S, EngineClient, EngineOutput, SamplingParams, token_versions
+from grpo_mp.rollout.client import IDLE_LIMIT_S, EngineClient, EngineOutput, SamplingParams, token_versions
 from grpo_mp.rollout.packed_tensors import TensorSpec
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.shared_memory import LOADER, export_to_host
@@ -207,7 +207,7 @@ HARMLESS = {"/ready", "/health", "/health_generate", "/ping", "/metrics"}  # say
 
 
 def test_every_route_that_does_something_needs_the_key(engine: EngineProcess) -> None:
-    with httpx.Client(base_url=engine.url, trust_env=False, timeout=10.0) as client:
+    with httpx.Client(base_url=engine.url, trust_env=False, timeout=60.0) as client:
         routes = client.get("/openapi.json", headers=engine.headers).json()["paths"]
         assert {"/generate", "/update_weights_from_tensor", "/abort_request"} <= routes.keys()
         open_routes = {
@@ -314,11 +314,15 @@ def test_connections_are_dropped_before_the_server_drops_them() -> None:
 def test_memory_is_released_as_soon_as_the_last_request_is_done(ask: Ask) -> None:
     """A request in flight is waited for; SGLang's scheduler asserts that there is none, and would end."""
 
+    async def flush_often(client: EngineClient) -> None:
+        for _ in range(600):  # until the request has reached the scheduler
+            await asyncio.sleep(0.02)
+            await client.flush_cache()
+
     async def release_while_busy(client: EngineClient) -> list[EngineOutput]:
         generating = asyncio.create_task(client.generate(PROMPT, SamplingParams(128, ignore_eos=True), 8))
-        await asyncio.sleep(BUSY_POLL_S)
         with pytest.raises(UserError, match="status 400"):
-            await client.flush_cache()
+            await flush_often(client)
         with pytest.raises(PhaseTimeout, match=r"^engine 3: /flush_cache: requests still ran after 0 s: "):
             await client.flush_cache_when_idle(limit_s=0)
         await client.release_memory(["kv_cache"])

@@ -29,7 +29,7 @@ def engine(seconds: float) -> TextClient:
 def test_the_clock_of_an_episode_stands_still_while_its_turns_are_generated() -> None:
     """Each turn takes longer than the episode may, and so does the engine's parser of its calls."""
     tools = {"tools": ["grpo_mp.examples.calculator:calculator"], "tool_parser": "pythonic"}
-    runner = make_runner(engine(0.4), "call_tools", limits={"episode_s": 0.2}, **tools)
+    runner = make_runner(engine(1.2), "call_tools", limits={"episode_s": 1.0}, **tools)
     sample = roll_out(runner)
     assert (sample.state, sample.error, sample.metrics["turns"]) == ("completed", "", 1)
     slow = roll_out(make_runner(engine(0.1), f"{HERE}:idle", limits={"episode_s": 0.2}))
@@ -49,13 +49,13 @@ async def block() -> None:
 def test_an_episode_outlives_tools_that_die_or_block_the_loop() -> None:
     client = TextClient(WORDS, ["[kill]({})<|im_end|>", "[block]({})<|im_end|>", "6<|im_end|>"])
     tools = {"tools": [f"{HERE}:kill", f"{HERE}:block"], "tool_process": True, "tool_parser": "pythonic"}
-    sample = roll_out(make_runner(client, "call_tools", limits={"tool_s": 0.5}, **tools))
+    sample = roll_out(make_runner(client, "call_tools", limits={"tool_s": 3.0}, **tools))
     assert (sample.state, sample.error, sample.text) == ("completed", "", "6")
     assert [sample.metrics[name] for name in ("turns", "tool_raised", "tool_timeout")] == [3, 1, 1]
     said = [message["content"] for message in sample.messages if message["role"] == "tool"]
     assert said == [
         "Error: kill ended its process, which ended by SIGKILL",
-        "Error: block took longer than 0.5 s",
+        "Error: block took longer than 3 s",
     ]
 
 
@@ -112,10 +112,10 @@ def test_a_stop_ends_episodes_that_wait_for_something_else_and_keeps_what_had_en
 
     async def stop() -> Any:
         group = asyncio.create_task(worker._generate_group(task, 7, prompt, None, None))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(2.0)
         began = time.monotonic()
         ended = await pause_running(runner.client, {0: RunningGroup(group)}, runner.pause)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 50
         return ended[0]
 
     paused = asyncio.run(stop())

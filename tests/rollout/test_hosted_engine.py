@@ -30,7 +30,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(json.dumps({"data": [{"id": given["served_model_name"]}]}).encode())
 http.server.HTTPServer(("127.0.0.1", given["port"]), Handler).serve_forever()
 """
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 GONE = EngineError("engine 0: gone")
 Host = Callable[..., HostedEngine]
 
@@ -118,19 +118,19 @@ def test_one_that_is_lost_too_often_leaves_and_joins_again(
     host: Host, broken: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """While it cannot start it is tried again without a word."""
-    engine = host(max_restarts=1, restart_window_s=1.0, min_engines=1)
-    engine.lose(GONE)
+    engine = host(max_restarts=1, restart_window_s=3600.0, min_engines=1)
     broken.touch()
+    engine.lose(GONE)
     wait_until(lambda: engine.has_left)
     assert (engine.client, engine.is_lost, engine.working()) == (None, False, 1)
     engine.try_again()
     assert not engine.join(wait=True)
-    time.sleep(1.0)
+    engine._losses.clear()  # the window is over
     engine.try_again()
     assert not engine.join(wait=True)
     assert (engine.has_left, engine.working()) == (True, 1)
     broken.unlink()
-    time.sleep(1.0)
+    engine._losses.clear()  # the window is over
     engine.try_again()
     assert engine.join(wait=True)
     assert (engine.has_left, engine.working()) == (False, 2)
@@ -164,7 +164,7 @@ def test_a_job_that_stops_does_not_wait_for_a_start(host: Host, broken: Path, mo
     wait_until(children)
     started = time.monotonic()
     engine.stop()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert not engine.join(wait=False)
 
 

@@ -201,7 +201,7 @@ def test_a_command_is_an_agent(roll_out: RollOut, tmp_path: Path) -> None:
     assert bad.error.endswith("turn 1: it raised RuntimeError: the command ended with status 1: no use")
     pids = tmp_path / "pids"
     sleeping = ["sh", "-c", f"sleep 600 & echo $$ $! >> {pids}; wait"]
-    _, group = roll_out("openai_agent", function_args={"command": sleeping}, limits={"episode_s": 0.5})
+    _, group = roll_out("openai_agent", function_args={"command": sleeping}, limits={"episode_s": 5.0})
     assert [sample.state for sample in group.samples] == ["timeout"] * 2
     started = pids.read_text().split()
     assert len(started) == 4

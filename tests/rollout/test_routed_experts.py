@@ -141,7 +141,7 @@ def test_rows_that_pad_a_batch_are_of_no_sample(shape: ModelShape) -> None:
     numbers = map(str, (shape.num_layers, shape.num_experts, shape.experts_per_token))
     environment = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": f"{ENGINE_SITE}:{Path(__file__).parents[2]}"}
     command = [sys.executable, "-P", "-W", "ignore", "-m", "tests.rollout.captured_rows", *numbers]
-    process = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    process = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600)
     assert process.returncode == 0, process.stderr
     for run in json.loads(process.stdout.splitlines()[-1]):
         for chosen, sent in zip(run["chosen"], run["sent"], strict=True):

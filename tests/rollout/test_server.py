@@ -22,7 +22,7 @@ from grpo_mp.rollout.server import EngineProcess, check_temporary_folder
 from tests.engines import started_engine
 
 START_TIMEOUT_S = 300.0
-GONE_LIMIT_S = 30.0
+GONE_LIMIT_S = 120.0
 START = """
 import sys, time
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_a_running_engine_idles_without_work(engine: EngineProcess) -> None:
         return used_s() - before
 
     # One that polls uses all of every second; threads of a loaded machine wake late, and not in every one.
-    assert min(used_in_a_second() for _ in range(4)) < 0.2
+    assert min(used_in_a_second() for _ in range(4)) < 0.35
 
 
 def test_log_is_readable_by_its_owner_only(engine: EngineProcess) -> None:

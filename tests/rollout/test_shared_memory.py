@@ -42,7 +42,7 @@ def test_another_process_opens_exported_tensors() -> None:
             input=json.dumps(as_tensor([export]).tolist()),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
             check=True,
         )

@@ -110,7 +110,7 @@ def test_groups_of_an_engine_that_hangs_go_to_others_before_their_limit(one_rank
     hanging = HangingEngine(0)
     engines: list[Any] = [hanging, FakeEngine(1)]
     collect = collector(one_rank_job, engines, 6, {}, max_staleness=max_staleness)
-    collect.rollout.health = HealthCheck(interval_s=0.01, timeout_s=0.05)
+    collect.rollout.health = HealthCheck(interval_s=0.01, timeout_s=1.0)
     hanging.lives, lost = 5, list[EngineError]()
     lose = collect.rollout.lose
 
