@@ -7,16 +7,16 @@ import pytest
 from grpo_mp.config import dump_settings, load_any_settings, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.monitor.guards import MetricGuards
-
-FILES = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
-CONFIGS = [path for path in FILES if "pipeline" not in path.stem]
+from tests.recipes import PIPELINES, RL, SFT
 
 
 def test_there_are_recipes() -> None:
-    assert CONFIGS
+    assert RL
+    assert SFT
+    assert PIPELINES
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*RL, *SFT], ids=lambda path: path.stem)
 def test_a_recipe_loads(path: Path, tmp_path: Path) -> None:
     settings = load_any_settings(path)
     resolved = tmp_path / "settings.yaml"
@@ -24,7 +24,7 @@ def test_a_recipe_loads(path: Path, tmp_path: Path) -> None:
     assert load_any_settings(resolved) == settings
 
 
-@pytest.mark.parametrize("path", [path for path in CONFIGS if "sft" not in path.stem], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RL, ids=lambda path: path.stem)
 def test_a_recipe_stops_where_its_reward_collapses(path: Path) -> None:
     """And at once neither where it learns nor where a step is bad."""
     guards = MetricGuards(load_settings(path).monitor.guards)

@@ -5,7 +5,7 @@ the run fits (exit status 0 or 1). `explain CONFIG` describes the settings in wo
 trainer and engines that fit these machines. --times says how each phase's time is made up. `--against FILE` compares
 measured steps (grpo_mp/planner/measured.yaml) with what is expected of them. --simulate plays steps event by event:
 engines and trainer share their GPUs (schedule colocated) or divide them (one_step_off, async). A file of `grpo-mp sft`
-is planned, too: its ranks only train. Nothing is started.
+is planned, too: its ranks only train; of one of `grpo-mp pipeline` every stage, with its GPU hours. Nothing is started.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from statistics import fmean
 from rich.console import Console
 
 from grpo_mp.cli.simulation_arguments import add_simulation_arguments
-from grpo_mp.config import SftSettings, load_any_settings
+from grpo_mp.config import SftSettings, is_pipeline, load_any_settings, load_pipeline
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.parsers import Parser, number_between, number_of_ranks, positive_int, settings_parser
@@ -35,7 +35,12 @@ def main(arguments: Sequence[str]) -> int:
         return _compare([argument for argument in arguments if argument != "--against"])
     explains = list(arguments[:1]) == ["explain"]
     args = _parser().parse_intermixed_args(arguments[explains:])
-    settings, cluster = load_any_settings(args.config, args.overrides), read_cluster(args.cluster)
+    cluster = read_cluster(args.cluster)
+    if is_pipeline(args.config):
+        if explains or args.search or args.simulate or args.ppo or args.times or args.json or args.model_config:
+            raise UserError("a pipeline is planned by machines alone: plan a stage's own file with the other options")
+        return _plan_pipeline(args, cluster)
+    settings = load_any_settings(args.config, args.overrides)
     hf, source = find_config(settings.model.path, args.model_config)
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
     console.print(f"model: {source}")
@@ -72,6 +77,18 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if write_plan(job, args.json, with_times=not args.memory_only) else DOES_NOT_FIT
     fits = search_and_show(job, console) if args.search else plan_and_show(job, args.ppo, args.times, console)
     return 0 if fits else DOES_NOT_FIT
+
+
+def _plan_pipeline(args: argparse.Namespace, cluster: Cluster) -> int:
+    """Plan the stages of a pipeline."""
+    from grpo_mp.log import log_to_terminal
+    from grpo_mp.pipeline.plan import Machines, plan_pipeline, show_pipeline_plan
+
+    log_to_terminal()
+    machines = Machines(cluster, args.nodes, args.gpus_per_node, args.response_tokens)
+    plans = plan_pipeline(load_pipeline(args.config, args.overrides), args.config, machines)
+    console = Console(highlight=False, width=None if Console().is_terminal else 160)
+    return 0 if show_pipeline_plan(plans, machines, console) else DOES_NOT_FIT
 
 
 def _plan_sft(settings: SftSettings, hf: HfConfig, cluster: Cluster, args: argparse.Namespace, console: Console) -> int:

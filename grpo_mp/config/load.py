@@ -26,6 +26,7 @@ SETS = (["data", "train"], ["data", "eval"])  # of sets by name
 EVAL_SET = re.compile(r"^data\.eval\.[^.]+\.")  # users name their sets
 
 SFT = "sft"  # the section that every file of supervised fine-tuning has, and no other
+STAGES = "stages"  # likewise of a pipeline
 Root = TypeVar("Root", bound=Section)
 
 EXPECTED = {  # by pydantic's error type
@@ -69,6 +70,11 @@ def load_pipeline(path: Path, overrides: list[str] | None = None) -> PipelineSet
             raise UserError(f"override {shorten(override)!r}: write key=value, e.g. folder=runs/r1")
         tree[key] = parse_yaml(value, f"override {shorten(override)!r}")
     return _check(PipelineSettings, tree, str(path))
+
+
+def is_pipeline(path: Path) -> bool:
+    """Return whether a settings file is of a pipeline. Raises UserError where it cannot be read."""
+    return STAGES in _read_tree(path, [])
 
 
 def training_module(path: Path) -> str:

@@ -27,6 +27,9 @@ class StageConfig(Section):
     settings: Overrides = Field(
         {}, description="settings laid over the file's, as {section.key: value}: model.path: '{cold_start}/final'"
     )
+    rows: int | None = Field(
+        None, gt=0, description="rows of its data, from which `grpo-mp plan` reckons steps; null: run.steps says them"
+    )
     evaluation: Overrides | None = Field(
         {},
         description="settings laid over those of the pipeline's evaluation for this stage's model, as layout: {} for a "

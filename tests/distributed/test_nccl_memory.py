@@ -20,9 +20,10 @@ from grpo_mp.distributed.process_groups import megatron_sizes
 from grpo_mp.errors import UserError
 from grpo_mp.planner.model_configs import find_config
 from tests.policy.build_on_meta import COMMAND
+from tests.recipes import RL
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-RECIPES = [path for path in sorted(CONFIGS.glob("*.yaml")) if path.stem != "tiny_sft" and "pipeline" not in path.stem]
+RECIPES = RL
 GPUS_PER_NODE = 8
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.recipes import RL, SFT
+
 ROOT = Path(__file__).parents[2]
 BATCH_SCRIPTS = {path for path in (ROOT / "launch").glob("*.sh") if "\n#SBATCH" in path.read_text()}
 SCRIPTS = sorted(BATCH_SCRIPTS - {ROOT / "launch" / "slurm.sh"})
@@ -54,8 +56,7 @@ def test_ranks_of_a_node_get_all_of_its_cores(launcher: str, cpus: int) -> None:
 
 
 def test_every_settings_file_has_a_script() -> None:
-    configs = {path.stem for path in (ROOT / "configs").glob("*.yaml") if "pipeline" not in path.stem}
-    assert {script.stem for script in SCRIPTS} == configs
+    assert {script.stem for script in SCRIPTS} == {path.stem for path in (*RL, *SFT)}
 
 
 def test_bad_settings_end_before_anything_starts() -> None:

@@ -21,9 +21,10 @@ from grpo_mp.planner.model_configs import find_config
 from grpo_mp.policy.weights import local_tensors
 from tests.models.published import PUBLISHED
 from tests.planner.jobs import settings_of
+from tests.recipes import FULL_SIZE
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-RECIPES = [path.stem for path in sorted(CONFIGS.glob("*.yaml")) if not path.stem.startswith("tiny")]
+RECIPES = [path.stem for path in FULL_SIZE]
 FREE = "pipeline_model_parallel_layout"
 KIMI = {"num_layers_in_first_pipeline_stage": 13, "num_layers_in_last_pipeline_stage": 16}
 OTHERS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {  # where configs/ has no recipe

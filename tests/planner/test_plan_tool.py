@@ -26,12 +26,13 @@ from grpo_mp.planner.show import grpo_models, ppo_models
 from grpo_mp.rollout.engine_args import check_arguments, known_arguments
 from tests.cli.command import Result, run_command
 from tests.planner.jobs import job_of
+from tests.recipes import FULL_SIZE
 
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"grpo-mp plan (\S+) --cluster (\S+) --nodes (\d+)")
 Plan = Callable[..., Result]
 MANY_STAGES = ("kimi_k2", "moe_671b_512", "moe_671b_96x96", "moe_671b_64x141", "moe_671b_64x80")  # built one by one
-RECIPES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.stem.startswith("tiny")]
+RECIPES = FULL_SIZE
 
 
 @pytest.mark.parametrize(

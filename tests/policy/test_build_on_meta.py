@@ -10,10 +10,11 @@ import pytest
 
 from grpo_mp.config import load_settings
 from tests.policy.te_stub import last_json_line, te_wheel
+from tests.recipes import FULL_SIZE
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-RECIPES = [str(path) for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.stem.startswith("tiny")]
+RECIPES = [str(path) for path in FULL_SIZE]
 
 
 @pytest.fixture(scope="module")

@@ -26,13 +26,10 @@ from grpo_mp.rollout.placement import EnginePlacement
 from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.rollout.rollout import engine_spec
 from tests.planner.jobs import settings_of
+from tests.recipes import RL
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-RECIPES = [
-    path.stem
-    for path in sorted(CONFIGS.glob("*.yaml"))
-    if path.stem not in ("tiny_tools", "tiny_sft", "tiny_r1_pipeline")
-]
+RECIPES = [path.stem for path in RL if path.stem != "tiny_tools"]
 GPUS_PER_NODE = 8
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,10 @@ from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.trainer.preflight import start_warnings, sync_warnings
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.planner.jobs import settings_of as job_settings
+from tests.recipes import RL
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-RECIPES = [path for path in sorted(CONFIGS.glob("*.yaml")) if path.stem != "tiny_sft" and "pipeline" not in path.stem]
+RECIPES = RL
 PUBLISHED = HfConfig(Path("published"), {"model_type": "any"})
 
 

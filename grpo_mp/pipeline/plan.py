@@ -1,0 +1,138 @@
+"""The plan of a whole pipeline: whether each stage fits the machines, and how many hours of them it takes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+from rich.console import Console
+
+from grpo_mp.config import PipelineSettings, Settings, SftSettings, load_settings, load_sft_settings
+from grpo_mp.errors import UserError
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.pipeline.stages import EVALUATE, Task, make_tasks
+from grpo_mp.planner.clusters import Cluster
+from grpo_mp.planner.job import make_job
+from grpo_mp.planner.memory import SubPhase
+from grpo_mp.planner.meta_model import check_parameter_counts
+from grpo_mp.planner.model_configs import find_config
+from grpo_mp.planner.plan import check_fits, make_plan
+from grpo_mp.planner.sft import make_sft_plan, sft_job
+from grpo_mp.planner.show import table_of
+
+COLUMNS = ("stage", "command", "fits", "steps", "s a step", "hours", "GPU hours")
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What every stage runs on."""
+
+    cluster: Cluster
+    nodes: int
+    gpus_per_node: int | None = None  # None: the cluster's
+    mean_tokens: float | None = None  # of a response, or of a supervised sample in full; None: half of the limit
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: `why` says whether it fits; a step of `sample` answers `rollout.prompts_per_step` prompts.
+
+    Evaluations, starts and loads are not counted.
+    """
+
+    name: str
+    command: str
+    fits: bool
+    why: str
+    steps: int
+    step_s: float
+    gpus: int
+
+    @property
+    def hours(self) -> float:
+        """Return the expected hours of the stage."""
+        return self.steps * self.step_s / 3600
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """Return the cells of COLUMNS."""
+        cells = (f"{self.steps:,}", f"{self.step_s:,.1f}", f"{self.hours:,.1f}", f"{self.hours * self.gpus:,.0f}")
+        return (self.name, self.command, "yes" if self.fits else "no", *cells)
+
+
+def plan_pipeline(settings: PipelineSettings, file: Path, machines: Machines) -> list[StagePlan]:
+    """Plan every stage of a pipeline, which was read from `file`. Raises UserError, with the stage's name."""
+    plans, models = list[StagePlan](), dict[Path, HfConfig]()
+    for task in make_tasks(settings, file):
+        if task.command == EVALUATE:
+            continue
+        rows = settings.stages[task.name].rows
+        try:
+            plans.append(_plan_stage(task, rows, models, machines))
+        except UserError as error:
+            raise UserError(f"stage {task.name}: {error}") from error
+    return plans
+
+
+def show_pipeline_plan(plans: Sequence[StagePlan], machines: Machines, console: Console) -> bool:
+    """Print a row for each stage and their sum, and what does not fit; tell whether all fit."""
+    gpus = plans[0].gpus
+    hours = sum(plan.hours for plan in plans)
+    total = ("all", "", "", "", "", f"{hours:,.1f}", f"{hours * gpus:,.0f}")
+    console.print(
+        table_of(f"Stages on {gpus} x {machines.cluster.name}", COLUMNS, [*(plan.row for plan in plans), total])
+    )
+    for plan in plans:
+        if not plan.fits:
+            console.print(f"{plan.name}: {plan.why}", style="bold red")
+    return all(plan.fits for plan in plans)
+
+
+def _plan_stage(task: Task, rows: int | None, models: dict[Path, HfConfig], machines: Machines) -> StagePlan:
+    """Plan one stage, whose model is that of a former one where it begins with its end; keep its model in `models`."""
+    load = load_sft_settings if task.command == "sft" else load_settings
+    settings = load(task.config, task.overrides)
+    hf = _model(settings.model.path, models)
+    models[task.folder / "final"] = hf
+    if isinstance(settings, SftSettings):
+        return _plan_sft(task, settings, hf, rows, machines)
+    job = make_job(settings, hf, machines.cluster, machines.nodes, machines.gpus_per_node, machines.mean_tokens)
+    check_parameter_counts(job)
+    plan, samples = make_plan(job), task.command == "sample"
+    fits = check_fits(plan)
+    step_s = plan.times[SubPhase.GENERATE].expected_s if samples else plan.step_s
+    steps = _steps(settings, rows, samples)
+    return StagePlan(task.name, task.command, fits.fits, fits.sentence, steps, step_s, job.world_size)
+
+
+def _plan_sft(task: Task, settings: SftSettings, hf: HfConfig, rows: int | None, machines: Machines) -> StagePlan:
+    job = sft_job(settings, hf, machines.cluster, machines.nodes, machines.gpus_per_node, machines.mean_tokens)
+    check_parameter_counts(job)
+    plan, steps = make_sft_plan(job), settings.run.steps
+    if settings.sft.epochs is not None:
+        of_epochs = ceil(_needed(rows, "sft.epochs") * settings.sft.epochs / settings.sft.batch_size)
+        steps = min(steps or of_epochs, of_epochs)
+    why = ". ".join(peak.sentence for peak in plan.peaks if not peak.fits)
+    return StagePlan(task.name, task.command, not why, why, steps, plan.step_s, job.world_size)
+
+
+def _steps(settings: Settings, rows: int | None, samples: bool) -> int:
+    """Return how many steps a stage of `train` or `sample` takes."""
+    per_step = settings.rollout.prompts_per_step
+    if samples:
+        prompts = _needed(rows, "grpo-mp sample")
+        return ceil(min(prompts, settings.sample.max_prompts or prompts) / per_step)
+    if settings.run.epochs is None:
+        return settings.run.steps
+    return ceil(_needed(rows, "run.epochs") * settings.run.epochs / per_step)
+
+
+def _needed(rows: int | None, why: str) -> int:
+    if rows is None:
+        raise UserError(f"its length follows from its data ({why}): say how many rows that has, as rows: 10000")
+    return rows
+
+
+def _model(path: Path, models: Mapping[Path, HfConfig]) -> HfConfig:
+    """Return the config of the model that a stage begins with."""
+    return models[path] if path in models else find_config(path)[0]

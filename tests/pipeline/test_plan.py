@@ -1,0 +1,101 @@
+"""The plan of a pipeline beside the plans of its stages."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_mp.cli.plan import main
+from grpo_mp.config import load_pipeline, load_settings
+from grpo_mp.errors import UserError
+from grpo_mp.pipeline.plan import Machines, plan_pipeline
+from grpo_mp.planner.clusters import read_cluster
+from grpo_mp.planner.job import make_job
+from grpo_mp.planner.memory import SubPhase
+from grpo_mp.planner.model_configs import named_config
+from grpo_mp.planner.plan import make_plan
+from tests.minimal_settings import MINIMAL_SETTINGS
+from tests.recipes import CONFIGS, PIPELINES
+
+NODE = Machines(read_cluster("h100-80"), 1)
+MODEL = "Qwen2.5-Math-7B"
+RL = {**MINIMAL_SETTINGS, "model": {"path": f"checkpoints/{MODEL}"}, "layout": {"tensor": 2}}
+STAGES: dict[str, Any] = {
+    "start": {
+        "command": "sft",
+        "config": "sft.yaml",
+        "settings": {"model.path": f"checkpoints/{MODEL}"},
+        "rows": 1000,
+    },
+    "rl": {"command": "train", "config": "rl.yaml", "settings": {"model.path": "{start}/final", "run.steps": 7}},
+    "found": {"command": "sample", "config": "rl.yaml", "settings": {"model.path": "{rl}/final"}, "rows": 100},
+}
+SFT = {
+    "run": {"folder": "r"},
+    "model": {"path": "m"},
+    "layout": {"tensor": 2},
+    "data": {"train": "t.jsonl"},
+    "sft": {"batch_size": 16, "epochs": 3, "max_tokens": 1024},
+    "optimizer": {"lr": 1e-5},
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "rl.yaml").write_text(yaml.safe_dump(RL))
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(SFT))
+    return write(tmp_path, STAGES)
+
+
+def write(folder: Path, stages: dict[str, Any]) -> Path:
+    (folder / "pipeline.yaml").write_text(yaml.safe_dump({"folder": "out", "stages": stages}, sort_keys=False))
+    return folder / "pipeline.yaml"
+
+
+def test_hours_are_those_of_the_stages_steps(file: Path) -> None:
+    """A stage that begins with what a former one ends with has its model."""
+    start, rl, found = plan_pipeline(load_pipeline(file), file, NODE)
+    alone = make_plan(make_job(load_settings(file.parent / "rl.yaml"), named_config(MODEL), NODE.cluster, 1))
+    assert (start.steps, rl.steps) == (188, 7)  # 3 x 1000 / 16, rounded up
+    assert (rl.step_s, rl.gpus) == (pytest.approx(alone.step_s), 8)
+    assert found.step_s == alone.times[SubPhase.GENERATE].expected_s
+    assert found.steps == -(-100 // alone.job.settings.rollout.prompts_per_step)
+    assert rl.row[-1] == f"{7 * alone.step_s * 8 / 3600:,.0f}"
+    assert all(plan.fits for plan in (start, rl, found))
+
+
+@pytest.mark.parametrize("stage", ["start", "found"])
+def test_a_length_that_follows_from_data_must_be_said(file: Path, stage: str) -> None:
+    stages = {name: {key: one[key] for key in one if (name, key) != (stage, "rows")} for name, one in STAGES.items()}
+    with pytest.raises(
+        UserError, match=rf"^stage {stage}: its length follows from its data .*: say .* as rows: 10000$"
+    ):
+        plan_pipeline(load_pipeline(write(file.parent, stages)), file, NODE)
+
+
+def test_a_stage_that_does_not_fit_is_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file.parent / "sft.yaml").write_text(yaml.safe_dump({**SFT, "layout": {}, "model": {"path": "m"}}))
+    stages = STAGES | {"start": {**STAGES["start"], "settings": {"model.path": "checkpoints/Qwen3-32B"}}}
+    arguments = [str(write(file.parent, stages)), "--cluster", "h100-80"]
+    assert main(arguments) == 1
+    assert "start: " in capsys.readouterr().out
+    with pytest.raises(UserError, match="a pipeline is planned by machines alone"):
+        main([*arguments, "--times"])
+
+
+@pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.stem)
+def test_a_pipeline_of_the_repository_loads(path: Path) -> None:
+    assert load_pipeline(path).stages
+
+
+@pytest.mark.slow
+def test_r1s_stages_fit_and_are_as_long_as_published() -> None:
+    """arXiv 2501.12948: 10,400 updates of R1-Zero, 1,700 of the second RL, 400 of these with preferences."""
+    file = CONFIGS / "r1_pipeline.yaml"
+    machines = Machines(read_cluster("h100-80"), 16)
+    plans = {plan.name: plan for plan in plan_pipeline(load_pipeline(file), file, machines)}
+    assert all(plan.fits for plan in plans.values())
+    updates = {name: 16 * plan.steps for name, plan in plans.items() if plan.command == "train"}
+    assert updates == {"reasoning": 10400, "all_scenarios": 1296, "preferences": 400}
+    assert (plans["fine_tuning"].steps, plans["distillation"].steps) == (2 * 800000 / 128, 2 * 800000 / 64)
