@@ -54,6 +54,7 @@ def check_steps(run: Path) -> None:
         assert step["train/samples_seen"] == 16 * step["step"]
 
 
+@pytest.mark.nightly
 def test_an_engine_killed_in_generate_takes_groups_before_the_phase_ends(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -114,6 +115,7 @@ def test_an_engine_that_hangs_comes_back(start: Callable[..., Job], tmp_path: Pa
     assert [(step["rollout/groups"], step["train/samples_seen"]) for step in steps[1:]] == [(8, 32), (8, 64)]
 
 
+@pytest.mark.nightly
 def test_the_only_engine_comes_back(start: Callable[..., Job], tmp_path: Path) -> None:
     job, run = start("schedule=async", "engine.ranks=1", "layout={}"), tmp_path / "run"
     job.wait_until(lambda: spans(run, 0, "TRAIN") >= 2)

@@ -110,7 +110,7 @@ def without_checkpoint(
     return out, ended.out, question
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_in_the_folder_of_the_results_is_not_evaluated(
     without_checkpoint: tuple[Path, str, str], tiny_run: TinyRun
 ) -> None:
@@ -120,7 +120,7 @@ def test_a_run_in_the_folder_of_the_results_is_not_evaluated(
     assert (report["step"], report["checkpoint"]) == (0, None)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_reward_that_fails_is_told_and_counted(without_checkpoint: tuple[Path, str, str]) -> None:
     folder, printed, _ = without_checkpoint
     report = json.loads((folder / "eval.json").read_text())["rewards"]["arithmetic"]
@@ -130,7 +130,7 @@ def test_a_reward_that_fails_is_told_and_counted(without_checkpoint: tuple[Path,
     assert "no verdict" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_samples_filter_what_is_trained_on(without_checkpoint: tuple[Path, str, str], tiny_run: TinyRun) -> None:
     """A problem of which nothing says whether it is solved stays; of the others a range of pass rates keeps some."""
     folder, _, question = without_checkpoint

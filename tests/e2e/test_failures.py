@@ -55,7 +55,7 @@ def test_an_engine_that_does_not_come_up_shows_its_log(start_job: StartJob, tmp_
     assert result.left == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_engine_with_one_wrong_tensor_stops_the_run_and_is_named(start_job: StartJob, tmp_path: Path) -> None:
     run = tmp_path / "run"
     result = outcome(start_job(f"run.folder={run}", NO_EVAL, "engine.max_restarts=0", command=CORRUPT))

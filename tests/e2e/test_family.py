@@ -102,6 +102,7 @@ def test_data_that_cannot_fill_a_step_ends_the_run_with_a_sentence(start_job: St
     assert result.left == []
 
 
+@pytest.mark.nightly
 def test_rewards_of_steps(train: Train, tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(STEPWISE)
     steps = train("algorithm=grpo_process", f"reward={{steps: '{tmp_path / 'steps.py'}:halves'}}", "run.steps=2")

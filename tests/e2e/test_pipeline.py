@@ -52,7 +52,7 @@ def file(tiny_run: TinyRun, tmp_path: Path) -> Path:
     return tmp_path / "pipeline.yaml"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pipeline_goes_on_where_it_was_stopped_or_killed(
     file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

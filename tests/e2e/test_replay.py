@@ -67,6 +67,7 @@ def test_another_layout_makes_them_to_rounding(finished_run: FinishedRun, start_
     assert all(torch.allclose(tensor, weights(run)[name], atol=1e-4) for name, tensor in weights(folder).items())
 
 
+@pytest.mark.nightly
 def test_a_guard_ends_the_run_before_its_step_is_saved(
     finished_run: FinishedRun, start_job: StartJob, tmp_path: Path
 ) -> None:

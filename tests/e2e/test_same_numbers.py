@@ -120,6 +120,7 @@ def check_replay(start: Start, run: Path, folder: Path) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.nightly
 def test_one_engine_and_two_give_the_same_numbers(start: Start, folder: Path) -> None:
     """One rank trains; of the engines' ranks there are one, or two."""
     jobs = [("one_engine", 1), ("two_engines", 2)]

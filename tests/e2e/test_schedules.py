@@ -99,7 +99,8 @@ def test_engines_take_new_weights_while_requests_run(start: Callable[..., Job], 
     assert sorted(path.name for path in (tmp_path / "run" / "samples").iterdir())
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1], ids=["trainer", "engine"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("rank", [0, 1], ids=["trainer", "engine"])
 def test_a_killed_rank_of_either_kind_ends_the_job(start: Callable[..., Job], tmp_path: Path, rank: int) -> None:
     job = start("schedule=async", "layout={}", "data.eval={}", "run.steps=50")
     job.wait_until(lambda: spans(tmp_path / "run", 0, "TRAIN") >= 2)

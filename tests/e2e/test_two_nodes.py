@@ -19,7 +19,8 @@ def node(number: int, port: int) -> tuple[str, ...]:
     return (sys.executable, "-m", "torch.distributed.run", *place, *meeting, "-m", "grpo_mp.train")
 
 
-@pytest.mark.parametrize("engines", [pytest.param(2, marks=pytest.mark.nightly), 1])
+@pytest.mark.nightly
+@pytest.mark.parametrize("engines", [2, 1])
 def test_each_node_has_its_engine_or_its_part_of_one_and_both_train(
     engines: int, start_job: StartJob, tmp_path: Path
 ) -> None:

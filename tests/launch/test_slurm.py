@@ -64,6 +64,7 @@ def test_killed_rank_ends_the_job_and_is_named(submit: Submit) -> None:
     assert job.remaining_processes() == []
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_and_a_lost_node_end_no_job_with_a_spare(
     cluster: Cluster, submit: Submit, tmp_path: Path
 ) -> None:
@@ -82,6 +83,7 @@ def test_a_killed_rank_and_a_lost_node_end_no_job_with_a_spare(
     assert steps_logged == list(range(steps + 1))
 
 
+@pytest.mark.nightly
 def test_a_job_that_gets_nowhere_is_not_started_for_ever(submit: Submit, tmp_path: Path) -> None:
     """It fails in its second step; without a checkpoint in between it may do so twice."""
     (tmp_path / "reward.py").write_text(FAILING_REWARD.format(metrics=tmp_path / "run" / "metrics.jsonl"))
@@ -91,6 +93,7 @@ def test_a_job_that_gets_nowhere_is_not_started_for_ever(submit: Submit, tmp_pat
     assert (job.state, job.log.count("failed: error: "), "2 attempts of job" in job.log) == ("FAILED", 2, True), job.log
 
 
+@pytest.mark.nightly
 def test_a_job_that_another_pushes_aside_goes_on_after_it(cluster: Cluster, submit: Submit, tmp_path: Path) -> None:
     """Slurm tells its ranks, and gives them time to save; the script that waits for them hears nothing."""
     steps = 24
@@ -153,6 +156,7 @@ def test_a_spare_takes_the_place_of_a_bad_node(submit: Submit, bad_second_node: 
     assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
 
 
+@pytest.mark.nightly
 def test_a_spare_takes_the_place_of_a_node_whose_check_crashes(submit: Submit, tmp_path: Path) -> None:
     crash = 'if [ "$SLURMD_NODENAME" = n2 ] && [[ "$*" = *launch.nodes* ]]; then kill -SEGV $$; fi\nexec "$@"\n'
     (tmp_path / "wrapper.sh").write_text(crash)
@@ -164,6 +168,7 @@ def test_a_spare_takes_the_place_of_a_node_whose_check_crashes(submit: Submit, t
     assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
 
 
+@pytest.mark.nightly
 def test_torchrun_on_each_node(submit: Submit, tmp_path: Path) -> None:
     job = submit("run.steps=1", "run.export=false", LAUNCHER="torchrun")
     job.wait_end()
