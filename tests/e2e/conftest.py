@@ -21,6 +21,21 @@ def letters(completions, log_metric, log_extra, **_):
     log_extra("first word", [text.split(" ")[0] for text in completions])
     return rewards
 """
+# The same, but in the second step it waits for a file `go`, and leaves one for each rank that does.
+HELD_REWARD = """
+import os, time
+from pathlib import Path
+
+def letters(completions, log_metric, log_extra, trainer_state, **_):
+    folder = Path(__file__).parent
+    while trainer_state.global_step == 2 and not (folder / "go").exists():
+        (folder / f"held_{os.environ['RANK']}").touch()
+        time.sleep(0.02)
+    rewards = [sum(map(str.isalpha, text)) / 10 for text in completions]
+    log_metric("most_letters", max(rewards))
+    log_extra("first word", [text.split(" ")[0] for text in completions])
+    return rewards
+"""
 StartJob = Callable[..., Job]
 
 
@@ -36,7 +51,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """The first job got SIGUSR1 in its second step; the second, the same command to one more step, ended by itself."""
+    """The first job, held in its second step, got SIGUSR1 at its end.
+
+    The second, the same command to one more step, ended by itself.
+    """
 
     folder: Path
     first: Outcome
@@ -66,20 +84,17 @@ def start_job(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.fixture(scope="session")
 def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     folder = tmp_path_factory.mktemp("finished")
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward.py").write_text(HELD_REWARD)
     run = folder / "run"
     settings = finished_settings(folder)
     job = start_job(*settings, f"run.steps={LAST_STEP - 1}")
-    job.wait_until(lambda: spans(run, 1, "TRAIN"))
-    ranks = [job.rank(number) for number in (0, 1)]  # they are found before: the phase is short
-    job.wait_until(lambda: spans(run, 1, "TRAIN") >= 2)
-    for rank in ranks:  # the engines answer meanwhile, and nothing changes
-        rank.suspend()
+    held = [folder / f"held_{rank}" for rank in (0, 1)]
+    job.wait_until(lambda: all(file.exists() for file in held))  # the engines answer meanwhile, and nothing changes
     listening = job.listening()
     watched, engines = RunReader(run).read(), [ask_weights(server) for server in find_servers(run)]
     answers = job.answers_to_strangers() if os.geteuid() == 0 else {}
-    for rank in ranks:
-        rank.resume()
+    (folder / "go").touch()
+    job.wait_until(lambda: spans(run, 1, "TRAIN") >= 2)
     job.signal(signal.SIGUSR1, rank=1)
     first = outcome(job)
     stopped_after = len(read_jsonl(run / "metrics.jsonl")) - 1  # besides the line of step 0
@@ -101,6 +116,7 @@ def finished_settings(folder: Path) -> tuple[str, ...]:
         "rollout.dump=true",
         "monitor.poll_engines_s=0.2",
         "monitor.report_every=2",
+        "reward.timeout_s=600",
     )
 
 
