@@ -115,9 +115,9 @@ class PlannedJob:
 
     @property
     def optimizer_offload(self) -> str:
-        """Return `optimizer.offload` as it acts: between steps nothing moves off GPUs that have no engine."""
+        """Return `optimizer.offload` as it acts: between steps nothing leaves GPUs without engines, or in float32."""
         offload = self.settings.optimizer.offload
-        return "none" if offload == "step" and not self.settings.shares_devices else offload
+        return "none" if offload == "step" and not self.offloads else offload
 
     @property
     def dp_size(self) -> int:

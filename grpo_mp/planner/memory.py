@@ -361,15 +361,11 @@ def _engine_routed_expert_bytes(job: PlannedJob, engine: EngineMemory) -> float:
 def _checkpoint_host_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
     """Return what a save or load holds beside the state: a piece of one tensor.
 
-    A save has one where it comes from a device, and two where weights and state of a device are both written while the
-    run goes on. A load has one; on a CPU only that of another layout's checkpoint, which may have been saved without
-    tensor parallelism.
+    A save has it where it comes from a device: its weights, and a state that stays there, both through the same
+    memory. A load reads so many rows at a time.
     """
     settings = job.settings
-    later = settings.run.async_save * (job.optimizer_offload == "none") + job.saves_weights_beside
-    pieces = later * (sub_phase in BESIDE_A_SAVE) + max(1, later) * (sub_phase is SubPhase.SAVE)
-    loads = sub_phase is SubPhase.LOAD
-    largest_piece = min(
-        settings.run.piece_bytes, 4 * _largest_tensor(job.model, 1 if loads else settings.layout.tensor)
-    )
-    return largest_piece * (pieces * settings.model.offloads + loads)
+    later = settings.run.async_save and (job.optimizer_offload == "none" or job.saves_weights_beside)
+    if sub_phase not in (SubPhase.SAVE, SubPhase.LOAD) and not (later and sub_phase in BESIDE_A_SAVE):
+        return 0.0
+    return min(settings.run.piece_bytes, 4 * _largest_tensor(job.model, settings.layout.tensor))
