@@ -194,14 +194,18 @@ def test_communicators_leave_the_device_while_engines_generate() -> None:
 
 
 def test_every_kind_on_the_device_is_measured_and_planned() -> None:
-    """With every kind in some phase of a job: a reference, float32 copies of gradients, an engine's graphs, FP8."""
+    """With every kind in some phase of a job: a reference, float32 copies of gradients, an engine's graphs, FP8.
+
+    And an engine that keeps its weights, so that what changes is found and checked.
+    """
     training, kl = {"megatron_args": {"grad_reduce_in_fp32": False}}, {"kl": {"coef": 0.1}}
     jobs = [
         job_of("qwen2.5-7b", "h100-80", 1, training=training, algorithm=kl, optimizer={"offload": offload})
         for offload in ("step", "host")
     ]
     fp8 = {"folder": "run", "steps": 1, "export_every": 1, "export_fp8": True}
-    jobs.append(job_of("qwen3-30b-a3b", "h100-80", 1, layout={"expert": 8}, run=fp8))
+    kept = {"args": {"enable_weights_cpu_backup": True, "quantization": "fp8"}}
+    jobs.append(job_of("qwen3-30b-a3b", "h100-80", 1, layout={"expert": 8}, run=fp8, engine=kept))
     planned = {kind for job in jobs for sizes in plan_memory(job).device[0].values() for kind in sizes}
     planned |= {"reward model", "reward model's cache"}  # tests/rollout/test_reward_servers.py
     planned |= {"draft weights", "draft KV cache"}  # test_speculation.py
