@@ -250,7 +250,7 @@ class _RectangleReader(SafeReader):
     def _read(self, piece: "_Piece", item: ReadItem, target: Tensor) -> bool:
         """Read an item; tell whether all of it is there."""
         (first, *corner), lengths = item.storage_offsets, item.lengths
-        rows, before = piece.rows_as_read(tuple(corner), tuple(lengths[1:]))
+        rows, before = piece.rows_as_read(lengths[0], tuple(corner), tuple(lengths[1:]))
         whole = rows == tuple(lengths[1:])
         if whole and target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous():
             # By a view of its own: of a dimension of one row, a contiguous tensor may have any stride.
@@ -273,18 +273,16 @@ class _Piece:
 
     stream: FileIO
     elements: int
-    sizes: tuple[int, ...]
+    sizes: Shape
     dtype: torch.dtype
 
-    def rows_as_read(
-        self, corner: tuple[int, ...], lengths: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return sizes and offsets of what is read of a row, of which a rectangle is wanted.
+    def rows_as_read(self, count: int, corner: Shape, lengths: Shape) -> tuple[Shape, Shape]:
+        """Return sizes and offsets of what is read of each of `count` rows, of which a rectangle is wanted.
 
         That is a range of the row's first dimension, or all of it where the gaps to the next row have no whole page.
         """
         row = self.sizes[1:]
-        if not row or (row[0] - lengths[0]) * prod(row[1:]) * self.dtype.itemsize < PAGE_BYTES:
+        if not row or (count > 1 and (row[0] - lengths[0]) * prod(row[1:]) * self.dtype.itemsize < PAGE_BYTES):
             return row, (0,) * len(row)
         return (lengths[0], *row[1:]), (corner[0], *(0 for _ in row[1:]))
 
