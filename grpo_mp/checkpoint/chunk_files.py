@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from io import FileIO
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
@@ -43,9 +43,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from grpo_mp.checkpoint.safe_metadata import SafeReader, read_metadata
-from grpo_mp.checkpoint.torch_dist_reader import read_into
+from grpo_mp.checkpoint.torch_dist_reader import find_elements, memory_of, read_at
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.platform.pinned import PinnedBuffer
+
+PAGE_BYTES = 4096  # a disk reads no less
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,10 @@ class WrittenChunks:
 
 
 class ChunkWriter:
-    """Writes one rank's chunks that are no replicas, a piece at a time."""
+    """Writes one rank's chunks that are no replicas, a piece at a time.
+
+    `write` in another thread than the loop's needs `share_buffer` before.
+    """
 
     def __init__(self, folder: Path, rank: int, chunks: Iterable[TensorChunk], piece_bytes: int) -> None:
         """Take the chunks, whose tensors must stay as they are until `write` returns; makes the folder."""
@@ -92,7 +98,21 @@ class ChunkWriter:
 
     def write(self) -> WrittenChunks:
         """Write them; no other rank need be there."""
+        if self._planner.buffer is None:
+            share_buffer([self])
         return WrittenChunks(self._plan, self._writer.write_data(self._plan, self._planner).wait())
+
+
+def share_buffer(writers: Sequence[ChunkWriter]) -> list[ChunkWriter]:
+    """Make one pinned buffer for writers that write one after the other, and return them.
+
+    It lives as long as they do. In a thread that writes, it would be made for another GPU, the first.
+    """
+    size = max(writer._planner.staged_bytes for writer in writers)
+    buffer = PinnedBuffer([torch.empty(size, dtype=torch.uint8, device="meta")])
+    for writer in writers:
+        writer._planner.buffer = buffer
+    return list(writers)
 
 
 def write_index(folder: Path, written: Sequence[WrittenChunks]) -> None:
@@ -103,15 +123,16 @@ def write_index(folder: Path, written: Sequence[WrittenChunks]) -> None:
     writer.finish(metadata, [one.results for one in written])
 
 
-def read_chunks(chunks: Iterable[TensorChunk], folder: Path) -> None:
-    """Fill this rank's chunks from what any layout saved, and read no more than the pieces that they are parts of.
+def read_chunks(chunks: Iterable[TensorChunk], folder: Path, piece_bytes: int) -> None:
+    """Fill this rank's chunks from what any layout saved, through `piece_bytes` of memory at most, or one row.
 
+    No more is read than the chunks are, but for gaps between rows of less than a page.
     Raises UserError where a part of one is missing, or the folder is damaged.
     """
     read_metadata(folder)  # its errors are sentences, which torch would replace by its own
     with _one_sentence(folder):
         planner = _ChunkLoadPlanner(chunks, folder)
-        dcp.load({}, storage_reader=_PieceReader(folder), planner=planner, no_dist=True)
+        dcp.load({}, storage_reader=_RectangleReader(folder, piece_bytes), planner=planner, no_dist=True)
 
 
 @contextmanager
@@ -127,7 +148,7 @@ def _one_sentence(folder: Path) -> Iterator[None]:
 
 
 def _pieces(chunk: TensorChunk, piece_bytes: int) -> Iterator[TensorChunk]:
-    """Cut a chunk into rows of `piece_bytes` at most, or one row: who reads a part of a piece holds all of it."""
+    """Cut a chunk into rows of `piece_bytes` at most, or one row."""
     rows = max(1, piece_bytes // max(1, chunk.tensor[:1].nbytes))
     for start in range(0, len(chunk.tensor), rows):
         offsets = (chunk.offsets[0] + start, *chunk.offsets[1:])
@@ -137,12 +158,12 @@ def _pieces(chunk: TensorChunk, piece_bytes: int) -> Iterator[TensorChunk]:
 class _ChunkSavePlanner(SavePlanner):
     """Saves pieces as they are, from the memory that they are in; those of a device through one buffer."""
 
+    buffer: PinnedBuffer | None  # of `staged_bytes` or more
+
     def __init__(self, pieces: Iterable[TensorChunk]) -> None:
         self._pieces = {piece.index: piece for piece in pieces}
         on_device = [piece.tensor.nbytes for piece in self._pieces.values() if piece.tensor.device.type != "cpu"]
-        # Made here: in a thread that writes, pinned memory would be made for another GPU, the first.
-        self._pinned = PinnedBuffer([torch.empty(max(on_device, default=0), dtype=torch.uint8, device="meta")])
-        (self._buffer,) = self._pinned.tensors
+        self.staged_bytes, self.buffer = max(on_device, default=0), None
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -173,7 +194,8 @@ class _ChunkSavePlanner(SavePlanner):
         return _with_own_storage(tensor if tensor.device.type == "cpu" else self._on_host(tensor))
 
     def _on_host(self, tensor: Tensor) -> Tensor:
-        host = self._buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        assert self.buffer
+        host = self.buffer.tensors[0][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return host.copy_(tensor)
 
 
@@ -189,8 +211,12 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-class _PieceReader(SafeReader):
-    """Reads each piece once: into its place where all of it goes there, else through memory of one piece."""
+class _RectangleReader(SafeReader):
+    """Reads rectangles of pieces: into their place where that is memory of the host, else through a strip of rows."""
+
+    def __init__(self, folder: Path, strip_bytes: int) -> None:
+        super().__init__(folder)
+        self._strip_bytes = strip_bytes
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
@@ -212,22 +238,67 @@ class _PieceReader(SafeReader):
         saved, number = self._tensors[items[0].storage_index.fqn], items[0].storage_index.index
         assert isinstance(saved, TensorStorageMetadata)
         assert number is not None  # create_read_items_for_chunk_list sets it
-        (name, start, length), sizes = place, saved.chunks[number].sizes
-        targets = [planner.resolve_tensor(item).detach() for item in items]
-        first = min(item.storage_offsets[0] for item in items)  # only the rows that are needed are read
-        last = max(item.storage_offsets[0] + item.lengths[0] for item in items)
-        needed = torch.Size((last - first, *sizes[1:]))
-        direct = targets[0].device.type == "cpu" and targets[0].dtype == saved.properties.dtype
-        direct = direct and targets[0].shape == needed and targets[0].is_contiguous()
-        # By a view of its own: of a dimension of one row, a contiguous tensor may have any stride.
-        piece = targets[0].view(-1).view(needed) if direct else torch.empty(needed, dtype=saved.properties.dtype)
-        if not read_into(Path(self.path) / name, start, length, piece, first, sizes[0]):
-            raise UserError(
-                f"{Path(self.path) / name}: a piece of {items[0].storage_index.fqn} is damaged: copy it again"
-            )
-        for item, target in list(zip(items, targets, strict=True))[int(direct) :]:
-            offsets = (item.storage_offsets[0] - first, *item.storage_offsets[1:])
-            target.copy_(narrow_tensor_by_index(piece, offsets, item.lengths))
+        (name, start, length), sizes, dtype = place, tuple(saved.chunks[number].sizes), saved.properties.dtype
+        file = Path(self.path) / name
+        with file.open("rb", buffering=0) as stream:
+            elements = find_elements(stream, start, length, sizes, dtype.itemsize)
+            for item in items:
+                target = planner.resolve_tensor(item).detach()
+                if elements is None or not self._read(_Piece(stream, elements, sizes, dtype), item, target):
+                    raise UserError(f"{file}: a piece of {item.storage_index.fqn} is damaged: copy it again")
+
+    def _read(self, piece: "_Piece", item: ReadItem, target: Tensor) -> bool:
+        """Read an item; tell whether all of it is there."""
+        (first, *corner), lengths = item.storage_offsets, item.lengths
+        rows, before = piece.rows_as_read(lengths[0], tuple(corner), tuple(lengths[1:]))
+        whole = rows == tuple(lengths[1:])
+        if whole and target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous():
+            # By a view of its own: of a dimension of one row, a contiguous tensor may have any stride.
+            return piece.read(target.view(-1).view(lengths), first, before)
+        count = max(1, self._strip_bytes // max(1, prod(rows) * piece.dtype.itemsize))
+        strip = torch.empty((min(count, lengths[0]), *rows), dtype=piece.dtype)
+        for done in range(0, lengths[0], count):
+            part = strip[: lengths[0] - done]
+            if not piece.read(part, first + done, before):
+                return False
+            for dim, (wanted, has) in enumerate(zip(corner, before, strict=True), start=1):
+                part = part.narrow(dim, wanted - has, lengths[dim])
+            target[done : done + count].copy_(part)
+        return True
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece in a file: its elements lie one after the other from `elements` on."""
+
+    stream: FileIO
+    elements: int
+    sizes: Shape
+    dtype: torch.dtype
+
+    def rows_as_read(self, count: int, corner: Shape, lengths: Shape) -> tuple[Shape, Shape]:
+        """Return sizes and offsets of what is read of each of `count` rows, of which a rectangle is wanted.
+
+        That is a range of the row's first dimension, or all of it where the gaps to the next row have no whole page.
+        """
+        row = self.sizes[1:]
+        if not row or (count > 1 and (row[0] - lengths[0]) * prod(row[1:]) * self.dtype.itemsize < PAGE_BYTES):
+            return row, (0,) * len(row)
+        return (lengths[0], *row[1:]), (corner[0], *(0 for _ in row[1:]))
+
+    def read(self, out: Tensor, first: int, before: Shape) -> bool:
+        """Fill `out`, contiguous, with rows from `first` on, each from `before` on; tell whether they are there."""
+        memory, row = memory_of(out), self.sizes[1:]
+        row_bytes, at = prod(row) * self.dtype.itemsize, self.elements
+        at += first * row_bytes
+        if tuple(out.shape[1:]) == row:
+            return read_at(self.stream, at, memory)
+        at += before[0] * prod(row[1:]) * self.dtype.itemsize
+        size = len(memory) // len(out)
+        return all(
+            read_at(self.stream, at + number * row_bytes, memory[number * size : (number + 1) * size])
+            for number in range(len(out))
+        )
 
 
 class _ChunkLoadPlanner(LoadPlanner):

@@ -4,9 +4,11 @@ A run's checkpoint has weights by the names of Hugging Face tensors (policy/stat
 """
 
 import io
+import os
 import pickle
 from collections import OrderedDict, defaultdict
 from dataclasses import replace
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,33 +31,47 @@ from grpo_mp.models.mapping import Param, unfuse
 OPTIMIZER = "optimizer."  # keys of the optimizer in checkpoints of Megatron itself
 
 
-def read_into(file: Path, start: int, length: int, out: Tensor, first_row: int = 0, rows: int | None = None) -> bool:
+def read_into(file: Path, start: int, length: int, out: Tensor) -> bool:
     """Fill `out` from what torch.save wrote, `length` bytes at `start`; torch.load would copy the tensor twice.
 
-    With `rows`, those that the written tensor has, `out` is those of them from `first_row` on.
-    Returns False, and reads nothing, for no plain tensor: contiguous, of this shape, in a storage of its own.
+    Returns False, and reads nothing, for no plain tensor: as `find_elements`.
     """
     with file.open("rb", buffering=0) as stream:
-        view: Any = _create_file_view(stream, start, length)
-        archive: Any = torch._C.PyTorchFileReader(view)  # torch's annotations lack half of its methods
-        if not archive.has_record("byteorder") or archive.get_record("byteorder") != b"little":
-            return False
-        try:
-            layout = _TensorUnpickler(io.BytesIO(archive.get_record("data.pkl"))).load()
-        except pickle.UnpicklingError:
-            return False
-        shape = tuple(out.shape) if rows is None else (rows, *out.shape[1:])
-        if not isinstance(layout, tuple) or layout[1:] != (shape, out.stride()) or not out.is_contiguous():
-            return False
-        record = f"data/{layout[0]}"
-        if archive.get_record_size(record) != prod(shape) * out.itemsize:
-            return False
-        before = first_row * out.stride(0) * out.itemsize if rows is not None else 0
-        stream.seek(start + archive.get_record_offset(record) + before)
-        memory = memoryview(out.view(-1).view(torch.uint8).numpy().data)
-        while memory and (count := stream.readinto(memory)):
-            memory = memory[count:]
-        return not memory
+        place = find_elements(stream, start, length, tuple(out.shape), out.itemsize) if out.is_contiguous() else None
+        return place is not None and read_at(stream, place, memory_of(out))
+
+
+def find_elements(stream: FileIO, start: int, length: int, shape: tuple[int, ...], itemsize: int) -> int | None:
+    """Return where the elements are in a file that torch.save wrote of a tensor, `length` bytes at `start`.
+
+    Returns None for no plain tensor: contiguous, of this shape, in a storage of its own.
+    """
+    view: Any = _create_file_view(stream, start, length)
+    archive: Any = torch._C.PyTorchFileReader(view)  # torch's annotations lack half of its methods
+    if not archive.has_record("byteorder") or archive.get_record("byteorder") != b"little":
+        return None
+    try:
+        layout = _TensorUnpickler(io.BytesIO(archive.get_record("data.pkl"))).load()
+    except pickle.UnpicklingError:
+        return None
+    if not isinstance(layout, tuple) or layout[1:] != (shape, torch.empty(shape, device="meta").stride()):
+        return None
+    record = f"data/{layout[0]}"
+    if archive.get_record_size(record) != prod(shape) * itemsize:
+        return None
+    return start + int(archive.get_record_offset(record))
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor of the host, which may be written."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
+
+
+def read_at(stream: FileIO, place: int, memory: memoryview) -> bool:
+    """Fill `memory` from a place in a file; tell whether so much is there."""
+    while memory and (count := os.preadv(stream.fileno(), [memory], place)):
+        memory, place = memory[count:], place + count
+    return not memory
 
 
 class _TensorUnpickler(pickle.Unpickler):

@@ -19,6 +19,7 @@ from grpo_mp.planner.reward_memory import reward_memory
 from grpo_mp.planner.weight_traffic import check_lengths
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.types import expert_id_bytes
+from grpo_mp.weight_sync.changes import CHUNK_WORDS, WORD_BYTES
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
 from grpo_mp.weight_sync.wire import BUCKET_BYTES
 
@@ -53,6 +54,8 @@ BESIDE_A_SAVE = (SubPhase.GENERATE, SubPhase.SCORE, SubPhase.LOGPROB)
 ALL_RESIDENT = Residency(True, True, True, True, True, True, True)
 # Of a rank that only trains. It waits while engines generate, and nothing leaves its device.
 ONLY_TRAINER = replace(ALL_RESIDENT, engine_weights=False, engine_cache=False, reward_model=False)
+FINGERPRINT_BYTES = 4.0 * WORD_BYTES * CHUNK_WORDS  # random factors, and three times a chunk
+CHECKSUM_BYTES = 12  # of an element of FP8, while SGLang hashes its tensor: itself, its factor and both in float32
 QUANTIZATION_BYTES = 2.0 * 4 * AT_ONCE  # of what is quantized at a time: twice in float32
 NOT_OF_A_TRAINER = (SubPhase.GENERATE, SubPhase.OFFLOAD)
 ROUNDS_OF_AN_ENGINE = ROUNDS_IN_MEMORY - 1  # what arrives, is joined, and is read; it sends none
@@ -73,6 +76,7 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
         "sync rounds",
         "export rounds",
         "quantization",
+        "fingerprints",
     ),
     "kept by the allocator": ("fragments",),
     "engine, communicators and contexts": (
@@ -81,6 +85,7 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
         "KV cache",
         "draft KV cache",
         "CUDA graphs",
+        "checksums",
         "reward model",
         "reward model's cache",
         "communication",
@@ -141,6 +146,7 @@ def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Sub
         sizes["KV cache"] = resident.engine_cache * engine.kv_cache
         sizes["draft KV cache"] = resident.engine_cache * engine.draft_kv_cache
         sizes["CUDA graphs"] = resident.engine_cache * engine.cuda_graphs
+        sizes["checksums"] = _checksum_bytes(job) * shared * (sub_phase is SubPhase.SYNC)
         sizes["reward model"] = resident.reward_model * reward.weights
         sizes["reward model's cache"] = resident.reward_model * reward.kv_cache
         memory[sub_phase] = {kind: size for kind, size in sizes.items() if size}
@@ -171,8 +177,29 @@ def _engine_device_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhas
     }
     return {
         SubPhase.GENERATE: sizes,
-        SubPhase.SYNC: sizes | {"sync rounds": staged, "fragments": OVERHEADS.fragmentation * staged},
+        SubPhase.SYNC: sizes
+        | {
+            "sync rounds": staged,
+            "fragments": OVERHEADS.fragmentation * staged,
+            "checksums": _checksum_bytes(job),
+        },
     }
+
+
+def _checksum_bytes(job: PlannedJob) -> float:
+    """Return what an engine takes for the checksum of its largest tensor in FP8, where it is asked for checksums.
+
+    Where it has less, it says so, and what a sync left out is sent and not compared.
+    """
+    asked, model, parallelism = (
+        job.sends_changes and job.settings.sync.check_delta_every,
+        job.model,
+        job.engine_parallelism,
+    )
+    if not (asked and job.engine_uses_fp8):
+        return 0.0
+    experts = 2 * model.moe_ffn_hidden_size * model.num_experts / parallelism.expert / parallelism.expert_tensor
+    return CHECKSUM_BYTES * model.hidden_size * max(experts, 2 * model.ffn_hidden_size / parallelism.gpus)
 
 
 def communicator_bytes(job: PlannedJob) -> tuple[float, float]:
@@ -217,6 +244,7 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
             "sync rounds": staged,
             "activations": max(0.0, scored - staged),
             "quantization": QUANTIZATION_BYTES * job.engine_uses_fp8,
+            "fingerprints": FINGERPRINT_BYTES * job.sends_changes,
         }
     if sub_phase is SubPhase.SAVE and _exports(job.settings):
         # As the sync's, but no engine reads them; one rank has all that it writes.
@@ -361,15 +389,11 @@ def _engine_routed_expert_bytes(job: PlannedJob, engine: EngineMemory) -> float:
 def _checkpoint_host_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
     """Return what a save or load holds beside the state: a piece of one tensor.
 
-    A save has one where it comes from a device, and two where weights and state of a device are both written while the
-    run goes on. A load has one; on a CPU only that of another layout's checkpoint, which may have been saved without
-    tensor parallelism.
+    A save has it where it comes from a device: its weights, and a state that stays there, both through the same
+    memory. A load reads so many rows at a time.
     """
     settings = job.settings
-    later = settings.run.async_save * (job.optimizer_offload == "none") + job.saves_weights_beside
-    pieces = later * (sub_phase in BESIDE_A_SAVE) + max(1, later) * (sub_phase is SubPhase.SAVE)
-    loads = sub_phase is SubPhase.LOAD
-    largest_piece = min(
-        settings.run.piece_bytes, 4 * _largest_tensor(job.model, 1 if loads else settings.layout.tensor)
-    )
-    return largest_piece * (pieces * settings.model.offloads + loads)
+    later = settings.run.async_save and (job.optimizer_offload == "none" or job.saves_weights_beside)
+    if sub_phase not in (SubPhase.SAVE, SubPhase.LOAD) and not (later and sub_phase in BESIDE_A_SAVE):
+        return 0.0
+    return min(settings.run.piece_bytes, 4 * _largest_tensor(job.model, settings.layout.tensor))

@@ -1,15 +1,23 @@
 """One plan: memory, resource use and time of every sub-phase of a step, and whether it fits its machines."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_mp.algorithms.settings import needs_old_logprobs
 from grpo_mp.phases import GIB
 from grpo_mp.planner.generation import GenerationPlan, generation_use, plan_generation
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.memory import BESIDE_A_SAVE, BytesByKind, MemoryPlan, SubPhase, plan_memory, total_bytes
-from grpo_mp.planner.resource_use import ResourceUse, TimeEstimate, estimate_time
-from grpo_mp.planner.sync_use import check_use, sleep_use, sync_use
+from grpo_mp.planner.memory import (
+    BESIDE_A_SAVE,
+    BytesByKind,
+    MemoryPlan,
+    SubPhase,
+    communicator_bytes,
+    plan_memory,
+    total_bytes,
+)
+from grpo_mp.planner.resource_use import Part, ResourceUse, TimeEstimate, estimate_time
+from grpo_mp.planner.sync_use import check_use, save_moves_use, sleep_use, sync_use
 from grpo_mp.planner.training_use import logprob_use, optimizer_use, train_use
 
 ONCE_PER_RUN = (SubPhase.START, SubPhase.LOAD)
@@ -96,7 +104,7 @@ def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
     memory = plan_memory(job)
     uses = _resource_uses(job, memory) | dict.fromkeys(ON_BOTH, ResourceUse())
     if with_sync:
-        uses |= {SubPhase.SYNC: sync_use(job), SubPhase.CHECK: check_use(job, memory.engine)}
+        uses |= {SubPhase.SYNC: sync_use(job, memory.engine), SubPhase.CHECK: check_use(job, memory.engine)}
     uses[SubPhase.SAVE] = _save_use(job, uses)
     times = {sub_phase: estimate_time(use, job.cluster) for sub_phase, use in uses.items()}
     return Plan(job, memory, uses, times, plan_generation(job, memory.engine))
@@ -110,6 +118,7 @@ def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resour
     swap = 4 * count.total * per_parameter.weights * job.has_reference
     sharded = job.sharded_parameters(count)
     weights = 2 * count.total * per_parameter.weights * job.offloads
+    communicators = 2 * _suspended_bytes(job)
     moves = job.offloads and job.optimizer_offload == "step"
     state = sharded * per_parameter.optimizer * 2 * moves  # there and back
     return {
@@ -120,8 +129,14 @@ def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resour
         SubPhase.LOGPROB: logprob_use(job, passes) + ResourceUse(host_link_bytes=swap),
         SubPhase.TRAIN: train_use(job),
         SubPhase.OPTIMIZER: optimizer_use(job, stage),
-        SubPhase.OFFLOAD: ResourceUse(host_link_bytes=weights + state) + sleep_use(job),
+        SubPhase.OFFLOAD: ResourceUse(host_link_bytes=weights + state + communicators) + sleep_use(job),
     }
+
+
+def _suspended_bytes(job: PlannedJob) -> float:
+    """Return what the trainer's communicators give up on a device while engines generate."""
+    in_use, suspended = communicator_bytes(job)
+    return (in_use - suspended) * job.offloads
 
 
 def largest_stage(job: PlannedJob) -> int:
@@ -173,7 +188,10 @@ def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> Resource
     beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)  # a trainer that waits is not slower
     hidden_s = sum(estimate_time(uses[sub_phase], job.cluster).expected_s for sub_phase in beside)
     share = 1 - hidden_s / estimate_time(rest, job.cluster).expected_s if job.settings.run.async_save else 1.0
-    return weights + rest.scaled(max(0.0, share))
+    stage_weights = job.parameter_counts[largest_stage(job)].total * job.per_parameter.weights
+    moves = save_moves_use(job, stage_weights, _suspended_bytes(job))
+    parts = (Part("the trainer comes back and leaves", moves),) if job.offloads else ()
+    return replace(weights + rest.scaled(max(0.0, share)), parts=parts)
 
 
 @dataclass(frozen=True)

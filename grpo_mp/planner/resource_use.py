@@ -24,7 +24,8 @@ class Wait:
 class ResourceUse:
     """What one GPU does in one sub-phase of a step: FLOPs, bytes by link, and waits that follow from no rate.
 
-    `bubble`: seconds that a pipeline waits for each second of work. The roofline leaves out waits and bubble.
+    `parts`: what it does besides, under names of their own, after the rest. `bubble`: seconds that a pipeline waits for
+    each second of work. The roofline leaves out waits and bubble.
     """
 
     flops: float = 0.0
@@ -36,18 +37,29 @@ class ResourceUse:
     host_copy_bytes: float = 0.0
     disk_bytes: float = 0.0  # of the node
     waits: tuple[Wait, ...] = ()
+    parts: tuple["Part", ...] = ()
     bubble: float = 0.0
 
     def scaled(self, factor: float) -> "ResourceUse":
         """Return this use `factor` times over."""
         waits = tuple(replace(wait, count=wait.count * factor) for wait in self.waits)
-        amounts = {name: value * factor for name, value in vars(self).items() if name not in (*FIRST_OF_SUM, "waits")}
-        return replace(self, **amounts, waits=waits)
+        parts = tuple(replace(part, use=part.use.scaled(factor)) for part in self.parts)
+        others = (*FIRST_OF_SUM, "waits", "parts")
+        amounts = {name: value * factor for name, value in vars(self).items() if name not in others}
+        return replace(self, **amounts, waits=waits, parts=parts)
 
     def __add__(self, other: "ResourceUse") -> "ResourceUse":
         """Add up two uses, one after the other; `fp8` and `bubble` are those of the first."""
         names = [name for name in vars(self) if name not in FIRST_OF_SUM]
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something in a sub-phase whose seconds are to be seen by its name."""
+
+    name: str
+    use: ResourceUse
 
 
 @dataclass(frozen=True)
@@ -87,7 +99,7 @@ class TimeEstimate:
 
 def estimate_time(use: ResourceUse, cluster: Cluster) -> TimeEstimate:
     """Estimate the seconds of one sub-phase: each resource at the share of its peak that the profile calls achievable,
-    then what waits for a pipeline, then waits."""
+    then what waits for a pipeline, then waits, then the parts that have names."""
     achievable = cluster.achievable
     tflops = cluster.matmul_tflops(use.fp8) if use.flops else cluster.bf16_tflops
     rated = [
@@ -107,12 +119,21 @@ def estimate_time(use: ResourceUse, cluster: Cluster) -> TimeEstimate:
     busy = sum(term.expected_s for term in rated)
     idle = Term("waiting in the pipeline", f"{busy:,.1f} s of work x {use.bubble:.1%}", busy * use.bubble)
     waits = [
-        Term("latency", f"{wait.count:,.0f} {wait.name} x {wait.seconds * 1e6:,.0f} us", wait.count * wait.seconds)
+        Term("latency", f"{_count(wait.count)} {wait.name} x {wait.seconds * 1e6:,.0f} us", wait.count * wait.seconds)
         for wait in use.waits
     ]
-    return TimeEstimate(tuple(term for term in (*rated, idle, *waits) if term.expected_s))
+    named = [
+        replace(term, what=f"{part.name}: {term.what}")
+        for part in use.parts
+        for term in estimate_time(part.use, cluster).terms
+    ]
+    return TimeEstimate(tuple(term for term in (*rated, idle, *waits, *named) if term.expected_s))
 
 
 def _term(resource: str, amount: float, unit: str, rate: float, rate_unit: str, share: float) -> Term:
     what = f"{amount:,.1f} {unit} at {share:.0%} of {rate:,.0f} {rate_unit}"
     return Term(resource, what, amount / (rate * share), amount / rate)
+
+
+def _count(count: float) -> str:
+    return f"{count:,.0f}" if count >= 10 else f"{count:.2g}"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from grpo_mp.checkpoint.chunk_files import ChunkWriter, WrittenChunks, read_chunks, write_index
 from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER
 from grpo_mp.checkpoint.torch_dist import COMMON
+from grpo_mp.config.sections import PIECE_BYTES
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.errors import DiskError, UserError, one_line
 from grpo_mp.policy.former_checkpoint import is_torch_dist_of_megatron, read_torch_dist
@@ -94,16 +95,17 @@ def write_indexes(written: Mapping[Path, list[WrittenChunks]]) -> None:
         write_index(folder, chunks)
 
 
-def load_policy(policy: Policy, folder: Path) -> None:
+def load_policy(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
     """Read weights, optimizer and learning-rate step of a checkpoint, from any layout. Every rank must call this.
 
+    What goes to a device goes through `piece_bytes` of the host.
     Raises UserError where the checkpoint is incomplete or belongs to another model.
     """
     if is_torch_dist_of_megatron(folder):
         common = read_torch_dist(policy, folder)
     else:
         common = _read_common(folder)
-        read_chunks(local_weight_chunks(policy, policy.tensors), folder)
+        read_chunks(local_weight_chunks(policy, policy.tensors), folder, piece_bytes)
     saved, expected = common.get("main_weights", "whole"), _main_weight_format(policy)
     if saved != expected:
         raise UserError(
@@ -115,17 +117,17 @@ def load_policy(policy: Policy, folder: Path) -> None:
     with state_dict_without_copies(parts):
         for part in parts:
             part.load_state_dict({"optimizer": {"param_groups": groups}})
-    read_chunks(optimizer_chunks(policy), folder / OPTIMIZER_FOLDER)
+    read_chunks(optimizer_chunks(policy), folder / OPTIMIZER_FOLDER, piece_bytes)
     policy.lr_scheduler.load_state_dict(common["schedule"])
 
 
-def load_reference(policy: Policy, folder: Path) -> None:
+def load_reference(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
     """Read the reference's weights, from any layout. Every rank must call this; raises as `load_policy`."""
     if is_torch_dist_of_megatron(folder):
         with policy.use_reference_weights():
             read_torch_dist(policy, folder)
     elif policy.reference:
-        read_chunks(local_weight_chunks(policy, policy.reference.host_tensors), folder)
+        read_chunks(local_weight_chunks(policy, policy.reference.host_tensors), folder, piece_bytes)
 
 
 def _common(policy: Policy) -> dict[str, Any]:

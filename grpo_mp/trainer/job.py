@@ -120,9 +120,9 @@ def build_policy(
     begins = checkpoint is None or (with_reference and not state.reference_updated)  # or its reference does
     policy = Policy(settings, parallel, with_reference, load_weights=begins)
     if checkpoint:
-        load_policy(policy, checkpoint / "policy")
+        load_policy(policy, checkpoint / "policy", settings.run.piece_bytes)
         if state.reference_updated and policy.reference:
-            load_reference(policy, checkpoint / "reference")
+            load_reference(policy, checkpoint / "reference", settings.run.piece_bytes)
     return policy
 
 

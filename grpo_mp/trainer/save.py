@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mp.background import BackgroundTask
-from grpo_mp.checkpoint.chunk_files import ChunkWriter
+from grpo_mp.checkpoint.chunk_files import ChunkWriter, share_buffer
 from grpo_mp.checkpoint.describe import TORCH_DIST
 from grpo_mp.checkpoint.hf_reader import read_non_policy_tensors
 from grpo_mp.checkpoint.hf_writer import Shard, begin_hf, complete_hf, write_shards
@@ -174,12 +174,12 @@ class CheckpointSaver:
         write_common(policy, folder / POLICY)
         weights = weights_writer(policy, folder / POLICY, piece_bytes)
         if self._weights_later and not with_reference:
-            return {}, [weights, optimizer_writer(policy, folder / POLICY, piece_bytes)]
+            return {}, share_buffer([weights, optimizer_writer(policy, folder / POLICY, piece_bytes)])
         written = {weights.folder: weights.write()}
         del weights  # with its piece of memory
         if with_reference:
             written |= write_reference(policy, folder / REFERENCE, piece_bytes)
-        return written, [optimizer_writer(policy, folder / POLICY, piece_bytes)]
+        return written, share_buffer([optimizer_writer(policy, folder / POLICY, piece_bytes)])
 
     def _write_rest(self, folder: Path, state: TrainState, first: Written, writers: Sequence[ChunkWriter]) -> None:
         """Write what the next update changes and complete the checkpoint; runs in a thread of each rank."""

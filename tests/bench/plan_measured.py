@@ -61,8 +61,12 @@ def _planned(memory: MemoryPlan, name: str) -> float:
     sub_phase = {OTHER_LAYOUT: SubPhase.LOAD, EXPORT: SubPhase.SAVE}.get(name) or SubPhase(name)
     device = {kind: size for kind, size in memory.device[0][sub_phase].items() if kind not in OTHERS}
     gathered = device["weights"] if sub_phase is SubPhase.OPTIMIZER else 0.0
-    # On a CPU, what the same layout saved is read straight into its place.
-    piece = 0.0 if name == SubPhase.LOAD else memory.host[sub_phase]["export" if name == EXPORT else "checkpoint"]
+    # On a CPU it is written from its place, and what the same layout saved is read straight into that.
+    piece = (
+        0.0
+        if name in (SubPhase.SAVE, SubPhase.LOAD)
+        else memory.host[sub_phase]["export" if name == EXPORT else "checkpoint"]
+    )
     return total_bytes(device) + piece + gathered
 
 
@@ -93,17 +97,17 @@ def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> d
             SubPhase.SAVE: peak_bytes(lambda: save_policy(policy, folder)),
             EXPORT: peak_bytes(lambda: export_policy(policy, folder / EXPORT, model.path, sync_bytes)),
             SubPhase.LOAD: peak_bytes(lambda: load_policy(policy, folder)),
-            OTHER_LAYOUT: peak_bytes(lambda: _load_half(policy, folder)),
+            OTHER_LAYOUT: peak_bytes(lambda: _load_half(policy, folder, settings.run.piece_bytes)),
         }
 
 
-def _load_half(policy: Policy, folder: Path) -> None:
+def _load_half(policy: Policy, folder: Path, piece_bytes: int) -> None:
     """Load half the columns of each tensor, as of some one of two ranks keeps, from the pieces that one rank saved.
 
     Half the rows would be read straight into their place.
     """
-    read_chunks(_halves(local_weight_chunks(policy, policy.tensors)), folder)
-    read_chunks(_halves(optimizer_chunks(policy)), folder / OPTIMIZER_FOLDER)
+    read_chunks(_halves(local_weight_chunks(policy, policy.tensors)), folder, piece_bytes)
+    read_chunks(_halves(optimizer_chunks(policy)), folder / OPTIMIZER_FOLDER, piece_bytes)
 
 
 def _halves(chunks: Iterator[TensorChunk]) -> Iterator[TensorChunk]:

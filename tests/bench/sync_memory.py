@@ -4,7 +4,8 @@ Two ranks hold a random Qwen3-MoE of some hundred MB, by expert and by tensor pa
 each to an engine of its own: to a stand-in that only looks where the tensors lie, or, with `--engines`, to SGLang.
 The peak is the kernel's mark of resident memory (VmHWM), reset before each push.
 
-Reach: the peak is at most the model and sync.bucket_bytes; the last column is the one over the other.
+Reach: the peak is at most the model and sync.bucket_bytes; the last column is the one over the other. Exit status 1
+where one is above 1.
 """
 
 import argparse
@@ -56,13 +57,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_tiny(Path(folder) / "model", "qwen3_moe", make_tokenizer([]), **SHAPE)
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        ratios: list[float] = []
         environment = os.environ | {FOLDER: folder, "OMP_NUM_THREADS": "1"}
         print(
             f"{'layout':8}{'process':10}{'seconds':>8}{'model':>14}{'bucket':>14}{'above':>14}{'ratio':>8}", flush=True
         )
         for layout in [given.layout] if given.layout else LAYOUTS:
             arguments = ["--layout", layout, *(["--engines"] if given.engines else [])]
-            subprocess.run([*launch, "-m", "tests.bench.sync_memory", *arguments], env=environment, check=True)
+            ratios += list(shown([*launch, "-m", "tests.bench.sync_memory", *arguments], environment))
+    raise SystemExit(max(ratios) > 1)
+
+
+def shown(command: list[str], environment: dict[str, str]) -> Iterator[float]:
+    """Run ranks and print their lines; yield the ratio that each ends with."""
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            yield float(line.split()[-1])
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
 
 
 def run_rank(folder: Path, layout: str, engines: bool) -> None:

@@ -1,11 +1,16 @@
 """Rectangles that other ranks wrote, in one process: each writes its share, another layout reads all."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from grpo_mp.checkpoint.chunk_files import ChunkWriter, TensorChunk, read_chunks, write_index
+from grpo_mp.checkpoint import chunk_files
+from grpo_mp.checkpoint.chunk_files import ChunkWriter, TensorChunk, read_chunks, share_buffer, write_index
+from grpo_mp.platform.pinned import PinnedBuffer
+
+PIECE_BYTES = 2**20
 
 
 def cut(tensor: torch.Tensor, rows: int, columns: int) -> list[TensorChunk]:
@@ -32,7 +37,7 @@ def test_any_rectangles_are_read_from_any(
     ]
     write_index(tmp_path, written)
     chunks = cut(torch.zeros(4, 6), *read_as)
-    read_chunks(chunks, tmp_path)
+    read_chunks(chunks, tmp_path, piece_bytes)
     for chunk, expected in zip(chunks, cut(whole, *read_as), strict=True):
         assert torch.equal(chunk.tensor, expected.tensor)
 
@@ -42,11 +47,61 @@ def test_only_the_rows_that_are_needed_are_read(tmp_path: Path) -> None:
     whole = torch.randn(1024, 1024)
     write_index(tmp_path, [ChunkWriter(tmp_path, 0, cut(whole, 1024, 1024), whole.nbytes).write()])
     chunks = cut(torch.zeros(1024, 1024), 128, 1024)
-    read_chunks(chunks[:1], tmp_path)  # opens and imports
+    read_chunks(chunks[:1], tmp_path, PIECE_BYTES)  # opens and imports
     before = bytes_read()
-    read_chunks(chunks[3:4], tmp_path)
+    read_chunks(chunks[3:4], tmp_path, PIECE_BYTES)
     assert bytes_read() - before < 1.3 * chunks[3].tensor.nbytes
     assert torch.equal(chunks[3].tensor, whole[3 * 128 : 4 * 128])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["into its place", "through a strip"])
+def test_only_the_columns_that_are_needed_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of one piece of 16 MiB, for eight ranks that read an eighth of each row."""
+    whole = torch.randn(1024, 4096)
+    write_index(tmp_path, [ChunkWriter(tmp_path, 0, cut(whole, 1024, 4096), whole.nbytes).write()])
+    chunks = cut(torch.zeros(1024, 4096, dtype=dtype), 1024, 512)
+    read_chunks(chunks[:1], tmp_path, PIECE_BYTES)  # opens and imports
+    before = bytes_read()
+    read_chunks(chunks[3:4], tmp_path, PIECE_BYTES)
+    assert bytes_read() - before < 1.3 * whole.nbytes / 8
+    assert torch.equal(chunks[3].tensor, whole[:, 3 * 512 : 4 * 512].to(dtype))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 1024])
+def test_what_is_read_goes_through_no_more_memory_than_a_piece(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the loader, whatever the save had: here all in one. Two columns of three are read with the third."""
+    whole, sizes, read = torch.randn(1000, 3), list[int](), chunk_files._Piece.read
+
+    def watched(piece: chunk_files._Piece, out: torch.Tensor, *place: Any) -> bool:
+        sizes.append(out.nbytes)
+        return read(piece, out, *place)
+
+    monkeypatch.setattr(chunk_files._Piece, "read", watched)
+    write_index(tmp_path, [ChunkWriter(tmp_path, 0, cut(whole, 1000, 3), whole.nbytes).write()])
+    chunks = cut(torch.zeros(1000, 3), 1000, 2)
+    read_chunks(chunks[:1], tmp_path, 12 * rows + 11)
+    assert max(sizes) == 12 * min(rows, 1000)
+    assert torch.equal(chunks[0].tensor, whole[:, :2])
+
+
+def test_writers_share_a_buffer_of_the_largest_piece_of_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def watched(like: list[torch.Tensor]) -> PinnedBuffer:
+        made.extend(tensor.nbytes for tensor in like)
+        return PinnedBuffer(like)
+
+    monkeypatch.setattr(chunk_files, "PinnedBuffer", watched)
+    writers = [
+        ChunkWriter(tmp_path / str(size), 0, cut(torch.empty(size, 256, device="meta"), size, 256), 16 * 1024)
+        for size in (8, 100, 12)
+    ]
+    share_buffer(writers)
+    assert made == [16 * 1024]
 
 
 def bytes_read() -> int:

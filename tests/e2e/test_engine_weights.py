@@ -25,7 +25,15 @@ pytestmark = pytest.mark.slow
 JOB = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tests.e2e.sync_and_export")
 
 
-def planned_bytes(hf: HfConfig, gpus: int) -> tuple[list[int], int]:
+def make_model_and_settings(run: Path, model: Path, gpus: int) -> tuple[str, ...]:
+    """Write the model, and return the overrides of a run of it by two ranks with engines of so many."""
+    # SGLang's CPU kernels pad an expert to 32 rows a rank: what is smaller is not cut.
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 64}
+    make_tiny(model, "deepseek_v3", make_tokenizer(vocabulary_words()), **sizes)
+    return (f"run.folder={run}", f"model.path={model}", "layout={expert: 2}", f"engine.gpus_per_engine={gpus}")
+
+
+def planned_bytes(hf: HfConfig, gpus: int, ranks_per_node: int = 2) -> tuple[list[int], int]:
     """Return what each of two ranks sends by the plan that needs no run, and the bytes of all weights, in float32.
 
     Each rank has half of the experts, and all other weights.
@@ -36,7 +44,7 @@ def planned_bytes(hf: HfConfig, gpus: int) -> tuple[list[int], int]:
     parallelism = engine_parallelism(gpus, {}, hf)
     readers = engine_readers(range(0, 2, gpus), parallelism, expert_alignment(parallelism, {}, False, None))
     holders = shard_holders(params, LayoutConfig(expert=2), 2, layers)
-    plan = plan_sync(group_params(params), holders, readers, 2, wire.sizes, 2**30)
+    plan = plan_sync(group_params(params), holders, readers, ranks_per_node, wire.sizes, 2**30)
     sent = [0, 0]
     for transfer in chain(*plan.rounds):
         for source, shard in transfer.shards():
@@ -64,21 +72,16 @@ def test_an_engine_has_what_it_would_load_from_the_exported_folder(
     planned, to the byte.
     """
     run, model = tmp_path / "run", tmp_path / "model"
-    # SGLang's CPU kernels pad an expert to 32 rows a rank: what is smaller is not cut.
-    make_tiny(
-        model,
-        "deepseek_v3",
-        make_tokenizer(vocabulary_words()),
-        num_hidden_layers=2,
-        hidden_size=64,
-        moe_intermediate_size=64,
-    )
-    settings = (f"run.folder={run}", f"model.path={model}", "layout={expert: 2}", f"engine.gpus_per_engine={gpus}")
-    result = outcome(start_job(*settings, command=JOB))
+    result = outcome(start_job(*make_model_and_settings(run, model, gpus), command=JOB))
     assert (result.status, result.left) == (0, []), result.err
+    check_reports(run, gpus, planned_bytes(HfConfig.read(model), gpus), result.err)
+
+
+def check_reports(run: Path, gpus: int, planned: tuple[list[int], int], err: str) -> None:
+    """Check what two ranks of tests.e2e.sync_and_export found; `planned`: of `planned_bytes`; `err`: of rank 0."""
     reports = [json.loads((run / f"engine_{rank}.json").read_text()) for rank in range(2)]
-    planned, model_bytes = planned_bytes(HfConfig.read(model), gpus)
-    for report, sent in zip(reports, planned, strict=True):
+    planned_sent, model_bytes = planned
+    for report, sent in zip(reports, planned_sent, strict=True):
         assert report["all"]["sent"] == report["all"]["messages"] == report["first"]["messages"] == sent
         assert 0 < sent < model_bytes / 4
     for engine in reports[::gpus]:
@@ -96,5 +99,5 @@ def test_an_engine_has_what_it_would_load_from_the_exported_folder(
     assert different == [f"{ALTERED} (rank {rank})" for rank in range(2)] if gpus > 1 else [ALTERED]
     assert altered["scores"] != checked["scores"] == reports[0]["all"]["scores"]
     assert checked["checksums"] == reports[0]["all"]["checksums"]
-    assert f"engine 0: {gpus} of {len(altered['checksums'])} tensors were not the policy's ({ALTERED}" in result.err
-    assert "engine 1" not in result.err
+    assert f"engine 0: {gpus} of {len(altered['checksums'])} tensors were not the policy's ({ALTERED}" in err
+    assert "engine 1" not in err

@@ -194,14 +194,18 @@ def test_communicators_leave_the_device_while_engines_generate() -> None:
 
 
 def test_every_kind_on_the_device_is_measured_and_planned() -> None:
-    """With every kind in some phase of a job: a reference, float32 copies of gradients, an engine's graphs, FP8."""
+    """With every kind in some phase of a job: a reference, float32 copies of gradients, an engine's graphs, FP8.
+
+    And an engine that keeps its weights, so that what changes is found and checked.
+    """
     training, kl = {"megatron_args": {"grad_reduce_in_fp32": False}}, {"kl": {"coef": 0.1}}
     jobs = [
         job_of("qwen2.5-7b", "h100-80", 1, training=training, algorithm=kl, optimizer={"offload": offload})
         for offload in ("step", "host")
     ]
     fp8 = {"folder": "run", "steps": 1, "export_every": 1, "export_fp8": True}
-    jobs.append(job_of("qwen3-30b-a3b", "h100-80", 1, layout={"expert": 8}, run=fp8))
+    kept = {"args": {"enable_weights_cpu_backup": True, "quantization": "fp8"}}
+    jobs.append(job_of("qwen3-30b-a3b", "h100-80", 1, layout={"expert": 8}, run=fp8, engine=kept))
     planned = {kind for job in jobs for sizes in plan_memory(job).device[0].values() for kind in sizes}
     planned |= {"reward model", "reward model's cache"}  # tests/rollout/test_reward_servers.py
     planned |= {"draft weights", "draft KV cache"}  # test_speculation.py
@@ -217,10 +221,20 @@ def test_a_save_and_a_load_need_one_piece_of_each_rank() -> None:
     assert sizes == {SubPhase.SAVE: 8 * 2**28, SubPhase.LOAD: 8 * 2**28}
 
 
-def test_a_load_may_read_pieces_of_a_checkpoint_that_was_saved_without_tensor_parallelism() -> None:
+def test_a_piece_is_no_larger_than_the_largest_tensor_of_a_rank() -> None:
+    """A load reads no more of a checkpoint that was saved without tensor parallelism."""
     host = plan_memory(job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4})).host
-    pieces = [min(2**30, 4 * 152064 * 3584 / tensor) for tensor in (4, 1)]
-    assert [host[phase]["checkpoint"] / 8 for phase in (SubPhase.SAVE, SubPhase.LOAD)] == pieces
+    assert {host[phase]["checkpoint"] / 8 for phase in (SubPhase.SAVE, SubPhase.LOAD)} == {4 * 152064 * 3584 / 4}
+
+
+def test_a_float32_policy_is_saved_from_the_device_too_also_while_the_engines_generate() -> None:
+    """Nothing of it is moved before the next update."""
+    for async_save in (True, False):
+        run = {"folder": "run", "steps": 1, "piece_bytes": "256MiB", "async_save": async_save}
+        host = plan_memory(job_of("qwen2.5-7b", "h100-80", 1, run=run, model={"dtype": "float32"})).host
+        phases = {phase for phase, kinds in host.items() if kinds["checkpoint"] == 8 * 2**28}
+        beside = {SubPhase.GENERATE, SubPhase.SCORE, SubPhase.LOGPROB} if async_save else set()
+        assert phases == {SubPhase.LOAD, SubPhase.SAVE} | beside
 
 
 def test_a_step_waits_for_the_weights_of_its_checkpoint_only() -> None:

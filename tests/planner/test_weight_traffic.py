@@ -9,13 +9,14 @@ import pytest
 from grpo_mp.config import load_settings
 from grpo_mp.models.families import family_of
 from grpo_mp.planner.clusters import OVERHEADS, read_cluster
+from grpo_mp.planner.engine_memory import engine_weight_bytes
 from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import named_config
 from grpo_mp.planner.weight_traffic import busiest, job_wire_format, plan_job_sync, sync_traffic
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, Piece, Transfer
 from grpo_mp.weight_sync.wire import WireFormat
-from tests.planner.jobs import settings_of
+from tests.planner.jobs import job_of, settings_of
 
 GB = 1e9
 
@@ -90,6 +91,16 @@ def test_a_round_holds_what_an_engine_loads_at_once(name: str, rows: int) -> Non
     assert largest == rows * job.model.hidden_size * 2
     planned = plan_memory(job).device[0][SubPhase.SYNC]["sync rounds"]
     assert planned == max(2**30, ROUNDS_IN_MEMORY * largest)
+
+
+def test_a_dense_engine_gets_whole_tensors_on_each_gpu_inside_its_node() -> None:
+    """The bytes that planner/README.md says: four GPUs that keep a quarter each, 15.2 GB of bfloat16 over NVLink."""
+    engine = {"gpus_per_engine": 4}
+    job = job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4}, engine=engine)
+    traffic = sync_traffic(job)
+    assert traffic.loaded == pytest.approx(15.2 * GB, rel=0.005)
+    assert traffic.loaded / 4 == pytest.approx(engine_weight_bytes(job), rel=0.005)
+    assert (traffic.network, traffic.nvlink) == (0, pytest.approx(15.2 * GB, rel=0.1))
 
 
 def test_network_cards_send_and_receive_about_the_same(

@@ -1,7 +1,8 @@
 """Checkpoints that are written while training goes on: what they hold, when they count, what their errors say."""
 
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_mp.checkpoint import chunk_files
 from grpo_mp.checkpoint.chunk_files import ChunkWriter, WrittenChunks
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.checkpoint.hf_writer import begin_hf, incomplete_folder
@@ -18,6 +20,7 @@ from grpo_mp.checkpoint.run_state import MANIFEST, TrainState, checkpoint_folder
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.errors import DiskError, PhaseTimeout
+from grpo_mp.platform.pinned import PinnedBuffer
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
 from grpo_mp.trainer import loop
@@ -134,6 +137,32 @@ def test_weights_that_nothing_swaps_or_moves_are_written_beside_the_run(
     loaded = state_of(build_policy(trainer.settings, parallel, TrainState(step=1), folder))
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(("kl", "weights_stay", "made"), [(0.0, True, 1), (0.0, False, 2), (0.1, False, 3)])
+def test_a_save_has_one_piece_of_pinned_memory_at_a_time(
+    tiny_run: TinyRun,
+    parallel: Parallel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kl: float,
+    weights_stay: bool,
+    made: int,
+) -> None:
+    """Also where weights and state, and a reference, are written from it."""
+    buffers: list[weakref.ref[PinnedBuffer]] = []
+
+    def watched(like: Sequence[torch.Tensor]) -> PinnedBuffer:
+        assert not any(buffer() for buffer in buffers)
+        buffer = PinnedBuffer(like)
+        buffers.append(weakref.ref(buffer))
+        return buffer
+
+    monkeypatch.setattr(chunk_files, "PinnedBuffer", watched)
+    trainer = make_trainer(tiny_run, parallel, tmp_path, f"algorithm.kl.coef={kl}")
+    with saver_of(trainer, weights_stay) as saver:
+        saver.save(TrainState(step=1, reference_updated=kl > 0))
+    assert len(buffers) == made
 
 
 @pytest.mark.parametrize(("kl", "weights_stay"), [(0.1, True), (0.0, False)])

@@ -41,11 +41,28 @@ from tests.models.test_mapping import megatron_shard
 EXPERTS = 4
 SMALL = {"num_hidden_layers": 3, "hidden_size": 32, "vocab_size": 70, "intermediate_size": 64, "num_key_value_heads": 4}
 SMALL_EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+# FP8 has blocks of 128: of 768 rows halves and thirds are whole blocks, of 384 halves cut one.
+WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 512, "kv_lora_rank": 128}
+SIXTHS = {"hidden_size": 48, "intermediate_size": 96, "moe_intermediate_size": 48, "num_attention_heads": 6}
+SIXTHS |= {"num_key_value_heads": 6}
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": {},
+    "wide": WIDE,
+    "sixths": SIXTHS,
+    "thirds of blocks": SIXTHS | {"hidden_size": 256, "moe_intermediate_size": 768, "intermediate_size": 768},
+    "halves cut blocks": SIXTHS | {"hidden_size": 256, "moe_intermediate_size": 384, "intermediate_size": 384},
+}
 FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_routed_experts": EXPERTS, "n_group": 1, "topk_group": 1},
     "qwen3_moe": {"num_experts": EXPERTS},
     "glm4_moe": {"n_routed_experts": EXPERTS},
     "llama": {},
+}
+# Of experts: the trainer's parts, the engines' slices, and whether they are quantized before they are sent.
+OVERLAPPING = {
+    "sixths": {(2, 3, False), (3, 2, False)},
+    "thirds of blocks": {(2, 3, True), (3, 2, True)},
+    "halves cut blocks": {(2, 3, False), (6, 3, False), (3, 3, True)},
 }
 STAGES = {1: ((0, 1, 2),), 2: ((0, 1), (2,)), 3: ((0,), (1,), (2,))}  # uneven for two
 
@@ -62,6 +79,7 @@ class Case:
     parallelism: EngineParallelism
     fp8: bool = False
     round_bytes: int = 20_000
+    shape: str = "small"
 
     @property
     def host_ranks(self) -> list[int]:
@@ -110,19 +128,30 @@ def fp8_cases() -> list[Case]:
         (1, EngineParallelism(4, 1, 1, 4, 4, EXPERTS)),  # of 64: each rank gets whole experts
     )
     return [
-        Case(family, 4, 2, layout, *engine, fp8=True, round_bytes=200_000)
+        Case(family, 4, 2, layout, *engine, fp8=True, round_bytes=200_000, shape="wide")
         for family, layout, engine in product(("deepseek_v3", "qwen3_moe"), layouts, engines)
     ]
 
 
+def overlapping_cases(shape: str) -> list[Case]:
+    """Two or six parts on the trainer's side, three slices on the engines', and the other way."""
+    layouts = [LayoutConfig(tensor=tensor, expert_tensor=tensor) for tensor in (2, 3, 6)]
+    layouts.append(LayoutConfig(tensor=2, expert=2, expert_tensor=3))
+    engines = [(6 // gpus, EngineParallelism(gpus, 1, 1, gpus, gpus, EXPERTS)) for gpus in (2, 3, 6)]
+    engines.append((1, EngineParallelism(6, 1, 2, 6, 6, EXPERTS)))
+    fp8 = shape != "sixths"
+    return [
+        Case(family, 6, 6, layout, *engine, fp8, 2_000_000 if fp8 else 50_000, shape)
+        for family, layout, engine in product(("qwen3_moe",) if fp8 else ("deepseek_v3", "qwen3_moe"), layouts, engines)
+    ]
+
+
 @cache
-def model(family: str, wide: bool) -> tuple[dict[str, Param], dict[str, Tensor]]:
+def model(family: str, shape: str) -> tuple[dict[str, Param], dict[str, Tensor]]:
     """The parameters of a family and random Hugging Face tensors of them."""
     values = TINY_CONFIGS[family] | SMALL | FAMILY_SHAPES[family] | {"model_type": family}
     values |= SMALL_EXPERTS if family != "llama" else {}
-    if wide:  # FP8 has blocks of 128
-        values |= {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 512, "kv_lora_rank": 128}
-    values |= {"architectures": [FAMILIES[family].architecture]}
+    values |= SHAPES[shape] | {"architectures": [FAMILIES[family].architecture]}
     params = FAMILIES[family].params(HfConfig(Path("model"), values))
     generator = torch.Generator().manual_seed(1)
     tensors = {}
@@ -136,7 +165,7 @@ def model(family: str, wide: bool) -> tuple[dict[str, Param], dict[str, Tensor]]
 def shards_by_rank(case: Case) -> list[dict[str, int]]:
     """Return each rank's parts: layers by stage, experts by expert rank, split tensors by tensor rank."""
     parts: list[dict[str, int]] = [{} for _ in range(case.world_size)]
-    for rank, (name, param) in product(range(case.world_size), model(case.family, case.fp8)[0].items()):
+    for rank, (name, param) in product(range(case.world_size), model(case.family, case.shape)[0].items()):
         coords = coordinates(rank, case.layout, case.world_size)
         if param.layer is not None:
             here = param.layer in STAGES[case.layout.pipeline][coords.pipeline]
@@ -149,7 +178,7 @@ def shards_by_rank(case: Case) -> list[dict[str, int]]:
 
 
 def wire_format(case: Case) -> WireFormat:
-    params, _ = model(case.family, case.fp8)
+    params, _ = model(case.family, case.shape)
     sizes = {name: tp_size(param, case.layout) for name, param in params.items()}
     return WireFormat(params, sizes, torch.bfloat16, case.fp8)
 
@@ -168,7 +197,7 @@ def plan_of(case: Case) -> SyncPlan:
 
 def resharders(case: Case, plan: SyncPlan) -> list[Resharder]:
     """Every rank's, with the shards that the layout gives it."""
-    wire, (params, tensors) = wire_format(case), model(case.family, case.fp8)
+    wire, (params, tensors) = wire_format(case), model(case.family, case.shape)
     made: dict[tuple[str, int], Tensor] = {}
 
     def shard(name: str, part: int) -> Tensor:
@@ -212,7 +241,7 @@ def expected(case: Case, rank: int) -> dict[str, Tensor]:
 
     each divided over the ranks of its group, rows of gate and up, columns of down.
     """
-    params, tensors = model(case.family, case.fp8)
+    params, tensors = model(case.family, case.shape)
     gpus, expert_parallel = case.parallelism.gpus, case.parallelism.expert
     if rank >= case.engines * gpus:
         return {}
@@ -234,8 +263,12 @@ def expected(case: Case, rank: int) -> dict[str, Tensor]:
 
 def slices(case: Case) -> bool:
     """Whether each rank's slice of an expert can be sent: in FP8 of whole blocks alone."""
-    size = 256 * case.parallelism.expert // case.parallelism.gpus
+    size = expert_rows(case) * case.parallelism.expert // case.parallelism.gpus
     return not case.fp8 or size % 128 == 0
+
+
+def expert_rows(case: Case) -> int:
+    return int((SMALL_EXPERTS | SHAPES[case.shape])["moe_intermediate_size"])
 
 
 def check(case: Case) -> None:
@@ -305,18 +338,32 @@ def test_fp8_is_quantized_at_the_source_bit_for_bit(case: Case) -> None:
     assert at_source == {case.layout.expert_tensor < 4}  # 256 rows over four ranks are half blocks
 
 
+@pytest.mark.parametrize(("shape", "pairs"), OVERLAPPING.items())
+def test_parts_and_slices_of_which_none_is_whole_others(shape: str, pairs: set[tuple[int, int, bool]]) -> None:
+    """Experts; of other weights, which travel whole, two, three and six parts are joined."""
+    sent = set()
+    for case in overlapping_cases(shape):
+        check(case)
+        wire = wire_format(case)
+        for transfer in chain(*plan_of(case).rounds):
+            name = transfer.names[0]
+            if transfer.slice != WHOLE:
+                sent.add((wire.parts(name), transfer.slice.total, wire.quantizes_shards(name)))
+    assert pairs <= sent
+
+
 def test_experts_that_the_engine_moves_go_to_all_its_ranks() -> None:
     """And whole: with `moe_dp_size` fewer ranks divide one than `ep_size` leaves."""
     case = next(case for case in all_cases() if 1 < case.parallelism.expert < case.parallelism.gpus)
     readers = engine_readers(case.host_ranks, replace(case.parallelism, moves_experts=True))
-    (last,) = [group for group in group_params(model(case.family, wide=False)[0]) if group.expert == 3][-1:]
+    (last,) = [group for group in group_params(model(case.family, case.shape)[0]) if group.expert == 3][-1:]
     assert {slice_: sorted(ranks) for slice_, ranks in readers(last).items()} == {
         WHOLE: list(range(case.engines * case.parallelism.gpus))
     }
 
 
 def test_latent_down_projections_stay_together() -> None:
-    groups = group_params(model("deepseek_v3", wide=False)[0])
+    groups = group_params(model("deepseek_v3", "small")[0])
     fused = [group.names for group in groups if any("q_down_proj" in name for name in group.names)]
     assert [len(names) for names in fused] == [2, 2, 2]
     assert all("kv_down_proj" in names[1] for names in fused)
@@ -324,7 +371,7 @@ def test_latent_down_projections_stay_together() -> None:
 
 
 def test_parameter_without_holder_or_with_missing_part_is_an_error() -> None:
-    params, _ = model("llama", wide=False)
+    params, _ = model("llama", "small")
     complete = dict.fromkeys(params, 0)
     missing = next(name for name in params if "final" in name)
     with pytest.raises(ValueError, match=f"no rank holds {missing}"):
@@ -338,7 +385,7 @@ def test_parameter_without_holder_or_with_missing_part_is_an_error() -> None:
 def test_holders_by_layout_are_those_that_the_ranks_report() -> None:
     """The planner reckons with the first, a run plans with the second."""
     for case in all_cases():
-        params = {name: param for name, param in model(case.family, False)[0].items() if not param.alias}
+        params = {name: param for name, param in model(case.family, case.shape)[0].items() if not param.alias}
         reckoned = shard_holders(params, case.layout, case.world_size, STAGES[case.layout.pipeline])
         assert reckoned == find_holders(params, shards_by_rank(case), wire_format(case).parts)
 

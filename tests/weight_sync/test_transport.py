@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import pickle
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -143,11 +144,19 @@ def staged() -> NamedTensors:
 
 def test_the_engine_loads_while_the_body_runs(group: dist.ProcessGroup) -> None:
     """One rank is the engine, its node and the job; more are in tests/parallel."""
-    client, tensors = RecordingClient(), staged()
+    body_ran = threading.Event()
+
+    class WaitingClient(RecordingClient):
+        async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
+            assert body_ran.wait(5.0), "the body waits for the engine"
+            await super().update_weights_from_tensor(payloads, load_format)
+
+    client, tensors = WaitingClient(), staged()
     link = EngineLink(rollout_of(client), HostTransport(WIRE, group, 0), group, group, 60.0)
     link.begin()
     with link.loading(ROUND, list(tensors)):
-        pass
+        assert not client.loaded
+        body_ran.set()
     with pytest.raises(ZeroDivisionError), link.loading(NOTHING, []):
         raise ZeroDivisionError
     link.end(7)
