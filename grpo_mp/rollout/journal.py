@@ -12,7 +12,7 @@ import shutil
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +21,14 @@ import pyarrow as pa
 import xxhash
 from pydantic import TypeAdapter
 
+from grpo_mp.batching.routed_experts import without_experts
 from grpo_mp.errors import one_line
 from grpo_mp.files import sync_to_disk
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import EngineOutput
 from grpo_mp.rollout.dump import FACTS, SCHEMA, Row, experts_of, group_of_rows, rows_of
 from grpo_mp.rollout.groups import EndedGroup, PausedGroup
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.types import Prompt, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
 HEADER = struct.Struct("<II")
@@ -190,7 +191,7 @@ def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> 
     """
     outputs = group.outputs if isinstance(group, PausedGroup) else ()
     ended = [one for one in group.samples if not (isinstance(group, PausedGroup) and one.environment is not None)]
-    samples = SampleGroup(group.prompt, tuple(map(_bare, ended)), finished=isinstance(group, SampleGroup))
+    samples = without_experts(SampleGroup(group.prompt, tuple(ended), finished=isinstance(group, SampleGroup)))
     rows = [*(_row_of_output(group.prompt, output) for output in outputs), *rows_of(samples, selected=False)]
     sequences = [sequence for sample in ended for sequence in sample.sequences]
     experts = [output.routed_experts for output in outputs] + [part.routed_experts for part in sequences]
@@ -210,12 +211,6 @@ def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> 
     with pa.ipc.new_stream(sink, schema, options=WRITE) as writer:
         writer.write_table(pa.Table.from_pylist(rows, schema))
     return [memoryview(sink.getvalue()), *(of_row for of_row in raw if of_row is not None)]
-
-
-def _bare(sample: Sample) -> Sample:
-    """Return a sample without its experts."""
-    earlier = tuple(replace(part, routed_experts=None) for part in sample.earlier)
-    return replace(sample, routed_experts=None, earlier=earlier)
 
 
 def decode(payload: bytes, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | None:
