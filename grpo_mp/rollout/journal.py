@@ -21,7 +21,7 @@ import pyarrow as pa
 import xxhash
 from pydantic import TypeAdapter
 
-from grpo_mp.batching.routed_experts import without_experts
+from grpo_mp.batching.routed_experts import experts_of_group, with_experts, without_experts
 from grpo_mp.errors import one_line
 from grpo_mp.files import sync_to_disk
 from grpo_mp.rewards.scorer import RewardStats
@@ -119,7 +119,7 @@ class PausedRecords:
         """Return the most that was recorded in these steps of a group of this prompt; None where nothing was."""
         key = group_id, prompt.index, prompt.epoch
         with self._lock:
-            files = [file for step in steps for file in journal_file(self._folder, step, 0).parent.glob("*.journal")]
+            files = files_of_steps(self._folder, steps)
             records = [record for file in files for record in self._records(file) if record.key == key]
         best = best_records(record for record in records if not record.extent.finished)
         loaded = load(best[key], prompt) if best else None
@@ -137,6 +137,11 @@ class PausedRecords:
 def journal_file(folder: Path, step: int, rank: int) -> Path:
     """Return the file to which a rank appends in a step."""
     return folder / f"step_{step:06d}" / f"rank_{rank}.journal"
+
+
+def files_of_steps(folder: Path, steps: Iterable[int]) -> list[Path]:
+    """Return the files of all ranks of these steps."""
+    return [file for step in steps for file in sorted(journal_file(folder, step, 0).parent.glob("*.journal"))]
 
 
 def prune(folder: Path, last_step: int) -> None:
@@ -182,6 +187,27 @@ def load(record: Record, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | Non
         stream.seek(record.offset)
         content = stream.read(record.size)
     return decode(content, prompt)
+
+
+def with_recorded_experts(groups: Sequence[SampleGroup], folder: Path, steps: Iterable[int]) -> list[SampleGroup]:
+    """Return finished groups with the experts that any rank has recorded of them in these steps.
+
+    A group stays as it is where it has its experts, or no such record is there.
+    """
+    records = best_records(record for file in files_of_steps(folder, steps) for record in read_records(file))
+    restored = []
+    for group in groups:
+        record = records.get((group.samples[0].group_id, group.prompt.index, group.prompt.epoch))
+        loaded = load(record, group.prompt) if record and not experts_of_group(group) else None
+        recorded = loaded[0] if loaded else None
+        if isinstance(recorded, SampleGroup) and _tokens(recorded) == _tokens(group):
+            group = with_experts(group, experts_of_group(recorded))
+        restored.append(group)
+    return restored
+
+
+def _tokens(group: SampleGroup) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(part.key, part.tokens) for sample in group.samples for part in sample.sequences]
 
 
 def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> list[memoryview]:
