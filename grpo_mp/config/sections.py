@@ -205,6 +205,11 @@ class RolloutConfig(Section):
         description="tools run in processes beside the rank, one for the environment of each episode: one that hangs "
         "past limits.tool_s is killed, and one that dies takes no rank along; false: in threads of the rank",
     )
+    tool_environment: tuple[str, ...] = Field(
+        (),
+        description="variables of the run that tools find with rollout.tool_process, beside PATH, HOME and the like: "
+        "keys of trackers and judges are not their business",
+    )
     tool_parser: str | None = Field(
         None, description="SGLang's parser of the model's tool calls: qwen25, deepseekv3, glm45, kimi_k2, llama3, ..."
     )

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import json
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -236,12 +237,14 @@ def load_tools(
     processes: int | None = None,
     arguments: Mapping[str, Mapping[str, Any]] = {},
     factory: str | None = None,
+    variables: Sequence[str] = (),
 ) -> ToolKit:
     """Load functions and classes by 'module:name' or 'file.py:name', and make their schemas.
 
     `processes`: calls of functions at a time in processes of their own; None: tools run in threads of this one.
-    `arguments`: of classes, by path; one instance is made here; `factory`: a path of what makes an environment. Raises
-    UserError where one cannot be loaded, made, or started in a process, or has no type hints or docstring.
+    `arguments`: of classes, by path; one instance is made here; `factory`: a path of what makes an environment;
+    `variables`: of the run's environment, for processes. Raises UserError where one is not set, or a tool cannot be
+    loaded, made, or started in a process, or has no type hints or docstring.
     """
     every = (*paths, factory) if factory else tuple(paths)
     if unknown := next((path for path in arguments if path not in every), None):
@@ -266,7 +269,9 @@ def load_tools(
     calls: ToolThreads | RemoteTools = ToolThreads()
     if processes and every:
         makers = {kind.path: arguments.get(kind.path, {}) for kind in classes}
-        calls = RemoteTools(ToolProcesses(every, processes, makers))
+        if missing := [name for name in variables if name not in os.environ]:
+            raise UserError(f"rollout.tool_environment: the run has no variable {', '.join(missing)}: set it")
+        calls = RemoteTools(ToolProcesses(every, processes, makers, tuple(variables)))
         asyncio.run(calls.processes.check())
     return ToolKit(functions, tuple(classes), tuple(schemas), calls)
 

@@ -44,7 +44,7 @@ def load_episode_parts(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase
     if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
         raise UserError(f"rollout.function {name!r}: it must be a coroutine function: async def rollout(task, policy)")
     processes = config.limits.tool_processes if config.tool_process else None
-    tools = load_tools(config.tools, processes, config.tool_args, config.environment_factory)
+    tools = load_tools(config.tools, processes, config.tool_args, config.environment_factory, config.tool_environment)
     renderer = ChatRenderer(tokenizer, tools.schemas)
     renderer.check()
     return EpisodeParts(config, function, tools, renderer)
