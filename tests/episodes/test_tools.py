@@ -292,6 +292,36 @@ def test_a_function_makes_the_environments(file: str, processes: int | None) -> 
     assert asyncio.run(episode()) == [" It begins at 3.", "5", [(5, 8)] if processes is None else []]
 
 
+@pytest.mark.parametrize("processes", [None, 1])
+def test_an_environment_by_its_name(file: str, processes: int | None) -> None:
+    """Each is played with its own tools and those of all; two names may be of one kind."""
+    factories = {"sums": f"{file}:make_counter", "views": f"{file}:Graded", "more_sums": f"{file}:make_counter"}
+
+    async def episode(name: str) -> tuple[str, list[str], float | None]:
+        tools = await kit.by_environment[name].open(20.0, 100)
+        said, reward = await tools.reset({"start": 3}), await tools.reward()
+        await tools.close()
+        return said, sorted(tools.by_name), reward
+
+    async def episodes() -> list[Any]:
+        try:
+            return [await episode(name) for name in factories]
+        finally:
+            await kit.close()
+
+    kit = load_tools([f"{file}:add"], processes, {f"{file}:make_counter": {"by": 8}}, factories)
+    assert [schema["function"]["name"] for schema in kit.schemas] == ["add"]
+    sums = (" It begins at 3.", ["add", "increase"], None)
+    assert asyncio.run(episodes()) == [sums, ("", ["add", "look"], 0.25), sums]
+    for name, names in (("sums", ["add", "increase"]), ("views", ["add", "look"])):
+        assert [schema["function"]["name"] for schema in kit.by_environment[name].schemas] == names
+
+
+def test_two_tools_of_one_name_are_refused_in_one_episode_only(file: str) -> None:
+    with pytest.raises(UserError, match="two tools have the name increase"):
+        load_tools([f"{file}:Counter"], factory={"a": f"{file}:Graded", "b": f"{file}:make_counter"})
+
+
 def test_a_factory_that_makes_nothing_is_refused(file: str) -> None:
     with pytest.raises(
         UserError, match=r"^rollout\.environment_factory .*: no environment .* LookupError: no such game"
