@@ -12,6 +12,17 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LAUNCHER_PID = "GRPO_MP_LAUNCHER_PID"  # of the process that started this rank: it may end before that asks for it
 DUMP_SIGNAL = signal.SIGUSR2  # a rank or an engine's process then writes what it does
+# Variables that programs beside a rank find; others of the run may be secrets, such as keys of trackers and judges.
+SHARED_VARIABLES = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TERM", "TMPDIR"),
+    *("PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE"),
+)
+
+
+def shared_environment(variables: Sequence[str] = ()) -> dict[str, str]:
+    """Return what a program finds that runs what a user wrote: SHARED_VARIABLES, and those that are named."""
+    return {name: os.environ[name] for name in (*SHARED_VARIABLES, *variables) if name in os.environ}
 
 
 def prctl(option: int, value: int) -> None:

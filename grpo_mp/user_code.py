@@ -8,6 +8,7 @@ import threading
 import zlib
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -30,22 +31,27 @@ class _TimeOverError(BaseException):
 
 
 _process_exit = os._exit
-_guarded = threading.local()  # `process`: id of the process whose os._exit raises in this thread
+# Id of the process whose os._exit raises in this thread or task, and in the tasks that it creates.
+_guarded: ContextVar[int | None] = ContextVar("guarded", default=None)
 
 
 @contextmanager
 def no_exit() -> Iterator[None]:
-    """Make os._exit raise ExitCallError in this thread; forked children, which must end by it, still do."""
+    """Make os._exit raise ExitCallError in this thread, or in this task of an event loop.
+
+    Forked children, which must end by it, still do.
+    """
     os._exit = _exit_or_raise
-    _guarded.process = os.getpid()
+    before = _guarded.get()
+    _guarded.set(os.getpid())
     try:
         yield
     finally:
-        _guarded.process = None
+        _guarded.set(before)  # no reset by a token: a coroutine that is collected ends in another context
 
 
 def _exit_or_raise(status: int) -> NoReturn:
-    if getattr(_guarded, "process", None) == os.getpid():
+    if _guarded.get() == os.getpid():
         raise ExitCallError(f"it called os._exit({status}): return, or raise an error")
     _process_exit(status)
 
@@ -71,9 +77,10 @@ def time_limit(limit_s: float, label: str) -> Iterator[None]:
 
 
 async def without_exit(work: Coroutine[Any, Any, T]) -> T:
-    """Await a user's coroutine. Raises ExitCallError for SystemExit, which would end the event loop."""
+    """Await a user's coroutine. Raises ExitCallError for SystemExit and os._exit: the loop or the rank would end."""
     try:
-        return await work
+        with no_exit():
+            return await work
     except SystemExit as error:
         raise ExitCallError(f"it raised {error!r}: return, or raise an error") from error
 

@@ -63,22 +63,31 @@ def exchange_routed_experts(
 
 def _take(groups: list[SampleGroup]) -> dict[tuple[int, ...], ExpertIds]:
     """Take the experts out of the groups; return them by the key of their sequence."""
-    taken = {}
+    taken = dict[tuple[int, ...], ExpertIds]()
     for number, group in enumerate(groups):
-        for part in (part for sample in group.samples for part in sample.sequences):
-            if part.routed_experts is not None:
-                taken[part.key] = part.routed_experts
+        taken |= experts_of_group(group)
         groups[number] = without_experts(group)
     return taken
 
 
+def with_experts(group: SampleGroup, experts: Mapping[tuple[int, ...], ExpertIds]) -> SampleGroup:
+    """Return the group with these experts, by the key of their sequence, and none for sequences that are not there."""
+
+    def exchange(sample: Sample) -> Sample:
+        return replace(sample, routed_experts=experts.get(sample.key), earlier=tuple(map(exchange, sample.earlier)))
+
+    return replace(group, samples=tuple(map(exchange, group.samples)))
+
+
 def without_experts(group: SampleGroup) -> SampleGroup:
     """Return the group without the experts of its samples."""
+    return with_experts(group, {})
 
-    def strip(sample: Sample) -> Sample:
-        return replace(sample, routed_experts=None, earlier=tuple(map(strip, sample.earlier)))
 
-    return replace(group, samples=tuple(map(strip, group.samples)))
+def experts_of_group(group: SampleGroup) -> dict[tuple[int, ...], ExpertIds]:
+    """Return the experts of a group's sequences by their key, of those that have some."""
+    sequences = (part for sample in group.samples for part in sample.sequences)
+    return {part.key: part.routed_experts for part in sequences if part.routed_experts is not None}
 
 
 def _outgoing(

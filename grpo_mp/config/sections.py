@@ -192,10 +192,11 @@ class RolloutConfig(Section):
         description="what the policy may call: typed functions, or classes whose methods are tools, each as "
         "'module:name' or 'file.py:name' (TRL tools, environment_factory); results count in max_response_tokens",
     )
-    environment_factory: str | None = Field(
+    environment_factory: str | dict[str, str] | None = Field(
         None,
         description="'module:name' or 'file.py:name' of a function, or class, that makes the environment of each "
-        "episode, whose public methods are tools (TRL environment_factory)",
+        "episode, whose public methods are tools (TRL environment_factory); or a mapping of names to such: the column "
+        "`environment` of each data row says which, and the policy is shown the tools of that one alone",
     )
     tool_args: dict[str, dict[str, Any]] = Field(
         {}, description="arguments of classes of tools, and of environment_factory, by their paths as set there"
@@ -204,6 +205,11 @@ class RolloutConfig(Section):
         False,
         description="tools run in processes beside the rank, one for the environment of each episode: one that hangs "
         "past limits.tool_s is killed, and one that dies takes no rank along; false: in threads of the rank",
+    )
+    tool_environment: tuple[str, ...] = Field(
+        (),
+        description="variables of the run that tools find with rollout.tool_process, beside PATH, HOME and the like: "
+        "keys of trackers and judges are not their business",
     )
     tool_parser: str | None = Field(
         None, description="SGLang's parser of the model's tool calls: qwen25, deepseekv3, glm45, kimi_k2, llama3, ..."

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -25,6 +25,12 @@ ROWS_AT_ONCE = 1024  # that the tokenizer is given
 TEMPLATE_LIMIT_S = 20.0  # of one prompt
 ROLES = ("system", "user", "assistant", "tool")
 Messages = list[dict[str, Any]]
+ToolsOf = Callable[[Row], Sequence[dict[str, Any]]]  # JSON schemas for the template, of the tools of a row
+
+
+def no_tools(row: Row) -> Sequence[dict[str, Any]]:
+    """Return the schemas of a row without tools."""
+    return ()
 
 
 @dataclass(frozen=True)
@@ -33,13 +39,13 @@ class PromptReader:
 
     data: DataConfig  # columns and system prompt
     tokenizer: PreTrainedTokenizerBase
-    tools: Sequence[dict[str, Any]] = ()  # JSON schemas for the template
+    tools: ToolsOf = no_tools
     columns: Mapping[str, Any] = field(default_factory=dict)  # added to those of the row
 
     def check(self, row: Row) -> str:
         """Return what the template makes of a row. Raises UserError for a malformed one (file and line)."""
         _read_answer(row, self.data)
-        return _apply_chat_template(_read_messages(row, self.data), row, self.tokenizer, self.tools)
+        return _apply_chat_template(_read_messages(row, self.data), row, self.tokenizer, self.tools(row))
 
     def check_template(self, row: Row) -> None:
         """Raise UserError where the template takes too long, or makes the same of any prompt."""
@@ -47,7 +53,7 @@ class PromptReader:
         chats = ([*chat[:-1], chat[-1] | {"content": content}] for content in ("one", "two"))
         label = f"{self.tokenizer.name_or_path or 'model.path'}: the chat template"
         with time_limit(TEMPLATE_LIMIT_S, label):
-            texts = {_apply_chat_template(chat, row, self.tokenizer, self.tools) for chat in chats}
+            texts = {_apply_chat_template(chat, row, self.tokenizer, self.tools(row)) for chat in chats}
         if len(texts) == 1:
             raise UserError(f"{label} leaves the prompt out: use the one of this model")
 
@@ -136,7 +142,7 @@ class PromptSet:
 
 
 def load_train_prompts(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, tools: Sequence[dict[str, Any]] = ()
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, tools: ToolsOf = no_tools
 ) -> PromptSet:
     """Check the sets of `data.train`; rewards see the set's name as column `data_set`. Raises UserError."""
     parts, num_too_long, num_filtered = list[RowPrompts](), 0, 0
@@ -169,11 +175,11 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
     count: int | None = None,
-    tools: Sequence[dict[str, Any]] = (),
+    tools: ToolsOf = no_tools,
 ) -> PromptSet:
     """Check every row of `source`; `count` keeps only the first that fit.
 
-    `tools`: JSON schemas for the template. Prompts longer than `max_prompt_tokens` are counted and left out, never cut.
+    `tools`: what the template is given. Prompts longer than `max_prompt_tokens` are counted and left out, never cut.
     Raises UserError: no chat template, column missing, empty or malformed row (file and line), nothing left.
     """
     part = check_rows(source, PromptReader(data, tokenizer, tools), max_prompt_tokens)

@@ -4,10 +4,11 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
@@ -20,13 +21,16 @@ from grpo_mp.episodes.openai_requests import (
     error_body,
     read_request,
 )
-from grpo_mp.episodes.protocol import EpisodeLimitError, Policy
+from grpo_mp.episodes.openai_responses import as_events, read_response_request, response
+from grpo_mp.episodes.protocol import EpisodeLimitError, Policy, Turn
 from grpo_mp.errors import EngineError, UserError
+from grpo_mp.types import Message
 
 LOGGER = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 MAX_BODY = 16 * 2**20  # bytes
 INVALID = "invalid_request_error"
+Write = Callable[[Turn, int], web.Response]  # a turn, after so many tokens, as the answer to its request
 
 
 @dataclass
@@ -42,6 +46,10 @@ class Session:
     queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # one turn at a time: in the order of the requests
     ignores_sampling: bool = False
     told: set[str] = field(default_factory=set)  # parameters of whose neglect the log tells
+    responses: dict[str, tuple[Message, ...]] = field(default_factory=dict)  # conversations up to each, by its id
+
+
+Read = Callable[[Any, Session], tuple[ChatRequest, Write]]  # the JSON of a request
 
 
 @dataclass
@@ -88,7 +96,8 @@ async def _end(turns: set["asyncio.Task[web.Response]"]) -> None:
 async def _listen(sessions: Mapping[str, Session]) -> tuple[web.AppRunner, str]:
     """Serve on a free port; return the server and the URL of its API."""
     app = web.Application(client_max_size=MAX_BODY)
-    app.router.add_post("/v1/chat/completions", partial(_chat, sessions))
+    app.router.add_post("/v1/chat/completions", partial(_serve, _read_chat, sessions))
+    app.router.add_post("/v1/responses", partial(_serve, _read_response, sessions))
     app.router.add_get("/v1/models", partial(_models, sessions))
     # A client that hangs up ends its turn: it will ask again, or not at all.
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
@@ -102,12 +111,37 @@ async def _models(sessions: Mapping[str, Session], request: web.Request) -> web.
     return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "grpo_mp"}]})
 
 
-async def _chat(sessions: Mapping[str, Session], request: web.Request) -> web.Response:
+def _read_chat(body: Any, session: Session) -> tuple[ChatRequest, Write]:
+    chat = read_request(body, session.policy, session.ignores_sampling)
+
+    def write(turn: Turn, prompt_tokens: int) -> web.Response:
+        answer = completion(turn, prompt_tokens)
+        return _stream(as_stream(answer)) if chat.stream else web.json_response(answer)
+
+    return chat, write
+
+
+def _read_response(body: Any, session: Session) -> tuple[ChatRequest, Write]:
+    chat, messages = read_response_request(body, session.responses, session.policy, session.ignores_sampling)
+
+    def write(turn: Turn, prompt_tokens: int) -> web.Response:
+        answer = response(turn, prompt_tokens, chat, session.policy)
+        session.responses[answer["id"]] = (*messages, turn.message)
+        return _stream(as_events(answer)) if chat.stream else web.json_response(answer)
+
+    return chat, write
+
+
+def _stream(events: str) -> web.Response:
+    return web.Response(text=events, content_type="text/event-stream")
+
+
+async def _serve(read: Read, sessions: Mapping[str, Session], request: web.Request) -> web.Response:
     """Answer with the next turn of the episode that the key is of."""
     session = _session(sessions, request)
     try:
-        chat = read_request(json.loads(await request.read()), session.policy, session.ignores_sampling)
-        return await _generate(session, asyncio.ensure_future(_answer(session, chat)))
+        chat, write = read(json.loads(await request.read()), session)
+        return await _generate(session, asyncio.ensure_future(_answer(session, chat, write)))
     except web.HTTPException:  # a body that is too long
         raise
     except EpisodeLimitError as error:
@@ -121,7 +155,7 @@ async def _chat(sessions: Mapping[str, Session], request: web.Request) -> web.Re
         return _fail(session, error)
 
 
-async def _answer(session: Session, chat: ChatRequest) -> web.Response:
+async def _answer(session: Session, chat: ChatRequest, write: Write) -> web.Response:
     """Generate the turn of a request, after those of the requests before it."""
     if ignored := [name for name in chat.ignored if name not in session.told]:
         session.told.update(ignored)
@@ -130,10 +164,7 @@ async def _answer(session: Session, chat: ChatRequest) -> web.Response:
     async with session.queue:
         turn = await policy.generate(chat.messages, max_tokens=chat.max_tokens, tools=chat.tools, stop=chat.stop)
         prompt_tokens = sum(len(part.tokens) for part in policy.episode().segments) - len(turn.tokens)
-    answer = completion(turn, prompt_tokens)
-    if chat.stream:
-        return web.Response(text=as_stream(answer), content_type="text/event-stream")
-    return web.json_response(answer)
+    return write(turn, prompt_tokens)
 
 
 async def _generate(session: Session, turn: "asyncio.Task[web.Response]") -> web.Response:

@@ -14,14 +14,10 @@ from typing import Any, Protocol
 from grpo_mp.episodes.endpoint import LOOPBACK, Endpoint, Session
 from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, Policy, Task
 from grpo_mp.errors import UserError, one_line
+from grpo_mp.processes import shared_environment
 from grpo_mp.user_code import load_attribute, without_exit
 
 SETTING = "rollout.function_args"
-# A command finds these; others of the run may be secrets.
-SHARED_VARIABLES = (
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TERM", "TMPDIR"),
-    *("PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
-)
 TAIL = 2**16  # bytes of a command's output that are kept
 CANCEL_LIMIT_S = 5.0  # for an agent to end; its key has
 
@@ -48,7 +44,7 @@ class OpenAIAgent:
     ) -> None:
         """Take one of the two: `agent`, 'module:name' or 'file.py:name' of a coroutine function, or a `command`.
 
-        `environment`: variables of the run that a command finds beside those of SHARED_VARIABLES. `on_sampling`:
+        `environment`: variables of the run that a command finds beside SHARED_VARIABLES. `on_sampling`:
         "refuse" or "ignore" what requests say of temperature, seed, tool_choice and the like. Raises UserError for an
         agent that cannot be loaded, and for a variable that is not set.
         """
@@ -57,7 +53,7 @@ class OpenAIAgent:
             raise UserError(f"{SETTING}: environment is a list of variables that are set, and {named} is none")
         if on_sampling not in ("refuse", "ignore"):
             raise UserError(f"{SETTING}: on_sampling={on_sampling!r} is neither 'refuse' nor 'ignore'")
-        self._variables = (*SHARED_VARIABLES, *environment)
+        self._variables = tuple(environment)
         if (agent is None) == (command is None):
             raise UserError(f"{SETTING}: openai_agent takes either agent, 'file.py:function', or command")
         self._endpoint = Endpoint(on_sampling == "ignore")
@@ -139,10 +135,9 @@ def _as_reward(returned: Any) -> float | None:
 
 
 def _environment(variables: Sequence[str], base_url: str, api_key: str) -> dict[str, str]:
-    """Return what a command finds: not the run's secrets, such as keys of trackers and judges."""
-    shared = {name: os.environ[name] for name in variables if name in os.environ}
+    """Return what a command finds: its endpoint, and no secrets of the run but those that are named."""
     direct = {name: ",".join(filter(None, [os.environ.get(name), LOOPBACK])) for name in ("NO_PROXY", "no_proxy")}
-    return {**shared, **direct, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+    return {**shared_environment(variables), **direct, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
 
 
 def _task_line(task: Task) -> bytes:

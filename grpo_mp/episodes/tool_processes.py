@@ -17,6 +17,7 @@ from typing import Any
 
 from grpo_mp.episodes.tool_worker import HEADER_BYTES, MOST_BYTES
 from grpo_mp.errors import UserError
+from grpo_mp.processes import shared_environment
 from grpo_mp.user_code import IMPORT_LIMIT_S
 
 ENDED_LIMIT_S = 5.0  # for the kernel to tell how a process that is gone has ended
@@ -124,11 +125,15 @@ class RemoteTool:
 
 @dataclass(frozen=True)
 class ToolProcesses:
-    """The processes of a rank. `paths`: all of its tools; `most`: calls of functions at a time."""
+    """The processes of a rank. `paths`: all of its tools; `most`: calls of functions at a time.
+
+    `variables`: of the run's environment, which they find beside SHARED_VARIABLES.
+    """
 
     paths: tuple[str, ...]
     most: int
     makers: Mapping[str, Mapping[str, Any]]  # arguments of what makes environments, by path
+    variables: tuple[str, ...] = ()
     _idle: list[ToolProcess] = field(default_factory=list)
     _slots: asyncio.Semaphore = field(init=False)
 
@@ -186,7 +191,7 @@ class ToolProcesses:
                 *(sys.executable, "-m", "grpo_mp.episodes.tool_worker", json.dumps(given)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**shared_environment(self.variables), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,  # killed with all that it starts, and not by a signal to the rank's group
             )
         )

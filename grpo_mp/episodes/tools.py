@@ -4,12 +4,13 @@ import asyncio
 import inspect
 import json
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from grpo_mp.user_code import IMPORT_LIMIT_S, load_attribute, no_exit, time_limi
 LOGGER = logging.getLogger(__name__)
 SETTING = "rollout.tools"
 MOST_HANGING = 16
+_Schemas = list[dict[str, Any]]
 
 
 class ToolHangsError(ToolTimeoutError):
@@ -129,6 +131,7 @@ class ToolKit:
     classes: tuple[EnvironmentClass, ...] = ()
     schemas: tuple[dict[str, Any], ...] = ()
     calls: ToolThreads | RemoteTools = field(default_factory=ToolThreads)
+    by_environment: Mapping[str, "ToolKit"] = field(default_factory=dict)  # with the environment that a data row names
 
     async def open(self, limit_s: float, characters: int, where: Callable[[], str] = str) -> "EpisodeTools":
         """Make the tools of one episode, which `close` ends.
@@ -235,40 +238,56 @@ def load_tools(
     paths: Sequence[str],
     processes: int | None = None,
     arguments: Mapping[str, Mapping[str, Any]] = {},
-    factory: str | None = None,
+    factory: str | Mapping[str, str] | None = None,
+    variables: Sequence[str] = (),
 ) -> ToolKit:
     """Load functions and classes by 'module:name' or 'file.py:name', and make their schemas.
 
     `processes`: calls of functions at a time in processes of their own; None: tools run in threads of this one.
-    `arguments`: of classes, by path; one instance is made here; `factory`: a path of what makes an environment. Raises
-    UserError where one cannot be loaded, made, or started in a process, or has no type hints or docstring.
+    `arguments`: of classes, by path; one instance is made here; `factory`: a path of what makes an environment, or one
+    for each name; `variables`: of the run's environment, for processes. Raises UserError where one is not set, or a
+    tool cannot be loaded, made, or started in a process, or has no type hints or docstring.
     """
-    every = (*paths, factory) if factory else tuple(paths)
+    named = factory if isinstance(factory, Mapping) else {}
+    factories = list(dict.fromkeys(named.values())) if named else [factory] if isinstance(factory, str) else []
+    every = (*paths, *factories)
     if unknown := next((path for path in arguments if path not in every), None):
         raise UserError(f"rollout.tool_args: {unknown!r} is not in {SETTING}{did_you_mean(unknown, every)}")
-    functions, classes, schemas = dict[str, Callable[..., Any]](), list[EnvironmentClass](), list[dict[str, Any]]()
+    functions, kinds, schemas = dict[str, Callable[..., Any]](), dict[str, EnvironmentClass](), dict[str, _Schemas]()
     for path in every:
-        label = f"rollout.environment_factory {path!r}" if path == factory else f"{SETTING} {path!r}"
+        label = f"rollout.environment_factory {path!r}" if path in factories else f"{SETTING} {path!r}"
         loaded = load_attribute(path, label)
-        if isinstance(loaded, type) or path == factory:
-            classes.append(_environment(path, loaded, arguments.get(path, {}), label))
-            schemas += [_schema(getattr(classes[-1].kind, name), label) for name in classes[-1].tools]
+        if isinstance(loaded, type) or path in factories:
+            kinds[path] = _environment(path, loaded, arguments.get(path, {}), label)
+            schemas[path] = [_schema(getattr(kinds[path].kind, name), label) for name in kinds[path].tools]
         elif path in arguments:
             raise UserError(f"rollout.tool_args: {path!r} is a function, whose arguments are the policy's")
         elif callable(loaded):
-            functions[path] = loaded
-            schemas.append(_schema(loaded, label))
+            functions[path], schemas[path] = loaded, [_schema(loaded, label)]
         else:
             raise UserError(f"{label}: a tool is a function or a class, not {type(loaded).__name__}")
+    calls: ToolThreads | RemoteTools = ToolThreads()
+    if processes and every:
+        if missing := [name for name in variables if name not in os.environ]:
+            raise UserError(f"rollout.tool_environment: the run has no variable {', '.join(missing)}: set it")
+        makers = {path: arguments.get(path, {}) for path in kinds}
+        calls = RemoteTools(ToolProcesses(every, processes, makers, tuple(variables)))
+        asyncio.run(calls.processes.check())
+
+    def kit(own: Sequence[str]) -> ToolKit:
+        classes = tuple(kinds[path] for path in own if path in kinds)
+        return ToolKit(functions, classes, _distinct([one for path in own for one in schemas[path]]), calls)
+
+    kits = {name: kit((*paths, path)) for name, path in named.items()}
+    return replace(kit(paths if named else every), by_environment=kits)
+
+
+def _distinct(schemas: _Schemas) -> tuple[dict[str, Any], ...]:
+    """Return the schemas of tools that an episode has. Raises UserError where two have one name."""
     names = [schema["function"]["name"] for schema in schemas]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"{SETTING}: two tools have the name {twice}: rename one")
-    calls: ToolThreads | RemoteTools = ToolThreads()
-    if processes and every:
-        makers = {kind.path: arguments.get(kind.path, {}) for kind in classes}
-        calls = RemoteTools(ToolProcesses(every, processes, makers))
-        asyncio.run(calls.processes.check())
-    return ToolKit(functions, tuple(classes), tuple(schemas), calls)
+    return tuple(schemas)
 
 
 def _environment(path: str, loaded: Callable[..., Any], arguments: Mapping[str, Any], label: str) -> EnvironmentClass:

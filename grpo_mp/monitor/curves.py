@@ -77,7 +77,11 @@ CURVES: dict[str, tuple[Curve, ...]] = {
             {"mean": "rollout/weight_version_lag/mean", "max": "rollout/weight_version_lag/max"},
         ),
         Curve("Busiest expert over the mean", "ratio", {"busiest": "train/expert_load/max_over_mean"}),
-        Curve("Experts that would differ", "share", {"differ": "mismatch/router_diff_ratio"}),
+        Curve(
+            "Experts that would differ",
+            "share",
+            {"first update": "mismatch/router_diff_ratio", "all updates": "train/router_diff_ratio"},
+        ),
     ),
     "time": (
         Curve("Phases of a step", "s", _phases("time/{}_s", PHASES[:6]), "Slowest rank.", stacked=True),

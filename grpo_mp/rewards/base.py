@@ -252,12 +252,13 @@ def _values_of(outcomes: Sequence[Any]) -> Values:
 def load_reward(name: str, setting: str) -> Reward:
     """Return a user's reward; one with a parameter `completion` is called for each of a group. Raises UserError."""
     function = load_attribute(name, f"{setting} {shorten(name)!r}") if is_path(name) else None
-    if not _has_parameter(function, "completion"):
+    if not has_parameter(function, "completion"):
         return REWARDS.resolve(name, setting)
     return EachCompletion(SINGLE_REWARDS.resolve(name, setting))
 
 
-def _has_parameter(function: Any, name: str) -> bool:
+def has_parameter(function: Any, name: str) -> bool:
+    """Return whether a function has a parameter of this name."""
     try:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):  # no function, or one that is written in C

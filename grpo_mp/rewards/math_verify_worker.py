@@ -18,6 +18,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from grpo_mp.errors import UserError
+from grpo_mp.processes import shared_environment
 
 START_LIMIT_S = 120.0
 MEMORY_BYTES = 4 * 2**30
@@ -78,7 +79,7 @@ class MathVerifier:
             stdout=subprocess.PIPE,
             stderr=stderr,
             start_new_session=True,  # a signal to the rank's group must not turn the answer in hand into a wrong one
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+            env={**shared_environment(), "PYTHONPATH": os.pathsep.join(filter(None, path))},
         )
         if _read_line(self._child, START_LIMIT_S) != "ready":
             self._end()

@@ -16,12 +16,14 @@ from transformers import TrainerState
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.base import (
     STEP_REWARDS,
+    EachCompletion,
     RewardError,
     T,
     Values,
     call_arguments,
     call_reward,
     call_step_reward,
+    has_parameter,
     load_reward,
     run_with_timeout,
     validate_steps,
@@ -123,6 +125,12 @@ class Scorer:
         """Return the warnings that a user should read at the start."""
         missing = "no reward term defines correctness, so there is no accuracy: name one by reward.correct"
         return (*self._built_in.warnings, *([] if self._correctness_rule else [missing]))
+
+    def rewards_with(self, parameter: str) -> list[str]:
+        """Return the names of the user's reward functions that have a parameter of this name."""
+        functions = {**self._functions, "reward.steps": self._step_reward}
+        inner = {name: one.function if isinstance(one, EachCompletion) else one for name, one in functions.items()}
+        return [name for name, function in inner.items() if has_parameter(function, parameter)]
 
     @property
     def has_answers(self) -> bool:

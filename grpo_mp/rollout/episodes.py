@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,16 +12,19 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
 from grpo_mp.config.sections import RolloutConfig
+from grpo_mp.data.rows import Row
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.episodes.chat import ChatRenderer
 from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, RolloutFunction, Segment, Task
 from grpo_mp.episodes.tools import EpisodeTools, ToolKit, load_tools
-from grpo_mp.errors import UserError, one_line
+from grpo_mp.errors import UserError, did_you_mean, one_line
+from grpo_mp.reading import shorten
 from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.episode_policy import EpisodeAbortedError, EpisodeContext, EpisodePolicy, EpisodeWatch
 from grpo_mp.types import EpisodeState, ExpertIds, Message, Prompt, Sample, SampleGroup
 from grpo_mp.user_code import without_exit
 
+ENVIRONMENT_COLUMN = "environment"  # TRL's
 LOGGER = logging.getLogger(__name__)
 
 
@@ -33,6 +36,30 @@ class EpisodeParts:
     function: RolloutFunction
     tools: ToolKit
     renderer: ChatRenderer
+    by_environment: Mapping[str, "EpisodeParts"] = field(default_factory=dict)  # of rows that name one; {}: none does
+
+    @property
+    def tools_are_remote(self) -> bool:
+        """Return whether environments are in other processes."""
+        return self.config.tool_process and any(one.tools.classes for one in (self, *self.by_environment.values()))
+
+    def of(self, columns: Mapping[str, Any], place: str) -> "EpisodeParts":
+        """Return the parts of a data row. Raises UserError, with its `place`, where it names no environment."""
+        if not self.by_environment:
+            return self
+        name = columns.get(ENVIRONMENT_COLUMN)
+        if not isinstance(name, str) or name not in self.by_environment:
+            found = f"{shorten(repr(name))} is none" if ENVIRONMENT_COLUMN in columns else "is missing, a name"
+            nearest = did_you_mean(name, self.by_environment) if isinstance(name, str) else ""
+            raise UserError(
+                f"{place}: column {ENVIRONMENT_COLUMN}: {found} of rollout.environment_factory{nearest}: there are "
+                f"{', '.join(self.by_environment)}"
+            )
+        return self.by_environment[name]
+
+    def schemas_of(self, row: Row) -> Sequence[dict[str, Any]]:
+        """Return the JSON schemas of a row's tools. Raises UserError as `of`."""
+        return self.of(row.columns, row.location).tools.schemas
 
 
 def load_episode_parts(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> EpisodeParts | None:
@@ -44,10 +71,14 @@ def load_episode_parts(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase
     if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
         raise UserError(f"rollout.function {name!r}: it must be a coroutine function: async def rollout(task, policy)")
     processes = config.limits.tool_processes if config.tool_process else None
-    tools = load_tools(config.tools, processes, config.tool_args, config.environment_factory)
-    renderer = ChatRenderer(tokenizer, tools.schemas)
-    renderer.check()
-    return EpisodeParts(config, function, tools, renderer)
+    tools = load_tools(config.tools, processes, config.tool_args, config.environment_factory, config.tool_environment)
+
+    def parts_of(kit: ToolKit) -> EpisodeParts:
+        renderer = ChatRenderer(tokenizer, kit.schemas)
+        renderer.check()
+        return EpisodeParts(config, function, kit, renderer)
+
+    return replace(parts_of(tools), by_environment={name: parts_of(kit) for name, kit in tools.by_environment.items()})
 
 
 @dataclass(frozen=True)
@@ -82,10 +113,11 @@ class EpisodeRunner:
 
         Raises EngineError from the engine; TimeoutError after `rollout.group_timeout_s` since the first one began.
         """
-        config, begun = self.parts.config, asyncio.Event()
+        parts, begun = self.parts.of(prompt.columns, f"prompt {prompt.index}"), asyncio.Event()
+        config = parts.config
         context = EpisodeContext(
             self.client,
-            self.parts.renderer,
+            parts.renderer,
             config.limits,
             sampling,
             config.max_prompt_tokens,
@@ -94,7 +126,7 @@ class EpisodeRunner:
         )
         samples = {sample.index: sample for sample in earlier}
         running = {
-            asyncio.create_task(self._run(context, prompt, index, step, begun)): index
+            asyncio.create_task(self._run(parts, context, prompt, index, step, begun)): index
             for index in range(count)
             if index not in samples
         }
@@ -111,12 +143,18 @@ class EpisodeRunner:
         return tuple(sample for _, sample in sorted(samples.items()))
 
     async def _run(
-        self, context: EpisodeContext, prompt: Prompt, index: int, step: int, begun: asyncio.Event
+        self,
+        parts: EpisodeParts,
+        context: EpisodeContext,
+        prompt: Prompt,
+        index: int,
+        step: int,
+        begun: asyncio.Event,
     ) -> Outcome:
         """Roll out one episode, however it ends. Raises EngineError, EpisodeAbortedError."""
         async with self.slots:
             begun.set()
-            outcome, policy = await self._roll_out(context, prompt, index, step)
+            outcome, policy = await self._roll_out(parts, context, prompt, index, step)
         if policy.watch.stopped_by:
             raise policy.watch.stopped_by
         if outcome.error:
@@ -124,7 +162,7 @@ class EpisodeRunner:
         return outcome
 
     async def _roll_out(
-        self, context: EpisodeContext, prompt: Prompt, index: int, step: int
+        self, parts: EpisodeParts, context: EpisodeContext, prompt: Prompt, index: int, step: int
     ) -> tuple[Outcome, EpisodePolicy]:
         clock = asyncio.timeout(context.limits.episode_s)
         own = replace(context, sampling=context.sampling.only(index))
@@ -133,7 +171,7 @@ class EpisodeRunner:
         environments: tuple[Any, ...] = ()
         try:
             async with AsyncExitStack() as opened, clock:
-                tools = await self.parts.tools.open(
+                tools = await parts.tools.open(
                     *(context.limits.tool_s, context.limits.tool_characters),
                     lambda: f"step {step}: {label}, turn {policy.turns}",
                 )

@@ -12,7 +12,7 @@ import shutil
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +21,14 @@ import pyarrow as pa
 import xxhash
 from pydantic import TypeAdapter
 
+from grpo_mp.batching.routed_experts import experts_of_group, with_experts, without_experts
 from grpo_mp.errors import one_line
 from grpo_mp.files import sync_to_disk
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import EngineOutput
 from grpo_mp.rollout.dump import FACTS, SCHEMA, Row, experts_of, group_of_rows, rows_of
 from grpo_mp.rollout.groups import EndedGroup, PausedGroup
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.types import Prompt, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
 HEADER = struct.Struct("<II")
@@ -118,7 +119,7 @@ class PausedRecords:
         """Return the most that was recorded in these steps of a group of this prompt; None where nothing was."""
         key = group_id, prompt.index, prompt.epoch
         with self._lock:
-            files = [file for step in steps for file in journal_file(self._folder, step, 0).parent.glob("*.journal")]
+            files = files_of_steps(self._folder, steps)
             records = [record for file in files for record in self._records(file) if record.key == key]
         best = best_records(record for record in records if not record.extent.finished)
         loaded = load(best[key], prompt) if best else None
@@ -136,6 +137,11 @@ class PausedRecords:
 def journal_file(folder: Path, step: int, rank: int) -> Path:
     """Return the file to which a rank appends in a step."""
     return folder / f"step_{step:06d}" / f"rank_{rank}.journal"
+
+
+def files_of_steps(folder: Path, steps: Iterable[int]) -> list[Path]:
+    """Return the files of all ranks of these steps."""
+    return [file for step in steps for file in sorted(journal_file(folder, step, 0).parent.glob("*.journal"))]
 
 
 def prune(folder: Path, last_step: int) -> None:
@@ -183,6 +189,27 @@ def load(record: Record, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | Non
     return decode(content, prompt)
 
 
+def with_recorded_experts(groups: Sequence[SampleGroup], folder: Path, steps: Iterable[int]) -> list[SampleGroup]:
+    """Return finished groups with the experts that any rank has recorded of them in these steps.
+
+    A group stays as it is where it has its experts, or no such record is there.
+    """
+    records = best_records(record for file in files_of_steps(folder, steps) for record in read_records(file))
+    restored = []
+    for group in groups:
+        record = records.get((group.samples[0].group_id, group.prompt.index, group.prompt.epoch))
+        loaded = load(record, group.prompt) if record and not experts_of_group(group) else None
+        recorded = loaded[0] if loaded else None
+        if isinstance(recorded, SampleGroup) and _tokens(recorded) == _tokens(group):
+            group = with_experts(group, experts_of_group(recorded))
+        restored.append(group)
+    return restored
+
+
+def _tokens(group: SampleGroup) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(part.key, part.tokens) for sample in group.samples for part in sample.sequences]
+
+
 def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> list[memoryview]:
     """Return a group as an Arrow stream, and its experts; nothing where it has no token.
 
@@ -190,7 +217,7 @@ def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> 
     """
     outputs = group.outputs if isinstance(group, PausedGroup) else ()
     ended = [one for one in group.samples if not (isinstance(group, PausedGroup) and one.environment is not None)]
-    samples = SampleGroup(group.prompt, tuple(map(_bare, ended)), finished=isinstance(group, SampleGroup))
+    samples = without_experts(SampleGroup(group.prompt, tuple(ended), finished=isinstance(group, SampleGroup)))
     rows = [*(_row_of_output(group.prompt, output) for output in outputs), *rows_of(samples, selected=False)]
     sequences = [sequence for sample in ended for sequence in sample.sequences]
     experts = [output.routed_experts for output in outputs] + [part.routed_experts for part in sequences]
@@ -210,12 +237,6 @@ def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> 
     with pa.ipc.new_stream(sink, schema, options=WRITE) as writer:
         writer.write_table(pa.Table.from_pylist(rows, schema))
     return [memoryview(sink.getvalue()), *(of_row for of_row in raw if of_row is not None)]
-
-
-def _bare(sample: Sample) -> Sample:
-    """Return a sample without its experts."""
-    earlier = tuple(replace(part, routed_experts=None) for part in sample.earlier)
-    return replace(sample, routed_experts=None, earlier=earlier)
 
 
 def decode(payload: bytes, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | None:

@@ -232,14 +232,17 @@ def collect_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 def routing_metrics(replay: RoutingReplay | None, parallel: Parallel) -> dict[str, float]:
     """Return the share of replayed experts that the policy's routers would not have chosen, over the job.
 
-    Every rank must call this.
+    Under two names: that of the first update is kept as the mismatch of the engine, of the other the mean of all
+    updates, see `update_metrics`. Every rank must call this.
     """
     if replay is None:
         return {}
     counts = torch.tensor(replay.take_counts(), dtype=torch.float64)
     dist.all_reduce(counts, group=parallel.cpu_group)
     differing, replayed = counts.tolist()
-    return {"mismatch/router_diff_ratio": differing / replayed} if replayed else {}
+    if not replayed:
+        return {}
+    return dict.fromkeys(("mismatch/router_diff_ratio", "train/router_diff_ratio"), differing / replayed)
 
 
 def reduce_report(report: UpdateReport, parallel: Parallel) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Check and read everything that needs no process group, model or engine: settings, files, data."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, latest_checkpo
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RunConfig
 from grpo_mp.data.overlap import find_overlaps
-from grpo_mp.data.prompts import PromptSet, load_prompts, load_train_prompts
+from grpo_mp.data.prompts import PromptSet, ToolsOf, load_prompts, load_train_prompts, no_tools
 from grpo_mp.distributed.layout import describe_parallelism, model_shape
 from grpo_mp.distributed.nccl_memory import check_nccl
 from grpo_mp.distributed.shards import tp_size
@@ -103,7 +103,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     check_policy(hf, settings.model, settings.layout, settings.training, world_size - settings.engine.ranks)
     check_export(settings.run, settings.model)
     episodes = load_episodes(settings, tokenizer)
-    tools = episodes.tools.schemas if episodes else ()
+    tools = episodes.schemas_of if episodes else no_tools
     longest = settings.rollout.max_prompt_tokens
     train = load_train_prompts(settings.data, tokenizer, longest, tools)
     settings = settings.with_steps(train.epoch_size)
@@ -115,7 +115,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     check_reward_models(settings, tokenizer, world_size, ranks_per_node)
     if settings.run.export_servers:
         read_api_key("run.export_servers", settings.run.export_servers.api_key_env)
-    scorer = _make_scorer(settings, tokenizer)
+    scorer = make_scorer(settings, tokenizer, episodes)
     fp8 = engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
     space = check_disk(settings.run.folder, disk_need(settings, hf), probes=os.environ.get("RANK", "0") == "0")
     warnings = (*scorer.warnings, *start_warnings(settings, fp8), *sync_warnings(settings, hf, fp8), *space)
@@ -155,8 +155,8 @@ def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node
         check_policy(hf, settings.model, settings.layout, settings.training, world_size)
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     episodes = load_episodes(settings, tokenizer)
-    evals = _read_evals(settings, tokenizer, episodes.tools.schemas if episodes else ())
-    scorer, first = _make_scorer(settings, tokenizer).for_evaluations(), next(iter(evals.values()))
+    evals = _read_evals(settings, tokenizer, episodes.schemas_of if episodes else no_tools)
+    scorer, first = make_scorer(settings, tokenizer, episodes).for_evaluations(), next(iter(evals.values()))
     return RunInputs(hf, tokenizer, first, evals, scorer, extensions, scorer.warnings, episodes)
 
 
@@ -168,10 +168,10 @@ def run_sampling_preflight(settings: Settings, world_size: int, ranks_per_node: 
         check_policy(hf, settings.model, settings.layout, settings.training, world_size)
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     episodes = load_episodes(settings, tokenizer)
-    tools = episodes.tools.schemas if episodes else ()
+    tools = episodes.schemas_of if episodes else no_tools
     train = load_train_prompts(settings.data, tokenizer, settings.rollout.max_prompt_tokens, tools)
     check_reward_models(settings, tokenizer, world_size, ranks_per_node)
-    scorer = _make_scorer(settings, tokenizer)
+    scorer = make_scorer(settings, tokenizer, episodes)
     return RunInputs(hf, tokenizer, train, {}, scorer, extensions, scorer.warnings, episodes)
 
 
@@ -226,9 +226,7 @@ def load_episodes(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Epi
     return load_episode_parts(settings.rollout, tokenizer)
 
 
-def _read_evals(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]
-) -> dict[str, PromptSet]:
+def _read_evals(settings: Settings, tokenizer: PreTrainedTokenizerBase, tools: ToolsOf) -> dict[str, PromptSet]:
     data, longest = settings.data, settings.rollout.max_prompt_tokens
     return {
         name: load_prompts(
@@ -243,8 +241,9 @@ def _read_evals(
     }
 
 
-def _make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Scorer:
-    return Scorer(
+def make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase, episodes: EpisodeParts | None = None) -> Scorer:
+    """Make what scores groups. Raises UserError for a reward that cannot be loaded, or take what it asks for."""
+    scorer = Scorer(
         settings.reward,
         settings.rollout.max_response_tokens,
         settings.data.prompt_column,
@@ -252,6 +251,12 @@ def _make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Scor
         decode=tokenizer.decode,
         set_weights=settings.set_weights,
     )
+    if episodes and episodes.tools_are_remote and (takes := scorer.rewards_with("environments")):
+        raise UserError(
+            f"reward {takes[0]!r} takes environments, which rollout.tool_process=true keeps in other processes: set "
+            "it to false, or let the environment's get_reward say it (reward.episode)"
+        )
+    return scorer
 
 
 def check_engine(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:

@@ -53,7 +53,7 @@ class StepFacts:
     files: int  # of the step: ranks of the job that wrote it
     shape: RolloutShape
     infos: str  # digest of the samples that the step trains on
-    routed: bool  # they have the experts that the engine chose
+    routed: bool  # they have the experts that the engine chose; in a file: the rank's share of them has
     state: TrainState
     dropped: Counter[str]
     reward_stats: RewardStats
@@ -83,15 +83,15 @@ def step_file(folder: Path, step: int, rank: int) -> Path:
 def dump_step(folder: Path, step: int, batch: RolloutBatch, shape: RolloutShape, rank: int, ranks: int) -> None:
     """Write what this rank has of a step's samples, those that none trains on, too; every one of `ranks` must."""
     groups = [*batch.groups, *batch.unselected]
-    # Ranks that train without an engine have samples without their experts, which engines' ranks send elsewhere.
-    experts = [part.routed_experts for group in groups for sample in group.samples for part in sample.sequences]
-    has_experts = not experts or any(of_part is not None for of_part in experts)
+    chosen = {part.key for info in batch.infos for part in info.sequences if part.has_routed_experts}
+    sequences = [part for group in batch.groups for sample in group.samples for part in sample.sequences]
+    lacking = [part.key for part in sequences if part.routed_experts is None and part.key in chosen]
     facts = StepFacts(
         step,
         ranks,
         shape,
         _digest(batch.infos),
-        has_experts and any(info.has_routed_experts for info in batch.infos),
+        bool(chosen) and not lacking,
         batch.state,
         batch.dropped,
         batch.reward_stats,
@@ -135,13 +135,16 @@ def open_replay(folder: Path, settings: Settings, hf: HfConfig, first: int) -> R
 def _read_step_facts(folder: Path, step: int) -> StepFacts:
     """Read what all files of a step say. Raises UserError where one is missing, damaged, or of another step or run."""
     first = _parse_facts(step_file(folder, step, 0))
+    routed = first.routed
     for rank in range(first.files):
         file = step_file(folder, step, rank)
         if not file.is_file():
             raise UserError(f"{file}: no such file, and its step has {first.files} of them: copy it, too")
-        if first.step != step or _parse_facts(file).identity != first.identity:
+        of_rank = _parse_facts(file)
+        if first.step != step or of_rank.identity != first.identity:
             raise UserError(f"{file}: not of the same step of the same run as rank_0.parquet: copy the folder again")
-    return first
+        routed = routed and of_rank.routed
+    return replace(first, routed=routed)
 
 
 def _parse_facts(file: Path) -> StepFacts:

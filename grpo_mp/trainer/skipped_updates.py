@@ -1,12 +1,16 @@
 """Skipped updates: the samples of their step are kept, and the run stops after some in a row."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
+from grpo_mp.checkpoint.run_state import ROLLOUTS
+from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.errors import UserError
 from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.rollout.journal import with_recorded_experts
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.context import TrainContext
 from grpo_mp.trainer.job import PolicyContext
@@ -35,9 +39,20 @@ def keep_skipped(ctx: TrainContext, rollouts: RolloutBatch, reports: Sequence[Up
     folder = ctx.inputs.replay.folder if ctx.inputs.replay else settings.run.folder / FOLDER
     if not (settings.rollout.dump or ctx.inputs.replay):
         shape = RolloutShape.of(settings, ctx.inputs.hf)
+        if settings.training.router_replay == "R3":
+            rollouts = with_sent_experts(settings, rollouts, step)
         with disk_may_be_full(f"the rollouts of step {step}"):
             dump_step(folder, step, rollouts, shape, parallel.rank, parallel.world_size)
     return note_skipped(ctx, reports, step, step_file(folder, step, 0).parent)
+
+
+def with_sent_experts(settings: Settings, rollouts: RolloutBatch, step: int) -> RolloutBatch:
+    """Return what a step trains on with the experts that engines chose, of groups whose were sent to be replayed.
+
+    They are those of the groups' records, which all ranks can read; a group whose disk was full has none.
+    """
+    steps = range(max(0, step - settings.rollout.max_staleness), step + 1)
+    return replace(rollouts, groups=with_recorded_experts(rollouts.groups, settings.run.folder / ROLLOUTS, steps))
 
 
 def note_skipped(ctx: PolicyContext, reports: Sequence[UpdateReport], step: int, kept: Path) -> int:

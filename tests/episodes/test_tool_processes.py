@@ -53,6 +53,10 @@ def give(what: str) -> str:
         "circle": (circle := []) or circle.append(circle) or circle,
     }[what]
 
+def see() -> list:
+    """List the variables that hold a secret."""
+    return sorted(name for name, value in os.environ.items() if value == "secret")
+
 def fail(how: str) -> str:
     """
     Fail.
@@ -110,7 +114,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def with_kit(
-    file: str, work: Callable[[ToolKit], Awaitable[Any]], names: tuple[str, ...] = NAMES, processes: int | None = 2
+    file: str,
+    work: Callable[[ToolKit], Awaitable[Any]],
+    names: tuple[str, ...] = NAMES,
+    processes: int | None = 2,
+    variables: tuple[str, ...] = (),
 ) -> Any:
     """Run a coroutine on tools of so many processes beside those of environments, which end with it."""
 
@@ -120,7 +128,7 @@ def with_kit(
         finally:
             await kit.close()
 
-    kit = load_tools([f"{file}:{name}" for name in names], processes)
+    kit = load_tools([f"{file}:{name}" for name in names], processes, variables=variables)
     return asyncio.run(run())
 
 
@@ -255,6 +263,19 @@ def test_a_cancelled_call_ends_with_its_process(file: str) -> None:
         return has_ended(pid)
 
     assert with_kit(file, cancelled, ("Counter",))
+
+
+def test_tools_find_no_secret_of_the_run(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "GRPO_MP_ANYTHING", "SEARCH_KEY"):
+        monkeypatch.setenv(name, "secret")
+
+    async def look(kit: ToolKit) -> str:
+        tools = await kit.open(30.0, 100)
+        return (await call(tools, "see")).text
+
+    assert with_kit(file, look, ("see",), variables=("SEARCH_KEY",)) == '["SEARCH_KEY"]'
+    with pytest.raises(UserError, match=r"^rollout\.tool_environment: the run has no variable NOT_SET: set it$"):
+        load_tools([f"{file}:see"], 1, variables=("SEARCH_KEY", "NOT_SET"))
 
 
 def test_no_process_is_started_before_the_tools_are_checked(file: str, tmp_path: Path) -> None:

@@ -46,6 +46,20 @@ async def ends_all(status: int) -> str:
     """
     raise SystemExit(status)
 
+async def leaves(status: int) -> str:
+    """
+    End the process at once, after others had their turn.
+
+    Args:
+        status: its status
+    """
+    await asyncio.sleep(0)
+    await asyncio.create_task(leave(status))
+
+async def leave(status):
+    await asyncio.sleep(0)
+    os._exit(status)
+
 def bad(how: str) -> str:
     """
     Do something bad.
@@ -124,6 +138,9 @@ WORD = "no tool"
 '''
 
 
+TOOL_NAMES = ("add", "slow_add", "ends_all", "leaves", "bad", "late", "Counter")
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     path: Path = tmp_path_factory.mktemp("tools") / "user_tools.py"
@@ -133,7 +150,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def kit(file: str) -> ToolKit:
-    return load_tools([f"{file}:{name}" for name in ("add", "slow_add", "ends_all", "bad", "late", "Counter")])
+    return load_tools([f"{file}:{name}" for name in TOOL_NAMES])
 
 
 def call(tools: EpisodeTools, name: str, **arguments: Any) -> ToolResult:
@@ -142,7 +159,7 @@ def call(tools: EpisodeTools, name: str, **arguments: Any) -> ToolResult:
 
 def test_schemas_and_results(kit: ToolKit) -> None:
     names = [schema["function"]["name"] for schema in kit.schemas]
-    assert names == ["add", "slow_add", "ends_all", "bad", "late", "increase"]
+    assert names == [*TOOL_NAMES[:-1], "increase"]
     parameters = kit.schemas[0]["function"]["parameters"]
     assert parameters["properties"]["a"] == {"type": "integer", "description": "the first"}
     assert parameters["required"] == ["a"]
@@ -194,6 +211,7 @@ def test_results_that_are_cut_or_no_text_are_named(kit: ToolKit, caplog: pytest.
             "Error: ExitCallError: it raised SystemExit(1): return, or raise an error",
             "raised",
         ),
+        ("leaves", {"status": 3}, "Error: ExitCallError: it called os._exit(3): return, or raise an error", "raised"),
         ("bad", {"how": "hang"}, "Error: bad took longer than 0.2 s", "timeout"),
         ("slow_add", {"a": 60}, "Error: slow_add took longer than 0.2 s", "timeout"),
         ("bad", {"how": "bytes"}, "a\ufffd\ufffdb", None),
@@ -276,6 +294,36 @@ def test_a_function_makes_the_environments(file: str, processes: int | None) -> 
     kit = load_tools([f"{file}:add"], processes, {factory: {"by": 8}}, factory)
     assert [schema["function"]["name"] for schema in kit.schemas] == ["add", "increase"]
     assert asyncio.run(episode()) == [" It begins at 3.", "5", [(5, 8)] if processes is None else []]
+
+
+@pytest.mark.parametrize("processes", [None, 1])
+def test_an_environment_by_its_name(file: str, processes: int | None) -> None:
+    """Each is played with its own tools and those of all; two names may be of one kind."""
+    factories = {"sums": f"{file}:make_counter", "views": f"{file}:Graded", "more_sums": f"{file}:make_counter"}
+
+    async def episode(name: str) -> tuple[str, list[str], float | None]:
+        tools = await kit.by_environment[name].open(20.0, 100)
+        said, reward = await tools.reset({"start": 3}), await tools.reward()
+        await tools.close()
+        return said, sorted(tools.by_name), reward
+
+    async def episodes() -> list[Any]:
+        try:
+            return [await episode(name) for name in factories]
+        finally:
+            await kit.close()
+
+    kit = load_tools([f"{file}:add"], processes, {f"{file}:make_counter": {"by": 8}}, factories)
+    assert [schema["function"]["name"] for schema in kit.schemas] == ["add"]
+    sums = (" It begins at 3.", ["add", "increase"], None)
+    assert asyncio.run(episodes()) == [sums, ("", ["add", "look"], 0.25), sums]
+    for name, names in (("sums", ["add", "increase"]), ("views", ["add", "look"])):
+        assert [schema["function"]["name"] for schema in kit.by_environment[name].schemas] == names
+
+
+def test_two_tools_of_one_name_are_refused_in_one_episode_only(file: str) -> None:
+    with pytest.raises(UserError, match="two tools have the name increase"):
+        load_tools([f"{file}:Counter"], factory={"a": f"{file}:Graded", "b": f"{file}:make_counter"})
 
 
 def test_a_factory_that_makes_nothing_is_refused(file: str) -> None:

@@ -1,6 +1,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,6 +187,17 @@ def test_an_answer_that_takes_too_long_is_its_own() -> None:
         assert verifier.timeouts == 1
     finally:
         verifier.close()
+
+
+def test_the_child_finds_no_secret_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    verifier = MathVerifier(limit_s=10.0)
+    assert verifier.equal("x + 1", "1 + x")
+    assert verifier._child
+    variables = Path(f"/proc/{verifier._child.pid}/environ").read_bytes()
+    assert b"PATH=" in variables
+    assert b"secret" not in variables
+    verifier.close()
 
 
 def test_comparison_works_in_many_threads_at_once(verifier: MathVerifier) -> None:

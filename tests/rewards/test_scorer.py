@@ -358,8 +358,22 @@ def test_a_child_that_a_reward_forks_ends_as_children_do(scorer: Callable[..., S
     assert [sample.reward for sample in scored.samples] == [5.0, 5.0]
 
 
-def test_elsewhere_a_process_still_ends_by_exit(tmp_path: Path) -> None:
-    code = "import os\nfrom grpo_mp.user_code import no_exit\nwith no_exit(): pass\nos._exit(7)\n"
+AFTERWARDS = "import os\nfrom grpo_mp.user_code import no_exit\nwith no_exit(): pass\nos._exit(7)\n"
+MEANWHILE = """
+import asyncio, os
+from grpo_mp.user_code import without_exit
+
+async def main():
+    guarded = asyncio.create_task(without_exit(asyncio.sleep(60)))
+    await asyncio.sleep(0)
+    os._exit(7)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("code", [AFTERWARDS, MEANWHILE])
+def test_elsewhere_a_process_still_ends_by_exit(code: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 7
 
 

@@ -275,3 +275,22 @@ def test_an_episode_with_two_results_over_the_templates_of_all_families(name: st
     assert given.count("2 rows") == 1
     assert given.count("Error: the arguments of look are no JSON object") == (name != "llama3_1")
     assert (sample.metrics["tool_raised"], sample.episode_reward) == (float(name != "llama3_1"), 0.75)
+
+
+def test_the_environment_that_a_row_names_plays_its_episode() -> None:
+    """`look` is a tool of the board alone."""
+    client = TextClient(make_renderer("qwen3", tools=True).tokenizer, ["[look]({})<|im_end|>", "2<|im_end|>"])
+    parts = {"environment_factory": {"board": f"{HERE}:Board", "quiet": f"{HERE}:Quiet"}, "tool_parser": "test"}
+    board, quiet = (roll_out(make_runner(client, "call_tools", **parts), environment=one) for one in ("board", "quiet"))
+    assert [type(sample.environment).__name__ for sample in (board, quiet)] == ["Board", "Quiet"]
+    assert [sample.episode_reward for sample in (board, quiet)] == [0.75, None]
+    assert [sample.metrics["tool_raised"] for sample in (board, quiet)] == [0, 1]
+    assert "there is no tool look" in client.tokenizer.decode(quiet.tokens)
+
+
+class Quiet:
+    """An environment with another tool."""
+
+    def listen(self) -> str:
+        """Listen."""
+        return "nothing"

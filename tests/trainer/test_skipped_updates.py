@@ -1,17 +1,31 @@
 """A broken gradient changes nothing: weights, optimizer state and adaptive coefficients stay, and it is named."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 
 from grpo_mp.algorithms.losses import load_policy_loss
+from grpo_mp.batching.exchange import sample_infos
+from grpo_mp.batching.routed_experts import experts_of_group, without_experts
+from grpo_mp.checkpoint.run_state import ROLLOUTS, TrainState
+from grpo_mp.config import load_settings
 from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.errors import UserError
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.policy import UpdateReport
-from grpo_mp.trainer.skipped_updates import count_in_a_row, describe
+from grpo_mp.rewards.scorer import RewardStats
+from grpo_mp.rollout.dump import read_groups
+from grpo_mp.rollout.journal import GroupJournal
+from grpo_mp.trainer.collect import RolloutBatch
+from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step, open_replay, step_file
+from grpo_mp.trainer.skipped_updates import count_in_a_row, describe, with_sent_experts
 from grpo_mp.trainer.update import train_step
-from grpo_mp.types import MicroBatch
+from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 from tests.trainer.one_step import OneStep
 from tests.trainer.test_update import make_trainer, weights
@@ -76,6 +90,37 @@ def test_updates_in_a_row_are_counted_over_steps() -> None:
     reports = [UpdateReport([], 1.0, 0.1, skipped) for skipped in (True, False, True, True)]
     assert count_in_a_row(2, reports) == [3, 0, 1, 2]
     assert count_in_a_row(2, reports[1:2]) == [0]
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_what_is_kept_has_the_experts_that_were_sent_away(tiny_run: TinyRun, tmp_path: Path, has_record: bool) -> None:
+    """Another rank's engine has recorded them a step before; without that record, a replay of them is refused."""
+    settings = load_settings(tiny_run.config, ["schedule=async", "engine.ranks=1", "rollout.max_staleness=1"])
+    run, training = settings.run.model_copy(update={"folder": tmp_path, "steps": 4}), settings.training
+    training = training.model_copy(update={"router_replay": "R3"})
+    settings = settings.model_copy(update={"run": run, "training": training})
+    experts = np.arange(8, dtype=np.uint8).reshape(2, 2, 2)
+    last = Sample(40, 0, (1,), (2, 3), (-1.0, -2.0), (0, 0), False, routed_experts=experts + 8, state="completed")
+    forked = replace(last, earlier=(replace(last, tokens=(4, 5), routed_experts=experts, part=1),))
+    group = SampleGroup(Prompt(0, "?", (1,), epoch=3), (forked,))
+    if has_record:
+        GroupJournal(tmp_path / ROLLOUTS, 2).append(3, 40, group, RewardStats(), kept=True)
+    infos = tuple(sample_infos(group))
+    hf = HfConfig.read(settings.model.path)
+    for rank, groups in enumerate(([], [without_experts(group)])):
+        sent = RolloutBatch(groups, infos, infos, Counter(), RewardStats(), 0, 1.0, TrainState())
+        kept = with_sent_experts(settings, sent, 4)
+        dump_step(tmp_path / FOLDER, 4, kept, RolloutShape.of(settings, hf), rank, ranks=2)
+    if has_record:
+        open_replay(tmp_path / FOLDER, settings, hf, first=4)
+        ((written, _),) = read_groups(step_file(tmp_path / FOLDER, 4, 1))
+        assert {key: of.tolist() for key, of in experts_of_group(written).items()} == {
+            (40, 0, 1): experts.tolist(),
+            (40, 0): (experts + 8).tolist(),
+        }
+    else:
+        with pytest.raises(UserError, match="step 4 has no routed experts to replay"):
+            open_replay(tmp_path / FOLDER, settings, hf, first=4)
 
 
 def test_the_sentence_names_norm_parameters_and_samples() -> None:
