@@ -61,6 +61,7 @@ class RolloutTask:
     forgets: bool = False  # of a finished group no sample stays in memory: `record` has them
     # Returns what was recorded of a group, by its id and prompt, that a lost engine gave back; None: it begins anew.
     recall: Callable[[int, Prompt], PausedGroup | None] = lambda *_: None
+    after_loss: bool = False  # an engine was lost in the step before: nobody may have what it held
 
     def sampling_of(self, prompt: Prompt) -> SamplingParams:
         """Return how a group is sampled; its seeds depend neither on the engine that draws it nor on when it does."""
@@ -344,7 +345,7 @@ class _Groups:
         prompt = paused.prompt if paused else self._task.prompt_of(number)
         limit = None if gate.is_own(number) or not self._task.token_limit else self._task.token_limit(number)
         begin = partial(generate, self._task, self._task.first_group_id + number, prompt)
-        recalls = number in self._returned and not paused
+        recalls = (number in self._returned or self._task.after_loss) and not paused
         generation = self._recalled(number, prompt, begin, limit) if recalls else begin(paused, limit)
         self.running[asyncio.create_task(generation)] = number
 
