@@ -248,10 +248,11 @@ class RolloutCollector:
             self._journal.append(step, group_id, group, stats, kept)
 
     def _recall(self, step: int, group_id: int, prompt: Prompt) -> PausedGroup | None:
-        """Return what a lost engine had of a group that was begun with older weights; called in any thread."""
-        staleness = self.settings.rollout.max_staleness
-        steps = range(max(0, step - staleness), step + 1)
-        return self._paused.find(steps, group_id, prompt) if staleness else None
+        """Return what a lost engine had of a group: of older weights, or episodes; called in any thread."""
+        config = self.settings.rollout
+        steps = range(max(0, step - config.max_staleness), step + 1)
+        has_any = config.max_staleness or config.rollout_function
+        return self._paused.find(steps, group_id, prompt) if has_any else None
 
     def _prompt(self, number: int) -> Prompt:
         """Return the prompt with this number in the step's launch order."""
@@ -302,6 +303,7 @@ class RolloutCollector:
             routing=self.rollout.routing,
             seed=rollout_seed(self.settings, "train"),
             record=partial(self._record, step),
+            record_part=lambda group_id, group: self._journal.append(step, group_id, group, RewardStats(), False),
             recall=partial(self._recall, step),
             after_loss=self._begun is not None and self._begun.has_lost(),
         )

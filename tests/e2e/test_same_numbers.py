@@ -101,7 +101,7 @@ def test_the_only_engine_that_is_killed_changes_nothing(asynchronous: Outcome, s
     assert asynchronous.status == 0
     job = start("async_engine", ASYNC)
     job.wait_until(lambda: spans(folder / "async_engine", 0, "TRAIN") == 1)
-    job.kill_engine(1)
+    job.kill_engine(0)
     ended = outcome(job)
     assert (ended.status, ended.left) == (0, [])
     assert evidence(folder / "async_engine") == evidence(folder / "async")
