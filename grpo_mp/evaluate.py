@@ -5,6 +5,7 @@ for training, and gives the engines its weights.
 """
 
 import argparse
+import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.score import plot_pass_at_k, write_scores, write_svg
+from grpo_mp.files import incomplete, sync_to_disk
 from grpo_mp.log import log_to_terminal
 from grpo_mp.monitor.samples import append_samples
 from grpo_mp.parsers import evaluate_parser
@@ -118,14 +120,23 @@ def evaluate_and_report(job: EvaluationJob, evaluator: Evaluator) -> None:
     evaluation = evaluator.evaluate(job.step, partial(append_samples, samples))
     dist.barrier(group=ranks.group)
     if ranks.rank == 0:
-        with (folder / SAMPLES).open("wb") as file:
-            for part in [_samples_file(folder, rank) for rank in range(ranks.world_size)]:
-                file.write(part.read_bytes())
-                part.unlink()
+        join_samples([_samples_file(folder, rank) for rank in range(ranks.world_size)], folder / SAMPLES)
         _write_results(job, evaluation)
         progress.print_scores(str(job.name), evaluation.scores)
         progress.note(f"Scores:  {folder / SCORES}\nSamples: {folder / SAMPLES}")
     dist.barrier(group=ranks.group)
+
+
+def join_samples(parts: Sequence[Path], file: Path) -> None:
+    """Join the ranks' files to one, which is whole and on disk or as it was, and remove them."""
+    with incomplete(file) as temporary:
+        with temporary.open("wb") as joined:
+            for part in parts:
+                with part.open("rb") as lines:
+                    shutil.copyfileobj(lines, joined)
+        sync_to_disk(temporary)
+    for part in parts:
+        part.unlink()
 
 
 def _write_results(job: EvaluationJob, evaluation: Evaluation) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 from grpo_mp.errors import DISK_ERRORS
 
+INCOMPLETE = ".incomplete"  # ends the names of files and folders that are being written
+OF_PROCESS = re.compile(r".+\.[0-9]+\.incomplete")  # a file of `incomplete`
 ENGINE_SCRATCH = "GRPO_MP_ENGINE_SCRATCH"  # variable of an engine's processes: a folder removed when they have ended
 
 
@@ -24,13 +27,20 @@ def write_atomically(file: Path, text: str) -> None:
 @contextmanager
 def incomplete(file: Path) -> Iterator[Path]:
     """Yield a file beside `file` that takes its name when the body has written it; it is removed where that fails."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.incomplete")
+    temporary = file.with_name(f"{file.name}.{os.getpid()}{INCOMPLETE}")
     try:
         yield temporary
         temporary.replace(file)
     except BaseException:  # on a full disk its bytes would be missing
         temporary.unlink(missing_ok=True)
         raise
+
+
+def remove_incomplete(folder: Path) -> None:
+    """Remove what `incomplete` of processes that were killed has left below a folder; none may write there now."""
+    for file in folder.rglob(f"*{INCOMPLETE}"):
+        if OF_PROCESS.fullmatch(file.name) and file.is_file():
+            file.unlink(missing_ok=True)
 
 
 def sync_to_disk(path: Path) -> None:

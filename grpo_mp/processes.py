@@ -11,6 +11,7 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LAUNCHER_PID = "GRPO_MP_LAUNCHER_PID"  # of the process that started this rank: it may end before that asks for it
+DESCENDANTS = "--with-descendants"
 DUMP_SIGNAL = signal.SIGUSR2  # a rank or an engine's process then writes what it does
 # Variables that programs beside a rank find; others of the run may be secrets, such as keys of trackers and judges.
 SHARED_VARIABLES = (
@@ -34,6 +35,15 @@ def prctl(option: int, value: int) -> None:
 def with_death_signal(command: Sequence[str]) -> list[str]:
     """Return a command that runs another one, which is killed when the thread that starts it has ended."""
     return [sys.executable, __file__, *command]
+
+
+def with_descendants(command: Sequence[str]) -> list[str]:
+    """Return a command that runs another one and waits; it and all that it has started are killed when it ends.
+
+    So they are when the thread that starts it has ended, or on SIGTERM. The status is the other's own. Raises nothing:
+    one that cannot be started says so on stderr, with status 127.
+    """
+    return [sys.executable, "-I", "-S", __file__, DESCENDANTS, str(os.getpid()), *command]
 
 
 def end_with_launcher() -> None:
@@ -80,6 +90,48 @@ def catches_dump_signal(status: str) -> bool:
     return bool(int(caught, 16) >> (DUMP_SIGNAL - 1) & 1)
 
 
-if __name__ == "__main__":  # what `with_death_signal` returns; the setting outlives the exec
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.execvp(sys.argv[1], sys.argv[1:])
+def _kill_descendants() -> None:
+    """Kill all children of this process, and those that it inherits from them, until there are none."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while pids := [int(pid) for pid in children.read_text().split()]:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            os.waitpid(pid, 0)
+
+
+def _run(starter: int, command: Sequence[str]) -> None:
+    """Do what `with_descendants` says, as a process of one thread whose parent is `starter`."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != starter:  # it ended before
+        return
+    child, status = os.fork(), None
+    if not child:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        try:
+            os.execvp(command[0], list(command))
+        except OSError as error:
+            os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+            os._exit(127)
+    try:
+        while status is None:
+            ended, code = os.wait()
+            status = code if ended == child else None
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _kill_descendants()
+    if os.WIFSIGNALED(status):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    sys.exit(os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == DESCENDANTS:
+        _run(int(sys.argv[2]), sys.argv[3:])
+    else:  # what `with_death_signal` returns; the setting outlives the exec
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.execvp(sys.argv[1], sys.argv[1:])

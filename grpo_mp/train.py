@@ -195,6 +195,7 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatc
     with ctx.phases.phase(Phase.TRAIN):
         if replicas_every and step % replicas_every == 0:
             check_replicas(ctx.policy, step)
+        ctx.recovery.keep_weights()
         reports, adaptive_coefs = train_step(
             ctx.policy, updates, algorithm, epochs, ctx.state.adaptive_coefs, policy_loss
         )

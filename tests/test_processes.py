@@ -1,6 +1,7 @@
 """A rank ends with the process that started it, also where that is gone before the rank asks for it."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_mp.processes import LAUNCHER_PID, with_death_signal
+from grpo_mp.processes import LAUNCHER_PID, with_death_signal, with_descendants
 
 RANK = """
 import os, sys, time
@@ -68,3 +69,50 @@ def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path) -> None
         assert time.monotonic() < deadline, "the command is left behind"
         time.sleep(0.05)
     assert subprocess.run(with_death_signal([sys.executable, "-c", "raise SystemExit(7)"]), check=False).returncode == 7
+
+
+def running(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("end", ["of the starter", "SIGTERM", "of the command"])
+def test_a_command_ends_with_all_that_it_has_started(tmp_path: Path, end: str) -> None:
+    """Also a daemon of a session of its own, whose parent has ended."""
+    daemon = "import time; time.sleep(60)"
+    wait = "time.sleep(60)" if end != "of the command" else "pass"
+    command = f"""
+import os, subprocess, sys, time
+for detached in (False, True):
+    if not os.fork():
+        print(subprocess.Popen([sys.executable, "-c", {daemon!r}], start_new_session=detached).pid, flush=True)
+        os._exit(0) if detached else time.sleep(60)
+print(os.getpid(), flush=True)
+{wait}
+"""
+    code = """
+import subprocess, sys
+from grpo_mp.processes import with_descendants
+sys.exit(subprocess.run(with_descendants([sys.executable, "-c", sys.argv[1]])).returncode)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    starter = subprocess.Popen([sys.executable, "-c", code, command], env=environment, stdout=subprocess.PIPE)
+    assert starter.stdout
+    pids = [int(starter.stdout.readline()) for _ in range(3)]
+    (waiting,) = psutil.Process(starter.pid).children() if end != "of the command" else (starter,)
+    if end == "of the starter":
+        starter.kill()
+    elif end == "SIGTERM":
+        waiting.terminate()
+    deadline = time.monotonic() + 30.0
+    while left := running([waiting.pid, *pids]):
+        assert time.monotonic() < deadline, f"{left} are left behind"
+        time.sleep(0.05)
+    assert starter.wait() == {"of the starter": -signal.SIGKILL, "SIGTERM": 128 + signal.SIGTERM}.get(end, 0)
+
+
+def test_the_status_of_a_command_is_its_own() -> None:
+    for code, status in (("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", -9)):
+        command = with_descendants([sys.executable, "-c", code])
+        assert subprocess.run(command, check=False).returncode == status
+    missing = subprocess.run(with_descendants(["/no/such"]), check=False, capture_output=True, text=True)
+    assert (missing.returncode, missing.stderr) == (127, "/no/such: No such file or directory\n")

@@ -17,7 +17,7 @@ from grpo_mp.config.renamed import RENAMED
 from grpo_mp.config.settings import default_value
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.errors import UserError, one_line
-from grpo_mp.files import sync_to_disk, write_atomically, write_json
+from grpo_mp.files import remove_incomplete, sync_to_disk, write_atomically, write_json
 from grpo_mp.reading import check_regular, parse_yaml, read_json, read_yaml, refuse_unreadable
 
 MANIFEST = "manifest.json"
@@ -181,7 +181,8 @@ def _check_any_manifest(checkpoints: Sequence[Path]) -> None:
 def claim_run_folder(run_folder: Path, resolved: str) -> None:
     """Write the resolved settings into the folder, which `check_run_folder` has passed.
 
-    Removes what a start with other settings, which never finished a step, has generated there.
+    Removes what a start with other settings, which never finished a step, has generated there, and what processes that
+    were killed were writing. One rank calls this, before any other writes there.
     """
     file = run_folder / SETTINGS
     if not file.exists() or _settings_difference(read_yaml(file), parse_yaml(resolved, "settings")):
@@ -190,6 +191,7 @@ def claim_run_folder(run_folder: Path, resolved: str) -> None:
     for checkpoint in (run_folder / CHECKPOINTS).glob("step_*"):  # amid a save, or the removal of an old one
         if STEP.fullmatch(checkpoint.name) and not (checkpoint / MANIFEST).exists():
             shutil.rmtree(checkpoint, ignore_errors=True)
+    remove_incomplete(run_folder)
     write_atomically(file, resolved)
 
 

@@ -294,6 +294,11 @@ class Settings(Section):
         return self.schedule == "async" and self.rollout.tokens_ahead is None
 
     @property
+    def keeps_former_weights(self) -> bool:
+        """Return whether the host keeps the weights before an update, for engines that go on with them meanwhile."""
+        return self.engine.deterministic and not self.shares_devices and not self.updates_running_groups
+
+    @property
     def samples_per_step(self) -> int:
         """Return the samples of one step."""
         return self.rollout.prompts_per_step * self.rollout.group_size

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 from grpo_mp.episodes.endpoint import LOOPBACK, Endpoint, Session
 from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, Policy, Task
 from grpo_mp.errors import UserError, one_line
-from grpo_mp.processes import shared_environment
+from grpo_mp.processes import shared_environment, with_descendants
 from grpo_mp.user_code import load_attribute, without_exit
 
 SETTING = "rollout.function_args"
 TAIL = 2**16  # bytes of a command's output that are kept
 CANCEL_LIMIT_S = 5.0  # for an agent to end; its key has
+KILL_LIMIT_S = 2.0  # for a command to be ended with what it has started
 
 
 class Agent(Protocol):
@@ -72,10 +73,11 @@ class OpenAIAgent:
     async def _run_command(self, task: Task, base_url: str, api_key: str) -> float | None:
         """Run the command with the task on its standard input; return the last line of its output if it is a number.
 
-        Its process group ends with the episode. Raises RuntimeError for another status than 0.
+        It and all that it has started end with the episode, and with this process. Raises RuntimeError for another
+        status than 0.
         """
         process = await asyncio.create_subprocess_exec(
-            *self._command,
+            *with_descendants(self._command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -88,6 +90,10 @@ class OpenAIAgent:
             )
             status = await process.wait()
         finally:
+            with suppress(ProcessLookupError):
+                process.terminate()  # then it kills what it has started
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), KILL_LIMIT_S)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()

@@ -309,6 +309,7 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
         "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process * (shared + reward.servers),
         "weights": count.total * per_parameter.host_copies * shared,
         "reference": count.total * per_parameter.weights * job.has_reference,
+        "former weights": count.total * per_parameter.weights * job.settings.keeps_former_weights,
         "optimizer": sharded * per_parameter.host_optimizer * (sub_phase is not SubPhase.START),
         "checkpoint": _checkpoint_host_bytes(job, sub_phase),
         "export": _export_host_bytes(job) * (sub_phase is SubPhase.SAVE and _exports(job.settings)),

@@ -101,11 +101,8 @@ class Policy:
         """Swap in the reference's weights inside. Raises ValueError where the policy was built without one."""
         if self.reference is None:
             raise ValueError("this policy was built without a reference")
-        self.reference.swap()
-        try:
+        with self.reference.swapped():
             yield
-        finally:
-            self.reference.swap()
 
     @contextmanager
     def use_temperature(self, temperature: float) -> Iterator[None]:

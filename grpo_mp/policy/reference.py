@@ -1,5 +1,8 @@
 """The reference model: frozen weights in host memory, swapped with the policy's to compute logprobs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from grpo_mp.platform.pinned import PinnedBuffer
@@ -26,6 +29,21 @@ class Reference:
         for name, tensor in self._tensors.items():
             host = self._host[name]
             host.copy_(host.lerp(tensor.detach().to(host.device), mix))
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Become the policy as it is now, bit for bit."""
+        for name, tensor in self._tensors.items():
+            self._host[name].copy_(tensor)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Give the policy the reference's values inside."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
 
     @torch.no_grad()
     def swap(self) -> None:

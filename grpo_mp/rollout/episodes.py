@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -108,10 +108,12 @@ class EpisodeRunner:
         sampling: SamplingParams,
         routing: ModelShape | None,
         earlier: Sequence[Sample] = (),
+        record: Callable[[Sample], None] = lambda _: None,
     ) -> tuple[Sample, ...]:
         """Roll out `count` episodes of a prompt but for those that `earlier` has; fewer are returned after a `pause`.
 
-        Raises EngineError from the engine; TimeoutError after `rollout.group_timeout_s` since the first one began.
+        `record` takes each that ends before the last one does, in a thread. Raises EngineError from the engine;
+        TimeoutError after `rollout.group_timeout_s` since the first one began.
         """
         parts, begun = self.parts.of(prompt.columns, f"prompt {prompt.index}"), asyncio.Event()
         config = parts.config
@@ -131,15 +133,22 @@ class EpisodeRunner:
             if index not in samples
         }
         waits = [asyncio.create_task(begun.wait()), asyncio.create_task(self.pause.wait())]
+        end, records = self.parts.renderer.tokenizer.eos_token_id, list[asyncio.Task[None]]()
+
+        def take(episode: asyncio.Task[Outcome]) -> None:
+            sample = as_sample(episode.result(), group_id, running[episode], end)
+            samples[sample.index] = sample
+            if len(samples) < count:  # the last one ends the group, which is recorded then
+                records.append(asyncio.create_task(asyncio.to_thread(record, sample)))
+
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             async with self.client.limits.limit(config.group_timeout_s):
-                ended = await _until(waits[1], running)
+                await _until(waits[1], running, take)
         finally:
             for other in (*running, *waits):
                 other.cancel()
-        end = self.parts.renderer.tokenizer.eos_token_id
-        samples |= {running[task]: as_sample(task.result(), group_id, running[task], end) for task in ended}
+        await asyncio.gather(*records)
         return tuple(sample for _, sample in sorted(samples.items()))
 
     async def _run(
@@ -204,18 +213,27 @@ class EpisodeRunner:
         return messages
 
 
-async def _until(pause: asyncio.Task[bool], episodes: Collection[asyncio.Task[Outcome]]) -> list[asyncio.Task[Outcome]]:
-    """Wait for all episodes, or a pause; return those that have ended by themselves. Raises EngineError."""
+async def _until(
+    pause: asyncio.Task[bool],
+    episodes: Collection[asyncio.Task[Outcome]],
+    take: Callable[[asyncio.Task[Outcome]], None],
+) -> None:
+    """Wait for all episodes, or a pause; `take` gets each that ends by itself, when it does. Raises EngineError."""
     left = set(episodes)
-    while left and not pause.done():
-        done, _ = await asyncio.wait({*left, pause}, return_when=asyncio.FIRST_COMPLETED)
-        left -= done
-        for episode in done & set(episodes):
-            if isinstance(error := episode.exception(), EpisodeAbortedError):
-                return [other for other in episodes if other.done() and not other.exception()]
-            if error:
-                raise error
-    return [episode for episode in episodes if episode.done()]
+    while True:
+        ended = [episode for episode in episodes if episode in left and episode.done()]
+        left.difference_update(ended)
+        errors = [error for episode in ended if (error := episode.exception())]
+        for episode in ended:
+            if not episode.exception():
+                take(episode)
+        if any(isinstance(error, EpisodeAbortedError) for error in errors):
+            return
+        if errors:
+            raise errors[0]
+        if not left or pause.done():
+            return
+        await asyncio.wait({*left, pause}, return_when=asyncio.FIRST_COMPLETED)
 
 
 def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sample:

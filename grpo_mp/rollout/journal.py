@@ -12,7 +12,7 @@ import shutil
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +58,16 @@ class Record:
     size: int
     key: GroupKey
     extent: Extent
+    episodes: Mapping[int, int] = field(default_factory=dict)  # of an unfinished group: tokens by index in the group
+    others: tuple["Record", ...] = ()  # of the same group, with more of its episodes
+
+    def joined(self, other: "Record") -> "Record":
+        """Return the record with the episodes of another, both of an unfinished group."""
+        episodes = {**other.episodes, **self.episodes}
+        if len(episodes) == len(self.episodes):
+            return self
+        extent = self.extent._replace(tokens=sum(episodes.values()))
+        return replace(self, extent=extent, episodes=episodes, others=(*self.others, other, *other.others))
 
 
 class GroupJournal:
@@ -173,10 +183,13 @@ def read_records(file: Path) -> list[Record]:
 
 
 def best_records(records: Iterable[Record]) -> dict[GroupKey, Record]:
-    """Return the record of each group that has most of it."""
+    """Return the record of each group that has most of it; those of its episodes are taken together."""
     best: dict[GroupKey, Record] = {}
     for record in records:
-        if (other := best.get(record.key)) is None or record.extent > other.extent:
+        other = best.get(record.key)
+        if other and other.episodes and record.episodes:
+            best[record.key] = other.joined(record)
+        elif other is None or record.extent > other.extent:
             best[record.key] = record
     return best
 
@@ -186,7 +199,13 @@ def load(record: Record, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | Non
     with record.file.open("rb") as stream:
         stream.seek(record.offset)
         content = stream.read(record.size)
-    return decode(content, prompt)
+    loaded = decode(content, prompt)
+    if not (loaded and record.others and isinstance(loaded[0], PausedGroup)):
+        return loaded
+    parts = [load(replace(other, others=()), prompt) for other in record.others]
+    groups = [part[0] for part in parts if part] + [loaded[0]]
+    samples = {sample.index: sample for group in groups for sample in group.samples}
+    return replace(loaded[0], samples=tuple(sample for _, sample in sorted(samples.items()))), loaded[1]
 
 
 def with_recorded_experts(groups: Sequence[SampleGroup], folder: Path, steps: Iterable[int]) -> list[SampleGroup]:
@@ -230,7 +249,9 @@ def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> 
     finished, prompt = isinstance(group, SampleGroup), group.prompt
     sizes = [None if of_row is None else of_row.nbytes for of_row in raw]
     extent = Extent(finished, tokens, finished and kept)
-    facts = {"key": (group_id, prompt.index, prompt.epoch), "extent": extent, "experts": sizes}
+    facts: dict[str, Any] = {"key": (group_id, prompt.index, prompt.epoch), "extent": extent, "experts": sizes}
+    if not finished and not outputs:
+        facts["episodes"] = {one.index: sum(len(part.tokens) for part in one.sequences) for one in ended}
     texts = {FACTS: json.dumps(facts), b"stats": STATS.dump_json(stats)}
     sink = pa.BufferOutputStream()
     schema = RECORD_SCHEMA.with_metadata(texts)
@@ -281,7 +302,8 @@ def _checksum(*parts: bytes | memoryview) -> int:
 
 def _record(file: Path, offset: int, payload: bytes) -> Record:
     facts: Mapping[str, Any] = json.loads(pa.ipc.open_stream(payload).schema.metadata[FACTS])
-    return Record(file, offset, len(payload), tuple(facts["key"]), Extent(*facts["extent"]))
+    episodes = {int(index): tokens for index, tokens in facts.get("episodes", {}).items()}  # older versions: none
+    return Record(file, offset, len(payload), tuple(facts["key"]), Extent(*facts["extent"]), episodes)
 
 
 def _row_of_output(prompt: Prompt, output: EngineOutput) -> Row:

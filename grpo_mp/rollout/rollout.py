@@ -227,6 +227,7 @@ class Rollout:
             pauses=False,
             seed=seed,
             record=keep,
+            record_part=lambda group_id, group: keep(group_id, group, RewardStats()),
         )
         groups = self.begin(task, stream, scorer).result()
         if not stream.admission().done:

@@ -87,6 +87,11 @@ class GroupStream:
         """Return whether no engine is left."""
         return int(self._store.add(f"{self._key}/lost/{self._attempt}", 0)) >= self._engines
 
+    def has_lost(self) -> bool:
+        """Return whether an engine was lost, in this attempt or one before."""
+        attempts = range(self._attempt + 1)
+        return any(int(self._store.add(f"{self._key}/lost/{attempt}", 0)) > 0 for attempt in attempts)
+
     def try_again(self) -> "GroupStream":
         """Return the stream, for engines that are there again; every rank must call this."""
         self._attempt, self._seen = self._attempt + 1, 0
@@ -122,6 +127,11 @@ class GroupStream:
     def admission(self) -> Admission:
         """Decide by what was reported so far."""
         return admit(self.verdicts(), self.rule)
+
+    def is_done(self, ahead: int) -> bool:
+        """Return whether the step has its groups, and the `ahead` ones behind them have what this step adds to them."""
+        admission = self.admission()
+        return admission.done and self.has_ahead(range(admission.launch_limit, admission.launch_limit + ahead))
 
     def _append(self, text: str) -> None:
         self._store.append(f"{self._key}/verdicts", text)  # type: ignore[attr-defined]  # torch's stubs lack it

@@ -25,7 +25,7 @@ from grpo_mp.rollout.groups import (
 )
 from grpo_mp.rollout.routed_experts import known_tokens
 from grpo_mp.rollout.stream import GroupStream, LaunchGate
-from grpo_mp.types import Prompt, SampleGroup
+from grpo_mp.types import Prompt, Sample, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
 ABORT_EVERY_S = 0.5
@@ -58,9 +58,12 @@ class RolloutTask:
     seed: int | None = None  # of these rollouts, where engines are deterministic
     # Takes each group that ends, by its id, and what its scoring counted, which is in no other statistics.
     record: Callable[[int, EndedGroup, RewardStats], None] = lambda *_: None
+    # Takes each episode that ends before its group does, as a group of that id which has no other.
+    record_part: Callable[[int, PausedGroup], object] = lambda *_: None
     forgets: bool = False  # of a finished group no sample stays in memory: `record` has them
     # Returns what was recorded of a group, by its id and prompt, that a lost engine gave back; None: it begins anew.
     recall: Callable[[int, Prompt], PausedGroup | None] = lambda *_: None
+    after_loss: bool = False  # an engine was lost in the step before: nobody may have what it held
 
     def sampling_of(self, prompt: Prompt) -> SamplingParams:
         """Return how a group is sampled; its seeds depend neither on the engine that draws it nor on when it does."""
@@ -221,8 +224,12 @@ class RolloutWorker:
         """Generate a group without scoring it; episodes that were broken off begin anew. Raises TimeoutError."""
         sampling = task.sampling_of(prompt)
         if self.episodes:
+
+            def record(sample: Sample) -> None:
+                task.record_part(group_id, PausedGroup(prompt, samples=(sample,)))
+
             of_group = (prompt, group_id, task.group_size, task.step, sampling, task.routing)
-            samples = await self.episodes.run_group(*of_group, earlier.samples if earlier else ())
+            samples = await self.episodes.run_group(*of_group, earlier.samples if earlier else (), record)
             if len(samples) < task.group_size:
                 return PausedGroup(prompt, samples=samples)
             return SampleGroup(prompt, samples)
@@ -344,7 +351,7 @@ class _Groups:
         prompt = paused.prompt if paused else self._task.prompt_of(number)
         limit = None if gate.is_own(number) or not self._task.token_limit else self._task.token_limit(number)
         begin = partial(generate, self._task, self._task.first_group_id + number, prompt)
-        recalls = number in self._returned and not paused
+        recalls = (number in self._returned or self._task.after_loss) and not paused
         generation = self._recalled(number, prompt, begin, limit) if recalls else begin(paused, limit)
         self.running[asyncio.create_task(generation)] = number
 

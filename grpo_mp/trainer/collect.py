@@ -127,6 +127,7 @@ class RolloutCollector:
     _queue: PromptQueue = field(init=False)
     _carried: LaunchedGroups = field(default_factory=dict, init=False)  # by number in the next step's launch order
     _next: Generation | None = field(default=None, init=False)
+    _begun: GroupStream | None = field(default=None, init=False)  # that of the step that was begun last
     _recorded: RecordedGroups | None = field(default=None, init=False)  # None: not read yet
     _journal: GroupJournal = field(init=False)
     _paused: PausedRecords = field(init=False)
@@ -173,21 +174,37 @@ class RolloutCollector:
             with self.phases.phase(Phase.GENERATE):
                 generation = generation or self._begin(state, step)
                 launched = generation.wait()
-                # Ranks that only train wait here.
-                done = any(all_gather(generation.stream.admission().done, self.job.group))
+                done = self._is_done(generation)  # ranks that only train wait here
                 if done:
                     self.recovery.end_generation()
             if done:
                 return generation, launched
             self.recovery.run()  # no engine was left, or one is there again
-            task = replace(generation.task, carried=launched)
-            generation = self._launch(generation.stream.try_again(), task, generation.began_s)
+            generation = self._go_on(generation)
 
     def finish_generation(self) -> None:
-        """Wait until no group runs any more that was begun with the present weights. Every rank must call this."""
-        if self._next:
+        """Wait until no group runs any more that was begun with the engines' weights. Every rank must call this.
+
+        Where no engine was left, deterministic ones get the same weights again: newer ones would draw other tokens.
+        """
+        if not self._next:
+            return
+        self._next.wait()
+        while self.settings.engine.deterministic and not self._is_done(self._next):
+            self.recovery.run(former=True)
+            self._next = self._go_on(self._next)
             self._next.wait()
-            dist.barrier(group=self.job.group)  # the seconds of the weight sync are not those of this wait
+        dist.barrier(group=self.job.group)  # the seconds of the weight sync are not those of this wait
+
+    def _is_done(self, generation: Generation) -> bool:
+        """Return whether a step has its groups, and later ones what its weights add. Every rank must call this."""
+        ahead = generation.task.lookahead() if generation.task.token_limit else 0
+        return any(all_gather(generation.stream.is_done(ahead), self.job.group))
+
+    def _go_on(self, generation: Generation) -> Generation:
+        """Generate with the engines that are there again. Every rank must call this."""
+        task = replace(generation.task, carried=generation.wait())
+        return self._launch(generation.stream.try_again(), task, generation.began_s)
 
     def stop(self) -> None:
         """End what was begun for later steps; it is recorded. Every rank must call this."""
@@ -231,10 +248,11 @@ class RolloutCollector:
             self._journal.append(step, group_id, group, stats, kept)
 
     def _recall(self, step: int, group_id: int, prompt: Prompt) -> PausedGroup | None:
-        """Return what a lost engine had of a group that was begun with older weights; called in any thread."""
-        staleness = self.settings.rollout.max_staleness
-        steps = range(max(0, step - staleness), step + 1)
-        return self._paused.find(steps, group_id, prompt) if staleness else None
+        """Return what a lost engine had of a group: of older weights, or episodes; called in any thread."""
+        config = self.settings.rollout
+        steps = range(max(0, step - config.max_staleness), step + 1)
+        has_any = config.max_staleness or config.rollout_function
+        return self._paused.find(steps, group_id, prompt) if has_any else None
 
     def _prompt(self, number: int) -> Prompt:
         """Return the prompt with this number in the step's launch order."""
@@ -285,10 +303,12 @@ class RolloutCollector:
             routing=self.rollout.routing,
             seed=rollout_seed(self.settings, "train"),
             record=partial(self._record, step),
+            record_part=lambda group_id, group: self._journal.append(step, group_id, group, RewardStats(), False),
             recall=partial(self._recall, step),
+            after_loss=self._begun is not None and self._begun.has_lost(),
         )
-        stream = GroupStream(job.store, f"step/{step}", rule, len(self.rollout.host_ranks))
-        return self._launch(stream, task, time.monotonic())
+        self._begun = GroupStream(job.store, f"step/{step}", rule, len(self.rollout.host_ranks))
+        return self._launch(self._begun, task, time.monotonic())
 
     def _launch(self, stream: GroupStream, task: RolloutTask, began_s: float) -> Generation:
         with ExitStack() as stack:

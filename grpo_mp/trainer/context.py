@@ -19,6 +19,7 @@ from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
 from grpo_mp.policy.offload import device_items
 from grpo_mp.policy.policy import Policy
+from grpo_mp.policy.reference import Reference
 from grpo_mp.rollout.engine_poll import EnginePoll
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.memory import explain_out_of_memory
@@ -114,7 +115,8 @@ def open_context(
         phases = _make_phases(settings, runtime, policy, offload)
         eval_scorer = inputs.scorer.for_evaluations()
         weight_sync, check = (None, None) if inputs.replay else _make_sync(settings, inputs, policy, runtime, phases)
-        recovery = EngineRecovery(rollout, job, phases, weight_sync, check, state.optimizer_step)
+        former = Reference(policy.tensors) if policy and settings.keeps_former_weights and not inputs.replay else None
+        recovery = EngineRecovery(rollout, job, phases, weight_sync, check, state.optimizer_step, former)
         shown = settings.monitor.samples_per_step
         common = RolloutContext(
             settings=settings,

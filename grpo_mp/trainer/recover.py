@@ -1,11 +1,13 @@
 """Let engines work again that were lost, with the weights; let others try again that have left."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from grpo_mp.distributed.process_groups import Job, all_gather
 from grpo_mp.phases import Phase
+from grpo_mp.policy.reference import Reference
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.weight_sync.engine_check import EngineCheck
@@ -14,7 +16,10 @@ from grpo_mp.weight_sync.update import SyncReport, WeightSync
 
 @dataclass
 class EngineRecovery:
-    """Lets engines join where all ranks meet. `weight_sync` None: engines read their weights."""
+    """Lets engines join where all ranks meet. `weight_sync` None: engines read their weights.
+
+    `former`: has room for this rank's weights, where engines go on with those while the policy is updated.
+    """
 
     rollout: Rollout
     job: Job
@@ -22,6 +27,7 @@ class EngineRecovery:
     weight_sync: WeightSync | None = None
     engine_check: EngineCheck | None = None
     version: int = 0  # of the weights that the engines had
+    former: Reference | None = None
     _joined: bool = field(default=False, init=False)  # this rank's engine, which has no weights yet
 
     def begin_step(self) -> None:
@@ -52,9 +58,15 @@ class EngineRecovery:
         self._joined, self.version = False, version
         return all_gather(weight_sync.update_weights(version, all_weights), self.job.group)
 
-    def run(self) -> bool:
+    def keep_weights(self) -> None:
+        """Keep the weights that the engines have, before an update changes the policy's."""
+        if self.former:
+            self.former.take()
+
+    def run(self, former: bool = False) -> bool:
         """Wait for the engines that were lost; return whether there were any. Every rank must call this.
 
+        `former`: the policy has been updated since the engines had its weights: they get those that they had.
         Raises UserError where one was lost too often.
         """
         found = False
@@ -63,11 +75,12 @@ class EngineRecovery:
             with self.phases.phase(Phase.GENERATE, "a lost engine starts again"):
                 self._join(wait=True)
                 dist.barrier(group=self.job.group)
-            if self.weight_sync:
-                with self.phases.phase(Phase.SYNC):
-                    self.update_weights(self.weight_sync, self.version)
-            if self.engine_check:
-                self.engine_check.run(self.version)
+            with self.former.swapped() if former and self.former else nullcontext():
+                if self.weight_sync:
+                    with self.phases.phase(Phase.SYNC):
+                        self.update_weights(self.weight_sync, self.version)
+                if self.engine_check:
+                    self.engine_check.run(self.version)
         return found
 
     def _join(self, wait: bool) -> None:

@@ -3,8 +3,9 @@
 Two ranks train the tests' tiny mixture on deterministic engines, with evaluations, checkpoints and exports.
 A process is killed (SIGKILL) at a random moment: a rank, an engine, a child of an engine, the launcher, or all. A job
 that ends is started again by the same command, until the run has all its steps; then a new run begins. Printed are each
-kill with its phase, and at the end how many samples were scored again, and what the runs say and leave otherwise than
-the undisturbed one: metrics of every step, samples, weights. The last line begins with PASSED or FAILED; the status
+kill with its phase, and at the end how many samples were scored again, which groups and episodes were that a kill found
+on disk (none may be: only what runs may be generated again), and what the runs say and leave otherwise than the
+undisturbed one: metrics of every step, samples, weights. The last line begins with PASSED or FAILED; the status
 says the same. With `--folder F` a bench that was stopped goes on there after its last whole run.
 """
 
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -23,9 +24,13 @@ from random import Random
 from typing import Any
 
 import psutil
+import pyarrow as pa
 
+from grpo_mp.checkpoint.run_state import ROLLOUTS
 from grpo_mp.files import write_json
-from tests.conftest import EVAL_PROMPTS, make_tiny_run
+from grpo_mp.rollout.journal import read_records
+from grpo_mp.trainer.evaluation import EVALUATIONS
+from tests.conftest import make_tiny_run
 from tests.e2e.jobs import LAUNCH, Job, read_jsonl
 
 TARGETS = ("rank 0", "rank 1", "engine", "engine's child", "launcher", "all")
@@ -41,25 +46,47 @@ SCHEDULES = {
     "one_step_off": ("schedule=one_step_off", *OWN_RANK),
     "async": ("schedule=async", "rollout.max_staleness=2", "rollout.tokens_ahead=6", *OWN_RANK),
     "turns": ("schedule=async", "rollout.max_staleness=2", "rollout.tokens_ahead=6", *OWN_RANK),
+    "tools": (
+        "rollout.tools=[grpo_mp.examples.calculator:calculator]",
+        *("rollout.tool_process=true", "rollout.tool_parser=pythonic"),
+    ),
 }
-TURNS = """
-async def two_turns(task, policy):
-    first = await policy.generate(task.messages)
-    await policy.generate([*task.messages, first.message, {"role": "user", "content": "again"}])
-    return policy.episode()
-"""
-SCORED = "scored.txt"  # beside the reward: a line a group, the number of its samples
-REWARD = f"""
+FUNCTIONS = {"turns": "two_turns", "tools": "ask_the_calculator"}  # of the schedules with episodes
+BEGUN = "begun.txt"  # beside the functions: a line an episode, its step, the prompt's text and epoch, and its index
+# A tiny policy calls no tool by itself; what it says decides what is computed.
+TURNS = f"""
 from pathlib import Path
-from typing import Any
+
+from grpo_mp.episodes.protocol import ToolCall
+
+async def two_turns(task, policy):
+    return await ask(task, policy, lambda first: "again")
+
+async def ask_the_calculator(task, policy):
+    call = lambda first: ToolCall("calculator", {{"expression": f"{{len(first.text)}}*{{first.tokens[0]}}"}}, "", "")
+    return await ask(task, policy, lambda first: task.tools.call(call(first)))
+
+async def ask(task, policy, more):
+    with (Path(__file__).parent / "{BEGUN}").open("a") as lines:
+        lines.write(f"{{task.step}}\\t{{task.prompt.text}}\\t{{task.prompt.epoch}}\\t{{task.index}}\\n")
+    first = await policy.generate(task.messages)
+    said = more(first)
+    result = said if isinstance(said, str) else await said
+    content = result if isinstance(result, str) else result.text
+    await policy.generate([*task.messages, first.message, {{"role": "user", "content": content}}])
+    return policy.episode(metrics={{"digits": sum(map(str.isdigit, content))}})
+"""
+SCORED = "scored.txt"  # beside the reward: a line a group, the number of its samples and a checksum of them
+REWARD = f"""
+from hashlib import sha256
+from pathlib import Path
 
 def letters(completions, **_):
     with (Path(__file__).parent / "{SCORED}").open("a") as lines:
-        lines.write(str(len(completions)) + " ")
+        lines.write(f"{{len(completions)}} {{sha256(repr(list(completions)).encode()).hexdigest()}}\\n")
     return [sum(map(str.isalpha, text)) / 10 for text in completions]
 """
-PROMPTS, GROUP, EVAL_GROUP = 4, 4, 2  # of a step; samples of a prompt, in an evaluation of fewer
-STALENESS = {"partial": 1, "one_step_off": 1, "async": 2, "turns": 2}
+EVAL_GROUP = 2  # samples of a prompt in an evaluation
 FOUND = "found.json"  # of a bench that may go on
 
 
@@ -76,6 +103,7 @@ class Found:
     starts: int = 0
     left: list[str] = field(default_factory=list)  # processes that a job left behind
     again: int = 0  # samples that were scored more often than in an undisturbed run
+    repeated: list[str] = field(default_factory=list)  # what was generated again that a kill found on disk
     different: list[str] = field(default_factory=list)  # what a run says otherwise than the undisturbed one
 
     @classmethod
@@ -89,14 +117,32 @@ class Found:
         """Return what `read` reads; dataclasses.asdict breaks counters, whose items it takes for what is counted."""
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
 
-    def failures(self, in_flight: int) -> list[str]:
-        """Return what is not as it should be; `in_flight`: the most samples that a kill may cost."""
-        bound = in_flight * self.kills.total()
+    def failures(self) -> list[str]:
+        """Return what is not as it should be."""
         return [
             *(f"different: {what}" for what in self.different),
             *(f"left behind: {command}" for command in self.left),
-            *([f"{self.again} samples scored again, at most {bound} were in flight"] if self.again > bound else []),
+            *(f"recorded, and generated again: {what}" for what in self.repeated),
         ]
+
+
+@dataclass
+class Kill:
+    """What a kill found: how much had been written beside the functions, and what the run's journals had."""
+
+    begun: int  # episodes
+    scored: int  # groups
+    recorded: set[str]  # episodes, and checksums of groups
+
+    @classmethod
+    def of(cls, folder: Path, run: Path) -> "Kill":
+        """Read what a kill will find now."""
+        return cls(len(begun_episodes(folder)), len(scored_groups(folder)), recorded(run / ROLLOUTS))
+
+    def repeated(self, folder: Path) -> list[str]:
+        """Return what was generated after it, though it was recorded before."""
+        scored = (checksum for _, checksum in scored_groups(folder)[self.scored :])
+        return sorted(self.recorded.intersection([*begun_episodes(folder)[self.begun :], *scored]))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -118,23 +164,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         expected = evidence(undisturbed)
         while found.kills.total() < given.kills:
             run, random = folder / f"run_{time.time_ns()}", Random(f"{given.seed}/{found.kills.total()}")
-            (folder / SCORED).unlink(missing_ok=True)
-            disturb(folder, [*settings, f"run.folder={run}"], run, random, found, given.kills)
+            forget(folder)
+            found_by = disturb(folder, [*settings, f"run.folder={run}"], run, random, found, given.kills)
             found.runs += 1
-            found.again += take_scored(folder) - found.samples
+            found.again += count_scored(folder) - found.samples
+            found.repeated += [f"run {found.runs}: {what}" for kill in found_by for what in kill.repeated(folder)]
             actual = evidence(run)
             found.different += [f"run {found.runs}: {what}" for what in expected if actual.get(what) != expected[what]]
             found.different += [f"run {found.runs}: {what} is new" for what in actual.keys() - expected.keys()]
             write_json(file, found.as_json())
-    report(found, PROMPTS * GROUP * (1 + STALENESS.get(given.schedule, 0)) + EVAL_PROMPTS * EVAL_GROUP)
+    report(found)
 
 
-def report(found: Found, in_flight: int) -> None:
+def report(found: Found) -> None:
     """Print what was found; exit with status 1 where it is not as it should be."""
     print(f"kills: {dict(found.kills)}; in phases {dict(found.phases)}")
     print(f"{found.runs} runs of {found.starts} starts; processes left: {found.left or 'none'}")
     print(f"samples that were scored once more than without kills: {found.again} ({found.samples} a run)")
-    failures = found.failures(in_flight)
+    failures = found.failures()
     for failure in failures:
         print(failure)
     count = found.kills.total()
@@ -154,7 +201,8 @@ def make_inputs(folder: Path, schedule: str, steps: int, kills: int) -> list[str
     settings = [str(config), f"reward.functions={{{folder / 'reward.py'}:letters: 1.0}}"]
     settings += ["engine.deterministic=true", f"run.steps={steps}", "run.save_every=2", "run.export_every=3"]
     settings += ["run.eval_every=3", f"data.eval.arithmetic.samples={EVAL_GROUP}", f"engine.max_restarts={kills}"]
-    turns = [f"rollout.function={folder / 'turns.py'}:two_turns"] if schedule == "turns" else []
+    function = FUNCTIONS.get(schedule)
+    turns = [f"rollout.function={folder / 'turns.py'}:{function}"] if function else []
     return [*settings, *SCHEDULES[schedule], *turns]
 
 
@@ -168,26 +216,29 @@ def run_undisturbed(folder: Path, settings: Sequence[str], run: Path) -> Found:
         assert job.wait() == 0, job.err
     finally:
         job.end()
-    found = Found(start_s, time.time() - begun - start_s, take_scored(folder))
+    found = Found(start_s, time.time() - begun - start_s, count_scored(folder))
     print(f"undisturbed: start {found.start_s:.0f} s, training {found.training_s:.0f} s", flush=True)
     return found
 
 
-def disturb(folder: Path, settings: list[str], run: Path, random: Random, found: Found, kills: int) -> None:
-    """Start a run again and again until it is done, and kill meanwhile."""
-    ends = False
+def disturb(folder: Path, settings: list[str], run: Path, random: Random, found: Found, kills: int) -> list[Kill]:
+    """Start a run again and again until it is done, and kill meanwhile; return what each kill found."""
+    ends, found_by = False, list[Kill]()
     while not ends:
         job = Job(folder, settings, LAUNCH)
         found.starts += 1
         try:
-            ends = kill_until_it_ends(job, run, random, found, kills)
+            ends = kill_until_it_ends(job, run, random, found, kills, lambda: found_by.append(Kill.of(folder, run)))
             found.left += job.left()
         finally:
             job.end()
+    return found_by
 
 
-def kill_until_it_ends(job: Job, run: Path, random: Random, found: Found, kills: int) -> bool:
-    """Kill processes of one job at random moments; return whether it ended well."""
+def kill_until_it_ends(
+    job: Job, run: Path, random: Random, found: Found, kills: int, before: Callable[[], None]
+) -> bool:
+    """Kill processes of one job at random moments, and call `before` each; return whether it ended well."""
     phase, started = "", time.time()
     while True:
         early = random.random() < EARLY
@@ -204,6 +255,7 @@ def kill_until_it_ends(job: Job, run: Path, random: Random, found: Found, kills:
         victims = processes(job, target)
         if not victims:
             continue
+        before()
         for victim in victims if target == "all" else [random.choice(victims)]:
             with suppress(psutil.NoSuchProcess):
                 victim.kill()
@@ -265,11 +317,56 @@ def last_phase(run: Path, started: float) -> str:
     return names[-1] if "GENERATE" in names else START
 
 
-def take_scored(folder: Path) -> int:
-    """Return how many samples were scored since the last call."""
-    sizes = (folder / SCORED).read_text().split()
-    (folder / SCORED).unlink()
-    return sum(map(int, sizes))
+def forget(folder: Path) -> None:
+    """Remove what functions of earlier runs have written."""
+    for name in (SCORED, BEGUN):
+        (folder / name).unlink(missing_ok=True)
+
+
+def scored_groups(folder: Path) -> list[tuple[int, str]]:
+    """Return the samples and the checksum of each group that was scored, in order; a line may be on its way."""
+    file = folder / SCORED
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [(int(line.split()[0]), line.split()[1]) for line in lines]
+
+
+def count_scored(folder: Path) -> int:
+    """Return how many samples were scored."""
+    return sum(samples for samples, _ in scored_groups(folder))
+
+
+def begun_episodes(folder: Path) -> list[str]:
+    """Return what names each episode that was begun, in order; of an evaluation also its step."""
+    file, texts = folder / BEGUN, [read_jsonl(folder / f"{name}.jsonl") for name in ("train", "eval")]
+    train, held_out = ({row["question"]: index for index, row in enumerate(rows)} for rows in texts)
+    names = []
+    for line in file.read_text().split("\n")[:-1] if file.exists() else []:
+        step, text, epoch, index = line.split("\t")
+        prompt = f"eval/{step}/{held_out[text]}" if text in held_out else f"train/{train[text]}/{epoch}"
+        names.append(f"{prompt}/{index}")
+    return names
+
+
+def recorded(journals: Path) -> set[str]:
+    """Return what journals have: episodes as `begun_episodes` names them, and the checksum of each finished group.
+
+    Those of evaluations have none: one may answer what an earlier one has.
+    """
+    found = set[str]()
+    for file in journals.glob("**/*.journal"):
+        for record in read_records(file):
+            with file.open("rb") as stream:
+                stream.seek(record.offset)
+                with pa.ipc.open_stream(stream.read(record.size)) as reader:
+                    rows = reader.read_all().to_pylist()
+            _, prompt, epoch = record.key
+            step = int(file.parent.name.removeprefix("step_"))
+            is_evaluation = journals / EVALUATIONS in file.parents
+            name = f"eval/{step}/{prompt}" if is_evaluation else f"train/{prompt}/{epoch}"
+            found |= {f"{name}/{row['index']}" for row in rows if row["state"]}
+            if record.extent.finished and not is_evaluation:
+                found.add(sha256(repr([row["text"] for row in rows]).encode()).hexdigest())
+    return found
 
 
 def evidence(run: Path) -> Mapping[str, object]:

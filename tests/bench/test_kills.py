@@ -1,9 +1,16 @@
 """The benches of kills and of a soak: their short form, and what they take for a failure."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from grpo_mp.checkpoint.run_state import ROLLOUTS
+from grpo_mp.rewards.scorer import RewardStats
+from grpo_mp.rollout.groups import PausedGroup
+from grpo_mp.rollout.journal import GroupJournal
+from grpo_mp.types import Prompt, Sample, SampleGroup
 from tests.bench import kills, soak
 
 
@@ -12,7 +19,7 @@ def test_a_run_whose_processes_are_killed_says_what_an_undisturbed_one_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And the bench goes on where it was stopped, and fails where a run says something else."""
-    short = ["--steps", "3", "--schedule", "turns", "--folder", str(tmp_path / "bench")]
+    short = ["--steps", "3", "--schedule", "tools", "--folder", str(tmp_path / "bench")]
     kills.main([*short, "--kills", "1"])
     assert capsys.readouterr().out.splitlines()[-1].startswith("PASSED: 1 of 1 kills")
     found = kills.Found.read(tmp_path / "bench" / kills.FOUND)
@@ -21,16 +28,47 @@ def test_a_run_whose_processes_are_killed_says_what_an_undisturbed_one_says(
     assert capsys.readouterr().out.splitlines()[-1].startswith("PASSED: 1 of 1 kills")
 
 
-@pytest.mark.parametrize(
-    "bad", [{"different": ["run 1: step 2: reward/mean"]}, {"left": ["an engine"]}, {"again": 61}], ids=str
-)
+BAD = ({"different": ["run 1: step 2: reward/mean"]}, {"left": ["an engine"]}, {"repeated": ["run 1: train/3/0/1"]})
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
 def test_what_is_not_as_it_should_be_fails(bad: dict, capsys: pytest.CaptureFixture[str]) -> None:
     counts = kills.Counter({"rank 0": 2})
-    kills.report(kills.Found(kills=counts, again=60), in_flight=30)
+    kills.report(kills.Found(kills=counts, again=60))
     with pytest.raises(SystemExit) as caught:
-        kills.report(kills.Found(**{"kills": counts} | bad), in_flight=30)
+        kills.report(kills.Found(**{"kills": counts} | bad))
     assert caught.value.code == 1
     assert capsys.readouterr().out.splitlines()[-1] == "FAILED: 2 kills, 1 failures"
+
+
+def test_what_a_kill_found_on_disk_must_not_be_generated_again(tmp_path: Path) -> None:
+    """An episode of a group that was not finished, and a finished group."""
+    for name in ("train", "eval"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": f"of {name}"}) + "\n")
+
+    def begin(text: str, index: int, step: int = 2) -> None:
+        with (tmp_path / kills.BEGUN).open("a") as lines:
+            lines.write(f"{step}\t{text}\t0\t{index}\n")
+
+    prompt, journal = Prompt(0, "of train", (5,)), GroupJournal(tmp_path / "run" / ROLLOUTS, 0)
+    ended = [Sample(0, i, (5,), (6,), (0.0,), (0,), False, text=f"{i}", state="completed") for i in range(4)]
+    for index in range(3):
+        begin("of train", index)
+    journal.append(2, 0, PausedGroup(prompt, samples=(ended[1],)), RewardStats(), kept=False)
+    first = kills.Kill.of(tmp_path, tmp_path / "run")
+    begin("of train", 0)
+    begin("of eval", 1)
+    assert first.repeated(tmp_path) == []
+    begin("of train", 1)
+    assert first.repeated(tmp_path) == ["train/0/0/1"]
+
+    journal.append(2, 0, SampleGroup(prompt, tuple(ended)), RewardStats(), kept=True)
+    second = kills.Kill.of(tmp_path, tmp_path / "run")
+    assert second.repeated(tmp_path) == []
+    scope: dict[str, Any] = {"__file__": str(tmp_path / "reward.py")}
+    exec(kills.REWARD, scope)
+    scope["letters"]([one.text for one in ended])
+    assert len(second.repeated(tmp_path)) == 1
 
 
 def test_a_soak_fails_where_something_grows_or_differs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -225,6 +225,20 @@ def test_what_a_kill_left_of_a_checkpoint_is_removed_at_the_next_start(tmp_path:
     assert sorted(mine.parent.iterdir()) == [mine, checkpoint_folder(tmp_path, 4)]
 
 
+def test_what_killed_processes_were_writing_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    """Files of other names are not theirs."""
+    claim_run_folder(tmp_path, RESOLVED)
+    left = [tmp_path / "settings.yaml.17.incomplete", tmp_path / "trace" / "rank_0.json.400.incomplete"]
+    mine = [tmp_path / "notes.incomplete", tmp_path / "17.incomplete", tmp_path / "a.b.incomplete"]
+    (tmp_path / "trace").mkdir()
+    for file in (*left, *mine):
+        file.write_text("")
+    (tmp_path / "final.1.incomplete").mkdir()
+    claim_run_folder(tmp_path, RESOLVED)
+    kept = [tmp_path / SETTINGS, tmp_path / "trace", tmp_path / "final.1.incomplete", *mine]
+    assert sorted(tmp_path.rglob("*")) == sorted(kept)
+
+
 @pytest.mark.parametrize("trace", ["checkpoint", "metrics"])
 def test_results_of_other_settings_are_refused(trace: str, tmp_path: Path) -> None:
     claim_run_folder(tmp_path, RESOLVED)

@@ -90,10 +90,28 @@ def test_an_engine_that_is_killed_changes_nothing(undisturbed: Outcome, start: S
     assert evidence(folder / "partial_engine") == evidence(folder / "partial")
 
 
+@pytest.fixture(scope="module")
+def asynchronous(start: Start) -> Outcome:
+    """The run of ASYNC in the folder `async`."""
+    return outcome(start("async", ASYNC))
+
+
 @pytest.mark.nightly
-def test_a_launcher_that_is_killed_changes_nothing(start: Start, folder: Path) -> None:
+def test_the_only_engine_that_is_killed_changes_nothing(asynchronous: Outcome, start: Start, folder: Path) -> None:
+    """It is started again with the weights that it had, which the policy may have no more."""
+    assert asynchronous.status == 0
+    job = start("async_engine", ASYNC)
+    job.wait_until(lambda: spans(folder / "async_engine", 0, "TRAIN") == 1)
+    job.kill_engine(0)
+    ended = outcome(job)
+    assert (ended.status, ended.left) == (0, [])
+    assert evidence(folder / "async_engine") == evidence(folder / "async")
+
+
+@pytest.mark.nightly
+def test_a_launcher_that_is_killed_changes_nothing(asynchronous: Outcome, start: Start, folder: Path) -> None:
     """The asynchronous run rolls out two turns; the dump of its episodes trains the same policy, without engines."""
-    assert outcome(start("async", ASYNC)).status == 0
+    assert asynchronous.status == 0
     check_killed(start, folder, "async_killed", ASYNC, rank=None)
     assert evidence(folder / "async_killed") == evidence(folder / "async")
     lags = [step["rollout/weight_version_lag/max"] for step in read_jsonl(folder / "async" / "metrics.jsonl")[1:]]

@@ -14,6 +14,7 @@ from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.client import SamplingParams
 from grpo_mp.rollout.groups import PausedGroup, RunningGroup
+from grpo_mp.rollout.journal import GroupJournal, journal_file, load, read_records
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker, pause_running
 from grpo_mp.types import SampleGroup
 from tests.rollout.engineless import TextClient, make_prompt, make_runner, roll_out
@@ -100,19 +101,27 @@ async def idle(task: Task, policy: Policy) -> Episode:
     return policy.episode(metrics={"step": task.step})
 
 
-def test_a_stop_ends_episodes_that_wait_for_something_else_and_keeps_what_had_ended() -> None:
-    """What is resumed has the episode that had ended, and rolls out the other again."""
+def test_a_stop_ends_episodes_that_wait_for_something_else_and_keeps_what_had_ended(tmp_path: Path) -> None:
+    """What is resumed has the episode that had ended, which is on disk since then, and rolls out the other again."""
     runner = make_runner(engine(0.0), f"{HERE}:idle")
     prompt, recorded = make_prompt(runner), list[Any]()
     prompt.columns["idle"] = True
     scorer: Any = SimpleNamespace()
     tokenizer: Any = WORDS
     worker = RolloutWorker(runner.client, scorer, tokenizer, 60.0, print, runner)
-    task = RolloutTask(lambda _: prompt, 2, 7, 1, SamplingParams(60), record=lambda *group: recorded.append(group))
+    journal = GroupJournal(tmp_path, 0)
+    task = RolloutTask(
+        *(lambda _: prompt, 2, 7, 1, SamplingParams(60)),
+        record=lambda *group: recorded.append(group),
+        record_part=lambda group_id, group: journal.append(1, group_id, group, RewardStats(), kept=False),
+    )
+    killed = list[Any]()
 
     async def stop() -> Any:
         group = asyncio.create_task(worker._generate_group(task, 7, prompt, None, None))
         await asyncio.sleep(2.0)
+        # A job that is killed now leaves this.
+        killed.extend(load(record, prompt) for record in read_records(journal_file(tmp_path, 1, 0)))
         began = time.monotonic()
         ended = await pause_running(runner.client, {0: RunningGroup(group)}, runner.pause)
         assert time.monotonic() - began < 50
@@ -122,6 +131,7 @@ def test_a_stop_ends_episodes_that_wait_for_something_else_and_keeps_what_had_en
     assert isinstance(paused, PausedGroup)
     assert [sample.index for sample in paused.samples] == [0]
     assert recorded == [(7, paused, RewardStats())]
+    assert killed == [(paused, RewardStats())]
     prompt.columns.clear()
     runner.pause.clear()
     again = make_runner(engine(0.0), f"{HERE}:idle", limits={"episode_s": 0.3})

@@ -17,6 +17,8 @@ from grpo_mp.rollout.episodes import Outcome, as_sample
 from grpo_mp.rollout.groups import EndedGroup, PausedGroup
 from grpo_mp.rollout.journal import (
     GroupJournal,
+    PausedRecords,
+    Record,
     best_records,
     decode,
     encode,
@@ -159,6 +161,28 @@ def test_the_record_that_has_most_of_a_group_counts(tmp_path: Path) -> None:
         (40, 7, 2): (True, 2),
         (40, 8, 2): (False, 9),
     }
+
+
+def test_episodes_of_a_group_are_read_together(tmp_path: Path) -> None:
+    """Each was recorded when it ended, some again at a pause; a finished group has them all."""
+    parts = [sample(index, *range(1, index + 3), state="completed") for index in range(4)]
+    journal = GroupJournal(tmp_path, 0)
+    recorded: list[EndedGroup] = [PausedGroup(PROMPT, samples=(parts[2],)), PausedGroup(PROMPT, samples=(parts[0],))]
+    recorded += [PausedGroup(PROMPT, samples=(parts[0], parts[2])), PausedGroup(PROMPT, samples=(parts[3],))]
+    for step, group in enumerate(recorded):
+        journal.append(step, 40, group, RewardStats(), kept=False)
+
+    def best() -> Record:
+        files = sorted(tmp_path.glob("*/*"))
+        (record,) = best_records(record for file in files for record in read_records(file)).values()
+        return record
+
+    whole = PausedGroup(PROMPT, samples=(parts[0], parts[2], parts[3]))
+    assert best().extent == (False, 2 + 4 + 5, False)
+    assert load(best(), PROMPT) == (whole, RewardStats())
+    assert PausedRecords(tmp_path).find(range(9), 40, PROMPT) == whole
+    journal.append(3, 40, FINISHED, STATS, kept=True)
+    assert load(best(), PROMPT) == (FINISHED, STATS)
 
 
 def test_what_is_trained_on_is_removed(tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ from grpo_mp.checkpoint.run_state import MANIFEST, TrainState
 from grpo_mp.files import write_json
 from grpo_mp.rollout.groups import PausedGroup
 from grpo_mp.rollout.journal import best_records, read_records
+from grpo_mp.rollout.stream import GroupStream
+from grpo_mp.rollout.worker import RolloutTask
+from grpo_mp.types import Sample
 from tests.rollout.fake_engine import FakeEngine
 from tests.trainer.test_collect import PROMPTS, check_samples, collector, kept
 
@@ -127,6 +130,30 @@ def test_a_killed_job_generates_again_only_what_was_running(
     folders = sorted(folder.name for folder in (tmp_path / "killed/rollouts").iterdir())
     assert len(folders) <= 2 * 3 + max_staleness + 1
     assert folders[0] <= "step_000004"  # what a start needs that finds the checkpoint of 6 damaged
+
+
+def test_episodes_that_had_ended_are_taken_up(one_rank_job: Any, tmp_path: Path) -> None:
+    """By a job after a kill, and by an engine after another's loss, also where no group is begun before its step."""
+
+    class KilledError(Exception):
+        pass
+
+    ended = Sample(2, 1, (2,), (5, 6), (-1.0, -1.0), (0, 0), False, state="completed", generated=(True, True))
+    tasks = list[RolloutTask]()
+
+    def begin(task: RolloutTask, stream: GroupStream) -> Any:
+        tasks.append(task)
+        task.record_part(2, PausedGroup(task.prompt_of(2), samples=(ended,)))
+        raise KilledError
+
+    for _ in range(2):
+        collect = collector(one_rank_job, [FakeEngine()], 6, {}, folder=tmp_path, function="openai_agent")
+        collect.rollout.begin = begin
+        with pytest.raises(KilledError):
+            collect.collect(TrainState(), 1)
+    group = PausedGroup(tasks[0].prompt_of(2), samples=(ended,))
+    assert [dict(task.carried) for task in tasks] == [{}, {2: group}]
+    assert tasks[1].recall(2, group.prompt) == group
 
 
 @pytest.mark.parametrize("updates", [0, 1, 3])
