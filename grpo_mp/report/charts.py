@@ -108,21 +108,30 @@ def _draw_lanes(axes: "Axes", picture: Lanes) -> None:
 
 
 def write_charts(charts: Sequence[Chart], file: Path, columns: int = 3) -> None:
-    """Write several charts of the same lines as one SVG file with a key, dark on white."""
+    """Write several charts as one SVG file, dark on white, as it is shown in a page of Markdown.
+
+    Charts that all have the same lines share one key; else each has its own, where it has several lines.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
     style: Any = {**STYLE, "svg.hashsalt": "charts", "font.size": 9}
-    rows = -(-len(charts) // columns)
+    rows, columns = -(-len(charts) // columns), min(columns, len(charts))
+    shared = len({tuple(series.name for series in chart.series) for chart in charts}) == 1
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(3.6 * columns, 2.4 * rows + 0.6), layout="constrained")
-        for axes, chart in zip(figure.subplots(rows, columns, squeeze=False).flat, charts, strict=False):
+        figure = Figure(figsize=(3.6 * columns, 2.4 * rows + 0.6 * shared), layout="constrained")
+        places = figure.subplots(rows, columns, squeeze=False).flat
+        for axes, chart in zip(places, charts, strict=False):
             _draw_chart(axes, chart)
             axes.set_title(chart.title)
-            for line, series in zip(axes.get_lines(), chart.series, strict=True):
-                line.set_label(series.name)
-        lines = {str(line.get_label()): line for axes in figure.axes for line in axes.get_lines()}
-        figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=5, frameon=False)
+            drawn = zip(axes.collections if chart.stacked else axes.get_lines(), chart.series, strict=True)
+            key = {one.name: line for line, one in drawn if not chart.stacked or any(one.values)}
+            if shared and axes is figure.axes[0]:
+                figure.legend(key.values(), key, loc="outside lower center", ncols=5, frameon=False)
+            elif not shared and len(key) > 1:
+                axes.legend(key.values(), key, frameon=False, fontsize=8)
+        for axes in figure.axes[len(charts) :]:
+            axes.set_axis_off()
         text = io.StringIO()
         figure.savefig(text, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
     svg = text.getvalue().replace(TEXT, "#1c1c1c")
