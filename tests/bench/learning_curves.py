@@ -55,8 +55,12 @@ def main() -> None:
 
 def train_once(run: Path, preset: str, seed: int, steps: int, overrides: Sequence[str]) -> None:
     """One run; what is there already is not done again."""
-    always = ["run.eval_every=10", "run.export=false", "algorithm.kl.coef=1.0e-6", "training.updates_per_step=4"]
-    train(run, seed, f"algorithm={preset}", f"run.steps={steps}", *always, *overrides)
+    train(run, seed, f"algorithm={preset}", f"run.steps={steps}", *always(), *overrides)
+
+
+def always() -> list[str]:
+    """Return the settings that every run has."""
+    return ["run.eval_every=10", "run.export=false", "algorithm.kl.coef=1.0e-6", "training.updates_per_step=4"]
 
 
 def show(runs: dict[str, list[Steps]]) -> None:
