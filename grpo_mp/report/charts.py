@@ -103,8 +103,7 @@ def _draw_lanes(axes: "Axes", picture: Lanes) -> None:
             place = axes.barh(row, bar.length, left=bar.start, height=0.8, color=COLORS[bar.kind % LINES])
             place[0].set_gid(f"run{picture.run}")
     axes.set_yticks(range(len(picture.rows)), picture.rows)
-    axes.invert_yaxis()
-    axes.set(xlabel="s")
+    axes.set(xlabel="s", ylim=(len(picture.rows) - 0.5, -0.5))  # a rank without a span has its row, too
 
 
 def write_charts(charts: Sequence[Chart], file: Path, columns: int = 3) -> None:
@@ -143,7 +142,9 @@ def write_charts(charts: Sequence[Chart], file: Path, columns: int = 3) -> None:
 def legend(picture: Picture) -> tuple[tuple[str, str, str, int], ...]:
     """Return name, colour, dashes and run of each line or kind, as the page's key to the picture shows them."""
     if isinstance(picture, Lanes):
-        return tuple((kind, f"var(--line{i % LINES})", "area", picture.run) for i, kind in enumerate(picture.kinds))
+        shown = {bar.kind for bars in picture.bars for bar in bars}
+        kinds = ((i, kind) for i, kind in enumerate(picture.kinds) if i in shown)
+        return tuple((kind, f"var(--line{i % LINES})", "area", picture.run) for i, kind in kinds)
     if isinstance(picture, HeatMap) or (len(picture.series) == 1 and picture.series[0].name in ("", picture.unit)):
         return ()
     return tuple(

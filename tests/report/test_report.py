@@ -327,6 +327,7 @@ def test_what_was_planned_stands_beside_what_was_measured(long_run: Path) -> Non
     assert [row[0] for row in tables["Seconds of a step on each rank"].rows] == ["0", "1"]
     (lanes,) = (one for section in report.sections for one in section.charts if hasattr(one, "bars"))
     assert [lanes.kinds[bar.kind] for bar in lanes.bars[0]] == ["generate", "train", "sync"]
+    assert [name for name, *_ in legend(lanes)] == ["generate", "train", "sync"]  # what is drawn
 
 
 def test_warnings_come_in_order_of_weight_with_meaning_setting_and_source(tmp_path: Path) -> None:
@@ -340,6 +341,7 @@ def test_warnings_come_in_order_of_weight_with_meaning_setting_and_source(tmp_pa
     page = render(report)
     for text in ("90% of the answers are cut off", "DAPO, arXiv 2503.14476", "rollout.max_response_tokens</code>"):
         assert text in page
+    assert page.count('<li class="warning run0"><details open>') == 3 < len(weights)  # curves are not far below
 
 
 def test_tokens_have_classes_by_probability_mismatch_and_advantage() -> None:
