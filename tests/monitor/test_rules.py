@@ -56,6 +56,7 @@ def test_names_of_rules_are_unique() -> None:
         ({"above": 2, "steps": 2}, [3], False),
         ({"below": 2, "steps": 1}, [0], True),
         ({"below": 2, "steps": 1}, [2], False),
+        ({"below": 2, "steps": 2}, [0, NAN, 1], False),
         ({"rises_to": 2, "steps": 2, "within": 3}, [1, 1, 2, 2.1, 2.1], True),
         ({"rises_to": 2, "steps": 2, "within": 3}, [1, 1, 2, 2, 2], False),
         ({"rises_to": 2, "steps": 2, "within": 3}, [1, 1, 2, 2.1, 2.1, 2.1, 2.1], False),  # it began longer ago
