@@ -118,7 +118,7 @@ def write_charts(charts: Sequence[Chart], file: Path, columns: int = 3) -> None:
     rows, columns = -(-len(charts) // columns), min(columns, len(charts))
     shared = len({tuple(series.name for series in chart.series) for chart in charts}) == 1
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(3.6 * columns, 2.4 * rows + 0.6 * shared), layout="constrained")
+        figure = Figure(figsize=(3.6 * columns, 2.7 * rows), layout="constrained")
         places = figure.subplots(rows, columns, squeeze=False).flat
         for axes, chart in zip(places, charts, strict=False):
             _draw_chart(axes, chart)
@@ -128,7 +128,8 @@ def write_charts(charts: Sequence[Chart], file: Path, columns: int = 3) -> None:
             if shared and axes is figure.axes[0]:
                 figure.legend(key.values(), key, loc="outside lower center", ncols=5, frameon=False)
             elif not shared and len(key) > 1:
-                axes.legend(key.values(), key, frameon=False, fontsize=8)
+                below: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.24), "ncols": 3}  # it would hide areas
+                axes.legend(key.values(), key, frameon=False, fontsize=8, **below)
         for axes in figure.axes[len(charts) :]:
             axes.set_axis_off()
         text = io.StringIO()
