@@ -45,8 +45,9 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
     console.print(f"model: {source}")
     if isinstance(settings, SftSettings):
-        if explains or args.search or args.simulate or args.ppo or args.times:
-            raise UserError("explain, --search, --simulate, --ppo and --times are for RL: plan this file without them")
+        if explains or args.search or args.simulate or args.ppo or args.times or args.json:
+            options = "--search, --simulate, --ppo, --times and --json"
+            raise UserError(f"explain, {options} are for RL: plan this file without them")
         return _plan_sft(settings, hf, cluster, args, console)
     if hf.get("num_nextn_predict_layers"):
         counted = "drafts for the engines" if settings.engine.speculative.algorithm == "mtp" else "is not counted"

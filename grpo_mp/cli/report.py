@@ -2,6 +2,7 @@
 
 Warnings, settings, scores, curves, times, memory and answers of the run folders, side by side. It needs no network.
 --export FILE writes the metrics as one table in place of the page, a row for each step: CSV or Parquet, as FILE ends.
+--picture FILE.svg draws scores, reward, length, entropy and phases in place of the page, for a page of your own.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,12 @@ def main(arguments: Sequence[str]) -> int:
         "--out", type=Path, metavar="FILE", help="the page (default: report.html in the only RUN, else here)"
     )
     parser.add_argument("--export", type=Path, metavar="FILE", help="write the metrics there: FILE.csv or FILE.parquet")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the main curves there: FILE.svg")
     args = parser.parse_args(arguments)
     if args.export:
         return _export(args.runs, args.export)
+    if args.picture:
+        return _draw(args.runs, args.picture)
     out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: its folder does not exist: make it first")
@@ -47,4 +51,22 @@ def _export(folders: Sequence[Path], file: Path) -> int:
     runs = read_runs(folders)
     write_table(runs, file)
     print(f"{file}: {sum(len(run.metrics) for run in runs)} rows")
+    return 0
+
+
+def _draw(folders: Sequence[Path], file: Path) -> int:
+    """Draw the main curves of runs; return the exit status."""
+    if file.suffix != ".svg":
+        raise UserError(f"--picture {file}: a picture is SVG: give it a name that ends in .svg")
+    if not file.parent.is_dir():
+        raise UserError(f"--picture {file}: its folder does not exist: make it first")
+    from grpo_mp.report.build import main_charts
+    from grpo_mp.report.charts import write_charts
+    from grpo_mp.report.records import read_runs
+
+    charts = main_charts(read_runs(folders))
+    if not charts:
+        raise UserError(f"--picture {file}: no run has a curve to draw yet: wait for its first steps")
+    write_charts(charts, file)
+    print(f"{file}: {', '.join(chart.title for chart in charts)}")
     return 0

@@ -17,7 +17,9 @@ MetricLine = Mapping[str, float | None]  # as in metrics.jsonl: `step` and metri
 
 @dataclass(frozen=True)
 class Condition:
-    """What must hold of a metric's last values. All that is given must; what is not finite is outside every limit.
+    """What must hold of a metric's last values. All that is given must.
+
+    What is not finite is above every limit and below none: an entropy of NaN is no small entropy.
 
     `above`, `below`: each of the last `steps` values is. The others compare the mean of these values with the means of
     as many at most `within` values before: `rises_to` and `falls_to` times the least or the largest of them,
@@ -46,9 +48,9 @@ class Condition:
         last = values[-self.steps :]
         if len(last) < self.steps:
             return None
-        now, outside = fmean(last), not all(map(math.isfinite, last))
-        limits = [] if self.above is None else [outside or min(last) > self.above]
-        limits += [] if self.below is None else [outside or max(last) < self.below]
+        now, finite = fmean(last), all(map(math.isfinite, last))
+        limits = [] if self.above is None else [not finite or min(last) > self.above]
+        limits += [] if self.below is None else [finite and max(last) < self.below]
         if not all(limits):
             return None
         if self.memory == self.steps:

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 from grpo_mp.monitor.rules import Finding, find_warnings
 from grpo_mp.report.answers import choose_answers
-from grpo_mp.report.contents import Report, Section, Warning
+from grpo_mp.report.contents import Chart, Report, Section, Warning
 from grpo_mp.report.curves import charts_of, solve_rate_maps
 from grpo_mp.report.overview import score_charts, scores_table, settings_tables, summary_table, time_table
 from grpo_mp.report.records import RunRecords
 from grpo_mp.report.times import last_steps, plan_tables, rank_tables
+
+PICTURED = ("Reward", "Response length", "Entropy", "Phases of a step")  # beside scores; of several runs, with a name
 
 
 def build_report(runs: Sequence[RunRecords]) -> Report:
@@ -39,6 +41,12 @@ def build_report(runs: Sequence[RunRecords]) -> Report:
         ),
     )
     return Report(tuple(run.name for run in runs), sections, find_all_warnings(runs))
+
+
+def main_charts(runs: Sequence[RunRecords]) -> tuple[Chart, ...]:
+    """Return the charts of a report that say most at a glance: scores, reward, length, entropy, phases."""
+    charts = [one for key in ("reward", "lengths", "policy", "time") for one in charts_of(key, runs)]
+    return (*score_charts(runs), *(one for one in charts if one.title.split(", ")[0] in PICTURED))
 
 
 def find_all_warnings(runs: Sequence[RunRecords]) -> tuple[Warning, ...]:

@@ -103,26 +103,35 @@ def _draw_lanes(axes: "Axes", picture: Lanes) -> None:
             place = axes.barh(row, bar.length, left=bar.start, height=0.8, color=COLORS[bar.kind % LINES])
             place[0].set_gid(f"run{picture.run}")
     axes.set_yticks(range(len(picture.rows)), picture.rows)
-    axes.invert_yaxis()
-    axes.set(xlabel="s")
+    axes.set(xlabel="s", ylim=(len(picture.rows) - 0.5, -0.5))  # a rank without a span has its row, too
 
 
 def write_charts(charts: Sequence[Chart], file: Path, columns: int = 3) -> None:
-    """Write several charts of the same lines as one SVG file with a key, dark on white."""
+    """Write several charts as one SVG file, dark on white, as it is shown in a page of Markdown.
+
+    Charts that all have the same lines share one key; else each has its own, where it has several lines.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
     style: Any = {**STYLE, "svg.hashsalt": "charts", "font.size": 9}
-    rows = -(-len(charts) // columns)
+    rows, columns = -(-len(charts) // columns), min(columns, len(charts))
+    shared = len({tuple(series.name for series in chart.series) for chart in charts}) == 1
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(3.6 * columns, 2.4 * rows + 0.6), layout="constrained")
-        for axes, chart in zip(figure.subplots(rows, columns, squeeze=False).flat, charts, strict=False):
+        figure = Figure(figsize=(3.6 * columns, 2.7 * rows), layout="constrained")
+        places = figure.subplots(rows, columns, squeeze=False).flat
+        for axes, chart in zip(places, charts, strict=False):
             _draw_chart(axes, chart)
             axes.set_title(chart.title)
-            for line, series in zip(axes.get_lines(), chart.series, strict=True):
-                line.set_label(series.name)
-        lines = {str(line.get_label()): line for axes in figure.axes for line in axes.get_lines()}
-        figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=5, frameon=False)
+            drawn = zip(axes.collections if chart.stacked else axes.get_lines(), chart.series, strict=True)
+            key = {one.name: line for line, one in drawn if not chart.stacked or any(one.values)}
+            if shared and axes is figure.axes[0]:
+                figure.legend(key.values(), key, loc="outside lower center", ncols=5, frameon=False)
+            elif not shared and len(key) > 1:
+                below: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.24), "ncols": 3}  # it would hide areas
+                axes.legend(key.values(), key, frameon=False, fontsize=8, **below)
+        for axes in figure.axes[len(charts) :]:
+            axes.set_axis_off()
         text = io.StringIO()
         figure.savefig(text, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
     svg = text.getvalue().replace(TEXT, "#1c1c1c")
@@ -134,7 +143,9 @@ def write_charts(charts: Sequence[Chart], file: Path, columns: int = 3) -> None:
 def legend(picture: Picture) -> tuple[tuple[str, str, str, int], ...]:
     """Return name, colour, dashes and run of each line or kind, as the page's key to the picture shows them."""
     if isinstance(picture, Lanes):
-        return tuple((kind, f"var(--line{i % LINES})", "area", picture.run) for i, kind in enumerate(picture.kinds))
+        shown = {bar.kind for bars in picture.bars for bar in bars}
+        kinds = ((i, kind) for i, kind in enumerate(picture.kinds) if i in shown)
+        return tuple((kind, f"var(--line{i % LINES})", "area", picture.run) for i, kind in kinds)
     if isinstance(picture, HeatMap) or (len(picture.series) == 1 and picture.series[0].name in ("", picture.unit)):
         return ()
     return tuple(

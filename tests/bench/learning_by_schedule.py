@@ -11,9 +11,7 @@ else the exit status is 1.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -21,6 +19,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from tests.bench.quickstart_run import train
 
 CORRECTED = "algorithm.rollout_correction={kind: truncate, high: 2.0}"
 DIVIDED = ["engine.ranks=1", "layout={}"]
@@ -65,24 +65,13 @@ def read(file: Path) -> list[dict[str, Any]]:
 def run(cell: str, steps: int, out: Path) -> dict[str, Any]:
     """Train a cell to its end, from its last checkpoint where it was broken off; return what it learned."""
     schedule, seed = cell.split("/")
-    model, data = Path(f"checkpoints/tiny_deepseek_v3_seed{seed}"), Path(f"data/arithmetic_seed{seed}")
-    if not (model / "config.json").exists():
-        made = ["--family", "deepseek_v3", "--out", str(model), "--data", str(data), "--seed", seed]
-        grpo_mp("make-tiny", *made, "--cold-start", "0.4")
     folder = out / f"{schedule}_seed{seed}_{steps}"
-    evaluation = f"data.eval={{arithmetic: {{path: {data}/eval.jsonl, samples: 4}}}}"
-    settings = [f"run.folder={folder}", f"run.seed={seed}", f"run.steps={steps}", f"run.eval_every={EVAL_EVERY}"]
-    settings += ["run.export=false", f"model.path={model}", f"data.train={data}/train.jsonl", evaluation]
-    grpo_mp("train", "configs/tiny_moe.yaml", "--ranks", "2", *settings, *SCHEDULES[schedule])
+    settings = [f"run.steps={steps}", f"run.eval_every={EVAL_EVERY}", "run.export=false"]
+    train(folder, int(seed), *settings, *SCHEDULES[schedule])
     metrics = read(folder / "metrics.jsonl")
     ages = [line[LAG] for line in metrics if LAG in line]
     curve = {str(int(line["step"])): line[ACCURACY] for line in metrics if ACCURACY in line}
     return {"cell": cell, "steps": steps, "accuracy": curve, "lag": statistics.fmean(ages)}
-
-
-def grpo_mp(*arguments: str) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", "grpo_mp", *arguments], env=environment, check=True)
 
 
 def show(cells: list[dict[str, Any]]) -> None:

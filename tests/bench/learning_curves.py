@@ -9,10 +9,7 @@ Reach: each learns.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from rich.table import Table
 
 from grpo_mp.report.charts import write_charts
 from grpo_mp.report.contents import Chart, Series
+from tests.bench.quickstart_run import train
 
 PRESETS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo", "luspo", "vespo", "grpo_pp")
 COLUMNS = {
@@ -49,18 +47,20 @@ def main() -> None:
     for seed in args.seeds:
         for preset in args.presets:
             run = args.out / f"{preset}_seed{seed}"
-            train(run, preset, seed, args.steps, args.overrides)
+            train_once(run, preset, seed, args.steps, args.overrides)
             runs[preset].append([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
     show(runs)
     write_charts(charts(runs), args.out / "curves.svg")
 
 
-def train(run: Path, preset: str, seed: int, steps: int, overrides: Sequence[str]) -> None:
+def train_once(run: Path, preset: str, seed: int, steps: int, overrides: Sequence[str]) -> None:
     """One run; what is there already is not done again."""
-    always = ["run.eval_every=10", "run.export=false", "algorithm.kl.coef=1.0e-6", "training.updates_per_step=4"]
-    settings = [f"algorithm={preset}", f"run.steps={steps}", *always, *overrides]
-    environment = {**os.environ, "SEED": str(seed), "RUN": str(run), "VENV": str(Path(sys.prefix))}
-    subprocess.run(["bash", "launch/quickstart.sh", *settings], env=environment, check=True)
+    train(run, seed, f"algorithm={preset}", f"run.steps={steps}", *always(), *overrides)
+
+
+def always() -> list[str]:
+    """Return the settings that every run has."""
+    return ["run.eval_every=10", "run.export=false", "algorithm.kl.coef=1.0e-6", "training.updates_per_step=4"]
 
 
 def show(runs: dict[str, list[Steps]]) -> None:

@@ -2,26 +2,24 @@
 
 Each is the quickstart's tiny run, smaller, with some settings changed (and its cold-started model, made where it is
 missing). Prints what the rules of grpo_mp/monitor/rules.yaml find in it; exit status 1 where its rule is silent.
-`--record` writes the metrics that rules look at to tests/monitor/sick/NAME.jsonl.
-Minutes each on two cores.
+Minutes each on two cores. `python -m tests.bench.gallery` makes a page of them.
 """
 
 import argparse
 import json
-import re
-import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_mp.monitor.loggers import read_metrics
-from grpo_mp.monitor.rules import RULES, MetricLine, find_warnings
+from grpo_mp.monitor.rules import MetricLine, find_warnings
+from tests.bench.quickstart_run import make_model, train
 
-ROOT = Path(__file__).parents[2]
-RECORDED = ROOT / "tests" / "monitor" / "sick"
-MODEL, DATA = "checkpoints/tiny_deepseek_v3_seed0", "data/arithmetic_seed0"
+SEED = 0
+DATA = f"data/arithmetic_seed{SEED}"
+UNSOLVABLE = f"{DATA}/unsolvable.jsonl"
 PARTS = "tests/bench/sick_parts.py"
+HEALTHY = "healthy"
 BASE = (
     "rollout.prompts_per_step=8",
     "rollout.group_size=4",
@@ -35,8 +33,9 @@ BASE = (
 
 @dataclass(frozen=True)
 class Sickness:
-    """What is changed, for how many steps, and the rule that must find it."""
+    """Why a run goes wrong, by which settings, in how many steps; the rule that must find it, "" for none."""
 
+    cause: str
     rule: str
     overrides: tuple[str, ...]
     steps: int = 30
@@ -47,28 +46,79 @@ def _paid(name: str, weight: float) -> str:
 
 
 SICKNESSES = {
-    "healthy": Sickness("", ("algorithm.kl.coef=0.02",)),
+    HEALTHY: Sickness("Nothing is wrong: the run that the others are beside.", "", ("algorithm.kl.coef=0.02",)),
     "length_explosion": Sickness(
+        "A reward pays for length, more than the right answer is worth, and the limit is far away.",
         "length_explosion",
         (_paid("long", 4), "rollout.max_response_tokens=64", "algorithm.kl.coef=0", "optimizer.lr=1e-3"),
         steps=40,
     ),
-    "length_collapse": Sickness("length_collapse", (_paid("short", 4), "algorithm.kl.coef=0", "optimizer.lr=1e-3")),
-    "reward_hacking": Sickness("reward_parts_diverge", (_paid("short", 4), "algorithm.kl.coef=0")),
-    "format_without_answer": Sickness("format_without_answer", (f"data.train={DATA}/unsolvable.jsonl",), steps=20),
-    "zero_variance": Sickness("zero_variance", ("reward={answer: 0.0, boxed: 1.0}", "rollout.group_size=2"), steps=12),
-    "kl_drift": Sickness("kl_drift", ("algorithm.kl.coef=1e-6", "optimizer.lr=5e-3"), steps=25),
-    "collapse": Sickness(
-        "entropy_collapse", ("training.updates_per_step=8", "optimizer.lr=1e-2", "algorithm.kl.coef=0"), steps=15
+    "length_collapse": Sickness(
+        "A reward pays for brevity, more than the right answer is worth, and the rate is high.",
+        "length_collapse",
+        (_paid("short", 4), "algorithm.kl.coef=0", "optimizer.lr=1e-3"),
     ),
-    "truncation": Sickness("truncation", ("rollout.max_response_tokens=10",), steps=12),
-    "overhead": Sickness("overhead", (f"algorithm.curriculum={{function: '{PARTS}:slow'}}",), steps=15),
-    "host_memory_creeps": Sickness("host_memory_creeps", (_paid("leaking", 0.01),), steps=60),
-    "reward_failures": Sickness("reward_failures", (_paid("failing", 0.01), "reward.on_error=0.0"), steps=8),
+    "reward_hacking": Sickness(
+        "The reward has a part that an answer gets without being right, and nothing holds the policy near its start.",
+        "reward_parts_diverge",
+        (_paid("short", 4), "algorithm.kl.coef=0"),
+    ),
+    "format_without_answer": Sickness(
+        "The problems are too hard (here their answers are wrong), and the reward pays for the form, too.",
+        "format_without_answer",
+        (f"data.train={UNSOLVABLE}",),
+        steps=20,
+    ),
+    "zero_variance": Sickness(
+        "The reward cannot tell answers apart: it pays for a form that all have, and groups are small.",
+        "zero_variance",
+        ("reward={answer: 0.0, boxed: 1.0}", "rollout.group_size=2"),
+        steps=12,
+    ),
+    "kl_drift": Sickness(
+        "The rate is too high, and the KL to the reference is measured, but weighs nothing.",
+        "kl_drift",
+        ("algorithm.kl.coef=1e-6", "optimizer.lr=5e-3"),
+        steps=25,
+    ),
+    "collapse": Sickness(
+        "Many updates of a step at a rate that is far too high: the policy gives one answer to everything.",
+        "entropy_collapse",
+        ("training.updates_per_step=8", "optimizer.lr=1e-2", "algorithm.kl.coef=0"),
+        steps=15,
+    ),
+    "truncation": Sickness(
+        "The limit of the answers is shorter than what the policy has to say.",
+        "truncation",
+        ("rollout.max_response_tokens=10",),
+        steps=12,
+    ),
+    "overhead": Sickness(
+        "A part of the user's own, here the curriculum, thinks for two seconds in each step while devices wait.",
+        "overhead",
+        (f"algorithm.curriculum={{function: '{PARTS}:slow'}}",),
+        steps=15,
+    ),
+    "host_memory_creeps": Sickness(
+        "A reward function keeps two megabytes of every call for ever.",
+        "host_memory_creeps",
+        (_paid("leaking", 0.01),),
+        steps=60,
+    ),
+    "reward_failures": Sickness(
+        "A reward function raises for about every fourth group, and the run goes on with a value in its place.",
+        "reward_failures",
+        (_paid("failing", 0.01), "reward.on_error=0.0"),
+        steps=8,
+    ),
     "skipped_updates": Sickness(
-        "skipped_updates", ("optimizer.skip_grad_norm=0.05", "optimizer.max_skipped_updates=99"), steps=8
+        "Updates whose gradient is above a limit are left out, and the limit is below what is usual.",
+        "skipped_updates",
+        ("optimizer.skip_grad_norm=0.05", "optimizer.max_skipped_updates=99"),
+        steps=8,
     ),
     "staleness": Sickness(
+        "Engines run up to three steps ahead of a trainer that makes eight updates in each.",
         "staleness",
         (
             "schedule=async",
@@ -86,33 +136,35 @@ SICKNESSES = {
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--record", action="store_true")
+    args = with_names(parser)
+    if args.list:
+        for name, one in SICKNESSES.items():
+            print(f"{name}: {one.cause} {' '.join(one.overrides)}")
+        return 0
+    right = [show(name, run(name, args.out)) for name in args.names or SICKNESSES]
+    return 0 if all(right) else 1
+
+
+def with_names(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse a command line that names sicknesses, and where their runs are."""
+    parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--out", type=Path, default=Path("runs/sick"))
     args = parser.parse_args()
     if unknown := {*args.names} - {*SICKNESSES}:
         parser.error(f"{', '.join(sorted(unknown))}: no sickness; there are {', '.join(SICKNESSES)}")
-    if args.list:
-        for name, one in SICKNESSES.items():
-            print(f"{name}: {' '.join(one.overrides)}")
-        return 0
-    right = [show(name, run(name, args.out), args.record) for name in args.names or SICKNESSES]
-    return 0 if all(right) else 1
+    return args
 
 
 def run(name: str, out: Path) -> list[MetricLine]:
     """Train, unless the run is there and complete; return its metrics."""
     sickness, folder = SICKNESSES[name], out / name
-    grpo_mp = (sys.executable, "-m", "grpo_mp")
-    if not (ROOT / MODEL / "config.json").exists():
-        arguments = ("--family", "deepseek_v3", "--out", MODEL, "--data", DATA, "--seed", "0", "--cold-start", "0.4")
-        subprocess.run([*grpo_mp, "make-tiny", *arguments], cwd=ROOT, check=True)
-    write_unsolvable(ROOT / DATA)
-    settings = (*BASE, *sickness.overrides, f"run.folder={folder}", f"run.steps={sickness.steps}")
-    if len(read_metrics(ROOT / folder / "metrics.jsonl")) <= sickness.steps:
-        subprocess.run([*grpo_mp, "train", "configs/tiny_moe.yaml", "--ranks", "2", *settings], cwd=ROOT, check=True)
-    return list(read_metrics(ROOT / folder / "metrics.jsonl"))
+    if UNSOLVABLE in " ".join(sickness.overrides):
+        _, data = make_model(SEED)
+        write_unsolvable(data)
+    if len(read_metrics(folder / "metrics.jsonl")) <= sickness.steps:  # there is a line of step 0, too
+        train(folder, SEED, *BASE, f"run.steps={sickness.steps}", *sickness.overrides)
+    return list(read_metrics(folder / "metrics.jsonl"))
 
 
 def write_unsolvable(data: Path) -> None:
@@ -123,30 +175,15 @@ def write_unsolvable(data: Path) -> None:
     (data / "unsolvable.jsonl").write_text("".join(wrong))
 
 
-def show(name: str, lines: list[MetricLine], record: bool) -> bool:
-    """Print what the rules find, and record what they look at; return whether the sickness was found."""
+def show(name: str, lines: list[MetricLine]) -> bool:
+    """Print what the rules find; return whether the sickness was found, or, of a healthy run, none."""
     found, rule = find_warnings(lines), SICKNESSES[name].rule
     for one in found:
         print(f"{name}: {one.weight} {one.rule}, steps {one.first_step} to {one.last_step}: {one.sentence}")
     right = rule in {one.rule for one in found} if rule else not found
-    print(f"{name}: {'as expected' if right else f'NOT as expected, which was: {rule}'}", flush=True)
-    if record:
-        RECORDED.mkdir(exist_ok=True)
-        (RECORDED / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in recorded(lines)))
+    verdict = "as expected" if right else f"NOT as expected, which was: {rule or 'no warning'}"
+    print(f"{name}: {verdict}", flush=True)
     return right
-
-
-def recorded(lines: Iterable[MetricLine]) -> list[MetricLine]:
-    """Return of each line what rules look at, in five digits."""
-    patterns = [re.compile("[^/]+".join(map(re.escape, name.split("*")))) for rule in RULES for name in rule.when]
-    return [
-        {
-            name: value if value is None else float(f"{value:.5g}")
-            for name, value in line.items()
-            if name == "step" or any(pattern.fullmatch(name) for pattern in patterns)
-        }
-        for line in lines
-    ]
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ import json
 import math
 import re
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -20,8 +22,8 @@ from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.report.answers import CHARACTERS, TIMES, shortened, token_classes
 from grpo_mp.report.build import build_report
-from grpo_mp.report.charts import legend
-from grpo_mp.report.contents import Chart, Token
+from grpo_mp.report.charts import legend, write_charts
+from grpo_mp.report.contents import Chart, Series, Token
 from grpo_mp.report.curves import POINTS, SOLVE_RATES, downsample
 from grpo_mp.report.export import check_export
 from grpo_mp.report.overview import preset_settings, settings_tables
@@ -325,6 +327,7 @@ def test_what_was_planned_stands_beside_what_was_measured(long_run: Path) -> Non
     assert [row[0] for row in tables["Seconds of a step on each rank"].rows] == ["0", "1"]
     (lanes,) = (one for section in report.sections for one in section.charts if hasattr(one, "bars"))
     assert [lanes.kinds[bar.kind] for bar in lanes.bars[0]] == ["generate", "train", "sync"]
+    assert [name for name, *_ in legend(lanes)] == ["generate", "train", "sync"]  # what is drawn
 
 
 def test_warnings_come_in_order_of_weight_with_meaning_setting_and_source(tmp_path: Path) -> None:
@@ -338,6 +341,7 @@ def test_warnings_come_in_order_of_weight_with_meaning_setting_and_source(tmp_pa
     page = render(report)
     for text in ("90% of the answers are cut off", "DAPO, arXiv 2503.14476", "rollout.max_response_tokens</code>"):
         assert text in page
+    assert page.count('<li class="warning run0"><details open>') == 3 < len(weights)  # curves are not far below
 
 
 def test_tokens_have_classes_by_probability_mismatch_and_advantage() -> None:
@@ -360,6 +364,33 @@ def test_metrics_are_exported_as_csv_and_parquet(tmp_path: Path) -> None:
     assert math.isnan(table[1]["train/entropy"])
     with pytest.raises(UserError, match=r"a table is one of \.csv, \.parquet"):
         check_export(tmp_path / "all.xlsx")
+
+
+def test_the_main_curves_are_drawn_as_one_picture(tmp_path: Path) -> None:
+    run, file = make_run(tmp_path / "mine$", 13), tmp_path / "curves.svg"
+    assert main(["report", str(run), "--picture", str(file)]) == 0
+    texts = [text.strip() for text in ElementTree.parse(file).getroot().itertext() if text.strip()]
+    titles = ("Accuracy on held_out", "pass@k on held_out", "Reward", "Response length", "Entropy", "Phases of a step")
+    assert all(texts.count(title) == 1 for title in titles)
+    assert {"right", "wrong", "generate", "train"} <= {*texts}  # keys of the charts with several lines
+    assert "entropy" not in texts  # one line needs no key
+    assert "var(" not in file.read_text()  # a page of Markdown has no style for it
+
+
+@pytest.mark.parametrize(("name", "sentence"), [("no/a.svg", "its folder does not exist"), ("a.png", "ends in .svg")])
+def test_a_picture_that_cannot_be_written_is_refused(
+    tmp_path: Path, name: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path), "--picture", str(tmp_path / name)])
+    assert sentence in capsys.readouterr().err
+
+
+def test_charts_of_the_same_lines_share_a_key(tmp_path: Path) -> None:
+    chart = Chart("A", "nats", (Series("first", (1, 2), (3.0, 4.0)), Series("second", (), ())))
+    write_charts([chart, replace(chart, title="B")], tmp_path / "both.svg")
+    texts = [text.strip() for text in ElementTree.parse(tmp_path / "both.svg").getroot().itertext()]
+    assert [texts.count(text) for text in ("A", "B", "first", "second")] == [1, 1, 1, 1]
 
 
 def test_long_texts_are_cut_in_the_middle() -> None:

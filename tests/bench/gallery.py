@@ -1,0 +1,183 @@
+"""Make the gallery of sicknesses: `python -m tests.bench.gallery`, or with NAME... make those anew.
+
+Trains each sickness of tests/bench/sicknesses.py whose run is not there, records the metrics that rules look at in
+tests/monitor/sick/NAME.jsonl, and its best answers of the first and the last step beside them; draws NAME.svg beside
+the healthy run, by the report's charts; writes grpo_mp/report/GALLERY.md of all that have a picture.
+A sickness that its rule does not find is neither recorded nor drawn, and the exit status is 1. An hour on two cores.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from grpo_mp.monitor.curves import CURVES, Curve
+from grpo_mp.monitor.metrics import find_metric
+from grpo_mp.monitor.rules import RULES, Finding, MetricLine, find_warnings
+from grpo_mp.pages import render, table
+from grpo_mp.report.answers import choose_answers
+from grpo_mp.report.charts import write_charts
+from grpo_mp.report.contents import Chart, Series
+from grpo_mp.report.curves import chart_of
+from grpo_mp.report.page import describe
+from grpo_mp.report.records import RunRecords, read_metric_lines, read_run
+from tests.bench.sicknesses import BASE, HEALTHY, SICKNESSES, run, show, with_names
+
+ROOT = Path(__file__).parents[2]
+RECORDED = ROOT / "tests" / "monitor" / "sick"
+PAGE = ROOT / "grpo_mp" / "report" / "GALLERY.md"
+PICTURES = PAGE.with_name("gallery")
+ALWAYS = ("reward/mean", "rollout/accuracy", "train/entropy")  # drawn where a rule looks at fewer metrics
+CHARTS = 3
+CHARACTERS = 160  # of an answer
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args = with_names(parser)
+    found = [make(name, args.out) for name in dict.fromkeys((HEALTHY, *(args.names or SICKNESSES)))]
+    PAGE.write_text(page(pictured()), encoding="utf-8")
+    return 0 if all(found) else 1
+
+
+def make(name: str, out: Path) -> bool:
+    """Train, record and draw a sickness; return whether it was found."""
+    lines = run(name, out)
+    if not show(name, lines):
+        return False
+    records = read_run(out / name, name)
+    (RECORDED / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in recorded(lines)))
+    (RECORDED / f"{name}.answers.json").write_text(json.dumps(best_answers(records), indent=1) + "\n")
+    draw(name)
+    return True
+
+
+def recorded(lines: Sequence[MetricLine]) -> list[MetricLine]:
+    """Return of each line what rules look at, in five digits."""
+    patterns = [re.compile("[^/]+".join(map(re.escape, name.split("*")))) for rule in RULES for name in rule.when]
+    return [
+        {
+            name: value if value is None else float(f"{value:.5g}")
+            for name, value in line.items()
+            if name == "step" or any(pattern.fullmatch(name) for pattern in patterns)
+        }
+        for line in lines
+    ]
+
+
+def best_answers(records: RunRecords) -> list[dict[str, Any]]:
+    """Return question, right answer and best answer of the first and the last step that has samples."""
+    ends = {step: records.samples[step] for step in (min(records.samples), max(records.samples))}
+    best = [one for one in choose_answers(replace(records, samples=ends, eval_samples={}), 0) if one.why == "best"]
+    texts = ("prompt", "expected", "response")
+    return [{"step": one.step} | {name: getattr(one, name)[:CHARACTERS] for name in texts} for one in best]
+
+
+def read_recorded(name: str) -> RunRecords:
+    """Return a recorded run as far as it was recorded: its metrics."""
+    return RunRecords(name, {}, read_metric_lines(RECORDED / f"{name}.jsonl"), {}, {})
+
+
+def warnings_of(name: str) -> tuple[Finding, ...]:
+    """Return what the rules find in a recorded run, what it is there for first."""
+    found = find_warnings(read_recorded(name).metrics)
+    return tuple(sorted(found, key=lambda one: one.rule != SICKNESSES[name].rule))
+
+
+def draw(name: str) -> None:
+    """Draw the metrics that the sickness's rule looks at, beside those of the healthy run."""
+    PICTURES.mkdir(exist_ok=True)
+    write_charts(charts_of(name), PICTURES / f"{name}.svg")
+
+
+def charts_of(name: str) -> list[Chart]:
+    """Return the charts of a sickness's picture."""
+    runs = [read_recorded(one) for one in dict.fromkeys((HEALTHY, name))]
+    return [_chart(metric, runs) for metric in metrics_of(name)]
+
+
+def metrics_of(name: str) -> list[str]:
+    """Return the metrics that show a sickness: that in which its rule found it, others of this rule, and usual ones."""
+    found = [one for one in warnings_of(name) if one.rule == SICKNESSES[name].rule]
+    rules = [rule for rule in RULES if rule.name == SICKNESSES[name].rule]
+    looked_at = [metric for rule in rules for metric in list(rule.when)[1:]]
+    return list(dict.fromkeys([*(one.metric for one in found[:1]), *looked_at, *ALWAYS]))[:CHARTS]
+
+
+def _chart(metric: str, runs: Sequence[RunRecords]) -> Chart:
+    """Return a line of each run, empty where it has no such metric."""
+    curve = _curve(metric)
+    lines = []
+    for place, one in enumerate(runs):
+        drawn = chart_of(curve, [one]).series or (Series(one.name, (), ()),)
+        lines.append(replace(drawn[0], name=one.name, color=1 - place, dash=1 - place))
+    return Chart(metric, curve.unit, tuple(lines))
+
+
+def _curve(metric: str) -> Curve:
+    """Return how the report draws a metric, alone."""
+    known = (curve for curves in CURVES.values() for curve in curves)
+    fitting = [one for one in known if any(fnmatchcase(metric, pattern) for pattern in one.patterns.values())]
+    described = find_metric(metric, "scalar")
+    usual = fitting[0] if fitting else Curve(metric, described.unit, {})
+    return replace(usual, patterns={"": metric}, band="", stacked=False)
+
+
+def pictured() -> list[str]:
+    """Return the sicknesses that have a picture, in the order of the bench."""
+    return [name for name in SICKNESSES if (PICTURES / f"{name}.svg").exists()]
+
+
+def page(names: Sequence[str]) -> str:
+    """Return the page of recorded sicknesses."""
+    rows = ((f"[{title(name)}](#{name.replace('_', '-')})", _rule(name), SICKNESSES[name].cause) for name in names)
+    runs, sections = table(("run", "warning", "what is wrong"), rows), "\n".join(map(_section, names))
+    return render("gallery", shared=", ".join(f"`{setting}`" for setting in BASE), runs=runs, sections=sections)
+
+
+def title(name: str) -> str:
+    """Return a sickness's name in words."""
+    return name.replace("_", " ").capitalize()
+
+
+def _rule(name: str) -> str:
+    return f"`{SICKNESSES[name].rule}`" if SICKNESSES[name].rule else "none"
+
+
+def _section(name: str) -> str:
+    sickness = SICKNESSES[name]
+    found = warnings_of(name)
+    changed = "\n".join(f"- `{setting}`" for setting in sickness.overrides)
+    picture = f"![{'; '.join(map(describe, charts_of(name)))}](gallery/{name}.svg)"
+    parts = [f"## {title(name)}", sickness.cause, picture, *_advice(found), *_answers(name)]
+    parts += [f"What it changes:\n\n{changed}", f"`python -m tests.bench.sicknesses {name}`"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _advice(found: Sequence[Finding]) -> Iterator[str]:
+    if not found:
+        yield "No warning."
+        return
+    rows = ((f"`{one.rule}`", str(one.weight), f"{one.first_step} to {one.last_step}", one.sentence) for one in found)
+    yield table(("warning", "weight", "steps", "as it was last said"), rows).rstrip()
+    first = found[0]
+    yield first.meaning
+    yield f"**What to do:** {first.action} Setting: `{first.setting}`. Source: {first.source}."
+
+
+def _answers(name: str) -> Iterator[str]:
+    answers: list[Mapping[str, Any]] = json.loads((RECORDED / f"{name}.answers.json").read_text())
+    shown = "step {step}, question: {prompt}\nright answer: {expected}\nbest answer: {response}"
+    text = "\n\n".join(shown.format_map(answer) for answer in answers)
+    fence = "`" * max([3, *(1 + len(ticks) for ticks in re.findall("`+", text))])
+    yield f"{fence}text\n{text}\n{fence}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""What benches that train the quickstart's tiny policy share: its commands, by the interpreter that they run in."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CONFIG = "configs/tiny_moe.yaml"
+
+
+def grpo_mp(*arguments: str) -> None:
+    """Run a command of grpo-mp. Raises CalledProcessError where it fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", "grpo_mp", *arguments], env=environment, check=True)
+
+
+def make_model(seed: int) -> tuple[Path, Path]:
+    """Return a seed's cold-started model and its data, made where they are missing as launch/quickstart.sh does."""
+    model, data = Path(f"checkpoints/tiny_deepseek_v3_seed{seed}"), Path(f"data/arithmetic_seed{seed}")
+    if not (model / "config.json").exists():
+        made = ["--family", "deepseek_v3", "--out", str(model), "--data", str(data), "--seed", str(seed)]
+        grpo_mp("make-tiny", *made, "--cold-start", "0.4")
+    return model, data
+
+
+def train(folder: Path, seed: int, *settings: str) -> None:
+    """Train a seed's model on two ranks, as launch/quickstart.sh does; `settings` override."""
+    model, data = make_model(seed)
+    evaluation = f"data.eval={{arithmetic: {{path: {data}/eval.jsonl, samples: 4}}}}"
+    own = [f"run.folder={folder}", f"run.seed={seed}", f"model.path={model}", f"data.train={data}/train.jsonl"]
+    grpo_mp("train", CONFIG, "--ranks", "2", *own, evaluation, *settings)

@@ -1,0 +1,166 @@
+"""What runs beside a run: commands of a package that stands in for grpo_mp, writes what it is told, and waits."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_mp.monitor.reporter import PLAN, REPORT, Reporter
+from grpo_mp.monitor.side_process import NICENESS
+
+STAND_IN = """
+import os, sys, time
+from pathlib import Path
+folder = Path(__file__).parents[1]
+while (folder / "wait").exists():
+    time.sleep(0.01)
+words = [*sys.argv[1:], str(os.getpriority(os.PRIO_PROCESS, 0)), os.environ["CUDA_VISIBLE_DEVICES"], str(os.getpid())]
+with (folder / "calls").open("a") as calls:
+    calls.write("|".join(words) + "\\n")
+sys.exit(int((folder / "status").read_text()))
+"""
+LIMIT_S = 30.0
+
+
+class Run:
+    """A run's folder, its notes, and the commands that ran beside it."""
+
+    def __init__(self, folder: Path, every: int | None) -> None:
+        (folder / "logs").mkdir()
+        (folder / "grpo_mp").mkdir()
+        (folder / "grpo_mp" / "__init__.py").touch()
+        (folder / "grpo_mp" / "__main__.py").write_text(STAND_IN)
+        self.folder, self.notes = folder, list[str]()
+        self.ends_with(0)
+        self.reporter = Reporter(folder, every, self.notes.append)
+
+    def ends_with(self, status: int) -> None:
+        (self.folder / "status").write_text(str(status))
+
+    def hold(self) -> None:
+        (self.folder / "wait").touch()
+
+    def release(self) -> None:
+        (self.folder / "wait").unlink()
+
+    @property
+    def calls(self) -> list[list[str]]:
+        """Arguments, niceness, visible devices and process id of each command that has come to its end."""
+        file = self.folder / "calls"
+        return [line.split("|") for line in file.read_text().splitlines()] if file.exists() else []
+
+    @property
+    def running(self) -> list[psutil.Process]:
+        """Commands that have not ended: this process's children in the folder."""
+        found = []
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # it has just ended
+                found += [child] if child.cwd() == str(self.folder) else []
+        return found
+
+    def wait_for_calls(self, count: int) -> None:
+        wait_until(lambda: len(self.calls) == count and not self.running)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], Run]:
+    monkeypatch.chdir(tmp_path)  # python -m takes the package that is there
+    return lambda every: Run(tmp_path, every)
+
+
+def test_a_report_is_due_every_so_many_steps_and_one_is_written_at_a_time(start: Callable[[int | None], Run]) -> None:
+    run = start(2)
+    run.hold()
+    for step in (1, 2, 3, 4):  # that of step 2 is still being written
+        run.reporter.step(step)
+    assert len(run.running) == 1
+    run.release()
+    run.wait_for_calls(1)
+    run.reporter.step(5)
+    assert not run.running
+    run.hold()
+    run.reporter.step(6)
+    run.release()
+    run.wait_for_calls(2)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    run.reporter.end()
+    run.reporter.finish()
+    run.wait_for_calls(3)
+    assert [call[:2] for call in run.calls] == [["report", str(run.folder)]] * 3
+    assert [int(call[2]) for call in run.calls] == [NICENESS, NICENESS, own]  # the run waits for the last one
+    assert [call[3] for call in run.calls] == [""] * 3  # no GPU is its own
+    assert not run.notes
+
+
+def test_the_plan_is_written_beside_the_report(start: Callable[[int | None], Run]) -> None:
+    run = start(0)
+    run.hold()
+    run.reporter.begin(["--nodes", "2"])
+    run.reporter.step(2)  # every 0 steps: only at the end
+    assert len(run.running) == 1
+    run.reporter.end()
+    assert len(run.running) == 2
+    run.release()
+    run.reporter.finish()
+    plan, report = sorted(run.calls)
+    settings, file = (str(run.folder / name) for name in ("settings.yaml", PLAN))
+    assert plan[:6] == ["plan", settings, "--nodes", "2", "--json", file]
+    assert report[:2] == ["report", str(run.folder)]
+    assert REPORT == "report.html"  # where `grpo-mp report RUN` puts it
+
+
+def test_a_failure_is_noted_once_and_the_next_report_is_begun(start: Callable[[int | None], Run]) -> None:
+    run = start(1)
+    run.ends_with(3)
+    run.reporter.step(1)
+    run.wait_for_calls(1)
+    run.ends_with(0)
+    run.reporter.step(2)
+    assert run.notes == [f"warning: report: exit status 3, see {run.folder / 'logs' / 'report.log'}"]
+    run.wait_for_calls(2)
+    run.reporter.finish()
+    assert len(run.notes) == 1
+
+
+def test_one_that_hangs_is_ended_after_its_limit(start: Callable[[int | None], Run]) -> None:
+    run = start(1)
+    run.hold()
+    run.reporter.step(1)
+    (process,) = run.running
+    run.reporter.finish(limit_s=0.2)
+    assert run.notes == ["warning: report: not done 0.2 s after the run: it was ended"]
+    assert not process.is_running()
+    run.reporter.finish()
+    assert len(run.notes) == 1
+
+
+def test_other_ranks_start_nothing(start: Callable[[int | None], Run]) -> None:
+    run = start(None)
+    run.reporter.begin([])
+    for step in range(4):
+        run.reporter.step(step)
+    run.reporter.end()
+    run.reporter.finish()
+    assert not run.running
+    assert not run.calls
+
+
+def test_what_cannot_be_started_is_a_note(
+    start: Callable[[int | None], Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = start(1)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
+    run.reporter.step(1)
+    assert run.notes == ["warning: report: not started: No such file or directory"]
