@@ -17,7 +17,13 @@ from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.rewards.reward_model import Server
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.rollout.reward_servers import RewardServers, check_reward_models, served_architectures, share_of
+from grpo_mp.rollout.reward_servers import (
+    RewardServers,
+    check_reward_models,
+    served_architectures,
+    served_models,
+    share_of,
+)
 from grpo_mp.types import Prompt, SampleGroup
 from tests.conftest import TinyRun
 from tests.minimal_settings import MINIMAL_SETTINGS
@@ -140,7 +146,8 @@ def test_a_plan_counts_the_model_in_score_and_its_copy_on_the_host(folder: Path)
 def test_a_server_that_has_ended_stops_the_run_with_its_log(folder: Path, tmp_path: Path) -> None:
     """Its last lines are shown, not only that a request had no answer; groups that wait are not asked about."""
     chosen = settings({"model": {"folder": str(folder)}}, run={"folder": str(tmp_path), "steps": 1})
-    servers, asked = RewardServers(chosen, rank=0, ranks_per_node=1, host_ranks=(0,)), list[SampleGroup]()
+    models = served_models(chosen, rewards=True, teacher=True)
+    servers, asked = RewardServers(chosen, models, rank=0, ranks_per_node=1, host_ranks=(0,)), list[SampleGroup]()
     servers.launch()
 
     def finish(group: SampleGroup) -> SampleGroup:
