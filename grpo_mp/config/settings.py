@@ -100,6 +100,8 @@ class Settings(Section):
             limits["rollout.limits.episode_s"] = self.rollout.limits.episode_s
         if self.reward.judge:
             limits["reward.judge.timeout_s with retries"] = self.reward.judge.longest_s
+        if self.algorithm.distillation:
+            limits["algorithm.distillation.teacher.timeout_s"] = self.algorithm.distillation.teacher.timeout_s
         for outer, inner in ((request, "rollout.group_timeout_s"), *((phase, name) for name in limits)):
             if limits[outer] < limits[inner]:
                 raise ValueError(

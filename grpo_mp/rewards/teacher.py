@@ -3,14 +3,19 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
-from grpo_mp.errors import UserError
+from transformers import PreTrainedTokenizerBase
+
+from grpo_mp.errors import UserError, one_line
 from grpo_mp.rewards.base import RewardError
 from grpo_mp.rewards.reward_model import ServedModelClient
+from grpo_mp.section import ServedModelConfig
 from grpo_mp.types import Sample, SampleGroup
 
-PATH = "/generate"
+PATH, DETOKENIZE = "/generate", "/v1/detokenize"
+CHECK_LIMIT_S = 30.0
 SECTION = "algorithm.distillation.teacher"  # of the settings
 
 
@@ -59,6 +64,32 @@ class TeacherClient(ServedModelClient):
         if not all(math.isfinite(logprob) for table in found for logprob, _ in table):
             raise RewardError(f"{endpoint} returned a logprob that is not finite: the teacher computes NaN, or never 0")
         return [tuple(logprob for logprob, _ in table) for table in found]
+
+
+def check_served_tokens(settings: ServedModelConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Ask a server at `url` for the text of each of the policy's tokens; return a warning where it cannot be asked.
+
+    Raises UserError where a token is another there, and where the key is not set.
+    """
+    limit_s = min(settings.timeout_s, CHECK_LIMIT_S)
+    client = TeacherClient(settings.model_copy(update={"retries": 0, "timeout_s": limit_s}))
+    numbers = sorted(tokenizer.get_vocab().values())
+    try:
+        endpoint, reply, _ = client._post(DETOKENIZE, {"tokens": [[i] for i in numbers], "skip_special_tokens": False})
+        served = reply.json()["text"]
+    except (RewardError, ValueError, TypeError, LookupError) as error:
+        return f"{SECTION}: its tokenizer could not be compared with the policy's ({one_line(error, 200)})"
+    finally:
+        client.close()
+    own = [tokenizer.decode([i], skip_special_tokens=False) for i in numbers]
+    different = [i for i, (mine, theirs) in enumerate(zip_longest(own, served)) if mine != theirs]
+    if different:
+        first = different[0]
+        raise UserError(
+            f"{SECTION}.url: {endpoint}: {len(different)} of the policy's {len(own)} tokens are others there, such as "
+            f"{numbers[first]}: {served[first : first + 1]} instead of {own[first]!r}: take one of the same family"
+        )
+    return ""
 
 
 def first_difference(policy: dict[str, int], teacher: dict[str, int]) -> str:
