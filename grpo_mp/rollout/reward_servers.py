@@ -237,7 +237,7 @@ def check_vocabulary(model: ServedModelConfig, section: str, tokenizer: PreTrain
     where = f"{section}.folder={model.folder}"
     try:
         vocabulary = AutoTokenizer.from_pretrained(str(model.folder)).get_vocab()
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # its libraries raise of every kind
         raise UserError(f"{where}: its tokenizer cannot be read ({one_line(error, 200)})") from error
     if difference := first_difference(tokenizer.get_vocab(), vocabulary):
         raise UserError(
@@ -281,7 +281,8 @@ def _read_config(folder: Path, where: str) -> tuple[dict[str, Any], list[str]]:
         config = dict(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{where}: no Hugging Face folder with a config.json ({one_line(error, 200)})") from error
-    return config, [str(name) for name in config.get("architectures") or ()]
+    names = config.get("architectures")
+    return config, [str(name) for name in names] if isinstance(names, list) else []
 
 
 def _check_served(name: str, where: str, kind: str) -> None:
