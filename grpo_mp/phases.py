@@ -19,7 +19,7 @@ class Residency:
     optimizer: bool = False
     engine_weights: bool = False
     engine_cache: bool = False
-    reward_model: bool = False  # of servers that the job itself started
+    reward_model: bool = False  # and teacher, of servers that the job itself started
 
 
 TRAINER = Residency(communicators=True, policy_weights=True)

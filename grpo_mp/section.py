@@ -1,11 +1,11 @@
-"""Base class of the settings' sections, the walk over nested ones, and parsing of byte sizes."""
+"""Base classes of the settings' sections, the walk over nested ones, and parsing of byte sizes."""
 
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)(KiB|MiB|GiB|)", re.ASCII)
@@ -41,6 +41,26 @@ class Section(BaseModel):
         for item in _scalars(value):
             _check_size(item, info.field_name or "")
         return value
+
+
+class ServedModelConfig(Section):
+    """A model behind SGLang: a server at `url`, or those that the job itself starts on a `folder`."""
+
+    url: str | None = Field(None, pattern="^https?://", description="an SGLang server with the policy's tokenizer")
+    folder: Path | None = Field(
+        None, description="instead of url: a Hugging Face folder, which the job serves on its own devices"
+    )
+    gpus_per_server: int = Field(
+        1, ge=1, description="consecutive ranks of a node that one server of the folder spans (SGLang tp_size)"
+    )
+    args: dict[str, Any] = Field(
+        {}, description="of the folder's servers: any argument of the installed SGLang, checked by name"
+    )
+    api_key_env: str | None = Field(
+        None, description="environment variable that holds the server's API key; null: none"
+    )
+    timeout_s: float = Field(30.0, gt=0, description="time limit of one call for one group, in seconds")
+    retries: int = Field(2, ge=0, description="retries when there is no answer, or the status is 429 or 500 and above")
 
 
 def _types_in(annotation: Any) -> Iterator[Any]:

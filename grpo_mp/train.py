@@ -136,6 +136,7 @@ def make_logger(ctx: TrainContext) -> StepLogger:
         ctx.policy.expert_load,
         watch,
         ctx.inputs.tokenizer.decode,
+        settings.algorithm.distillation,
     )
 
 

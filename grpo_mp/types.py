@@ -66,6 +66,7 @@ class Sample:
     error: str = ""  # why the episode failed
     # What played the episode, for reward functions; one process's own: gone when they have judged it.
     environment: Any = field(default=None, compare=False, repr=False)
+    teacher_logprobs: tuple[float, ...] = ()  # of `tokens`, by algorithm.distillation.teacher; (): none was asked
     # Experts that the engine chose, [total tokens - 1, MoE layers, top-k]: the last token was not computed. None: the
     # run does not ask for them, or the engine did not return them.
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
@@ -80,6 +81,8 @@ class Sample:
             raise ValueError(f"sample {self.group_id}/{self.index}: tokens, logprobs and versions differ in length")
         if self.generated and len(self.generated) != len(self.tokens):
             raise ValueError(f"sample {self.group_id}/{self.index}: tokens and their mask differ in length")
+        if self.teacher_logprobs and len(self.teacher_logprobs) != len(self.tokens):
+            raise ValueError(f"sample {self.group_id}/{self.index}: tokens and the teacher's logprobs differ in length")
 
     @classmethod
     def from_tokens(
@@ -229,6 +232,7 @@ class MicroBatch:
     rollout_logprobs: torch.Tensor  # float32
     old_logprobs: torch.Tensor | None = None  # float32; None: the logprobs of the first update are the old ones
     reference_logprobs: torch.Tensor | None = None  # float32
+    teacher_logprobs: torch.Tensor | None = None  # float32; None: no teacher scored its samples
     routed_experts: RoutedExperts | None = None  # None: routers choose
     prompt_rows: tuple[RowRange, ...] = ()  # by sequence, the rows before its own; (): each holds its own prompt
     entropy_floor: float = -math.inf  # nats: tokens below it are masked out of the loss

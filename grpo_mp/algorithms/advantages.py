@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_mp.algorithms.registries import ADVANTAGE_ESTIMATORS
-from grpo_mp.algorithms.settings import AdvantageConfig
+from grpo_mp.algorithms.settings import AdvantageConfig, DistillationConfig
 from grpo_mp.errors import UserError
 from grpo_mp.types import PerToken, SampleInfo
 
@@ -141,6 +141,18 @@ def estimate_process(
     for (i, end, _), value in zip(flat, normalized, strict=True):
         step_advantages[i][end] += value
     return [values.flip(0).cumsum(0).flip(0) for values in step_advantages]
+
+
+def distillation_advantages(policy: Tensor, teacher: Tensor, distillation: DistillationConfig) -> Tensor:
+    """Return coef * (log p_teacher - log p_policy) of each token [T], the difference cut at +-clip, in float64.
+
+    Minus the estimate of the reverse KL at the sampled token (Thinking Machines Lab, On-policy distillation, 2025; the
+    single-step part of MiniLLM's gradient, arXiv 2306.08543, eq. 6). No token answers for those after it.
+    """
+    difference = teacher.double() - policy.double()
+    if distillation.clip is not None:
+        difference = difference.clamp(-distillation.clip, distillation.clip)
+    return distillation.coef * difference
 
 
 def _group_mean(values: Tensor, groups: Groups) -> Tensor:

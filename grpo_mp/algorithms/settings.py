@@ -1,6 +1,7 @@
 """The `algorithm` section: independent parts, each with its choices. A preset (presets.py) sets any of them."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -14,7 +15,7 @@ from grpo_mp.algorithms.registries import (
     policy_loss_entry,
 )
 from grpo_mp.errors import did_you_mean
-from grpo_mp.section import Section
+from grpo_mp.section import Section, ServedModelConfig
 
 RatioLevel = Literal["token", "sequence", "sequence_token", "product"]
 
@@ -243,6 +244,48 @@ class CurriculumConfig(Section):
         return self
 
 
+class TeacherConfig(ServedModelConfig):
+    """The model that the policy learns from: a server at `url`, or those that the job itself starts on a `folder`."""
+
+    folder: Path | None = Field(
+        None,
+        description="instead of url: a Hugging Face folder with the policy's tokenizer, which the job serves on its "
+        "own devices (TRL teacher_model_name_or_path, slime opd_teacher_load). The servers sleep but in SCORE, where "
+        "they score the step's tokens; with schedule=colocated",
+    )
+    timeout_s: float = Field(300.0, gt=0, description="time limit of one call for one group, in seconds")
+
+    @model_validator(mode="after")
+    def _is_somewhere(self) -> "TeacherConfig":
+        if (self.url is None) == (self.folder is None):
+            raise ValueError("set url, where the teacher is served, or folder, which the job serves; not both")
+        return self
+
+
+class DistillationConfig(Section):
+    """On-policy distillation: a teacher scores the policy's own tokens; minus the reverse KL is their advantage."""
+
+    teacher: TeacherConfig = Field(description="the model that is learned from")
+    coef: float = Field(
+        1.0,
+        gt=0,
+        description="weight of teacher logprob minus policy logprob in a token's advantage (slime opd_kl_coef)",
+    )
+    advantage: Literal["replace", "add"] = Field(
+        "replace",
+        description="replace: the teacher alone is learned from, rewards are only measured; add: its part is added to "
+        "the advantage that rewards give",
+    )
+    clip: float | None = Field(
+        None, gt=0, description="largest difference of the two logprobs that counts, in nats; null: none is cut"
+    )
+
+    @property
+    def replaces_rewards(self) -> bool:
+        """Return whether nothing is learned from rewards."""
+        return self.advantage == "replace"
+
+
 class AlgorithmConfig(Section):
     """The algorithm by its parts. `algorithm: dapo` selects a preset; any part of it can be overridden."""
 
@@ -281,6 +324,9 @@ class AlgorithmConfig(Section):
     entropy: EntropyConfig = Field(EntropyConfig(), description="entropy bonus and entropy mask")
     rollout_correction: RolloutCorrectionConfig = Field(
         RolloutCorrectionConfig(), description="correction for the difference between engine and policy"
+    )
+    distillation: DistillationConfig | None = Field(
+        None, description="on-policy distillation from a teacher; null: none"
     )
     early_stop: EarlyStopConfig = Field(EarlyStopConfig(), description="when a step's remaining updates are skipped")
     filter: FilterConfig = Field(FilterConfig(), description="which groups and samples a step trains on")
@@ -344,6 +390,7 @@ def contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
             "set kl.apply_to=loss"
         )
     yield from _advantage_contradictions(algorithm)
+    yield from _distillation_contradictions(algorithm)
 
 
 def _advantage_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -364,3 +411,22 @@ def _advantage_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield "advantage.scale=group_std needs a group baseline: set advantage.scale=none or batch_std"
     if algorithm.filter.zero_std != "keep" and advantage.baseline == "none":
         yield "filter.zero_std looks at groups: set advantage.baseline=group_mean, or filter.zero_std=keep"
+
+
+def _distillation_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
+    distillation = algorithm.distillation
+    if distillation is None:
+        return
+    if algorithm.ratio in ("sequence", "product"):
+        yield f"distillation differs by token, ratio={algorithm.ratio} does not: set ratio=token or sequence_token"
+    if algorithm.policy_loss == "gmpo":
+        yield "distillation differs by token, policy_loss=gmpo averages over them: set policy_loss=clip or unclipped"
+    if not distillation.replaces_rewards:
+        return
+    if algorithm.kl.coef and algorithm.kl.apply_to == "reward":
+        yield "distillation.advantage=replace learns from no reward, so none can bear the KL: set kl.apply_to=loss"
+    if algorithm.filter.zero_std != "keep":
+        yield (
+            f"distillation.advantage=replace learns from every group, and filter.zero_std={algorithm.filter.zero_std} "
+            "keeps those whose rewards differ: set filter.zero_std=keep, or distillation.advantage=add"
+        )

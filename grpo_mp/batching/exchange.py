@@ -87,6 +87,7 @@ def _without_text(sample: Sample) -> Sample:
         versions,
         truncated=sample.truncated,
         generated=sample.generated,
+        teacher_logprobs=sample.teacher_logprobs,
         part=sample.part,
     )
 

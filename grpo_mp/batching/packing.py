@@ -46,6 +46,7 @@ def pack(
         advantages=torch.zeros(total, dtype=torch.float64),
         loss_weights=torch.zeros(total, dtype=torch.float64),
         rollout_logprobs=torch.zeros(total),
+        teacher_logprobs=torch.zeros(total) if any(samples[i].teacher_logprobs for i in plan.samples) else None,
         prompt_rows=tuple(sequence.prompt for sequence in sequences) if plan.prompts else (),
     )
     for sequence in sequences:
@@ -123,6 +124,8 @@ def _write_sample(batch: MicroBatch, sequence: _Sequence, sample: Sample, prompt
     batch.sequence_index[start:end] = sequence.number
     batch.mask[response] = torch.tensor(sample.generated, dtype=torch.float32) if sample.generated else 1.0
     batch.rollout_logprobs[response] = torch.tensor(sample.rollout_logprobs)
+    if batch.teacher_logprobs is not None:
+        batch.teacher_logprobs[response] = torch.tensor(sample.teacher_logprobs)
     return response
 
 

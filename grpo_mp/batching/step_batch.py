@@ -8,9 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_mp.algorithms.advantages import AdvantageEstimator, estimate_advantages, outcome_advantages
+from grpo_mp.algorithms.advantages import (
+    AdvantageEstimator,
+    distillation_advantages,
+    estimate_advantages,
+    outcome_advantages,
+)
 from grpo_mp.algorithms.losses import estimate_kl, token_weights
-from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.algorithms.settings import AlgorithmConfig, DistillationConfig
 from grpo_mp.batching.exchange import redistribute
 from grpo_mp.batching.packing import context_index
 from grpo_mp.batching.routed_experts import exchange_routed_experts
@@ -195,6 +200,28 @@ def with_kl_in_reward(
     ids = [info.group_id for info in samples]
     advantages = torch.tensor(outcome_advantages(rewards, ids, algorithm.advantage), dtype=torch.float64)[sample_of]
     return [[_with_advantages(mb, advantages[_sequence_of_token(mb, plan)]) for mb in update] for update, plan in plans]
+
+
+def with_distillation(updates: UpdateBatches, distillation: DistillationConfig) -> UpdateBatches:
+    """Add the teacher's part to the advantages, or put it in their place.
+
+    The policy's logprobs are those of the old policy, by the trainer where the step computes them, else the engine's.
+    """
+
+    def distill(mb: MicroBatch) -> MicroBatch:
+        kept = torch.zeros_like(mb.advantages) if distillation.replaces_rewards else mb.advantages
+        if mb.teacher_logprobs is None:  # padding alone
+            return replace(mb, advantages=kept)
+        policy = student_logprobs(mb)
+        part = distillation_advantages(policy, mb.teacher_logprobs, distillation)
+        return _with_advantages(mb, kept + part.where(policy.isfinite(), 0.0))  # others are masked out of the loss
+
+    return [[distill(mb) for mb in update] for update in updates]
+
+
+def student_logprobs(batch: MicroBatch) -> torch.Tensor:
+    """Return the old policy's logprobs [T] that a teacher's are compared with: the trainer's, else the engine's."""
+    return batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
 
 
 def _with_advantages(batch: MicroBatch, advantages: torch.Tensor) -> MicroBatch:

@@ -100,6 +100,8 @@ class Settings(Section):
             limits["rollout.limits.episode_s"] = self.rollout.limits.episode_s
         if self.reward.judge:
             limits["reward.judge.timeout_s with retries"] = self.reward.judge.longest_s
+        if self.algorithm.distillation:
+            limits["algorithm.distillation.teacher.timeout_s"] = self.algorithm.distillation.teacher.timeout_s
         for outer, inner in ((request, "rollout.group_timeout_s"), *((phase, name) for name in limits)):
             if limits[outer] < limits[inner]:
                 raise ValueError(
@@ -110,7 +112,9 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _check_group_size(self) -> "Settings":
-        advantage = self.algorithm.advantage
+        advantage, distillation = self.algorithm.advantage, self.algorithm.distillation
+        if distillation and distillation.replaces_rewards:
+            return self
         if self.rollout.group_size == 1 and advantage.baseline != "none" and not advantage.estimator:
             raise ValueError(
                 f"rollout.group_size=1 leaves algorithm.advantage.baseline={advantage.baseline} nothing "
@@ -159,6 +163,25 @@ class Settings(Section):
                     f"{folder} is asked in SCORE alone: set metric=accuracy or zero_std=keep, or serve the model "
                     f"elsewhere and set reward.{name}.url"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_distillation(self) -> "Settings":
+        distillation, temperature = self.algorithm.distillation, self.rollout.temperature
+        if distillation is None:
+            return self
+        section = "algorithm.distillation"
+        if distillation.teacher.folder and not self.shares_devices:
+            raise ValueError(
+                f"{section}.teacher.folder={distillation.teacher.folder} is served in SCORE on the devices of all "
+                f"ranks, which schedule={self.schedule} has no phase for: set schedule=colocated, or serve it "
+                f"elsewhere and set {section}.teacher.url"
+            )
+        if temperature != 1:
+            raise ValueError(
+                f"{section} compares logprobs with those of a teacher at temperature 1, and rollout.temperature="
+                f"{temperature:g} samples from others: set rollout.temperature=1"
+            )
         return self
 
     @property

@@ -63,6 +63,12 @@ CURVES: dict[str, tuple[Curve, ...]] = {
         ),
         Curve("Entropy", "nats", {"entropy": "train/entropy"}),
         Curve("KL to the reference", "nats", {"KL": "train/kl_loss"}),
+        Curve(
+            "Reverse KL to the teacher",
+            "nats",
+            {"mean": "distill/reverse_kl/mean"},
+            "Per token that the policy wrote (algorithm.distillation).",
+        ),
         Curve("KL of a step's updates", "nats", {"KL": "train/ppo_kl"}),
         Curve("Ratio", "ratio", {"mean": "train/ratio/mean", "max": "train/ratio/max"}),
         Curve("Clipped tokens", "share", {"low": "train/pg_clipfrac_low", "high": "train/pg_clipfrac_high"}),

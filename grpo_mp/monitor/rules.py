@@ -95,7 +95,8 @@ class Rule:
 
     The first is the evidence: each metric that it matches is a finding of its own, but those that `but` names.
     `sentence` may hold {value} and {before} of it, and {name}, what `*` stands for. `weight`, 1 to 100, says how much
-    of the run is at stake; `source` where the sickness and its limit are described.
+    of the run is at stake; `source` where the sickness and its limit are described. A step with a metric of `unless` is
+    none of this kind.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Rule:
     setting: str
     source: str
     but: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Rule":
@@ -114,7 +116,7 @@ class Rule:
         window = {name: row[name] for name in ("steps", "within") if name in row}
         when = {metric: Condition(**(window | condition)) for metric, condition in row["when"].items()}
         fields = {name: value for name, value in row.items() if name not in window}
-        return cls(**(fields | {"when": when, "but": tuple(row.get("but", ()))}))
+        return cls(**(fields | {"when": when} | {name: tuple(row.get(name, ())) for name in ("but", "unless")}))
 
     def matches(self, name: str) -> str | None:
         """Return what `*` of the first metric stands for in `name`, "" without one; None where it is another metric."""
@@ -177,6 +179,7 @@ class RuleWatch:
         for name in line:
             for rule, part in self._rules_of(name):
                 finding, key = self._find(rule, name, part, step), (rule.name, name)
+                finding = None if any(other in line for other in rule.unless) else finding
                 if finding is None:
                     self._holding.discard(key)
                     continue

@@ -15,7 +15,7 @@ from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import EngineMemory, engine_memory
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.reward_memory import reward_memory
+from grpo_mp.planner.reward_memory import reward_memory, teacher_memory
 from grpo_mp.planner.weight_traffic import check_lengths
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.types import expert_id_bytes
@@ -88,6 +88,8 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
         "checksums",
         "reward model",
         "reward model's cache",
+        "teacher",
+        "teacher's cache",
         "communication",
         "contexts",
     ),
@@ -125,7 +127,7 @@ def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Sub
     count, per_parameter = job.parameter_counts[stage], job.per_parameter
     in_use, suspended = communicator_bytes(job)
     memory: dict[SubPhase, BytesByKind] = {}
-    shared, reward = job.settings.shares_devices, reward_memory(job)
+    shared, reward, teacher = job.settings.shares_devices, reward_memory(job), teacher_memory(job)
     for sub_phase in SubPhase:
         if not shared and sub_phase in NOT_OF_A_TRAINER:
             continue
@@ -137,7 +139,7 @@ def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Sub
         } | _temporary_memory(job, stage, sub_phase)
         communication = in_use if resident.communicators else suspended
         sizes = {
-            "contexts": (1 + shared + reward.servers) * OVERHEADS.cuda_context,
+            "contexts": (1 + shared + reward.servers + teacher.servers) * OVERHEADS.cuda_context,
             "communication": communication + engine.communication * shared,
         } | trainer
         sizes["fragments"] = OVERHEADS.fragmentation * total_bytes(trainer)
@@ -149,6 +151,8 @@ def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Sub
         sizes["checksums"] = _checksum_bytes(job) * shared * (sub_phase is SubPhase.SYNC)
         sizes["reward model"] = resident.reward_model * reward.weights
         sizes["reward model's cache"] = resident.reward_model * reward.kv_cache
+        sizes["teacher"] = resident.reward_model * teacher.weights
+        sizes["teacher's cache"] = resident.reward_model * teacher.kv_cache
         memory[sub_phase] = {kind: size for kind, size in sizes.items() if size}
     return memory
 
@@ -304,9 +308,9 @@ def _stage_of(job: PlannedJob, rank: int) -> int | None:
 def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: EngineMemory) -> dict[str, float]:
     """Return the memory of a rank that trains, with that of its engine where it hosts one."""
     count, per_parameter, shared = job.parameter_counts[stage], job.per_parameter, job.settings.shares_devices
-    sharded, reward = job.sharded_parameters(count), reward_memory(job)
+    sharded, reward, teacher = job.sharded_parameters(count), reward_memory(job), teacher_memory(job)
     sizes = {
-        "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process * (shared + reward.servers),
+        "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process * (shared + reward.servers + teacher.servers),
         "weights": count.total * per_parameter.host_copies * shared,
         "reference": count.total * per_parameter.weights * job.has_reference,
         "former weights": count.total * per_parameter.weights * job.settings.keeps_former_weights,
@@ -316,6 +320,7 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
         "engine weights": _backup_bytes(job, engine) * shared,
         "draft weights": engine.draft_weights * shared,
         "reward model": reward.weights,  # its copy stays while it is awake
+        "teacher": teacher.weights,
     }
     if job.settings.training.router_replay != "none":
         sizes["routed experts"] = (

@@ -5,14 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.redact import mask_headers, split_login
 from grpo_mp.rewards.base import RewardError, Values
-from grpo_mp.rewards.settings import RewardModelConfig, StepModelConfig
+from grpo_mp.rewards.settings import StepModelConfig
+from grpo_mp.section import ServedModelConfig
 from grpo_mp.types import SampleGroup
 
 PATH = "/classify"  # SGLang's "reward model request": {"input_ids"} to [{"embedding": [score], "meta_info"}, ...]
@@ -35,12 +36,12 @@ class Server:
     headers: Mapping[str, str]
 
 
-class ModelClient:
-    """Client of a reward model. Thread-safe."""
+class ServedModelClient:
+    """Client of a model that scores tokens. Thread-safe."""
 
-    section = "reward.model"  # of the settings
+    section: ClassVar[str]  # of the settings
 
-    def __init__(self, settings: RewardModelConfig) -> None:
+    def __init__(self, settings: ServedModelConfig) -> None:
         """Open no connection yet: the server may come up later. Raises UserError where the key is not set."""
         self._retries = settings.retries
         key = read_api_key(self.section, settings.api_key_env)
@@ -61,29 +62,10 @@ class ModelClient:
         """Close the connections."""
         self._http.close()
 
-    def values(self, group: SampleGroup) -> Values:
-        """Return one score per sample, read at the last token of prompt and response, which are sent as token ids.
-
-        Raises RewardError: no answer, an error status, or an answer that is not one score per sample.
-        """
-        return [*self.scores([[*sample.prompt_tokens, *sample.tokens] for sample in group.samples])]
-
-    def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """Return one score per sequence of token ids, read at its last token. Raises RewardError as `values` does."""
-        endpoint, reply, shown = self._post({"input_ids": [list(sequence) for sequence in sequences]})
-        try:
-            vectors = [entry["embedding"] for entry in reply.json()]
-            scores = [float(score) for (score,) in vectors]
-        except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
-            raise RewardError(
-                f"{endpoint} answered {shown!r}, not one score per sequence: serve a model with one label"
-            ) from error
-        return scores
-
-    def _post(self, body: dict[str, Any]) -> tuple[str, httpx.Response, str]:
+    def _post(self, path: str, body: dict[str, Any]) -> tuple[str, httpx.Response, str]:
         """Return the endpoint, its reply, and that as it may be shown. Raises RewardError."""
         server, failure = next(self._servers), ""
-        endpoint = f"{server.url.rstrip('/')}{PATH}"
+        endpoint = f"{server.url.rstrip('/')}{path}"
         for _ in range(self._retries + 1):
             try:
                 reply = self._http.post(endpoint, json=body, headers=server.headers)
@@ -97,6 +79,31 @@ class ModelClient:
             if reply.status_code < 500 and reply.status_code != 429:
                 break
         raise RewardError(f"{endpoint} {failure}")
+
+
+class ModelClient(ServedModelClient):
+    """Client of a reward model. Thread-safe."""
+
+    section = "reward.model"
+
+    def values(self, group: SampleGroup) -> Values:
+        """Return one score per sample, read at the last token of prompt and response, which are sent as token ids.
+
+        Raises RewardError: no answer, an error status, or an answer that is not one score per sample.
+        """
+        return [*self.scores([[*sample.prompt_tokens, *sample.tokens] for sample in group.samples])]
+
+    def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """Return one score per sequence of token ids, read at its last token. Raises RewardError as `values` does."""
+        endpoint, reply, shown = self._post(PATH, {"input_ids": [list(sequence) for sequence in sequences]})
+        try:
+            vectors = [entry["embedding"] for entry in reply.json()]
+            scores = [float(score) for (score,) in vectors]
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
+            raise RewardError(
+                f"{endpoint} answered {shown!r}, not one score per sequence: serve a model with one label"
+            ) from error
+        return scores
 
 
 class StepModelClient(ModelClient):

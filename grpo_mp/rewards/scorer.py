@@ -250,12 +250,11 @@ class Scorer:
             for sample, verdict in zip(group.samples, verdicts, strict=True)
         ]
 
-    def connect(self, servers: Mapping[str, Sequence[Server]]) -> None:
-        """Take the servers of the reward models that the job serves, by name as in `RewardConfig.own_models`."""
+    def connect_model(self, name: str, servers: Sequence[Server]) -> None:
+        """Take the servers of a reward model that the job serves, by its name in `RewardConfig.own_models`."""
         clients = {"model": self._built_in.model, STEPS: self._step_model}
-        for name, own in servers.items():
-            if client := clients[name]:
-                client.connect(own)
+        if client := clients[name]:
+            client.connect(servers)
 
     def take_stats(self) -> RewardStats:
         """Return this rank's statistics since the last call, and start new ones."""

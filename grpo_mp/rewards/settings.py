@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from grpo_mp.errors import did_you_mean
 from grpo_mp.rewards.language_codes import check_language
-from grpo_mp.section import Section, as_bytes
+from grpo_mp.section import Section, ServedModelConfig, as_bytes
 
 STEPS = "steps"  # the name under which step rewards are logged; no term of the reward
 DATA_SET = "data_set"  # column with the name of a row's set in a mixture
@@ -117,7 +117,7 @@ class CosineConfig(Section):
     exceeding: float = Field(-10.0, description="reward of any that reaches rollout.max_response_tokens")
 
 
-class RewardModelConfig(Section):
+class RewardModelConfig(ServedModelConfig):
     """A reward model behind SGLang: a server at `url`, or those that the job itself starts on a `folder`."""
 
     url: str | None = Field(
@@ -129,18 +129,7 @@ class RewardModelConfig(Section):
         "job serves on its own devices (verl reward_model.model.path). The servers sleep but in SCORE, where they "
         "score the step's groups; evaluations do not ask them; with schedule=colocated",
     )
-    gpus_per_server: int = Field(
-        1, ge=1, description="consecutive ranks of a node that one server of the folder spans (SGLang tp_size)"
-    )
-    args: dict[str, Any] = Field(
-        {}, description="of the folder's servers: any argument of the installed SGLang, checked by name"
-    )
     weight: float = Field(1.0, description="weight of its score in the reward")
-    api_key_env: str | None = Field(
-        None, description="environment variable that holds the server's API key; null: none"
-    )
-    timeout_s: float = Field(30.0, gt=0, description="time limit of one call for one group, in seconds")
-    retries: int = Field(2, ge=0, description="retries when there is no answer, or the status is 429 or 500 and above")
 
 
 class StepModelConfig(RewardModelConfig):

@@ -40,6 +40,7 @@ SCHEMA = pa.schema(
         "tokens": TOKENS,
         "generated": pa.list_(pa.bool_()),  # empty: all
         "rollout_logprobs": pa.list_(pa.float32()),  # as the trainer takes them
+        "teacher_logprobs": pa.list_(pa.float32()),  # of algorithm.distillation; empty: none
         "weight_versions": TOKENS,
         "text": pa.string(),
         "truncated": pa.bool_(),
@@ -143,6 +144,7 @@ def _row_of(group: SampleGroup, sample: Sample, selected: bool) -> Row:
         "prompt": encodable(prompt.text),
         "answer": None if prompt.answer is None else encodable(prompt.answer),
         "group_prompt_tokens": None if prompt.tokens == sample.prompt_tokens else prompt.tokens,
+        "teacher_logprobs": sample.teacher_logprobs,
         "text": encodable(sample.text),
         "error": encodable(sample.error),
         "reward_terms": list(sample.reward_terms.items()),
@@ -175,6 +177,7 @@ def _sample(row: Row, part: int = 0) -> Sample:
     same: Row = {name: row[name] for name in OTHERS} | {name: tuple(row[name]) for name in LISTS}
     return Sample(
         **same,
+        teacher_logprobs=tuple(row.get("teacher_logprobs") or ()),  # older versions have no such column
         text=row["text"],
         error=row["error"],
         reward_terms=dict(row["reward_terms"]),

@@ -1,4 +1,4 @@
-"""Servers of reward models that the job itself starts, on the devices of its ranks: asleep but in SCORE."""
+"""Servers of reward models and of a teacher that the job itself starts on its ranks' devices: asleep but in SCORE."""
 
 import importlib.util
 import json
@@ -13,17 +13,21 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_mp import platform
 from grpo_mp.background import EventLoopThread
+from grpo_mp.checkpoint.hf_reader import has_hf_weights
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.rewards.reward_model import Server
-from grpo_mp.rewards.scorer import Scorer
-from grpo_mp.rewards.settings import RewardModelConfig
+from grpo_mp.rewards.teacher import SECTION, first_difference
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec, check_arguments, known_arguments
 from grpo_mp.rollout.server import EngineProcess
+from grpo_mp.section import ServedModelConfig
 from grpo_mp.types import SampleGroup
 
+Connect = Callable[[Sequence[Server]], None]
+TEACHER = "teacher"
+CAUSAL = "ForCausalLM"
 HEADS = ("ForSequenceClassification", "ForRewardModel", "RewardModel")  # how SGLang's classes with a reward head end
 GROUPS_IN_FLIGHT = 2  # at a server from one rank: one is computed while the next one waits
 MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
@@ -32,14 +36,28 @@ MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
 class RewardServers:
     """The servers as one rank sees them: those that it hosts, and those that score its groups."""
 
-    def __init__(self, settings: Settings, rank: int, ranks_per_node: int, host_ranks: Sequence[int]) -> None:
-        """Place the servers; nothing is started. `host_ranks`: those of the policy's engines."""
+    def __init__(
+        self,
+        settings: Settings,
+        models: Mapping[str, ServedModelConfig],
+        rank: int,
+        ranks_per_node: int,
+        host_ranks: Sequence[int],
+    ) -> None:
+        """Place the servers; nothing is started.
+
+        `models`: those with a folder, reward models by their names in the reward, the teacher as TEACHER.
+        `host_ranks`: of the policy's engines.
+        """
+        self._models = models
         self._settings, self._rank, self._host_ranks = settings, rank, host_ranks
         self._node = range(rank // ranks_per_node * ranks_per_node, (rank // ranks_per_node + 1) * ranks_per_node)
         self._own = {
-            name: EngineProcess(spec, settings.run.folder / "logs" / f"reward_{name}_{spec.index}.log")
-            for name, model in settings.reward.own_models.items()
-            if (spec := server_spec(settings, model, rank, cpu=not platform.on_cuda()))
+            name: EngineProcess(
+                spec, settings.run.folder / "logs" / f"{log_name(name)}_{spec.index}.log", log_name(name)
+            )
+            for name, model in models.items()
+            if (spec := server_spec(settings, model, rank, not platform.on_cuda(), has_head=name != TEACHER))
         }
         self._clients: list[EngineClient] = []
         self._servers = 0  # that score this rank's groups
@@ -51,13 +69,13 @@ class RewardServers:
             for process in self._own.values():
                 process.start()
 
-    def open(self, scorer: Scorer, group: dist.ProcessGroup, sleeps: bool) -> None:
-        """Wait until all servers of the job answer, and let the scorer know those of this rank's groups.
+    def open(self, connect: Mapping[str, Connect], group: dist.ProcessGroup, sleeps: bool) -> None:
+        """Wait until all servers of the job answer, and let each model's client know those of this rank's groups.
 
         Every rank must call this. `sleeps`: they free the device. Raises EngineError where one does not come up.
         """
         engine, own = self._settings.engine, dict[str, Server]()
-        for name in self._settings.reward.own_models:
+        for name in self._models:
             if process := self._own.get(name):
                 if platform.on_cuda():
                     process.start()
@@ -68,16 +86,21 @@ class RewardServers:
                     self._loop.run(client.release_memory(MEMORY_TAGS))
                 own[name] = Server(process.url, process.headers)
             dist.barrier(group=group)  # the next model's servers may be on the same devices
-        self._connect(scorer, all_gather(own, group))  # keys stay in the job
+        self._connect(connect, all_gather(own, group))  # keys stay in the job
 
-    def _connect(self, scorer: Scorer, by_rank: Sequence[Mapping[str, Server]]) -> None:
+    def _connect(self, connect: Mapping[str, Connect], by_rank: Sequence[Mapping[str, Server]]) -> None:
         if self._rank in self._host_ranks:
             hosts = [rank for rank in self._host_ranks if rank in self._node]
-            for name in self._settings.reward.own_models:
+            for name in self._models:
                 servers = [by_rank[rank][name] for rank in self._node if name in by_rank[rank]]
                 share = share_of(servers, hosts.index(self._rank), len(hosts))
-                self._servers = len(share)
-                scorer.connect({name: share})
+                self._servers = max(self._servers, len(share))
+                connect[name](share)
+
+    @property
+    def serves_teacher(self) -> bool:
+        """Return whether the teacher is one of the models."""
+        return TEACHER in self._models
 
     def move(self, onload: bool) -> None:
         """Take or free the device memory of this rank's servers; meanwhile their weights are on the host."""
@@ -87,13 +110,11 @@ class RewardServers:
     def score(self, groups: Sequence[SampleGroup], finish: Callable[[SampleGroup], SampleGroup]) -> list[SampleGroup]:
         """Finish groups, a few at a time. Raises UserError with a server's last lines where it has ended."""
         self._check_alive()
-        with ThreadPoolExecutor(GROUPS_IN_FLIGHT * max(1, self._servers)) as pool:
-            try:
-                return list(pool.map(finish, groups))
-            except UserError:
-                pool.shutdown(cancel_futures=True)
-                self._check_alive()  # its log says more
-                raise
+        try:
+            return score_groups(groups, finish, GROUPS_IN_FLIGHT * max(1, self._servers))
+        except UserError:
+            self._check_alive()  # its log says more
+            raise
 
     def _check_alive(self) -> None:
         for process in self._own.values():
@@ -109,8 +130,39 @@ class RewardServers:
         self._loop.close()
 
 
-def server_spec(settings: Settings, model: RewardModelConfig, rank: int, cpu: bool) -> EngineSpec | None:
-    """Describe the server that a rank hosts: the first of `gpus_per_server` does; None for the others."""
+def served_models(settings: Settings, rewards: bool, teacher: bool) -> dict[str, ServedModelConfig]:
+    """Return the models with a folder that a job serves, by name: those of the reward, and TEACHER."""
+    models: dict[str, ServedModelConfig] = {**settings.reward.own_models} if rewards else {}
+    distillation = settings.algorithm.distillation
+    if teacher and distillation and distillation.teacher.folder:
+        models[TEACHER] = distillation.teacher
+    return models
+
+
+def score_groups(
+    groups: Sequence[SampleGroup], finish: Callable[[SampleGroup], SampleGroup], in_flight: int
+) -> list[SampleGroup]:
+    """Finish groups, so many at a time; where one fails, those that wait are not asked about."""
+    with ThreadPoolExecutor(in_flight) as pool:
+        try:
+            return list(pool.map(finish, groups))
+        except UserError:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def log_name(name: str) -> str:
+    """Return how the log files of a model's servers begin."""
+    return name if name == TEACHER else f"reward_{name}"
+
+
+def server_spec(
+    settings: Settings, model: ServedModelConfig, rank: int, cpu: bool, has_head: bool = True
+) -> EngineSpec | None:
+    """Describe the server that a rank hosts: the first of `gpus_per_server` does; None for the others.
+
+    `has_head`: it gives one score for a sequence, else logprobs.
+    """
     assert model.folder
     if rank % model.gpus_per_server:
         return None
@@ -125,7 +177,7 @@ def server_spec(settings: Settings, model: RewardModelConfig, rank: int, cpu: bo
         gpus=model.gpus_per_server,
         cpu=cpu,
         first_gpu=0 if cpu else int(os.environ.get("LOCAL_RANK", 0)),
-        args={**model.args, **asleep, "is_embedding": True},
+        args={**model.args, **asleep, **({"is_embedding": True} if has_head else {})},
     )
 
 
@@ -139,41 +191,78 @@ def check_reward_models(
 ) -> None:
     """Raise UserError for a folder that cannot be served as a reward model, or servers that do not divide the ranks."""
     for name, model in settings.reward.own_models.items():
-        assert model.folder
-        where, gpus = f"reward.{name}.folder={model.folder}", model.gpus_per_server
-        if ranks_per_node % gpus or world_size % gpus:
-            raise UserError(
-                f"reward.{name}.gpus_per_server={gpus} does not divide the {ranks_per_node} ranks of a node "
-                f"({world_size} in all): set a divisor"
-            )
-        check_arguments(model.args, known_arguments(), f"reward.{name}.args")
-        config = read_reward_config(model.folder, where)
-        heads, positions = int(config.get("num_attention_heads", gpus)), config.get("max_position_embeddings")
-        if heads % gpus:
-            raise UserError(f"{where}: {gpus} GPUs of a server do not divide its {heads} attention heads: use fewer")
-        if positions and int(positions) < settings.max_request_tokens:
-            raise UserError(
-                f"{where}: it has {positions} positions, and a prompt with its response up to "
-                f"{settings.max_request_tokens}: lower rollout.max_response_tokens"
-            )
-        try:
-            vocabulary = AutoTokenizer.from_pretrained(str(model.folder)).get_vocab()
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{where}: its tokenizer cannot be read ({one_line(error, 200)})") from error
-        if vocabulary != tokenizer.get_vocab():
-            raise UserError(
-                f"{where}: its tokenizer is another than the policy's, and it would be sent the policy's tokens: take "
-                "a reward model of the same family, or score texts by reward.functions"
-            )
+        where, remedy = f"reward.{name}", "score texts by reward.functions"
+        check_served_model(settings, model, where, read_reward_config, world_size, ranks_per_node)
+        check_vocabulary(model, where, tokenizer, f"take a reward model of the same family, or {remedy}")
+
+
+def check_teacher(settings: Settings, tokenizer: PreTrainedTokenizerBase, world_size: int, ranks_per_node: int) -> None:
+    """Raise UserError for a folder that cannot be served as a teacher of the policy's tokens."""
+    distillation = settings.algorithm.distillation
+    if distillation and distillation.teacher.folder:
+        check_served_model(settings, distillation.teacher, SECTION, read_teacher_config, world_size, ranks_per_node)
+        check_vocabulary(distillation.teacher, SECTION, tokenizer, "take a teacher of the same family")
+
+
+def check_served_model(
+    settings: Settings,
+    model: ServedModelConfig,
+    section: str,
+    read_config: Callable[[Path, str], dict[str, Any]],
+    world_size: int,
+    ranks_per_node: int,
+) -> None:
+    """Raise UserError where servers of a folder do not divide the ranks, or cannot hold its model or the sequences."""
+    assert model.folder
+    where, gpus = f"{section}.folder={model.folder}", model.gpus_per_server
+    if ranks_per_node % gpus or world_size % gpus:
+        raise UserError(
+            f"{section}.gpus_per_server={gpus} does not divide the {ranks_per_node} ranks of a node "
+            f"({world_size} in all): set a divisor"
+        )
+    check_arguments(model.args, known_arguments(), f"{section}.args")
+    config = read_config(model.folder, where)
+    heads, positions = int(config.get("num_attention_heads", gpus)), config.get("max_position_embeddings")
+    if heads % gpus:
+        raise UserError(f"{where}: {gpus} GPUs of a server do not divide its {heads} attention heads: use fewer")
+    if positions and int(positions) < settings.max_request_tokens:
+        raise UserError(
+            f"{where}: it has {positions} positions, and a prompt with its response up to "
+            f"{settings.max_request_tokens}: lower rollout.max_response_tokens"
+        )
+
+
+def check_vocabulary(model: ServedModelConfig, section: str, tokenizer: PreTrainedTokenizerBase, remedy: str) -> None:
+    """Raise UserError where a folder's tokenizer has other tokens than the policy's, which it is sent as numbers."""
+    where = f"{section}.folder={model.folder}"
+    try:
+        vocabulary = AutoTokenizer.from_pretrained(str(model.folder)).get_vocab()
+    except Exception as error:  # its libraries raise of every kind
+        raise UserError(f"{where}: its tokenizer cannot be read ({one_line(error, 200)})") from error
+    if difference := first_difference(tokenizer.get_vocab(), vocabulary):
+        raise UserError(
+            f"{where}: its tokenizer is another than the policy's, and it would be sent the policy's tokens "
+            f"({difference}): {remedy}"
+        )
+
+
+def read_teacher_config(folder: Path, where: str) -> dict[str, Any]:
+    """Return the config of a causal language model. Raises UserError where SGLang cannot serve the folder as one."""
+    config, names = _read_config(folder, where)
+    if not any(name.endswith(CAUSAL) for name in names):
+        raise UserError(
+            f"{where}: {', '.join(names) or 'its config.json'} names no causal language model (one that ends in "
+            f"{CAUSAL}): take the folder of one"
+        )
+    if not has_hf_weights(folder):
+        raise UserError(f"{where}: it has no weights in Hugging Face's format: run grpo-mp convert on its checkpoint")
+    _check_served(names[0], where, "teacher")
+    return config
 
 
 def read_reward_config(folder: Path, where: str) -> dict[str, Any]:
     """Return the config of a reward model. Raises UserError where the folder has none that SGLang can serve."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{where}: no Hugging Face folder with a config.json ({one_line(error, 200)})") from error
-    names = [str(name) for name in config.get("architectures") or ()]
+    config, names = _read_config(folder, where)
     if not any(name.endswith(HEADS) for name in names):
         raise UserError(
             f"{where}: {', '.join(names) or 'its config.json'} names no model with a reward head (one that ends in "
@@ -182,9 +271,23 @@ def read_reward_config(folder: Path, where: str) -> dict[str, Any]:
     labels = config.get("num_labels", len(config.get("id2label") or {}) or 2)
     if labels != 1 and not names[0].endswith("RewardModel"):
         raise UserError(f"{where}: it has {labels} labels, and a reward is one number: take a model with one label")
-    if names[0] not in served_architectures():
-        raise UserError(f"{where}: the installed SGLang does not serve {names[0]}: take another reward model")
-    return dict(config)
+    _check_served(names[0], where, "reward model")
+    return config
+
+
+def _read_config(folder: Path, where: str) -> tuple[dict[str, Any], list[str]]:
+    """Return a folder's config and the classes that it names. Raises UserError where there is none."""
+    try:
+        config = dict(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{where}: no Hugging Face folder with a config.json ({one_line(error, 200)})") from error
+    names = config.get("architectures")
+    return config, [str(name) for name in names] if isinstance(names, list) else []
+
+
+def _check_served(name: str, where: str, kind: str) -> None:
+    if name not in served_architectures():
+        raise UserError(f"{where}: the installed SGLang does not serve {name}: take another {kind}")
 
 
 def served_architectures() -> frozenset[str]:

@@ -21,6 +21,7 @@ from grpo_mp.distributed.layout import model_shape
 from grpo_mp.errors import EngineError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import RewardStats, Scorer
+from grpo_mp.rewards.teacher import TeacherClient
 from grpo_mp.rollout.client import EngineClient, SamplingParams, sampling_seed
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.episodes import EpisodeParts, EpisodeRunner, with_failures
@@ -28,7 +29,14 @@ from grpo_mp.rollout.groups import EndedGroup, LaunchedGroups, RunningGroup, una
 from grpo_mp.rollout.hosted_engine import EngineNode, HostedEngine
 from grpo_mp.rollout.placement import EnginePlacement, engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import precision_arguments
-from grpo_mp.rollout.reward_servers import RewardServers
+from grpo_mp.rollout.reward_servers import (
+    GROUPS_IN_FLIGHT,
+    TEACHER,
+    Connect,
+    RewardServers,
+    score_groups,
+    served_models,
+)
 from grpo_mp.rollout.routed_experts import ARGUMENT
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.speculation import speculative_arguments
@@ -51,11 +59,13 @@ class Rollout:
         load_weights: bool = False,
         episodes: EpisodeParts | None = None,
         has_engines: bool = True,
+        teacher: TeacherClient | None = None,
     ) -> None:
         """Place the engines; nothing is started. Raises UserError for engines that do not fit.
 
         `load_weights`: engines read the folder's weights and no weight sync follows; see `engines_can_load_weights`;
-        `episodes`: what rolls out more than one answer; `has_engines` False: no rank has an engine.
+        `episodes`: what rolls out more than one answer; `has_engines` False: no rank has an engine; `teacher`: scores
+        the tokens of what a step trains on.
         """
         self._settings, self._tokenizer, self._scorer, self._episodes = settings, tokenizer, scorer, episodes
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -68,7 +78,9 @@ class Rollout:
         in_flight = settings.rollout.limits.episodes
         self._slots = asyncio.Semaphore(in_flight) if in_flight else None  # one for all steps: groups may be carried
         self._pause = asyncio.Event()
-        self.reward_servers = RewardServers(settings, rank, ranks_per_node, self.host_ranks) if scorer.defers else None
+        self._teacher = teacher
+        models = served_models(settings, scorer.defers, teacher is not None) if has_engines else {}
+        self.reward_servers = RewardServers(settings, models, rank, ranks_per_node, self.host_ranks) if models else None
         self.engine: HostedEngine | None = None
         self._node: EngineNode | None = None  # another node's part of an engine
         if placement := next((placement for placement in placements if placement.rank == rank), None):
@@ -107,14 +119,18 @@ class Rollout:
             self.reward_servers.launch()
 
     def open_reward_servers(self, group: dist.ProcessGroup, sleeps: bool) -> None:
-        """Wait until the reward models that the job serves, if any, answer, see RewardServers."""
+        """Wait until the reward models and the teacher that the job serves, if any, answer, see RewardServers."""
         if self.reward_servers:
-            self.reward_servers.open(self._scorer, group, sleeps)
+            names = (*self._settings.reward.own_models,)
+            connect: dict[str, Connect] = {name: partial(self._scorer.connect_model, name) for name in names}
+            if self._teacher:
+                connect[TEACHER] = self._teacher.connect
+            self.reward_servers.open(connect, group, sleeps)
 
     def score(self, groups: Sequence[SampleGroup], step: int) -> Sequence[SampleGroup]:
         """Let the reward models that the job serves, if any, finish the groups that are complete."""
         servers, parts = self.reward_servers, self._episodes
-        if not servers:
+        if not (servers and self._scorer.defers):
             return groups
 
         def finish(group: SampleGroup) -> SampleGroup:
@@ -124,6 +140,14 @@ class Rollout:
             return with_failures(scored, parts.config.failed) if parts else scored
 
         return servers.score(groups, finish)
+
+    def ask_teacher(self, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
+        """Return complete groups with the teacher's logprobs of their tokens, where there is one."""
+        if not self._teacher:
+            return groups
+        if self.reward_servers and self.reward_servers.serves_teacher:
+            return self.reward_servers.score(groups, self._teacher.score_group)
+        return score_groups(groups, self._teacher.score_group, GROUPS_IN_FLIGHT)
 
     @contextmanager
     def losing_engine(self) -> Iterator[EngineClient | None]:

@@ -45,9 +45,10 @@ class EngineProcess:
     a second of this process.
     """
 
-    def __init__(self, spec: EngineSpec, log: Path) -> None:
+    def __init__(self, spec: EngineSpec, log: Path, kind: str = "engine") -> None:
+        """Start nothing; `kind`: how the name begins by which the server is known, `engine` for the policy's."""
         self.spec, self.log = spec, log
-        self.served_model_name = f"engine-{spec.index}-{secrets.token_hex(8)}"
+        self.served_model_name = f"{kind}-{spec.index}-{secrets.token_hex(8)}"
         self.api_key = secrets.token_hex(16)
         self._claim: PortClaim | None = None
         self.url = ""  # where the server listens, once it is started

@@ -366,8 +366,9 @@ class RolloutCollector:
             rule = admission_rule(self._rule, self.settings.rollout.prompts_per_step, max_staleness)
             next_group = max(next_group, rule.max_launched + rule.max_aborted)
         with_samples = [group for group in own if group.samples]
+        groups = [group for group in with_samples if group.samples[0].group_id in selected]
         return RolloutBatch(
-            groups=[group for group in with_samples if group.samples[0].group_id in selected],
+            groups=list(self.rollout.ask_teacher(groups)),
             infos=tuple(info for info in infos if info.group_id in selected),
             launched=tuple(infos),
             dropped=_count_dropped(

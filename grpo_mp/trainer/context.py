@@ -226,9 +226,12 @@ def _open_job(
             load_weights,
             inputs.episodes,
             has_engines=inputs.replay is None,
+            teacher=inputs.teacher,
         )
         stack.enter_context(rollout)
         stack.callback(inputs.scorer.close)
+        if inputs.teacher:
+            stack.callback(inputs.teacher.close)
         folder, done = settings.run.folder, resumed.state.step
         with open_monitors(folder, job.rank, steps, done, (rollout.stop,)) as monitors, ExitStack() as polls:
             if rollout.engine and settings.monitor.poll_engines_s:

@@ -10,7 +10,14 @@ import numpy as np
 from torch import Tensor
 
 from grpo_mp.algorithms.settings import AlgorithmConfig, needs_old_logprobs
-from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, whiten, with_kl_in_reward, with_logprobs
+from grpo_mp.batching.step_batch import (
+    StepBatch,
+    UpdateBatches,
+    whiten,
+    with_distillation,
+    with_kl_in_reward,
+    with_logprobs,
+)
 from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.policy.policy import Policy
 from grpo_mp.types import MicroBatch
@@ -46,6 +53,8 @@ def compute_logprobs(
         updates = _with_sampled_reference_logprobs(updates, policy, kl.monitor_share, seed)
     if kl.apply_to == "reward" and kl.coef > 0:
         updates = with_kl_in_reward(updates, batch, algorithm, adaptive_coefs.get("kl", kl.coef), parallel)
+    if algorithm.distillation:
+        updates = with_distillation(updates, algorithm.distillation)
     return whiten(updates, parallel) if algorithm.advantage.whiten else updates
 
 

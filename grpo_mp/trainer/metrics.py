@@ -1,5 +1,6 @@
 """Compute a step's metrics, under the names of the metric dictionary."""
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.algorithms.loss_metrics import MAXIMA, SUMS, merge_reports
-from grpo_mp.batching.step_batch import StepBatch
+from grpo_mp.algorithms.settings import DistillationConfig
+from grpo_mp.batching.step_batch import StepBatch, student_logprobs
 from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import metric_name
@@ -171,6 +173,35 @@ def logprob_tokens(updates: Sequence[Sequence[MicroBatch]], parallel: Parallel) 
             count += forwards * ((batch.sequence_index >= 0).sum() + shared)
     dist.all_reduce(count, group=parallel.cpu_group)
     return float(count)
+
+
+def distillation_metrics(
+    updates: Sequence[Sequence[MicroBatch]], distillation: DistillationConfig | None, parallel: Parallel
+) -> dict[str, float]:
+    """Compare the policy's logprobs of its own tokens with the teacher's, over the job; nothing without a teacher.
+
+    Every rank must call this.
+    """
+    if distillation is None:
+        return {}
+    sums, largest = torch.zeros(3, dtype=torch.float64), torch.full((), -math.inf, dtype=torch.float64)
+    for batch in (batch for update in updates for batch in update) if parallel.is_reporting_rank else ():
+        if batch.teacher_logprobs is not None:
+            difference = student_logprobs(batch).double() - batch.teacher_logprobs.double()
+            difference = difference[batch.mask.bool() & difference.isfinite()]
+            cut = difference.abs() > (math.inf if distillation.clip is None else distillation.clip)
+            sums += torch.stack([torch.tensor(float(len(difference))), difference.sum(), cut.sum()])
+            largest = torch.maximum(largest, difference.max()) if len(difference) else largest
+    dist.all_reduce(sums, group=parallel.cpu_group)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=parallel.cpu_group)
+    count, total, clipped = sums.tolist()
+    if not count:
+        return {}
+    return {
+        "distill/reverse_kl/mean": total / count,
+        "distill/reverse_kl/max": float(largest),
+        "distill/clipped_ratio": clipped / count,
+    }
 
 
 def memory_metrics(usages: Mapping[str, MemoryUsage], parallel: Parallel) -> dict[str, float]:

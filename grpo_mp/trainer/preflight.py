@@ -36,13 +36,14 @@ from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.reward_model import read_api_key
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
+from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens
 from grpo_mp.rollout.determinism import check_determinism
 from grpo_mp.rollout.engine_args import check_arguments, check_tool_parser, known_arguments
 from grpo_mp.rollout.engine_parallelism import EXPERT_LOCATION_ARGS, check_engine_parallelism, engine_parallelism
 from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import engine_uses_fp8
-from grpo_mp.rollout.reward_servers import check_reward_models
+from grpo_mp.rollout.reward_servers import TEACHER, check_reward_models, check_teacher, served_models
 from grpo_mp.rollout.routed_experts import check_routed_experts
 from grpo_mp.rollout.server import check_temporary_folder
 from grpo_mp.rollout.speculation import check_speculation, speculative_arguments
@@ -86,6 +87,7 @@ class RunInputs:
     warnings: tuple[str, ...] = ()  # sentences that the start of the run shows
     episodes: EpisodeParts | None = None  # None: a rollout is one answer
     replay: ReplayedRollouts | None = None  # None: engines generate
+    teacher: TeacherClient | None = None  # None: nothing is distilled, or a replay has what it said
 
     def overlaps(self) -> Iterator[str]:
         """Yield a sentence for each eval set that shares problems with the train data."""
@@ -113,14 +115,18 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
             f"rollout.prompts_per_step={settings.rollout.prompts_per_step}"
         )
     check_reward_models(settings, tokenizer, world_size, ranks_per_node)
+    check_teacher(settings, tokenizer, world_size, ranks_per_node)
     if settings.run.export_servers:
         read_api_key("run.export_servers", settings.run.export_servers.api_key_env)
     scorer = make_scorer(settings, tokenizer, episodes)
     fp8 = engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
     space = check_disk(settings.run.folder, disk_need(settings, hf), probes=os.environ.get("RANK", "0") == "0")
     warnings = (*scorer.warnings, *start_warnings(settings, fp8), *sync_warnings(settings, hf, fp8), *space)
-    evals = _read_evals(settings, tokenizer, tools)
-    return RunInputs(hf, tokenizer, train, evals, scorer, extensions, warnings, episodes)
+    evals, distillation = _read_evals(settings, tokenizer, tools), settings.algorithm.distillation
+    teacher = TeacherClient(distillation.teacher) if distillation else None
+    if distillation and distillation.teacher.url and os.environ.get("RANK", "0") == "0":
+        warnings = (*warnings, *filter(None, [check_served_tokens(distillation.teacher, tokenizer)]))
+    return RunInputs(hf, tokenizer, train, evals, scorer, extensions, warnings, episodes, teacher=teacher)
 
 
 def run_replay_preflight(folder: Path, settings: Settings, world_size: int, ranks_per_node: int) -> RunInputs:
@@ -418,9 +424,9 @@ def describe_run(settings: Settings, inputs: RunInputs, world_size: int, ranks_p
         source = [
             f"engines: {len(hosts)} x {settings.engine.gpus_per_engine} rank(s), hosted by ranks {hosts}",
             *(
-                f"reward.{name}: {world_size // model.gpus_per_server} servers of {model.gpus_per_server} rank(s) on "
-                f"{model.folder}, asleep but in SCORE"
-                for name, model in settings.reward.own_models.items()
+                f"{name if name == TEACHER else f'reward.{name}'}: {world_size // model.gpus_per_server} servers of "
+                f"{model.gpus_per_server} rank(s) on {model.folder}, asleep but in SCORE"
+                for name, model in served_models(settings, rewards=True, teacher=True).items()
             ),
             f"train prompts: {_describe_prompts(inputs.train)}; eval: {', '.join(evals) or 'none'}",
         ]

@@ -59,6 +59,7 @@ class StepFacts:
     reward_stats: RewardStats
     carried: int
     length_bias: float
+    distilled: bool = False  # they have a teacher's logprobs
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -97,6 +98,7 @@ def dump_step(folder: Path, step: int, batch: RolloutBatch, shape: RolloutShape,
         batch.reward_stats,
         batch.carried,
         batch.length_bias,
+        all(sample.teacher_logprobs for group in batch.groups for sample in group.samples),
     )
     selected = {info.group_id for info in batch.infos}
     write_groups(step_file(folder, step, rank), groups, selected, FACTS.dump_json(facts).decode())
@@ -129,13 +131,18 @@ def open_replay(folder: Path, settings: Settings, hf: HfConfig, first: int) -> R
                 raise UserError(f"{folder}: written with {name} {written}, and this run has {value}: set what it had")
         if settings.training.router_replay == "R3" and not facts[step].routed:
             raise UserError(f"{folder}: step {step} has no routed experts to replay: set training.router_replay=none")
+        if settings.algorithm.distillation and not facts[step].distilled:
+            raise UserError(
+                f"{folder}: step {step} has no logprobs of a teacher: leave out algorithm.distillation, or take the "
+                "dump of a run that had it"
+            )
     return ReplayedRollouts(folder, facts)
 
 
 def _read_step_facts(folder: Path, step: int) -> StepFacts:
     """Read what all files of a step say. Raises UserError where one is missing, damaged, or of another step or run."""
     first = _parse_facts(step_file(folder, step, 0))
-    routed = first.routed
+    routed, distilled = first.routed, first.distilled
     for rank in range(first.files):
         file = step_file(folder, step, rank)
         if not file.is_file():
@@ -144,7 +151,8 @@ def _read_step_facts(folder: Path, step: int) -> StepFacts:
         if first.step != step or of_rank.identity != first.identity:
             raise UserError(f"{file}: not of the same step of the same run as rank_0.parquet: copy the folder again")
         routed = routed and of_rank.routed
-    return replace(first, routed=routed)
+        distilled = distilled and of_rank.distilled  # a rank without samples says nothing
+    return replace(first, routed=routed, distilled=distilled)
 
 
 def _parse_facts(file: Path) -> StepFacts:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from grpo_mp.algorithms.settings import DistillationConfig
 from grpo_mp.batching.exchange import gather_groups
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.checkpoint.run_state import TrainState
@@ -30,6 +31,7 @@ from grpo_mp.trainer.evaluation import Evaluation
 from grpo_mp.trainer.generation_times import slowest_rank_ratio
 from grpo_mp.trainer.metrics import (
     collect_metrics,
+    distillation_metrics,
     distributions,
     logprob_tokens,
     memory_metrics,
@@ -74,6 +76,7 @@ class StepLogger:
         expert_load: ExpertLoad,
         watch: RuleWatch,
         decode: Callable[[Sequence[int]], str],
+        distillation: DistillationConfig | None = None,
     ) -> None:
         """Take the open `loggers` of rank 0; `samples_per_step`: groups whose texts are written.
 
@@ -84,7 +87,7 @@ class StepLogger:
         self._loggers = loggers
         self._memory_tracker, self._expert_load = memory_tracker, expert_load
         self._watch, self._reported_failures = watch, set[str]()
-        self._decode, self._start_ns = decode, timeline.now_ns()
+        self._decode, self._start_ns, self._distillation = decode, timeline.now_ns(), distillation
 
     def begin_step(self) -> None:
         """Start the clock of a step."""
@@ -117,6 +120,7 @@ class StepLogger:
             **reward_metrics(stats),
             **collect_metrics(rollouts),
             **update_metrics(reports, batch, len(batch.plan) * self._epochs),
+            **distillation_metrics(updates, self._distillation, self._parallel),
             **{
                 metric_name("train/adaptive_coef/{name}", name=name): value
                 for name, value in state.adaptive_coefs.items()

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
 
@@ -106,6 +107,7 @@ NEEDED: dict[str, Any] = {  # sections that are off by default
     "reward.judge": {"url": "http://x", "model": "x"},
     "reward.code": {"weight": 1.0},
     "reward.correct": {"term": "answer"},
+    "algorithm.distillation": {"teacher": {"url": "http://x"}},
     "run.export_servers": {"urls": ["http://x"]},
     "data.train.NAME": {"path": "x"},
     "data.eval.NAME": {"path": "x"},
@@ -129,7 +131,7 @@ def with_value(name: str, value: Any) -> dict[str, Any]:
     section, here = settings, ""
     for part in path:
         here = f"{here}.{part}".removeprefix(".")
-        section = section.setdefault(part, dict(NEEDED.get(here, {})))
+        section = section.setdefault(part, deepcopy(NEEDED.get(here, {})))
     section[last] = value
     return settings
 

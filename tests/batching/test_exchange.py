@@ -24,6 +24,7 @@ def random_sample(draw: st.DrawFn) -> Sample:
         rollout_logprobs=tuple(draw(exact) for _ in tokens),
         weight_versions=tuple(draw(st.integers(0, 2**20)) for _ in tokens),
         truncated=draw(st.booleans()),
+        teacher_logprobs=tuple(draw(exact) for _ in tokens) if draw(st.booleans()) else (),
     )
 
 

@@ -4,6 +4,7 @@ import random
 from itertools import product
 
 import pytest
+import torch
 
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.batching.updates import UpdatePlan, alignment, microbatches, padded_size, plan_updates
@@ -26,7 +27,14 @@ def make_samples(count: int, seed: int) -> list[Sample]:
         prompt, response = draw.randint(1, 10), draw.randint(1, 40)
         tokens = tuple(range(1000 * number, 1000 * number + prompt + response))
         logprobs = (0.0,) * response
-        samples.append(Sample(0, number, tokens[:prompt], tokens[prompt:], logprobs, (0,) * response, truncated=False))
+        teacher = tuple(float(-token) for token in tokens[prompt:])
+        samples.append(
+            Sample(
+                *(0, number, tokens[:prompt], tokens[prompt:], logprobs, (0,) * response),
+                truncated=False,
+                teacher_logprobs=teacher,
+            )
+        )
     return samples
 
 
@@ -64,7 +72,13 @@ def join_context_parts(parts: tuple[MicroBatch, ...]) -> dict[str, object]:
         )
     }
     batch = MicroBatch(**values, lengths=parts[0].lengths, sample_ids=parts[0].sample_ids)
-    per_sample = {name: gather_responses(values[name], batch) for name in ("targets", "advantages", "loss_weights")}
+    if parts[0].sample_ids:
+        values["teacher"] = join_context([part.teacher_logprobs for part in parts], batch.lengths)
+    else:  # of padding alone
+        values["teacher"] = torch.zeros_like(values["mask"])
+        assert all(part.teacher_logprobs is None for part in parts)
+    per_token = ("targets", "advantages", "loss_weights", "teacher")
+    per_sample = {name: gather_responses(values[name], batch) for name in per_token}
     return {"ids": batch.sample_ids, "lengths": batch.lengths, "mask": values["mask"], **per_sample}
 
 
@@ -80,11 +94,13 @@ def test_every_sample_is_trained_on_once_with_its_own_numbers(layout: LayoutConf
         total = 0.0
         for data_rank in range(dp_size):
             for batch in joined_batches(update, samples, layout, data_rank):
-                columns = zip(batch["ids"], batch["targets"], batch["advantages"], batch["loss_weights"], strict=True)
-                for number, targets, advantages, weights in columns:
+                names = ("ids", "targets", "advantages", "loss_weights", "teacher")
+                columns = zip(*(batch[name] for name in names), strict=True)
+                for number, targets, advantages, weights, teacher in columns:
                     sample = update.samples[number]
                     seen.append(sample)
                     assert tuple(targets.tolist()) == samples[sample].tokens
+                    assert tuple(teacher.tolist()) == samples[sample].teacher_logprobs
                     assert set(advantages.tolist()) == {float(sample)}
                     total += float(weights.sum())
         assert total == pytest.approx(1.0, rel=1e-5)

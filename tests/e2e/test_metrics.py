@@ -23,6 +23,10 @@ OF_OTHER_RUNS = {
     "rollout/episode/{name}",
     "rollout/given_tokens/mean",
     "rollout/acceptance_length",
+    # Of a teacher, see tests/trainer/test_distillation.py.
+    "distill/reverse_kl/mean",
+    "distill/reverse_kl/max",
+    "distill/clipped_ratio",
     # Of supervised fine-tuning, see tests/e2e/test_sft.py.
     "sft/loss",
     "sft/length/mean",

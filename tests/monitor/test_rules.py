@@ -33,7 +33,7 @@ def setting_exists(name: str) -> bool:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_a_row_names_what_exists(rule: Rule) -> None:
-    for metric in rule.when:
+    for metric in (*rule.when, *rule.but, *rule.unless):
         assert find_metric(metric.replace("*", "x"), "scalar")
     assert setting_exists(rule.setting), rule.setting
     assert 1 <= rule.weight <= 100
@@ -94,6 +94,12 @@ def test_a_rule_is_noted_when_it_begins_to_hold_and_not_every_step() -> None:
     watch = RuleWatch()
     high, low = {"reward/failures": 3.0}, {"reward/failures": 0.0}
     assert [len(watch.step(values)) for values in (high, high, {}, high, low, high)] == [1, 0, 0, 0, 0, 1]
+
+
+def test_rewards_that_do_not_differ_are_no_finding_where_a_teacher_teaches() -> None:
+    alike = [{"step": step, "reward/zero_std_ratio": 1.0, "reward/group_std": 0.0} for step in range(1, 8)]
+    assert {found.rule for found in find_warnings(alike)} == {"zero_variance", "no_signal"}
+    assert find_warnings([line | {"distill/reverse_kl/mean": 0.3} for line in alike]) == ()
 
 
 def test_every_metric_of_a_pattern_is_a_finding_but_the_excepted() -> None:

@@ -207,7 +207,12 @@ def test_every_kind_on_the_device_is_measured_and_planned() -> None:
     kept = {"args": {"enable_weights_cpu_backup": True, "quantization": "fp8"}}
     jobs.append(job_of("qwen3-30b-a3b", "h100-80", 1, layout={"expert": 8}, run=fp8, engine=kept))
     planned = {kind for job in jobs for sizes in plan_memory(job).device[0].values() for kind in sizes}
-    planned |= {"reward model", "reward model's cache"}  # tests/rollout/test_reward_servers.py
+    planned |= {
+        "reward model",
+        "reward model's cache",
+        "teacher",
+        "teacher's cache",
+    }  # tests/rollout/test_reward_servers.py
     planned |= {"draft weights", "draft KV cache"}  # test_speculation.py
     assert sorted(planned) == sorted(kind for kinds in MEASURED.values() for kind in kinds)
     policy = SimpleNamespace(chunks=[], optimizer=SimpleNamespace(chained_optimizers=[]))

@@ -157,7 +157,8 @@ def test_a_model_that_the_job_serves_gives_later_what_one_elsewhere_gives_at_onc
     expected = elsewhere.score_group(group)
     server.failures, asked = list(failures), len(server.bodies)
     own = scorer(folder="reward_model")
-    own.connect({name: [Address(server.url, {})] for name in ("model", "steps")})
+    for name in ("model", "steps"):
+        own.connect_model(name, [Address(server.url, {})])
     begun = own.score_group(group)
     assert len(server.bodies) == asked
     assert not any(sample.step_rewards or "model" in sample.reward_terms for sample in begun.samples)

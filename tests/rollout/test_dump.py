@@ -36,6 +36,7 @@ EPISODE = Sample(
     metrics={"guesses": 2.0},
     messages=({"role": "tool", "content": "\udc80"},),
     error="the tool \udc80 raised",
+    teacher_logprobs=(LOGPROB, -2.0, -0.5),
 )
 
 

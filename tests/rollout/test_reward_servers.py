@@ -1,6 +1,7 @@
-"""Reward models that the job serves: what is refused before the start, who is asked, what a plan counts."""
+"""Reward models and teachers that the job serves: what is refused, who is asked, what a plan counts."""
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from grpo_mp.config import Settings, check_settings
+from grpo_mp.doctor.live_engines import read_server
 from grpo_mp.errors import EngineError, UserError
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
@@ -17,7 +19,16 @@ from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.rewards.reward_model import Server
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.rollout.reward_servers import RewardServers, check_reward_models, served_architectures, share_of
+from grpo_mp.rollout.engine_args import engine_arguments
+from grpo_mp.rollout.reward_servers import (
+    RewardServers,
+    check_reward_models,
+    check_teacher,
+    served_architectures,
+    served_models,
+    share_of,
+)
+from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.types import Prompt, SampleGroup
 from tests.conftest import TinyRun
 from tests.minimal_settings import MINIMAL_SETTINGS
@@ -110,6 +121,125 @@ def test_settings_that_contradict(reward: dict[str, Any], sections: dict[str, An
         settings(reward, **sections)
 
 
+def teaching(folder: str = "teacher", **algorithm: Any) -> dict[str, Any]:
+    distillation = {"teacher": {"folder": folder}} | algorithm.pop("distillation", {})
+    return {"algorithm": {"distillation": distillation, **algorithm}}
+
+
+ADDED = {"distillation": {"advantage": "add"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"algorithm": {"distillation": {}}}, "algorithm.distillation.teacher is missing"),
+        (teaching(distillation={"teacher": {}}), "set url, where the teacher is served, or folder"),
+        (teaching(distillation={"teacher": {"folder": "x", "url": "http://x"}}), "not both"),
+        (
+            teaching() | {"schedule": "async", "engine": {"ranks": 1}, "sync": {"pause": "in_place"}},
+            "teacher.folder=teacher is served in SCORE on the devices of all ranks, which schedule=async has no phase",
+        ),
+        (
+            teaching() | {"rollout": MINIMAL_SETTINGS["rollout"] | {"temperature": 0.7}},
+            "rollout.temperature=0.7 samples from others: set rollout.temperature=1",
+        ),
+        (teaching(ratio="sequence"), "distillation differs by token, ratio=sequence does not: set ratio=token"),
+        (teaching(policy_loss="gmpo"), "policy_loss=gmpo averages over them"),
+        (teaching(kl={"coef": 0.1, "apply_to": "reward"}), "so none can bear the KL: set kl.apply_to=loss"),
+        (teaching(filter={"zero_std": "drop"}), "filter.zero_std=drop keeps those whose rewards differ"),
+        (
+            teaching(**ADDED) | {"rollout": MINIMAL_SETTINGS["rollout"] | {"group_size": 1}},
+            "rollout.group_size=1 leaves",
+        ),
+        (
+            teaching(distillation={"teacher": {"url": "http://x", "timeout_s": 10**6}}),
+            "monitor.phase_timeout_s=.* is shorter than algorithm.distillation.teacher.timeout_s",
+        ),
+    ],
+)
+def test_settings_that_contradict_a_teacher(sections: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        settings({"answer": 1.0}, **sections)
+
+
+def test_what_a_teacher_allows() -> None:
+    """Alone it needs no group; beside rewards, what rewards need; elsewhere, any schedule."""
+    one = {"rollout": MINIMAL_SETTINGS["rollout"] | {"group_size": 1}}
+    settings({"answer": 1.0}, **teaching(), **one)
+    settings({"answer": 1.0}, **teaching(**ADDED, filter={"zero_std": "drop"}, kl={"coef": 0.1, "apply_to": "reward"}))
+    elsewhere = teaching(distillation={"teacher": {"url": "http://x"}})
+    settings({"answer": 1.0}, **elsewhere, schedule="async", engine={"ranks": 1}, sync={"pause": "in_place"})
+
+
+@pytest.fixture
+def refused_teacher(tiny_run: TinyRun) -> Callable[..., str]:
+    """The sentence about a folder."""
+
+    def check(folder: Path, ranks: int = 2, **teacher: Any) -> str:
+        chosen = settings({"answer": 1.0}, **teaching(distillation={"teacher": {"folder": str(folder), **teacher}}))
+        with pytest.raises(UserError) as raised:
+            check_teacher(chosen, AutoTokenizer.from_pretrained(tiny_run.model), ranks, ranks)
+        return str(raised.value)
+
+    return check
+
+
+def test_folders_that_are_no_teacher(
+    refused_teacher: Callable[..., str], tiny_run: TinyRun, folder: Path, tmp_path: Path
+) -> None:
+    none, section = tmp_path / "none", "algorithm.distillation.teacher"
+    assert refused_teacher(none).startswith(f"{section}.folder={none}: no Hugging Face folder with a config.json")
+    assert "LlamaForSequenceClassification names no causal language model" in refused_teacher(folder)
+    assert "gpus_per_server=2 does not divide the 3 ranks" in refused_teacher(tiny_run.model, 3, gpus_per_server=2)
+    assert f"{section}.args.tp_size cannot be set" in refused_teacher(tiny_run.model, args={"tp_size": 2})
+    copy = shutil.copytree(tiny_run.model, tmp_path / "copy")
+    file = copy / "tokenizer.json"
+    text = file.read_text()
+    tokenizer = json.loads(text)
+    tokenizer["model"]["vocab"]["another"] = max(tokenizer["model"]["vocab"].values()) + 1
+    file.write_text(json.dumps(tokenizer))
+    sentence = refused_teacher(copy)
+    assert "its tokenizer is another than the policy's, and it would be sent the policy's tokens (1 of its" in sentence
+    assert "is 'another', and the policy's is None): take a teacher of the same family" in sentence
+    file.write_text(text)
+    for weights in copy.glob("*.safetensors*"):
+        weights.unlink()
+    assert "it has no weights in Hugging Face's format" in refused_teacher(copy)
+
+
+def test_a_plan_counts_the_teacher_in_score_and_its_copy_on_the_host(tiny_run: TinyRun) -> None:
+    chosen = settings({"answer": 1.0}, **teaching(str(tiny_run.model)))
+    plain = chosen.model_copy(update={"algorithm": chosen.algorithm.model_copy(update={"distillation": None})})
+    cluster, hf = read_cluster("h100-80"), published_config("qwen2.5-7b")
+    size = sum(file.stat().st_size for file in tiny_run.model.glob("*.safetensors"))
+    memory, without = (plan_memory(make_job(one, hf, cluster, 1)) for one in (chosen, plain))
+    for sub_phase, sizes in memory.device[0].items():
+        assert sizes.get("teacher", 0) == size * (sub_phase is SubPhase.SCORE)
+        assert sizes.get("teacher's cache", 0) == (0.8 * cluster.gpu_bytes - size) * (sub_phase is SubPhase.SCORE)
+        assert memory.host[sub_phase]["teacher"] == 8 * size
+        assert sizes["contexts"] > without.device[0][sub_phase]["contexts"]
+        assert memory.host[sub_phase]["processes"] > without.host[sub_phase]["processes"]
+    assert "teacher" not in without.device[0][SubPhase.SCORE]
+
+
+def test_only_the_policys_engines_are_called_engines(folder: Path, tmp_path: Path) -> None:
+    """By `doctor run`, which compares the weights of those that are."""
+    chosen = settings(
+        {"model": {"folder": str(folder)}}, run={"folder": str(tmp_path), "steps": 1}, **teaching(str(folder))
+    )
+    models = served_models(chosen, rewards=True, teacher=True)
+    servers = RewardServers(chosen, models, rank=0, ranks_per_node=1, host_ranks=(0,))
+    own = servers._own
+    assert [process.log.name for process in own.values()] == ["reward_model_0.log", "teacher_0.log"]
+    assert ["is_embedding" in process.spec.args for process in own.values()] == [True, False]
+    for process in own.values():
+        arguments = engine_arguments(process.spec, 15000, process.served_model_name, "secret")
+        assert read_server(arguments) is None
+    engine = EngineProcess(own["teacher"].spec, tmp_path / "x.log")
+    assert read_server(engine_arguments(engine.spec, 15000, engine.served_model_name, "secret"))
+    servers.stop()
+
+
 def test_sglang_serves_the_families_that_the_page_names() -> None:
     names = {"LlamaForSequenceClassification", "Qwen2ForRewardModel", "Qwen3ForSequenceClassification"}
     assert names <= served_architectures()
@@ -140,7 +270,8 @@ def test_a_plan_counts_the_model_in_score_and_its_copy_on_the_host(folder: Path)
 def test_a_server_that_has_ended_stops_the_run_with_its_log(folder: Path, tmp_path: Path) -> None:
     """Its last lines are shown, not only that a request had no answer; groups that wait are not asked about."""
     chosen = settings({"model": {"folder": str(folder)}}, run={"folder": str(tmp_path), "steps": 1})
-    servers, asked = RewardServers(chosen, rank=0, ranks_per_node=1, host_ranks=(0,)), list[SampleGroup]()
+    models = served_models(chosen, rewards=True, teacher=True)
+    servers, asked = RewardServers(chosen, models, rank=0, ranks_per_node=1, host_ranks=(0,)), list[SampleGroup]()
     servers.launch()
 
     def finish(group: SampleGroup) -> SampleGroup:

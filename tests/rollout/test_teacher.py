@@ -1,0 +1,44 @@
+"""The teacher's client against a real SGLang server; its logprobs against transformers."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_mp.algorithms.settings import TeacherConfig
+from grpo_mp.rewards.teacher import TeacherClient
+from grpo_mp.rollout.server import EngineProcess
+from grpo_mp.types import Prompt, Sample, SampleGroup
+
+KEY = "TEACHER_KEY"
+PROMPT = Prompt(0, "?", (5, 6, 7))
+
+
+def sample(index: int, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> Sample:
+    zeros = (0,) * len(tokens)
+    return Sample(0, index, prompt, tokens, tuple(map(float, zeros)), zeros, truncated=False)
+
+
+def test_logprobs_are_those_of_transformers(
+    engine: EngineProcess,
+    model_folder: Path,
+    expected_logprobs: Callable[..., torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also the second time, when the engine knows the prefixes, and for a prompt of one token."""
+    monkeypatch.setenv(KEY, engine.api_key)
+    samples = (
+        sample(0, PROMPT.tokens, (9, 10, 11, 12)),
+        sample(1, PROMPT.tokens, (9, 30)),
+        sample(2, (8,), tuple(range(20, 60))),
+    )
+    teacher = TeacherClient(TeacherConfig(url=engine.url, api_key_env=KEY))
+    for _ in range(2):
+        scored = teacher.score_group(SampleGroup(PROMPT, samples))
+        for one in scored.samples:
+            table = expected_logprobs(model_folder, [*one.prompt_tokens, *one.tokens])[len(one.prompt_tokens) - 1 : -1]
+            reference = table.gather(1, torch.tensor(one.tokens)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(one.teacher_logprobs), reference, atol=1e-4, rtol=0)
+            assert reference.std() > 0.1
+    teacher.close()
