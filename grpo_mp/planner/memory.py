@@ -54,7 +54,8 @@ BESIDE_A_SAVE = (SubPhase.GENERATE, SubPhase.SCORE, SubPhase.LOGPROB)
 ALL_RESIDENT = Residency(True, True, True, True, True, True, True)
 # Of a rank that only trains. It waits while engines generate, and nothing leaves its device.
 ONLY_TRAINER = replace(ALL_RESIDENT, engine_weights=False, engine_cache=False, reward_model=False)
-FINGERPRINT_BYTES = 4.0 * WORD_BYTES * CHUNK_WORDS  # random factors, and three times a chunk
+FACTOR_BYTES = 1.0 * WORD_BYTES * CHUNK_WORDS  # of fingerprints: random numbers, which stay
+FINGERPRINT_BYTES = 3 * FACTOR_BYTES  # three times a chunk, before anything is sent
 CHECKSUM_BYTES = 12  # of an element of FP8, while SGLang hashes its tensor: itself, its factor and both in float32
 QUANTIZATION_BYTES = 2.0 * 4 * AT_ONCE  # of what is quantized at a time: twice in float32
 NOT_OF_A_TRAINER = (SubPhase.GENERATE, SubPhase.OFFLOAD)
@@ -248,7 +249,7 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
             "sync rounds": staged,
             "activations": max(0.0, scored - staged),
             "quantization": QUANTIZATION_BYTES * job.engine_uses_fp8,
-            "fingerprints": FINGERPRINT_BYTES * job.sends_changes,
+            "fingerprints": job.sends_changes * (FACTOR_BYTES + max(0.0, FINGERPRINT_BYTES - max(scored, staged))),
         }
     if sub_phase is SubPhase.SAVE and _exports(job.settings):
         # As the sync's, but no engine reads them; one rank has all that it writes.

@@ -62,11 +62,8 @@ def _planned(memory: MemoryPlan, name: str) -> float:
     device = {kind: size for kind, size in memory.device[0][sub_phase].items() if kind not in OTHERS}
     gathered = device["weights"] if sub_phase is SubPhase.OPTIMIZER else 0.0
     # On a CPU it is written from its place, and what the same layout saved is read straight into that.
-    piece = (
-        0.0
-        if name in (SubPhase.SAVE, SubPhase.LOAD)
-        else memory.host[sub_phase]["export" if name == EXPORT else "checkpoint"]
-    )
+    kind = {OTHER_LAYOUT: "checkpoint", EXPORT: "export"}.get(name)
+    piece = memory.host[sub_phase][kind] if kind else 0.0
     return total_bytes(device) + piece + gathered
 
 
