@@ -296,6 +296,7 @@ def test_a_tokenizer_of_another_model(refuse: Refuse, model: Path) -> None:
 
 def test_a_teacher_that_is_none_or_has_other_tokens(refuse: Refuse, model: Path) -> None:
     teacher = f"algorithm.distillation.teacher.folder={model}"
+    assert "algorithm.distillation: not usable yet" in refuse(teacher)
     file = model / "tokenizer.json"
     text = file.read_text()
     change_json(file, model=(one := json.loads(text)["model"]) | {"vocab": one["vocab"] | {"another": 999}})
