@@ -60,7 +60,10 @@ class TeacherClient(ServedModelClient):
             ) from error
         expected = [list(part.tokens) for part in sequences]
         if [[token for _, token in table] for table in found] != expected:
-            raise RewardError(f"{endpoint} returned logprobs of other tokens than those that it was sent")
+            raise RewardError(
+                f"{endpoint} returned logprobs of other tokens than those that it was sent: a response may have one "
+                "that neither tokenizer has, beyond the teacher's vocab_size"
+            )
         if not all(math.isfinite(logprob) for table in found for logprob, _ in table):
             raise RewardError(f"{endpoint} returned a logprob that is not finite: the teacher computes NaN, or never 0")
         return [tuple(logprob for logprob, _ in table) for table in found]

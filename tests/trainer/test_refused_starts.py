@@ -264,21 +264,6 @@ def test_a_tokenizer_of_another_model(refuse: Refuse, model: Path) -> None:
     assert "config.json says vocab_size 16: use the tokenizer of this model" in refuse(f"model.path={model}")
 
 
-def test_a_teacher_that_is_none_or_has_other_tokens(refuse: Refuse, model: Path) -> None:
-    teacher = f"algorithm.distillation.teacher.folder={model}"
-    file = model / "tokenizer.json"
-    text = file.read_text()
-    change_json(file, model=(one := json.loads(text)["model"]) | {"vocab": one["vocab"] | {"another": 999}})
-    assert "its tokenizer is another than the policy's" in refuse(teacher)
-    file.write_text(text[:500])
-    assert f"{model}: its tokenizer cannot be read" in refuse(teacher)
-    file.write_text(text)
-    change_json(model / "config.json", architectures=5)
-    assert "its config.json names no causal language model" in refuse(teacher)
-    (model / "config.json").unlink()
-    assert "no Hugging Face folder with a config.json" in refuse(teacher)
-
-
 def change_json(file: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
