@@ -59,14 +59,27 @@ class TeacherClient(ServedModelClient):
                 "SGLang"
             ) from error
         expected = [list(part.tokens) for part in sequences]
-        if [[token for _, token in table] for table in found] != expected:
+        if not same_tokens(expected, [[token for _, token in table] for table in found]):
             raise RewardError(
                 f"{endpoint} returned logprobs of other tokens than those that it was sent: a response may have one "
-                "that neither tokenizer has, beyond the teacher's vocab_size"
+                "beyond the teacher's vocab_size"
             )
         if not all(math.isfinite(logprob) for table in found for logprob, _ in table):
             raise RewardError(f"{endpoint} returned a logprob that is not finite: the teacher computes NaN, or never 0")
         return [tuple(logprob for logprob, _ in table) for table in found]
+
+
+def same_tokens(sent: Sequence[Sequence[int]], echoed: Sequence[Sequence[int]]) -> bool:
+    """Return whether a server's logprobs are of the tokens that it was sent.
+
+    SGLang (0.5.23, logprob_result_processor.py) shows the last token of its vocabulary, whose logprob is right, as 0,
+    and so those beyond, whose logprobs are of the last one. One token may be shown so, then: a second one is beyond.
+    """
+    if [len(tokens) for tokens in sent] != [len(tokens) for tokens in echoed]:
+        return False
+    pairs = {pair for one, other in zip(sent, echoed, strict=True) for pair in zip(one, other, strict=True)}
+    different = {(token, shown) for token, shown in pairs if token != shown}
+    return not different or (len(different) == 1 and all(shown == 0 for _, shown in different))
 
 
 def check_served_tokens(settings: ServedModelConfig, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -116,11 +116,6 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
         )
     check_reward_models(settings, tokenizer, world_size, ranks_per_node)
     check_teacher(settings, tokenizer, world_size, ranks_per_node)
-    if settings.algorithm.distillation:
-        raise UserError(
-            "algorithm.distillation: not usable yet, SGLang returns a wrong token among the teacher's logprobs where "
-            "requests are computed together: leave it out"
-        )
     if settings.run.export_servers:
         read_api_key("run.export_servers", settings.run.export_servers.api_key_env)
     scorer = make_scorer(settings, tokenizer, episodes)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_mp.algorithms.settings import TeacherConfig
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tokenizer
-from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens, first_difference
+from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens, first_difference, same_tokens
 from grpo_mp.types import SampleGroup
 from tests.http_server import JsonServer, Reply
 
@@ -68,6 +68,23 @@ def test_every_token_of_every_response_has_its_logprob(
         }
     ]
     assert server.paths == ["/generate"]
+
+
+@pytest.mark.parametrize(
+    ("echoed", "same"),
+    [
+        ([[1, 2, 9], [3]], True),
+        ([[1, 2, 0], [3]], True),  # as SGLang shows the last one
+        ([[1, 0, 0], [3]], False),
+        ([[1, 2, 0], [0]], False),
+        ([[1, 2, 8], [3]], False),
+        ([[1, 2], [3]], False),
+        ([[1, 2, 9]], False),
+    ],
+    ids=str,
+)
+def test_what_counts_as_the_tokens_that_were_sent(echoed: list[list[int]], same: bool) -> None:
+    assert same_tokens([[1, 2, 9], [3]], echoed) is same
 
 
 def test_every_sequence_of_a_forked_episode_is_scored_after_its_own_prompt(

@@ -1,5 +1,6 @@
 """The teacher's client against a real SGLang server; its logprobs against transformers."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,11 +27,12 @@ def test_logprobs_are_those_of_transformers(
     expected_logprobs: Callable[..., torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also the second time, when the engine knows the prefixes, and for a prompt of one token."""
+    """Also the second time, when the engine knows the prefixes, for a prompt of one token, and for the last token."""
     monkeypatch.setenv(KEY, engine.api_key)
+    last = json.loads((model_folder / "config.json").read_text())["vocab_size"] - 1
     samples = (
         sample(0, PROMPT.tokens, (9, 10, 11, 12)),
-        sample(1, PROMPT.tokens, (9, 30)),
+        sample(1, PROMPT.tokens, (9, last, 30, last)),
         sample(2, (8,), tuple(range(20, 60))),
     )
     teacher = TeacherClient(TeacherConfig(url=engine.url, api_key_env=KEY))

@@ -15,14 +15,10 @@ from grpo_mp.algorithms.settings import AlgorithmConfig, DistillationConfig
 from grpo_mp.batching.microbatches import plan_microbatches
 from grpo_mp.batching.packing import gather_responses, pack
 from grpo_mp.batching.step_batch import with_distillation
-from grpo_mp.config import load_settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.errors import UserError
 from grpo_mp.trainer.metrics import distillation_metrics
-from grpo_mp.trainer.preflight import run_preflight
 from grpo_mp.types import MicroBatch, Sample
 from tests.algorithms.objective import LIMIT, loss_of, scatter_responses
-from tests.conftest import TinyRun
 
 LENGTHS = (5, 1, 9, 3)
 GIVEN = ((), (), (True, True, False, False, True, True, True, False, True), ())
@@ -163,9 +159,3 @@ def test_metrics_are_of_the_tokens_that_the_policy_wrote(parallel: Parallel) -> 
     )
     assert 0 < found["distill/clipped_ratio"] < 1
     assert distillation_metrics([packed(samples)], distillation(), parallel)["distill/clipped_ratio"] == 0
-
-
-def test_a_start_is_refused(tiny_run: TinyRun) -> None:
-    chosen = load_settings(tiny_run.config, ["algorithm.distillation.teacher.url='http://x'"])
-    with pytest.raises(UserError, match=r"^algorithm.distillation: not usable yet"):
-        run_preflight(chosen, 2, 2)

@@ -1,0 +1,70 @@
+"""On-policy distillation: the teacher's logprobs, the metrics made of them, and a policy that comes nearer to it."""
+
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pyarrow import parquet
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_mp.examples.tiny_models import make_tiny
+from tests.conftest import TinyRun
+from tests.e2e.conftest import StartJob, outcome
+from tests.e2e.jobs import read_jsonl
+
+pytestmark = pytest.mark.nightly
+STEPS = 6
+
+
+@torch.no_grad()
+def expected_logprobs(folder: Path, rows: list[dict]) -> list[list[float]]:
+    """What transformers says of each response."""
+    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
+    for row in rows:
+        table = model(torch.tensor([[*row["prompt_tokens"], *row["tokens"]]])).logits[0].log_softmax(-1)
+        table = table[len(row["prompt_tokens"]) - 1 : -1]
+        found.append(table.gather(1, torch.tensor(row["tokens"])[:, None])[:, 0].tolist())
+    return found
+
+
+def test_the_policy_comes_nearer_to_a_teacher_that_the_job_serves(
+    start_job: StartJob, tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    """A dense teacher over both ranks; then the same updates from the dump, where no teacher is asked."""
+    teacher, run, again = tmp_path / "teacher", tmp_path / "run", tmp_path / "again"
+    shape = {"num_hidden_layers": 2, "hidden_size": 64, "initializer_range": 0.2}
+    make_tiny(teacher, "qwen3", AutoTokenizer.from_pretrained(tiny_run.model), 1, **shape)
+    settings = (
+        f"algorithm.distillation={{teacher: {{folder: {teacher}, gpus_per_server: 2}}, clip: 8}}",
+        "algorithm.kl.coef=0",
+        "algorithm.aggregation=token_mean",
+        "optimizer.lr=3e-3",
+        f"run.steps={STEPS}",
+        "data.eval={}",
+    )
+    result = outcome(start_job(f"run.folder={run}", "rollout.dump=true", *settings))
+    assert (result.status, result.err, result.left) == (0, "", [])
+    lines = read_jsonl(run / "metrics.jsonl")[1:]
+    for line in lines:
+        files = sorted((run / "rollouts_dump" / f"step_{line['step']:06d}").glob("rank_*.parquet"))
+        rows = [row for file in files for row in parquet.read_table(file).to_pylist()]
+        assert len(rows) == 4 * 4
+        for row, expected in zip(rows, expected_logprobs(teacher, rows), strict=True):
+            assert row["teacher_logprobs"] == pytest.approx(expected, abs=1e-3)
+        own, theirs = (np.concatenate([row[name] for row in rows]) for name in ("rollout_logprobs", "teacher_logprobs"))
+        assert line["distill/reverse_kl/mean"] == pytest.approx((own - theirs).mean(), abs=1e-3)
+        assert line["distill/reverse_kl/max"] == pytest.approx((own - theirs).max(), abs=1e-2)
+        assert line["distill/clipped_ratio"] == pytest.approx((abs(own - theirs) > 8).mean(), abs=0.01)
+    divergence = [line["distill/reverse_kl/mean"] for line in lines]
+    assert statistics.fmean(divergence[-2:]) < 0.8 * divergence[0], divergence
+    assert "Prefill batch" in (run / "logs" / "teacher_0.log").read_text()
+    assert not (run / "logs" / "teacher_1.log").exists()
+
+    replayed = outcome(start_job(f"run.folder={again}", *settings, "--replay", str(run / "rollouts_dump")))
+    assert (replayed.status, replayed.err, replayed.left) == (0, "", [])
+    for before, after in zip(lines, read_jsonl(again / "metrics.jsonl")[-STEPS:], strict=True):
+        names = ("distill/reverse_kl/mean", "train/loss", "train/grad_norm")
+        assert [after[name] for name in names] == [before[name] for name in names]
+    assert not list(again.glob("logs/teacher_*"))
