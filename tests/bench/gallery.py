@@ -3,7 +3,8 @@
 Trains each sickness of tests/bench/sicknesses.py whose run is not there, records the metrics that rules look at in
 tests/monitor/sick/NAME.jsonl, and its best answers of the first and the last step beside them; draws NAME.svg beside
 the healthy run, by the report's charts; writes grpo_mp/report/GALLERY.md of all that have a picture.
-A sickness that its rule does not find is neither recorded nor drawn, and the exit status is 1. An hour on two cores.
+A sickness that its rule does not find is neither recorded nor drawn, and the exit status is 1.
+About a quarter of an hour on two cores.
 """
 
 import argparse

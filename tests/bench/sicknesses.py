@@ -46,7 +46,11 @@ def _paid(name: str, weight: float) -> str:
 
 
 SICKNESSES = {
-    HEALTHY: Sickness("Nothing is wrong: the run that the others are beside.", "", ("algorithm.kl.coef=0.02",)),
+    HEALTHY: Sickness(
+        "No rule finds anything, in too few steps to learn much: the run that the others are drawn beside.",
+        "",
+        ("algorithm.kl.coef=0.02",),
+    ),
     "length_explosion": Sickness(
         "A reward pays for length, more than the right answer is worth, and the limit is far away.",
         "length_explosion",

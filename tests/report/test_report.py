@@ -21,7 +21,7 @@ from grpo_mp.monitor.curves import CURVES
 from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.report.answers import CHARACTERS, TIMES, shortened, token_classes
-from grpo_mp.report.build import build_report
+from grpo_mp.report.build import build_report, main_charts
 from grpo_mp.report.charts import legend, write_charts
 from grpo_mp.report.contents import Chart, Series, Token
 from grpo_mp.report.curves import POINTS, SOLVE_RATES, downsample
@@ -375,6 +375,17 @@ def test_the_main_curves_are_drawn_as_one_picture(tmp_path: Path) -> None:
     assert {"right", "wrong", "generate", "train"} <= {*texts}  # keys of the charts with several lines
     assert "entropy" not in texts  # one line needs no key
     assert "var(" not in file.read_text()  # a page of Markdown has no style for it
+
+
+def test_the_picture_of_the_readme_is_drawn_by_the_report(tmp_path: Path) -> None:
+    """Its titles are those of the command that README names, of the quickstart's eval set."""
+    root = Path(__file__).parents[2]
+    picture = root / re.findall(r"--picture (\S+\.svg)", (root / "README.md").read_text())[0]
+    assert f"]({picture.relative_to(root)})" in (root / "README.md").read_text()
+    texts = {text.strip() for text in ElementTree.parse(picture).getroot().itertext()}
+    drawn = main_charts([read_run(make_run(tmp_path / "run", 13), "run")])
+    assert {chart.title.replace("held_out", "arithmetic") for chart in drawn} <= texts
+    assert picture.stat().st_size < 200_000
 
 
 @pytest.mark.parametrize(("name", "sentence"), [("no/a.svg", "its folder does not exist"), ("a.png", "ends in .svg")])

@@ -1,0 +1,61 @@
+"""The gallery of sicknesses says what the recorded runs say, and has the picture of each."""
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from grpo_mp.monitor.rules import RULES
+from grpo_mp.report.records import RunRecords
+from tests.bench import gallery
+from tests.bench.sicknesses import HEALTHY, SICKNESSES
+
+PAGE = gallery.PAGE.read_text(encoding="utf-8")
+NAMES = re.findall(r"`python -m tests\.bench\.sicknesses (\w+)`", PAGE)
+
+
+def test_the_page_is_that_of_the_recorded_runs() -> None:
+    assert gallery.page(gallery.pictured()) == PAGE, "run python -m tests.bench.gallery"
+
+
+def test_the_page_names_sicknesses_of_the_bench_that_were_run() -> None:
+    assert len(NAMES) == len({*NAMES}) >= 5
+    assert {*NAMES} <= {*SICKNESSES}
+    assert gallery.pictured() == NAMES
+
+
+def test_what_fires_is_in_the_table_of_rules() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \|", PAGE, re.MULTILINE)
+    assert len(rows) >= len(NAMES) - 1
+    assert {*rows} <= {(rule.name, str(rule.weight)) for rule in RULES}
+    for name in NAMES:
+        section = PAGE.split(f"## {gallery.title(name)}\n")[1].split("\n## ")[0]
+        assert f"| `{SICKNESSES[name].rule}` |" in section or name == HEALTHY
+
+
+def test_every_picture_is_there_and_has_both_runs() -> None:
+    pictures = re.findall(r"\]\((gallery/\w+\.svg)\)", PAGE)
+    assert len(pictures) == len(NAMES)
+    files = [gallery.PAGE.parent / name for name in pictures]
+    assert sum(file.stat().st_size for file in files) < 600_000
+    for file in files:
+        text = "".join(ElementTree.parse(file).getroot().itertext())
+        assert HEALTHY in text
+        assert file.stem in text
+
+
+def test_answers_are_the_best_of_the_first_and_the_last_step() -> None:
+    lines = [{"prompt": "2+2", "expected": "4", "response": f"r{reward}", "reward": reward} for reward in (0.5, 1.5, 1)]
+    samples = {step: tuple(line | {"prompt_index": 1, "tokens": 1} for line in lines[:step]) for step in (1, 2, 3)}
+    found = gallery.best_answers(RunRecords("run", {}, (), {}, samples))
+    assert [(one["step"], one["response"]) for one in found] == [(1, "r0.5"), (3, "r1.5")]
+
+
+def test_a_sickness_that_is_not_found_leaves_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    healthy = [json.loads(line) for line in (gallery.RECORDED / f"{HEALTHY}.jsonl").read_text().splitlines()]
+    monkeypatch.setattr(gallery, "run", lambda name, out: healthy)
+    monkeypatch.setattr(gallery, "RECORDED", tmp_path)
+    assert not gallery.make("truncation", tmp_path)
+    assert not [*tmp_path.iterdir()]
