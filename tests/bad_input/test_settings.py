@@ -101,6 +101,10 @@ NOT_NUMBERS: tuple[Any, ...] = (
 NOT_TEXT: tuple[Any, ...] = (3, 1.5, True, ["x"], {"a": "x"}, "\ud800", "a\0b")
 NOT_PATHS: tuple[Any, ...] = (*NOT_TEXT, "", " ", "x" * 300, "a/" * 3000, "a\nb", None)
 NOT_BOOLEANS: tuple[Any, ...] = (2, -1, "maybe", "", None, [], {}, 0.5)
+TAKES_MORE: dict[str, tuple[Any, ...]] = {  # than a text: what they refuse
+    "environment_factory": (3, 1.5, True, ["x"], {"a": 3}, "\ud800", "a\0b"),
+    "tool_environment": (3, 1.5, True, "x", [3], ["\ud800"], {"a": "x"}),
+}
 NEEDED: dict[str, Any] = {  # sections that are off by default
     "reward.model": {"url": "http://x"},
     "reward.steps": {"url": "http://x"},
@@ -119,7 +123,7 @@ def fields_of(kind: Any) -> Iterator[str]:
     for path, section in nested_sections(Settings):
         for name, field in section.model_fields.items():
             plain = {item for item in (field.annotation, *get_args(field.annotation)) if isinstance(item, type)}
-            if kind in plain and not plain - {kind, type(None)}:
+            if kind in plain and not plain - {kind, type(None)} and name not in TAKES_MORE:
                 yield f"{path}.{name}".removeprefix(".")
 
 
@@ -143,6 +147,7 @@ def with_value(name: str, value: Any) -> dict[str, Any]:
         *((name, NOT_PATHS[:-1]) for name in fields_of(Path)),
         *((name, NOT_TEXT) for name in fields_of(str)),
         *((name, NOT_BOOLEANS) for name in fields_of(bool)),
+        *((f"rollout.{name}", bad) for name, bad in TAKES_MORE.items()),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -28,6 +28,7 @@ EOT = ["Seven.<|eot_id|>", "Eight, and that is all.<|eot_id|>"]
 LEARNED = {
     "qwen2_5": CHATML,
     "qwen3_instruct_2507": CHATML,
+    "deepseek_r1_0528": [f"Seven.{DEEPSEEK}", f"Eight, and that is all.{DEEPSEEK}"],
     "deepseek_v2": [f" Seven.{DEEPSEEK}", f" Eight, and that is all.{DEEPSEEK}"],
     "glm4moe": ["\n<think></think>\nSeven.<|user|>", "\n<think></think>\nEight, and that is all.<|user|>"],
     "llama3": EOT,
@@ -38,6 +39,8 @@ LEARNED = {
 # These write a turn otherwise once another follows, or ask for an answer that begins otherwise than a finished one.
 CHANGING = {
     "qwen3": r"'<think>\\n\\n</think>.*' became 'Seven\..* marks, or set sft.loss_on=last",
+    "qwen3_thinking_2507": r"up to message 2: '<think>\\n' became 'Seven\..* marks, or set sft.loss_on=last",
+    "deepseek_v3_1": r"up to message 2: 'think>' became '/think>Seven\.",
     "deepseekv3": r"up to message 2: '<think>\\n' became 'Seven\.",
     "deepseek_r1_distill": r"up to message 2: '<think>\\n' became 'Seven\.",
 }

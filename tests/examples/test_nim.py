@@ -107,7 +107,7 @@ def test_a_served_opponent_is_sent_its_own_conversation(opponent: Opponent) -> N
 
 def test_the_settings_of_the_page(tmp_path: Path) -> None:
     settings = read_example("A game with an opponent", tmp_path)
-    (row,) = re.findall(r"`(\{.*\})`", PAGE)
+    (row,) = re.findall(r"`(\{.*stones.*\})`", PAGE)
     (tmp_path / "nim.jsonl").write_text(row)
     path = str(tmp_path / "nim.jsonl")
     data = DataConfig(**settings["data"] | {"train": path})

@@ -6,7 +6,7 @@ import pytest
 
 from grpo_mp.monitor.metrics import TABLE, find_metric, metric_name
 
-GROUPS = {"reward", "rollout", "sft", "train", "mismatch", "sync", "time", "speed", "memory", "eval"}
+GROUPS = {"distill", "reward", "rollout", "sft", "train", "mismatch", "sync", "time", "speed", "memory", "eval"}
 
 
 def test_rows_are_complete_and_unique() -> None:
