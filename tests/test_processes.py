@@ -82,11 +82,12 @@ def test_a_command_ends_with_all_that_it_has_started(tmp_path: Path, end: str) -
     wait = "time.sleep(60)" if end != "of the command" else "pass"
     command = f"""
 import os, subprocess, sys, time
+tell = lambda pid: os.write(1, b"%d\\n" % pid)  # at once: others write there, too
 for detached in (False, True):
     if not os.fork():
-        print(subprocess.Popen([sys.executable, "-c", {daemon!r}], start_new_session=detached).pid, flush=True)
+        tell(subprocess.Popen([sys.executable, "-c", {daemon!r}], start_new_session=detached).pid)
         os._exit(0) if detached else time.sleep(60)
-print(os.getpid(), flush=True)
+tell(os.getpid())
 {wait}
 """
     code = """

@@ -21,6 +21,7 @@ class PolicyLossEntry(LazyEntry):
     reads: tuple[str, ...] = ()  # sections of `algorithm`, which act on ratios other than 1 only
     token_ratios: bool = False  # it is defined on the ratios of tokens, so `ratio` must be token
     applies_correction: bool = False  # of tokens, itself; other losses are multiplied by it
+    token_advantages: bool = True  # each token is weighted by its own; false: a sequence by their mean
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ POLICY_LOSSES: "Registry[PolicyLoss]" = Registry(
         "clip": PolicyLossEntry(LOSS_MODULE + "ppo_clip", reads=("clip",)),
         "cispo": PolicyLossEntry(LOSS_MODULE + "cispo", reads=("clip",)),
         "sapo": PolicyLossEntry(LOSS_MODULE + "sapo", reads=("sapo",)),
-        "gmpo": PolicyLossEntry(LOSS_MODULE + "gmpo", reads=("clip",), token_ratios=True),
+        "gmpo": PolicyLossEntry(LOSS_MODULE + "gmpo", reads=("clip",), token_ratios=True, token_advantages=False),
         "vespo": PolicyLossEntry(LOSS_MODULE + "vespo", reads=("vespo",), token_ratios=True, applies_correction=True),
         "unclipped": PolicyLossEntry(LOSS_MODULE + "policy_gradient"),
     },

@@ -419,8 +419,11 @@ def _distillation_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
         return
     if algorithm.ratio in ("sequence", "product"):
         yield f"distillation differs by token, ratio={algorithm.ratio} does not: set ratio=token or sequence_token"
-    if algorithm.policy_loss == "gmpo":
-        yield "distillation differs by token, policy_loss=gmpo averages over them: set policy_loss=clip or unclipped"
+    if not policy_loss_entry(algorithm.policy_loss).token_advantages:
+        yield (
+            f"distillation differs by token, policy_loss={algorithm.policy_loss} averages over them: set "
+            "policy_loss=clip or unclipped"
+        )
     if not distillation.replaces_rewards:
         return
     if algorithm.kl.coef and algorithm.kl.apply_to == "reward":

@@ -97,6 +97,9 @@ class OneRankRollout:
         self.scored.update(ids)
         return groups
 
+    def ask_teacher(self, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
+        return groups
+
     def pause(self, launched: LaunchedGroups) -> dict[int, EndedGroup]:
         everywhere: Any = SimpleNamespace(abort_all=self._abort_all)
         return self.loop.run(pause_running(everywhere, launched))

@@ -136,6 +136,9 @@ class VirtualRollout:
     routing: None = None
     host_ranks = (0, 1)
 
+    def ask_teacher(self, groups: list[SampleGroup]) -> list[SampleGroup]:
+        return groups
+
     def score(self, groups: list[SampleGroup], step: int) -> list[SampleGroup]:
         return groups
 
