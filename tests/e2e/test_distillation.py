@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from pyarrow import parquet
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_mp.examples.tiny_models import make_tiny
@@ -15,7 +16,7 @@ from tests.e2e.conftest import StartJob, outcome
 from tests.e2e.jobs import read_jsonl
 
 pytestmark = pytest.mark.nightly
-STEPS = 6
+STEPS = 10
 
 
 @torch.no_grad()
@@ -29,6 +30,14 @@ def expected_logprobs(folder: Path, rows: list[dict]) -> list[list[float]]:
     return found
 
 
+def prefer_some_tokens(folder: Path) -> None:
+    """Let a random model like the same tokens after any other, which is soon learned: all embeddings have a part."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights["model.embed_tokens.weight"] += 0.5
+    save_file(weights, file, metadata={"format": "pt"})
+
+
 def test_the_policy_comes_nearer_to_a_teacher_that_the_job_serves(
     start_job: StartJob, tiny_run: TinyRun, tmp_path: Path
 ) -> None:
@@ -36,11 +45,13 @@ def test_the_policy_comes_nearer_to_a_teacher_that_the_job_serves(
     teacher, run, again = tmp_path / "teacher", tmp_path / "run", tmp_path / "again"
     shape = {"num_hidden_layers": 2, "hidden_size": 64, "initializer_range": 0.2}
     make_tiny(teacher, "qwen3", AutoTokenizer.from_pretrained(tiny_run.model), 1, **shape)
+    prefer_some_tokens(teacher)
     settings = (
         f"algorithm.distillation={{teacher: {{folder: {teacher}, gpus_per_server: 2}}, clip: 8}}",
         "algorithm.kl.coef=0",
         "algorithm.aggregation=token_mean",
-        "optimizer.lr=3e-3",
+        "optimizer.lr=5e-3",
+        "optimizer.lr_schedule=constant",
         f"run.steps={STEPS}",
         "data.eval={}",
     )
@@ -58,7 +69,7 @@ def test_the_policy_comes_nearer_to_a_teacher_that_the_job_serves(
         assert line["distill/reverse_kl/max"] == pytest.approx((own - theirs).max(), abs=1e-2)
         assert line["distill/clipped_ratio"] == pytest.approx((abs(own - theirs) > 8).mean(), abs=0.01)
     divergence = [line["distill/reverse_kl/mean"] for line in lines]
-    assert statistics.fmean(divergence[-2:]) < 0.8 * divergence[0], divergence
+    assert statistics.fmean(divergence[-4:]) < 0.7 * statistics.fmean(divergence[:2]), divergence
     assert "Prefill batch" in (run / "logs" / "teacher_0.log").read_text()
     assert not (run / "logs" / "teacher_1.log").exists()
 
