@@ -1,5 +1,6 @@
 """Every recipe in configs/ loads, and says the same again when its resolved form is read."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,13 @@ import pytest
 from grpo_mp.config import dump_settings, load_any_settings, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.monitor.guards import MetricGuards
-from tests.recipes import PIPELINES, RL, SFT
+from tests.recipes import PIPELINES, RL, SECTIONS, SFT
+
+
+@pytest.mark.parametrize("path", SECTIONS, ids=lambda path: path.stem)
+def test_files_that_a_recipe_names_are_there(path: Path) -> None:
+    for name in re.findall(r"\b(?:launch|configs)/\w+\.(?:sh|yaml)", path.read_text()):
+        assert (path.parents[1] / name).is_file(), name
 
 
 def test_there_are_recipes() -> None:

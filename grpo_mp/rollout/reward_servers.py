@@ -27,7 +27,7 @@ from grpo_mp.types import SampleGroup
 
 Connect = Callable[[Sequence[Server]], None]
 TEACHER = "teacher"
-CAUSAL = "ForCausalLM"
+CAUSAL = ("ForCausalLM",)
 HEADS = ("ForSequenceClassification", "ForRewardModel", "RewardModel")  # how SGLang's classes with a reward head end
 GROUPS_IN_FLIGHT = 2  # at a server from one rank: one is computed while the next one waits
 MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
@@ -248,12 +248,7 @@ def check_vocabulary(model: ServedModelConfig, section: str, tokenizer: PreTrain
 
 def read_teacher_config(folder: Path, where: str) -> dict[str, Any]:
     """Return the config of a causal language model. Raises UserError where SGLang cannot serve the folder as one."""
-    config, names = _read_config(folder, where)
-    if not any(name.endswith(CAUSAL) for name in names):
-        raise UserError(
-            f"{where}: {', '.join(names) or 'its config.json'} names no causal language model (one that ends in "
-            f"{CAUSAL}): take the folder of one"
-        )
+    config, names = _read_config(folder, where, CAUSAL, "causal language model", "take the folder of one")
     if not has_hf_weights(folder):
         raise UserError(f"{where}: it has no weights in Hugging Face's format: run grpo-mp convert on its checkpoint")
     _check_served(names[0], where, "teacher")
@@ -262,12 +257,8 @@ def read_teacher_config(folder: Path, where: str) -> dict[str, Any]:
 
 def read_reward_config(folder: Path, where: str) -> dict[str, Any]:
     """Return the config of a reward model. Raises UserError where the folder has none that SGLang can serve."""
-    config, names = _read_config(folder, where)
-    if not any(name.endswith(HEADS) for name in names):
-        raise UserError(
-            f"{where}: {', '.join(names) or 'its config.json'} names no model with a reward head (one that ends in "
-            f"{', '.join(HEADS)}): take a sequence classifier with one label"
-        )
+    remedy = "take a sequence classifier with one label"
+    config, names = _read_config(folder, where, HEADS, "model with a reward head", remedy)
     labels = config.get("num_labels", len(config.get("id2label") or {}) or 2)
     if labels != 1 and not names[0].endswith("RewardModel"):
         raise UserError(f"{where}: it has {labels} labels, and a reward is one number: take a model with one label")
@@ -275,14 +266,22 @@ def read_reward_config(folder: Path, where: str) -> dict[str, Any]:
     return config
 
 
-def _read_config(folder: Path, where: str) -> tuple[dict[str, Any], list[str]]:
-    """Return a folder's config and the classes that it names. Raises UserError where there is none."""
+def _read_config(
+    folder: Path, where: str, endings: tuple[str, ...], kind: str, remedy: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Return a folder's config and the classes that it names. Raises UserError where none has one of the endings."""
     try:
         config = dict(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{where}: no Hugging Face folder with a config.json ({one_line(error, 200)})") from error
-    names = config.get("architectures")
-    return config, [str(name) for name in names] if isinstance(names, list) else []
+    listed = config.get("architectures")
+    names = [str(name) for name in listed] if isinstance(listed, list) else []
+    if not any(name.endswith(endings) for name in names):
+        raise UserError(
+            f"{where}: {', '.join(names) or 'its config.json'} names no {kind} (one that ends in "
+            f"{', '.join(endings)}): {remedy}"
+        )
+    return config, names
 
 
 def _check_served(name: str, where: str, kind: str) -> None:
