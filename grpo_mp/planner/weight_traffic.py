@@ -52,7 +52,7 @@ def sync_traffic(job: PlannedJob) -> SyncTraffic:
     for transfer, weight in zip(transfers, weights, strict=True):
         count = weight * sum(map(tensors_of, transfer.names))
         tensors |= {reader: tensors.get(reader, 0) + count for reader in transfer.readers}
-    round_bytes = job_wire_format(job, params).round_bytes(job.settings.sync.bucket_bytes)
+    round_bytes = wire.round_bytes(job.settings.sync.bucket_bytes)  # the sample has a group of each size
     rounds = int(-(-max(loaded, shards) // round_bytes))  # no rank loads, sends or receives more in a round
     return SyncTraffic(network, nvlink, loaded, shards, max(tensors.values()), rounds)
 
