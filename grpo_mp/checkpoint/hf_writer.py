@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from grpo_mp.files import sync_to_disk
 from grpo_mp.models.families import add_transformers_4_names
 from grpo_mp.models.fp8 import BLOCK
 
-SHARD_BYTES = 2**30  # that a writer holds at a time, beside the tensor after them
+SHARD_BYTES = 2**30  # of a file: a writer holds one that is written and one that is filled, and the tensor after them
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".incomplete")
 CHECKPOINT_FILES = (".metadata", "metadata.json", "common.pt", "manifest.json", CONVERSION_RECORD)
 QUANTIZATION_CONFIG = "quantization_config"
@@ -56,19 +57,32 @@ def write_shards(
 ) -> list[Shard]:
     """Write one writer's tensors; several may write at the same time. Raises OSError where the disk does not take them.
 
-    It holds a shard and the tensor after it: `shard_bytes` and one tensor, or two tensors where they are larger.
+    While one shard is written, `tensors` makes the next: held are two shards of `shard_bytes` and the tensor after
+    them, or three tensors where they are larger.
     """
     shards: list[Shard] = []
-    for tensors_by_name in _split_by_bytes(tensors, shard_bytes):
-        file = f"shard-{writer}-{len(shards)}"
-        try:
-            save_file(tensors_by_name, incomplete_folder(folder) / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # is no OSError
-            raise OSError(f"{file}: {error}") from error
-        sync_to_disk(incomplete_folder(folder) / file)  # by who wrote it, whose machine has it in memory
-        shards.append(Shard(file, tuple(tensors_by_name), sum(tensor.nbytes for tensor in tensors_by_name.values())))
-        tensors_by_name.clear()  # free its memory before the next one is collected
+    with ThreadPoolExecutor(1, thread_name_prefix="export") as pool:
+        writing: Future[Shard] | None = None
+        for number, tensors_by_name in enumerate(_split_by_bytes(tensors, shard_bytes)):
+            if writing:
+                shards.append(writing.result())
+            writing = pool.submit(_write_shard, folder, f"shard-{writer}-{number}", tensors_by_name)
+        if writing:
+            shards.append(writing.result())
     return shards
+
+
+def _write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> Shard:
+    """Write one file and wait until it is on disk; the tensors are then dropped, whoever else has the dictionary."""
+    path = incomplete_folder(folder) / file
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # is no OSError
+        raise OSError(f"{file}: {error}") from error
+    sync_to_disk(path)  # by who wrote it, whose machine has it in memory
+    shard = Shard(file, tuple(tensors), sum(tensor.nbytes for tensor in tensors.values()))
+    tensors.clear()
+    return shard
 
 
 def complete_hf(folder: Path, shards: Sequence[Shard], like: Path, fp8: bool = False) -> None:

@@ -342,10 +342,10 @@ def _exports(settings: Settings) -> bool:
 
 
 def _export_host_bytes(job: PlannedJob) -> float:
-    """Return what a rank holds of the Hugging Face folder that it writes: a shard and the tensor after it, or less."""
+    """Return what a rank holds of the folder that it exports: two shards and the tensor after them, or less."""
     weights = job.per_parameter.weights
     tensor = _largest_tensor(job.model, 1) * weights
-    return min(max(SHARD_BYTES, tensor) + tensor, max(tensor, job.parameters * weights / job.train_ranks))
+    return min(2 * max(SHARD_BYTES, tensor) + tensor, max(tensor, job.parameters * weights / job.train_ranks))
 
 
 def _engine_host_memory(job: PlannedJob, engine: EngineMemory) -> dict[str, float]:

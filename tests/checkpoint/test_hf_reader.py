@@ -1,9 +1,11 @@
 """Folders of safetensors: written here and read by safetensors, and the other way; damaged and missing files."""
 
+import errno
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from grpo_mp.checkpoint import hf_writer
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
 from grpo_mp.checkpoint.hf_writer import write_hf
 from grpo_mp.errors import UserError
 
+LIMIT_S = 20.0
 TENSORS = {
     "model.a": torch.arange(24, dtype=torch.float32).view(6, 4),
     "model.b": torch.arange(10, dtype=torch.bfloat16),
@@ -90,6 +94,36 @@ def test_a_failed_write_leaves_the_old_folder(tmp_path: Path, like: Path) -> Non
     write_hf(tmp_path / "out", list(TENSORS.items())[:1], like)
     with HfReader(tmp_path / "out") as reader:
         assert reader.names == {"model.a"}
+
+
+def test_a_shard_is_written_while_the_next_is_made(tmp_path: Path, like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    next_is_made, in_time = Event(), []
+
+    def sync_to_disk(path: Path) -> None:
+        if path.name == "shard-0-0":
+            in_time.append(next_is_made.wait(LIMIT_S))
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        yield "model.a", TENSORS["model.a"]
+        yield "model.b", TENSORS["model.b"]  # it does not fit: the first shard is full
+        next_is_made.set()
+
+    monkeypatch.setattr(hf_writer, "sync_to_disk", sync_to_disk)
+    write_hf(tmp_path / "out", tensors(), like, shard_bytes=1)
+    assert in_time == [True]
+
+
+def test_a_disk_that_refuses_a_shard_ends_the_write(
+    tmp_path: Path, like: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sync_to_disk(path: Path) -> None:
+        if path.name == "shard-0-1":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(hf_writer, "sync_to_disk", sync_to_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_hf(tmp_path / "out", TENSORS.items(), like, shard_bytes=1)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("keep", [0, 4, 60, -1])

@@ -274,14 +274,14 @@ def test_all_state_is_saved_as_it_is_kept() -> None:
     assert job.per_parameter.saved == 8
 
 
-def test_an_export_holds_a_shard_and_a_tensor_on_each_rank() -> None:
+def test_an_export_holds_two_shards_and_a_tensor_on_each_rank() -> None:
     """Qwen3-30B-A3B's largest tensor has 151,936 rows of 2,048 in bfloat16; three rounds are on the device."""
     tensor = 151936 * 2048 * 2
     plain, exporting = (
         plan_memory(job_of("qwen3-30b-a3b", "h100-80", 1, layout={"tensor": 4}, run={"export": export}))
         for export in (False, True)
     )
-    assert exporting.host[SubPhase.SAVE]["export"] == 8 * (2**30 + tensor)
+    assert exporting.host[SubPhase.SAVE]["export"] == 8 * (2 * 2**30 + tensor)
     assert exporting.device[0][SubPhase.SAVE]["export rounds"] == 3 * tensor
     assert not plain.host[SubPhase.SAVE]["export"]
     assert "export rounds" not in plain.device[0][SubPhase.SAVE]
