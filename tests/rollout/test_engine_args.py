@@ -1,5 +1,6 @@
 """What a server is started with, without starting one."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from grpo_mp.rollout.engine_main import ARGUMENTS
 
 SPEC = EngineSpec(index=0, rank=0, model=Path("m"), dtype="bfloat16", context_tokens=100, gpus=8, first_gpu=4)
 CPU = EngineSpec(index=0, rank=0, model=Path("m"), dtype="float32", context_tokens=100, cpu=True)
+DISABLED = "SGLANG_DISABLED_MODEL_ARCHS"
 ASK_SGLANG = """
 import inspect, json
 from sglang.srt.server_args import ServerArgs
@@ -98,6 +100,41 @@ def test_environment(spec: EngineSpec) -> None:
     assert path[-1] == "/mine"
     assert (path[0] == str(ENGINE_SITE)) is spec.cpu
     assert ("SGLANG_USE_CPU_ENGINE" in environment) is spec.cpu
+
+
+@pytest.mark.parametrize(
+    ("architecture", "module"),
+    [
+        ("DeepseekV3ForCausalLM", "deepseek_v2"),
+        ("DeepseekV2ForCausalLM", "deepseek_v2"),
+        ("Glm4MoeForCausalLM", "glm4_moe"),
+        ("Qwen3MoeForCausalLM", "qwen3_moe"),
+        ("Qwen3ForCausalLM", "qwen3"),
+        ("Qwen2ForCausalLM", "qwen2"),
+        ("LlamaForCausalLM", "llama"),
+        ("MixtralForCausalLM", "mixtral"),
+        ("Qwen2ForRewardModel", "qwen2_rm"),
+    ],
+)
+def test_an_engine_imports_the_module_of_its_model_alone(architecture: str, module: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}), encoding="utf-8")
+    disabled = engine_environment(replace(CPU, model=tmp_path), {}, str(tmp_path), {})[DISABLED].split(",")
+    package = importlib.util.find_spec("sglang")
+    assert package
+    assert package.submodule_search_locations
+    modules = {file.stem for file in Path(package.submodule_search_locations[0], "srt", "models").glob("*.py")}
+    assert modules - set(disabled) == {module}
+    assert set(disabled) < modules
+
+
+def test_an_engine_imports_every_model_where_one_may_not_suffice(tmp_path: Path) -> None:
+    """Where it drafts, where SGLang has no such class, and where the user says which."""
+    spec = replace(CPU, model=tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}', encoding="utf-8")
+    assert DISABLED not in engine_environment(spec, {"speculative_algorithm": "NEXTN"}, str(tmp_path), {})
+    assert engine_environment(spec, {}, str(tmp_path), {DISABLED: "llama4"})[DISABLED] == "llama4"
+    (tmp_path / "config.json").write_text('{"architectures": ["OfSomebodyElse"]}', encoding="utf-8")
+    assert DISABLED not in engine_environment(spec, {}, str(tmp_path), {})
 
 
 def test_ranks_of_an_engine_agree_on_the_token(tmp_path: Path) -> None:

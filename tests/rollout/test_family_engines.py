@@ -36,6 +36,7 @@ def test_scores_are_those_of_transformers(
     with started_engine(make_spec(model=folder), tmp_path / "engine.log") as process:
         process.wait_ready(START_TIMEOUT_S)
         (scores,), generated = asyncio.run(score_and_generate(process))
+    assert "Ignore import error" not in (tmp_path / "engine.log").read_text()  # of a model that this one is not
 
     def reference(tokens: list[int]) -> torch.Tensor:
         return expected_logprobs(folder, tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
