@@ -178,6 +178,11 @@ class PlannedJob:
         return self.settings.algorithm.kl.measured_share > 0
 
     @property
+    def saved_reference(self) -> float:
+        """Return the bytes a parameter that a checkpoint has of the reference: its weights, where it is updated."""
+        return self.per_parameter.weights * (self.settings.algorithm.kl.ref_update_every > 0)
+
+    @property
     def prompt_tokens(self) -> int:
         """Return the assumed tokens of a prompt: half of their limit."""
         return max(1, self.settings.rollout.max_prompt_tokens // 2)

@@ -187,6 +187,7 @@ def _engine_device_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhas
             "sync rounds": staged,
             "fragments": OVERHEADS.fragmentation * staged,
             "checksums": _checksum_bytes(job),
+            "quantization": QUANTIZATION_BYTES * job.engine_uses_fp8,  # of matrices of which a part cuts a block
         },
     }
 
@@ -204,7 +205,7 @@ def _checksum_bytes(job: PlannedJob) -> float:
     if not (asked and job.engine_uses_fp8):
         return 0.0
     experts = 2 * model.moe_ffn_hidden_size * model.num_experts / parallelism.expert / parallelism.expert_tensor
-    return CHECKSUM_BYTES * model.hidden_size * max(experts, 2 * model.ffn_hidden_size / parallelism.gpus)
+    return CHECKSUM_BYTES * model.hidden_size * max(experts, 2 * model.ffn_hidden_size / parallelism.dense_tensor)
 
 
 def communicator_bytes(job: PlannedJob) -> tuple[float, float]:

@@ -160,7 +160,9 @@ def resume_use(job: PlannedJob, stage: int) -> ResourceUse:
     weights = count.total * per_parameter.weights
     state = job.sharded_parameters(count) * (per_parameter.saved - per_parameter.weights)
     own = weights * (1 + job.has_reference) + state
-    checked = job.parameters * per_parameter.saved / max(1.0, job.train_ranks / job.gpus_per_node)
+    checked = (
+        job.parameters * (per_parameter.saved + job.saved_reference) / max(1.0, job.train_ranks / job.gpus_per_node)
+    )
     on_node = min(job.gpus_per_node, job.train_ranks)
     return ResourceUse(disk_bytes=checked + own * on_node, host_link_bytes=weights + state)
 
@@ -168,13 +170,14 @@ def resume_use(job: PlannedJob, stage: int) -> ResourceUse:
 def save_uses(job: PlannedJob) -> tuple[ResourceUse, ResourceUse]:
     """Return the use of one GPU that a checkpoint takes: for weights, and for the rest.
 
-    All is read once more, for its checksums.
+    All is read once more, for its checksums. A reference that is updated is written before the step goes on.
     """
     per_parameter = job.per_parameter
     nodes = max(1.0, job.train_ranks / job.gpus_per_node)
-    weights = ResourceUse(disk_bytes=job.parameters * per_parameter.weights / nodes)
+    weights = ResourceUse(disk_bytes=job.parameters * (per_parameter.weights + job.saved_reference) / nodes)
+    rest_bytes = 2 * per_parameter.saved - per_parameter.weights + job.saved_reference
     rest = ResourceUse(
-        disk_bytes=job.parameters * (2 * per_parameter.saved - per_parameter.weights) / nodes,
+        disk_bytes=job.parameters * rest_bytes / nodes,
         host_copy_bytes=max(map(job.sharded_parameters, job.parameter_counts)) * per_parameter.saved,
     )
     return weights, rest

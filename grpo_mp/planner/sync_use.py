@@ -19,6 +19,9 @@ CHECKSUM_REQUESTS = 2  # before what was left out is sent, and after
 FINGERPRINT_PASSES = 11  # over the weights: five operations on words (weight_sync/changes.py)
 # Over an element of FP8, as SGLang hashes it: both factors in float32, their product, that in bfloat16.
 DEQUANTIZED_BYTES = 29
+# Over an element that becomes FP8 on a GPU (models/fp8.py), beside its own bytes: it is made float32 (4), of which the
+# largest is read (4); divided and bounded (8 each), cast (5), and copied into the message (2).
+QUANTIZATION_BYTES = 31
 CHECK_COLLECTIVES = 6  # gather, broadcast (twice) and compare logprobs; barriers before and after the engine wakes
 
 
@@ -45,13 +48,17 @@ def sync_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
             Part(f"checksums, each {every} steps", hashed.scaled(1 / every)),
             Part(f"what did not change is sent, each {every} steps", sent.scaled(1 / every)),
         ]
-    return replace(sent, parts=tuple(parts))
+    return replace(sent, parts=(*sent.parts, *parts))
 
 
 def send_use(job: PlannedJob, traffic: SyncTraffic) -> ResourceUse:
-    """Return the use of one GPU where all weights are sent."""
+    """Return the use of one GPU where all weights are sent.
+
+    Rounds are as uneven over links as measured; a round is quantized while the one before it is sent, so not there.
+    """
     uneven, shared = OVERHEADS.sync_unevenness, job.settings.shares_devices
     requests = SYNC_REQUESTS + traffic.rounds + (1 if shared else PAUSE_REQUESTS)
+    quantized = (QUANTIZATION_BYTES + job.per_parameter.weights) * traffic.quantized
     return ResourceUse(
         device_bytes=4 * traffic.loaded,  # packed, joined, shared, loaded
         nvlink_bytes=uneven * traffic.nvlink,
@@ -62,6 +69,7 @@ def send_use(job: PlannedJob, traffic: SyncTraffic) -> ResourceUse:
             Wait("tensors that an engine loads", traffic.tensors, OVERHEADS.sync_tensor_s),
             Wait("wakes of an engine's weights", float(shared), OVERHEADS.engine_memory_s),
         ),
+        parts=(Part("FP8 quantization", ResourceUse(device_bytes=quantized)),) if quantized else (),
     )
 
 

@@ -1,13 +1,15 @@
 """What the weight sync of a planned job moves, by the plan that the job itself will follow."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 
 import torch
 
 from grpo_mp.distributed.shards import shard_holders, tp_size
 from grpo_mp.models.families import family_of
+from grpo_mp.models.fp8 import FP8
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.rollout.engine_parallelism import expert_alignment
@@ -35,6 +37,7 @@ class SyncTraffic:
     loaded: float
     shards: float  # that it sends to the ranks that stage it, or stages of others
     tensors: float  # that one engine rank loads
+    quantized: float  # elements that it makes FP8 of
     rounds: int
 
 
@@ -54,7 +57,8 @@ def sync_traffic(job: PlannedJob) -> SyncTraffic:
         tensors |= {reader: tensors.get(reader, 0) + count for reader in transfer.readers}
     round_bytes = wire.round_bytes(job.settings.sync.bucket_bytes)  # the sample has a group of each size
     rounds = int(-(-max(loaded, shards) // round_bytes))  # no rank loads, sends or receives more in a round
-    return SyncTraffic(network, nvlink, loaded, shards, max(tensors.values()), rounds)
+    quantized = quantized_elements(transfers, weights, wire)
+    return SyncTraffic(network, nvlink, loaded, shards, max(tensors.values()), quantized, rounds)
 
 
 def check_lengths(job: PlannedJob) -> list[int]:
@@ -125,6 +129,22 @@ def busiest(
         for name in ("network", "nvlink", "loaded", "shards")
     )
     return network, nvlink, loaded, shards
+
+
+def quantized_elements(transfers: Sequence[Transfer], weights: Sequence[int], wire: WireFormat) -> float:
+    """Return the most elements that a rank makes FP8 of: where the shard is, or where parts that cut blocks are joined.
+
+    Transfers count `weight` times. Those of one round that take the same shard share the work: few do.
+    """
+    by_rank: dict[int, float] = {}
+    elements = cache(lambda piece: sum(prod(spec.shape) for spec in wire.specs(piece) if spec.dtype == FP8))
+    for transfer, weight in zip(transfers, weights, strict=True):
+        for piece, sources in zip(transfer.pieces(), transfer.sources, strict=True):
+            at_source = wire.quantizes_shards(piece.name)
+            for rank in [source for _, source in sources] if at_source else [transfer.receiver]:
+                share = len(sources) if at_source else 1
+                by_rank[rank] = by_rank.get(rank, 0.0) + weight * elements(piece) / share
+    return max(by_rank.values(), default=0.0)
 
 
 def _layers_like(job: PlannedJob) -> dict[int, int]:

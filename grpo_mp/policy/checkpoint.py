@@ -59,27 +59,36 @@ def on_all_ranks(work: Callable[[], Value], folder: Path, group: dist.ProcessGro
     """Return what `work` returns on this rank, once no rank has failed. Every rank of the group must call this.
 
     Raises DiskError, on every rank, where one cannot write below `folder`. What is no error of the disk is raised as
-    itself where it happened.
+    itself where it happened, and as RuntimeError, with its text, on the others.
     """
     value, error = None, None
     try:
         value = work()
     except Exception as caught:  # noqa: BLE001 - the others wait for this rank; it is raised below
         error = caught
-    messages = all_gather(_reason(error, folder) if error else "", group)
-    if error and not isinstance(error, OSError | RuntimeError):  # torch reports a full disk as the latter
+    if error and not _is_of_disk(error):
+        all_gather((False, one_line(error) or type(error).__name__), group)
         raise error
-    for rank, message in enumerate(messages):
-        if message:
-            raise DiskError(f"{folder} cannot be written (rank {rank}): {message}") from error
+    reasons: list[tuple[bool, str]] = all_gather((True, _reason(error, folder) if error else ""), group)
+    for rank, (of_disk, reason) in enumerate(reasons):
+        if not of_disk:
+            raise RuntimeError(f"rank {rank}, which was to write below {folder}: {reason}")
+    for rank, (_, reason) in enumerate(reasons):
+        if reason:
+            raise DiskError(f"{folder} cannot be written (rank {rank}): {reason}") from error
     return value  # type: ignore[return-value]
+
+
+def _is_of_disk(error: Exception) -> bool:
+    """Tell whether an error is of writing: torch's writers report a full disk as RuntimeError, as it does much else."""
+    return isinstance(error, OSError) or (isinstance(error, RuntimeError) and TORCH_WRITER in str(error))
 
 
 def _reason(error: Exception, folder: Path) -> str:
     """Return why one cannot write; torch's writers do not say that a disk is full."""
-    if isinstance(error, RuntimeError) and TORCH_WRITER in str(error) and shutil.disk_usage(folder).free < FULL_BYTES:
+    if isinstance(error, RuntimeError) and shutil.disk_usage(folder).free < FULL_BYTES:
         return os.strerror(errno.ENOSPC)
-    return one_line(error)
+    return one_line(error) or type(error).__name__
 
 
 def gather_written(written: Written, group: dist.ProcessGroup) -> dict[Path, list[WrittenChunks]]:

@@ -78,19 +78,27 @@ def disk_need(settings: Settings, hf: HfConfig) -> DiskNeed:
     run = settings.run
     behind = (run.save_every or run.steps) * min(run.keep_checkpoints, FALLBACKS)
     steps = min(behind + 1, run.steps) + settings.rollout.max_staleness
-    return policy_disk_need(settings, hf, recorded_bytes(settings, hf), steps + run.steps * settings.rollout.dump)
+    rollout_steps = steps + run.steps * settings.rollout.dump
+    updated = settings.algorithm.kl.ref_update_every > 0
+    return policy_disk_need(settings, hf, recorded_bytes(settings, hf), rollout_steps, updated)
 
 
-def policy_disk_need(settings: TrainerSettings, hf: HfConfig, rollouts: int = 0, rollout_steps: int = 0) -> DiskNeed:
+def policy_disk_need(
+    settings: TrainerSettings, hf: HfConfig, rollouts: int = 0, rollout_steps: int = 0, updated_reference: bool = False
+) -> DiskNeed:
     """Return the most that a run needs: of checkpoints, one more than is kept while it is written; exports.
 
-    `rollouts`: bytes of one step's, of which those of so many steps are there at a time.
+    `rollouts`: bytes of one step's, of which those of so many steps are there at a time. `updated_reference`: whether
+    checkpoints have the weights of a reference, too.
     """
     params = family_of(hf).params(hf).values()
     count = sum(prod(shape) for param in params if not param.alias for shape in param.shapes)
     size = bytes_per_parameter(settings.model.dtype, settings.training.megatron_args, settings.optimizer.offload)
     run = settings.run
-    checkpoint, export = count * size.saved, count * (1 if run.export_fp8 else size.weights)
+    checkpoint, export = (
+        count * (size.saved + size.weights * updated_reference),
+        count * (1 if run.export_fp8 else size.weights),
+    )
     checkpoints = min(run.keep_checkpoints + 1, run.steps // run.save_every + 1 if run.save_every else 1)
     exports = run.export + (run.steps // run.export_every if run.export_every else 0)
     total = checkpoints * checkpoint + exports * export + rollout_steps * rollouts

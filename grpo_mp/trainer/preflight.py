@@ -197,6 +197,8 @@ def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_
     check_temporary_folder()
     check_engine(settings.engine, hf, cpu=not platform.on_cuda())
     check_bucket(settings, hf, fp8=engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda()))
+    if settings.run.export or settings.run.export_every:
+        check_bucket(settings, hf, settings.run.export_fp8)
     if settings.training.router_replay == "R3":
         drafting = speculative_arguments(settings.engine, settings.rollout.group_size)
         check_routed_experts(settings.engine.args | drafting, known_arguments(), model_shape(hf))

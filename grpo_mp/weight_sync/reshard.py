@@ -42,14 +42,19 @@ class Resharder:
 
     def messages(self, round_: RankRound) -> dict[int, Tensor]:
         """Return what this rank sends in a round, uint8, by target."""
-        messages = {}
+        messages: dict[int, Tensor] = {}
+        copies: dict[Shard, list[list[Tensor]]] = {}  # where each shard goes
         for target, shards in round_.sends.items():
             specs, device = self._specs(shards), self.tensors[shards[0].name].device
             messages[target] = torch.empty(packed_bytes(specs), dtype=torch.uint8, device=device)
             views = unpack(messages[target], specs)
-            for shard in shards:  # one after the other: what is quantized is there once more only for one
-                for tensor in self._local(shard):
-                    next(views).copy_(tensor)
+            for shard in shards:
+                copies.setdefault(shard, []).append([next(views) for _ in self.wire.shard_specs(shard)])
+        for shard, places in copies.items():  # what is quantized is so once for all targets, and one after the other
+            tensors = self._local(shard)
+            for place in places:
+                for view, tensor in zip(place, tensors, strict=True):
+                    view.copy_(tensor)
         return messages
 
     def join(self, round_: RankRound, arrived: Mapping[int, Tensor]) -> NamedTensors:

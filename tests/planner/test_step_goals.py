@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.config import load_settings
+from grpo_mp.phases import GIB
 from grpo_mp.planner.clusters import OVERHEADS, read_cluster
 from grpo_mp.planner.job import make_job
-from grpo_mp.planner.memory import SubPhase
+from grpo_mp.planner.memory import SubPhase, total_bytes
 from grpo_mp.planner.model_configs import find_config
-from grpo_mp.planner.plan import Plan, make_plan
+from grpo_mp.planner.plan import Plan, check_fits, make_plan
 from grpo_mp.planner.weight_traffic import PROMPTS, check_lengths
 from grpo_mp.weight_sync import engine_check
 
@@ -19,13 +20,17 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 def plan_recipe(name: str, nodes: int, *overrides: str) -> Plan:
     settings = load_settings(CONFIGS / f"{name}.yaml", list(overrides))
     hf, _ = find_config(settings.model.path)
-    return make_plan(make_job(settings, hf, read_cluster("h100-80"), nodes))
+    plan = make_plan(make_job(settings, hf, read_cluster("h100-80"), nodes))
+    assert check_fits(plan).fits
+    return plan
 
 
 def test_long_answers_on_128_gpus() -> None:
     """A sync under 3 s: engines that fall asleep and wake, new weights, an empty cache and the check included."""
     plan = plan_recipe("moe_671b", 16)
     assert plan.step_s < 1100
+    host = {sub_phase: total_bytes(plan.memory.host[sub_phase]) for sub_phase in (SubPhase.OFFLOAD, SubPhase.SAVE)}
+    assert host[SubPhase.SAVE] - host[SubPhase.OFFLOAD] < 100 * GIB
     sleep_s = plan.times[SubPhase.OFFLOAD].parts["latency"]
     assert sleep_s > 0
     assert plan.sync_s + sleep_s < 3

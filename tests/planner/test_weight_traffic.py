@@ -13,7 +13,7 @@ from grpo_mp.planner.engine_memory import engine_weight_bytes
 from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import named_config
-from grpo_mp.planner.weight_traffic import busiest, job_wire_format, plan_job_sync, sync_traffic
+from grpo_mp.planner.weight_traffic import busiest, job_wire_format, plan_job_sync, quantized_elements, sync_traffic
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, Piece, Transfer
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.planner.jobs import job_of, settings_of
@@ -45,6 +45,8 @@ def test_few_layers_tell_what_all_layers_move(
     # Over few layers ranks are less even than over all: the busiest is estimated too high, never too low.
     assert nvlink <= traffic.nvlink <= 2 * nvlink
     assert network <= traffic.network <= 2 * network
+    quantized = quantized_elements(transfers, [1] * len(transfers), wire)
+    assert 0.999 * quantized <= traffic.quantized <= 2 * quantized
     assert network < 13 * GB  # the whole model, 1,271 GB in bfloat16, went to every GPU before plans were by expert
 
 
@@ -147,3 +149,15 @@ def test_rounds_are_those_of_the_whole_plan(layers: str, limited_by_senders: boo
     plan, _ = plan_job_sync(job, family_of(job.hf).params(job.hf))
     assert (traffic.shards > 1.5 * traffic.loaded) == limited_by_senders
     assert len(plan.rounds) == pytest.approx(traffic.rounds, rel=0.3)
+
+
+def test_what_is_quantized_is_so_once_where_it_is() -> None:
+    """By one rank, which has the whole model and sends its experts to no other; the router stays in bfloat16."""
+    fp8 = {"args": {"quantization": "fp8"}}
+    cluster = replace(read_cluster("h100-80"), gpus_per_node=1)
+    jobs = [
+        make_job(settings_of(engine=engine), named_config("Qwen3-30B-A3B"), cluster, 1)
+        for engine in (fp8, {"args": {}})
+    ]
+    experts, attention = 48 * 128 * 3 * 768 * 2048, 48 * 2048 * 128 * (32 + 4 + 4 + 32)
+    assert [sync_traffic(job).quantized for job in jobs] == [experts + attention, 0]

@@ -122,7 +122,10 @@ def test_what_is_no_error_of_the_disk_is_raised_as_itself(parallel: Parallel, tm
     def fail(error: Exception) -> None:
         raise error
 
-    with pytest.raises(ZeroDivisionError):
-        on_all_ranks(lambda: fail(ZeroDivisionError()), tmp_path, parallel.cpu_group)
+    for error in (ZeroDivisionError(), RuntimeError("CUDA out of memory")):
+        with pytest.raises(type(error), match=str(error)):
+            on_all_ranks(lambda: fail(error), tmp_path, parallel.cpu_group)  # noqa: B023 - called at once
+    with pytest.raises(UserError, match=r"cannot be written \(rank 0\): TimeoutError$"):
+        on_all_ranks(lambda: fail(TimeoutError()), tmp_path, parallel.cpu_group)
     with pytest.raises(UserError, match=r"cannot be written \(rank 0\): full"):
         on_all_ranks(lambda: fail(OSError("full")), tmp_path, parallel.cpu_group)
