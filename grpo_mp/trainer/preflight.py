@@ -197,8 +197,6 @@ def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_
     check_temporary_folder()
     check_engine(settings.engine, hf, cpu=not platform.on_cuda())
     check_bucket(settings, hf, fp8=engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda()))
-    if settings.run.export or settings.run.export_every:
-        check_bucket(settings, hf, settings.run.export_fp8)
     if settings.training.router_replay == "R3":
         drafting = speculative_arguments(settings.engine, settings.rollout.group_size)
         check_routed_experts(settings.engine.args | drafting, known_arguments(), model_shape(hf))
@@ -278,8 +276,13 @@ def check_engine(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
 
 
 def check_bucket(settings: Settings, hf: HfConfig, fp8: bool) -> None:
-    """Check that a round of `sync.bucket_bytes` holds what an engine loads at once. Raises UserError."""
-    _wire_format(settings, hf, fp8).round_bytes(settings.sync.bucket_bytes)
+    """Check that a round of `sync.bucket_bytes` holds what an engine loads at once. Raises UserError.
+
+    `fp8`: engines get blockwise FP8; exports, which go through the same rounds, may be in the other format.
+    """
+    exports = settings.run.export or settings.run.export_every > 0
+    for in_fp8 in {fp8, settings.run.export_fp8 if exports else fp8}:
+        _wire_format(settings, hf, in_fp8).round_bytes(settings.sync.bucket_bytes)
 
 
 def sync_warnings(settings: Settings, hf: HfConfig, fp8: bool) -> list[str]:

@@ -14,7 +14,7 @@ from grpo_mp.planner.engine_memory import engine_memory
 from grpo_mp.planner.job import BytesPerParameter, PlannedJob, bytes_per_parameter, make_job
 from grpo_mp.planner.memory import MEASURED, MemoryPlan, SubPhase, plan_memory, total_bytes
 from grpo_mp.planner.model_configs import published_config
-from grpo_mp.planner.plan import check_fits, make_plan
+from grpo_mp.planner.plan import check_fits, make_plan, save_uses
 from grpo_mp.policy.offload import device_items
 from grpo_mp.policy.policy import Policy
 from tests.planner.jobs import job_of
@@ -266,6 +266,19 @@ def test_a_step_waits_for_the_weights_of_its_checkpoint_only() -> None:
     assert beside.uses[SubPhase.SAVE].disk_bytes == pytest.approx(QWEN * 2)
     assert waiting.uses[SubPhase.SAVE].disk_bytes == pytest.approx(QWEN * 2 * 8)
     assert beside.step_s < waiting.step_s
+
+
+def test_a_save_writes_and_reads_the_reference_that_is_updated() -> None:
+    """Two bytes a parameter, for which the step waits; they are read for their checksums, and at each start."""
+    kept, updated = (
+        make_plan(job_of("qwen2.5-7b", "h100-80", 1, algorithm={"kl": {"coef": 0.1, "ref_update_every": every}}))
+        for every in (0, 5)
+    )
+    (weights, rest), (more_weights, more_rest) = save_uses(kept.job), save_uses(updated.job)
+    assert more_weights.disk_bytes - weights.disk_bytes == pytest.approx(QWEN * 2)
+    assert more_rest.disk_bytes - rest.disk_bytes == pytest.approx(QWEN * 2)
+    loads = [plan.uses[SubPhase.LOAD].disk_bytes for plan in (kept, updated)]
+    assert loads[1] - loads[0] == pytest.approx(QWEN * 2)
 
 
 def test_all_state_is_saved_as_it_is_kept() -> None:

@@ -1,12 +1,16 @@
 """What a sync of changes and a save take beside what is sent and written, by name, against numbers made by hand."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_mp.config import load_settings
 from grpo_mp.phases import GIB
-from grpo_mp.planner.job import PlannedJob
+from grpo_mp.planner.clusters import read_cluster
+from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import SubPhase, plan_memory
+from grpo_mp.planner.model_configs import named_config
 from grpo_mp.planner.plan import Plan, make_plan
 from tests.planner.jobs import job_of
 from tests.planner.test_divided_jobs import QWEN, divided
@@ -71,6 +75,16 @@ def test_checksums_of_fp8_need_memory_of_the_device_where_the_engine_is() -> Non
     assert [plan.engine_device[SubPhase.SYNC]["checksums"] for plan in plans] == [size, 0]
     assert not any("checksums" in sizes for sizes in plans[0].device[0].values())
     assert plans[0].device[0][SubPhase.SYNC]["fingerprints"] == 8 * 2**20  # a chunk's temporary memory is gone before
+
+
+def test_a_dense_layer_that_is_not_divided_is_the_largest_tensor_that_is_hashed() -> None:
+    """R1's first layers have 2 x 18,432 rows of 7,168, whole on each GPU with moe_dense_tp_size 1."""
+    divided_r1 = ["schedule=async", "engine.ranks=128", "sync.pause=in_place", "training.router_replay=none"]
+    settings = load_settings(Path("configs/moe_671b.yaml"), divided_r1)
+    job = make_job(settings, named_config("DeepSeek-R1"), read_cluster("h100-80"), nodes=32)
+    sizes = plan_memory(job).engine_device[SubPhase.SYNC]
+    assert sizes["checksums"] == 12 * 2 * 18432 * 7168
+    assert sizes["quantization"] == 2 * 4 * 2**25
 
 
 def test_a_save_brings_weights_and_communicators_back_and_the_engine_gives_up_its_cache() -> None:

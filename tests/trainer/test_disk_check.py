@@ -64,6 +64,13 @@ def test_what_a_run_keeps_at_a_time(
     assert need.run == checkpoints * need.checkpoint + exports * need.export + rollouts * need.rollouts
 
 
+def test_a_checkpoint_has_the_reference_that_is_updated(tiny_run: TinyRun) -> None:
+    hf = HfConfig.read(tiny_run.model)
+    updated = load_settings(tiny_run.config, ["algorithm.kl={coef: 0.1, ref_update_every: 2}"])
+    need = disk_need(updated, hf)
+    assert need.checkpoint == 4 * need.export  # float32 weights twice, and moments
+
+
 @pytest.mark.parametrize("replay", ["none", "R3"])
 def test_what_a_step_records_is_bounded(tiny_run: TinyRun, tmp_path: Path, replay: str) -> None:
     """Responses of random tokens with random logprobs and experts, as nothing compresses them."""

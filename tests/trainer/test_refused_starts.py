@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from grpo_mp.config import load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.train import main
-from grpo_mp.trainer.preflight import check_engine
+from grpo_mp.trainer.preflight import check_bucket, check_engine
 from tests.conftest import TinyRun
 from tests.planner.jobs import settings_of
 from tests.trainer.conftest import Refuse
@@ -117,6 +118,15 @@ def test_ranks_that_were_not_started(
     with pytest.raises(SystemExit) as raised:
         main([str(tiny_run.config), *options])
     assert (raised.value.code, capfd.readouterr().err) == (2, f"error: {sentence}\n")
+
+
+@pytest.mark.parametrize(("run", "refused"), [({"export": False}, False), ({"export": True}, True)])
+def test_a_round_holds_what_an_export_moves_at_once(run: dict[str, bool], refused: bool) -> None:
+    """Engines of a Mixtral-8x22B in FP8: its experts' three matrices are half of what they are in the export."""
+    settings = settings_of(run=run | {"export_fp8": False}, sync={"bucket_bytes": 1_572_864_000})
+    hf = published_config("mixtral-8x22b")
+    with pytest.raises(UserError, match="set 2415919104 or more") if refused else nullcontext():
+        check_bucket(settings, hf, fp8=True)
 
 
 def test_no_reward_at_all(refuse: Refuse) -> None:
