@@ -130,11 +130,13 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -
 def _split_by_bytes(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     """Yield tensors by name, in order, in dictionaries of at most `max_bytes` or one tensor."""
     shard: dict[str, torch.Tensor] = {}
+    size = 0
     for name, tensor in tensors:
-        if shard and sum(other.nbytes for other in shard.values()) + tensor.nbytes > max_bytes:
+        if shard and size + tensor.nbytes > max_bytes:
             yield shard
-            shard = {}
+            shard, size = {}, 0
         shard[name] = tensor.contiguous()
+        size += tensor.nbytes
     if shard:
         yield shard
 
