@@ -15,14 +15,19 @@ import pytest
 import torch.distributed as dist
 
 from grpo_mp.background import EventLoopThread
+from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.config.sections import EngineConfig
 from grpo_mp.errors import EngineError, UserError
+from grpo_mp.rollout.client import SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.hosted_engine import EngineNode, HostedEngine
 from grpo_mp.rollout.placement import EnginePlacement
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.rollout.server import EngineProcess
+from grpo_mp.rollout.stream import GroupStream
+from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.trainer.offload import engine_functions
+from grpo_mp.types import Prompt
 from grpo_mp.weight_sync.transport import EngineLink
 
 SERVER = """
@@ -214,6 +219,10 @@ def test_one_that_runs_out_of_memory_starts_again(
     (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert re.fullmatch(r"engine 0: /\w+: status 500: CUDA out of memory(: where .*)?: it is started again", said)
     call()  # it takes no part
+    stream = GroupStream(dist.HashStore(), "step/1", AdmissionRule(1, 1, 1))
+    task = RolloutTask(lambda number: Prompt(number, "", (1,)), 1, 0, 1, SamplingParams(1))
+    assert rollout.begin(task, stream).result() == {}
+    wait_until(engine.has_restarted)  # while the others generate
     assert rollout.join(wait=True)
     assert rollout.client not in (None, before)
     call()
