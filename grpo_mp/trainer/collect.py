@@ -226,8 +226,10 @@ class RolloutCollector:
         if not self.settings.updates_running_groups:
             rule = replace(rule, lookahead=rule.needed * self.settings.steps_ahead)
         taken = self._recorded.take(state.groups_launched, rule, lambda number: (queue[number], queue.epoch(number)))
+        # A step launches more than `take` foresees where a group is aborted: of that no record says so.
+        begun = frozenset[int]().union(*all_gather(set(self._carried), job.group))
         for number, record in taken.items():
-            if loaded := load(record, self._prompt(number)):
+            if number not in begun and (loaded := load(record, self._prompt(number))):
                 recorded[number], self._stats[state.groups_launched + number] = loaded
         carried: LaunchedGroups = {**recorded, **self._carried}
         # Where a repeated step has launched other groups than before, some may come to a later step than they should.
