@@ -49,7 +49,7 @@ def send_groups(
     outgoing: list[list[SampleGroup]] = [[] for _ in range(dist.get_world_size(process_group))]
     for group in groups:
         outgoing[rank_of(group)].append(group)
-    return sorted(_all_to_all(outgoing, process_group), key=lambda group: group.samples[0].group_id)
+    return sorted(all_to_all(outgoing, process_group), key=lambda group: group.samples[0].group_id)
 
 
 def redistribute(
@@ -69,7 +69,7 @@ def redistribute(
         [_without_text(local_samples[key]) for key in keys_by_rank.get(rank, ()) if key in local_samples]
         for rank in range(dist.get_world_size(process_group))
     ]
-    received = [_all_to_all(outgoing, process_group)]
+    received = [all_to_all(outgoing, process_group)]
     if dist.get_world_size(replica) > 1:
         dist.broadcast_object_list(received, replica_source, group=replica)
     return {sample.key: sample for sample in received[0]}
@@ -92,8 +92,8 @@ def _without_text(sample: Sample) -> Sample:
     )
 
 
-def _all_to_all(outgoing: Sequence[list[Item]], group: dist.ProcessGroup) -> list[Item]:
-    """Send a list to each rank; return the items received from all."""
+def all_to_all(outgoing: Sequence[list[Item]], group: dist.ProcessGroup) -> list[Item]:
+    """Send a list to each rank; return the items received from all. Every rank must call this."""
     parts = all_to_all_bytes([pickle.dumps(items) for items in outgoing], group)
     return [item for part in parts for item in pickle.loads(part.numpy().data)]
 

@@ -187,6 +187,8 @@ class Rollout:
         """Begin to generate and score the groups of a task that this rank's engine takes; `scorer`: None: the run's."""
         engine, client = self.engine, self.client
         if not (engine and client):
+            if engine:
+                engine.restart()  # one that was lost as it slept or woke: the devices are the engines' now
             launched: Future[LaunchedGroups] = Future()
             launched.set_result(give_back(task, stream) if engine else task.carried)
             return launched

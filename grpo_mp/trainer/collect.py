@@ -40,6 +40,7 @@ from grpo_mp.rollout.rollout import Rollout, rollout_sampling, rollout_seed
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.scheduler.phase_manager import PhaseManager
+from grpo_mp.trainer.carried import even_out
 from grpo_mp.trainer.generation_times import EngineWork, generation_times
 from grpo_mp.trainer.recorded import RecordedGroups
 from grpo_mp.trainer.recover import EngineRecovery
@@ -110,8 +111,9 @@ class RolloutCollector:
     """Generates the groups of each step from the train prompts.
 
     Where engines have ranks of their own, those begin a step's groups as soon as the step before has its own. What is
-    begun for later steps stays on its rank. Every group is recorded when it ends: where a job is killed or stopped, the
-    one that resumes the run takes up what was recorded behind its checkpoint.
+    begun for later steps stays on its rank then; where engines share devices with the trainer, paused groups are evened
+    out over the engines when the next step begins. Every group is recorded when it ends: where a job is killed or
+    stopped, the one that resumes the run takes up what was recorded behind its checkpoint.
     """
 
     settings: Settings
@@ -224,8 +226,10 @@ class RolloutCollector:
         if not self.settings.updates_running_groups:
             rule = replace(rule, lookahead=rule.needed * self.settings.steps_ahead)
         taken = self._recorded.take(state.groups_launched, rule, lambda number: (queue[number], queue.epoch(number)))
+        # A step launches more than `take` foresees where a group is aborted: of that no record says so.
+        begun = frozenset[int]().union(*all_gather(set(self._carried), job.group))
         for number, record in taken.items():
-            if loaded := load(record, self._prompt(number)):
+            if number not in begun and (loaded := load(record, self._prompt(number))):
                 recorded[number], self._stats[state.groups_launched + number] = loaded
         carried: LaunchedGroups = {**recorded, **self._carried}
         # Where a repeated step has launched other groups than before, some may come to a later step than they should.
@@ -280,6 +284,8 @@ class RolloutCollector:
             self._queue.extend(rule.max_launched + rule.max_aborted + rule.lookahead)
 
         self._take_recorded(state, step, rule)
+        if colocated:  # their engines have no cache of what was paused; with ranks of their own it stays in theirs
+            self._carried = even_out(self._carried, self.rollout.client is not None, job.group)
 
         def lookahead() -> int:
             ahead = self.settings.steps_ahead

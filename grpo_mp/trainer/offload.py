@@ -22,8 +22,8 @@ INITIAL_RESIDENCY = replace(TRAINER, gradients=True, optimizer=True)
 def start_engines_first(rollout: Rollout, group: dist.ProcessGroup) -> None:
     """Wait for the engines, then for reward models, which measure the free memory; offload them before the policy."""
     rollout.wait_ready()
-    for tags in ENGINE_TAGS.values():
-        _move_engine(rollout, group, tags, False)
+    for sleep_or_wake in engine_functions(rollout, group).values():
+        sleep_or_wake(False)
     rollout.open_reward_servers(group, sleeps=True)
 
 
@@ -40,9 +40,14 @@ def offload_functions(
         "communicators": partial(_move_communicators, offloader, group) if communicators else _stay,
         **{part: partial(offloader.move, part) for part in ("policy_weights", "gradients")},
         "optimizer": partial(offloader.move, "optimizer") if optimizer_moves else _stay,
-        **{part: partial(_move_engine, rollout, group, tags) for part, tags in ENGINE_TAGS.items()},
+        **engine_functions(rollout, group),
         "reward_model": partial(_move_reward_servers, rollout, group),
     }
+
+
+def engine_functions(rollout: Rollout, group: dist.ProcessGroup) -> dict[str, OffloadFunction]:
+    """Return those of them that let this rank's engine sleep and wake; one that fails to is lost."""
+    return {part: partial(_move_engine, rollout, group, tags) for part, tags in ENGINE_TAGS.items()}
 
 
 def _move_communicators(offloader: PolicyOffloader, group: dist.ProcessGroup, onload: bool) -> None:

@@ -21,15 +21,18 @@ UPDATES = 2  # of a step
 def start(start_job: StartJob, tmp_path: Path) -> Callable[..., Job]:
     """Start a job in tmp_path/run with one rank for an engine, and a reward in which samples differ."""
     (tmp_path / "reward.py").write_text(REWARD)
-    reward = f"reward={{functions: {{{tmp_path / 'reward.py'}:letters: 1.0}}}}"
-    correction = "algorithm.rollout_correction={kind: truncate, high: 2.0}"
+    common = (f"run.folder={tmp_path / 'run'}", "engine.ranks=1", *of_rewards(tmp_path))
 
     def run(*overrides: str, command: tuple[str, ...] = LAUNCH) -> Job:
-        return start_job(
-            f"run.folder={tmp_path / 'run'}", "engine.ranks=1", reward, correction, *overrides, command=command
-        )
+        return start_job(*common, *overrides, command=command)
 
     return run
+
+
+def of_rewards(folder: Path) -> tuple[str, str]:
+    """What weighs the samples."""
+    reward = f"reward={{functions: {{{folder / 'reward.py'}:letters: 1.0}}}}"
+    return reward, "algorithm.rollout_correction={kind: truncate, high: 2.0}"
 
 
 def ended_well(job: Job) -> bool:
@@ -97,6 +100,36 @@ def test_engines_take_new_weights_while_requests_run(start: Callable[..., Job], 
     assert any(step["rollout/carried_groups"] for step in steps[1:])
     assert (tmp_path / "run" / "final" / "config.json").exists()
     assert sorted(path.name for path in (tmp_path / "run" / "samples").iterdir())
+
+
+@pytest.mark.nightly
+def test_a_step_whose_updates_are_skipped_can_be_replayed(
+    start: Callable[..., Job], start_job: StartJob, tmp_path: Path
+) -> None:
+    """Its experts were sent to the rank that trains; those that are written come from the records of its groups."""
+    steps, skips = 3, ("optimizer.skip_grad_norm=1e-9", "optimizer.max_skipped_updates=0")
+    common = (
+        *skips,
+        "training.router_replay=R3",
+        "layout={}",
+        "data.eval={}",
+        "run.export=false",
+        f"run.steps={steps}",
+    )
+    ahead = ("schedule=async", "rollout.max_staleness=2", "sync.pause=in_place")
+    first = outcome(start(*common, *ahead))
+    assert (first.status, first.left) == (0, [])
+    assert first.out.count(": update skipped, ") == steps
+    settings = (f"run.folder={tmp_path / 'again'}", *of_rewards(tmp_path), *common, *ahead, "engine.ranks=1")
+    replayed = outcome(start_job(*settings, "--replay", str(tmp_path / "run" / FOLDER)))
+    assert (replayed.status, replayed.left) == (0, [])
+    pairs = [read_jsonl(tmp_path / run / "metrics.jsonl")[1:] for run in ("run", "again")]
+    assert len(pairs[0]) == steps
+    for skipped, again in zip(*pairs, strict=True):
+        assert skipped["train/skipped_updates"] == again["train/skipped_updates"] == UPDATES
+        assert again["rollout/samples_without_routed_experts"] == 0
+        for name in ("train/loss", "train/grad_norm", "mismatch/router_diff_ratio", "reward/mean"):
+            assert again[name] == pytest.approx(skipped[name], rel=1e-3, abs=1e-6), name
 
 
 @pytest.mark.nightly

@@ -1,9 +1,13 @@
 """An engine that is lost, starts again, leaves and joins: real processes, whose server answers but has no model."""
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -11,12 +15,20 @@ import pytest
 import torch.distributed as dist
 
 from grpo_mp.background import EventLoopThread
+from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.config.sections import EngineConfig
 from grpo_mp.errors import EngineError, UserError
+from grpo_mp.rollout.client import SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.hosted_engine import EngineNode, HostedEngine
 from grpo_mp.rollout.placement import EnginePlacement
+from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.rollout.server import EngineProcess
+from grpo_mp.rollout.stream import GroupStream
+from grpo_mp.rollout.worker import RolloutTask
+from grpo_mp.trainer.offload import engine_functions
+from grpo_mp.types import Prompt
+from grpo_mp.weight_sync.transport import EngineLink
 
 SERVER = """
 import http.server, json, os, sys
@@ -28,6 +40,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps({"data": [{"id": given["served_model_name"]}]}).encode())
+    def do_POST(self):
+        full = os.path.exists(sys.argv[2]) and "flush" not in self.path
+        if full:
+            os.remove(sys.argv[2])
+        answer = {"message": "CUDA out of memory"} if full else {"success": True}
+        self.send_response(500 if full else 200)
+        self.send_header("content-type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
 http.server.HTTPServer(("127.0.0.1", given["port"]), Handler).serve_forever()
 """
 LIMIT_S = 120.0
@@ -53,10 +74,16 @@ def broken(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def full(tmp_path: Path) -> Path:
+    """A file: where it exists the next request but those to empty the cache finds no memory, and removes it."""
+    return tmp_path / "full"
+
+
+@pytest.fixture
 def process(
-    make_spec: Callable[..., EngineSpec], tmp_path: Path, broken: Path, monkeypatch: pytest.MonkeyPatch
+    make_spec: Callable[..., EngineSpec], tmp_path: Path, broken: Path, full: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[EnginePlacement], EngineProcess]:
-    monkeypatch.setattr("grpo_mp.rollout.server.COMMAND", [sys.executable, "-c", SERVER, str(broken)])
+    monkeypatch.setattr("grpo_mp.rollout.server.COMMAND", [sys.executable, "-c", SERVER, str(broken), str(full)])
 
     def make(placement: EnginePlacement) -> EngineProcess:
         spec = make_spec(index=placement.engine, nodes=placement.nodes, node_rank=placement.node_rank)
@@ -166,6 +193,40 @@ def test_a_job_that_stops_does_not_wait_for_a_start(host: Host, broken: Path, mo
     engine.stop()
     assert time.monotonic() - started < 60
     assert not engine.join(wait=False)
+
+
+@pytest.mark.parametrize("moment", ["sleep", "wake", "sync"])
+def test_one_that_runs_out_of_memory_starts_again(
+    host: Host, full: Path, one_rank_group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture, moment: str
+) -> None:
+    """Its server lives and says so; the one that starts in its place has the memory."""
+    engine, rollout = host(owns_devices=False), Rollout.__new__(Rollout)
+    rollout.engine, rollout._node, rollout._loop = engine, None, engine._loop
+    move = engine_functions(rollout, one_rank_group)["engine_weights"]
+    transport: Any = SimpleNamespace(export=lambda round_, staged: nullcontext([]))
+    round_: Any = None
+
+    def sync() -> None:
+        with EngineLink(rollout, transport, one_rank_group, one_rank_group, LIMIT_S).loading(round_, []):
+            pass
+
+    call = {"sleep": partial(move, False), "wake": partial(move, True), "sync": sync}[moment]
+    before, server = engine.client, children()
+    full.touch()
+    call()
+    assert (rollout.client, rollout.is_lost, full.exists()) == (None, True, False)
+    assert not set(server) & set(children())  # its memory is free
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert re.fullmatch(r"engine 0: /\w+: status 500: CUDA out of memory(: where .*)?: it is started again", said)
+    call()  # it takes no part
+    stream = GroupStream(dist.HashStore(), "step/1", AdmissionRule(1, 1, 1))
+    task = RolloutTask(lambda number: Prompt(number, "", (1,)), 1, 0, 1, SamplingParams(1))
+    assert rollout.begin(task, stream).result() == {}
+    wait_until(engine.has_restarted)  # while the others generate
+    assert rollout.join(wait=True)
+    assert rollout.client not in (None, before)
+    call()
+    assert not rollout.is_lost
 
 
 def test_the_nodes_of_an_engine_start_and_end_together(

@@ -33,21 +33,25 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout import stream as stream_module
-from grpo_mp.rollout.client import EngineOutput, SamplingParams
+from grpo_mp.rollout.client import EngineOutput, SamplingParams, sampling_seed
 from grpo_mp.rollout.groups import LaunchedGroups
 from grpo_mp.rollout.request_limits import RequestLimits
+from grpo_mp.rollout.rollout import rollout_seed
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
 from grpo_mp.trainer.collect import RolloutCollector
 from grpo_mp.types import ExpertIds, Prompt, SampleGroup, SampleInfo
 from tests.trainer.one_step import OneStep, make_batch
 
-PROMPTS, VOCABULARY, LONGEST, SLOTS, ENGINES = 60, 48, 12, 5, 2
+PROMPTS, PROMPT_TOKENS, VOCABULARY, LONGEST, SLOTS, ENGINES = 60, 2, 48, 12, 5, 2
 
 
 @dataclass
 class SeededEngine:
-    """Answers by prompt and place in the group, after a random time; its version is that of its last update."""
+    """Answers after a random time, each token by seed, place and version, which is that of its last update.
+
+    Without a budget of tokens the clock decides the versions: then it answers by prompt and place in the group alone.
+    """
 
     delays: Random
     version: int = 0
@@ -66,19 +70,44 @@ class SeededEngine:
         for _ in range(2):  # an update may come between
             versions.append(self.version)
             await asyncio.sleep(self.delays.expovariate(1 / 0.004))
-        answers = [self._answer(tuple(prompt), index) for index in range(count)]
-        lengths = [len(answer) for answer in answers]
-        return [
-            EngineOutput(
-                *(answer, (-3.0,) * length, (versions[0],) * (length - 1) + (versions[1],), length == LONGEST),
-                routed_experts=experts_of((*prompt, *answer)[:-1], routing) if routing else None,
-            )
-            for answer, length in zip(answers, lengths, strict=True)
-        ]
+        seeds = sampling.seeds or [f"{tuple(prompt)}/{index}" for index in range(count)]
+        return [self._output(prompt, seed, sampling, versions, routing, routed_tokens) for seed in seeds]
 
-    def _answer(self, prompt: tuple[int, ...], index: int) -> tuple[int, ...]:
-        random = Random(f"{prompt}/{index}")
-        return tuple(random.randrange(4, VOCABULARY) for _ in range(random.randint(1, LONGEST)))
+    def _output(
+        self,
+        prompt: Sequence[int],
+        seed: int | str,
+        sampling: SamplingParams,
+        versions: Sequence[int],
+        routing: ModelShape | None,
+        routed_tokens: int,
+    ) -> EngineOutput:
+        given, whole = len(prompt) - PROMPT_TOKENS, length_of(seed)
+        places = range(given, min(whole, given + sampling.max_response_tokens))
+        of_tokens = (versions[0],) * (len(places) - 1) + (versions[1],)
+        drawn = of_tokens if sampling.seeds else (0,) * len(places)
+        tokens = tuple(token_of(seed, place, version) for place, version in zip(places, drawn, strict=True))
+        return EngineOutput(
+            *(
+                tokens,
+                tuple(map(logprob_of, tokens, drawn)),
+                of_tokens,
+                given + len(places) < whole or whole == LONGEST,
+            ),
+            routed_experts=experts_of((*prompt, *tokens)[routed_tokens:-1], routing) if routing else None,
+        )
+
+
+def length_of(seed: int | str) -> int:
+    return Random(f"length/{seed}").randint(1, LONGEST)
+
+
+def token_of(seed: int | str, place: int, version: int) -> int:
+    return Random(f"{seed}/{place}/{version}").randrange(4, VOCABULARY)
+
+
+def logprob_of(token: int, version: int) -> float:
+    return -3.0 - token / 64 - version / 1024
 
 
 def experts_of(tokens: Sequence[int], shape: ModelShape) -> ExpertIds:
@@ -154,7 +183,7 @@ def run(settings: Settings, job: Job, parallel: Parallel | None, steps: int, num
     phases, scorer = SimpleNamespace(phase=lambda *_: nullcontext()), Scorer()
     prompts = PromptSet("test", tuple(Prompt(i, str(i), (4 + i % 40, 4 + i // 40)) for i in range(PROMPTS)), 0)
     stored = replace(job, store=dist.PrefixStore(f"run/{number}", job.store))
-    recovery: Any = SimpleNamespace(run=lambda: False, begin_step=lambda: None, end_generation=lambda: None)
+    recovery: Any = SimpleNamespace(run=lambda **_: False, begin_step=lambda: None, end_generation=lambda: None)
     collector = RolloutCollector(settings, prompts, engines, scorer, stored, phases, passes, recovery)  # type: ignore[arg-type]
     policy = Policy(settings, parallel, with_reference=False) if parallel else None
     state, hashes = TrainState(), list[str]()
@@ -167,7 +196,9 @@ def run(settings: Settings, job: Job, parallel: Parallel | None, steps: int, num
             batch = make_batch(settings, parallel, rollouts.groups, step, policy.moe_layers)
             if routing:
                 check_experts(batch, routing)
-            hashes.append(hash_of(batch_tensors(batch)))
+            if settings.rollout.tokens_ahead:
+                check_versions(settings, rollouts.groups)
+            hashes.append(hash_of([*batch_tensors(batch), *drawn_by(settings, rollouts.groups)]))
             OneStep(settings, policy, batch).train([list(update) for update in batch.updates])
         else:
             assert any(
@@ -176,6 +207,8 @@ def run(settings: Settings, job: Job, parallel: Parallel | None, steps: int, num
             send_routed_experts(rollouts.of_own_engine, rollouts.infos, settings, job, 64, step)
         time.sleep(delays.expovariate(1 / 0.004))
         state = broadcast(replace(rollouts.state, step=step), job.group)
+        if not settings.updates_running_groups:
+            collector.finish_generation()
         engines.update(step)
         collector.synced_step = step
     engines.close()
@@ -189,6 +222,24 @@ def check_experts(batch: StepBatch, shape: ModelShape) -> None:
         rows, experts = micro_batch.routed_experts.rows, micro_batch.routed_experts.experts
         assert np.array_equal(experts.numpy(), experts_of(micro_batch.tokens[rows].tolist(), shape))
         assert set(rows.tolist()) >= set(micro_batch.mask.nonzero()[:, 0].tolist())
+
+
+def check_versions(settings: Settings, groups: Sequence[SampleGroup]) -> None:
+    """Every token is the one that the weights draw whose version it has, and so is its logprob."""
+    for group in groups:
+        for one in group.samples:
+            seed = sampling_seed(
+                rollout_seed(settings, "train") or 0, group.prompt.index, group.prompt.epoch, one.index
+            )
+            drawn = enumerate(one.weight_versions)
+            assert one.tokens == tuple(token_of(seed, place, version) for place, version in drawn)
+            assert one.rollout_logprobs == tuple(map(logprob_of, one.tokens, one.weight_versions))
+
+
+def drawn_by(settings: Settings, groups: Sequence[SampleGroup]) -> list[torch.Tensor]:
+    """The versions of all tokens, where not the clock decides them."""
+    samples = [one for group in groups for one in group.samples] if settings.rollout.tokens_ahead else []
+    return [torch.tensor(one.weight_versions) for one in samples]
 
 
 def batch_tensors(batch: StepBatch) -> Iterator[torch.Tensor]:
@@ -211,18 +262,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--runs", type=int, required=True)
     parser.add_argument("--staleness", type=int, required=True)
+    parser.add_argument("--tokens-ahead", type=int, help="what a step draws of a later one's responses; default: any")
     parser.add_argument("--replay", choices=("none", "R3"), default="none")
     given = parser.parse_args()
     stream_module.POLL_S = 0.002
-    settings = load_settings(
-        given.config,
-        [
-            *("schedule=async", "engine.ranks=1", f"rollout.max_staleness={given.staleness}", "layout={}"),
-            *("algorithm={filter: {zero_std: refill}}", "data.shuffle=true", "training.updates_per_step=1"),
-            *(f"run.steps={given.steps}", f"training.router_replay={given.replay}", "sync.pause=in_place"),
-            f"run.folder={given.out / 'run'}",
-        ],
-    )
+    overrides = [
+        *("schedule=async", "engine.ranks=1", f"rollout.max_staleness={given.staleness}", "layout={}"),
+        *("algorithm={filter: {zero_std: refill}}", "data.shuffle=true", "training.updates_per_step=1"),
+        *(f"run.steps={given.steps}", f"training.router_replay={given.replay}", "sync.pause=in_place"),
+        f"run.folder={given.out / 'run'}",
+    ]
+    if given.tokens_ahead:
+        overrides += [f"rollout.tokens_ahead={given.tokens_ahead}", "engine.deterministic=true"]
+    settings = load_settings(given.config, overrides)
     job = join_job(120.0, engine_ranks=1)
     parallel = make_parallel(job, settings.layout, 0, 120.0) if job.trains else None
     runs = [run(settings, job, parallel, given.steps, number) for number in range(given.runs)]

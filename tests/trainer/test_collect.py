@@ -82,6 +82,7 @@ class OneRankRollout:
     slots: int
     loop: EventLoopThread = field(default_factory=lambda: EventLoopThread("engines"))
     routing: None = None
+    client: None = None
     group_timeout_s: float = 60.0
     health: HealthCheck | None = None
     scored: set[int] = field(default_factory=set)

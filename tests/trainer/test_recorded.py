@@ -15,6 +15,8 @@ from grpo_mp.rollout.groups import PausedGroup
 from grpo_mp.rollout.journal import best_records, read_records
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask
+from grpo_mp.trainer import collect as collect_module
+from grpo_mp.trainer.collect import RolloutCollector
 from grpo_mp.types import Sample
 from tests.rollout.fake_engine import FakeEngine
 from tests.trainer.test_collect import PROMPTS, check_samples, collector, kept
@@ -154,6 +156,43 @@ def test_episodes_that_had_ended_are_taken_up(one_rank_job: Any, tmp_path: Path)
     group = PausedGroup(tasks[0].prompt_of(2), samples=(ended,))
     assert [dict(task.carried) for task in tasks] == [{}, {2: group}]
     assert tasks[1].recall(2, group.prompt) == group
+
+
+def test_no_record_is_taken_up_of_a_group_that_another_rank_has_begun_anew(
+    one_rank_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a step launched it in place of one that took too long: two ranks would have the same group."""
+
+    class BegunError(Exception):
+        pass
+
+    def begin(task: RolloutTask, stream: GroupStream) -> Any:
+        tasks.append(task)
+        raise BegunError
+
+    def next_step(state: TrainState) -> RolloutCollector:
+        collect = collector(one_rank_job, [FakeEngine()], 12, {}, folder=tmp_path, max_staleness=1)
+        collect.rollout.begin = begin
+        with pytest.raises(BegunError):
+            collect.collect(state, 2)
+        return collect
+
+    tasks, stopped = (
+        list[RolloutTask](),
+        collector(*(one_rank_job, [FakeEngine()], 12, {}), folder=tmp_path, max_staleness=1),
+    )
+    batch = stopped.collect(TrainState(), 1)
+    stopped.stop()
+    state = replace(batch.state, step=1, optimizer_step=1)
+    next_step(state)
+    begun = min(tasks[0].carried)
+    monkeypatch.setattr(
+        collect_module, "all_gather", lambda value, _: [value, {begun}] if isinstance(value, set) else [value]
+    )
+    collect = next_step(state)
+    assert tasks[1].carried.keys() == tasks[0].carried.keys() - {begun}
+    assert tasks[1].carried_by_all == tasks[0].carried_by_all
+    assert state.groups_launched + begun not in collect._stats
 
 
 @pytest.mark.parametrize("updates", [0, 1, 3])

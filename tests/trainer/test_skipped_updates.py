@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from grpo_mp.rollout.dump import read_groups
 from grpo_mp.rollout.journal import GroupJournal
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step, open_replay, step_file
-from grpo_mp.trainer.skipped_updates import count_in_a_row, describe, with_sent_experts
+from grpo_mp.trainer.skipped_updates import count_in_a_row, describe, keep_skipped, with_sent_experts
 from grpo_mp.trainer.update import train_step
 from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
@@ -121,6 +123,45 @@ def test_what_is_kept_has_the_experts_that_were_sent_away(tiny_run: TinyRun, tmp
     else:
         with pytest.raises(UserError, match="step 4 has no routed experts to replay"):
             open_replay(tmp_path / FOLDER, settings, hf, first=4)
+
+
+def group_of(group_id: int) -> SampleGroup:
+    sample = Sample(group_id, 0, (1,), (2, 3), (-1.0, -2.0), (0, 0), False, state="completed")
+    return SampleGroup(Prompt(0, "?", (1,)), (sample, replace(sample, index=1)))
+
+
+@pytest.mark.parametrize("written_by", ["the skip", "rollout.dump", "the run that is replayed"])
+def test_the_samples_of_a_skipped_update_are_kept_once_and_the_run_stops_after_some(
+    tiny_run: TinyRun, parallel: Parallel, tmp_path: Path, written_by: str
+) -> None:
+    dumps = ["rollout.dump=true"] if written_by == "rollout.dump" else []
+    limit = "optimizer.max_skipped_updates=3"
+    settings = load_settings(tiny_run.config, [f"run.folder={tmp_path}", "run.steps=9", limit, *dumps])
+    replay = SimpleNamespace(folder=tmp_path / "other") if written_by.startswith("the run") else None
+    inputs, notes = SimpleNamespace(hf=HfConfig.read(settings.model.path), replay=replay), list[str]()
+    ctx: Any = SimpleNamespace(settings=settings, inputs=inputs, parallel=parallel, state=TrainState())
+    ctx.progress = SimpleNamespace(note=notes.append)
+    groups = [group_of(7)]
+    infos = tuple(sample_infos(groups[0]))
+    batch = RolloutBatch(groups, infos, infos, Counter(), RewardStats(), 0, 1.0, TrainState())
+    done, skipped = UpdateReport([], 1.0, 0.1, False), UpdateReport([], torch.nan, 0.1, True, bad_gradients=("a",))
+
+    assert keep_skipped(ctx, batch, [done, done], 4) == 0
+    assert (notes, list(tmp_path.iterdir())) == ([], [])
+    assert keep_skipped(ctx, batch, [skipped, done, skipped], 5) == 1
+    folder = (replay.folder if replay else tmp_path / FOLDER) / "step_000005"
+    sentence = f"update skipped, 1 in a row: gradient norm nan, nan, not finite in a; its samples are in {folder}"
+    assert notes == [f"warning: step 5: {sentence}"]
+    assert folder.exists() == (written_by == "the skip")  # the others have written it before, or long ago
+    if folder.exists():
+        ((written, selected),) = read_groups(step_file(tmp_path / FOLDER, 5, 0))
+        assert (selected, [one.tokens for one in written.samples]) == (True, [(2, 3)] * 2)
+
+    ctx.state = replace(ctx.state, skipped_in_a_row=1)
+    assert keep_skipped(ctx, batch, [skipped], 6) == 2
+    assert keep_skipped(ctx, batch, [done], 6) == 0
+    with pytest.raises(UserError, match=r"^step 7: update skipped, 3 in a row: .*max_skipped_updates=3: look at them$"):
+        keep_skipped(ctx, batch, [skipped, skipped], 7)
 
 
 def test_the_sentence_names_norm_parameters_and_samples() -> None:

@@ -1,0 +1,41 @@
+"""The trainer, whose engines sleep and wake as on a GPU, where a CPU has nothing to free. Run under torchrun.
+
+The trace has a span SLEEP or WAKE wherever a rank lets its engine give up memory or take it back.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from grpo_mp.config import Settings
+from grpo_mp.monitor.timeline import Timeline
+from grpo_mp.phases import GENERATION, Residency
+from grpo_mp.policy.policy import Policy
+from grpo_mp.scheduler.phase_manager import OffloadFunction, PhaseManager
+from grpo_mp.train import main
+from grpo_mp.trainer import context
+from grpo_mp.trainer.context import RankRuntime
+from grpo_mp.trainer.offload import engine_functions
+
+
+def make_phases(settings: Settings, runtime: RankRuntime, policy: Policy, offload: bool) -> PhaseManager:
+    """Make phases that move the engine, and nothing of the policy."""
+    functions = engine_functions(runtime.rollout, policy.parallel.job.group)
+    engine = {part: partial(move, runtime.timeline, function) for part, function in functions.items()}
+    parts = (runtime.timeline, runtime.watchdog, runtime.progress, settings.monitor.phase_timeout_s)
+    return PhaseManager(*parts, {**dict.fromkeys(vars(Residency()), stay), **engine}, GENERATION)
+
+
+def move(timeline: Timeline, function: OffloadFunction, onload: bool) -> None:
+    with timeline.span("WAKE" if onload else "SLEEP"):
+        function(onload)
+
+
+def stay(onload: bool) -> None:
+    """Move nothing."""
+
+
+if __name__ == "__main__":
+    patched: dict[str, Callable[..., Any]] = {"_make_phases": make_phases}
+    vars(context).update(patched)
+    main()
