@@ -72,7 +72,14 @@ def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path) -> None
 
 
 def running(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    return [pid for pid in pids if not has_ended(pid)]
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.mark.parametrize("end", ["of the starter", "SIGTERM", "of the command"])

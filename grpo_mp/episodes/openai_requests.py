@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_mp.episodes.protocol import Policy, Turn
+from grpo_mp.errors import did_you_mean
 from grpo_mp.types import Message
 
 MODEL = "policy"  # any name is accepted
 ONE_ANSWER: Mapping[str, tuple[Any, ...]] = {"n": (1,)}
+READ = ("model", "messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stream")
+# What clients send by themselves and no token depends on: accounts, caches and logs of a service.
+NO_MATTER = (
+    *("store", "metadata", "user", "safety_identifier", "service_tier", "stream_options"),
+    *("prompt_cache_key", "prompt_cache_retention", "max_tool_calls"),  # the last: of tools that a service runs
+)
 # Parameters that would change how tokens are drawn or shown, with the values that do not.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "seed": (),
@@ -26,6 +33,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto",),
     "parallel_tool_calls": (True,),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "modalities": (["text"],),
 }
 
 
@@ -42,18 +52,26 @@ class ChatRequest:
     max_tokens: int | None
     stop: tuple[str, ...]
     stream: bool
-    ignored: tuple[str, ...] = ()  # parameters for other sampling than the run's
+    ignored: tuple[str, ...] = ()  # parameters that no turn here can follow
 
 
-def read_request(body: Any, policy: Policy, ignores_sampling: bool = False) -> ChatRequest:
+def read_request(
+    body: Any,
+    policy: Policy,
+    ignores_sampling: bool = False,
+    neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL,
+) -> ChatRequest:
     """Read the JSON of a request. Raises RequestError for what is no request.
 
-    That it asks for other sampling than the run's is ignored or, without `ignores_sampling`, such an error too.
+    That it asks for other sampling than the run's, or for what is not known here, is ignored or, without
+    `ignores_sampling`, such an error too. `neutral`: parameters with the values that ask for neither.
     """
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
-    _check_sampling(body, ONE_ANSWER)
-    drawn = {"temperature": (policy.temperature,), "top_p": (policy.top_p,), **NEUTRAL}
+    _check_sampling({name: body[name] for name in ONE_ANSWER if name in body}, ONE_ANSWER)
+    if body.get("functions"):
+        raise RequestError("functions: give them as tools")
+    drawn = {**ONE_ANSWER, "temperature": (policy.temperature,), "top_p": (policy.top_p,), **neutral}
     if not ignores_sampling:
         _check_sampling(body, drawn)
     messages = body.get("messages")
@@ -71,7 +89,7 @@ def read_request(body: Any, policy: Policy, ignores_sampling: bool = False) -> C
         min(bounds, default=None),
         _read_stop(body.get("stop")),
         bool(body.get("stream")),
-        tuple(_other_sampling(body, drawn)),
+        tuple(name[:80] for name in _other_sampling(body, drawn)),
     )
 
 
@@ -117,13 +135,26 @@ def error_body(message: str, kind: str, code: str | None = None) -> dict[str, An
 
 def _check_sampling(body: Mapping[str, Any], accepted: Mapping[str, Sequence[Any]]) -> None:
     for name in _other_sampling(body, accepted):
+        if name not in accepted:
+            near = did_you_mean(name[:80], (*READ, *accepted))
+            raise RequestError(f"{name:.80}: no turn here can follow this parameter{near}: leave it out")
         allowed = " or ".join(["leave it out", *(f"set {json.dumps(value)}" for value in accepted[name])])
-        raise RequestError(f"{name}={json.dumps(body[name])}: all turns are sampled as the run says: {allowed}")
+        raise RequestError(f"{name}={json.dumps(body[name]):.200}: all turns are sampled as the run says: {allowed}")
 
 
 def _other_sampling(body: Mapping[str, Any], accepted: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return the names of parameters with other values than are accepted."""
-    return [name for name, values in accepted.items() if body.get(name) is not None and body[name] not in values]
+    """Return the names of parameters with other values than are accepted, and of those that are not known."""
+    unknown = body.keys() - accepted.keys() - {*READ, *NO_MATTER}
+    return [
+        name
+        for name in (*accepted, *sorted(unknown))
+        if not _is_empty(body.get(name)) and body[name] not in accepted.get(name, ())
+    ]
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a parameter says nothing, as clients write it that send all of them."""
+    return value is None or value in ([], {}) or (isinstance(value, dict) and all(map(_is_empty, value.values())))
 
 
 def _read_stop(stop: Any) -> tuple[str, ...]:

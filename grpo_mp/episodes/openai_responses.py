@@ -6,14 +6,24 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_mp.episodes.openai_requests import MODEL, ChatRequest, RequestError, read_request
+from grpo_mp.episodes.openai_requests import MODEL, NEUTRAL, ChatRequest, RequestError, read_request
 from grpo_mp.episodes.protocol import Policy, Turn
 from grpo_mp.types import Message
 
 Json = dict[str, Any]
 TEXT_FORMAT: Json = {"type": "text"}
 ELSEWHERE = ("conversation", "prompt")  # what names texts that a service keeps
-SAME = ("temperature", "top_p", "tool_choice", "parallel_tool_calls", "top_logprobs", "stream")
+OTHER_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"}
+READ = ("input", "instructions", "previous_response_id", "background", "max_output_tokens", "text", "tools")
+# As those of chat completions. No answer has reasoning of its own: to ask for all of it encrypted changes nothing.
+RESPONSES_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **{name: values for name, values in NEUTRAL.items() if name not in ("response_format", "verbosity")},
+    "text.format": (TEXT_FORMAT,),
+    "text.verbosity": ("medium",),
+    "truncation": ("disabled",),
+    "reasoning": (),
+    "include": (["reasoning.encrypted_content"],),
+}
 
 
 def read_response_request(
@@ -27,6 +37,8 @@ def read_response_request(
         raise RequestError("the body must be a JSON object")
     if named := next((name for name in ELSEWHERE if body.get(name) is not None), None):
         raise RequestError(f"{named}: nothing is kept here: send the messages as input")
+    if other := next((name for name in OTHER_NAMES if body.get(name) is not None), None):
+        raise RequestError(f"{other}: give {OTHER_NAMES[other]}, as it is named here")
     if body.get("background"):
         raise RequestError("background=true: an answer comes with its request: leave it out")
     before = body.get("previous_response_id")
@@ -36,19 +48,20 @@ def read_response_request(
     if not (instructions is None or isinstance(instructions, str)):
         raise RequestError("instructions must be a text")
     opening = [{"role": "system", "content": instructions}] if instructions else []
-    wanted = body.get("text")
-    form = wanted.get("format") if isinstance(wanted, dict) else None
-    chat = {name: body[name] for name in SAME if name in body} | {
+    wanted = body.get("text") or {}
+    if not isinstance(wanted, dict):
+        raise RequestError("text must be an object")
+    chat = {name: value for name, value in body.items() if name not in READ}
+    chat |= {f"text.{name}": value for name, value in wanted.items()}
+    chat |= {
         "messages": [*opening, *known.get(before or "", ()), *_messages(body.get("input"))],
         "max_tokens": body.get("max_output_tokens"),
         "tools": _tools(body.get("tools")),
-        "response_format": form,
     }
     try:
-        request = read_request(chat, policy, ignores_sampling)
+        request = read_request(chat, policy, ignores_sampling, RESPONSES_NEUTRAL)
     except RequestError as error:
-        named = str(error).replace("max_tokens and max_completion_tokens", "max_output_tokens")
-        raise RequestError(named.replace("response_format=", "text.format=")) from error
+        raise RequestError(str(error).replace("max_tokens and max_completion_tokens", "max_output_tokens")) from error
     return request, request.messages[len(opening) :]
 
 

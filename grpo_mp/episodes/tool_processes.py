@@ -1,7 +1,8 @@
 """Worker processes of a rank's tools (`rollout.tool_process`): one that hangs is killed; a rank outlives all of them.
 
 An environment has a process of its own for its episode; calls of functions share some. Those that ended well are used
-again. No more than JSON comes back from them (see tool_worker.py).
+again, but for one in which an environment left processes. All that a worker has started ends with it. No more than JSON
+comes back from them (see tool_worker.py).
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from typing import Any
 
 from grpo_mp.episodes.tool_worker import HEADER_BYTES, MOST_BYTES
 from grpo_mp.errors import UserError
-from grpo_mp.processes import shared_environment
+from grpo_mp.processes import children, shared_environment, with_descendants
 from grpo_mp.user_code import IMPORT_LIMIT_S
 
 ENDED_LIMIT_S = 5.0  # for the kernel to tell how a process that is gone has ended
@@ -36,10 +37,10 @@ class ToolDiedError(Exception):
 
 
 class ToolProcess:
-    """One worker process."""
+    """One worker process, behind one that ends all that it starts."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
-        """Take a process that has been started."""
+        """Take a process that has been started `with_descendants`."""
         self._process = process
         self._turn = asyncio.Lock()
         self._ended = ""  # how
@@ -48,6 +49,12 @@ class ToolProcess:
     def works(self) -> bool:
         """Return whether the process can be asked."""
         return not self._ended
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether nothing that the worker has started runs."""
+        workers = children(self._process.pid)  # and what it left behind
+        return len(workers) <= 1 and not any(map(children, workers))
 
     async def ask(self, name: str, request: tuple[str, str, Mapping[str, Any]] | None, limit_s: float) -> Any:
         """Return what a call brings; `request` None: what the process says first.
@@ -99,11 +106,11 @@ class ToolProcess:
         return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
     def kill(self, how: str) -> None:
-        """End the process, and all of its group."""
+        """End the process, and all that it has started."""
         if not self._ended:
             self._ended = how
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.terminate()  # then it kills what it has started
             assert self._process.stdin
             self._process.stdin.close()
 
@@ -111,6 +118,8 @@ class ToolProcess:
         """End the process, and wait until it has gone."""
         self.kill(how)
         await self._how_it_ended()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -163,9 +172,14 @@ class ToolProcesses:
         return process
 
     async def drop(self, process: ToolProcess, limit_s: float) -> None:
-        """Let a process forget its environment, and wait for another; one that does not is killed."""
+        """Let a process forget its environment, and wait for another; one that does not is killed.
+
+        So is one in which the environment left processes: they are no business of the next episode.
+        """
         with suppress(ToolTimeoutError, ToolRaisedError, ToolDiedError):
             await process.ask("the end of an environment", ("", "", {}), limit_s)
+        if not process.is_alone:
+            process.kill("was ended")
         self._give_back(process)
 
     async def check(self) -> None:
@@ -188,11 +202,11 @@ class ToolProcesses:
         given = {path: self.makers.get(path) for path in self.paths}
         process = ToolProcess(
             await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "grpo_mp.episodes.tool_worker", json.dumps(given)),
+                *with_descendants((sys.executable, "-m", "grpo_mp.episodes.tool_worker", json.dumps(given))),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env={**shared_environment(self.variables), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,  # killed with all that it starts, and not by a signal to the rank's group
+                start_new_session=True,  # a signal to the rank's group is none to tools
             )
         )
         try:

@@ -11,6 +11,7 @@ import json
 import os
 import statistics
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -21,23 +22,39 @@ REACH = {"after": 0.80, "seconds": 360.0, "mismatch": 1e-4, "overhead": 0.05}
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("seeds", type=int, nargs="+")
-    parser.add_argument("--only-read", action="store_true", help="do not run, only read runs/quickstart_seed*")
-    args = parser.parse_args()
     table = Table("seed", "before", "after", "pass@4 before", "after", "train s", "mismatch", "check", "overhead")
-    for seed in args.seeds:
-        run = Path(f"runs/quickstart_seed{seed}")
-        if not args.only_read:
-            environment = {**os.environ, "SEED": str(seed), "RUN": str(run)}
-            subprocess.run(["bash", "launch/quickstart.sh"], env=environment, check=True)
-        table.add_row(str(seed), *row(run))
+    fill(table, "runs/quickstart_seed", __doc__, run, row)
     Console(width=120).print(table, f"reach: {REACH}")
+
+
+def fill(
+    table: Table,
+    stem: str,
+    description: str | None,
+    run: Callable[[int, Path], object],
+    row: Callable[[Path], list[str]],
+) -> None:
+    """Run the seeds that the command line names, each in its folder, and add a row for each."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("seeds", type=int, nargs="+")
+    parser.add_argument("--only-read", action="store_true", help=f"do not run, only read {stem}*")
+    args = parser.parse_args()
+    for seed in args.seeds:
+        folder = Path(f"{stem}{seed}")
+        if not args.only_read:
+            run(seed, folder)
+        table.add_row(str(seed), *row(folder))
+
+
+def run(seed: int, folder: Path) -> None:
+    """Run the quickstart."""
+    environment = {**os.environ, "SEED": str(seed), "RUN": str(folder)}
+    subprocess.run(["bash", "launch/quickstart.sh"], env=environment, check=True)
 
 
 def row(run: Path) -> list[str]:
     """One run's figures as text."""
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = read_metrics(run)
     names = ("eval/arithmetic/accuracy", "eval/arithmetic/pass_at_4")
     evaluated = [[step[name] for step in steps if name in step] for name in names]
     return [
@@ -47,6 +64,11 @@ def row(run: Path) -> list[str]:
         f"{max(step.get('sync/check/logprob_abs_diff/mean', 0.0) for step in steps):.1e}",
         f"{statistics.median(step['time/overhead_share'] for step in steps if 'time/overhead_share' in step):.1%}",
     ]
+
+
+def read_metrics(run: Path) -> list[dict[str, float]]:
+    """Read what a run logged of its steps."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def seconds(run: Path) -> float:

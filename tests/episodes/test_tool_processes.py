@@ -33,10 +33,19 @@ def match() -> bool:
     """Match for years, in one operation that lets no other thread run."""
     return bool(re.match(r"(a|a)*$", "a" * 64 + "b"))
 
+def start(detached: bool = False) -> None:
+    print(subprocess.Popen(["sleep", "600"], start_new_session=detached).pid, file=open("pids", "a"), flush=True)
+
 def leave() -> int:
-    """Start a process that stays, and hang."""
-    print(subprocess.Popen(["sleep", "600"]).pid, file=open("pids", "a"), flush=True)
+    """Start processes that stay, of which one is in no group of its parent, and hang."""
+    start()
+    start(detached=True)
     time.sleep(3600)
+
+def crash() -> int:
+    """Start a process that stays, and crash."""
+    start(detached=True)
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 def give(what: str) -> str:
     """
@@ -96,6 +105,13 @@ class Counter:
         """Say which process this is."""
         return os.getpid()
 
+    def abandon(self) -> None:
+        """Leave an orphan in a session of its own."""
+        if not os.fork():
+            start(detached=True)
+            os._exit(0)
+        os.wait()
+
     def hang(self) -> None:
         """Hang."""
         time.sleep(3600)
@@ -103,7 +119,7 @@ class Counter:
     def get_reward(self) -> float:
         return self.count
 '''
-NAMES = ("process", "die", "block", "match", "leave", "give", "fail", "Counter")
+NAMES = ("process", "die", "block", "match", "leave", "crash", "give", "fail", "Counter")
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +166,7 @@ def test_a_tool_that_dies_or_hangs_is_a_result_and_the_loop_goes_on(
     file: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names = ("die", "block", "match", "leave")
+    names = ("die", "crash", "block", "match", "leave")
 
     async def all_of_them(kit: ToolKit) -> tuple[list[ToolResult], float, str]:
         tools = await kit.open(3.0, 100, lambda: "step 1: prompt 4, sample 0, turn 2")
@@ -162,16 +178,20 @@ def test_a_tool_that_dies_or_hangs_is_a_result_and_the_loop_goes_on(
     results, longest, after = with_kit(file, all_of_them)
     assert results == [
         ToolResult("Error: die ended its process, which ended by SIGKILL", "raised"),
-        *(ToolResult(f"Error: {name} took longer than 3 s", "timeout") for name in names[1:]),
+        ToolResult("Error: crash ended its process, which ended by SIGSEGV", "raised"),
+        *(ToolResult(f"Error: {name} took longer than 3 s", "timeout") for name in names[2:]),
     ]
     assert longest < 60  # each of the three would hold it for an hour or more
     assert after == '{"é": [1, null], "2": [0.1, Infinity]}'
     where = "step 1: prompt 4, sample 0, turn 2: the tool"
     assert {record.getMessage() for record in caplog.records if record.levelname == "WARNING"} == {
         f"{where} die ended its process, which ended by SIGKILL",
-        *(f"{where} {name} took longer than 3 s (rollout.limits.tool_s)" for name in names[1:]),
+        f"{where} crash ended its process, which ended by SIGSEGV",
+        *(f"{where} {name} took longer than 3 s (rollout.limits.tool_s)" for name in names[2:]),
     }
-    assert all(map(has_ended, (tmp_path / "pids").read_text().split()))
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 3
+    assert all(map(has_ended, pids))
 
 
 def has_ended(pid: str) -> bool:
@@ -224,6 +244,24 @@ def test_an_environment_has_a_process_for_its_episode(file: str) -> None:
     one, other, again = with_kit(file, episodes)
     assert len({os.getpid(), one, other}) == 3
     assert again == one
+
+
+def test_what_an_environment_leaves_ends_with_its_episode(
+    file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def episodes(kit: ToolKit) -> None:
+        tools = await kit.open(20.0, 100)
+        assert (await call(tools, "abandon")).error is None
+        own = (await call(tools, "own_process")).text
+        await tools.close()
+        assert all(map(has_ended, [own, *(tmp_path / "pids").read_text().split()]))
+        another = await kit.open(20.0, 100)
+        assert (await call(another, "own_process")).text != own
+        await another.close()
+
+    with_kit(file, episodes, ("Counter",))
 
 
 def test_a_hanging_environment_is_gone_and_functions_go_on(file: str) -> None:

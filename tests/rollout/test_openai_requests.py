@@ -2,12 +2,14 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI
 
+from grpo_mp.episodes.openai_requests import RequestError, read_request
 from grpo_mp.episodes.protocol import Task
 from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
@@ -98,6 +100,23 @@ def test_other_sampling_is_ignored_where_the_settings_say_so(caplog: pytest.LogC
     refused = roll_out(make_runner(client, "openai_agent", function_args=args | {"on_sampling": "refuse"}))
     assert refused.state == "error"
     assert "temperature=0.3: all turns are sampled as the run says" in refused.error
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"reasoning_effort": "high"}, 'reasoning_effort="high": all turns are sampled as the run says: leave it out'),
+        ({"min_tokens": 5}, "min_tokens: no turn here can follow this parameter (did you mean max_tokens?)"),
+        ({"functions": [{"name": "add"}]}, "functions: give them as tools"),
+    ],
+)
+def test_what_no_turn_can_follow_is_refused(fields: dict[str, Any], sentence: str) -> None:
+    policy: Any = SimpleNamespace(temperature=1.0, top_p=1.0)
+    body = {"messages": [{"role": "user", "content": "?"}], "store": False, "stream_options": {"include_usage": True}}
+    assert not read_request(body, policy).ignored
+    with pytest.raises(RequestError) as error:
+        read_request(body | fields, policy)
+    assert str(error.value).startswith(sentence)
 
 
 def test_a_text_that_stops_is_sampled_and_not_shown() -> None:

@@ -23,6 +23,7 @@ PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL: Any = {"type": "function", "name": "add", "description": "Add.", "parameters": PARAMETERS, "strict": True}
 CHAT_TOOL: Any = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": PARAMETERS}}
 RULES = "Be short."
+POLICY: Any = SimpleNamespace(temperature=1.0, top_p=1.0)
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
@@ -122,11 +123,40 @@ def test_the_turns_are_those_of_chat_completions(agent: str) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens must be whole numbers"),
         ({"temperature": 0.5}, "temperature=0.5: all turns are sampled as the run says"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format="),
+        ({"text": {"verbosity": "low"}}, 'text.verbosity="low"'),
+        (
+            {"reasoning": {"effort": "high", "summary": None}},
+            'reasoning={"effort": "high", "summary": null}: all turns',
+        ),
+        ({"include": ["message.output_text.logprobs"]}, 'include=["message.output_text.logprobs"]'),
+        ({"truncation": "auto"}, 'truncation="auto": all turns are sampled as the run says: leave it out or set'),
+        ({"extra_body": {"max_tokens": 5}}, "max_tokens: give max_output_tokens, as it is named here"),
+        ({"extra_body": {"min_tokens": 5}}, "min_tokens: no turn here can follow this parameter"),
     ],
 )
 def test_what_no_turn_comes_of_is_refused(fields: dict[str, Any], sentence: str) -> None:
     sample = play("refused", fields=fields, sentence=sentence)
     assert (sample.error, sample.state, sample.metrics["turns"]) == ("", "completed", 1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"store": False, "include": ["reasoning.encrypted_content"], "metadata": {"run": "1"}, "user": "me"},
+        {"store": True, "service_tier": "auto", "prompt_cache_key": "k", "safety_identifier": "s", "max_tool_calls": 3},
+        {"reasoning": {"effort": None, "summary": None}, "truncation": "disabled", "text": {"verbosity": "medium"}},
+    ],
+)
+def test_what_clients_send_by_themselves_is_accepted(fields: dict[str, Any]) -> None:
+    expected = read_response_request({"input": "?"}, {}, POLICY)
+    assert read_response_request({"input": "?", **fields}, {}, POLICY) == expected
+    assert not expected[0].ignored
+
+
+def test_what_no_turn_can_follow_is_ignored_where_the_settings_say_so() -> None:
+    body = {"input": "?", "reasoning": {"effort": "low"}, "text": {"verbosity": "low"}, "min_tokens": 5, "store": False}
+    request, _ = read_response_request(body, {}, POLICY, ignores_sampling=True)
+    assert set(request.ignored) == {"reasoning", "text.verbosity", "min_tokens"}
 
 
 async def refused(task: Task, base_url: str, api_key: str) -> float:
@@ -163,11 +193,10 @@ def test_answers_and_events_are_what_the_client_library_knows(finished: bool) ->
     """Strictly: its own client takes what it does not know without a word."""
     calls = (ToolCall("add", {"a": 1}, "functions.add:0"),) if finished else ()
     turn = Turn((1, 2, 3), (-0.5,) * 3, (0,) * 3, "I look.", finished, calls)
-    policy: Any = SimpleNamespace(temperature=1.0, top_p=1.0)
     body = {"input": "?", "tools": [TOOL], "max_output_tokens": 3}
-    request, messages = read_response_request(body, {}, policy)
+    request, messages = read_response_request(body, {}, POLICY)
     assert messages == ({"role": "user", "content": "?"},)
-    answer = response(turn, 5, request, policy)
+    answer = response(turn, 5, request, POLICY)
     read = Response.model_validate(answer)
     reason = read.incomplete_details.reason if read.incomplete_details else None
     assert (read.status, reason) == (("completed", None) if finished else ("incomplete", "max_output_tokens"))
