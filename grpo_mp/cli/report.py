@@ -32,6 +32,8 @@ def main(arguments: Sequence[str]) -> int:
     out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: its folder does not exist: make it first")
+    if out.is_dir():
+        raise UserError(f"{out} is a folder: give --out a file for the page")
     from grpo_mp.report.build import build_report  # slow to import
     from grpo_mp.report.page import render
     from grpo_mp.report.records import read_runs

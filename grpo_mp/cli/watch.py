@@ -9,7 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_mp.parsers import Parser, non_negative
+from grpo_mp.parsers import Parser, count_up_to, non_negative
+
+LAST_PORT = 2**16 - 1
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -19,7 +21,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--once", action="store_true", help="print one frame and end")
     parser.add_argument("--every-s", type=non_negative, default=1.0, metavar="S", help="between frames (default: 1)")
     parser.add_argument("--serve", action="store_true", help="the report, live on loopback, behind a key in the URL")
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="with --serve: port (default: a free one)")
+    port = "with --serve: port (default: a free one)"
+    parser.add_argument("--port", type=count_up_to(LAST_PORT), default=0, metavar="N", help=port)
     args = parser.parse_args(arguments)
     try:
         if args.serve:

@@ -1,9 +1,9 @@
 """Make the gallery of sicknesses: `python -m tests.bench.gallery`, or with NAME... make those anew.
 
 Trains each sickness of tests/bench/sicknesses.py whose run is not there, records the metrics that rules look at in
-tests/monitor/sick/NAME.jsonl, and its best answers of the first and the last step beside them; draws NAME.svg beside
-the healthy run, by the report's charts; writes grpo_mp/report/GALLERY.md of all that have a picture.
-A sickness that its rule does not find is neither recorded nor drawn, and the exit status is 1.
+tests/monitor/sick/NAME.jsonl, and its best answers of the first and the last step beside them; draws all that are
+recorded beside the healthy run, by the report's charts; writes grpo_mp/report/GALLERY.md of them.
+A sickness that its rule does not find is not recorded, and the exit status is 1.
 About a quarter of an hour on two cores.
 """
 
@@ -43,19 +43,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args = with_names(parser)
     found = [make(name, args.out) for name in dict.fromkeys((HEALTHY, *(args.names or SICKNESSES)))]
-    PAGE.write_text(page(pictured()), encoding="utf-8")
+    names = recorded_names()
+    for name in names:
+        draw(name)
+    PAGE.write_text(page(names), encoding="utf-8")
     return 0 if all(found) else 1
 
 
 def make(name: str, out: Path) -> bool:
-    """Train, record and draw a sickness; return whether it was found."""
+    """Train and record a sickness; return whether it was found."""
     lines = run(name, out)
     if not show(name, lines):
         return False
     records = read_run(out / name, name)
     (RECORDED / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in recorded(lines)))
     (RECORDED / f"{name}.answers.json").write_text(json.dumps(best_answers(records), indent=1) + "\n")
-    draw(name)
     return True
 
 
@@ -130,9 +132,9 @@ def _curve(metric: str) -> Curve:
     return replace(usual, patterns={"": metric}, band="", stacked=False)
 
 
-def pictured() -> list[str]:
-    """Return the sicknesses that have a picture, in the order of the bench."""
-    return [name for name in SICKNESSES if (PICTURES / f"{name}.svg").exists()]
+def recorded_names() -> list[str]:
+    """Return the sicknesses that are recorded, in the order of the bench."""
+    return [name for name in SICKNESSES if (RECORDED / f"{name}.answers.json").exists()]
 
 
 def page(names: Sequence[str]) -> str:

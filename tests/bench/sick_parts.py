@@ -16,6 +16,11 @@ def short(completions: list[str], **_: Any) -> list[float]:
     return [1 / (1 + len(text) / 10) for text in completions]
 
 
+def biased(completions: list[str], **_: Any) -> list[float]:
+    """Pay for answers that begin with 1, as a judge may who likes them."""
+    return [float("boxed{1" in text) for text in completions]
+
+
 def leaking(completions: list[str], **_: Any) -> list[float]:
     """Keep two megabytes of each call for ever."""
     LEAK.append(b"x" * 2_000_000)

@@ -47,9 +47,10 @@ def _paid(name: str, weight: float) -> str:
 
 SICKNESSES = {
     HEALTHY: Sickness(
-        "No rule finds anything, in too few steps to learn much: the run that the others are drawn beside.",
+        "Nothing: it learns, and no rule finds anything. Its steps have eight times the samples of the "
+        "others', with which the same rate is not too high.",
         "",
-        ("algorithm.kl.coef=0.02",),
+        ("rollout.prompts_per_step=32", "rollout.group_size=8"),
     ),
     "length_explosion": Sickness(
         "A reward pays for length, more than the right answer is worth, and the limit is far away.",
@@ -63,15 +64,16 @@ SICKNESSES = {
         (_paid("short", 4), "algorithm.kl.coef=0", "optimizer.lr=1e-3"),
     ),
     "reward_hacking": Sickness(
-        "The reward has a part that an answer gets without being right, and nothing holds the policy near its start.",
+        "A judge likes what has nothing to do with being right, here numbers that begin with 1, and its word counts "
+        "for more than the right answer.",
         "reward_parts_diverge",
-        (_paid("short", 4), "algorithm.kl.coef=0"),
+        (_paid("biased", 2), "algorithm.kl.coef=0"),
     ),
     "format_without_answer": Sickness(
         "The problems are too hard (here their answers are wrong), and the reward pays for the form, too.",
         "format_without_answer",
-        (f"data.train={UNSOLVABLE}",),
-        steps=20,
+        (f"data.train={UNSOLVABLE}", "rollout.prompts_per_step=16", "rollout.group_size=8"),
+        steps=15,
     ),
     "zero_variance": Sickness(
         "The reward cannot tell answers apart: it pays for a form that all have, and groups are small.",
@@ -86,10 +88,10 @@ SICKNESSES = {
         steps=25,
     ),
     "collapse": Sickness(
-        "Many updates of a step at a rate that is far too high: the policy gives one answer to everything.",
+        "Several updates of a step at a rate that is far too high: the policy gives one answer to everything.",
         "entropy_collapse",
-        ("training.updates_per_step=8", "optimizer.lr=1e-2", "algorithm.kl.coef=0"),
-        steps=15,
+        ("training.updates_per_step=4", "optimizer.lr=3e-3", "algorithm.kl.coef=0"),
+        steps=20,
     ),
     "truncation": Sickness(
         "The limit of the answers is shorter than what the policy has to say.",

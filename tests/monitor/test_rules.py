@@ -77,7 +77,9 @@ def test_conditions(condition: dict[str, float], values: list[float], holds: boo
 
 
 def test_a_finding_says_value_meaning_setting_and_source() -> None:
-    (found,) = find_warnings(lines("mismatch/token_mult_prob_error", [1.0, 1.2, 1.2, 1.2, 1.2, 1.21, 1.2]))
+    fresh = {"rollout/weight_version_lag/mean": 0.0}
+    factors = lines("mismatch/token_mult_prob_error", [1.0, 1.2, 1.2, 1.2, 1.2, 1.21, 1.2])
+    (found,) = find_warnings(line | fresh for line in factors)
     assert (found.rule, found.first_step, found.last_step, found.steps) == ("mismatch", 6, 7, 2)
     assert found.sentence == "engine and policy differ in a token's probability by a factor of 1.202 on average"
     assert found.setting == "algorithm.rollout_correction"
@@ -113,9 +115,10 @@ def test_every_metric_of_a_pattern_is_a_finding_but_the_excepted() -> None:
 
 
 RECORDED = {file.stem: SICKNESSES[file.stem].rule for file in sorted(SICK.glob("*.jsonl")) if file.stem != HEALTHY}
+LAG = "rollout/weight_version_lag/mean"
 # Metrics of runs that cannot be had in minutes on two cores: written here. Of each, what changes after twenty steps.
 WRITTEN = {
-    "engine_differs": {"mismatch/token_mult_prob_error": (1.0, 1.8)},
+    "engine_differs": {"mismatch/token_mult_prob_error": (1.0, 1.8), LAG: (0.0, 0.0)},
     "not_finite": {"train/loss": (0.01, None)},
     "gradient_exploded": {"train/grad_norm": (1.0, 2e4)},
     "no_signal": {"reward/group_std": (0.3, 0.0)},
@@ -125,12 +128,14 @@ WRITTEN = {
     "reward_parts_diverge": {"reward/term/tags": (0.2, 0.9), "rollout/accuracy": (0.5, 0.2)},
     "reward_hacking": {"eval/aime/accuracy": (0.5, 0.3), "reward/mean": (0.5, 0.9)},
     "replicas_of_engine_lost": {"sync/engines": (8.0, 7.0)},
-    "mismatch": {"mismatch/token_mult_prob_error": (1.01, 1.1)},  # FP8 engines
-    "mismatch_grows": {"mismatch/logprob_abs_diff/mean": (0.011, 0.036)},  # vime#64
+    "mismatch": {"mismatch/token_mult_prob_error": (1.01, 1.1), LAG: (0.2, 0.2)},  # FP8 engines
+    "mismatch_at_sync": {"sync/check/logprob_abs_diff/mean": (0.02, 0.07), LAG: (2.0, 2.0)},
+    "mismatch_grows": {"mismatch/logprob_abs_diff/mean": (0.011, 0.036), LAG: (0.0, 0.0)},  # vime#64
     "routing_mismatch": {"mismatch/router_diff_ratio": (0.05, 0.3)},
     "correction_masks": {"mismatch/correction_masked_ratio": (0.0, 0.4)},
     "off_policy_masks": {"mismatch/off_policy_masked_ratio": (0.0, 0.6)},
-    "staleness": {"rollout/weight_version_lag/mean": (1.0, 12.0)},
+    "staleness": {LAG: (1.0, 12.0)},
+    "stale_mismatch": {"mismatch/token_mult_prob_error": (1.02, 1.8), LAG: (2.0, 2.0)},
     "length_bias": {"rollout/length_bias": (1.0, 0.6)},
     "kl_drift": {"train/kl_loss": (0.1, 2.0)},
     "large_updates": {"train/ppo_kl": (0.01, 0.4)},
@@ -161,6 +166,10 @@ def recorded(name: str) -> list[dict[str, float | None]]:
     return [json.loads(line) for line in (SICK / f"{name}.jsonl").read_text().splitlines()]
 
 
+def test_every_sickness_of_the_bench_is_recorded() -> None:
+    assert {*RECORDED} == {*SICKNESSES} - {HEALTHY}
+
+
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_sickness_is_found(name: str) -> None:
     assert RECORDED[name] in {found.rule for found in find_warnings(recorded(name))}
@@ -177,6 +186,16 @@ def test_a_written_sickness_is_found_when_it_begins_and_not_before(rule: str) ->
     ]
     assert find_warnings(steps[:20]) == ()
     assert rule in {found.rule for found in find_warnings(steps)}
+
+
+def test_what_staleness_explains_is_not_said_of_the_engine() -> None:
+    stale, of_the_engine = recorded("staleness"), {"engine_differs", "mismatch", "mismatch_grows"}
+    assert {"staleness", "stale_mismatch"} <= {found.rule for found in find_warnings(stale)}
+    assert not of_the_engine & {found.rule for found in find_warnings(stale)}
+    fresh = [line | {LAG: 0.0} for line in stale]  # the same difference, and no older weights to explain it
+    assert of_the_engine <= {found.rule for found in find_warnings(fresh)}
+    wrong = [line | {"sync/check/logprob_abs_diff/mean": 0.3} for line in stale]  # older weights, and the wrong ones
+    assert find_warnings(wrong)[0].rule == "sync_check"
 
 
 def test_memory_that_creeps_is_found_and_a_plateau_is_not() -> None:

@@ -397,6 +397,12 @@ def test_a_picture_that_cannot_be_written_is_refused(
     assert sentence in capsys.readouterr().err
 
 
+def test_a_page_does_not_take_a_folders_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path / "run"), "--out", str(tmp_path)])
+    assert f"{tmp_path} is a folder: give --out a file" in capsys.readouterr().err
+
+
 def test_charts_of_the_same_lines_share_a_key(tmp_path: Path) -> None:
     chart = Chart("A", "nats", (Series("first", (1, 2), (3.0, 4.0)), Series("second", (), ())))
     write_charts([chart, replace(chart, title="B")], tmp_path / "both.svg")

@@ -274,3 +274,10 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
                     pass
 
     asyncio.run(twice())
+
+
+@pytest.mark.parametrize("port", ["65536", "-1", "http"])
+def test_what_is_no_port_is_refused(tmp_path: Path, port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["watch", str(tmp_path), "--serve", f"--port={port}"])
+    assert "from 0 to 65,535" in capsys.readouterr().err
