@@ -17,7 +17,8 @@ class SimulatedGroup:
     lengths: tuple[int, ...]
     kept: bool
     version: int | None = None
-    tokens: dict[int, float] = field(default_factory=dict)  # of its samples, as far as the trainer has them
+    tokens: dict[int, float] = field(default_factory=dict)  # of its samples that have ended, or as it was paused
+    recorded: dict[int, float] = field(default_factory=dict)  # those of the last pause, which outlive its engine
     unfinished: int = 0
     needs_prompt: bool = True
 
@@ -86,16 +87,21 @@ class SimulatedEngine:
     def add(self, group: SimulatedGroup) -> None:
         """Begin a group, or go on with what is missing of it."""
         missing = [sample for sample, length in enumerate(group.lengths) if group.tokens.get(sample, 0) < length]
-        group.unfinished, group.needs_prompt = len(missing), True
+        group.unfinished, group.needs_prompt, group.recorded = len(missing), True, dict(group.tokens)
         self.groups.add(group)
         self._waiting += [(group, sample) for sample in missing]
         self._fill()
 
     def take_back(self, with_tokens: bool) -> list[SimulatedGroup]:
-        """End all work; return the groups, in launch order, with the tokens that they have or as they were begun."""
+        """End all work; return the groups, in launch order, with the tokens that they have or as they were begun.
+
+        An engine answers for a group as a whole: without tokens, those of its samples that have ended are lost, too.
+        """
         for end, _, (group, sample) in self._ends:
             if with_tokens:
                 group.tokens[sample] = group.lengths[sample] - (end - self._progress)
+        for group in () if with_tokens else self.groups:
+            group.tokens = dict(group.recorded)
         self._ends, self._prefill_s, self._cached = [], 0.0, 0.0
         self._waiting.clear()
         groups, self.groups = sorted(self.groups, key=lambda group: group.number), set()
@@ -112,6 +118,12 @@ class SimulatedEngine:
             group.lengths[sample] - (end - self._progress) - group.tokens.get(sample, 0.0)
             for end, _, (group, sample) in self._ends
         )
+
+    @property
+    def unrecorded_tokens(self) -> float:
+        """Return the tokens that are lost with the engine: all of its groups since they were begun here."""
+        ended = sum(sum(group.tokens.values()) - sum(group.recorded.values()) for group in self.groups)
+        return ended + self.tokens_in_flight
 
     def _coefficients(self) -> tuple[float, float]:
         """Return a and b: n tokens of each running sequence take a n + b n^2 seconds, since their cache grows."""

@@ -119,7 +119,7 @@ class _Run:
     def _engine_fails(self, index: int) -> None:
         engine = self.engines[index]
         engine.advance(self.totals.now)
-        self.totals.tokens["lost"] += engine.tokens_in_flight
+        self.totals.tokens["lost"] += engine.unrecorded_tokens
         self.totals.failures += 1
         if self.totals.failures > MAX_FAILURES:
             raise UserError(f"engines fail every {self.scenario.engine_mtbf_s:g} s, and their groups never end")

@@ -111,9 +111,9 @@ class RolloutCollector:
     """Generates the groups of each step from the train prompts.
 
     Where engines have ranks of their own, those begin a step's groups as soon as the step before has its own. What is
-    begun for later steps stays on its rank then; where engines share devices with the trainer, paused groups are evened
-    out over the engines when the next step begins. Every group is recorded when it ends: where a job is killed or
-    stopped, the one that resumes the run takes up what was recorded behind its checkpoint.
+    begun for later steps stays on its rank then: it still runs. Where engines share devices with the trainer, it is
+    paused, and evened out over the engines when the next step begins. Every group is recorded when it ends: where a job
+    is killed or stopped, the one that resumes the run takes up what was recorded behind its checkpoint.
     """
 
     settings: Settings
@@ -284,7 +284,7 @@ class RolloutCollector:
             self._queue.extend(rule.max_launched + rule.max_aborted + rule.lookahead)
 
         self._take_recorded(state, step, rule)
-        if colocated:  # their engines have no cache of what was paused; with ranks of their own it stays in theirs
+        if colocated:  # all is paused, and no engine has its cache; those with ranks of their own still run theirs
             self._carried = even_out(self._carried, self.rollout.client is not None, job.group)
 
         def lookahead() -> int:

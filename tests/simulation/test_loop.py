@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from grpo_mp.errors import UserError
+from grpo_mp.simulation.engine import SimulatedEngine, SimulatedGroup
 from grpo_mp.simulation.loop import simulate
 from grpo_mp.simulation.scenario import Schedule
 from tests.simulation.scenarios import RATES, long_tail, scenario_of
@@ -135,6 +136,27 @@ def test_engines_fail_as_often_as_told_and_come_back() -> None:
     assert outcome.after.failures == pytest.approx(2 * outcome.after.now / (50 + 10), rel=0.25)
     assert outcome.step_s > simulate(scenario_of(steps=200)).step_s
     assert outcome.useful_share < 1
+
+
+def test_an_engine_that_fails_loses_its_groups_as_wholes_up_to_their_last_pause() -> None:
+    """One was paused when a sample of it had ended, and has 10 tokens more; another has begun here."""
+    engine = SimulatedEngine(scenario_of())
+    engine.add(group := SimulatedGroup(0, (40, 400), kept=True))
+    while group.unfinished == 2:
+        engine.advance(engine.next_end())
+        engine.finish_next()
+    (paused,) = engine.take_back(with_tokens=True)
+    recorded = dict(paused.tokens)
+    assert recorded == {0: 40, 1: pytest.approx(40)}
+    engine.add(paused)
+    engine.add(other := SimulatedGroup(1, (10, 300), kept=True))
+    while other.unfinished == 2:
+        engine.advance(engine.next_end())
+        engine.finish_next()
+    assert other.tokens == {0: 10}
+    assert engine.unrecorded_tokens == pytest.approx(3 * 10)
+    assert engine.take_back(with_tokens=False) == [paused, other]
+    assert (paused.tokens, other.tokens, engine.unrecorded_tokens) == (recorded, {}, 0)
 
 
 def test_engines_that_fail_too_often_never_finish_a_step() -> None:
