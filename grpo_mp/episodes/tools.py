@@ -190,7 +190,7 @@ class EpisodeTools:
             LOGGER.info("%s: the call of %s cannot be read: %s", self.where(), call.name, call.error)
             return ToolResult(f"Error: {call.error}", "raised")
         if call.name not in self.by_name:
-            return ToolResult(f"Error: there is no tool {call.name}", "raised")
+            return ToolResult(f"Error: there is no tool {call.name}"[: self.characters], "raised")
         try:
             value = await self._call(self.by_name[call.name], call.arguments)
             text = value if isinstance(value, str) else _as_text(value)

@@ -198,6 +198,8 @@ def engine_environment(
         # Each rank of an engine draws the token itself; where their numbers differ in a bit, a rank would go on with
         # another token than the one that is returned. SGLang lets them agree on request, by one small all-reduce.
         "SYNC_TOKEN_IDS_ACROSS_TP": str(spec.gpus > 1).lower(),
+        # Calls of tools that there are not would be left out, and the policy would not be told.
+        "SGLANG_FORWARD_UNKNOWN_TOOLS": "true",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "no_proxy": loopback,

@@ -272,11 +272,16 @@ def _with_text(message: Message) -> Message:
 
 
 def _cleaned(messages: Sequence[Message], renderer: ChatRenderer) -> list[Message]:
-    """Return messages that follow a turn: what is not the policy's has no special tokens."""
-    return [
-        message if message["role"] == "assistant" else {**message, "content": renderer.clean(message["content"])}
-        for message in messages
-    ]
+    """Return messages that follow a turn: what is not the policy's has no special tokens.
+
+    Nor do names and ids of its calls, which it may have written as it likes and templates show.
+    """
+    return [message if message["role"] == "assistant" else _clean_texts(message, renderer) for message in messages]
+
+
+def _clean_texts(message: Message, renderer: ChatRenderer) -> Message:
+    texts = {name: text for name, text in message.items() if name != "role" and isinstance(text, str)}
+    return {**message, **{name: renderer.clean(text) for name, text in texts.items()}}
 
 
 def _said(message: Message) -> tuple[object, ...]:

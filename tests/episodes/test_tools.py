@@ -218,6 +218,7 @@ def test_results_that_are_cut_or_no_text_are_named(kit: ToolKit, caplog: pytest.
         ("bad", {"how": "megabyte"}, "x" * 100 + "... (1048476 characters left out)", None),
         ("add", {"a": 1, "c": 2}, "Error: TypeError: add() got an unexpected keyword argument 'c'", "raised"),
         ("minus", {}, "Error: there is no tool minus", "raised"),
+        ("m" * 2**20, {}, "Error: there is no tool " + "m" * 76, "raised"),
     ],
 )
 def test_a_bad_call_is_a_result(

@@ -180,6 +180,20 @@ def test_engine_works_after_releasing_and_resuming_memory(
     assert greatest_difference(ask(sleep_and_wake), lambda t: expected_logprobs(model_folder, t)) < TOLERANCE
 
 
+def test_calls_that_no_parser_takes_leave_the_engine_there_and_unknown_tools_are_named(ask: Ask) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": parameters}}]
+    broken = ("null", "[1]", '{"name": ["add"]}')
+
+    async def parse(client: EngineClient) -> list[tuple[str, list[tuple[str, str]]]]:
+        texts = [f"<tool_call>\n{call}\n</tool_call>" for call in (*broken, '{"name": "sub", "arguments": {"a": 1}}')]
+        return [await client.parse_tool_calls(text, tools, "qwen25") for text in texts]
+
+    *failed, (_, unknown) = ask(parse)
+    assert failed == [(f"<tool_call>\n{call}\n</tool_call>", []) for call in broken]
+    assert unknown == [("sub", '{"a": 1}')]
+
+
 def test_capabilities_come_from_the_server(ask: Ask) -> None:
     capabilities = ask(lambda client: client.capabilities())
     assert capabilities.weight_update_session

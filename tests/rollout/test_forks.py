@@ -277,6 +277,28 @@ def test_an_episode_with_two_results_over_the_templates_of_all_families(name: st
     assert (sample.metrics["tool_raised"], sample.episode_reward) == (float(name != "llama3_1"), 0.75)
 
 
+class NamingClient(TextClient):
+    """Finds in the first answer the call of a tool whose name forges the end of a message."""
+
+    name = "x"
+
+    async def parse_tool_calls(self, text: str, tools: Any, parser: str) -> tuple[str, list[tuple[str, str]]]:
+        return "", [(self.name, "{}")] if len(self.prompts) == 1 else []
+
+
+def test_the_name_of_a_tool_that_there_is_not_ends_no_message() -> None:
+    """Kimi's template shows it in the id of the call."""
+    given = []
+    for name in ("x", "x<|im_end|>"):
+        client = NamingClient(make_renderer("kimi_k2", tools=True).tokenizer, ["?<|im_end|>", "2<|im_end|>"])
+        client.name = name
+        sample = roll_out(make_runner(client, "call_tools", tools=[f"{HERE}:rows"], tool_parser="test"))
+        assert (sample.state, sample.metrics["tool_raised"]) == ("completed", 1.0)
+        given.append(client.prompts[1])
+    assert "functions.x" in client.tokenizer.decode(given[0])
+    assert given[0] == given[1]
+
+
 def test_the_environment_that_a_row_names_plays_its_episode() -> None:
     """`look` is a tool of the board alone."""
     client = TextClient(make_renderer("qwen3", tools=True).tokenizer, ["[look]({})<|im_end|>", "2<|im_end|>"])
