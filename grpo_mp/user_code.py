@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,12 +15,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
+import xxhash
+
 from grpo_mp.errors import UserError, did_you_mean, one_line
 from grpo_mp.reading import check_path, check_regular
 
 T = TypeVar("T")
 PATH_FORMAT = "write module:function or path/file.py:function"
 IMPORT_LIMIT_S = 600.0  # models may be loaded
+PYTHON_FILE = re.compile(r"(.+\.py)(:\w+)?")
 
 
 class ExitCallError(Exception):
@@ -89,6 +93,22 @@ def is_path(name: str) -> bool:
     """Return whether a name has the form of a path: something on both sides of its last colon."""
     source, _, attribute = name.rpartition(":")
     return bool(source and attribute)
+
+
+def file_digests(tree: Any) -> dict[str, str]:
+    """Return the checksum of each Python file that nested settings name, in keys, values or words of a command."""
+    return {name: xxhash.xxh3_128_hexdigest(Path(name).read_bytes()) for name in sorted(set(_python_files(tree)))}
+
+
+def _python_files(tree: Any) -> Iterator[str]:
+    if isinstance(tree, dict):
+        yield from _python_files([*tree.keys(), *tree.values()])
+    elif isinstance(tree, list | tuple):
+        for part in tree:
+            yield from _python_files(part)
+    elif isinstance(tree, str):
+        named = map(PYTHON_FILE.fullmatch, (tree, *tree.split()))
+        yield from (match[1] for match in named if match and os.path.isfile(match[1]))
 
 
 def load_attribute(path: str, label: str) -> Any:

@@ -7,7 +7,6 @@ are most of a record. A file that was cut, or has a flipped bit, is read up to t
 
 import json
 import logging
-import os
 import shutil
 import struct
 import threading
@@ -23,7 +22,7 @@ from pydantic import TypeAdapter
 
 from grpo_mp.batching.routed_experts import experts_of_group, with_experts, without_experts
 from grpo_mp.errors import one_line
-from grpo_mp.files import sync_to_disk
+from grpo_mp.files import append_durably, sync_to_disk
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import EngineOutput
 from grpo_mp.rollout.dump import FACTS, SCHEMA, Row, experts_of, group_of_rows, rows_of
@@ -107,11 +106,7 @@ class GroupJournal:
             file.parent.mkdir(parents=True, exist_ok=True)
             cut_torn_tail(file)
             self._opened.add(file)
-        with file.open("ab") as stream:
-            stream.write(HEADER.pack(sum(part.nbytes for part in parts), _checksum(*parts)))
-            stream.writelines(parts)
-            stream.flush()
-            os.fsync(stream.fileno())
+        append_durably(file, [HEADER.pack(sum(part.nbytes for part in parts), _checksum(*parts)), *parts])
         if is_new:
             for folder in (file.parent, self._folder, self._folder.parent):  # which list it
                 sync_to_disk(folder)

@@ -14,6 +14,7 @@ from grpo_mp.config import Settings
 from grpo_mp.errors import UserError
 from grpo_mp.files import write_json
 from grpo_mp.reading import read_json
+from grpo_mp.user_code import file_digests
 
 FILE = "identity.json"
 PARTS, PART_BYTES = 16, 2**16  # of a file of weights that is read
@@ -36,7 +37,7 @@ class SamplingIdentity:
 
     settings: Mapping[str, Any]  # by dotted name
     model: str  # digest of its files
-    data: Mapping[str, str]  # digest of each file, by its path
+    data: Mapping[str, str]  # digest of each file, by its path; of users' code, too
 
     @classmethod
     def of(cls, settings: Settings, model: Path) -> "SamplingIdentity":
@@ -44,6 +45,7 @@ class SamplingIdentity:
         chosen = settings.model_dump(mode="json", include=dict(SECTIONS) | {"reward": True})
         files = {Path(train_set.path) for train_set in settings.data.train.values()}
         data = {str(file): _digest(file) for file in sorted(files) if file.is_file()}
+        data |= file_digests(chosen)
         return cls(dict(_dotted(chosen)), model_digest(model), data)
 
     @property
@@ -74,7 +76,7 @@ def _difference(old: Any, new: Mapping[str, Any]) -> str:
             kind, _, rest = name.partition(".")
             if kind == "settings":
                 return f"{rest} was {before.get(name)!r}, is now {now.get(name)!r}"
-            return "the model's files differ" if kind == "model" else f"the data {rest} differs"
+            return "the model's files differ" if kind == "model" else f"the file {rest} differs"
     return ""
 
 

@@ -1,5 +1,6 @@
 """Groups that a killed or stopped job has generated, given to the one that resumes it."""
 
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from pathlib import Path
@@ -7,8 +8,43 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo_mp.batching.group_selection import AdmissionRule, Verdict, admit
-from grpo_mp.distributed.process_groups import all_gather
+from grpo_mp.checkpoint.run_state import ROLLOUTS
+from grpo_mp.config import Settings
+from grpo_mp.distributed.process_groups import Job, all_gather, broadcast
+from grpo_mp.files import read_json, write_json
 from grpo_mp.rollout.journal import Extent, GroupKey, Record, best_records, read_records
+from grpo_mp.user_code import file_digests
+
+CODE = "code.json"  # beside the groups: checksums of the users' files that had a part in them
+
+
+def drop_groups_of_other_code(settings: Settings, job: Job) -> list[str]:
+    """Remove all recorded groups where a file of users' code has changed since, and record the files that there are.
+
+    Returns a sentence where that was so. Every rank must call this, once the files are loaded and before any group is
+    read. The order and the weights of repeated steps follow from losses, filters and advantages, too: only what
+    nothing trained follows from is left out.
+    """
+    sentences: list[str] = []
+    if job.rank == 0:
+        folder = settings.run.folder / ROLLOUTS
+        before = read_json(folder / CODE)  # older versions: none
+        now = file_digests(settings.model_dump(mode="json", exclude={"monitor", "sample"}))
+        if changed := [name for name in before if name in now and before[name] != now[name]]:
+            groups = {(file.parent, r.key) for file in folder.rglob("*.journal") for r in read_records(file)}
+            for path in folder.iterdir():
+                if path.is_dir():  # not CODE: a start which is killed here finds the difference again
+                    shutil.rmtree(path)
+            if groups:
+                names, has = ", ".join(changed), "has" if len(changed) == 1 else "have"
+                sentences = [
+                    f"{names} {has} changed since {folder} was written: {len(groups)} recorded groups are dropped, and "
+                    "generated and scored anew"
+                ]
+        if before != now:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / CODE, now)
+    return broadcast(sentences, job.group)
 
 
 class RecordedGroups:

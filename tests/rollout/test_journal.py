@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from grpo_mp.episodes.protocol import Episode, Segment
+from grpo_mp.files import BLOCK_BYTES, append_durably
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import EngineOutput
 from grpo_mp.rollout.episodes import Outcome, as_sample
@@ -230,3 +232,35 @@ def test_an_ended_episode_whose_reward_asks_its_environment_is_rolled_out_again(
     assert loaded
     assert [one.index for one in loaded[0].samples] == [ended.index]
     assert not encode(3, PausedGroup(PROMPT, samples=(more,)), RewardStats(), kept=False)
+
+
+@pytest.mark.parametrize("direct", ["as it is", "none", "refused"])
+def test_large_records_are_written_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: str
+) -> None:
+    """From any offset on, in whole blocks; the bytes are the same where the file system takes no such writes."""
+    opened, writes, asked, write = os.open, list[int](), set[int](), os.pwrite
+
+    def open_(path: Any, flag: int, *mode: int) -> int:
+        if flag & os.O_DIRECT and direct == "none":
+            raise OSError(errno.EINVAL, "no such flag")
+        descriptor = opened(path, flag & ~os.O_DIRECT, *mode)  # the folder's file system may have none
+        (asked.add if flag & os.O_DIRECT else asked.discard)(descriptor)
+        return descriptor
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        if descriptor in asked:
+            if direct == "refused" or len(data) % BLOCK_BYTES or offset % BLOCK_BYTES:
+                raise OSError(errno.EINVAL, "not whole blocks")
+            writes.append(len(data))
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr("grpo_mp.files.os.open", open_)
+    monkeypatch.setattr("grpo_mp.files.os.pwrite", pwrite)
+    rng, file, expected = random.Random(direct), tmp_path / "file", b""
+    for size in (5, 2**13, 4091, 0, 3 * 2**22 + 17, 2**22, 1):
+        parts = [rng.randbytes(size), b"", memoryview(rng.randbytes(size // 3))]
+        append_durably(file, parts)
+        expected += b"".join(map(bytes, parts))
+    assert file.read_bytes() == expected
+    assert sum(writes) > 0.99 * len(expected) if direct == "as it is" else not writes

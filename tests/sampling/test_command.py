@@ -92,7 +92,7 @@ def test_a_folder_of_other_weights_or_data_is_refused(own_run: TinyRun, tmp_path
     begun.write(tmp_path)
     data = own_run.train.read_text()
     own_run.train.write_text(data.replace("How many", "How  many", 1))
-    with pytest.raises(UserError, match=f"the data {own_run.train} differs"):
+    with pytest.raises(UserError, match=f"the file {own_run.train} differs"):
         check_folder(tmp_path, command(own_run.config).identity)
     own_run.train.write_text(data)
     weights = own_run.model / "model.safetensors"
@@ -104,6 +104,17 @@ def test_a_folder_of_other_weights_or_data_is_refused(own_run: TinyRun, tmp_path
     (copy / weights.name).write_bytes(content)
     with pytest.raises(UserError, match="the model's files differ"):
         check_folder(tmp_path, command(own_run.config, "--model", str(copy)).identity)
+
+
+def test_a_folder_of_other_code_is_refused(own_run: TinyRun, tmp_path: Path) -> None:
+    file = tmp_path / "my_rewards.py"
+    file.write_text("a = 1")
+    reward = f"reward.functions={{'{file}:brief': 0.5}}"
+    command(own_run.config, reward).identity.write(tmp_path)
+    check_folder(tmp_path, command(own_run.config, reward).identity)
+    file.write_text("a = 2")
+    with pytest.raises(UserError, match=f"the file {file} differs"):
+        check_folder(tmp_path, command(own_run.config, reward).identity)
 
 
 def test_a_folder_of_a_run_is_refused(tiny_run: TinyRun, tmp_path: Path) -> None:

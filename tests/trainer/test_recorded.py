@@ -5,19 +5,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from grpo_mp.checkpoint.run_state import MANIFEST, TrainState
+from grpo_mp.config import load_settings
 from grpo_mp.files import write_json
+from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.groups import PausedGroup
-from grpo_mp.rollout.journal import best_records, read_records
+from grpo_mp.rollout.journal import GroupJournal, best_records, read_records
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.trainer import collect as collect_module
 from grpo_mp.trainer.collect import RolloutCollector
-from grpo_mp.types import Sample
+from grpo_mp.trainer.recorded import drop_groups_of_other_code
+from grpo_mp.types import Prompt, Sample, SampleGroup
+from tests.conftest import TinyRun
 from tests.rollout.fake_engine import FakeEngine
 from tests.trainer.test_collect import PROMPTS, check_samples, collector, kept
 
@@ -193,6 +198,45 @@ def test_no_record_is_taken_up_of_a_group_that_another_rank_has_begun_anew(
     assert tasks[1].carried.keys() == tasks[0].carried.keys() - {begun}
     assert tasks[1].carried_by_all == tasks[0].carried_by_all
     assert state.groups_launched + begun not in collect._stats
+
+
+CODE = {
+    "reward": ("reward.functions={'FILE:brief': 0.5}",),
+    "tool": ("rollout.tools=['FILE:brief']", "rollout.tool_parser=qwen25"),
+    "environment": ("rollout.environment_factory={game: 'FILE:Game'}", "rollout.tool_parser=qwen25"),
+    "command": ("rollout.function=openai_agent", "rollout.function_args={command: 'python FILE --quick'}"),
+    "loss": ("algorithm.policy_loss='FILE:brief'",),
+}
+
+
+@pytest.mark.parametrize("settings", CODE.values(), ids=CODE)
+def test_groups_of_other_code_are_dropped(
+    tiny_run: TinyRun, one_rank_job: Any, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    """By one sentence, which names the file; of the same code, or where a logger's has changed, they stay."""
+    file, logger, folder = tmp_path / "my_code.py", tmp_path / "my_logger.py", tmp_path / "run"
+    own = [one.replace("FILE", str(file)) for one in settings]
+    own += [f"monitor.loggers=['{logger}:Mine']", f"run.folder={folder}"]
+    job: Any = SimpleNamespace(rank=0, group=one_rank_job.group)
+    sample = Sample(0, 0, (1,), (5, 6), (-1.0, -1.0), (0, 0), False)
+
+    def start(code: str, logs: str = "") -> tuple[list[str], int]:
+        """Return what a job says, and how many groups it finds; it then records three, one of them twice."""
+        file.write_text(code)
+        logger.write_text(logs)
+        said = drop_groups_of_other_code(load_settings(tiny_run.config, own), job)
+        found = len({r.key for one in folder.rglob("*.journal") for r in read_records(one)})
+        for kind, group_id in (("", 0), ("", 1), ("", 1), ("eval/sums", 0)):
+            journal = GroupJournal(folder / "rollouts" / kind, 0)
+            journal.append(1, group_id, SampleGroup(Prompt(0, "", (1,)), (sample,)), RewardStats(), kept=True)
+        return said, found
+
+    assert start("a = 1") == ([], 0)
+    assert start("a = 1", logs="b = 1") == ([], 2)  # of two the key is the same
+    (sentence,), found = start("a = 2")
+    assert found == 0
+    assert sentence.startswith(f"{file} has changed since {folder / 'rollouts'} was written: 3 recorded groups")
+    assert start("a = 2") == ([], 2)
 
 
 @pytest.mark.parametrize("updates", [0, 1, 3])
