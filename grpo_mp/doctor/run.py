@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -173,13 +174,15 @@ def check_times(lines: Sequence[MetricLine], plan: Mapping[str, float]) -> Itera
 
 
 def check_ranks(traces: Mapping[int, Sequence[Event]]) -> Iterable[Finding]:
-    """Yield the rank that the others wait for, phase by phase: the one that works longest."""
+    """Yield the rank that the others wait for, phase by phase: the one that works longest.
+
+    Ranks that train are compared with each other, and so are those that only host an engine: their work differs.
+    """
     work = {rank: worked_seconds(events) for rank, events in traces.items()}
-    if len(work) < 2:
-        return
     evidence = []
-    for phase in Phase:
-        seconds = {rank: phases[phase] for rank, phases in work.items() if phases.get(phase)}
+    for phase, trains in product(Phase, (True, False)):
+        of_kind = {rank: phases for rank, phases in work.items() if (Phase.TRAIN in phases) == trains}
+        seconds = {rank: phases[phase] for rank, phases in of_kind.items() if phases.get(phase)}
         if len(seconds) < 2:
             continue
         slowest, median = max(seconds, key=lambda rank: seconds[rank]), statistics.median(seconds.values())

@@ -127,6 +127,20 @@ def test_the_slowest_rank_is_the_one_that_does_not_wait() -> None:
     assert [*check_ranks({0: trace(4.0, 6.0)})] == []
 
 
+def test_ranks_of_engines_are_not_compared_with_ranks_that_train() -> None:
+    """In a sync a rank of either kind does what the other does not."""
+
+    def sync(sync_s: float) -> list[Event]:
+        return spans(("B", "SYNC", 30.0), ("E", "SYNC", 30.0 + sync_s))
+
+    trainers = {rank: [*trace(4.0, 6.0), *spans(("E", "TRAIN", 25.0)), *sync(1.0)] for rank in (0, 1)}
+    found = [*check_ranks(trainers | {2: sync(9.0), 3: sync(9.0)})]
+    assert not of(Level.WARNING, found)
+    assert of(Level.WARNING, [*check_ranks(trainers | {2: sync(9.0), 3: sync(1.0)})]) == [
+        "in sync all wait for rank 2: it works 9.00 s, the median rank 5.00 s"
+    ]
+
+
 def test_the_slowest_engine_and_one_that_has_nothing_to_do() -> None:
     def loads(speed: float, busy: int) -> list[EngineLoad]:
         return [EngineLoad(s, "works", int(s < busy), 0, 0.1, speed if s < busy else 0.0) for s in range(10)]
