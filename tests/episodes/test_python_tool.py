@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,9 @@ def test_an_interpreter_ends_with_its_episode() -> None:
     started = children() - before
     assert started
     del tools
+    deadline = time.monotonic() + 30.0
+    while started & children() and time.monotonic() < deadline:  # the thread of the call may still have hold of them
+        time.sleep(0.01)
     assert not started & children()
 
 
