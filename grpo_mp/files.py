@@ -1,6 +1,7 @@
 """Write files atomically, append where the disk may be full, and read the last lines of a log."""
 
 import errno
+import hashlib
 import json
 import mmap
 import os
@@ -9,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from grpo_mp.errors import DISK_ERRORS
 
@@ -120,6 +123,12 @@ def read_json(file: Path) -> dict[str, Any]:
 def write_json(file: Path, values: Mapping[str, Any]) -> None:
     """Write a file atomically: it is complete and on disk, or absent."""
     write_atomically(file, json.dumps(values, indent=2))
+
+
+def file_digest(file: Path) -> str:
+    """Return the checksum of a file, as `xxh128sum` writes it."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 def append_durably(file: Path, parts: Iterable[bytes | memoryview]) -> None:

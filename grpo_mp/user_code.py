@@ -15,9 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
-import xxhash
-
 from grpo_mp.errors import UserError, did_you_mean, one_line
+from grpo_mp.files import file_digest
 from grpo_mp.reading import check_path, check_regular
 
 T = TypeVar("T")
@@ -97,7 +96,7 @@ def is_path(name: str) -> bool:
 
 def file_digests(tree: Any) -> dict[str, str]:
     """Return the checksum of each Python file that nested settings name, in keys, values or words of a command."""
-    return {name: xxhash.xxh3_128_hexdigest(Path(name).read_bytes()) for name in sorted(set(_python_files(tree)))}
+    return {name: file_digest(Path(name)) for name in sorted(set(_python_files(tree)))}
 
 
 def _python_files(tree: Any) -> Iterator[str]:

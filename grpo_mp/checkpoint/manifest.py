@@ -1,15 +1,12 @@
 """Records of a converted folder, complete or not: its files with size and checksum, and comparing them."""
 
-import hashlib
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from grpo_mp.errors import UserError
-from grpo_mp.files import sync_to_disk
+from grpo_mp.files import file_digest, sync_to_disk
 from grpo_mp.reading import check_path, read_json
 
 CONVERSION_RECORD = "conversion.json"  # the source's fingerprint, and size and checksum of every file of every part
@@ -55,7 +52,7 @@ class Checksums:
                 return
             if not file.is_file() or file.stat().st_size != self._files[name]["bytes"]:
                 raise UserError(f"{file} is missing or cut short: copy it again{self._hint}")
-            if _digest(file) != self._files[name][HASH]:
+            if file_digest(file) != self._files[name][HASH]:
                 raise UserError(f"{file} differs from its checksum: copy it again{self._hint}")
             self._checked.add(name)
 
@@ -71,10 +68,5 @@ def checksums(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
     for file in filter(Path.is_file, files):
         sync_to_disk(file)  # as a file that a record names must be
-        entries[str(file.relative_to(folder))] = {"bytes": file.stat().st_size, HASH: _digest(file)}
+        entries[str(file.relative_to(folder))] = {"bytes": file.stat().st_size, HASH: file_digest(file)}
     return entries
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()

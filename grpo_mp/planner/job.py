@@ -178,11 +178,6 @@ class PlannedJob:
         return self.settings.algorithm.kl.measured_share > 0
 
     @property
-    def saved_reference(self) -> float:
-        """Return the bytes a parameter that a checkpoint has of the reference: its weights, where it is updated."""
-        return self.per_parameter.weights * (self.settings.algorithm.kl.ref_update_every > 0)
-
-    @property
     def prompt_tokens(self) -> int:
         """Return the assumed tokens of a prompt: half of their limit."""
         return max(1, self.settings.rollout.max_prompt_tokens // 2)
@@ -266,6 +261,11 @@ def make_job(
         stage_layers=stage_layers,
         parameter_counts=local_parameter_counts(hf, layout, stage_layers),
         mean_response_tokens=mean_response_tokens or settings.rollout.max_response_tokens / 2,
-        per_parameter=bytes_per_parameter(settings.model.dtype, megatron, settings.optimizer.offload),
+        per_parameter=bytes_per_parameter(
+            settings.model.dtype,
+            megatron,
+            settings.optimizer.offload,
+            updated_reference=settings.algorithm.kl.ref_update_every > 0,
+        ),
         acceptance_length=acceptance_length,
     )

@@ -158,11 +158,9 @@ def resume_use(job: PlannedJob, stage: int) -> ResourceUse:
     """
     per_parameter, count = job.per_parameter, job.parameter_counts[stage]
     weights = count.total * per_parameter.weights
-    state = job.sharded_parameters(count) * (per_parameter.saved - per_parameter.weights)
+    state = job.sharded_parameters(count) * per_parameter.saved_state
     own = weights * (1 + job.has_reference) + state
-    checked = (
-        job.parameters * (per_parameter.saved + job.saved_reference) / max(1.0, job.train_ranks / job.gpus_per_node)
-    )
+    checked = job.parameters * per_parameter.saved / max(1.0, job.train_ranks / job.gpus_per_node)
     on_node = min(job.gpus_per_node, job.train_ranks)
     return ResourceUse(disk_bytes=checked + own * on_node, host_link_bytes=weights + state)
 
@@ -174,11 +172,12 @@ def save_uses(job: PlannedJob) -> tuple[ResourceUse, ResourceUse]:
     """
     per_parameter = job.per_parameter
     nodes = max(1.0, job.train_ranks / job.gpus_per_node)
-    weights = ResourceUse(disk_bytes=job.parameters * (per_parameter.weights + job.saved_reference) / nodes)
-    rest_bytes = 2 * per_parameter.saved - per_parameter.weights + job.saved_reference
+    waits_for = per_parameter.weights + per_parameter.saved_reference
+    weights = ResourceUse(disk_bytes=job.parameters * waits_for / nodes)
     rest = ResourceUse(
-        disk_bytes=job.parameters * rest_bytes / nodes,
-        host_copy_bytes=max(map(job.sharded_parameters, job.parameter_counts)) * per_parameter.saved,
+        disk_bytes=job.parameters * (per_parameter.saved_state + per_parameter.saved) / nodes,
+        host_copy_bytes=max(map(job.sharded_parameters, job.parameter_counts))
+        * (per_parameter.weights + per_parameter.saved_state),
     )
     return weights, rest
 

@@ -21,7 +21,7 @@ FINGERPRINT_PASSES = 11  # over the weights: five operations on words (weight_sy
 DEQUANTIZED_BYTES = 29
 # Over an element that becomes FP8 on a GPU (models/fp8.py), beside its own bytes: it is made float32 (4), of which the
 # largest is read (4); divided and bounded (8 each), cast (5), and copied into the message (2).
-QUANTIZATION_BYTES = 31
+QUANTIZED_ELEMENT_BYTES = 31
 CHECK_COLLECTIVES = 6  # gather, broadcast (twice) and compare logprobs; barriers before and after the engine wakes
 
 
@@ -54,11 +54,12 @@ def sync_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
 def send_use(job: PlannedJob, traffic: SyncTraffic) -> ResourceUse:
     """Return the use of one GPU where all weights are sent.
 
-    Rounds are as uneven over links as measured; a round is quantized while the one before it is sent, so not there.
+    Links are as unevenly used over the rounds as measured. Quantization is not: while a round is sent, the next one is
+    quantized.
     """
     uneven, shared = OVERHEADS.sync_unevenness, job.settings.shares_devices
     requests = SYNC_REQUESTS + traffic.rounds + (1 if shared else PAUSE_REQUESTS)
-    quantized = (QUANTIZATION_BYTES + job.per_parameter.weights) * traffic.quantized
+    quantized = (QUANTIZED_ELEMENT_BYTES + job.per_parameter.weights) * traffic.quantized
     return ResourceUse(
         device_bytes=4 * traffic.loaded,  # packed, joined, shared, loaded
         nvlink_bytes=uneven * traffic.nvlink,

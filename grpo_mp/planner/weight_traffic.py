@@ -37,7 +37,7 @@ class SyncTraffic:
     loaded: float
     shards: float  # that it sends to the ranks that stage it, or stages of others
     tensors: float  # that one engine rank loads
-    quantized: float  # elements that it makes FP8 of
+    quantized: float  # elements that it quantizes to FP8
     rounds: int
 
 
@@ -58,7 +58,9 @@ def sync_traffic(job: PlannedJob) -> SyncTraffic:
     round_bytes = wire.round_bytes(job.settings.sync.bucket_bytes)  # the sample has a group of each size
     rounds = int(-(-max(loaded, shards) // round_bytes))  # no rank loads, sends or receives more in a round
     quantized = quantized_elements(transfers, weights, wire)
-    return SyncTraffic(network, nvlink, loaded, shards, max(tensors.values()), quantized, rounds)
+    return SyncTraffic(
+        network, nvlink, loaded, shards, tensors=max(tensors.values()), quantized=quantized, rounds=rounds
+    )
 
 
 def check_lengths(job: PlannedJob) -> list[int]:
@@ -132,9 +134,10 @@ def busiest(
 
 
 def quantized_elements(transfers: Sequence[Transfer], weights: Sequence[int], wire: WireFormat) -> float:
-    """Return the most elements that a rank makes FP8 of: where the shard is, or where parts that cut blocks are joined.
+    """Return the most elements that a rank quantizes to FP8: of the shards it sends, or of what it joins.
 
-    Transfers count `weight` times. Those of one round that take the same shard share the work: few do.
+    It joins the parts of which one cuts a block. Transfers count `weight` times; one for each target, although a shard
+    that goes to several in one round is quantized once.
     """
     by_rank: dict[int, float] = {}
     elements = cache(lambda piece: sum(prod(spec.shape) for spec in wire.specs(piece) if spec.dtype == FP8))

@@ -25,20 +25,28 @@ class BytesPerParameter:
     fp32_gradients: int = 0  # copied for an update, of the rank's shard
     host_optimizer: int = 0  # main weights and moments that are always on the host
     host_copies: int = 0  # of weights (and gradients) kept on the host
+    saved_reference: int = 0  # weights of a reference that is updated: checkpoints have them, too
 
     @property
     def saved(self) -> int:
         """Return the bytes of a parameter in a checkpoint: nothing is widened."""
-        return self.weights + self.optimizer + self.host_optimizer
+        return self.weights + self.saved_reference + self.saved_state
+
+    @property
+    def saved_state(self) -> int:
+        """Return the bytes of them that data-parallel ranks share: the optimizer's."""
+        return self.optimizer + self.host_optimizer
 
 
-def bytes_per_parameter(dtype: str, megatron_args: Mapping[str, Any], offload: str = "step") -> BytesPerParameter:
+def bytes_per_parameter(
+    dtype: str, megatron_args: Mapping[str, Any], offload: str = "step", updated_reference: bool = False
+) -> BytesPerParameter:
     """Return what this trainer keeps: distributed Adam, offloaded between phases; one host copy of the weights.
 
     In float32 the optimizer works on the model's own weights, and nothing is offloaded. `offload`: optimizer.offload.
     """
     if dtype == "float32":
-        return BytesPerParameter(weights=4, gradients=4, optimizer=8)
+        return BytesPerParameter(weights=4, gradients=4, optimizer=8, saved_reference=4 * updated_reference)
     reduce_in_fp32 = megatron_args.get("grad_reduce_in_fp32", True)
     gradients = 4 if reduce_in_fp32 else 2
     on_host = offload == "host"
@@ -57,6 +65,7 @@ def bytes_per_parameter(dtype: str, megatron_args: Mapping[str, Any], offload: s
         if reduce_in_fp32 or precision_aware or on_host
         else 4,  # Megatron hands Adam float32 gradients
         host_copies=2,
+        saved_reference=2 * updated_reference,
     )
 
 
@@ -93,12 +102,10 @@ def policy_disk_need(
     """
     params = family_of(hf).params(hf).values()
     count = sum(prod(shape) for param in params if not param.alias for shape in param.shapes)
-    size = bytes_per_parameter(settings.model.dtype, settings.training.megatron_args, settings.optimizer.offload)
+    megatron_args, offload = settings.training.megatron_args, settings.optimizer.offload
+    size = bytes_per_parameter(settings.model.dtype, megatron_args, offload, updated_reference)
     run = settings.run
-    checkpoint, export = (
-        count * (size.saved + size.weights * updated_reference),
-        count * (1 if run.export_fp8 else size.weights),
-    )
+    checkpoint, export = count * size.saved, count * (1 if run.export_fp8 else size.weights)
     checkpoints = min(run.keep_checkpoints + 1, run.steps // run.save_every + 1 if run.save_every else 1)
     exports = run.export + (run.steps // run.export_every if run.export_every else 0)
     total = checkpoints * checkpoint + exports * export + rollout_steps * rollouts

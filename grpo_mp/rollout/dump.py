@@ -3,7 +3,6 @@
 An episode that forked has a row for each of its sequences; that of the last has all that is not of their tokens.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -15,11 +14,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import xxhash
 from pyarrow import parquet
 
 from grpo_mp.errors import UserError, one_line
-from grpo_mp.files import incomplete, sync_to_disk, write_atomically
+from grpo_mp.files import file_digest, incomplete, sync_to_disk, write_atomically
 from grpo_mp.reading import check_regular, read_bytes
 from grpo_mp.types import ExpertIds, Message, Prompt, Sample, SampleGroup
 
@@ -84,7 +82,7 @@ def checked_file(file: Path) -> Iterator[Path]:
     with incomplete(file) as temporary:
         yield temporary
         sync_to_disk(temporary)
-        digest = _digest(temporary)
+        digest = file_digest(temporary)
     write_atomically(checksum_file(file), f"{digest}  {file.name}\n")
 
 
@@ -96,13 +94,8 @@ def checksum_file(file: Path) -> Path:
 def check_digest(file: Path) -> None:
     """Raise UserError where a file differs from its checksum, or one of the two is missing or not readable."""
     expected, check = read_bytes(checksum_file(check_regular(file))).split(b" ")[0], checksum_file(file).name
-    if _digest(file).encode() != expected:
+    if file_digest(file).encode() != expected:
         raise UserError(f"{file}: damaged, it differs from its checksum in {check}: copy both again")
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 def read_facts(file: Path) -> bytes:

@@ -1,10 +1,8 @@
 """SGLang server arguments and environment of an engine. Pure, except `known_arguments`."""
 
 import ast
-import importlib.util
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +12,7 @@ from grpo_mp.errors import UserError, did_you_mean
 from grpo_mp.files import ENGINE_SCRATCH
 from grpo_mp.rollout.engine_main import ARGUMENTS, TRAINER_PID
 from grpo_mp.rollout.engine_parallelism import attention_replicas
+from grpo_mp.rollout.sglang_source import model_classes, source_folder
 from grpo_mp.rollout.shared_memory import LOADER
 
 ENGINE_SITE = Path(__file__).parents[1] / "platform" / "engine_site"  # first on the path of a CPU engine
@@ -84,10 +83,8 @@ UNSET_VARIABLES = {"DISABLE_OPENAPI_DOC"}  # the probe asks for the server's own
 # What torchrun and Slurm tell a rank; SGLang would take its own process group for the trainer's.
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 LAUNCHER_PREFIXES = ("LOCAL_RANK", "LOCAL_WORLD_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-
-
-# Arguments with which SGLang takes another class than that of the folder's config.json.
-OTHER_MODELS = {"speculative_algorithm", "model_impl", "json_model_override_args"}
+# With these SGLang takes another model class than the one that config.json names, or one more.
+MODEL_CLASS_ARGUMENTS = {"speculative_algorithm", "model_impl", "json_model_override_args"}
 
 
 @dataclass(frozen=True)
@@ -183,7 +180,7 @@ def engine_environment(
         # By default SGLang gives each rank of an engine its own NUMA node; here all share the cores.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * spec.gpus),
     }
-    unused = [] if OTHER_MODELS & arguments.keys() else unused_models(spec.model)
+    unused = [] if MODEL_CLASS_ARGUMENTS & arguments.keys() else unused_models(spec.model)
     return {
         **({"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused)} if unused else {}),
         **inherited,
@@ -209,19 +206,18 @@ def engine_environment(
 
 
 def unused_models(folder: Path) -> list[str]:
-    """Return the modules of SGLang's models that the model of a folder needs none of.
+    """Return the modules of SGLang's models that the model of a folder does not use.
 
     SGLang imports all of them, an eighth of the time in which an engine starts, unless it is told not to. Returns none
-    where no module, or more than its own, may be needed: an architecture that SGLang leaves to transformers.
+    where no module has the class that config.json names: SGLang may then take that of transformers.
     """
-    config, package = folder / "config.json", importlib.util.find_spec("sglang")
-    if not config.is_file() or package is None or not package.submodule_search_locations:
+    config = folder / "config.json"
+    if not config.is_file():
         return []
-    classes = json.loads(config.read_text(encoding="utf-8")).get("architectures") or []
-    defines = re.compile(rf"^class ({'|'.join(map(re.escape, classes))})\b", re.MULTILINE)
-    files = sorted(Path(package.submodule_search_locations[0], "srt", "models").glob("*.py"))
-    needed = {file.stem for file in files if classes and defines.search(file.read_text(encoding="utf-8"))}
-    return [file.stem for file in files if file.stem not in needed] if needed else []
+    architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures") or ()
+    modules = model_classes()
+    used = {module for module, classes in modules.items() if not classes.isdisjoint(architectures)}
+    return [module for module in modules if module not in used] if used else []
 
 
 def check_arguments(names: Iterable[str], known: Iterable[str], section: str = "engine.args") -> None:
@@ -239,10 +235,7 @@ def known_arguments() -> frozenset[str]:
 
     Raises UserError when SGLang is not installed.
     """
-    package = importlib.util.find_spec("sglang")
-    if package is None or not package.submodule_search_locations:
-        raise UserError("SGLang is not installed here: install the engine as launch/ does")
-    source = Path(package.submodule_search_locations[0], "srt")
+    source = source_folder()
     files = [source / "server_args.py", *sorted((source / "arg_groups" / "fields").glob("*.py"))]
     names = {name for file in files if file.exists() for name in _field_names(file)}
     if "model_path" not in names:
@@ -252,10 +245,7 @@ def known_arguments() -> frozenset[str]:
 
 def check_tool_parser(name: str) -> None:
     """Raise UserError for a name that the installed SGLang has no parser of tool calls for: its source says."""
-    package = importlib.util.find_spec("sglang")
-    if package is None or not package.submodule_search_locations:
-        raise UserError("SGLang is not installed here: install the engine as launch/ does")
-    source = Path(package.submodule_search_locations[0], "srt/function_call/function_call_parser.py")
+    source = source_folder() / "function_call" / "function_call_parser.py"
     tables = [node.value for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.AnnAssign)]
     keys = [key for table in tables if isinstance(table, ast.Dict) for key in table.keys]
     known = [str(key.value) for key in keys if isinstance(key, ast.Constant)]

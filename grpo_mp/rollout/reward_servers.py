@@ -1,6 +1,5 @@
 """Servers of reward models and of a teacher that the job itself starts on its ranks' devices: asleep but in SCORE."""
 
-import importlib.util
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from grpo_mp.rewards.teacher import SECTION, first_difference
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec, check_arguments, known_arguments
 from grpo_mp.rollout.server import EngineProcess
+from grpo_mp.rollout.sglang_source import model_classes
 from grpo_mp.section import ServedModelConfig
 from grpo_mp.types import SampleGroup
 
@@ -290,10 +290,5 @@ def _check_served(name: str, where: str, kind: str) -> None:
 
 
 def served_architectures() -> frozenset[str]:
-    """Read the classes of the installed SGLang's models from their sources: importing them takes seconds."""
-    package = importlib.util.find_spec("sglang")
-    if package is None or not package.submodule_search_locations:
-        raise UserError("SGLang is not installed here: install the engine as launch/ does")
-    files = Path(package.submodule_search_locations[0], "srt", "models").glob("*.py")
-    lines = (line for file in files for line in file.read_text().splitlines() if line.startswith("class "))
-    return frozenset(line.removeprefix("class ").partition("(")[0].rstrip(":") for line in lines)
+    """Return the classes of the installed SGLang's models. Raises UserError where it is not installed."""
+    return frozenset[str]().union(*model_classes().values())

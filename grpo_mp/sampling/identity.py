@@ -1,6 +1,5 @@
 """What the answers of a sampling follow from: settings, weights and data. A folder holds the answers of one of them."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ import xxhash
 from grpo_mp.checkpoint.run_state import METRICS, complete_checkpoints
 from grpo_mp.config import Settings
 from grpo_mp.errors import UserError
-from grpo_mp.files import write_json
+from grpo_mp.files import file_digest, write_json
 from grpo_mp.reading import read_json
 from grpo_mp.user_code import file_digests
 
@@ -44,7 +43,7 @@ class SamplingIdentity:
         """Read what identifies a sampling by the weights in `model`, a folder or a checkpoint."""
         chosen = settings.model_dump(mode="json", include=dict(SECTIONS) | {"reward": True})
         files = {Path(train_set.path) for train_set in settings.data.train.values()}
-        data = {str(file): _digest(file) for file in sorted(files) if file.is_file()}
+        data = {str(file): file_digest(file) for file in sorted(files) if file.is_file()}
         data |= file_digests(chosen)
         return cls(dict(_dotted(chosen)), model_digest(model), data)
 
@@ -104,8 +103,3 @@ def model_digest(folder: Path) -> str:
                 stream.seek(start)
                 digest.update(stream.read(PART_BYTES))
     return digest.hexdigest()
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()

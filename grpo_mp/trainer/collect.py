@@ -40,8 +40,8 @@ from grpo_mp.rollout.rollout import Rollout, rollout_sampling, rollout_seed
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.scheduler.phase_manager import PhaseManager
-from grpo_mp.trainer.carried import even_out
 from grpo_mp.trainer.generation_times import EngineWork, generation_times
+from grpo_mp.trainer.rebalance import rebalance
 from grpo_mp.trainer.recorded import RecordedGroups
 from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.types import Prompt, SampleGroup, SampleInfo
@@ -285,7 +285,7 @@ class RolloutCollector:
 
         self._take_recorded(state, step, rule)
         if colocated:  # all is paused, and no engine has its cache; those with ranks of their own still run theirs
-            self._carried = even_out(self._carried, self.rollout.client is not None, job.group)
+            self._carried = rebalance(self._carried, self.rollout.client is not None, job.group)
 
         def lookahead() -> int:
             ahead = self.settings.steps_ahead

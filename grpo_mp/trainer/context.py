@@ -31,7 +31,7 @@ from grpo_mp.trainer.job import PolicyContext, Resumed, RunContext, build_policy
 from grpo_mp.trainer.machine_notes import machine_notes
 from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_engines_first
 from grpo_mp.trainer.preflight import RunInputs
-from grpo_mp.trainer.recorded import drop_groups_of_other_code
+from grpo_mp.trainer.recorded import drop_groups_of_changed_code
 from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.trainer.replay import ReplayCollector
 from grpo_mp.trainer.save import CheckpointSaver
@@ -102,7 +102,7 @@ def open_context(
         preemption = PreemptionHandler()
         overlaps = () if greeting else inputs.overlaps()
         greeting = greeting or _greeting(settings, inputs, job, state)
-        dropped = () if inputs.replay else drop_groups_of_other_code(settings, job)
+        dropped = () if inputs.replay else drop_groups_of_changed_code(settings, job)
         warnings = (*resumed.damages, *dropped, *inputs.warnings, *runtime.machine)
         show_notes(progress, job.rank, greeting, overlaps, warnings)
         offload = platform.on_cuda() and settings.shares_devices and settings.model.offloads and not inputs.replay

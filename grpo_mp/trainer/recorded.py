@@ -18,7 +18,7 @@ from grpo_mp.user_code import file_digests
 CODE = "code.json"  # beside the groups: checksums of the users' files that had a part in them
 
 
-def drop_groups_of_other_code(settings: Settings, job: Job) -> list[str]:
+def drop_groups_of_changed_code(settings: Settings, job: Job) -> list[str]:
     """Remove all recorded groups where a file of users' code has changed since, and record the files that there are.
 
     Returns a sentence where that was so. Every rank must call this, once the files are loaded and before any group is

@@ -18,11 +18,10 @@ from pathlib import Path
 from random import Random
 
 from tests.conftest import make_tiny_run
-from tests.e2e.jobs import LAUNCH, TORCHRUN, Job, read_jsonl, spans
+from tests.e2e.jobs import LAUNCH, SLEEPING, Job, read_jsonl, spans
 
 PHASES = ("GENERATE", "SCORE", "LOGPROB", "TRAIN", "SYNC", "CHECK", "EVAL")
 MOVES = ("SLEEP", "WAKE")  # of engines that share the devices
-SLEEPING = (*TORCHRUN[:-1], "tests.e2e.sleeping_engines")
 GROUPS = 4  # of a step
 
 

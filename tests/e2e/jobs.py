@@ -22,6 +22,7 @@ import psutil
 
 LAUNCH = (sys.executable, "-m", "grpo_mp", "train", "--ranks", "2")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "grpo_mp.train")
+SLEEPING = (*TORCHRUN[:-1], "tests.e2e.sleeping_engines")  # its engines sleep and wake, as on a GPU
 ALONE = (sys.executable, "-m", "grpo_mp.train")
 MARK = "GRPO_MP_TEST_JOB"  # in the environment of every process of a job
 LIMIT_S = 600.0

@@ -8,14 +8,12 @@ from random import Random
 import pytest
 
 from tests.e2e.conftest import REWARD, Outcome, StartJob, outcome
-from tests.e2e.jobs import LAUNCH, TORCHRUN, Job, read_jsonl, spans
+from tests.e2e.jobs import LAUNCH, SLEEPING, Job, read_jsonl, spans
 from tests.e2e.test_failures import CORRUPT
 from tests.e2e.test_schedules import THREE_RANKS
 
 pytestmark = pytest.mark.slow
 STEPS = 5
-SLEEPING = (*TORCHRUN[:-1], "tests.e2e.sleeping_engines")
-OTHER_PHASES = ("WAKE", "SYNC", "EVAL")
 # It waits where the rank of an engine has a file hold_RANK, and lists the ranks of the groups that it has scored.
 HELD_REWARD = """
 import os, time
@@ -84,10 +82,20 @@ def test_an_engine_killed_in_generate_takes_groups_before_the_phase_ends(
     assert all(step["sync/check/logprob_abs_diff/mean"] <= 1e-4 for step in steps)
 
 
-@pytest.mark.parametrize("phase", ["SLEEP", *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHER_PHASES)])
-def test_a_killed_engine_comes_back(start: Callable[..., Job], tmp_path: Path, phase: str) -> None:
+@pytest.mark.parametrize(
+    ("phase", "command"),
+    [
+        ("SYNC", LAUNCH),
+        pytest.param("EVAL", LAUNCH, marks=pytest.mark.nightly),
+        pytest.param("SLEEP", SLEEPING, marks=pytest.mark.nightly),
+        pytest.param("WAKE", SLEEPING, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_killed_engine_comes_back(
+    start: Callable[..., Job], tmp_path: Path, phase: str, command: tuple[str, ...]
+) -> None:
     """It is killed at a random moment of the phase, or a little after; the other one takes its groups."""
-    job, run = start(command=SLEEPING), tmp_path / "run"
+    job, run = start(command=command), tmp_path / "run"
     job.wait_until(lambda: spans(run, 1, phase) >= 2)
     job.kill_engine(Random(phase).randrange(2))
     assert outcome(job) == Outcome(0, job.out, job.err, [])

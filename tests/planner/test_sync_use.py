@@ -12,6 +12,7 @@ from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import named_config
 from grpo_mp.planner.plan import Plan, make_plan
+from grpo_mp.planner.weight_traffic import sync_traffic
 from tests.planner.jobs import job_of
 from tests.planner.test_divided_jobs import QWEN, divided
 
@@ -51,6 +52,19 @@ def test_a_check_of_what_a_sync_leaves_out_is_another_sync_and_two_checksums() -
     )
     hashed = 2 * 0.02 + 2 * tensors * 1e-4 + 2 * QWEN / 2 * 2 / rate
     assert seconds[CHECKSUMS] == pytest.approx(hashed / 5, rel=1e-3)
+
+
+def test_what_is_quantized_takes_time_by_its_own_name() -> None:
+    """Of a mixture that one GPU holds and sends: 33 bytes of memory traffic for each of its elements in FP8."""
+    plans = [
+        make_plan(job_of("qwen3-30b-a3b", "h200-141", 1, layout={"expert": 8}, engine={"args": args}))
+        for args in ({"quantization": "fp8"}, {})
+    ]
+    rate = plans[0].job.cluster.device_memory_gb_s * 1e9 * plans[0].job.cluster.achievable.device_memory
+    quantized = sync_traffic(plans[0].job).quantized
+    assert quantized > 0
+    assert named_seconds(plans[0], SubPhase.SYNC) == {"FP8 quantization": pytest.approx(33 * quantized / rate)}
+    assert named_seconds(plans[1], SubPhase.SYNC) == {}
 
 
 def test_nothing_is_checked_where_all_is_sent() -> None:

@@ -20,7 +20,7 @@ from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.trainer import collect as collect_module
 from grpo_mp.trainer.collect import RolloutCollector
-from grpo_mp.trainer.recorded import drop_groups_of_other_code
+from grpo_mp.trainer.recorded import drop_groups_of_changed_code
 from grpo_mp.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 from tests.rollout.fake_engine import FakeEngine
@@ -224,7 +224,7 @@ def test_groups_of_other_code_are_dropped(
         """Return what a job says, and how many groups it finds; it then records three, one of them twice."""
         file.write_text(code)
         logger.write_text(logs)
-        said = drop_groups_of_other_code(load_settings(tiny_run.config, own), job)
+        said = drop_groups_of_changed_code(load_settings(tiny_run.config, own), job)
         found = len({r.key for one in folder.rglob("*.journal") for r in read_records(one)})
         for kind, group_id in (("", 0), ("", 1), ("", 1), ("eval/sums", 0)):
             journal = GroupJournal(folder / "rollouts" / kind, 0)

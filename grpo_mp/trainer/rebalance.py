@@ -1,4 +1,4 @@
-"""Even out what the engines carry into a step: the paused groups, each with all that it has so far."""
+"""Rebalance partial rollouts over the engines: paused groups, each with all that it has generated so far."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.rollout.groups import LaunchedGroups, PausedGroup
 
 
-def even_out(carried: LaunchedGroups, works: bool, group: dist.ProcessGroup) -> LaunchedGroups:
+def rebalance(carried: LaunchedGroups, works: bool, group: dist.ProcessGroup) -> LaunchedGroups:
     """Return this rank's carried groups when each engine has as many paused ones as the others, or one more.
 
     `works`: this rank has an engine that works. Finished groups stay, and so do paused episodes. Every rank must call

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from grpo_mp.rollout.client import EngineOutput
 from grpo_mp.rollout.groups import LaunchedGroups, PausedGroup
-from grpo_mp.trainer import carried
+from grpo_mp.trainer import rebalance as rebalance_module
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 
@@ -55,12 +55,12 @@ def test_every_engine_has_its_share_and_no_group_is_lost(monkeypatch: pytest.Mon
         {12: paused(12), 13: paused(13)},  # of an engine that has left
     ]
     ranks = Exchange(len(before))
-    monkeypatch.setattr(carried, "all_gather", ranks.all_gather)
-    monkeypatch.setattr(carried, "all_to_all", ranks.all_to_all)
+    monkeypatch.setattr(rebalance_module, "all_gather", ranks.all_gather)
+    monkeypatch.setattr(rebalance_module, "all_to_all", ranks.all_to_all)
 
     def of_rank(rank: int) -> LaunchedGroups:
         group: Any = rank
-        return carried.even_out(before[rank], rank < 3, group)
+        return rebalance_module.rebalance(before[rank], rank < 3, group)
 
     with ThreadPoolExecutor(len(before)) as pool:
         after = list(pool.map(of_rank, range(len(before))))
@@ -82,7 +82,7 @@ def test_as_few_as_possible_go(ranks: list[tuple[bool, int]], random: Any) -> No
     random.shuffle(numbers)
     drawn = iter(numbers)
     held, works = [[next(drawn) for _ in range(count)] for _, count in ranks], [has_engine for has_engine, _ in ranks]
-    targets = carried.plan_targets(held, works)
+    targets = rebalance_module.plan_targets(held, works)
     after = Counter(targets.get(number, rank) for rank, of_rank in enumerate(held) for number in of_rank)
     if not any(works):
         assert not targets

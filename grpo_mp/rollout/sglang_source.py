@@ -1,0 +1,25 @@
+"""What the installed SGLang knows, read from its source: to import it takes seconds."""
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+
+from grpo_mp.errors import UserError
+
+
+def source_folder() -> Path:
+    """Return the folder of SGLang's runtime, `srt`. Raises UserError where SGLang is not installed."""
+    package = importlib.util.find_spec("sglang")
+    if package is None or not package.submodule_search_locations:
+        raise UserError("SGLang is not installed here: install the engine as launch/ does")
+    return Path(package.submodule_search_locations[0], "srt")
+
+
+def model_classes() -> Mapping[str, frozenset[str]]:
+    """Return the classes of each module of SGLang's models, by the module's name."""
+    return {file.stem: frozenset(_classes(file)) for file in sorted((source_folder() / "models").glob("*.py"))}
+
+
+def _classes(file: Path) -> list[str]:
+    lines = (line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("class "))
+    return [line.removeprefix("class ").partition("(")[0].rstrip(":") for line in lines]
