@@ -90,7 +90,7 @@ def started_ranks(run_folder: Path) -> dict[int, RankProcess]:
         raise UserError(f"{run_folder} is no folder: give the run.folder of a run")
     files = (run_folder / "processes").glob("rank_*.json")
     numbers = sorted(int(match[1]) for file in files if (match := re.fullmatch(r"rank_(\d+)\.json", file.name)))
-    ranks = {rank: read_process(run_folder, rank) for rank in numbers}
+    ranks = {rank: process for rank in numbers if (process := read_process(run_folder, rank))}  # some may end meanwhile
     if not ranks:
         raise UserError(f"{run_folder}: no rank runs here: give the run.folder of a run that goes on")
     return ranks

@@ -190,10 +190,12 @@ def _go_on(number: int, frame: FrameType | None) -> None:
     """Handle the signal in the main thread, where there is nothing to do."""
 
 
-def read_process(run_folder: Path, rank: int) -> RankProcess:
-    """Return where a rank runs. Raises UserError for a file that no rank has written."""
+def read_process(run_folder: Path, rank: int) -> RankProcess | None:
+    """Return where a rank runs; None where it has no file, as one that has ended. Raises UserError for another file."""
     file = process_file(run_folder, rank)
     values = read_json(file)
+    if not (values or file.exists()):
+        return None
     try:
         return RankProcess(str(values["host"]), int(values["pid"]), float(values["started_s"]))
     except (KeyError, TypeError, ValueError) as error:

@@ -1,5 +1,6 @@
 """Who waits for whom: on dumps written out, and on real ranks that hang, asked by the command."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,10 +10,21 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.cli.main import main
+from grpo_mp.doctor import processes
 from grpo_mp.doctor.processes import find_process
 from grpo_mp.doctor.stuck import diagnose
+from grpo_mp.errors import UserError
 from grpo_mp.findings import Level
-from grpo_mp.monitor.rank_dump import Collective, Group, PhaseTime, RankDump, ThreadStack, read_collective
+from grpo_mp.monitor.rank_dump import (
+    Collective,
+    Group,
+    PhaseTime,
+    RankDump,
+    RankProcess,
+    ThreadStack,
+    read_collective,
+    read_process,
+)
 from grpo_mp.processes import catches_dump_signal
 from tests.doctor.hanging_rank import WORLD_SIZE
 
@@ -198,6 +210,24 @@ def test_real_ranks_that_hang(
     said = capsys.readouterr().out
     assert "error: rank 2: its process has ended" in said
     assert "holds up" not in said
+
+
+def test_a_rank_that_ends_while_files_are_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It removes its file between the list of the folder and the read."""
+    folder = tmp_path / "processes"
+    folder.mkdir()
+    for rank in (0, 1):
+        (folder / f"rank_{rank}.json").write_text(json.dumps({"host": "h", "pid": 1, "started_s": 2.0}))
+
+    def ended(run_folder: Path, rank: int) -> RankProcess | None:
+        (folder / "rank_1.json").unlink(missing_ok=True)
+        return read_process(run_folder, rank)
+
+    monkeypatch.setattr(processes, "read_process", ended)
+    assert processes.started_ranks(tmp_path) == {0: RankProcess("h", 1, 2.0)}
+    (folder / "rank_0.json").write_text("{}")
+    with pytest.raises(UserError, match=r"rank_0\.json is not what a rank writes"):
+        processes.started_ranks(tmp_path)
 
 
 @pytest.mark.parametrize("folder", ["missing", "."])
