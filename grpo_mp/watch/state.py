@@ -173,7 +173,7 @@ def _has_processes(folder: Path) -> bool:
             if process and (process.host != socket.gethostname() or _is_alive(process.pid, process.started_s)):
                 return True
         except UserError:
-            continue  # it has just ended
+            continue  # something else wrote it
     return False
 
 
