@@ -90,17 +90,10 @@ def catches_dump_signal(status: str) -> bool:
     return bool(int(caught, 16) >> (DUMP_SIGNAL - 1) & 1)
 
 
-def children(pid: int) -> list[int]:
-    """Return the processes whose parent is the process `pid`; none where it has ended."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
-    return []
-
-
 def _kill_descendants() -> None:
     """Kill all children of this process, and those that it inherits from them, until there are none."""
-    while pids := children(os.getpid()):
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while pids := [int(pid) for pid in children.read_text().split()]:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         for pid in pids:

@@ -90,10 +90,14 @@ def test_a_command_ends_with_all_that_it_has_started(tmp_path: Path, end: str) -
     command = f"""
 import os, subprocess, sys, time
 tell = lambda pid: os.write(1, b"%d\\n" % pid)  # at once: others write there, too
+told, telling = os.pipe()
 for detached in (False, True):
     if not os.fork():
         tell(subprocess.Popen([sys.executable, "-c", {daemon!r}], start_new_session=detached).pid)
+        os.write(telling, b".")
         os._exit(0) if detached else time.sleep(60)
+for _ in range(2):
+    os.read(told, 1)  # this process may be the first to end
 tell(os.getpid())
 {wait}
 """

@@ -16,9 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+
 from grpo_mp.episodes.tool_worker import HEADER_BYTES, MOST_BYTES
 from grpo_mp.errors import UserError
-from grpo_mp.processes import children, shared_environment, with_descendants
+from grpo_mp.processes import shared_environment, with_descendants
 from grpo_mp.user_code import IMPORT_LIMIT_S
 
 ENDED_LIMIT_S = 5.0  # for the kernel to tell how a process that is gone has ended
@@ -53,8 +55,9 @@ class ToolProcess:
     @property
     def is_alone(self) -> bool:
         """Return whether nothing that the worker has started runs."""
-        workers = children(self._process.pid)  # and what it left behind
-        return len(workers) <= 1 and not any(map(children, workers))
+        with suppress(psutil.NoSuchProcess):
+            return len(psutil.Process(self._process.pid).children(recursive=True)) <= 1  # the worker itself
+        return True
 
     async def ask(self, name: str, request: tuple[str, str, Mapping[str, Any]] | None, limit_s: float) -> Any:
         """Return what a call brings; `request` None: what the process says first.

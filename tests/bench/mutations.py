@@ -77,8 +77,8 @@ MUTATIONS = (
         "checkpoint",
         "a file's checksum is not compared",
         "checkpoint/manifest.py",
-        "if _digest(file) != self._files[name][HASH]:",
-        "if not _digest(file):",
+        "if file_digest(file) != self._files[name][HASH]:",
+        "if not file_digest(file):",
     ),
     Mutation(
         "policy",

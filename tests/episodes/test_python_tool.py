@@ -6,6 +6,7 @@ import socket
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from grpo_mp.episodes.protocol import ToolCall, ToolResult
@@ -86,9 +87,9 @@ def test_an_interpreter_ends_with_its_episode() -> None:
     assert not started & children()
 
 
-def children() -> set[str]:
-    """The processes that threads of this one have started, and that it has not waited for."""
-    return {pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
+def children() -> set[int]:
+    """The processes that this one has started, and that it has not waited for."""
+    return {child.pid for child in psutil.Process().children()}
 
 
 def test_so_many_pieces_of_code_run_at_a_time() -> None:

@@ -123,7 +123,7 @@ def test_what_is_no_error_of_the_disk_is_raised_as_itself(parallel: Parallel, tm
         raise error
 
     for error in (ZeroDivisionError(), RuntimeError("CUDA out of memory")):
-        with pytest.raises(type(error), match=str(error)):
+        with pytest.raises(type(error), match=f"^{error}$"):
             on_all_ranks(lambda: fail(error), tmp_path, parallel.cpu_group)  # noqa: B023 - called at once
     with pytest.raises(UserError, match=r"cannot be written \(rank 0\): TimeoutError$"):
         on_all_ranks(lambda: fail(TimeoutError()), tmp_path, parallel.cpu_group)
