@@ -37,6 +37,7 @@ class EvalScore:
     samples: int = 1  # of each problem
     pass_at: Mapping[int, Estimate] = field(default_factory=dict)  # by k; empty for one sample
     maj_at: Mapping[int, Estimate] = field(default_factory=dict)
+    reward_terms: Mapping[str, float] = field(default_factory=dict)  # by name, unweighted; mean where it applies
 
 
 def score_eval_set(infos: Sequence[SampleInfo], votes: Votes | None = None) -> EvalScore:
@@ -64,7 +65,16 @@ def score_eval_set(infos: Sequence[SampleInfo], votes: Votes | None = None) -> E
         samples=samples,
         pass_at=_pass_at(judged, samples) if has_pass_at else {},
         maj_at=_maj_at(judged, samples, votes) if has_pass_at and votes is not None else {},
+        reward_terms=_reward_terms(infos),
     )
+
+
+def _reward_terms(infos: Sequence[SampleInfo]) -> dict[str, float]:
+    values = defaultdict[str, list[float]](list)
+    for info in infos:
+        for name, value in info.reward_terms.items():
+            values[name].append(value)
+    return {name: fmean(found) for name, found in values.items()}
 
 
 def _pass_at(problems: Sequence[Sequence[SampleInfo]], samples: int) -> dict[int, Estimate]:

@@ -23,12 +23,13 @@ def read_stage_scores(tasks: Sequence[Task]) -> dict[str, dict[str, EvalScore]]:
 
 def score_table(scores: Scores, seconds: Mapping[str, float]) -> str:
     """Return a table in Markdown, a row for each stage and set. `seconds`: what each stage took."""
-    header = "| after | set | accuracy, % | pass@k, % | answer, tokens | cut off, % | stage, s |"
-    lines = [header, "|---|---|---|---|---|---|---|"]
+    header = "| after | set | accuracy, % | pass@k, % | reward terms | answer, tokens | cut off, % | stage, s |"
+    lines = [header, "|---|---|---|---|---|---|---|---|"]
     for stage, sets in scores.items():
         for name, score in sets.items():
             took = f"{seconds[stage]:.0f}" if stage in seconds else ""
-            cells = (stage, name, _accuracy(score), _pass_at(score), f"{score.length:.1f}")
+            terms = ", ".join(f"{term} {value:.2f}" for term, value in score.reward_terms.items())
+            cells = (stage, name, _accuracy(score), _pass_at(score), terms, f"{score.length:.1f}")
             lines.append("| " + " | ".join([*cells, f"{100 * score.truncated_ratio:.1f}", took]) + " |")
     return "\n".join(lines) + "\n"
 

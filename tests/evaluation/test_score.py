@@ -42,6 +42,7 @@ def test_a_problem_counts_as_much_as_another() -> None:
     assert (actual.accuracy, actual.accuracy_error) == (0.25, 0.25)
     assert (actual.problems, actual.samples, actual.length) == (2, 4, 4)
     assert (actual.reward, actual.truncated_ratio) == (0.125, 0.125)
+    assert actual.reward_terms == {"answer": 0.25}
     assert {k: (estimate.value, estimate.error) for k, estimate in actual.pass_at.items()} == {
         1: (0.25, 0.25),
         2: pytest.approx((5 / 12, 5 / 12)),
@@ -49,6 +50,12 @@ def test_a_problem_counts_as_much_as_another() -> None:
     }
     # Of six pairs of RRab one is RR, and four have one R and one other, half a vote each.
     assert actual.maj_at == {1: Estimate(0.25, 0.25), 2: Estimate(0.25, 0.25), 4: Estimate(0.5, 0.5)}
+
+
+def test_a_reward_term_is_a_mean_over_samples_to_which_it_applies() -> None:
+    infos, _ = samples("RRab")
+    some = [replace(infos[0], reward_terms={"answer": 1.0, "form": 0.5}), *infos[1:]]
+    assert score_eval_set(some).reward_terms == {"answer": 0.5, "form": 0.5}
 
 
 def test_without_answers_there_is_no_majority() -> None:

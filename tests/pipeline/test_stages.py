@@ -165,12 +165,13 @@ def test_the_table_has_a_row_for_each_stage_and_set() -> None:
     score = EvalScore(
         0.5, 1.0, 9.25, accuracy_error=0.031, truncated_ratio=0.25, samples=4, pass_at={4: Estimate(0.75, 0.1)}
     )
-    scores = {"base": {"a": replace(score, accuracy=None, pass_at={})}, "rl": {"a": score, "b": score}}
+    score = replace(score, reward_terms={"answer": 0.5, "boxed": 0.875})
+    scores = {"base": {"a": replace(score, accuracy=None, pass_at={}, reward_terms={})}, "rl": {"a": score, "b": score}}
     lines = score_table(scores, {"rl": 61.4}).splitlines()
     assert lines[2:] == [
-        "| base | a |  |  | 9.2 | 25.0 |  |",
-        "| rl | a | 50.0 ± 3.1 | 75.0 (k = 4) | 9.2 | 25.0 | 61 |",
-        "| rl | b | 50.0 ± 3.1 | 75.0 (k = 4) | 9.2 | 25.0 | 61 |",
+        "| base | a |  |  |  | 9.2 | 25.0 |  |",
+        "| rl | a | 50.0 ± 3.1 | 75.0 (k = 4) | answer 0.50, boxed 0.88 | 9.2 | 25.0 | 61 |",
+        "| rl | b | 50.0 ± 3.1 | 75.0 (k = 4) | answer 0.50, boxed 0.88 | 9.2 | 25.0 | 61 |",
     ]
     figure = plot_scores(scores)
     assert figure
