@@ -77,7 +77,7 @@ class EngineCheck:
                     f"after the weight sync engine {engine} (rank {host}) disagrees with the policy: mean "
                     f"|logprob difference| {mean:.3g} over {report.tokens} tokens without the "
                     f"{MAX_ROUTING_TIES} farthest, largest {report.largest:.3g}, allowed mean {tolerance:g} "
-                    f"(sync.check_tolerance); {self._find_wrong_tensor(version)}"
+                    f"(sync.check_tolerance); {self._find_wrong_tensor(host, version)}"
                 )
                 if self.job.rank == host:
                     self.engines.lose_engine(error)
@@ -112,10 +112,11 @@ class EngineCheck:
         SGLang needs memory for it: that of FP8 weights in float32, some tensors at a time. One that is lost is found so
         by what it is sent next.
         """
-        if not self.engines.client:
+        client = self.engines.client
+        if not client:
             return {}
         try:
-            return self.engines.call(self.engines.client.checksums())
+            return self.engines.call(client.checksums())
         except UserError as error:
             LOGGER.warning("weights that a sync leaves out are sent, and not compared: %s", one_line(error))
             return {}
@@ -144,23 +145,23 @@ class EngineCheck:
             CheckReport(float(differences[rank, 0]), float(differences[rank, 1]), tokens) for rank in engines.host_ranks
         ]
 
-    def _find_wrong_tensor(self, version: int) -> str:
-        """Push again and look which of an engine's tensors change. Every rank must call this; all get the answer."""
-        engines = self.engines
+    def _find_wrong_tensor(self, host: int, version: int) -> str:
+        """Push again and look which tensors of the engine of rank `host` change.
+
+        The others are sent what they have: they may be generating. Every rank must call this; all get the answer.
+        """
 
         def sync_again() -> dict[str, str]:
             self.weight_sync.update_weights(version, all_weights=True)
-            return self._checksums()
+            return self._checksums() if self.job.rank == host else {}
 
         with self.phases.phase(Phase.SYNC, "looking for the wrong tensor"):
-            before = self._checksums()
+            before = self._checksums() if self.job.rank == host else {}
             again = sync_again()
-            if engines.client:
-                engines.call(engines.client.overwrite_weights())
+            if self.job.rank == host:
+                self.weight_sync.overwrite_weights()
             restored = sync_again()
-        answer = describe_difference(before, again, restored) if engines.client else ""
-        answers = all_gather(answer, self.job.group)
-        return "; ".join(f"engine {engine}: {answers[rank]}" for engine, rank in enumerate(engines.host_ranks))
+        return all_gather(describe_difference(before, again, restored), self.job.group)[host]
 
 
 def sequence_logprobs(policy: Policy, sequences: Sequences) -> list[list[float]]:

@@ -21,6 +21,7 @@ from grpo_mp import platform
 from grpo_mp.config.sections import PauseMode, SyncConfig
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.errors import EngineTimeout
+from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.packed_tensors import NamedTensors, pack, packed_bytes, unpack
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.rollout.shared_memory import LOADER, Export, as_tensor, export_by_ipc, export_to_host, select
@@ -47,11 +48,23 @@ class EngineLink:
 
     def begin(self) -> None:
         """Begin a weight update; requests of the engine wait meanwhile."""
+        with self._paused() as client:
+            if client:
+                self.rollout.call(client.begin_weight_update())
+
+    def overwrite_weights(self) -> None:
+        """Fill the engine's weights with random values; its requests wait until an update has ended."""
+        with self._paused() as client:
+            if client:
+                self.rollout.call(client.overwrite_weights())
+
+    @contextmanager
+    def _paused(self) -> Iterator[EngineClient | None]:
+        """Yield the engine's client, if any, whose requests wait from now on."""
         with self.rollout.losing_engine() as client:
             if client and self.pause:
                 self.rollout.call(client.pause_generation(self.pause))
-            if client:
-                self.rollout.call(client.begin_weight_update())
+            yield client
 
     @contextmanager
     def loading(self, round_: RankRound, staged: NamedTensors) -> Iterator[None]:

@@ -111,6 +111,11 @@ class WeightSync:
         rounds = keep_changed(self.resharder.rounds, self.unchanged, self._groups())
         return self._send(rounds, version, time.monotonic())
 
+    def overwrite_weights(self) -> None:
+        """Fill this rank's engine with random values up to the next update, until which its requests wait."""
+        if self.link:
+            self.link.overwrite_weights()
+
     def _send(self, rounds: Sequence[RankRound], version: int, started: float) -> SyncReport:
         """Send these rounds: while the engines load one, the ranks exchange the next, and pack the one after."""
         staged_bytes = []

@@ -15,7 +15,8 @@ from grpo_mp.errors import EngineError
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
-from grpo_mp.weight_sync.compare import RECHECK_SETS
+from grpo_mp.weight_sync import engine_check
+from grpo_mp.weight_sync.compare import RECHECK_SETS, CheckReport
 from grpo_mp.weight_sync.engine_check import EngineCheck, EngineDisagreesError, sequence_logprobs
 from grpo_mp.weight_sync.update import WeightSync
 from tests.conftest import TinyRun
@@ -32,6 +33,7 @@ class Engine:
         self._policy, self._errors = policy, list(errors)
         self.sets: list[Sequence[Sequence[int]]] = []
         self.weights = {"a": "1", "b": "1"}
+        self.overwritten = 0
 
     @property
     def client(self) -> "Engine":
@@ -55,8 +57,9 @@ class Engine:
     async def checksums(self) -> dict[str, str]:
         return dict(self.weights)
 
-    async def overwrite_weights(self) -> None:
+    def overwrite_weights(self) -> None:
         self.weights = {"a": "random", "b": "random"}
+        self.overwritten += 1
 
     def update_weights(self, version: int, all_weights: bool) -> None:
         """Bring every tensor but b, as a sync that loses it would."""
@@ -96,6 +99,7 @@ def make_check(
             update_weights=engine.update_weights,
             unchanged=unchanged,
             send_unchanged=engine.send_unchanged,
+            overwrite_weights=engine.overwrite_weights,
         ),
     )
     phases = cast(PhaseManager, SimpleNamespace(phase=phase))
@@ -163,4 +167,21 @@ def test_an_error_in_every_set_names_engine_and_tensor(settings: Settings, polic
         make_check(settings, policy, Engine(policy, [0.5])).run(3)
     message = str(raised.value)
     assert message.startswith("after the weight sync engine 0 (rank 0) disagrees with the policy: mean |logprob diff")
-    assert "largest 0.5, allowed mean 0.0001 (sync.check_tolerance); engine 0: no sync updates b" in message
+    assert "largest 0.5, allowed mean 0.0001 (sync.check_tolerance); no sync updates b" in message
+
+
+def test_an_engine_that_agrees_keeps_its_weights_while_another_is_looked_at(
+    settings: Settings, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be generating. The other one's rank is no part of this job: what that rank computes is not looked at."""
+    engine = Engine(policy, [0.0])
+    check = make_check(settings, policy, engine)
+    lost = list[str]()
+    monkeypatch.setattr(Engine, "host_ranks", (0, 1))
+    monkeypatch.setattr(Engine, "lose_engine", lambda _, error: lost.append(str(error)))
+    wrong, right = (CheckReport(mean, mean, 100) for mean in (0.5, 0.0))
+    monkeypatch.setattr(EngineCheck, "_compare_engines", lambda *_: [right, wrong])
+    gathered = list[str]()
+    monkeypatch.setattr(engine_check, "all_gather", lambda own, _: [gathered.append(own) or own, "no sync updates b"])
+    check.run(3)
+    assert (engine.overwritten, lost, len(gathered)) == (0, [], 1)

@@ -42,6 +42,15 @@ class RecordingClient:
         self.calls: list[str] = []
         self.loaded: list[dict[str, Tensor]] = []
 
+    async def pause_generation(self, mode: str) -> None:
+        self.calls.append(f"pause {mode}")
+
+    async def continue_generation(self) -> None:
+        self.calls.append("continue")
+
+    async def overwrite_weights(self) -> None:
+        self.calls.append("overwrite")
+
     async def begin_weight_update(self) -> None:
         self.calls.append("begin")
 
@@ -163,6 +172,16 @@ def test_the_engine_loads_while_the_body_runs(group: dist.ProcessGroup) -> None:
     assert client.calls == ["begin", f"update by {LOADER}", f"update by {LOADER}", "end 7"]
     assert client.loaded[0].keys() == dict(tensors).keys()
     assert all(torch.equal(client.loaded[0][name], tensor) for name, tensor in tensors)
+
+
+def test_no_request_computes_with_overwritten_weights(group: dist.ProcessGroup) -> None:
+    """They wait from before the overwriting until the update after it has ended."""
+    client = RecordingClient()
+    link = EngineLink(rollout_of(client), HostTransport(WIRE, group, 0), group, group, 60.0, pause="in_place")
+    link.overwrite_weights()
+    link.begin()
+    link.end(7)
+    assert client.calls == ["pause in_place", "overwrite", "pause in_place", "begin", "end 7", "continue"]
 
 
 def test_an_engine_that_does_not_answer_ends_the_sync(group: dist.ProcessGroup) -> None:
