@@ -73,6 +73,7 @@ class Segment:
     logprobs: tuple[float, ...] = ()
     weight_versions: tuple[int, ...] = ()
     reward: float | None = None
+    verify_steps: int = 0  # of speculative decoding in which it was generated; 0: without
 
     def __post_init__(self) -> None:
         length = len(self.tokens) if self.generated else 0
@@ -92,6 +93,7 @@ class Turn:
     finished: bool
     tool_calls: tuple[ToolCall, ...] = ()
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)  # of the sequence up to here
+    verify_steps: int = 0  # as in Segment
 
     @property
     def message(self) -> Message:

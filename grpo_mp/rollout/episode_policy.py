@@ -94,9 +94,10 @@ class TokenSequence:
         """Return the sequence with a turn of the policy, which brings the experts of all tokens."""
         known = known_tokens(self.experts, self.has_turns)
         experts = None if turn.routed_experts is None else turn.routed_experts[known:]
+        segment = Segment(turn.tokens, True, turn.logprobs, turn.weight_versions, verify_steps=turn.verify_steps)
         return replace(
             self,
-            segments=(*self.segments, Segment(turn.tokens, True, turn.logprobs, turn.weight_versions)),
+            segments=(*self.segments, segment),
             messages=(*self.messages, turn.message),
             experts=joined_routed_experts(self.experts, experts, self.has_turns, resumed_tokens=1),
         )
@@ -255,6 +256,7 @@ class EpisodePolicy:
             not output.truncated,
             tuple(self._tool_calls(calls)),
             output.routed_experts,
+            output.verify_steps,
         )
 
     def _tool_calls(self, calls: Sequence[tuple[str, str]]) -> Iterator[ToolCall]:

@@ -286,6 +286,7 @@ def _tokens_of(segments: Sequence[Segment], experts: ExpertIds | None, end_token
         "weight_versions": tuple(versions),
         "generated": tuple(segment.generated for segment in response for _ in segment.tokens),
         "step_rewards": tuple(rewards),
+        "verify_steps": sum(segment.verify_steps for segment in response),
         "routed_experts": experts if numbers else None,
     }
 

@@ -39,7 +39,8 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
             by_answer["correct" if info.is_correct else "incorrect"].append(info.all_response_tokens)
     right, rates = accuracy(infos), solve_rates(infos)
     solved = {"rollout/solve_all": rates.count(1.0), "rollout/solve_none": rates.count(0.0), **solve_rate_shares(rates)}
-    accepted = [info.response_tokens / info.verify_steps for info in infos if info.verify_steps]
+    parts = [part for info in infos for part in info.sequences if part.verify_steps]
+    accepted = [part.generated_tokens / part.verify_steps for part in parts]
     lag = sum(weight_version * info.all_response_tokens - info.versions_sum for info in infos)
     return {
         "reward/mean": statistics.fmean(rewards),

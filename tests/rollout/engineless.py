@@ -17,7 +17,10 @@ ASK = {"role": "user", "content": "How many?"}
 
 
 class TextClient:
-    """Answers `texts` by their turns, each after `seconds`; the parser finds `[name]({...})` and takes as long."""
+    """Answers `texts` by their turns, each after `seconds`; the parser finds `[name]({...})` and takes as long.
+
+    The n-th answer is of weight version n, and was verified in n steps of speculative decoding.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], seconds: float = 0.0) -> None:
         self.tokenizer, self.texts, self.seconds = tokenizer, texts, seconds
@@ -29,7 +32,8 @@ class TextClient:
         text = self.texts[(len(self.prompts) - 1) % len(self.texts)]
         sampled = tuple(self.tokenizer.encode(text, add_special_tokens=False))
         count = len(self.prompts)
-        return [EngineOutput(sampled, (-0.5 * count,) * len(sampled), (count,) * len(sampled), False)]
+        numbers = (-0.5 * count,) * len(sampled), (count,) * len(sampled)
+        return [EngineOutput(sampled, *numbers, truncated=False, verify_steps=count)]
 
     async def parse_tool_calls(self, text: str, tools: Any, parser: str) -> tuple[str, list[tuple[str, str]]]:
         await asyncio.sleep(self.seconds)

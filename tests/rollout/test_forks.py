@@ -60,6 +60,7 @@ def test_every_sampled_token_is_trained_on_once_after_what_it_was_sampled_after(
         assert part.step_rewards == ((len(part.tokens) - 1, number),)
         assert set(part.rollout_logprobs) == {-0.5 * number}
         assert set(part.weight_versions) == {number}
+        assert part.verify_steps == number
     assert [part.part for part in sample.sequences] == [1, 2, 0]
     assert [part.key for part in sample.sequences] == [(7, 0, 1), (7, 0, 2), (7, 0)]
     assert oldest_version(SampleGroup(Prompt(0, "", (1,)), (sample,)), 9) == 1

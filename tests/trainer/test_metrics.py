@@ -109,6 +109,8 @@ def test_acceptance_length_is_a_mean_over_samples() -> None:
     drafted = [replace(info, verify_steps=steps) for info, steps in zip(INFOS, (2, 4, 7, 3, 0), strict=True)]
     assert rollout_metrics(drafted, 4)["rollout/acceptance_length"] == pytest.approx(np.mean([2, 4, 1, 3]))
     assert "rollout/acceptance_length" not in rollout_metrics(INFOS, 4)
+    forked = replace(INFOS[0], response_tokens=9, given_tokens=3, verify_steps=2, earlier=(drafted[1],))
+    assert rollout_metrics([forked], 4)["rollout/acceptance_length"] == pytest.approx(np.mean([3, 4]))  # generated ones
     assert find_metric("rollout/acceptance_length", "scalar")
 
 
