@@ -184,7 +184,7 @@ class RolloutConfig(Section):
     group_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="time limit of a group in seconds, in which pauses for new weights do not count; one that takes "
+        description="time limit of a group in a step, in seconds; pauses for new weights do not count. One that takes "
         "longer is aborted and replaced by the next prompt, or in an evaluation counts as empty answers",
     )
     tools: tuple[str, ...] = Field(
