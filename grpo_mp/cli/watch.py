@@ -62,4 +62,4 @@ async def serve(folder: Path, port: int) -> None:
     live = LivePage(folder, lambda run: render(build_report(read_runs([run]))))
     async with serving(live, port) as url:
         print(f"{url}\nOnly this machine reaches it; Ctrl-C ends it.", flush=True)
-        await asyncio.Event().wait()
+        await live.follow()

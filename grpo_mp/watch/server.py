@@ -5,7 +5,7 @@ import hmac
 import html
 import secrets
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +29,7 @@ class LivePage:
     make: MakePage
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     page: str = ""
+    problem: str = ""  # why the page is not of the metrics that are there now
     _made_of: tuple[int, int] | None = None  # metrics.jsonl: size and time
 
     async def follow(self) -> None:
@@ -40,12 +41,12 @@ class LivePage:
     async def refresh(self) -> None:
         """Make the page where the metrics have changed since."""
         state = self._metrics()
-        if state == self._made_of and self.page:
+        if state == self._made_of and self.page and not self.problem:
             return
         try:
-            self.page = await asyncio.to_thread(self.make, self.folder)
+            self.page, self.problem = await asyncio.to_thread(self.make, self.folder), ""
         except UserError as error:  # there is no step yet, or a line is being written
-            self.page = self.page or waiting_page(str(error))
+            self.problem = str(error)
         self._made_of = state
 
     def _metrics(self) -> tuple[int, int] | None:
@@ -59,23 +60,30 @@ class LivePage:
         """Return the page to who has the key."""
         if not hmac.compare_digest(request.query.get("key", "").encode(), self.key.encode()):
             raise web.HTTPUnauthorized(text="the key is missing or wrong: open the URL that grpo-mp watch printed\n")
-        return web.Response(text=self.page, content_type="text/html", headers=HEADERS)
+        return web.Response(text=page_with(self.page, self.problem), content_type="text/html", headers=HEADERS)
 
 
-def waiting_page(text: str) -> str:
-    """Return a page that says why there is no report yet."""
-    return f'<!doctype html><html lang="en"><title>grpo-mp</title><p>{html.escape(text)}</p></html>'
+def page_with(page: str, problem: str) -> str:
+    """Return a page, if there is one, that says above all else why it is no newer."""
+    if not problem:
+        return page
+    page = page or '<!doctype html><html lang="en"><title>grpo-mp</title><body></body></html>'
+    return page.replace(
+        "<body>", f'<body><p role="alert">This is not of the newest step: {html.escape(problem)}</p>', 1
+    )
 
 
 @asynccontextmanager
 async def serving(live: LivePage, port: int = 0) -> AsyncIterator[str]:
-    """Serve the page while the body runs, on a port, 0: on a free one; yield its URL. Raises UserError: it is taken."""
+    """Serve the page while the body runs, which lets it follow the run; on a port, 0: on a free one; yield its URL.
+
+    Raises UserError where the port is taken.
+    """
     app = web.Application()
     app.router.add_get("/", live.answer)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     await live.refresh()
-    following = asyncio.create_task(live.follow())
     try:
         try:
             await web.TCPSite(runner, LOOPBACK, port).start()
@@ -83,7 +91,4 @@ async def serving(live: LivePage, port: int = 0) -> AsyncIterator[str]:
             raise UserError(f"--port {port}: {error.strerror}: choose another, or leave it out") from error
         yield f"http://{LOOPBACK}:{runner.addresses[0][1]}/?key={live.key}"
     finally:
-        following.cancel()
-        with suppress(asyncio.CancelledError):
-            await following
         await runner.cleanup()

@@ -217,7 +217,9 @@ def serve(folder: Path, make: Callable[[Path], str], ask: Callable[[str, LivePag
     async def run() -> None:
         live = LivePage(folder, make)
         async with serving(live) as url:
+            following = asyncio.create_task(live.follow())
             await asyncio.to_thread(ask, url, live)
+            following.cancel()
 
     asyncio.run(run())
 
@@ -263,6 +265,32 @@ def test_a_run_without_a_report_yet_says_so(tmp_path: Path) -> None:
         assert "no step is &lt;there&gt;" in httpx.get(url, trust_env=False).text
 
     serve(tmp_path, make, ask)
+
+
+def test_a_page_that_cannot_be_made_anew_says_so(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_mp.watch.server.LOOK_EVERY_S", 0.02)
+    problems = list[str]()
+
+    def make(folder: Path) -> str:
+        if problems:
+            raise UserError(problems[0])
+        return "<body>the page</body>"
+
+    def ask(url: str, live: LivePage) -> None:
+        alert = '<p role="alert">This is not of the newest step: line 7 is &lt;damaged&gt;</p>'
+        problems.append("line 7 is <damaged>")
+        with (run / "metrics.jsonl").open("a") as lines:
+            lines.write("\n")
+        wait_for(url, f"<body>{alert}the page</body>")
+        problems.clear()  # without a new line
+        wait_for(url, "<body>the page</body>")
+
+    def wait_for(url: str, text: str) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while httpx.get(url, trust_env=False).text != text:
+            assert time.monotonic() < deadline
+
+    serve(run, make, ask)
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
