@@ -245,7 +245,7 @@ class _Run:
         self.verdicts[group.number] = group.kept
         self._count_kept_in_a_row()
         by_finish, needed = self.scenario.select_by == "finish", self.scenario.prompts_per_step
-        if not self.admission.done and (by_finish and group.kept or self.kept_in_a_row >= needed):
+        if not self.admission.done and ((by_finish and group.kept) or self.kept_in_a_row >= needed):
             self.admission = self._admit()
         elif not group.kept:
             limit, keeps = self.admission.launch_limit, self.scenario.keeps_the_rest

@@ -105,8 +105,8 @@ class Scenario:
             raise UserError(f"drop rate {self.drop_rate:g}: the filter must keep some groups: give 0 or more, below 1")
         if self.drop_rate > MAX_DROP_RATE:
             raise UserError(
-                f"drop rate {self.drop_rate:g}: a step would launch {1 / (1 - self.drop_rate):,.0f} groups for each that "
-                f"the filter keeps, which takes too long to play: give {MAX_DROP_RATE} or less"
+                f"drop rate {self.drop_rate:g}: a step would launch {1 / (1 - self.drop_rate):,.0f} groups for each "
+                f"that the filter keeps, which takes too long to play: give {MAX_DROP_RATE} or less"
             )
         if not self.lengths or min(self.lengths) < 1:
             raise UserError("lengths: every response has at least one token, and there must be one")
