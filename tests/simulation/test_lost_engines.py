@@ -70,4 +70,4 @@ def test_colocated_others_that_have_places_go_on_and_the_step_ends_with_its_star
 
 def test_colocated_a_step_begins_with_all_engines(ends: Ends) -> None:
     """Lost in training, at 105, and there at 125: the sync ends at 115, and it has one of its own, to 130."""
-    assert ends(Schedule.COLOCATED, (105.0, inf), steps=2) == pytest.approx((110, 240))
+    assert ends(Schedule.COLOCATED, (105.0, inf), steps=2, prompts_per_step=1) == pytest.approx((110, 240))
