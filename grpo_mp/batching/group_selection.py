@@ -85,14 +85,12 @@ def _admit_by_finish(verdicts: Sequence[Verdict], rule: AdmissionRule) -> Admiss
 
 def _launch_limit(kept: Mapping[int, bool | None], rule: AdmissionRule) -> int:
     """Return how many groups the step may launch: one more for each of them that was dropped or aborted."""
-    limit = rule.launched
-    while True:
-        verdicts = [is_kept for number, is_kept in kept.items() if number < limit]
-        aborted = min(rule.max_aborted, verdicts.count(None))
-        grown = min(rule.max_launched, rule.launched + verdicts.count(False)) + aborted
-        if grown <= limit:
-            return limit
-        limit = grown
+    limit, number, dropped, aborted = rule.launched, 0, 0, 0
+    while number < limit:
+        is_kept = kept.get(number, True)
+        dropped, aborted, number = dropped + (is_kept is False), aborted + (is_kept is None), number + 1
+        limit = min(rule.max_launched, rule.launched + dropped) + min(rule.max_aborted, aborted)
+    return limit
 
 
 def length_bias(infos: Sequence[SampleInfo], selected: Collection[int], aborted: Collection[int] = ()) -> float:

@@ -30,6 +30,12 @@ def simulate_and_show(job: PlannedJob, lengths: Sequence[int], args: Namespace, 
         args.steps,
         args.seed,
     )
+    if tokens := job.settings.rollout.tokens_ahead:
+        console.print(
+            f"left out: rollout.tokens_ahead={tokens}: here free places begin groups of later steps and no step waits "
+            "for their tokens: colocated with a staleness of 1 or more, and async with 2 or more, are simulated faster "
+            "than they are"
+        )
     schedules = list(_possible_schedules(args, console))
     outcomes = list(_simulate(job, assumed, schedules, args, console))
     if not outcomes:

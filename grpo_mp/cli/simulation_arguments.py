@@ -40,7 +40,7 @@ def add_simulation_arguments(parser: Parser) -> None:
     )
     group.add_argument("--lengths", type=Path, help="measured response lengths: a number a line, or a run's samples")
     group.add_argument("--response-sigma", type=number_between(0, 5), help="sigma of lognormal lengths (default: 1)")
-    group.add_argument("--drop-rate", type=share, default=0.0, help="share of groups that the filter drops")
+    group.add_argument("--drop-rate", type=share, default=0.0, help="share that the filter drops, at most 0.999")
     group.add_argument(
         "--draft-tokens",
         type=count_up_to(64),
@@ -49,7 +49,9 @@ def add_simulation_arguments(parser: Parser) -> None:
     for name, failing in FAILING.items():
         text = f"mean time between failures of {failing}; 0: none"
         group.add_argument(f"--{name}-mtbf-hours", type=non_negative, default=0.0, metavar="HOURS", help=text)
-    group.add_argument("--engine-restart-s", type=non_negative, default=300.0, help="until an engine generates again")
+    group.add_argument(
+        "--engine-restart-s", type=non_negative, default=300.0, help="until a lost engine has started again"
+    )
     group.add_argument("--restart-s", type=non_negative, default=300.0, help="until a killed job reads its checkpoint")
     group.add_argument(
         "--spares", type=count_up_to(MAX_RANKS), default=0, help="hosts that take the place of those that fail"

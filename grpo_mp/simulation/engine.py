@@ -3,6 +3,7 @@
 import heapq
 from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from itertools import count
 from math import inf, sqrt
 
@@ -31,6 +32,15 @@ class SimulatedGroup:
 Sequence = tuple[SimulatedGroup, int]  # a sample of a group
 
 
+class EngineState(Enum):
+    """How far an engine is that was lost; all but one that works take no groups."""
+
+    WORKS = auto()
+    STARTS = auto()
+    STARTED = auto()  # without weights
+    JOINS = auto()  # with weights, or about to get them: it works from the next step, or attempt at a step, on
+
+
 class SimulatedEngine:
     """Decodes a token (times the acceptance length) of every running sequence at a time, prefill first."""
 
@@ -39,7 +49,7 @@ class SimulatedEngine:
         self._scenario, self._rates = scenario, scenario.rates
         self.groups: set[SimulatedGroup] = set()
         self.version_of_events = 0  # an event that was foreseen before the last change is void
-        self.paused = self.down = False
+        self.state, self.paused = EngineState.WORKS, False
         self.idle_s = self.generated = 0.0
         self._now = self._progress = self._cached = self._prefill_s = 0.0
         self._ends: list[tuple[float, int, Sequence]] = []  # by the progress at which they are complete

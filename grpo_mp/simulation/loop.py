@@ -12,20 +12,20 @@ from typing import TypeVar
 
 from grpo_mp.batching.group_selection import Admission, admit
 from grpo_mp.errors import UserError
-from grpo_mp.simulation.engine import SimulatedEngine, SimulatedGroup
+from grpo_mp.simulation.engine import EngineState, SimulatedEngine, SimulatedGroup
 from grpo_mp.simulation.scenario import Outcome, Scenario, Schedule, Totals
 
 MAX_FAILURES = 20_000
 SETTLED = 0.01  # share by which a step's time differs from that of a run half as long
 MOST_DOUBLINGS = 5
-FILTERED_DECK = 100  # groups of which the filter drops its share
+FILTERED_DECK = 100  # groups of which the filter drops its share, to within one
 T = TypeVar("T")
 
 
 class _Event(Enum):
     SEQUENCE_ENDS = auto()
     ENGINE_FAILS = auto()
-    ENGINE_IS_BACK = auto()
+    ENGINE_HAS_STARTED = auto()
     TRAINED = auto()
     SYNCED = auto()
 
@@ -61,6 +61,17 @@ def _deal(deck: Sequence[T], random: Random) -> Iterator[T]:
         yield from shuffled
 
 
+def _filter(drop_rate: float, random: Random) -> Iterator[bool]:
+    """Yield whether groups are kept: of all decks so far the rate is dropped, to within half a group."""
+    before = 0
+    for decks in count(1):
+        dropped = round(decks * FILTERED_DECK * drop_rate)
+        deck = [number >= dropped - before for number in range(FILTERED_DECK)]
+        random.shuffle(deck)
+        yield from deck
+        before = dropped
+
+
 class _Run:
     """The state between events. Each event changes it in one of the methods below."""
 
@@ -70,13 +81,13 @@ class _Run:
         self.engines = [SimulatedEngine(scenario) for _ in range(scenario.engines)]
         self.order, self.events = count(), list[tuple[float, int, _Event, int, int]]()
         self.lengths = _deal(scenario.lengths, Random(scenario.seed))
-        dropped = round(FILTERED_DECK * scenario.drop_rate)
-        self.kept = _deal([number >= dropped for number in range(FILTERED_DECK)], Random(f"filter {scenario.seed}"))
+        self.kept = _filter(scenario.drop_rate, Random(f"filter {scenario.seed}"))
         self.trainer, self.trainer_busy_s, self.paused = _Trainer.WAITS, 0.0, False
         self.step, self.version, self.unsent = 0, 0, False
         self.first, self.launched = 0, 0  # numbers: of the step's first group, and of the next to be begun
         self.groups: dict[int, SimulatedGroup] = {}  # launched, not yet trained, dropped or lost
-        self.verdicts: list[tuple[int, bool]] = []
+        self.verdicts: dict[int, bool] = {}  # by number, in the order in which groups ended
+        self.kept_in_a_row, self.first_open = 0, 0  # groups from the step's first on; the first that has not ended
         self.interrupted: list[tuple[int, SimulatedGroup]] = []  # a heap by number: they go first
         self.free = [(0, index) for index in range(scenario.engines)]  # a heap by load; some entries are outdated
         self.admission = self._admit()
@@ -94,8 +105,8 @@ class _Run:
                 self._sequence_ends(index)
             elif event is _Event.ENGINE_FAILS:
                 self._engine_fails(index)
-            elif event is _Event.ENGINE_IS_BACK:
-                self._engine_is_back(index)
+            elif event is _Event.ENGINE_HAS_STARTED:
+                self.engines[index].state = EngineState.STARTED
             elif event is _Event.TRAINED:
                 self._trained()
                 if self.step == self.scenario.steps:
@@ -105,6 +116,7 @@ class _Run:
                 self._synced()
             self._train_or_sync()
             self._launch()
+            self._interrupt_for_engines()
 
     # Engines
 
@@ -125,16 +137,41 @@ class _Run:
             raise UserError(f"engines fail every {self.scenario.engine_mtbf_s:g} s, and their groups never end")
         for group in engine.take_back(with_tokens=False):
             self._interrupt(group)
-        engine.down = True
+        engine.state = EngineState.STARTS
         engine.version_of_events += 1
-        self._add_event(self.scenario.engine_restart_s, _Event.ENGINE_IS_BACK, index)
+        self._add_event(self.scenario.engine_restart_s, _Event.ENGINE_HAS_STARTED, index)
 
-    def _engine_is_back(self, index: int) -> None:
-        engine = self.engines[index]
-        engine.advance(self.totals.now)
-        engine.down = False
-        heapq.heappush(self.free, (0, index))
-        self._plan_failure(index)
+    def _any(self, state: EngineState) -> bool:
+        return any(engine.state is state for engine in self.engines)
+
+    def _let_join(self) -> None:
+        """Let engines work that have started again and have weights."""
+        for index, engine in enumerate(self.engines):
+            if engine.state is EngineState.JOINS:
+                engine.advance(self.totals.now)
+                engine.state = EngineState.WORKS
+                heapq.heappush(self.free, (0, index))
+                self._plan_failure(index)
+
+    def _interrupt_for_engines(self) -> None:
+        """Let all engines pause where one has started again, and others have no place for what it could take.
+
+        Those with ranks of their own do not wait for it: it joins at the next weight sync.
+        """
+        waits = self.interrupted or self.launched - self.first < self.admission.launch_limit
+        is_generating = self.trainer is _Trainer.WAITS and not self.paused
+        if self.scenario.colocated and is_generating and waits and self._any(EngineState.STARTED):
+            self._halt()
+            self._train_or_sync()
+
+    def _halt(self) -> None:
+        """Let the engines idle, with nothing to do, until those are there that start again."""
+        self.paused = True
+        for engine in self.engines:
+            engine.advance(self.totals.now)
+            for group in engine.take_back(with_tokens=True):
+                self._interrupt(group)
+            engine.version_of_events += 1
 
     def _interrupt(self, group: SimulatedGroup) -> None:
         heapq.heappush(self.interrupted, (group.number, group))
@@ -187,7 +224,7 @@ class _Run:
         while self.free:
             load, index = heapq.heappop(self.free)
             if (
-                not self.engines[index].down
+                self.engines[index].state is EngineState.WORKS
                 and load == len(self.engines[index].groups) < self.scenario.groups_in_flight
             ):
                 return index
@@ -201,19 +238,36 @@ class _Run:
         return group
 
     def _report(self, group: SimulatedGroup) -> None:
-        self.verdicts.append((group.number, group.kept))
-        if len(self.verdicts) >= self.scenario.prompts_per_step or not group.kept:
+        """Take a verdict; the rule is asked only where it may say that the step has its groups.
+
+        Before, all that a verdict can change is how many groups may be launched: each dropped one lets one more.
+        """
+        self.verdicts[group.number] = group.kept
+        self._count_kept_in_a_row()
+        by_finish, needed = self.scenario.select_by == "finish", self.scenario.prompts_per_step
+        if not self.admission.done and ((by_finish and group.kept) or self.kept_in_a_row >= needed):
             self.admission = self._admit()
+        elif not group.kept:
+            limit, keeps = self.admission.launch_limit, self.scenario.keeps_the_rest
+            limit += (by_finish and keeps) or group.number - self.first < limit
+            while not (by_finish and keeps) and not self.verdicts.get(self.first + limit - 1, True):
+                limit += 1
+            self.admission = replace(self.admission, launch_limit=limit)
+
+    def _count_kept_in_a_row(self) -> None:
+        while self.first_open in self.verdicts:
+            self.kept_in_a_row += self.verdicts[self.first_open]
+            self.first_open += 1
 
     def _admit(self) -> Admission:
         """Decide as the trainer does; it has no rule for taking what finished first and keeping the rest."""
         rule, first = self.scenario.admission_rule, self.first
         if self.scenario.keeps_the_rest and rule.select_by == "finish":
-            kept = [number - first for number, kept in self.verdicts if kept]
+            kept = [number - first for number, kept in self.verdicts.items() if kept]
             wanted = len(self.groups) - (len(self.verdicts) - len(kept))  # those dropped are replaced
             limit = self.launched - first - wanted + rule.needed
             return Admission(len(kept) >= rule.needed, limit, tuple(kept[: rule.needed]), 0)
-        return admit([(number - first, kept) for number, kept in self.verdicts], rule)
+        return admit([(number - first, kept) for number, kept in self.verdicts.items()], rule)
 
     # The trainer
 
@@ -221,17 +275,33 @@ class _Run:
         """Begin what the trainer does next, if it waits."""
         if self.trainer is not _Trainer.WAITS:
             return
-        ready = self.admission.done
-        if self.unsent and (ready or self.scenario.schedule is not Schedule.ONE_STEP_OFF):
-            self._occupy_trainer(_Trainer.SYNCS, self.scenario.rates.sync_s, _Event.SYNCED)
-            self._pause(keep_cache=True)
+        ready, works = self.admission.done, self._any(EngineState.WORKS)
+        if self.unsent and (ready or not works or self.scenario.schedule is not Schedule.ONE_STEP_OFF):
+            self._sync()
+        elif ready and self.scenario.colocated and self._any(EngineState.STARTS):
+            self._halt()  # before the GPUs are the trainer's, an engine has to have started
         elif ready:
             self._train()
+        elif (self.paused or not works) and not self._any(EngineState.STARTS):
+            if self._any(EngineState.STARTED):
+                self._sync()
+            else:
+                self._let_join()
+
+    def _sync(self) -> None:
+        """Begin to send the weights to the engines, those that have started again, too."""
+        for engine in self.engines:
+            if engine.state is EngineState.STARTED:
+                engine.state = EngineState.JOINS
+        self._occupy_trainer(_Trainer.SYNCS, self.scenario.rates.sync_s, _Event.SYNCED)
+        self._pause(keep_cache=True)
 
     def _train(self) -> None:
         """Take the step's groups out of the stream and train on them; the next step's stream begins."""
         if self.scenario.colocated:
             self._pause(keep_cache=False)
+        else:
+            self._let_join()
         tokens = self._consume()
         self._occupy_trainer(_Trainer.TRAINS, self.scenario.train_s(tokens), _Event.TRAINED)
         self.step += 1
@@ -253,8 +323,10 @@ class _Run:
                 tokens += size + self.scenario.prompt_tokens * self.scenario.group_size
         self.interrupted = [item for item in self.interrupted if item[0] in self.groups]
         heapq.heapify(self.interrupted)
-        self.verdicts = [verdict for verdict in self.verdicts if verdict[0] in self.groups]
-        self.first = min(self.groups, default=self.launched)
+        self.verdicts = {number: kept for number, kept in self.verdicts.items() if number in self.groups}
+        self.first = self.first_open = min(self.groups, default=self.launched)
+        self.kept_in_a_row = 0
+        self._count_kept_in_a_row()
         return tokens
 
     def _ended(self, selected: Set[int]) -> list[int]:
@@ -262,7 +334,7 @@ class _Run:
         if not self.scenario.keeps_the_rest:
             return list(self.groups)
         if self.scenario.select_by == "finish":
-            return [number for number, kept in self.verdicts if number in selected or not kept]
+            return [number for number, kept in self.verdicts.items() if number in selected or not kept]
         return list(range(self.first, self.first + self.admission.consumed))
 
     def _trained(self) -> None:
@@ -275,6 +347,10 @@ class _Run:
         """Give the engines the weights of all steps trained so far."""
         self.trainer, self.unsent, self.version = _Trainer.WAITS, False, self.step
         self._resume()
+        if self.scenario.colocated:
+            self._let_join()
+            if not all(engine.state is EngineState.WORKS for engine in self.engines):
+                self._halt()  # a step begins with all of its engines
 
     # Events and sums
 

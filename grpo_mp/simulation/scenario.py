@@ -11,6 +11,8 @@ from typing import Literal
 from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.errors import UserError
 
+MAX_DROP_RATE = 0.999  # a step launches 1,000 groups for each that it trains on
+
 
 class Schedule(StrEnum):
     """Who generates while the policy trains."""
@@ -65,7 +67,8 @@ class Scenario:
     """One run. `lengths`: response tokens, dealt to the samples in shuffled order, again and again.
 
     `acceptance_length`: tokens that a decode step yields for a sequence; above 1 by speculation, whose steps `rates`
-    must describe. `engine_mtbf_s`: mean time between failures of one engine; 0: none fails.
+    must describe. `engine_mtbf_s`: mean time between failures of one engine; 0: none fails. `engine_restart_s`: from
+    then until it has started again and waits for weights.
     """
 
     schedule: Schedule
@@ -82,7 +85,7 @@ class Scenario:
     max_staleness: float = 0  # versions; a part of one allows that part of a step's groups
     oversample_factor: float = 1.0
     select_by: Literal["launch", "finish"] = "launch"  # by finish ages have no bound, and short answers are preferred
-    drop_rate: float = 0.0  # of groups, by the filter, in hundredths; each is replaced
+    drop_rate: float = 0.0  # of groups, by the filter, at most MAX_DROP_RATE; each is replaced
     acceptance_length: float = 1.0
     recompute_cache: bool = True  # of samples in flight, after an update of the weights
     engine_mtbf_s: float = 0.0
@@ -100,6 +103,11 @@ class Scenario:
             raise UserError("over-sampling loses what max_staleness above 0 keeps for later steps: set one of them")
         if not 0 <= self.drop_rate < 1:
             raise UserError(f"drop rate {self.drop_rate:g}: the filter must keep some groups: give 0 or more, below 1")
+        if self.drop_rate > MAX_DROP_RATE:
+            raise UserError(
+                f"drop rate {self.drop_rate:g}: a step would launch {1 / (1 - self.drop_rate):,.0f} groups for each "
+                f"that the filter keeps, which takes too long to play: give {MAX_DROP_RATE} or less"
+            )
         if not self.lengths or min(self.lengths) < 1:
             raise UserError("lengths: every response has at least one token, and there must be one")
 

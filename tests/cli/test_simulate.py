@@ -38,6 +38,26 @@ def test_what_is_left_out_for_its_staleness_is_told_so(capsys: pytest.CaptureFix
     assert "no division" not in result.out
 
 
+def test_tokens_ahead_is_told_to_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate = ("--simulate", "--steps", "2", "--gpus", "8", "--schedule", "colocated", "--staleness", "1")
+    ahead = ("rollout.max_staleness=1", "rollout.tokens_ahead=64")
+    with_it, without = (
+        run_command(capsys, "plan", CONFIG, *overrides, *simulate).out for overrides in (ahead, ahead[:1])
+    )
+    assert "left out: rollout.tokens_ahead=64: " in with_it
+    assert "are simulated faster than they are" in " ".join(with_it.split())
+    assert "tokens_ahead" not in without
+
+
+@pytest.mark.timeout(300)
+def test_a_filter_that_drops_nearly_all_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate = ("--simulate", "--steps", "2", "--gpus", "8", "--schedule", "colocated", "--staleness", "0")
+    small = ("rollout.prompts_per_step=8", "training.updates_per_step=1")
+    result = run_command(capsys, "plan", CONFIG, *small, *simulate, "--drop-rate", "0.995")
+    assert result.status == 0, result.err
+    assert "is fastest" in result.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -49,6 +69,7 @@ def test_what_is_left_out_for_its_staleness_is_told_so(capsys: pytest.CaptureFix
         (("--lengths", "nowhere.txt"), "no such file"),
         (("--schedule", "async", "--staleness", "0"), "--staleness 0: async needs a staleness of 1 or more"),
         (("--drop-rate", "1"), "must keep some groups"),
+        (("--drop-rate", "0.9995"), "give 0.999 or less"),
     ],
 )
 def test_mistakes_are_told(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str) -> None:

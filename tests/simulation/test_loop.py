@@ -16,7 +16,7 @@ RUNS: list[tuple[Schedule, dict[str, Any]]] = [
     for schedule in Schedule
     for staleness in (0, 1, 2, 5)
     if staleness == 1 or schedule is Schedule.COLOCATED or (staleness and schedule is Schedule.ASYNC)
-    for drop_rate in (0.0, 0.5)
+    for drop_rate in (0.0, 0.5, 0.96)
     for mtbf in (0.0, 40.0)
 ] + [
     (Schedule.COLOCATED, {"oversample_factor": 1.5, "select_by": select_by, "drop_rate": drop_rate})
@@ -67,6 +67,17 @@ def test_alike_responses_colocated_take_one_phase_after_the_other() -> None:
     assert outcome.step_s == pytest.approx(generate_s(100, 10, 16) + train_s + RATES.sync_s, rel=1e-9)
     assert outcome.share_of_bound == pytest.approx(1, rel=1e-9)
     assert (outcome.idle_share, outcome.lost_tokens, outcome.useful_share) == (pytest.approx(0, abs=1e-12), 0, 1)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("rate", "steps"), [(0.001, 1000), (0.004, 250), (0.005, 200), (0.995, 10), (0.999, 2)])
+def test_the_filter_drops_the_share_that_is_given(rate: float, steps: int) -> None:
+    """Of the groups that have ended in the run, to within one of each hundred that it holds in part."""
+    groups = simulate(scenario_of(drop_rate=rate, lengths=(4,), group_size=1, steps=steps)).after.groups
+    ended = groups["trained"] + groups["dropped"]
+    assert ended == groups["launched"]
+    assert groups["trained"] == 8 * steps
+    assert groups["dropped"] == pytest.approx(ended * rate, abs=2)
 
 
 @pytest.mark.parametrize("slower", ["engines", "trainer"])
@@ -170,6 +181,7 @@ def test_engines_that_fail_too_often_never_finish_a_step() -> None:
         (Schedule.ONE_STEP_OFF, {"max_staleness": 2}, "max_staleness is 1"),
         (Schedule.COLOCATED, {"max_staleness": 1, "oversample_factor": 1.5}, "set one of them"),
         (Schedule.COLOCATED, {"drop_rate": 1.0}, "keep some groups"),
+        (Schedule.COLOCATED, {"drop_rate": 0.9999}, "would launch 10,000 groups for each .* give 0.999 or less"),
         (Schedule.COLOCATED, {"lengths": ()}, "at least one token"),
     ],
 )
