@@ -189,8 +189,9 @@ class Rollout:
         if not (engine and client):
             if engine:
                 engine.restart()  # one that was lost as it slept or woke: the devices are the engines' now
+                return self._loop.submit(give_back(task, stream))
             launched: Future[LaunchedGroups] = Future()
-            launched.set_result(give_back(task, stream) if engine else task.carried)
+            launched.set_result(task.carried)
             return launched
         settings, rule = self._settings, stream.rule
         groups_per_engine = -(-(rule.launched + rule.lookahead) // engine.working())
