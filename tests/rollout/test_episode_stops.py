@@ -16,7 +16,7 @@ from grpo_mp.rollout.client import SamplingParams
 from grpo_mp.rollout.groups import PausedGroup, RunningGroup
 from grpo_mp.rollout.journal import GroupJournal, journal_file, load, read_records
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker, pause_running
-from grpo_mp.types import SampleGroup
+from grpo_mp.types import Sample, SampleGroup
 from tests.rollout.engineless import TextClient, make_prompt, make_runner, roll_out
 
 HERE = str(Path(__file__))
@@ -58,6 +58,21 @@ def test_an_episode_outlives_tools_that_die_or_block_the_loop() -> None:
         "Error: kill ended its process, which ended by SIGKILL",
         "Error: block took longer than 3 s",
     ]
+
+
+def test_a_group_whose_episodes_have_all_been_recorded_waits_for_none() -> None:
+    """As where a lost engine recorded one while another drew it again, and the job was killed before its scores."""
+    runner = make_runner(engine(0.0), "call_tools")
+    prompt = make_prompt(runner)
+
+    async def roll_out_twice() -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
+        group = (prompt, 7, 2, 1, SamplingParams(2000), None)
+        samples = await runner.run_group(*group)
+        return samples, await asyncio.wait_for(runner.run_group(*group, samples), 5.0)
+
+    samples, again = asyncio.run(roll_out_twice())
+    assert len(samples) == 2
+    assert again == samples
 
 
 class Sums:
