@@ -134,9 +134,11 @@ def test_a_stop_ends_episodes_that_wait_for_something_else_and_keeps_what_had_en
 
     async def stop() -> Any:
         group = asyncio.create_task(worker._generate_group(task, 7, prompt, None, None))
-        await asyncio.sleep(2.0)
+        deadline, file = time.monotonic() + 60, journal_file(tmp_path, 1, 0)
+        while not (file.exists() and read_records(file)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
         # A job that is killed now leaves this.
-        killed.extend(load(record, prompt) for record in read_records(journal_file(tmp_path, 1, 0)))
+        killed.extend(load(record, prompt) for record in read_records(file))
         began = time.monotonic()
         ended = await pause_running(runner.client, {0: RunningGroup(group)}, runner.pause)
         assert time.monotonic() - began < 50
