@@ -1,11 +1,12 @@
 """Records of a converted folder, complete or not: its files with size and checksum, and comparing them."""
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.errors import UserError
+from grpo_mp.errors import UserError, one_line
 from grpo_mp.files import file_digest, sync_to_disk
 from grpo_mp.reading import check_path, read_json
 
@@ -13,6 +14,16 @@ CONVERSION_RECORD = "conversion.json"  # the source's fingerprint, and size and 
 SHARED_FILES = "joint"  # key of the record: files that belong to no single part
 HASH = "xxh3_128"
 Files = Mapping[str, Mapping[str, Any]]  # path below the folder -> {"bytes": size, "xxh3_128": digest}
+
+
+@contextmanager
+def unreadable_is_damaged(file: Path, hint: str = "") -> Iterator[None]:
+    """Turn what the system says of a file, as of a broken disk or a permission, into the UserError of a damaged one."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or one_line(error)
+        raise UserError(f"{file} cannot be read ({reason}): copy it again{hint}") from error
 
 
 class Checksums:
@@ -45,15 +56,16 @@ class Checksums:
         return f"{len(self._files)} files agree" if self._files else "none are recorded"
 
     def check(self, file: Path) -> None:
-        """Raise UserError where a recorded file is missing, cut short or changed; other files pass."""
+        """Raise UserError where a recorded file is missing, cut short, changed or unreadable; other files pass."""
         name = str(file.relative_to(self._folder))
         with self._lock:
             if name not in self._files or name in self._checked:
                 return
-            if not file.is_file() or file.stat().st_size != self._files[name]["bytes"]:
-                raise UserError(f"{file} is missing or cut short: copy it again{self._hint}")
-            if file_digest(file) != self._files[name][HASH]:
-                raise UserError(f"{file} differs from its checksum: copy it again{self._hint}")
+            with unreadable_is_damaged(file, self._hint):
+                if not file.is_file() or file.stat().st_size != self._files[name]["bytes"]:
+                    raise UserError(f"{file} is missing or cut short: copy it again{self._hint}")
+                if file_digest(file) != self._files[name][HASH]:
+                    raise UserError(f"{file} differs from its checksum: copy it again{self._hint}")
             self._checked.add(name)
 
     def check_share(self, rank: int = 0, size: int = 1) -> None:

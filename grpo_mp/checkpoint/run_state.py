@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from grpo_mp.checkpoint.manifest import HASH, Checksums, Files, checksums
+from grpo_mp.checkpoint.manifest import HASH, Checksums, Files, checksums, unreadable_is_damaged
 from grpo_mp.config import Settings, SftSettings
 from grpo_mp.config.renamed import RENAMED
 from grpo_mp.config.settings import default_value
@@ -95,15 +95,17 @@ def write_manifest(folder: Path, state: TrainState, files: Files) -> None:
 def read_manifest(folder: Path) -> TrainState:
     """Read the state of a complete checkpoint.
 
-    Raises UserError for a manifest that this version did not write, and where a file it names is missing or cut.
+    Raises UserError for a manifest that this version did not write, and where a file it names is missing, cut or cannot
+    be read.
     """
     state, files = _parse_manifest(folder)
     for name, entry in files.items():
         file = folder / name
-        if not file.is_file() or file.stat().st_size != entry["bytes"]:
-            raise UserError(
-                f"{folder}: damaged checkpoint, {name} is missing or cut short: copy it again{_rename_hint(folder)}"
-            )
+        with unreadable_is_damaged(file, _rename_hint(folder)):
+            if not file.is_file() or file.stat().st_size != entry["bytes"]:
+                raise UserError(
+                    f"{folder}: damaged checkpoint, {name} is missing or cut short: copy it again{_rename_hint(folder)}"
+                )
     return state
 
 

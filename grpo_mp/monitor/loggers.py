@@ -76,7 +76,7 @@ class _EventWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}.{os.getpid()}"
-        self._file = PatientFile(folder / name)
+        self._file = PatientFile(folder / name, durable=True)
         self._records = RecordWriter(self._file)
         self.add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
@@ -88,10 +88,11 @@ class _EventWriter:
         """Take an event, to be written by the next `flush`."""
         self._records.write(event.SerializeToString())
 
-    def flush(self) -> None:
-        """Write what was taken."""
+    def flush(self) -> OSError | None:
+        """Write what was taken, or return what the disk said."""
         if error := self._file.flush():
             LOGGER.info("%s: %s: its events are written when there is room", self._folder, error.strerror)
+        return error
 
     def close(self) -> None:
         """Write what the disk takes, and close the file."""
@@ -112,6 +113,11 @@ class _Events(SummaryWriter):
             writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), self.purge_step)
             writer.flush()
         return writer
+
+    def write_taken(self) -> OSError | None:
+        """Write what was taken, or return what the disk said, which `flush` does not."""
+        error: OSError | None = self._get_file_writer().event_writer.flush()
+        return error
 
 
 class TensorBoardLogger(Logger):
@@ -138,6 +144,11 @@ class TensorBoardLogger(Logger):
     def image(self, step: int, name: str, figure: "Figure") -> None:
         """Write a figure as an image."""
         self._events.add_figure(name, figure, step, close=False)
+
+    def flush(self) -> None:
+        """Write what came after the step's scalars, and what the disk did not take before."""
+        if error := self._events.write_taken():
+            raise OSError(error.errno, error.strerror, self._events.log_dir)
 
     def close(self) -> None:
         """Close the event file."""

@@ -132,6 +132,8 @@ class EpisodeRunner:
             for index in range(count)
             if index not in samples
         }
+        if not running:  # one was recorded just after its engine was lost, and drawn by another
+            return tuple(sample for _, sample in sorted(samples.items()))
         waits = [asyncio.create_task(begun.wait()), asyncio.create_task(self.pause.wait())]
         end, records = self.parts.renderer.tokenizer.eos_token_id, list[asyncio.Task[None]]()
 

@@ -197,7 +197,8 @@ def load(record: Record, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | Non
     loaded = decode(content, prompt)
     if not (loaded and record.others and isinstance(loaded[0], PausedGroup)):
         return loaded
-    parts = [load(replace(other, others=()), prompt) for other in record.others]
+    # Of an episode that several have, the first one's stays, as in `joined`.
+    parts = [load(replace(other, others=()), prompt) for other in reversed(record.others)]
     groups = [part[0] for part in parts if part] + [loaded[0]]
     samples = {sample.index: sample for group in groups for sample in group.samples}
     return replace(loaded[0], samples=tuple(sample for _, sample in sorted(samples.items()))), loaded[1]

@@ -25,7 +25,7 @@ from grpo_mp.rewards.teacher import TeacherClient
 from grpo_mp.rollout.client import EngineClient, SamplingParams, sampling_seed
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.episodes import EpisodeParts, EpisodeRunner, with_failures
-from grpo_mp.rollout.groups import EndedGroup, LaunchedGroups, RunningGroup, unanswered
+from grpo_mp.rollout.groups import EndedGroup, LaunchedGroups, PausedGroup, RunningGroup, unanswered
 from grpo_mp.rollout.hosted_engine import EngineNode, HostedEngine
 from grpo_mp.rollout.placement import EnginePlacement, engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import precision_arguments
@@ -189,8 +189,9 @@ class Rollout:
         if not (engine and client):
             if engine:
                 engine.restart()  # one that was lost as it slept or woke: the devices are the engines' now
+                return self._loop.submit(give_back(task, stream))
             launched: Future[LaunchedGroups] = Future()
-            launched.set_result(give_back(task, stream) if engine else task.carried)
+            launched.set_result(task.carried)
             return launched
         settings, rule = self._settings, stream.rule
         groups_per_engine = -(-(rule.launched + rule.lookahead) // engine.working())
@@ -225,12 +226,14 @@ class Rollout:
         recorded: LaunchedGroups,
         recorded_by_all: frozenset[int],
         record: Callable[[int, EndedGroup, RewardStats], object] | None = None,
+        recall: Callable[[int, Prompt], PausedGroup | None] = lambda *_: None,
     ) -> list[SampleGroup] | None:
         """Generate and score the prompts of an eval set that this rank's engine takes, with the set's sampling.
 
         A group past its limit is one of samples that say nothing. Returns None where no engine was left for the others.
         `check_peers` as in `GroupStream`; `attempt`: counts those in which no engine was left; `recorded`: groups that
-        are there already, here and on any rank; `record`: keeps others as they come, with what their scoring counted.
+        are there already, here and on any rank; `record`: keeps others as they come, with what their scoring counted;
+        `recall`: returns what was kept of one that a lost engine gave back.
         """
         settings, eval_set = self._settings, self._settings.eval_set(name)
         overrides = eval_set.model_dump(include={"max_response_tokens", "temperature", "top_p"})
@@ -254,6 +257,7 @@ class Rollout:
             seed=seed,
             record=keep,
             record_part=lambda group_id, group: keep(group_id, group, RewardStats()),
+            recall=recall,
         )
         groups = self.begin(task, stream, scorer).result()
         if not stream.admission().done:

@@ -293,9 +293,13 @@ async def pause_running(
     return ended | {number: task.result() for number, task in tasks.items() if not task.exception()}
 
 
-def give_back(task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
-    """Let other engines launch what a lost engine carries; return what of it has finished."""
+async def give_back(task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
+    """Let other engines launch what a lost engine carries; return what of it has finished, or waits for its scores.
+
+    To be run in the loop of the groups that still run.
+    """
     groups = _Groups(task, stream, 1)
+    await groups.finish_scoring()
     groups.give_back()
     return groups.launched()
 
@@ -373,11 +377,11 @@ class _Groups:
             self._end(self.running.pop(generation), group)
 
     async def finish_scoring(self) -> None:
-        """Keep what only waits for its scores, of an engine that is lost."""
+        """Keep what has finished or only waits for its scores, of an engine that is lost."""
         scoring = [generation for generation in self.running if generation.get_name() == SCORES]
         if scoring:
             await asyncio.wait(scoring)
-        for generation in scoring:
+        for generation in [one for one in self.running if one in scoring or _has_finished(one)]:
             number = self.running.pop(generation)
             self._end(number, generation.result())
 
@@ -420,6 +424,13 @@ class _Groups:
             return False
         limit = self._task.token_limit(number)
         return all(output.has(limit, self._step_tokens) for output in group.outputs if output.aborted)
+
+
+def _has_finished(generation: asyncio.Task[EndedGroup]) -> bool:
+    """Return whether a group has ended, neither paused nor by an error."""
+    if not generation.done() or generation.cancelled() or generation.exception():
+        return False
+    return isinstance(generation.result(), SampleGroup)
 
 
 def _raise_of(unwell: asyncio.Task[EngineError]) -> None:

@@ -22,7 +22,7 @@ from grpo_mp.monitor.screen import AnswerPair
 from grpo_mp.phases import Phase
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
 from grpo_mp.rollout.groups import EndedGroup
-from grpo_mp.rollout.journal import GroupJournal, load, prune
+from grpo_mp.rollout.journal import GroupJournal, PausedRecords, load, prune
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics
@@ -90,7 +90,8 @@ class Evaluator:
 
     def _generate(self, prompts: PromptSet, name: str, step: int) -> list[SampleGroup]:
         """Return what this rank's engine answers; all engines answer anew where none was left."""
-        journal = self._journal(name)
+        folder, journal = self._folder(name), self._journal(name)
+        recall = partial(PausedRecords(folder).find, [step]) if folder else lambda *_: None
         for attempt in count():
             recorded = self._recorded(name, step, prompts)
             by_all = frozenset().union(*all_gather(set(recorded), self.job.group))
@@ -98,6 +99,7 @@ class Evaluator:
                 groups = self.rollout.evaluate(
                     *(prompts.prompts, self.scorer, name, step, attempt, self.job.store, check_peers, recorded, by_all),
                     record=partial(journal.append, step, kept=True) if journal else None,
+                    recall=recall,
                 )
             any_left = any(all_gather(groups is not None, self.job.group))
             if not (any_left and self.rollout.owns_devices):
@@ -107,20 +109,24 @@ class Evaluator:
             self.scorer.take_stats()
         raise AssertionError
 
+    def _folder(self, name: str) -> Path | None:
+        """Return where a run keeps what is generated for a set."""
+        return self.run_folder / ROLLOUTS / EVALUATIONS / name if self.run_folder else None
+
     def _journal(self, name: str) -> GroupJournal | None:
         """Return what records a set's groups; what checkpoints no longer need is removed."""
-        if self.run_folder is None:
+        folder = self._folder(name)
+        if not (folder and self.run_folder):
             return None
-        folder = self.run_folder / ROLLOUTS / EVALUATIONS / name
         if self.job.rank == 0 and (saved := complete_checkpoints(self.run_folder)[-FALLBACKS:]):
             prune(folder, checkpoint_step(saved[0]))
         return GroupJournal(folder, self.job.rank)
 
     def _recorded(self, name: str, step: int, prompts: PromptSet) -> dict[int, EndedGroup]:
         """Return this rank's share of the groups that a killed job has finished. Every rank must call this."""
-        if self.run_folder is None:
+        folder, hosts, size = self._folder(name), self.rollout.host_ranks, len(prompts)
+        if folder is None:
             return {}
-        folder, hosts, size = self.run_folder / ROLLOUTS / EVALUATIONS / name, self.rollout.host_ranks, len(prompts)
         place = hosts.index(self.job.rank) if self.job.rank in hosts else None
         recorded = RecordedGroups.read(folder, place, len(hosts), self.job.group, f"step_{step:06d}")
         keys = {number: (prompt.index, prompt.epoch) for number, prompt in enumerate(prompts.prompts)}

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 import torch.distributed as dist
@@ -60,17 +60,18 @@ class RecordedGroups:
     ) -> "RecordedGroups":
         """Divide all ranks' files among `readers`, of which this rank is number `place`. Every rank must call this.
 
-        `steps`: folders to read. A group of which several have a record is the rank's that has most of it.
+        `steps`: folders to read. Of a group that has several records, in whoever's files, its reader is given the one
+        with most of it, or all that have episodes of it.
         """
         files = sorted(folder.glob(f"{steps}/*.journal"))
-        own = {} if place is None else best_records(r for file in files[place::readers] for r in read_records(file))
-        rank = dist.get_rank(group)
-        best: dict[GroupKey, tuple[Extent, int]] = {}
-        for other, extents in enumerate(all_gather({key: record.extent for key, record in own.items()}, group)):
-            for key, extent in extents.items():
-                best[key] = max(best.get(key, (extent, -other)), (extent, -other))
-        mine = [record for key, record in own.items() if best[key][1] == -rank]
-        return cls(mine, {key: extent for key, (extent, _) in best.items()})
+        own = [] if place is None else [r for file in files[place::readers] for r in read_records(file)]
+        rank, by_rank = dist.get_rank(group), all_gather(own, group)
+        readers_of = {(r.file, r.offset): reader for reader, records in enumerate(by_rank) for r in records}
+        # In the order in which they were written: of an episode that has two records the older one is taken.
+        everyones = sorted(chain.from_iterable(by_rank), key=lambda record: (record.file, record.offset))
+        best = best_records(everyones)
+        mine = [record for record in best.values() if readers_of[record.file, record.offset] == rank]
+        return cls(mine, {key: record.extent for key, record in best.items()})
 
     def take(self, first: int, rule: AdmissionRule, prompt_of: Callable[[int], tuple[int, int]]) -> dict[int, Record]:
         """Return this rank's records of what a step may launch, by number in its launch order, and forget them.

@@ -94,6 +94,27 @@ def test_events_are_readable_while_the_run_goes_on(tmp_path: Path) -> None:
         assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
 
+def test_what_a_checkpoint_counts_on_outlives_a_kill(tmp_path: Path) -> None:
+    """A job saves, begins another step, and leaves as one that is killed, which closes nothing; so do two after it."""
+    for first in (1, 2, 3):
+        loggers = open_loggers((TensorBoardLogger, JsonLinesLogger), tmp_path, first, {})
+        for step in (first, first + 1):
+            scalars, values = {"reward/mean": float(step)}, {"reward/values": [float(step)]}
+            write_metrics(loggers, step, scalars, values, {"rollout/samples": f"step {step}"})
+            loggers[0].image(step, "eval/pass_at_k", Figure(figsize=(2.0, 1.0), dpi=100))
+            if step > first:
+                continue
+            for logger in loggers:
+                logger.flush()
+            done, reader = range(1, step + 1), events(tmp_path)
+            assert curve(tmp_path, "reward/mean") == [(one, float(one)) for one in done]
+            histograms = [(event.step, event.histogram_value.sum) for event in reader.Histograms("reward/values")]
+            assert histograms == [(one, float(one)) for one in done]
+            texts = [(e.step, e.tensor_proto.string_val[0]) for e in reader.Tensors("rollout/samples/text_summary")]
+            assert texts == [(one, b"step %d" % one) for one in done]
+            assert [image.step for image in reader.Images("eval/pass_at_k")][-1] == step
+
+
 def test_unknown_name_writes_nothing(tmp_path: Path) -> None:
     with opened(tmp_path) as loggers:
         with pytest.raises(ValueError, match="reward/maen"):
@@ -213,8 +234,9 @@ def test_tensorboard_and_metrics_go_on_where_the_disk_was_full(small_disk: Calla
             write_metrics(loggers, step, scalars, {}, texts)
         for number in range(80):  # until the page of its last line is full
             write_scalars(loggers, 4 + number, {"reward/mean": 0.5, "train/grad_norm": 1.0, "train/lr": 0.1})
-        with pytest.raises(OSError, match=r"No space left on device: .*metrics.jsonl"):
-            loggers[1].flush()
+        for logger, name in zip(loggers, ("tensorboard", "metrics.jsonl"), strict=True):
+            with pytest.raises(OSError, match=rf"No space left on device: .*{name}"):
+                logger.flush()
         ballast.unlink()
         for logger in loggers:
             logger.flush()

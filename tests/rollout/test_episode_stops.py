@@ -16,7 +16,7 @@ from grpo_mp.rollout.client import SamplingParams
 from grpo_mp.rollout.groups import PausedGroup, RunningGroup
 from grpo_mp.rollout.journal import GroupJournal, journal_file, load, read_records
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker, pause_running
-from grpo_mp.types import SampleGroup
+from grpo_mp.types import Sample, SampleGroup
 from tests.rollout.engineless import TextClient, make_prompt, make_runner, roll_out
 
 HERE = str(Path(__file__))
@@ -58,6 +58,21 @@ def test_an_episode_outlives_tools_that_die_or_block_the_loop() -> None:
         "Error: kill ended its process, which ended by SIGKILL",
         "Error: block took longer than 3 s",
     ]
+
+
+def test_a_group_whose_episodes_have_all_been_recorded_waits_for_none() -> None:
+    """As where a lost engine recorded one while another drew it again, and the job was killed before its scores."""
+    runner = make_runner(engine(0.0), "call_tools")
+    prompt = make_prompt(runner)
+
+    async def roll_out_twice() -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
+        group = (prompt, 7, 2, 1, SamplingParams(2000), None)
+        samples = await runner.run_group(*group)
+        return samples, await asyncio.wait_for(runner.run_group(*group, samples), 5.0)
+
+    samples, again = asyncio.run(roll_out_twice())
+    assert len(samples) == 2
+    assert again == samples
 
 
 class Sums:
@@ -119,9 +134,11 @@ def test_a_stop_ends_episodes_that_wait_for_something_else_and_keeps_what_had_en
 
     async def stop() -> Any:
         group = asyncio.create_task(worker._generate_group(task, 7, prompt, None, None))
-        await asyncio.sleep(2.0)
+        deadline, file = time.monotonic() + 60, journal_file(tmp_path, 1, 0)
+        while not (file.exists() and read_records(file)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
         # A job that is killed now leaves this.
-        killed.extend(load(record, prompt) for record in read_records(journal_file(tmp_path, 1, 0)))
+        killed.extend(load(record, prompt) for record in read_records(file))
         began = time.monotonic()
         ended = await pause_running(runner.client, {0: RunningGroup(group)}, runner.pause)
         assert time.monotonic() - began < 50

@@ -119,9 +119,7 @@ class OneRankRollout:
         for _ in range(len(self.engines) - len(alive) - (not alive)):
             stream.report_lost()
         if not alive:
-            launched: Future[LaunchedGroups] = Future()
-            launched.set_result(give_back(task, stream))
-            return launched
+            return self.loop.submit(give_back(task, stream))
         parts: Any = [(engine, FakeScorer(), tokenizer, self.group_timeout_s, self.lose) for engine in alive]
         workers = [RolloutWorker(*part, health=self.health) for part in parts]
         carried = [dict[int, Any]() for _ in workers]

@@ -3,16 +3,35 @@
 import asyncio
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from random import Random
+from threading import Event, Timer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.checkpoint.run_state import TrainState
+from grpo_mp.config import load_settings
+from grpo_mp.data.prompts import PromptSet
 from grpo_mp.errors import EngineError, UserError
-from grpo_mp.rollout.worker import HealthCheck
-from grpo_mp.types import SampleGroup
+from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.rewards.scorer import RewardStats, Scorer
+from grpo_mp.rollout.client import SamplingParams
+from grpo_mp.rollout.groups import EndedGroup, PausedGroup, RunningGroup
+from grpo_mp.rollout.journal import GroupJournal
+from grpo_mp.rollout.rollout import Rollout
+from grpo_mp.rollout.stream import GroupStream
+from grpo_mp.rollout.worker import SCORES, HealthCheck, RolloutTask
+from grpo_mp.trainer.evaluation import Evaluator
+from grpo_mp.types import Prompt, Sample, SampleGroup
+from tests.conftest import TinyRun
+from tests.rollout.engineless import TextClient, make_prompt, make_runner
 from tests.rollout.fake_engine import FakeEngine
 from tests.trainer.test_collect import PROMPTS, MortalEngine, check_samples, collector, kept, run_steps
 
@@ -170,3 +189,88 @@ def test_groups_of_lost_engines_are_generated_once_by_others(
     assert lost
     in_order = [number % PROMPTS for number in range(2 * PROMPTS) if kept(number % PROMPTS)]
     assert trained == in_order[: len(trained)]
+
+
+def test_what_an_engine_that_is_lost_between_two_steps_has_finished_is_kept(tiny_run: TinyRun) -> None:
+    """Or only waits for its scores; the rest is given back, and ends at once, whatever else the loop waits for."""
+    settings = load_settings(tiny_run.config, [])
+    parts: Any = SimpleNamespace()
+    waits, scored, cancelled = Event(), Event(), Event()
+    prompts = [Prompt(number, "", (number,)) for number in range(5)]
+
+    async def end_as(group: EndedGroup) -> EndedGroup:
+        return group
+
+    async def get_scores() -> EndedGroup:
+        waits.set()
+        await asyncio.to_thread(scored.wait)
+        return SampleGroup(prompts[1], ())
+
+    async def go_on() -> EndedGroup:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        raise AssertionError
+
+    async def fail() -> EndedGroup:
+        raise EngineError("engine 0: gone")
+
+    async def carry() -> dict[int, RunningGroup]:
+        paused = PausedGroup(prompts[3])
+        groups = [end_as(SampleGroup(prompts[0], ())), get_scores(), go_on(), end_as(paused), fail()]
+        tasks = [
+            asyncio.create_task(group, name=SCORES if number == 1 else None) for number, group in enumerate(groups)
+        ]
+        await asyncio.wait([tasks[0], *tasks[3:]])
+        return {number: RunningGroup(generation) for number, generation in enumerate(tasks)}
+
+    with Rollout(settings, HfConfig.read(tiny_run.model), parts, Scorer(settings.reward, 16), 0, 1) as rollout:
+        rollout.engine = engine = parts
+        engine.client, engine.restart, engine.stop = None, lambda: None, lambda: None
+        carried = rollout.call(carry())
+        assert waits.wait(5.0)
+        stream = GroupStream(dist.HashStore(), "1", AdmissionRule(5, 5, 5), 2)
+        task = RolloutTask(prompts.__getitem__, 4, 0, 1, SamplingParams(4), carried=carried)
+        begun = rollout.begin(task, stream)
+        Timer(0.1, scored.set).start()
+        launched = begun.result(5.0)
+        assert launched == {0: SampleGroup(prompts[0], ()), 1: SampleGroup(prompts[1], ())}
+        assert stream.verdicts() == [(0, True), (1, True)]
+        assert {stream.take_returned() for _ in range(4)} == {2, 3, 4, None}
+        assert cancelled.wait(5.0)
+
+
+def test_an_evaluation_goes_on_with_episodes_that_a_lost_engine_has_recorded(
+    one_rank_job: Any, tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank's engine took the only problem, and was lost after one of its two episodes."""
+    own = [f"run.folder={tmp_path}", "rollout.function=call_tools", "data.eval.arithmetic.samples=2"]
+    settings, words = load_settings(tiny_run.config, own), calculator_tokenizer()
+    client = TextClient(words, ["6<|im_end|>"])
+    runner = make_runner(client, "call_tools")
+    prompt = replace(make_prompt(runner), answer="6")
+    ended = Sample(0, 0, prompt.tokens, (5, 6), (-1.0, -1.0), (9, 9), False, state="completed", generated=(True, True))
+    scorer, begin = Scorer(settings.reward, 16), Rollout.begin
+
+    def begin_after_loss(rollout: Rollout, task: RolloutTask, stream: GroupStream, *more: Any) -> Any:
+        journal = GroupJournal(tmp_path / "rollouts/eval/arithmetic", 1)
+        journal.append(3, stream.claim(), PausedGroup(prompt, samples=(ended,)), RewardStats(), True)
+        stream.give_back([0])
+        return begin(rollout, task, stream, *more)
+
+    monkeypatch.setattr(Rollout, "begin", begin_after_loss)
+    job: Any = SimpleNamespace(rank=0, group=one_rank_job.group, store=dist.HashStore())
+    phases: Any = SimpleNamespace(phase=lambda *_: nullcontext())
+    hf, rest = HfConfig.read(tiny_run.model), SimpleNamespace(run=lambda: None)
+    with Rollout(settings, hf, words, scorer, 0, 1, episodes=runner.parts) as rollout:
+        engine: Any = SimpleNamespace(client=client, working=lambda: 1, lose=print, stop=lambda: None)
+        engine.has_restarted = lambda: False
+        rollout.engine = engine
+        parts: Any = (scorer, rollout, job, phases, rest, 0, rest, tmp_path)
+        prompts = PromptSet("arithmetic", (prompt,), 0)
+        (group,) = Evaluator({"arithmetic": prompts}, *parts)._generate(prompts, "arithmetic", 3)
+    assert [sample.index for sample in group.samples] == [0, 1]
+    assert [sample.weight_versions[0] for sample in group.samples] == [9, 1]
+    assert len(client.prompts) == 1

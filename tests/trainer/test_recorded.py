@@ -5,26 +5,29 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.checkpoint.run_state import MANIFEST, TrainState
 from grpo_mp.config import load_settings
 from grpo_mp.files import write_json
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.groups import PausedGroup
-from grpo_mp.rollout.journal import GroupJournal, best_records, read_records
+from grpo_mp.rollout.journal import GroupJournal, PausedRecords, best_records, load, read_records
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.trainer import collect as collect_module
+from grpo_mp.trainer import recorded as recorded_module
 from grpo_mp.trainer.collect import RolloutCollector
-from grpo_mp.trainer.recorded import drop_groups_of_changed_code
+from grpo_mp.trainer.recorded import RecordedGroups, drop_groups_of_changed_code
 from grpo_mp.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 from tests.rollout.fake_engine import FakeEngine
-from tests.trainer.test_collect import PROMPTS, check_samples, collector, kept
+from tests.trainer.test_collect import GROUP, PROMPTS, check_samples, collector, kept
 
 STEPS, SLOTS, DONE_WHEN_KILLED = 9, 6, (1, 4, 0, 2)  # of jobs that are killed: steps since the last checkpoint
 
@@ -198,6 +201,94 @@ def test_no_record_is_taken_up_of_a_group_that_another_rank_has_begun_anew(
     assert tasks[1].carried.keys() == tasks[0].carried.keys() - {begun}
     assert tasks[1].carried_by_all == tasks[0].carried_by_all
     assert state.groups_launched + begun not in collect._stats
+
+
+def read_by(readers: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[RecordedGroups]:
+    """Read a folder as so many ranks do, each in a thread; their group is the rank's number."""
+    values, barrier = dict[int, Any](), Barrier(readers)
+
+    def all_gather(value: Any, rank: int) -> list[Any]:
+        values[rank] = value
+        barrier.wait()
+        return [values[other] for other in range(readers)]
+
+    monkeypatch.setattr(recorded_module, "all_gather", all_gather)
+    monkeypatch.setattr(recorded_module, "dist", SimpleNamespace(get_rank=lambda rank: rank))
+    ranks: Any = range(readers)
+    with ThreadPoolExecutor(readers) as pool:
+        return list(pool.map(lambda rank: RecordedGroups.read(folder, rank, readers, rank), ranks))
+
+
+def episode_of(group_id: int, index: int, version: int) -> PausedGroup:
+    """Return what is recorded of an episode that ended before its group."""
+    sample = Sample(group_id, index, (group_id,), (5, version), (-1.0, -1.0), (version,) * 2, False, state="completed")
+    return PausedGroup(Prompt(group_id, "", (group_id,)), samples=(replace(sample, generated=(True, True)),))
+
+
+def taken_by(readers: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[int, list[Sample]]]:
+    """Return the samples that each rank takes up, by group."""
+    shares = read_by(readers, folder, monkeypatch)
+    taken = [share.take(0, AdmissionRule(20, 20, 20), lambda number: (number, 0)) for share in shares]
+    loaded = [{n: load(record, Prompt(n, "", (n,))) for n, record in records.items()} for records in taken]
+    return [{n: list(parts[0].samples) for n, parts in groups.items() if parts} for groups in loaded]
+
+
+def test_episodes_of_a_lost_engine_are_taken_up_with_those_of_the_engine_that_went_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is killed after that: two ranks read one engine's file each."""
+    lost, other = GroupJournal(tmp_path, 0), GroupJournal(tmp_path, 1)
+    for index in (0, 1):
+        lost.append(1, 4, episode_of(4, index, 0), RewardStats(), False)
+    recalled = PausedRecords(tmp_path).find([1], 4, Prompt(4, "", (4,)))
+    assert recalled
+    assert [sample.index for sample in recalled.samples] == [0, 1]
+    other.append(1, 4, episode_of(4, 2, 0), RewardStats(), False)
+    taken = taken_by(2, tmp_path, monkeypatch)
+    assert sorted(map(len, taken)) == [0, 1]
+    assert [sample.index for groups in taken for sample in groups.get(4, ())] == [0, 1, 2]
+
+
+def test_episodes_of_a_group_that_goes_on_in_the_next_step_are_taken_up_by_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of both steps; one of which a later step has drawn another stays as older weights drew it."""
+    first, second = GroupJournal(tmp_path, 0), GroupJournal(tmp_path, 1)
+    first.append(1, 3, episode_of(3, 0, 0), RewardStats(), False)
+    second.append(1, 4, episode_of(4, 0, 0), RewardStats(), False)
+    for index in (0, 1, 2):
+        second.append(2, 4, episode_of(4, index, 1), RewardStats(), False)
+    taken = taken_by(2, tmp_path, monkeypatch)
+    versions = {(s.group_id, s.index): s.weight_versions[0] for groups in taken for of in groups.values() for s in of}
+    assert versions == {(3, 0): 0, (4, 0): 0, (4, 1): 1, (4, 2): 1}
+    assert sum(map(len, taken)) == 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("readers", [1, 2, 3])
+def test_each_group_is_taken_up_whole_by_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readers: int, seed: int
+) -> None:
+    """Whoever has recorded its episodes, or has finished it."""
+    random, expected = Random(seed), dict[int, dict[int, int]]()
+    journals = [GroupJournal(tmp_path, rank) for rank in range(3)]
+    for step in (1, 2, 3):  # each with its own weights
+        for _ in range(12):
+            group_id, index, rank = random.randrange(6), random.randrange(GROUP), random.randrange(3)
+            episodes = expected.setdefault(group_id, {})
+            if index not in episodes and len(episodes) < GROUP:
+                episodes[index] = step
+                journals[rank].append(step, group_id, episode_of(group_id, index, step), RewardStats(), False)
+                if len(episodes) == GROUP:  # as it is scored and recorded, maybe by another engine
+                    parts = [episode_of(group_id, one, of).samples[0] for one, of in sorted(episodes.items())]
+                    group = SampleGroup(Prompt(group_id, "", (group_id,)), tuple(parts))
+                    journals[random.randrange(3)].append(step, group_id, group, RewardStats(), True)
+    taken = taken_by(readers, tmp_path, monkeypatch)
+    assert sum(map(len, taken)) == len(expected)
+    merged = {group_id: samples for groups in taken for group_id, samples in groups.items()}
+    assert {g: {s.index: s.weight_versions[0] for s in samples} for g, samples in merged.items()} == expected
+    if readers > 1:
+        assert sum(map(bool, taken)) > 1  # no rank has them all
 
 
 CODE = {

@@ -1,9 +1,13 @@
 """Which checkpoint a run resumes from, where newer ones are damaged."""
 
+import errno
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -14,10 +18,15 @@ from grpo_mp.checkpoint.run_state import (
     checkpoint_folder,
     complete_checkpoints,
     own_checksums,
+    read_manifest,
     write_manifest,
 )
+from grpo_mp.config.sections import RunConfig
 from grpo_mp.errors import UserError
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.trainer.resume import find_whole_checkpoint
+from grpo_mp.trainer.save import CheckpointSaver
+from tests.checkpoint.helpers import policy_of
 
 CASES = 50
 FILES = (
@@ -27,6 +36,16 @@ FILES = (
     "policy/.metadata",
     MANIFEST,
 )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a tiny model's saved checkpoint; tests leave it as it is."""
+    model, run = tmp_path_factory.mktemp("model") / "model", tmp_path_factory.mktemp("run")
+    make_tiny(model, "qwen2", make_tokenizer(["apples"]), num_hidden_layers=1)
+    with policy_of(model, "float32") as policy, CheckpointSaver(RunConfig(folder=run, steps=4), policy, 60.0) as saver:
+        saver.save(TrainState(step=4))
+    return run
 
 
 @pytest.fixture
@@ -77,6 +96,68 @@ def test_damage_anywhere_is_noticed_and_the_one_before_is_taken(
         assert name in notes[0]
         assert "the run resumes from step_000002; step_000004 is now step_000004.damaged" in notes[0]
         assert newest_first(run) == [former]
+
+
+@pytest.mark.parametrize("damage", [cut, flip])
+def test_damage_anywhere_in_what_a_run_has_saved_is_noticed(
+    job: SimpleNamespace, saved: Path, tmp_path: Path, damage: Callable[[Path, Random], None]
+) -> None:
+    """Each time another file, in a newest checkpoint whose other files are links to the saved ones."""
+    random, source = Random(1), checkpoint_folder(saved, 4)
+    files = sorted(str(file.relative_to(source)) for file in source.rglob("*") if file.is_file())
+    assert {MANIFEST, "policy/common.pt", "policy/.metadata", "policy/optimizer/.metadata"} <= set(files)
+    former, newest = save(tmp_path, 2), checkpoint_folder(tmp_path, 4)
+    for case in range(CASES):
+        name = files[case] if case < len(files) else random.choice(files)
+        shutil.copytree(source, newest, copy_function=os.link)
+        (newest / name).unlink()
+        shutil.copyfile(source / name, newest / name)
+        if case == 0:
+            assert find_whole_checkpoint(newest_first(tmp_path), job) == (newest, [])
+        damage(newest / name, random)
+        found, notes = find_whole_checkpoint(newest_first(tmp_path), job)
+        assert (found, len(notes)) == (former, 1), (case, name)
+        assert name in notes[0]
+        assert newest_first(tmp_path) == [former]
+    assert find_whole_checkpoint(newest_first(saved), job) == (source, [])
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_cannot_be_read_is_damage(
+    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    """Whether the system says so when it is opened, or looked up."""
+    read, look_up = Path.open, Path.stat
+    for call in ("open", "stat") if name != MANIFEST else ("open",):
+        run = tmp_path / call
+        former, newest = save(run, 2), save(run, 4)
+
+        def refuse(path: Path, *given: Any, call: str = call, bad: Path = newest / name, **more: Any) -> Any:
+            if path == bad:
+                raise OSError(number, os.strerror(number), str(path))
+            return {"open": read, "stat": look_up}[call](path, *given, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, call, refuse)
+            if name != MANIFEST and call == "stat":
+                with pytest.raises(UserError, match=f"{name} cannot be read"):
+                    read_manifest(newest)
+            found, notes = find_whole_checkpoint([newest, former], job)
+        assert (found, len(notes)) == (former, 1)
+        assert name in notes[0]
+        assert os.strerror(number) in notes[0]
+        assert "the run resumes from step_000002; step_000004 is now step_000004.damaged" in notes[0]
+
+
+def test_a_folder_in_place_of_a_file_is_damage(job: SimpleNamespace, tmp_path: Path) -> None:
+    for name in FILES[:-1]:
+        former, newest = save(tmp_path, 2), save(tmp_path, 4)
+        (newest / name).unlink()
+        (newest / name).mkdir()
+        found, notes = find_whole_checkpoint(newest_first(tmp_path), job)
+        assert (found, len(notes)) == (former, 1)
+        assert f"{name} is missing or cut short" in notes[0]
 
 
 def test_without_a_whole_one_all_are_left_as_they_are(job: SimpleNamespace, tmp_path: Path) -> None:
