@@ -257,7 +257,10 @@ def _read_answer(row: Row, data: DataConfig) -> str | None:
     if data.answer_column is None:
         return None
     value = _read_column(row, data.answer_column, "data.answer_column")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_finite = isinstance(value, int) or (
+        isinstance(value, float) and math.isfinite(value)
+    )  # however large an integer
+    is_number = is_finite and not isinstance(value, bool)
     answer = final_answer(str(value)) if is_number or (isinstance(value, str) and _is_text(value)) else ""
     if not answer:
         found = shorten(repr(value))
@@ -282,10 +285,13 @@ def _apply_chat_template(
     chat: Messages, row: Row, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]
 ) -> str:
     try:
-        return tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             chat, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # a template is a program
         raise UserError(
             f"{row.location}: the tokenizer's chat template refuses the prompt: {one_line(error) or repr(error)}"
         ) from error
+    if not _is_text(text):  # it may show calls of tools, and other fields of a message
+        raise UserError(f"{row.location}: a message with half a character (a lone surrogate): write it anew")
+    return text

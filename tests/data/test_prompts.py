@@ -239,6 +239,21 @@ def test_a_template_that_refuses_the_prompt_names_the_row(tmp_path: Path) -> Non
         load_prompts(source, DataConfig(train=source), strict, 10)
 
 
+def test_half_a_character_anywhere_in_a_message_is_refused(tmp_path: Path) -> None:
+    """A template may show other fields of a message, too, such as calls of tools."""
+    talkative = make_tokenizer([])
+    talkative.chat_template = "{% for message in messages %}{{ message.content ~ message.name }}{% endfor %}"
+    messages = [[{"role": "user", "content": "a", "name": name}] for name in ("me", "m\ud800")]
+    source = write(tmp_path / "a.jsonl", [{"question": chat, "answer": "1"} for chat in messages])
+    with pytest.raises(UserError, match=r"line 2: a message with half a character \(a lone surrogate\): write it anew"):
+        load_prompts(source, DataConfig(train=source), talkative, 10)
+
+
+@pytest.mark.parametrize("answer", [10**400, -(10**400), 10**308, 1e308, 0], ids=lambda answer: str(answer)[:5])
+def test_an_answer_may_be_any_number(answer: float, tmp_path: Path) -> None:
+    assert [prompt.answer for prompt in load(write(tmp_path / "a.jsonl", [GOOD | {"answer": answer}]))] == [str(answer)]
+
+
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
