@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from itertools import chain
 from typing import Any
 
@@ -257,17 +258,21 @@ def _read_answer(row: Row, data: DataConfig) -> str | None:
     if data.answer_column is None:
         return None
     value = _read_column(row, data.answer_column, "data.answer_column")
-    is_finite = isinstance(value, int) or (
-        isinstance(value, float) and math.isfinite(value)
-    )  # however large an integer
-    is_number = is_finite and not isinstance(value, bool)
-    answer = final_answer(str(value)) if is_number or (isinstance(value, str) and _is_text(value)) else ""
+    text = _number_text(value) if isinstance(value, int | float) else value
+    answer = final_answer(text) if isinstance(text, str) and _is_text(text) else ""
     if not answer:
         found = shorten(repr(value))
         raise UserError(
             f"{row.location}: column {data.answer_column}: expected an answer as text or number, found {found}"
         )
     return answer
+
+
+def _number_text(value: float) -> str:
+    """Return a number in digits: 1e-05, as Python writes it, is no answer that is read as one; "" for what is none."""
+    if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+        return ""
+    return f"{Decimal(str(value)):f}" if isinstance(value, float) else str(value)  # an int may be beyond all floats
 
 
 def _read_column(row: Row, name: str, setting: str) -> Any:
