@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +35,8 @@ def write_atomically(file: Path, text: str) -> None:
 @contextmanager
 def incomplete(file: Path) -> Iterator[Path]:
     """Yield a file beside `file` that takes its name when the body has written it; it is removed where that fails."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}{INCOMPLETE}")
+    # A random number: on a shared file system, processes of two nodes may have the same one.
+    temporary = file.with_name(f"{file.name}.{secrets.randbits(64)}{INCOMPLETE}")
     try:
         yield temporary
         temporary.replace(file)

@@ -1,11 +1,12 @@
 """Keep passwords, keys and tokens out of messages and out of what loggers are given. Pure but for the environment."""
 
 import base64
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 MASK = "***"
 SHORTEST_VALUE = 8  # characters of an environment variable that is looked for: a shorter one may be a word
@@ -39,7 +40,8 @@ def without_secrets(value: Any, environment: Mapping[str, str] = os.environ) -> 
     and of those that a setting `..._env` names.
     """
     variables = {name for name in environment if is_secret_name(name)} | set(_named_variables(value))
-    values = {environment[name] for name in variables if len(environment.get(name, "")) >= SHORTEST_VALUE}
+    found = (environment.get(name, "").strip() for name in variables)  # a key is sent without blanks around it
+    values = {value for value in found if len(value) >= SHORTEST_VALUE}
     return _redact(value, sorted(values, key=len, reverse=True))
 
 
@@ -60,13 +62,24 @@ def split_login(url: str) -> tuple[str, dict[str, str]]:
 
 
 def mask_headers(text: str, headers: Mapping[str, str]) -> str:
-    """Return a server's answer without what the request's headers said, should it repeat that."""
+    """Return a server's answer, or an error, without what the request's headers said, should it repeat that.
+
+    It may quote it as Python, JSON or an address would.
+    """
     for value in headers.values():
         scheme, _, secret = value.rpartition(" ")
-        text = text.replace(secret, MASK)
-        if scheme == "Basic" and (password := base64.b64decode(secret).decode().partition(":")[2]):
-            text = text.replace(password, MASK)
+        secrets = [secret]
+        if scheme == "Basic":
+            secrets.append(base64.b64decode(secret).decode().partition(":")[2])
+        for form in sorted({form for secret in secrets for form in _quoted(secret)}, key=len, reverse=True):
+            text = text.replace(form, MASK)
     return text
+
+
+def _quoted(secret: str) -> Iterable[str]:
+    """Return a secret as it is, and as it is within quotes and addresses."""
+    forms = (secret, repr(secret)[1:-1], repr(secret.encode())[2:-1], json.dumps(secret)[1:-1], quote(secret, safe=""))
+    return filter(None, forms)
 
 
 def _named_variables(value: Any) -> Iterable[str]:

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from itertools import chain
 from typing import Any
 
@@ -257,14 +258,21 @@ def _read_answer(row: Row, data: DataConfig) -> str | None:
     if data.answer_column is None:
         return None
     value = _read_column(row, data.answer_column, "data.answer_column")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    answer = final_answer(str(value)) if is_number or (isinstance(value, str) and _is_text(value)) else ""
+    text = _number_text(value) if isinstance(value, int | float) else value
+    answer = final_answer(text) if isinstance(text, str) and _is_text(text) else ""
     if not answer:
         found = shorten(repr(value))
         raise UserError(
             f"{row.location}: column {data.answer_column}: expected an answer as text or number, found {found}"
         )
     return answer
+
+
+def _number_text(value: float) -> str:
+    """Return a number in digits: 1e-05, as Python writes it, is no answer that is read as one; "" for what is none."""
+    if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+        return ""
+    return f"{Decimal(str(value)):f}" if isinstance(value, float) else str(value)  # an int may be beyond all floats
 
 
 def _read_column(row: Row, name: str, setting: str) -> Any:
@@ -282,10 +290,13 @@ def _apply_chat_template(
     chat: Messages, row: Row, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]
 ) -> str:
     try:
-        return tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             chat, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # a template is a program
         raise UserError(
             f"{row.location}: the tokenizer's chat template refuses the prompt: {one_line(error) or repr(error)}"
         ) from error
+    if not _is_text(text):  # it may show calls of tools, and other fields of a message
+        raise UserError(f"{row.location}: a message with half a character (a lone surrogate): write it anew")
+    return text

@@ -1,6 +1,5 @@
 """Retrieval over documents in an SQLite FTS5 index beside their file: `search = SearchIndex("docs.jsonl").search`."""
 
-import os
 import re
 import sqlite3
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 from grpo_mp.data.rows import read_rows
 from grpo_mp.errors import UserError
+from grpo_mp.files import incomplete
 
 MOST_WORDS = 64  # of a query
 SETUP = "CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize='porter unicode61')"
@@ -56,16 +56,10 @@ class SearchIndex:
 
 def _build(documents: str, file: Path) -> None:
     """Write an index, complete or not at all: several ranks may at a time."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.incomplete")
-    temporary.unlink(missing_ok=True)
-    try:
-        with closing(sqlite3.connect(temporary)) as connection, connection:
-            connection.execute("PRAGMA journal_mode = OFF")
-            connection.execute(SETUP)
-            connection.executemany("INSERT INTO documents VALUES (?, ?)", _read(documents))
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with incomplete(file) as temporary, closing(sqlite3.connect(temporary)) as connection, connection:
+        connection.execute("PRAGMA journal_mode = OFF")
+        connection.execute(SETUP)
+        connection.executemany("INSERT INTO documents VALUES (?, ?)", _read(documents))
 
 
 def _read(documents: str) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean
 
 from grpo_mp.config.monitor_section import MetricGuard
 from grpo_mp.errors import UserError
@@ -38,9 +37,11 @@ class MetricGuards:
         del seen[: -guard.steps]
         if len(seen) < guard.steps:
             return None
-        mean, over = fmean(seen), f"in {guard.steps} step(s)" if guard.steps > 1 else f"({seen[-1]:.4g})"
-        best = self._best[name] = max(self._best.get(name, mean), mean)
-        return _describe(guard, seen, best - mean, over)
+        # Not fmean, which raises for infinities of both signs and where finite values add up to one.
+        mean, over = sum(seen) / len(seen), f"in {guard.steps} step(s)" if guard.steps > 1 else f"({seen[-1]:.4g})"
+        if math.isfinite(mean):
+            self._best[name] = max(self._best.get(name, mean), mean)
+        return _describe(guard, seen, self._best.get(name, mean) - mean, over)
 
 
 def _describe(guard: MetricGuard, seen: Sequence[float], drop: float, over: str) -> str | None:

@@ -25,10 +25,11 @@ T = TypeVar("T")
 class RewardError(Exception):
     """A reward raised, took too long or returned no reward.
 
-    `sample` is the index of the sample to show; `scored` holds the values of samples that did not fail, by index.
+    `sample` is the index of the sample to show; `scored` holds the values of samples that did not fail, by index, None
+    where the reward does not apply.
     """
 
-    def __init__(self, reason: str, sample: int = 0, scored: Mapping[int, float] | None = None) -> None:
+    def __init__(self, reason: str, sample: int = 0, scored: Mapping[int, float | None] | None = None) -> None:
         super().__init__(reason)
         self.sample, self.scored = sample, scored or {}
 
@@ -161,7 +162,7 @@ def validate_steps(rows: Sequence[Any], group: SampleGroup) -> list[StepRewards]
 def _parse_steps(row: Any, tokens: int, sample: int) -> StepRewards:
     try:
         steps = tuple((_as_integer(end), float(reward)) for end, reward in (row if row is not None else ()))
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # they are the user's objects: of a tensor of two values it is a RuntimeError
         raise RewardError(f"returned {row!r:.200} where (end token index, reward) pairs belong", sample) from error
     previous = -1
     for end, reward in steps:
@@ -237,13 +238,13 @@ def _values_of(outcomes: Sequence[Any]) -> Values:
             continue
         try:
             values[i] = None if outcome is None else float(outcome)
-        except (TypeError, ValueError, OverflowError):
+        except Exception:  # noqa: BLE001 - it is the user's object: of a tensor of two values it is a RuntimeError
             failures[i] = f"returned {outcome!r:.100}, which is no number"
         else:
             if not math.isfinite(values[i] or 0.0):
                 failures[i] = f"returned {outcome}, which is not finite"
     if failures:
-        scored = {i: value for i, value in values.items() if i not in failures and value is not None}
+        scored = {i: value for i, value in values.items() if i not in failures}
         first = next(iter(failures))
         raise RewardError(failures[first], first, scored)
     return [*values.values()]

@@ -69,27 +69,33 @@ def extract_program(response: str) -> str | None:
 
 
 def read_test_cases(prompt: Prompt, column: str, joined: bool) -> list[TestCase]:
-    """Read the tests of a data row; `joined` makes one of many assert texts. Raises UserError, naming the prompt."""
+    """Read the tests of a data row; `joined` makes one of many assert texts. A text without statements is no test.
+
+    Raises UserError, naming the prompt.
+    """
     if column not in prompt.columns:
         raise UserError(f"reward.code.tests: the prompts have no column {column!r}: set the column of their tests")
     tests = prompt.columns[column]
     rows: list[Any] = list(tests or []) if isinstance(tests, list | tuple | None) else [tests]
-    if all(isinstance(row, dict) and {"input", "output"} <= row.keys() for row in rows):
-        return [TestCase(None, str(row["input"]), str(row["output"])) for row in rows]
-    if not all(isinstance(row, str) and _is_python(row) for row in rows):
+    if all(isinstance(row, dict) and "input" in row and row.get("output") is not None for row in rows):
+        inputs = ["" if row["input"] is None else str(row["input"]) for row in rows]
+        return [TestCase(None, text, str(row["output"])) for text, row in zip(inputs, rows, strict=True)]
+    counts = [_count_statements(row) if isinstance(row, str) else None for row in rows]
+    if None in counts:
         raise UserError(
             f"prompt {prompt.index}: column {column!r} holds no tests: give Python asserts, a list of them, or a list "
             "of {input, output}"
         )
-    return [TestCase("\n".join(rows))] if joined else [TestCase(row) for row in rows]
+    texts = [row for row, count in zip(rows, counts, strict=True) if count]  # any program would pass the others
+    return [TestCase("\n".join(texts))] if joined and texts else [TestCase(text) for text in texts]
 
 
-def _is_python(text: str) -> bool:
+def _count_statements(text: str) -> int | None:
+    """Return the statements at the top level of a Python text; None for what is none."""
     try:
-        ast.parse(text)
-    except (SyntaxError, ValueError):
-        return False
-    return True
+        return len(ast.parse(text).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: nested too deep
+        return None
 
 
 def _stripped_lines(text: str) -> list[str]:

@@ -15,10 +15,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from grpo_mp.background import EventLoopThread
-from grpo_mp.errors import UserError, one_line
-from grpo_mp.redact import mask_headers, split_login
+from grpo_mp.errors import UserError
 from grpo_mp.rewards.base import RewardError, Values
-from grpo_mp.rewards.reward_model import read_api_key
+from grpo_mp.rewards.reward_model import read_address, read_api_key, shown_text
 from grpo_mp.rewards.settings import JUDGE_EPISODE_TEMPLATE, JUDGE_FIELDS, JUDGE_TEMPLATE, JudgeConfig
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
@@ -42,7 +41,7 @@ class Judge:
         """Open the cache, and no connection yet. Raises UserError for a missing key or a cache that cannot be used."""
         self._settings = settings
         key = read_api_key("reward.judge", settings.api_key_env)
-        url, login = split_login(settings.url)
+        url, login = read_address("reward.judge.url", settings.url)
         self._endpoint = f"{url.rstrip('/')}{PATH}"
         self._headers = ({"Authorization": f"Bearer {key}"} if key else {}) | login
         self._http = httpx.AsyncClient(
@@ -138,8 +137,8 @@ class Judge:
         except TimeoutError:
             raise NoVerdictError(f"gave no answer in reward.judge.timeout_s={self._settings.timeout_s:g} s") from None
         except httpx.HTTPError as error:  # no connection, or a body that cannot be unpacked
-            raise NoVerdictError(f"gave no answer ({type(error).__name__}: {one_line(error)})") from error
-        shown = one_line(mask_headers(reply.text, self._headers))
+            raise NoVerdictError(f"gave no answer ({type(error).__name__}: {self._shown(str(error))})") from error
+        shown = self._shown(reply.content)
         if not reply.is_success:
             is_final = reply.status_code < 500 and reply.status_code not in (408, 429)
             raise NoVerdictError(f"answered status {reply.status_code}: {shown}", is_final)
@@ -149,7 +148,10 @@ class Judge:
             raise NoVerdictError(f"answered no chat completion: {shown!r}") from error
         if not isinstance(text, str | None):
             raise NoVerdictError(f"answered with a content that is no text, {type(text).__name__}: {shown!r}")
-        return text or ""
+        return encodable(text or "")
+
+    def _shown(self, text: str | bytes) -> str:
+        return shown_text(text, self._headers)
 
     def _read_value(self, text: str) -> float:
         """Return a reply's number as a value from 0 to 1. Raises NoVerdictError."""
@@ -159,9 +161,14 @@ class Judge:
             found = "no number" if number is None else f"{number:g}"
             sought = f"key {self._settings.json_key!r}" if self._settings.json_key else self._settings.pattern
             raise NoVerdictError(
-                f"gave {found} by {sought}, from {lowest:g} to {highest:g} is asked: {one_line(text)!r}"
+                f"gave {found} by {sought}, from {lowest:g} to {highest:g} is asked: {self._shown(text)!r}"
             )
         return (number - lowest) / (highest - lowest)
+
+
+def encodable(text: str) -> str:
+    """Return a text with "?" for each half of a character (a lone surrogate), which JSON may hold and no file can."""
+    return text.encode(errors="replace").decode()
 
 
 def conversation(prompt: Prompt, sample: Sample) -> str:
@@ -218,7 +225,7 @@ class ReplyCache:
 
     def put(self, replies: Mapping[str, str]) -> None:
         """Keep replies by request. Raises RewardError where the file cannot be written."""
-        rows = [(_hash(body), reply) for body, reply in replies.items()]
+        rows = [(_hash(body), encodable(reply)) for body, reply in replies.items()]
         try:
             self._execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", rows)
         except sqlite3.Error as error:
@@ -242,4 +249,4 @@ class ReplyCache:
 
 
 def _hash(body: str) -> str:
-    return hashlib.sha256(body.encode()).hexdigest()
+    return hashlib.sha256(body.encode(errors="surrogatepass")).hexdigest()

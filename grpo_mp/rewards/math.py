@@ -12,14 +12,16 @@ BoxChoice = Literal["last", "first"]
 NUMBER = r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d*)?|\.\d+)"
 FRACTION = re.compile(rf"({NUMBER})/({NUMBER})")
 LATEX_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # and what is escaped, which counts as none
 DECORATION = re.compile(r"\\[$!,;:]|\\left|\\right|\\text\{[^{}]*\}|[\s$~]")
 
 
 def boxed_answer(text: str, which: BoxChoice = "last") -> str | None:
     r"""Return the content of the last or first \boxed{...} whose braces balance; None without one, or if blank."""
     starts = [match.end() for match in re.finditer(r"\\f?box(?:ed)?\s*\{", text)]
+    closings = _closing_braces(text)
     for start in reversed(starts) if which == "last" else starts:
-        if (end := _closing_brace(text, start)) is not None:
+        if (end := closings.get(start)) is not None:
             return text[start:end].strip() or None
     return None
 
@@ -84,18 +86,23 @@ def _parse_number(text: str) -> float | None:
     if re.fullmatch(NUMBER, text):
         return float(text.replace(",", ""))
     if (match := FRACTION.fullmatch(text)) and float(match[2].replace(",", "")):
-        numerator, denominator = (Fraction(number.replace(",", "").rstrip(".")) for number in match.groups())
-        return float(numerator / denominator)
+        try:
+            numerator, denominator = (Fraction(number.replace(",", "").rstrip(".")) for number in match.groups())
+            return float(numerator / denominator)
+        except (OverflowError, ValueError):  # beyond the range of floats, or thousands of digits
+            return None
     return None
 
 
-def _closing_brace(text: str, start: int) -> int | None:
-    """Return the index of the brace that closes the one before `start`; escaped braces do not count."""
-    depth, position = 1, start
-    while position < len(text):
-        character = text[position]
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return position
-        position += 2 if character == "\\" else 1
-    return None
+def _closing_braces(text: str) -> dict[int, int]:
+    """Return the index of the brace that closes each one, by the index behind that; escaped braces do not count.
+
+    One pass: a response may open thousands that nothing closes.
+    """
+    opened, closings = list[int](), dict[int, int]()
+    for match in BRACE.finditer(text):
+        if match[0] == "{":
+            opened.append(match.end())
+        elif match[0] == "}" and opened:
+            closings[opened.pop()] = match.start()
+    return closings

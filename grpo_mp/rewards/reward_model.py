@@ -1,6 +1,7 @@
 """Reward models behind HTTP: an SGLang server with a reward head scores whole responses, or each step of them."""
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,14 +19,48 @@ from grpo_mp.types import SampleGroup
 
 PATH = "/classify"  # SGLang's "reward model request": {"input_ids"} to [{"embedding": [score], "meta_info"}, ...]
 KEEPALIVE_S = 2.0  # less than the five seconds after which SGLang closes an idle connection
+KEY = re.compile(r"[!-~]*")  # printable ASCII without blanks: what a header takes, and errors do not repeat
 Decode = Callable[[list[int]], str]
 
 
 def read_api_key(section: str, variable: str | None) -> str:
-    """Return the key that an environment variable holds, empty for None. Raises UserError where it is not set."""
-    if variable is not None and variable not in os.environ:
+    """Return the key that an environment variable holds, without blanks around it; empty for None.
+
+    Raises UserError where it is not set, or holds what no header can; the sentence names the variable, not its value.
+    """
+    if variable is None:
+        return ""
+    if variable not in os.environ:
         raise UserError(f"{section}.api_key_env: {variable} is not set in the environment: export it")
-    return os.environ[variable] if variable else ""
+    key = os.environ[variable].strip()  # what was read from a file ends with a new line
+    if not KEY.fullmatch(key):
+        raise UserError(
+            f"{section}.api_key_env: {variable} holds a blank, a control character or one that is not ASCII, which no "
+            "key has: export the key alone"
+        )
+    return key
+
+
+def read_address(setting: str, address: str) -> tuple[str, dict[str, str]]:
+    """Return a server's address without its login, and the header that sends that instead.
+
+    Raises UserError for what is no address; the sentence does not repeat it, as a login may be in it.
+    """
+    try:
+        url, login = split_login(address)
+        url.encode()
+        httpx.URL(url)
+    except (ValueError, httpx.InvalidURL) as error:
+        raise UserError(f"{setting}: no address of a server: write http://HOST:PORT") from error
+    return url, login
+
+
+def shown_text(text: str | bytes, headers: Mapping[str, str]) -> str:
+    """Return a reply, or an error of the request with these headers, as it may be shown: one line, without secrets.
+
+    A reply's bytes are read as UTF-8, whatever charset it names: Python has some that cannot be read as text.
+    """
+    return one_line(mask_headers(text if isinstance(text, str) else text.decode(errors="replace"), headers))
 
 
 @dataclass(frozen=True)
@@ -45,7 +80,7 @@ class ServedModelClient:
         """Open no connection yet: the server may come up later. Raises UserError where the key is not set."""
         self._retries = settings.retries
         key = read_api_key(self.section, settings.api_key_env)
-        url, login = split_login(settings.url or "")
+        url, login = read_address(f"{self.section}.url", settings.url or "")
         self._servers = cycle([Server(url, ({"Authorization": f"Bearer {key}"} if key else {}) | login)])
         # trust_env is off: a proxy of the environment would be asked for loopback addresses, too.
         self._http = httpx.Client(
@@ -70,9 +105,9 @@ class ServedModelClient:
             try:
                 reply = self._http.post(endpoint, json=body, headers=server.headers)
             except httpx.HTTPError as error:  # no connection, or a body that cannot be unpacked
-                failure = f"gave no answer ({type(error).__name__}: {one_line(error)})"
+                failure = f"gave no answer ({type(error).__name__}: {shown_text(str(error), server.headers)})"
                 continue
-            shown = one_line(mask_headers(reply.text, server.headers))
+            shown = shown_text(reply.content, server.headers)
             if reply.is_success:
                 return endpoint, reply, shown
             failure = f"answered status {reply.status_code}: {shown}"

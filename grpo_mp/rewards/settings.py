@@ -340,9 +340,12 @@ class RewardConfig(Section):
 
     @property
     def function_names(self) -> dict[str, str]:
-        """Return the name of each function: what stands after its file, where nothing else has that name."""
+        """Return the name of each function: what stands after its file, where nothing else has that name.
+
+        None is named cosine, which the scorer computes from what is correct.
+        """
         short = {path: path.rpartition(":")[2] for path in self.functions}
-        counts = Counter([*short.values(), *self.term_weights, *[STEPS] * bool(self.steps)])
+        counts = Counter([*short.values(), *{*self.term_weights, COSINE}, *[STEPS] * bool(self.steps)])
         return {path: name if counts[name] == 1 else path for path, name in short.items()}
 
     @property

@@ -93,7 +93,9 @@ def check_served_tokens(settings: ServedModelConfig, tokenizer: PreTrainedTokeni
     try:
         endpoint, reply, _ = client._post(DETOKENIZE, {"tokens": [[i] for i in numbers], "skip_special_tokens": False})
         served = reply.json()["text"]
-    except (RewardError, ValueError, TypeError, LookupError) as error:
+        if not isinstance(served, list):
+            raise TypeError(f"{DETOKENIZE} gave no list of texts")
+    except (RewardError, ValueError, TypeError, LookupError, RecursionError) as error:
         return f"{SECTION}: its tokenizer could not be compared with the policy's ({one_line(error, 200)})"
     finally:
         client.close()

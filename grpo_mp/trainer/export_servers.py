@@ -1,17 +1,22 @@
 """SGLang servers beside the job that load its exports: opponents or judges that are an older version of the policy."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
 
 from grpo_mp.config.sections import ExportServers
-from grpo_mp.errors import one_line
-from grpo_mp.redact import mask_headers, split_login
-from grpo_mp.rewards.reward_model import read_api_key
+from grpo_mp.rewards.reward_model import Server, read_address, read_api_key, shown_text
 
 PATH = "/update_weights_from_disk"  # SGLang's: once its running requests have ended, and with an empty cache
 SETTING = "run.export_servers"
+
+
+def read_servers(servers: ExportServers) -> list[Server]:
+    """Return the servers with the headers of requests to them. Raises UserError for an address or key that is none."""
+    key = read_api_key(SETTING, servers.api_key_env)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    addresses = [read_address(f"{SETTING}.urls", url) for url in servers.urls]
+    return [Server(url, headers | login) for url, login in addresses]
 
 
 def load_export(servers: ExportServers, folder: Path) -> list[str]:
@@ -19,12 +24,9 @@ def load_export(servers: ExportServers, folder: Path) -> list[str]:
 
     Returns a sentence for each that does not: it keeps the version before.
     """
-    key = read_api_key(SETTING, servers.api_key_env)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    addresses = [split_login(url) for url in servers.urls]
     # trust_env is off: a proxy of the environment would be asked for loopback addresses, too.
     with httpx.Client(trust_env=False, timeout=servers.timeout_s) as client:
-        failures = ((url, _failure(client, url, headers | login, folder)) for url, login in addresses)
+        failures = ((server.url, _failure(client, server, folder)) for server in read_servers(servers))
         return [
             f"{SETTING}: {url} does not load {folder}: {failure}; it keeps the version before"
             for url, failure in failures
@@ -32,9 +34,10 @@ def load_export(servers: ExportServers, folder: Path) -> list[str]:
         ]
 
 
-def _failure(client: httpx.Client, url: str, headers: Mapping[str, str], folder: Path) -> str:
+def _failure(client: httpx.Client, server: Server, folder: Path) -> str:
+    body, headers = {"model_path": str(folder.resolve())}, server.headers
     try:
-        reply = client.post(f"{url.rstrip('/')}{PATH}", json={"model_path": str(folder.resolve())}, headers=headers)
+        reply = client.post(f"{server.url.rstrip('/')}{PATH}", json=body, headers=headers)
     except httpx.HTTPError as error:
-        return f"no answer ({type(error).__name__}: {error})"
-    return "" if reply.is_success else f"status {reply.status_code}: {one_line(mask_headers(reply.text, headers))}"
+        return f"no answer ({type(error).__name__}: {shown_text(str(error), headers)})"
+    return "" if reply.is_success else f"status {reply.status_code}: {shown_text(reply.content, headers)}"

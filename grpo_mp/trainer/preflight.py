@@ -33,7 +33,6 @@ from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.parameter_bytes import disk_need
 from grpo_mp.policy.policy import check_policy
-from grpo_mp.rewards.reward_model import read_api_key
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens
@@ -48,6 +47,7 @@ from grpo_mp.rollout.routed_experts import check_routed_experts
 from grpo_mp.rollout.server import check_temporary_folder
 from grpo_mp.rollout.speculation import check_speculation, speculative_arguments
 from grpo_mp.trainer.disk_check import check_disk
+from grpo_mp.trainer.export_servers import read_servers
 from grpo_mp.trainer.replay import ReplayedRollouts, open_replay
 from grpo_mp.weight_sync.wire import WireFormat
 
@@ -117,7 +117,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     check_reward_models(settings, tokenizer, world_size, ranks_per_node)
     check_teacher(settings, tokenizer, world_size, ranks_per_node)
     if settings.run.export_servers:
-        read_api_key("run.export_servers", settings.run.export_servers.api_key_env)
+        read_servers(settings.run.export_servers)
     scorer = make_scorer(settings, tokenizer, episodes)
     fp8 = engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
     space = check_disk(settings.run.folder, disk_need(settings, hf), probes=os.environ.get("RANK", "0") == "0")

@@ -15,8 +15,8 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.policy.parameter_bytes import policy_disk_need
 from grpo_mp.policy.policy import check_policy
-from grpo_mp.rewards.reward_model import read_api_key
 from grpo_mp.trainer.disk_check import check_disk
+from grpo_mp.trainer.export_servers import read_servers
 from grpo_mp.trainer.preflight import check_device_for, check_export, check_guards, read_tokenizer
 
 
@@ -52,7 +52,7 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> tuple[SftSettin
     check_policy(hf, settings.model, settings.layout, settings.training, world_size)
     check_export(settings.run, settings.model)
     if settings.run.export_servers:
-        read_api_key("run.export_servers", settings.run.export_servers.api_key_env)
+        read_servers(settings.run.export_servers)
     encoder = ChatEncoder(tokenizer, settings.sft.loss_on, stop_tokens(settings.model.path, tokenizer))
     train = load_train_chats(settings.data, settings.sft, encoder)
     if train.epoch_size < settings.sft.batch_size:

@@ -20,6 +20,7 @@ from grpo_mp.data import prompts as prompts_module
 from grpo_mp.data.prompts import PromptSet, final_answer, load_prompts
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tokenizer
+from grpo_mp.rewards.math import numeric_readings
 
 TOKENIZER = make_tokenizer(["How", "many", "apples"])
 ROWS = [
@@ -237,6 +238,35 @@ def test_a_template_that_refuses_the_prompt_names_the_row(tmp_path: Path) -> Non
     source = write(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(UserError, match=r"line 1: .* refuses the prompt: only one message"):
         load_prompts(source, DataConfig(train=source), strict, 10)
+
+
+def test_half_a_character_anywhere_in_a_message_is_refused(tmp_path: Path) -> None:
+    """A template may show other fields of a message, too, such as calls of tools."""
+    talkative = make_tokenizer([])
+    talkative.chat_template = "{% for message in messages %}{{ message.content ~ message.name }}{% endfor %}"
+    messages = [[{"role": "user", "content": "a", "name": name}] for name in ("me", "m\ud800")]
+    source = write(tmp_path / "a.jsonl", [{"question": chat, "answer": "1"} for chat in messages])
+    with pytest.raises(UserError, match=r"line 2: a message with half a character \(a lone surrogate\): write it anew"):
+        load_prompts(source, DataConfig(train=source), talkative, 10)
+
+
+@pytest.mark.parametrize(
+    ("answer", "digits"),
+    [
+        (10**400, "1" + "0" * 400),
+        (-(10**400), "-1" + "0" * 400),
+        (0, "0"),
+        (7.0, "7.0"),
+        (-0.25, "-0.25"),
+        (1e-05, "0.00001"),
+        (1.5e22, "15000000000000000000000"),
+    ],
+    ids=lambda value: str(value)[:10],
+)
+def test_an_answer_may_be_any_number_and_is_read_as_that(answer: float, digits: str, tmp_path: Path) -> None:
+    (prompt,) = load(write(tmp_path / "a.jsonl", [GOOD | {"answer": answer}]))
+    assert prompt.answer == digits
+    assert numeric_readings(digits) == ((answer,) if abs(answer) < 1e300 else ())
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_mp.episodes import retrieval
 from grpo_mp.episodes.protocol import ToolCall
 from grpo_mp.episodes.retrieval import SearchIndex
 from grpo_mp.episodes.tools import load_tools
@@ -64,6 +66,25 @@ def test_the_index_is_read_only_and_follows_the_file(tmp_path: Path) -> None:
     assert "a volcano" in SearchIndex(path).search("volcano")
     assert "No document" in first.search("volcano")
     assert sorted(file.suffix for file in tmp_path.iterdir()) == [".fts5", ".fts5", ".jsonl"]
+
+
+def test_processes_of_two_nodes_with_one_number_make_an_index_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one, here of the very same process, begins and ends while the first one writes."""
+    path, read, begun = write(tmp_path, DOCUMENTS), retrieval._read, list[str]()
+
+    def read_twice(documents: str) -> Iterator[tuple[str, str]]:
+        first, *others = read(documents)
+        yield first
+        if not begun:
+            begun.append(documents)
+            assert "[1] Cologne" in SearchIndex(path).search("cathedral")
+        yield from others
+
+    monkeypatch.setattr(retrieval, "_read", read_twice)
+    assert SearchIndex(path).search("cathedral").startswith("[1] Cologne\nA city")
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".fts5", ".jsonl"]
 
 
 def test_a_bad_document_is_refused(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ def first_violation(guard: MetricGuard, series: list[float | None], done: int = 
         ({"max_drop": 0.5, "steps": 2}, [0.0, 2.0, 1.0, 1.0, 0.0], 5),  # means 1, 1.5, 1, 0.5
         ({"max_drop": 0.5}, [0.1, 0.9, math.nan], 3),
         ({"max_drop": 0.5, "steps": 4}, [1.0, 1.0, 0.0], None),
+        ({"max_drop": 0.5, "steps": 2}, [math.inf, -math.inf], 2),
+        ({"max_drop": 0.5, "steps": 2}, [1e308, 1e308], 2),
     ],
 )
 def test_the_step_at_which_a_guard_speaks(
@@ -42,6 +44,17 @@ def test_the_step_at_which_a_guard_speaks(
     assert first_violation(guard, series) == step
     for done in range(1, (step or len(series))):
         assert first_violation(guard, series, done) == step
+
+
+@pytest.mark.parametrize("first", [math.nan, math.inf, -math.inf, None])
+@pytest.mark.parametrize("before", [(), (0.5,)])
+def test_what_is_not_finite_is_no_best(first: float | None, before: tuple[float, ...]) -> None:
+    """The guard goes on with the steps after it, in the run and in one that was resumed."""
+    lines = [{"train/entropy": value} for value in (*before, first, 0.9, 0.5, 0.3)]
+    for done in range(len(lines)):
+        guards = MetricGuards({"train/entropy": MetricGuard(max_drop=0.5, action="warn")}, lines[:done])
+        spoken = [bool(guards.check(step, line)) for step, line in enumerate(lines[done:])]
+        assert spoken[-3:] == [False, False, True][-len(spoken) :]
 
 
 def test_a_stop_names_metric_value_and_setting() -> None:

@@ -228,12 +228,29 @@ def test_input_and_output(score: Callable[..., Any]) -> None:
     assert score([answer(ECHO), twice, fails_after], pairs) == [{"code": 1.0}, {"code": 0.0}, {"code": 0.0}]
 
 
-def test_rows_without_tests_do_not_count(score: Callable[..., Any]) -> None:
-    assert score([answer(ADD), "nothing"], []) == [{}, {}]
+@pytest.mark.parametrize("tests", [[], None, "", ["", " "], "# none\n"])
+def test_rows_without_tests_do_not_count(tests: Any, score: Callable[..., Any]) -> None:
+    """A text without statements is no test: any program would pass it."""
+    assert score([answer(ADD), "nothing"], tests) == [{}, {}]
+
+
+def test_an_empty_text_is_no_share_of_the_tests(score: Callable[..., Any]) -> None:
+    assert score([answer(ADD)], ["", "assert add(1, 2) == 4", "assert add(1, 2) == 3"], partial=True) == [{"code": 0.5}]
+
+
+def test_a_null_is_no_input(score: Callable[..., Any]) -> None:
+    assert score([answer("import sys; print(len(sys.stdin.read()))")], [{"input": None, "output": "0"}]) == [
+        {"code": 1.0}
+    ]
 
 
 @pytest.mark.parametrize(
-    "tests", [[1], 7.5, ["assert ("], [{"input": "1"}], [{"input": "1", "output": "1"}, "assert 1"]]
+    "tests",
+    [
+        *([1], 7.5, ["assert ("], [{"input": "1"}], [{"input": "1", "output": "1"}, "assert 1"]),
+        *([{"input": "1", "output": None}], "-" * 100_000 + "1"),
+    ],
+    ids=lambda tests: str(tests)[:40],
 )
 def test_invalid_tests(tests: Any, score: Callable[..., Any]) -> None:
     with pytest.raises(UserError, match="prompt 12: column 'tests' holds no tests: give"):

@@ -1,4 +1,7 @@
+import math
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -59,6 +62,32 @@ def test_boxed_answer(text: str, inside: str | None) -> None:
 def test_boxed_answer_never_fails_and_stands_in_the_text(before: str, after: str) -> None:
     for answer in (boxed_answer(before + "\\boxed{" + after), boxed_answer(before + "\\boxed{" + after, "first")):
         assert answer is None or answer in after or answer in before
+
+
+def closing_brace(text: str, start: int) -> int | None:
+    """The brace that closes the one before `start`, by counting from there."""
+    depth, position = 1, start
+    while position < len(text):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return position
+        position += 2 if text[position] == "\\" else 1
+    return None
+
+
+@given(st.lists(st.sampled_from(["\\boxed{", "\\fbox {", "\\", "{", "}", "a", "\n"])).map("".join))
+def test_a_boxed_answer_ends_where_its_own_braces_balance(text: str) -> None:
+    starts = [match.end() for match in re.finditer(r"\\f?box(ed)?\s*\{", text)]
+    inside = [text[start:end].strip() or None for start in starts if (end := closing_brace(text, start)) is not None]
+    assert boxed_answer(text) == (inside or [None])[-1]
+    assert boxed_answer(text, "first") == (inside or [None])[0]
+
+
+def test_a_response_that_opens_thousands_of_boxes_takes_no_time() -> None:
+    """What a policy that has collapsed repeats; one pass a box would take minutes."""
+    before = time.process_time()
+    assert boxed_answer("\\boxed{" * 20_000) is boxed_answer("\\boxed{" * 20_000, "first") is None
+    assert time.process_time() - before < 10.0
 
 
 @pytest.mark.parametrize(
@@ -146,6 +175,15 @@ def test_tolerance_and_which_box_are_settings(
 @pytest.mark.parametrize("text", ["", "x", "1/0", "1e5", "1,23", "12,34", "3 4 x", r"\frac{a}{2}", "--1", "1/2/3"])
 def test_other_texts_are_no_plain_numbers(text: str) -> None:
     assert numeric_readings(text) == ()
+
+
+@pytest.mark.parametrize("number", ["9" * 400, "9" * 5000, f".{'0' * 5000}1"])
+@pytest.mark.parametrize("form", ["{}", "{}/3", "3/{}", "-{}/{}", r"\frac{{{}}}{{3}}", "{}%"])
+def test_no_number_is_too_long_for_an_answer(form: str, number: str, verifier: MathVerifier) -> None:
+    """What cannot be a float is compared by math-verify, or is wrong."""
+    text = form.format(number, number)
+    assert all(map(math.isfinite, numeric_readings(text)))
+    assert answer_reward(f"\\boxed{{{text}}}", "7", verifier) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import asyncio, math, multiprocessing, os, time
 import numpy, torch
 
 def length(completions, **columns): return [len(text) for text in completions]
+def cosine(completions, **columns): return [0.25] * len(completions)
 def answer(completions, **columns): return [3.0] * len(completions)
 def raises(completions, **columns): raise KeyError("gold")
 def exits(completions, **columns): raise SystemExit(3)
@@ -232,6 +233,15 @@ def test_a_set_has_its_own_terms(rule: str, make_group: MakeGroup) -> None:
 def test_a_start_without_a_correctness_rule_warns(scorer: Callable[..., Scorer]) -> None:
     assert any("no accuracy" in line for line in scorer({"even": 1.0}).warnings)
     assert not scorer({"even": 1.0}, correct="even").warnings
+
+
+@pytest.mark.parametrize("name", ["cosine", "answer", "length"])
+def test_a_function_may_have_the_name_of_a_built_in_term(
+    name: str, scorer: Callable[..., Scorer], make_group: MakeGroup
+) -> None:
+    """Its values count, not those of the term, which has no weight."""
+    (sample,) = scorer({name: 2.0}).score_group(make_group(["a"])).samples
+    assert sample.reward == {"cosine": 0.5, "answer": 6.0, "length": 2.0}[name]
 
 
 def test_metrics_of_functions_are_averaged_once(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:

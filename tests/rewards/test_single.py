@@ -17,6 +17,8 @@ import asyncio
 import math
 import time
 
+import torch
+
 def length(prompt, completion, level, completion_ids, log_extra, log_metric, **_):
     assert (prompt, level) == ("3+4?", 2) and len(completion_ids) == len(completion)
     log_extra("first", completion[0])
@@ -27,11 +29,14 @@ def length(prompt, completion, level, completion_ids, log_extra, log_metric, **_
 
 class Stateful:
     def __call__(self, completion, **_):
-        return {"bad": "no number", "nan": math.nan, "none": None}.get(completion, 1.0)
+        two = torch.tensor([1.0, 2.0])
+        return {"bad": "no number", "nan": math.nan, "none": None, "two": two}.get(completion, 1.0)
 
 stateful = Stateful()
 
 def fragile(completion, **_):
+    if completion == "none":
+        return None
     if completion == "bad":
         raise ValueError("no such thing")
     if completion == "exit":
@@ -85,6 +90,7 @@ def test_each_completion_gets_its_own_columns(score: Any, make_group: MakeGroup)
         ("together", "bad", "raised ValueError: no such thing"),
         ("stateful", "bad", "returned 'no number', which is no number"),
         ("stateful", "nan", "returned nan, which is not finite"),
+        ("stateful", "two", r"returned tensor\(\[1\., 2\.\]\), which is no number"),
     ],
 )
 def test_what_fails_for_one_completion(name: str, text: str, reason: str, score: Any, make_group: MakeGroup) -> None:
@@ -98,6 +104,16 @@ def test_what_fails_for_one_completion(name: str, text: str, reason: str, score:
     assert stats.failures == {name: 1}
     skipped = score(name, group, on_error="skip")[2]
     assert [name in sample.reward_terms for sample in skipped.samples] == [True, False, True]
+
+
+@pytest.mark.parametrize("on_error", [-2.0, "skip"])
+def test_none_stays_none_where_another_one_fails(on_error: Any, score: Any, make_group: MakeGroup) -> None:
+    """One call that fails affects its sample alone: the reward still does not apply to the other."""
+    scored = score("fragile", make_group(["bad", "none", "a"]), on_error=on_error, correct="fragile")[2]
+    default = {} if on_error == "skip" else {"fragile": -2.0}
+    assert [sample.reward_terms for sample in scored.samples] == [default, {}, {"fragile": 1.0}]
+    assert [sample.is_correct for sample in scored.samples] == [None, None, True]
+    assert scored.samples[1].reward == (1.0 if on_error == "skip" else -0.5)  # the mean of the others
 
 
 def test_none_does_not_apply(score: Any, make_group: MakeGroup) -> None:

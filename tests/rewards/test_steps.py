@@ -11,7 +11,7 @@ from grpo_mp.types import SampleGroup
 
 MakeGroup = Callable[..., SampleGroup]
 FUNCTIONS = """
-import numpy
+import numpy, torch
 def lines(completions, completion_ids, log_metric, **columns):
     log_metric("columns", len(columns))
     return [[(i, 0.5 * n) for n, i in enumerate(j for j, t in enumerate(ids) if t == 10)] for ids in completion_ids]
@@ -26,6 +26,9 @@ def infinite(**columns): return [[], [(0, float("inf"))]]
 def floats(**columns): return [1.0, 2.0]
 def numbers(**columns): return [[1.0], [2.0]]
 def half(**columns): return [[(0.5, 1.0)], []]
+def huge(**columns): return [[(0, 10**400)], []]
+def endless(**columns): return [[(float("inf"), 1.0)], []]
+def tensors(**columns): return [[(0, torch.ones(2))], []]
 def nothing(**columns): return None
 """
 FAILURES = {
@@ -38,6 +41,9 @@ FAILURES = {
     "floats": r"raised TypeError: 'float' object is not iterable",
     "numbers": r"returned \[1.0\] where \(end token index, reward\) pairs belong",
     "half": r"where \(end token index, reward\) pairs belong",
+    "huge": r"where \(end token index, reward\) pairs belong",
+    "endless": r"where \(end token index, reward\) pairs belong",
+    "tensors": r"where \(end token index, reward\) pairs belong",
     "nothing": r"raised TypeError: 'NoneType' object is not iterable",
 }
 
