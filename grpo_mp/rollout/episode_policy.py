@@ -268,9 +268,12 @@ class EpisodePolicy:
 
 
 def _with_text(message: Message) -> Message:
-    """Return a message with text: templates write a content of None, as calls of tools have, as "None" or refuse it."""
-    content = message.get("content")
-    return {**message, "content": "" if content is None else str(content)}
+    """Return a message with text, and nothing that is null.
+
+    Templates write a content of None, as calls of tools have, as "None" or refuse it.
+    """
+    said = {name: value for name, value in message.items() if value is not None}
+    return {**said, "content": str(said.get("content", ""))}
 
 
 def _cleaned(messages: Sequence[Message], renderer: ChatRenderer) -> list[Message]:
@@ -287,7 +290,7 @@ def _clean_texts(message: Message, renderer: ChatRenderer) -> Message:
 
 
 def _said(message: Message) -> tuple[object, ...]:
-    calls = [call["function"] for call in message.get("tool_calls", ())]
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
     return message["role"], message["content"], [(call["name"], call["arguments"]) for call in calls]
 
 
