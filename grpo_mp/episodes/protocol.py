@@ -1,5 +1,6 @@
 """What a rollout function gets and returns: a task, the policy's handle, turns, segments, an episode."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,12 +38,21 @@ def _as_float(value: object) -> float | None:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model made, as SGLang's parser read it. `error`: why its arguments cannot be read, or ""."""
+    """A call that the model made, as SGLang's parser read it. `error`: why its arguments cannot be read, or "".
+
+    `unread`: arguments that are no JSON object, as the model wrote them.
+    """
 
     name: str
     arguments: Mapping[str, Any]
     id: str = ""
     error: str = ""
+    unread: str = ""
+
+    @property
+    def arguments_text(self) -> str:
+        """Return the arguments as OpenAI's answers have them: JSON, or what the model wrote instead."""
+        return self.unread if self.error else json.dumps(self.arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class RemoteTools:
     async def call(
         self, tool: RemoteTool, arguments: Mapping[str, Any], limit_s: float, slots: asyncio.Semaphore | None = None
     ) -> Any:
-        """Call a tool in another process, see ToolProcesses.call; to wait for one of `slots` is no part of `limit_s`."""
+        """Call a tool in another process, see ToolProcesses.call; `limit_s` begins when one of `slots` is free."""
         async with slots or nullcontext():
             return await self.processes.call(tool, arguments, limit_s)
 

@@ -91,7 +91,7 @@ class TokenSequence:
         return replace(self, segments=(*self.segments, *added), messages=tuple(messages))
 
     def answered_by(self, turn: Turn, number: int) -> "TokenSequence":
-        """Return the sequence with a turn of the policy, the episode's `number`, which brings the experts of all tokens."""
+        """Return the sequence with turn `number` of the episode, which brings the experts of all tokens."""
         known = known_tokens(self.experts, self.has_turns)
         experts = None if turn.routed_experts is None else turn.routed_experts[known:]
         steps = turn.verify_steps
@@ -281,7 +281,9 @@ class EpisodePolicy:
         for name, text in calls:
             arguments = _arguments(text)
             error = f"the arguments of {name} are no JSON object" if arguments is None else ""
-            yield ToolCall(name, arguments or {}, f"functions.{name}:{self._calls}", error)  # as Kimi-K2 numbers them
+            unread = text if error else ""
+            call_id = f"functions.{name}:{self._calls}"  # as Kimi-K2 numbers them
+            yield ToolCall(name, arguments or {}, call_id, error, unread)
             self._calls += 1
 
 

@@ -242,3 +242,39 @@ def test_a_turn_that_fails_leaves_the_sequences() -> None:
     sample = roll_out(client, "fails_between")
     ids = [tuple(client.tokenizer.encode(text, add_special_tokens=False)) for text in client.texts]
     assert (sample.error, sample.metrics["forks"], own_turns(sample)) == ("", 1, [[ids[1]], [ids[0], ids[2]]])
+
+
+LOOK: dict[str, Any] = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+WRITTEN = ["{broken", "[1, 2]", '{"a": "é"}']  # arguments of calls
+
+
+async def agent_with_broken_calls(task: Task, base_url: str, api_key: str) -> None:
+    """Sends calls back as it got them, whatever they are."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages: list[Any] = [ask("?")]
+        tools: list[Any] = [{"type": "function", "function": LOOK}]
+        message = (await client.chat.completions.create(model="m", messages=messages, tools=tools)).choices[0].message
+        calls: list[Any] = message.tool_calls or []
+        assert [call.function.arguments for call in calls] == WRITTEN
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "no"} for call in calls]
+        await client.chat.completions.create(model="m", messages=[*messages, message, *results], tools=tools)
+
+
+async def responses_with_broken_calls(task: Task, base_url: str, api_key: str) -> None:
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        tools: list[Any] = [{"type": "function", **LOOK}]
+        items: list[Any] = [ask("?")]
+        answer = await client.responses.create(model="m", input=items, tools=tools)
+        calls = [item for item in answer.output if item.type == "function_call"]
+        assert [call.arguments for call in calls] == WRITTEN
+        given = [{"type": "function_call_output", "call_id": call.call_id, "output": "no"} for call in calls]
+        sent = [item.model_dump(exclude_none=True) for item in answer.output]
+        await client.responses.create(model="m", input=[*items, *sent, *given], tools=tools)
+
+
+@pytest.mark.parametrize("agent", ["agent_with_broken_calls", "responses_with_broken_calls"])
+def test_arguments_that_are_no_object_reach_the_agent_as_they_were_written(agent: str) -> None:
+    """What comes back of them is the same conversation."""
+    client = text_client("".join(f"[look]({arguments})" for arguments in WRITTEN), "done")
+    sample = roll_out(client, "", function_args={"agent": f"{HERE}:{agent}"}, tool_parser="test")
+    assert (sample.error, sample.metrics) == ("", {"turns": 2, "forks": 0})
