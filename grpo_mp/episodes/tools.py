@@ -74,7 +74,8 @@ class ToolThreads:
                 if is_coroutine
                 else asyncio.wrap_future(_in_thread(function, arguments))
             )
-            if opened.pop_all() and slots:
+            opened.pop_all()  # the call itself frees the slot
+            if slots:
                 running.add_done_callback(lambda _: slots.release())
         loop = asyncio.get_running_loop()
         began = loop.time()

@@ -14,7 +14,9 @@ from pyarrow import parquet
 
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.prompts import load_prompts
-from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, Policy, Task
+from grpo_mp.episodes.protocol import BoundedTools, Episode, EpisodeLimitError, Policy, Task
+from grpo_mp.errors import UserError
+from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
 from grpo_mp.monitor.samples import samples_to_markdown, write_samples
 from grpo_mp.rollout.client import SamplingParams
 from grpo_mp.types import Prompt, SampleGroup
@@ -205,6 +207,22 @@ def test_ids_go_on_by_turns_from_the_longest_that_they_begin_with() -> None:
     assert [part.prompt_tokens for part in sample.sequences] == [(5, 6, 7), (5, 6)]
 
 
+async def one_begins_as_the_other(task: Task, policy: Policy) -> Episode:
+    """Goes on from the first of two, which begins as the second does."""
+    longer = await policy.generate(tokens=(5,))
+    await policy.generate(tokens=(5,))
+    await policy.generate(tokens=(5, *longer.tokens, 8))
+    return policy.episode(reward=1.0)
+
+
+def test_of_sequences_that_begin_alike_the_longest_goes_on() -> None:
+    words = calculator_tokenizer()
+    sample = roll_out(TextClient(words, ["67", "6", "9"]), "one_begins_as_the_other")
+    six, seven, nine = words.encode("679", add_special_tokens=False)
+    assert (sample.error, sample.metrics["forks"]) == ("", 1)
+    assert own_turns(sample) == [[(six,)], [(six, seven), (nine,)]]
+
+
 async def agent_of_helpers(task: Task, base_url: str, api_key: str) -> list[float]:
     """Asks a helper between its own two turns, and the helper again."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
@@ -278,3 +296,20 @@ def test_arguments_that_are_no_object_reach_the_agent_as_they_were_written(agent
     client = text_client("".join(f"[look]({arguments})" for arguments in WRITTEN), "done")
     sample = roll_out(client, "", function_args={"agent": f"{HERE}:{agent}"}, tool_parser="test")
     assert (sample.error, sample.metrics) == ("", {"turns": 2, "forks": 0})
+
+
+class Timed(BoundedTools):
+    """Ends its calls by itself."""
+
+    parallel, timeout_s = 1, 2.0
+
+    def look(self) -> str:
+        """Look around."""
+        return "nothing"
+
+
+def test_a_limit_of_its_own_that_the_limit_of_all_tools_cuts_is_refused_at_the_start() -> None:
+    config = {"tools": [f"{HERE}:Timed"], "tool_parser": "test"}
+    with pytest.raises(UserError, match=r"Timed: timeout_s=2 is not below rollout\.limits\.tool_s=2, "):
+        make_runner(text_client("one"), "call_tools", limits={"tool_s": 2.0}, **config)
+    make_runner(text_client("one"), "call_tools", limits={"tool_s": 2.5}, **config)
