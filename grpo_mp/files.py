@@ -23,6 +23,25 @@ NO_DIRECT_WRITES = (errno.EINVAL, errno.EOPNOTSUPP)  # of file systems that have
 ENGINE_SCRATCH = "GRPO_MP_ENGINE_SCRATCH"  # variable of an engine's processes: a folder removed when they have ended
 
 
+def encodable(text: str) -> str:
+    """Return a text without the half surrogates that a tool or an error may leave in it."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def as_json(value: Any, ensure_ascii: bool = True) -> str:
+    """Return JSON on one line; objects and keys that JSON lacks, which users' functions give, are written as text."""
+    return json.dumps(_with_text_keys(value), ensure_ascii=ensure_ascii, default=str)
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            key if isinstance(key, str | int | float | None) else str(key): _with_text_keys(item)
+            for key, item in value.items()
+        }
+    return [_with_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def write_atomically(file: Path, text: str) -> None:
     """Write a file in UTF-8 that is complete and on disk, or as it was before; makes its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)

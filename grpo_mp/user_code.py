@@ -1,5 +1,6 @@
 """Load what users wrote, by 'module:attribute' or 'path/file.py:attribute', and keep it from ending the process."""
 
+import asyncio
 import importlib.util
 import os
 import re
@@ -27,6 +28,10 @@ PYTHON_FILE = re.compile(r"(.+\.py)(:\w+)?")
 
 class ExitCallError(Exception):
     """A user's code called exit or os._exit, which would have ended the rank without a message."""
+
+
+class SelfCancelledError(Exception):
+    """A user's coroutine raised CancelledError though nobody had cancelled it: the task that awaits it would end."""
 
 
 class _TimeOverError(BaseException):
@@ -80,12 +85,19 @@ def time_limit(limit_s: float, label: str) -> Iterator[None]:
 
 
 async def without_exit(work: Coroutine[Any, Any, T]) -> T:
-    """Await a user's coroutine. Raises ExitCallError for SystemExit and os._exit: the loop or the rank would end."""
+    """Await a user's coroutine. Raises ExitCallError for SystemExit and os._exit: the loop or the rank would end.
+
+    Raises SelfCancelledError for a CancelledError while nobody cancels the task that this runs in.
+    """
     try:
         with no_exit():
             return await work
     except SystemExit as error:
         raise ExitCallError(f"it raised {error!r}: return, or raise an error") from error
+    except asyncio.CancelledError as error:
+        if (task := asyncio.current_task()) and task.cancelling():
+            raise
+        raise SelfCancelledError("it raised CancelledError, and nobody had cancelled it") from error
 
 
 def is_path(name: str) -> bool:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.cursor import Mixture, mix_sets
 from grpo_mp.data.pass_rates import within_pass_rates
-from grpo_mp.data.rows import Row, Rows, read_rows
+from grpo_mp.data.rows import Row, Rows, read_rows, without_nulls
 from grpo_mp.errors import UserError, did_you_mean, one_line
 from grpo_mp.reading import shorten
 from grpo_mp.rewards.settings import DATA_SET
@@ -222,7 +222,7 @@ def final_answer(text: str) -> str:
 def _read_messages(row: Row, data: DataConfig) -> Messages:
     """Return the row's messages, or its text as one user message, after the system message of the settings."""
     prompt = _read_column(row, data.prompt_column, "data.prompt_column")
-    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else without_nulls(prompt)
     _check_chat(chat, row, data.prompt_column)
     if data.system_prompt and chat[0]["role"] != "system":
         return [{"role": "system", "content": data.system_prompt}, *chat]

@@ -4,7 +4,7 @@ import os
 import pickle
 import tempfile
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -207,3 +207,10 @@ def read_datasets(source: str) -> Sequence[Columns]:
 
 OTHER_FILES = (".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".arrow", ".yaml", ".md")
 SOURCE_BY_SUFFIX = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+
+
+def without_nulls(value: Any) -> Any:
+    """Return messages or schemas without what is null: Parquet has every key in every one of them."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value

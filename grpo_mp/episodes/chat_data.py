@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
 from grpo_mp.data.cursor import Mixture, mix_sets
-from grpo_mp.data.rows import Row, Rows, read_rows
+from grpo_mp.data.rows import Row, Rows, read_rows, without_nulls
 from grpo_mp.episodes.supervised import Chat, ChatEncoder, LearnedText, LearnedTokens
 from grpo_mp.errors import UserError, did_you_mean, one_line
 from grpo_mp.reading import parse_json, read_json, shorten
@@ -230,8 +230,8 @@ def _messages(row: Row, column: str, role: str = "") -> list[Message]:
 
 
 def _message(value: Mapping[str, Any], location: str) -> Message:
-    """Return a message without what is null: Parquet has every key in every message."""
-    message: Message = _without_nulls(value)
+    """Return a message, see `without_nulls`."""
+    message: Message = without_nulls(value)
     role, calls = message.get("role"), message.get("tool_calls")
     if role == "assistant" and calls:
         message.setdefault("content", "")
@@ -246,12 +246,6 @@ def _message(value: Mapping[str, Any], location: str) -> Message:
         except UnicodeEncodeError:
             raise UserError(f"{location}: a text with half a character (a lone surrogate): write it anew") from None
     return message
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -274,4 +268,4 @@ def _read_tools(row: Row, column: str) -> tuple[dict[str, Any], ...]:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise UserError(f"{row.location}: column {column}: expected a list of JSON schemas, or its JSON")
-    return tuple(_without_nulls(tool) for tool in value)
+    return tuple(without_nulls(tool) for tool in value)

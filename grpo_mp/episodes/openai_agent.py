@@ -15,7 +15,7 @@ from grpo_mp.episodes.endpoint import LOOPBACK, Endpoint, Session
 from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, Policy, Task
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.processes import shared_environment, with_descendants
-from grpo_mp.user_code import load_attribute, without_exit
+from grpo_mp.user_code import SelfCancelledError, load_attribute, without_exit
 
 SETTING = "rollout.function_args"
 TAIL = 2**16  # bytes of a command's output that are kept
@@ -122,6 +122,8 @@ async def run_agent(endpoint: Endpoint, policy: Policy, work: Callable[[Session]
             await asyncio.wait({agent, session.failure}, return_when=asyncio.FIRST_COMPLETED)
             if session.failure.done():
                 session.failure.result()
+            if agent.cancelled():
+                raise SelfCancelledError("the agent cancelled its own task")
             return agent.result()
         except Exception:
             if session.reached_limit:  # the agent had no use for the answer which said so

@@ -102,7 +102,7 @@ def completion(turn: Turn, prompt_tokens: int) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                "function": {"name": call.name, "arguments": call.arguments_text},
             }
             for call in turn.tool_calls
         ]
@@ -203,8 +203,25 @@ def _text(content: Any) -> str:
 def _read_call(call: Any) -> dict[str, Any]:
     try:
         function = call["function"]
-        arguments = function["arguments"]
-        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+        read = _read_arguments(function["arguments"])
         return {"id": call.get("id", ""), "type": "function", "function": {"name": function["name"], "arguments": read}}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RequestError("a tool call must have a function with a name and arguments in JSON") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RequestError(
+            "a tool call must have a function with a name and arguments, as text or an object"
+        ) from error
+
+
+def _read_arguments(arguments: Any) -> Mapping[str, Any]:
+    """Return arguments as Turn.message has them: templates write objects, and {} for a text that is no JSON of one.
+
+    Raises TypeError for what is neither text nor object.
+    """
+    if isinstance(arguments, str):
+        try:
+            read = json.loads(arguments)
+        except ValueError:
+            read = None
+        return read if isinstance(read, dict) else {}
+    if not isinstance(arguments, dict):
+        raise TypeError
+    return arguments

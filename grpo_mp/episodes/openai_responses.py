@@ -145,7 +145,7 @@ def _output(turn: Turn, status: str) -> Iterator[Json]:
             "status": status,
             "call_id": call.id,
             "name": call.name,
-            "arguments": json.dumps(call.arguments, ensure_ascii=False),
+            "arguments": call.arguments_text,
         }
 
 

@@ -1,10 +1,10 @@
 """Python as a tool, in the jail of `reward.code`, with names that live through the turns of an episode."""
 
-import threading
 import weakref
 from functools import cache
 from typing import Any
 
+from grpo_mp.episodes.protocol import BoundedTools
 from grpo_mp.rewards.sandbox import Sandbox
 from grpo_mp.rewards.session import Session, SessionEndedError
 from grpo_mp.rewards.settings import SandboxLimits
@@ -12,7 +12,7 @@ from grpo_mp.rewards.settings import SandboxLimits
 SECTION = "rollout.tool_args grpo_mp.episodes.python_tool:Python"
 
 
-class Python:
+class Python(BoundedTools):
     """One episode's interpreter, a process of its own from the first call on."""
 
     def __init__(self, **limits: Any) -> None:
@@ -20,7 +20,8 @@ class Python:
 
         Raises UserError where this machine cannot isolate programs.
         """
-        self._sandbox, self._slots = _sandbox(SandboxLimits(**limits))
+        own = SandboxLimits(**limits)
+        self.parallel, self.timeout_s, self._sandbox = own.parallel, own.timeout_s, _sandbox(own)
         self._session: Session | None = None
 
     def python(self, code: str) -> str:
@@ -30,18 +31,17 @@ class Python:
         Args:
             code: the code to run
         """
-        with self._slots:
-            if self._session is None:
-                self._session = Session(self._sandbox)
-                weakref.finalize(self, self._session.end)
-            try:
-                return self._session.run(code)
-            except SessionEndedError:
-                self._session = None
-                raise
+        if self._session is None:
+            self._session = Session(self._sandbox)
+            weakref.finalize(self, self._session.end)
+        try:
+            return self._session.run(code)
+        except SessionEndedError:
+            self._session = None
+            raise
 
 
 @cache
-def _sandbox(limits: SandboxLimits) -> tuple[Sandbox, threading.BoundedSemaphore]:
-    """Return the process's sandbox of these limits, and its slots."""
-    return Sandbox(limits, SECTION), threading.BoundedSemaphore(limits.parallel)
+def _sandbox(limits: SandboxLimits) -> Sandbox:
+    """Return the process's sandbox of these limits."""
+    return Sandbox(limits, SECTION)

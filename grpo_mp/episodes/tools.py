@@ -8,15 +8,15 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from concurrent.futures import CancelledError, Future
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from transformers.utils import get_json_schema
 
-from grpo_mp.episodes.protocol import ToolCall, ToolResult
+from grpo_mp.episodes.protocol import BoundedTools, ToolCall, ToolResult
 from grpo_mp.episodes.tool_processes import (
     RemoteTool,
     ToolDiedError,
@@ -25,7 +25,15 @@ from grpo_mp.episodes.tool_processes import (
     ToolTimeoutError,
 )
 from grpo_mp.errors import UserError, did_you_mean, one_line
-from grpo_mp.user_code import IMPORT_LIMIT_S, load_attribute, no_exit, time_limit, without_exit
+from grpo_mp.files import encodable
+from grpo_mp.user_code import (
+    IMPORT_LIMIT_S,
+    SelfCancelledError,
+    load_attribute,
+    no_exit,
+    time_limit,
+    without_exit,
+)
 
 LOGGER = logging.getLogger(__name__)
 SETTING = "rollout.tools"
@@ -43,28 +51,57 @@ class ToolThreads:
 
     hanging: Counter[str] = field(default_factory=Counter)  # by qualified name
 
-    async def call(self, function: Callable[..., Any], arguments: Mapping[str, Any], limit_s: float) -> Any:
+    async def call(
+        self,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        limit_s: float,
+        slots: asyncio.Semaphore | None = None,
+    ) -> Any:
         """Await a coroutine function, or call a function in a daemon thread.
 
+        To wait for one of `slots` is no part of `limit_s`; a call holds it until it ends, also one that is left behind.
         Raises ToolTimeoutError after `limit_s`, ToolHangsError, and what the tool raises.
         """
         name, is_coroutine = _name_of(function), inspect.iscoroutinefunction(function)
         if self.hanging[name] >= MOST_HANGING:
             raise ToolHangsError(f"{name} is not called: {MOST_HANGING} of its calls still hang")
-        running = asyncio.ensure_future(
-            without_exit(function(**arguments))
-            if is_coroutine
-            else asyncio.wrap_future(_in_thread(function, arguments))
-        )
-        done, _ = await asyncio.wait({running}, timeout=limit_s)
-        if done:
-            return running.result()
-        if is_coroutine:
-            running.cancel()
-        else:
+        async with AsyncExitStack() as opened:
+            if slots:
+                await opened.enter_async_context(slots)
+            running = asyncio.ensure_future(
+                without_exit(function(**arguments))
+                if is_coroutine
+                else asyncio.wrap_future(_in_thread(function, arguments))
+            )
+            opened.pop_all()  # the call itself frees the slot
+            if slots:
+                running.add_done_callback(lambda _: slots.release())
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            done, _ = await asyncio.wait({running}, timeout=limit_s)
+        except asyncio.CancelledError:  # the episode ends: nobody waits for the call any more
+            if is_coroutine:
+                running.cancel()
+            else:  # one that ends within its limit does not hang
+                loop.call_at(began + limit_s, self._leave, name, running)
+            raise
+        if not done:
+            if is_coroutine:
+                running.cancel()
+            else:
+                self._leave(name, running)
+            raise ToolTimeoutError(f"{name} took longer than {limit_s:g} s")
+        if running.cancelled():
+            raise SelfCancelledError("it cancelled its own task")
+        return running.result()
+
+    def _leave(self, name: str, running: asyncio.Future[Any]) -> None:
+        """Count a call in a thread that goes on past its limit until it ends."""
+        if not running.done():
             self.hanging[name] += 1
             running.add_done_callback(lambda _: self.hanging.subtract([name]))
-        raise ToolTimeoutError(f"{name} took longer than {limit_s:g} s")
 
     async def environment(
         self, kind: "EnvironmentClass", limit_s: float, ending: AsyncExitStack
@@ -84,9 +121,12 @@ class RemoteTools:
 
     processes: ToolProcesses
 
-    async def call(self, tool: RemoteTool, arguments: Mapping[str, Any], limit_s: float) -> Any:
-        """Call a tool in another process, see ToolProcesses.call."""
-        return await self.processes.call(tool, arguments, limit_s)
+    async def call(
+        self, tool: RemoteTool, arguments: Mapping[str, Any], limit_s: float, slots: asyncio.Semaphore | None = None
+    ) -> Any:
+        """Call a tool in another process, see ToolProcesses.call; `limit_s` begins when one of `slots` is free."""
+        async with slots or nullcontext():
+            return await self.processes.call(tool, arguments, limit_s)
 
     async def environment(
         self, kind: "EnvironmentClass", limit_s: float, ending: AsyncExitStack
@@ -103,7 +143,10 @@ class RemoteTools:
 
 @dataclass(frozen=True)
 class EnvironmentClass:
-    """A class of `rollout.tools`, or that a factory makes. `tools`: the names of its methods that are."""
+    """A class of `rollout.tools`, or that a factory makes. `tools`: the names of its methods that are.
+
+    `slots` and `timeout_s`: of BoundedTools.
+    """
 
     path: str
     make: Callable[[], Any]
@@ -111,6 +154,8 @@ class EnvironmentClass:
     tools: tuple[str, ...]
     resets: bool
     rewards: bool
+    slots: asyncio.Semaphore | None = None
+    timeout_s: float = 0.0
 
     @property
     def name(self) -> str:
@@ -148,8 +193,18 @@ class ToolKit:
                 resets += [of_name("reset")] if kind.resets else []
                 rewards += [of_name("get_reward")] if kind.rewards else []
             close = opened.pop_all().aclose
-        of_episode = (by_name, tuple(environments), resets, rewards)
+        slots = {name: kind.slots for kind in self.classes for name in kind.tools if kind.slots}
+        of_episode = (by_name, slots, tuple(environments), resets, rewards)
         return EpisodeTools(*of_episode, limit_s, characters, self.calls, where, close)
+
+    def check(self, limit_s: float) -> None:
+        """Raise UserError where a class's own limit of a call is no less than that of all tools."""
+        for kind in (kind for kit in (self, *self.by_environment.values()) for kind in kit.classes):
+            if kind.timeout_s >= limit_s:
+                raise UserError(
+                    f"rollout.tool_args {kind.path}: timeout_s={kind.timeout_s:g} is not below rollout.limits.tool_s="
+                    f"{limit_s:g}, at which a call counts as hanging: lower the one or raise the other"
+                )
 
     async def close(self) -> None:
         """End the processes that have no work."""
@@ -162,6 +217,7 @@ class EpisodeTools:
     """The tools of one episode."""
 
     by_name: Mapping[str, Any]
+    slots: Mapping[str, asyncio.Semaphore]  # of the rank, by the names of tools that share some
     environments: tuple[Any, ...]  # of this process
     resets: Sequence[Any]
     rewards: Sequence[Any]
@@ -181,18 +237,24 @@ class EpisodeTools:
         rewards = [await self._call(owner, {}) for owner in self.rewards]
         return sum(rewards) if rewards else None
 
-    async def _call(self, tool: Any, arguments: Mapping[str, Any]) -> Any:
-        return await self.calls.call(tool, arguments, self.limit_s)
+    async def _call(self, tool: Any, arguments: Mapping[str, Any], slots: asyncio.Semaphore | None = None) -> Any:
+        return await self.calls.call(tool, arguments, self.limit_s, slots)
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Call a tool; what it raises, and a call that takes too long, is told to the model."""
+        """Call a tool; what it raises, and a call that takes too long, is told to the model, as text in UTF-8."""
+        result = await self._result(call)
+        return replace(result, text=encodable(result.text))
+
+    async def _result(self, call: ToolCall) -> ToolResult:
+        name = one_line(call.name, 100)  # which the model may have made up
         if call.error:
-            LOGGER.info("%s: the call of %s cannot be read: %s", self.where(), call.name, call.error)
+            LOGGER.info("%s: the call of %s cannot be read: %s", self.where(), name, call.error)
             return ToolResult(f"Error: {call.error}", "raised")
         if call.name not in self.by_name:
+            LOGGER.info("%s: there is no tool %s", self.where(), name)
             return ToolResult(f"Error: there is no tool {call.name}"[: self.characters], "raised")
         try:
-            value = await self._call(self.by_name[call.name], call.arguments)
+            value = await self._call(self.by_name[call.name], call.arguments, self.slots.get(call.name))
             text = value if isinstance(value, str) else _as_text(value)
         except ToolTimeoutError as error:
             level = logging.INFO if isinstance(error, ToolHangsError) else logging.WARNING
@@ -203,7 +265,7 @@ class EpisodeTools:
             return ToolResult(f"Error: {error}", "raised")
         except Exception as error:  # noqa: BLE001 - a tool may raise anything
             reason = str(error) if isinstance(error, ToolRaisedError) else f"{type(error).__name__}: {one_line(error)}"
-            LOGGER.info("%s: the tool %s raised %s", self.where(), call.name, reason)
+            LOGGER.info("%s: the tool %s raised %s", self.where(), call.name, encodable(reason))
             return ToolResult(f"Error: {reason}"[: self.characters], "raised")
         left_out = len(text) - self.characters
         if left_out > 0:
@@ -228,7 +290,10 @@ def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Fu
             with no_exit():
                 future.set_result(function(**arguments))
         except BaseException as error:  # noqa: BLE001 - handed to the caller
-            future.set_exception(error if isinstance(error, Exception) else RuntimeError(f"it raised {error!r}"))
+            is_plain = isinstance(error, Exception) and not isinstance(
+                error, CancelledError
+            )  # which asyncio makes its own
+            future.set_exception(error if is_plain else RuntimeError(f"it raised {error!r}"))
 
     threading.Thread(target=run, name="tool", daemon=True).start()
     return future
@@ -295,14 +360,16 @@ def _environment(path: str, loaded: Callable[..., Any], arguments: Mapping[str, 
     make = partial(loaded, **arguments)
     try:
         with no_exit(), time_limit(IMPORT_LIMIT_S, f"{label}: making an environment"):
-            kind = type(make())
+            made = make()
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise UserError(f"{label}: no environment can be made of {dict(arguments)}: {reason}") from error
+    kind = type(made)
     owns = (hasattr(kind, "reset"), hasattr(kind, "get_reward"))
-    return EnvironmentClass(path, make, kind, tuple(_methods(kind)), *owns)
+    bounds = (asyncio.Semaphore(made.parallel), made.timeout_s) if isinstance(made, BoundedTools) else ()
+    return EnvironmentClass(path, make, kind, tuple(_methods(kind)), *owns, *bounds)
 
 
 def _methods(owner: type) -> list[str]:

@@ -1,12 +1,11 @@
 """Write sampled answers of a step for people to read: JSON lines in the run folder and a text in TensorBoard."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grpo_mp.files import write_atomically
+from grpo_mp.files import as_json, encodable, write_atomically
 from grpo_mp.types import Sample, SampleGroup
 
 T = TypeVar("T")
@@ -51,12 +50,12 @@ def append_samples(file: Path, name: str, groups: Iterable[SampleGroup]) -> None
 
 
 def sample_lines(groups: Iterable[SampleGroup], tokens: Mapping[tuple[int, ...], Any], **columns: Any) -> Iterator[str]:
-    """Yield every sample as a line of JSON, after `columns`; objects that JSON lacks are written as text."""
+    """Yield every sample as a line of JSON, after `columns`; what JSON or UTF-8 lacks is written as text."""
     for group in groups:
         for sample in group.samples:
             details = tokens.get((sample.group_id, sample.index))
             record = columns | sample_record(group, sample) | ({"token_details": details} if details else {})
-            yield json.dumps(record, ensure_ascii=False, default=str) + "\n"
+            yield encodable(as_json(record, ensure_ascii=False)) + "\n"
 
 
 def sample_record(group: SampleGroup, sample: Sample) -> dict[str, Any]:
@@ -92,7 +91,7 @@ def samples_to_markdown(groups: Sequence[SampleGroup]) -> str:
             extra = [_code_block(f"{column}: {value}") for column, value in sample.extra.items()]
             parts += [f"reward {sample.reward:g}", *extra, _code_block(sample.text)]
         blocks.append("\n\n".join(parts))
-    return "\n\n---\n\n".join(blocks)
+    return encodable("\n\n---\n\n".join(blocks))
 
 
 def _code_block(text: str) -> str:

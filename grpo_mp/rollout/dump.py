@@ -17,7 +17,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from grpo_mp.errors import UserError, one_line
-from grpo_mp.files import file_digest, incomplete, sync_to_disk, write_atomically
+from grpo_mp.files import as_json, encodable, file_digest, incomplete, sync_to_disk, write_atomically
 from grpo_mp.reading import check_regular, read_bytes
 from grpo_mp.types import ExpertIds, Message, Prompt, Sample, SampleGroup
 
@@ -143,8 +143,8 @@ def _row_of(group: SampleGroup, sample: Sample, selected: bool) -> Row:
         "reward_terms": list(sample.reward_terms.items()),
         "metrics": list(sample.metrics.items()),
         "step_rewards": [{"token": token, "reward": reward} for token, reward in sample.step_rewards],
-        "messages": json.dumps(sample.messages, default=str),
-        "extra": json.dumps(sample.extra, default=str),
+        "messages": as_json(sample.messages),
+        "extra": as_json(sample.extra),
         "routed_experts": None if experts is None else experts.tobytes(),
         "routed_experts_shape": None if experts is None else experts.shape,
     }
@@ -189,8 +189,3 @@ def experts_of(content: bytes | None, shape: list[int] | None) -> ExpertIds | No
         return None
     dtype: type[np.integer[Any]] = np.uint8 if len(content) == math.prod(shape) else np.int16
     return np.frombuffer(content, dtype).reshape(shape).copy()  # what is read from bytes cannot be written to
-
-
-def encodable(text: str) -> str:
-    """Return a text without the half surrogates that a tool or an error may leave in it."""
-    return text.encode("utf-8", "replace").decode()

@@ -90,11 +90,12 @@ class TokenSequence:
         added = (Segment(given, generated=False),) if given else ()
         return replace(self, segments=(*self.segments, *added), messages=tuple(messages))
 
-    def answered_by(self, turn: Turn) -> "TokenSequence":
-        """Return the sequence with a turn of the policy, which brings the experts of all tokens."""
+    def answered_by(self, turn: Turn, number: int) -> "TokenSequence":
+        """Return the sequence with turn `number` of the episode, which brings the experts of all tokens."""
         known = known_tokens(self.experts, self.has_turns)
         experts = None if turn.routed_experts is None else turn.routed_experts[known:]
-        segment = Segment(turn.tokens, True, turn.logprobs, turn.weight_versions, verify_steps=turn.verify_steps)
+        steps = turn.verify_steps
+        segment = Segment(turn.tokens, True, turn.logprobs, turn.weight_versions, verify_steps=steps, turn=number)
         return replace(
             self,
             segments=(*self.segments, segment),
@@ -116,7 +117,7 @@ class EpisodePolicy:
     _answer: str = ""
     _cut: bool = False
     turns: int = 0  # so far
-    _earlier: list[TokenSequence] = field(default_factory=list)  # that the conversation did not go on from
+    _earlier: list[TokenSequence] = field(default_factory=list)  # all others, by when their last turns were
     _calls: int = 0
 
     def __post_init__(self) -> None:
@@ -148,16 +149,18 @@ class EpisodePolicy:
             raise ValueError("an episode generates one turn at a time: await the one before, or begin another episode")
         self._generates = True
         try:
-            given = self._after_tokens(tuple(tokens)) if tokens is not None else self._after(messages or (), tools)
+            before, given = (
+                self._after_tokens(tuple(tokens)) if tokens is not None else self._after(messages or (), tools)
+            )
             with self.watch.generating():
                 output = await self._sample(given.tokens, self._bound(given, max_tokens), stop)
                 turn = await self._as_turn(output, given.renderer or self.context.renderer, stop)
         finally:
             self._generates = False
-        if self._sequence.has_turns and not given.has_turns:
-            self._earlier.append(self._sequence)
+        if self._sequence.has_turns and before is not self._sequence:
+            self._earlier = [*(one for one in self._earlier if one is not before), self._sequence]
         self.turns += 1
-        self._sequence, self._answer, self._cut = given.answered_by(turn), turn.text, not turn.finished
+        self._sequence, self._answer, self._cut = given.answered_by(turn, self.turns), turn.text, not turn.finished
         return turn
 
     def episode(
@@ -186,21 +189,34 @@ class EpisodePolicy:
         own = replace(self.context, sampling=self.context.sampling.for_handle(self.watch.handles))
         return EpisodePolicy(own, self.prompt, self.watch)
 
-    def _after(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> TokenSequence:
-        """Return the sequence of a conversation; only what follows the last turn is rendered, where it goes on."""
-        before, renderer = self._sequence, self._renderer(tools)
-        messages = [_with_text(message) for message in messages]
-        known = len(before.messages)
-        new = messages[known:]
-        goes_on = before.has_turns and renderer == before.renderer
-        goes_on = goes_on and [*map(_said, messages[:known])] == [*map(_said, before.messages)]
-        if goes_on and not any(message["role"] == "assistant" for message in new):
-            return before.followed_by(renderer.continuation(before.tokens, _cleaned(new, renderer)), messages)
+    @property
+    def _recorded(self) -> Iterator[TokenSequence]:
+        """Return the sequences that a conversation may go on from, the last one first."""
+        return (one for one in (self._sequence, *reversed(self._earlier)) if one.has_turns)
+
+    def _after(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[TokenSequence | None, TokenSequence]:
+        """Return the recorded sequence that a conversation goes on from, if any, and the sequence of all of it.
+
+        Where it goes on, only what follows the last turn is rendered.
+        """
+        renderer, messages = self._renderer(tools), [_with_text(message) for message in messages]
+        said = [*map(_said, messages)]
+
+        def goes_on(before: TokenSequence) -> bool:
+            known = len(before.messages)
+            is_same = renderer == before.renderer and said[:known] == [*map(_said, before.messages)]
+            return is_same and not any(message["role"] == "assistant" for message in messages[known:])
+
+        if before := max(filter(goes_on, self._recorded), key=lambda one: len(one.messages), default=None):
+            new = _cleaned(messages[len(before.messages) :], renderer)
+            return before, before.followed_by(renderer.continuation(before.tokens, new), messages)
         is_task = renderer is self.context.renderer and tuple(messages) == self.prompt.messages
         asked = list(takewhile(lambda message: message["role"] != "assistant", messages))
         asked += _cleaned(messages[len(asked) :], renderer)
         prompt = self.prompt.tokens if is_task else renderer.prompt(asked)
-        return TokenSequence((Segment(prompt, generated=False),), tuple(messages), len(messages), renderer)
+        return None, TokenSequence((Segment(prompt, generated=False),), tuple(messages), len(messages), renderer)
 
     def _renderer(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatRenderer:
         if tools is None or tuple(tools) == self.context.renderer.tools:
@@ -211,11 +227,13 @@ class EpisodePolicy:
             )
         return replace(self.context.renderer, tools=tuple(map(dict, tools)))
 
-    def _after_tokens(self, tokens: tuple[int, ...]) -> TokenSequence:
-        before = self._sequence.tokens
-        if self._sequence.has_turns and tokens[: len(before)] == before:
-            return self._sequence.followed_by(tokens[len(before) :], self._sequence.messages)
-        return TokenSequence((Segment(tokens, generated=False),))
+    def _after_tokens(self, tokens: tuple[int, ...]) -> tuple[TokenSequence | None, TokenSequence]:
+        """As `_after`, of ids."""
+        known = [(one, own) for one in self._recorded if tokens[: len(own := one.tokens)] == own]
+        if not known:
+            return None, TokenSequence((Segment(tokens, generated=False),))
+        before, own = max(known, key=lambda one: len(one[1]))
+        return before, before.followed_by(tokens[len(own) :], before.messages)
 
     def _bound(self, given: TokenSequence, max_tokens: int | None) -> int:
         """Return how many tokens the next turn may have. Raises EpisodeLimitError where no turn or no token is left."""
@@ -263,14 +281,19 @@ class EpisodePolicy:
         for name, text in calls:
             arguments = _arguments(text)
             error = f"the arguments of {name} are no JSON object" if arguments is None else ""
-            yield ToolCall(name, arguments or {}, f"functions.{name}:{self._calls}", error)  # as Kimi-K2 numbers them
+            unread = text if error else ""
+            call_id = f"functions.{name}:{self._calls}"  # as Kimi-K2 numbers them
+            yield ToolCall(name, arguments or {}, call_id, error, unread)
             self._calls += 1
 
 
 def _with_text(message: Message) -> Message:
-    """Return a message with text: templates write a content of None, as calls of tools have, as "None" or refuse it."""
-    content = message.get("content")
-    return {**message, "content": "" if content is None else str(content)}
+    """Return a message with text, and nothing that is null.
+
+    Templates write a content of None, as calls of tools have, as "None" or refuse it.
+    """
+    said = {name: value for name, value in message.items() if value is not None}
+    return {**said, "content": str(said.get("content", ""))}
 
 
 def _cleaned(messages: Sequence[Message], renderer: ChatRenderer) -> list[Message]:
@@ -287,7 +310,7 @@ def _clean_texts(message: Message, renderer: ChatRenderer) -> Message:
 
 
 def _said(message: Message) -> tuple[object, ...]:
-    calls = [call["function"] for call in message.get("tool_calls", ())]
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
     return message["role"], message["content"], [(call["name"], call["arguments"]) for call in calls]
 
 

@@ -72,6 +72,7 @@ def load_episode_parts(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase
         raise UserError(f"rollout.function {name!r}: it must be a coroutine function: async def rollout(task, policy)")
     processes = config.limits.tool_processes if config.tool_process else None
     tools = load_tools(config.tools, processes, config.tool_args, config.environment_factory, config.tool_environment)
+    tools.check(config.limits.tool_s)
 
     def parts_of(kit: ToolKit) -> EpisodeParts:
         renderer = ChatRenderer(tokenizer, kit.schemas)
@@ -138,7 +139,9 @@ class EpisodeRunner:
         end, records = self.parts.renderer.tokenizer.eos_token_id, list[asyncio.Task[None]]()
 
         def take(episode: asyncio.Task[Outcome]) -> None:
-            sample = as_sample(episode.result(), group_id, running[episode], end)
+            index = running[episode]
+            outcome = _cancelled(prompt, index) if episode.cancelled() else episode.result()
+            sample = as_sample(outcome, group_id, index, end)
             samples[sample.index] = sample
             if len(samples) < count:  # the last one ends the group, which is recorded then
                 records.append(asyncio.create_task(asyncio.to_thread(record, sample)))
@@ -215,6 +218,13 @@ class EpisodeRunner:
         return messages
 
 
+def _cancelled(prompt: Prompt, index: int) -> Outcome:
+    """Return the outcome of an episode whose function cancelled its own task: its turns are lost."""
+    error = f"prompt {prompt.index}, sample {index}: its function cancelled its own task"
+    LOGGER.info("%s", error)
+    return Outcome(Episode((Segment(prompt.tokens, generated=False),), state="error"), error)
+
+
 async def _until(
     pause: asyncio.Task[bool],
     episodes: Collection[asyncio.Task[Outcome]],
@@ -225,9 +235,9 @@ async def _until(
     while True:
         ended = [episode for episode in episodes if episode in left and episode.done()]
         left.difference_update(ended)
-        errors = [error for episode in ended if (error := episode.exception())]
+        errors = [error for episode in ended if not episode.cancelled() and (error := episode.exception())]
         for episode in ended:
-            if not episode.exception():
+            if episode.cancelled() or not episode.exception():
                 take(episode)
         if any(isinstance(error, EpisodeAbortedError) for error in errors):
             return

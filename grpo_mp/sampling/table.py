@@ -11,8 +11,9 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet
 
+from grpo_mp.files import encodable
 from grpo_mp.rollout.client import sampling_seed
-from grpo_mp.rollout.dump import FACTS, TOKENS, checked_file, encodable
+from grpo_mp.rollout.dump import FACTS, TOKENS, checked_file
 from grpo_mp.types import Message, Prompt, Sample
 
 ROW_GROUP_BYTES = 2**26  # of a row group before compression: readers and writers hold one at a time

@@ -15,7 +15,8 @@ from grpo_mp.errors import UserError
 from tests.episode_page import read_example
 
 TOOLS = '''
-import asyncio, os, time
+import asyncio, concurrent.futures, os, time
+from grpo_mp.episodes.protocol import BoundedTools
 
 def add(a: int, b: int = 1) -> int:
     """
@@ -135,10 +136,59 @@ def nothing():
     raise LookupError("no such game")
 
 WORD = "no tool"
+
+async def cancels(how: str) -> str:
+    """
+    End by a cancellation that nobody asked for.
+
+    Args:
+        how: of what
+    """
+    task = asyncio.current_task() if how == "own" else asyncio.create_task(asyncio.sleep(60))
+    task.cancel()
+    return await (asyncio.sleep(60) if how == "own" else task)
+
+def cancels_in_thread() -> str:
+    """End by the cancellation of a future."""
+    future = concurrent.futures.Future()
+    future.cancel()
+    return future.result()
+
+def half(raises: bool) -> str:
+    """
+    Say half a character.
+
+    Args:
+        raises: as an error
+    """
+    if raises:
+        raise ValueError("\\udcff")
+    return "\\udcff"
+
+async def waits(file: str) -> None:
+    """
+    Wait, and tell of the end.
+
+    Args:
+        file: where
+    """
+    try:
+        await asyncio.sleep(3600)
+    finally:
+        open(file, "w").write("ended")
+
+class Slow(BoundedTools):
+    parallel, timeout_s = 2, 2.5
+
+    def work(self) -> str:
+        """Take some time, alone."""
+        began = time.time()
+        time.sleep(1.0)
+        return f"{began} {time.time()}"
 '''
 
 
-TOOL_NAMES = ("add", "slow_add", "ends_all", "leaves", "bad", "late", "Counter")
+TOOL_NAMES = ("add", "slow_add", "ends_all", "leaves", "bad", "late", "cancels", "cancels_in_thread", "half", "Counter")
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +264,16 @@ def test_results_that_are_cut_or_no_text_are_named(kit: ToolKit, caplog: pytest.
         ("leaves", {"status": 3}, "Error: ExitCallError: it called os._exit(3): return, or raise an error", "raised"),
         ("bad", {"how": "hang"}, "Error: bad took longer than 0.2 s", "timeout"),
         ("slow_add", {"a": 60}, "Error: slow_add took longer than 0.2 s", "timeout"),
+        (
+            "cancels",
+            {"how": "other"},
+            "Error: SelfCancelledError: it raised CancelledError, and nobody had cancelled it",
+            "raised",
+        ),
+        ("cancels", {"how": "own"}, "Error: SelfCancelledError: it cancelled its own task", "raised"),
+        ("cancels_in_thread", {}, "Error: RuntimeError: it raised CancelledError()", "raised"),
+        ("half", {"raises": False}, "?", None),
+        ("half", {"raises": True}, "Error: ValueError: ?", "raised"),
         ("bad", {"how": "bytes"}, "a\ufffd\ufffdb", None),
         ("bad", {"how": "megabyte"}, "x" * 100 + "... (1048476 characters left out)", None),
         ("add", {"a": 1, "c": 2}, "Error: TypeError: add() got an unexpected keyword argument 'c'", "raised"),
@@ -332,3 +392,56 @@ def test_a_factory_that_makes_nothing_is_refused(file: str) -> None:
         UserError, match=r"^rollout\.environment_factory .*: no environment .* LookupError: no such game"
     ):
         load_tools([], factory=f"{file}:nothing")
+
+
+def test_a_call_ends_with_its_episode_or_is_counted_while_it_hangs(file: str, tmp_path: Path) -> None:
+    """One that ends within its limit does not hang: aborted episodes leave many such."""
+    kit = load_tools([f"{file}:{name}" for name in ("waits", "late", "bad")])
+
+    async def cancelled() -> None:
+        tools = await kit.open(0.6, 100)
+        calls = (("waits", {"file": str(tmp_path / "x")}), ("late", {"seconds": 0.2}), ("bad", {"how": "hang"}))
+        running = [asyncio.create_task(tools.call(ToolCall(name, arguments))) for name, arguments in calls]
+        await asyncio.sleep(0.1)
+        for one in running:
+            one.cancel()
+        await asyncio.wait(running)
+        assert all(one.cancelled() for one in running)
+        assert not any(kit.calls.hanging.values())  # type: ignore[union-attr]
+        await asyncio.sleep(0.8)
+        assert +kit.calls.hanging == {"bad": 1}  # type: ignore[union-attr]
+        assert (tmp_path / "x").read_text() == "ended"
+
+    asyncio.run(cancelled())
+
+
+def test_a_tool_that_there_is_not_is_logged(kit: ToolKit, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    tools = asyncio.run(kit.open(5.0, 100, lambda: "step 1: prompt 4, sample 0, turn 2"))
+    call(tools, "min\nus" + "s" * 1000)
+    (record,) = caplog.records
+    assert record.getMessage() == "step 1: prompt 4, sample 0, turn 2: there is no tool min us" + "s" * 94
+
+
+@pytest.mark.parametrize("processes", [None, 1])
+def test_calls_of_bounded_tools_wait_for_each_other_beyond_their_limit(file: str, processes: int | None) -> None:
+    """Those of all episodes, which have processes of their own."""
+
+    async def many() -> list[ToolResult]:
+        opened = [await kit.open(3.0, 1000) for _ in range(7)]
+        results = await asyncio.gather(*(tools.call(ToolCall("work", {})) for tools in opened))
+        for tools in opened:
+            await tools.close()
+        await kit.close()
+        return results
+
+    kit = load_tools([f"{file}:Slow"], processes)
+    kit.check(3.0)
+    with pytest.raises(UserError, match=r"^rollout\.tool_args .*:Slow: timeout_s=2.5 is not below .*tool_s=2.5, "):
+        kit.check(2.5)
+    results = asyncio.run(many())
+    assert {result.error for result in results} == {None}
+    spans = [tuple(map(float, result.text.split())) for result in results]
+    at_once = [sum(began <= moment < ended for began, ended in spans) for moment, _ in spans]
+    assert max(at_once) == 2
+    assert max(ended for _, ended in spans) - min(began for began, _ in spans) > 3.0  # the limit of each

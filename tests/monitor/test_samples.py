@@ -16,6 +16,7 @@ from grpo_mp.monitor.samples import (
     write_eval_samples,
     write_samples,
 )
+from grpo_mp.rollout.dump import read_groups, write_groups
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 
@@ -48,6 +49,23 @@ def test_objects_that_json_lacks_are_written_as_text() -> None:
     (line,) = sample_lines([group], {}, set="aime")
     assert json.loads(line)["set"] == "aime"
     assert json.loads(line)["extra"] == {"score": "0.5", "day": "2026-01-02"}
+
+
+def test_keys_that_json_lacks_and_half_characters_are_written_as_text(tmp_path: Path) -> None:
+    """In the samples and in the dump alike."""
+    (sample,) = make_group(0, (1.0,)).samples
+    extra = {("a", 1): {2: [{(3,): "\udcff"}], None: np.float32(0.5)}, "\udcff": 1}
+    message = {"role": "tool", "content": "\udcff", "seen": {(1, 2): True}}
+    group = replace(make_group(0), samples=(replace(sample, extra=extra, messages=(message,), state="completed"),))
+    write_samples(tmp_path, 1, [group])
+    (line,) = (tmp_path / "samples" / "step_000001.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line)["extra"] == {"('a', 1)": {"2": [{"(3,)": "?"}], "null": "0.5"}, "?": 1}
+    assert json.loads(line)["messages"] == [{"role": "tool", "content": "?", "seen": {"(1, 2)": True}}]
+    assert samples_to_markdown([group]).encode()
+    write_groups(tmp_path / "dump", [group], {0}, "")
+    ((again, _),) = read_groups(tmp_path / "dump")
+    assert again.samples[0].extra == {"('a', 1)": {"2": [{"(3,)": "\udcff"}], "null": "0.5"}, "\udcff": 1}
+    assert again.samples[0].messages == ({"role": "tool", "content": "\udcff", "seen": {"(1, 2)": True}},)
 
 
 def test_jsonl_holds_whole_groups(tmp_path: Path) -> None:
