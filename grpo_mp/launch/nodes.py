@@ -94,7 +94,7 @@ class NodeCheck:
         offset = time.time() - float(self.store.get("clock"))
         report = inspect_node(self._node_of(self.rank), self.attempt, offset)
         self.store.set(f"inspected/{self.rank}", json.dumps(asdict(report)))
-        ranks = range(self.world_size)
+        ranks: Sequence[int] = range(self.world_size)
         if self.rank == 0:
             ranks = self._answered("inspected", ranks)
             self.store.set("inspected", "")
