@@ -19,7 +19,7 @@ if [ -n "${SITE:-}" ]; then
 fi
 python=${VENV:-.venv}/bin/python
 MOST_RESUBMITS=3
-restarts=${RESTARTS:-3} # of a job that fails, without a new checkpoint in between
+restarts=${RESTARTS:-3} # of a job, requeues included, without a new checkpoint in between
 spares=${SPARES:-0}     # nodes of the allocation that take the place of bad or lost ones
 master_addr=${MASTER_ADDR:-} master_port=${MASTER_PORT:-}
 bad= # nodes, separated by commas

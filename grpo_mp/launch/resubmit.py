@@ -1,7 +1,7 @@
-"""Name the options of a job that takes another's place: `scontrol show job ID | python -m ....resubmit BAD`.
+"""Name the options of a job that takes another's place, for sbatch, one a line.
 
-BAD are the names of the nodes that it must not get, separated by commas. Prints the options for sbatch, one a line: what
-the job has now, then what `grpo-mp launch` was given for sbatch, which may be more.
+`scontrol show job ID | python -m grpo_mp.launch.resubmit BAD`: BAD are the names of the nodes that it must not get,
+separated by commas. First come those that the job has now, then those that `grpo-mp launch` was given.
 """
 
 import os
