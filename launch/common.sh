@@ -231,7 +231,7 @@ train() {
   follower=$!
   in_step "${run[@]}"
   sleep 1
-  kill "$follower"
+  kill "$follower" 2>/dev/null || true # it may have been ended with the job
   if [ "$again" = yes ] && has_steps_left; then
     requeue
   elif [ "$status" != 0 ]; then
