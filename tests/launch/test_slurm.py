@@ -29,7 +29,7 @@ def test_run_survives_a_lost_node_a_drained_node_and_the_time_limit(
     cluster: Cluster, submit: Submit, tmp_path: Path
 ) -> None:
     steps = 24  # of a third of a second each: none of the signals below may find the run at its end
-    job = submit(f"run.steps={steps}", "run.save_every=1")
+    job = submit(f"run.steps={steps}", "run.save_every=1", "run.export=false")
     job.wait_for(f"step 2/{steps}")
     with cluster.node_in_state("n2", "DOWN"):
         job.wait_requeued()
