@@ -19,7 +19,7 @@ if [ -n "${SITE:-}" ]; then
 fi
 python=${VENV:-.venv}/bin/python
 MOST_RESUBMITS=3
-restarts=${RESTARTS:-3} # of a job that fails, without a new checkpoint in between
+restarts=${RESTARTS:-3} # of a job, requeues included, without a new checkpoint in between
 spares=${SPARES:-0}     # nodes of the allocation that take the place of bad or lost ones
 master_addr=${MASTER_ADDR:-} master_port=${MASTER_PORT:-}
 bad= # nodes, separated by commas
@@ -46,19 +46,23 @@ start() {
   fi
   [ -n "${SLURM_JOB_ID:-}" ] || fail "this is a batch script: sbatch $0, or --dry-run to see what it would do"
   local first=$attempt restart
+  again=no # yes: the time limit is near, also where that is said between two attempts
+  trap 'again=yes' USR1
   for ((restart = 1; ; restart++)); do
     one_attempt
     if [ "$status" = 0 ]; then return; fi
     [ "$restarts" != 0 ] || exit "$status"
     "$python" -m grpo_mp.launch.job may-restart "$attempt" "$config" "${arguments[@]}" || exit "$status"
+    if [ "$again" = yes ]; then
+      requeue
+      return
+    fi
     attempt=$first.$restart
   done
 }
 
 # Checks the nodes and trains on them; $status is not 0 where a rank failed.
 one_attempt() {
-  again=no
-  trap 'again=yes' USR1 # the time limit is near before training has begun
   "$python" -m grpo_mp.launch.job begin --restarts "$restarts" "$attempt" "$config" "${arguments[@]}"
   choose_nodes "$size"
   local shown=$nodes
@@ -163,15 +167,15 @@ show() {
 in_step() {
   "$@" 2>>"$attempt/srun.log" &
   step=$!
+  if [ "$again" = yes ]; then kill -USR1 "$step" 2>/dev/null || true; fi # it was told before there was a step
+  wait "$step" || true
+  while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done # a signal broke the wait off
   status=0
-  wait "$step" || status=$?
-  while kill -0 "$step" 2>/dev/null; do # a signal broke the wait off
-    status=0
-    wait "$step" || status=$?
-  done
+  wait "$step" || status=$? # which bash remembers; of a wait that a signal broke off it is the signal's
 }
 
 check_nodes() {
+  if [ "$again" = yes ]; then return; fi
   set_commands
   echo "checks the nodes"
   in_step "${check[@]}"
@@ -188,6 +192,7 @@ check_nodes() {
     [ $((count - $(wc -w <"$attempt/bad_nodes"))) -ge "$size" ] || resubmit_without_bad_nodes
     return
   fi
+  if [ "$again" = yes ]; then return; fi
   tail -n 5 "$attempt/srun.log"
   fail "the check of the nodes failed: $attempt"
 }
@@ -197,13 +202,16 @@ a_task_failed() {
   awk '/^srun: error: .*: tasks? [^:]*: / && !/: Terminated$/ { found = 1 } END { exit !found }' "$attempt/srun.log"
 }
 
-# A job that runs cannot be given other nodes, so a new one takes its place.
+# A job that runs cannot be given other nodes, so a new one takes its place, with the same options.
 resubmit_without_bad_nodes() {
-  export EXCLUDED=$bad${EXCLUDED:+,$EXCLUDED} RESUBMITS=$((${RESUBMITS:-0} + 1))
+  export RESUBMITS=$((${RESUBMITS:-0} + 1))
   [ "$RESUBMITS" -le "$MOST_RESUBMITS" ] || fail "bad nodes in $RESUBMITS jobs in a row, last $bad: drain or repair them"
-  sbatch --exclude="$EXCLUDED" --nodes="$SLURM_JOB_NUM_NODES" --partition="$SLURM_JOB_PARTITION" \
-    ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"} "$(script_path)" "${submitted[@]}" ||
-    fail "no job without $EXCLUDED could be submitted"
+  local text options
+  text=$(scontrol show job "$SLURM_JOB_ID" | "$python" -m grpo_mp.launch.resubmit "$bad")
+  mapfile -t options <<<"$text"
+  options+=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node="$per_node")
+  if [ "$spares" != 0 ]; then options+=(--no-kill); fi
+  sbatch "${options[@]}" "$(script_path)" "${submitted[@]}" || fail "no job without $bad could be submitted"
   exit 3
 }
 
@@ -223,11 +231,13 @@ train() {
   follower=$!
   in_step "${run[@]}"
   sleep 1
-  kill "$follower"
+  kill "$follower" 2>/dev/null || true # it may have been ended with the job
   if [ "$again" = yes ] && has_steps_left; then
     requeue
   elif [ "$status" != 0 ]; then
     "$python" -m grpo_mp.launch.job failure "$attempt"
+    trap 'again=yes' USR1 # there is no step to tell
+    trap - TERM
     if [ "$told_to_end" = yes ]; then exit "$status"; fi
   else
     "$python" -m grpo_mp.launch.job check-finished "$attempt" $((count * per_node))

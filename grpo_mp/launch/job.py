@@ -7,11 +7,12 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from grpo_mp.checkpoint.run_state import METRICS, SETTINGS, latest_checkpoint, read_manifest
+from grpo_mp.checkpoint.run_state import METRICS, SETTINGS, complete_checkpoints, read_manifest
 from grpo_mp.config import Settings, SftSettings, dump_settings, load_any_settings, training_module
 from grpo_mp.config.sections import EngineConfig, LayoutConfig
 from grpo_mp.distributed.finish_markers import ranks_without_marker, silent_exit_message
@@ -23,6 +24,7 @@ from grpo_mp.rollout.placement import engine_placements
 NO = 1  # status of a question
 BAD_NODES = "bad_nodes"  # file of an attempt: names, a line each
 SAVED_STEP = "saved_step"  # file of an attempt: the step after which it begins
+METRICS_BEFORE = "metrics_before"  # file of an attempt: the last lines of the run's metrics when it began
 NUM_LAST_LINES = 15
 STEP_LOGGED = re.compile(r'"step": (\d+)[,.}]')
 SRUN_TASK_ENDED = re.compile(r"error: (?P<node>\S+): tasks? (?P<rank>\d+)\S*: (?P<how>.+)")
@@ -70,10 +72,10 @@ def run_command(args: argparse.Namespace) -> int:
     if args.command == "has-steps-left":
         return 0 if total_steps(settings) > saved_step(settings.run.folder) else NO
     if args.command == "begin":
-        begin_attempt(args.attempt, saved_step(settings.run.folder), args.restarts)
+        begin_attempt(args.attempt, settings.run.folder, args.restarts)
         return 0
     if args.command == "may-restart":
-        return 0 if may_restart(args.attempt, last_step(settings.run.folder)) else NO
+        return 0 if may_restart(args.attempt, settings.run.folder) else NO
     if args.command == "folder":
         print(settings.run.folder)
         return 0
@@ -110,39 +112,51 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def saved_step(folder: Path) -> int:
-    """Return the last step of a run that has a checkpoint; 0 without any."""
-    checkpoint = latest_checkpoint(folder)
-    return read_manifest(checkpoint).step if checkpoint else 0
+    """Return the last step of a run that has a checkpoint whose manifest and files are there; 0 without any.
 
-
-def last_step(folder: Path) -> int:
-    """Return the last step of a run that has metrics; 0 without any."""
-    steps = STEP_LOGGED.findall("\n".join(last_lines(folder / METRICS, 2)))  # the last one may be torn
-    return int(steps[-1]) if steps else 0
-
-
-def begin_attempt(attempt: Path, step: int, restarts: int) -> None:
-    """Make the folder of an attempt that begins after a step.
-
-    Raises UserError where `restarts` others of the same job, and one more, have begun there, too.
+    It passes over damaged ones, as the run does that resumes.
     """
-    job = attempt.name.split(".")[0]
+    for checkpoint in reversed(complete_checkpoints(folder)):
+        with suppress(UserError):
+            return read_manifest(checkpoint).step
+    return 0
+
+
+def last_metrics(folder: Path) -> str:
+    """Return the last lines of a run's metrics, of which the last may be torn; empty without any."""
+    return "\n".join(last_lines(folder / METRICS, 2))
+
+
+def begin_attempt(attempt: Path, run_folder: Path, restarts: int) -> None:
+    """Make the folder of an attempt, with what `may_restart` compares.
+
+    Raises UserError where `restarts` others of the same job, and one more, have begun after the same step, too.
+    """
+    step, job = saved_step(run_folder), attempt.name.split(".")[0]
     others = [int(file.read_text()) for file in attempt.parent.glob(f"{job}.*/{SAVED_STEP}")]
-    if restarts and others.count(step) > restarts:
+    if others.count(step) > restarts:
         raise UserError(
             f"{others.count(step)} attempts of job {job} began after step {step}, and none came to its next checkpoint "
             f"(run.save_every): see {attempt.parent}; RESTARTS={restarts} are allowed"
         )
     attempt.mkdir(parents=True, exist_ok=True)
+    (attempt / METRICS_BEFORE).write_text(last_metrics(run_folder))
     (attempt / SAVED_STEP).write_text(str(step))
 
 
-def may_restart(attempt: Path, step: int) -> bool:
+def may_restart(attempt: Path, run_folder: Path) -> bool:
     """Tell whether an attempt failed for a reason that may pass: it was killed, or it had done a step.
 
-    What fails before the first step fails again. `step`: the last one that is done.
+    What fails before the first step fails again. Lines of steps that an earlier attempt did after the last checkpoint
+    count for nothing: they stay until the run resumes, which drops them.
     """
-    return first_failure(attempt).killed or step > int((attempt / SAVED_STEP).read_text())
+    if first_failure(attempt).killed:
+        return True
+    metrics = last_metrics(run_folder)
+    steps = STEP_LOGGED.findall(metrics)
+    # A checkpoint that the run found to be damaged has been set aside, and it resumed from the one before.
+    begun_after = min(int((attempt / SAVED_STEP).read_text()), saved_step(run_folder))
+    return metrics != (attempt / METRICS_BEFORE).read_text() and bool(steps) and int(steps[-1]) > begun_after
 
 
 def name_crashed_node(attempt: Path) -> None:

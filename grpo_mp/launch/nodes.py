@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -64,7 +64,7 @@ class NodeReport:
 
     node: str
     versions: str
-    clock_offset_s: float  # to rank 0
+    clock_offset_s: float  # to rank 0, whose clock may be the wrong one
     host_total_bytes: int
     host_free_bytes: int
     problem: str | None  # what makes the node unfit by itself
@@ -72,6 +72,7 @@ class NodeReport:
     all_reduce: float | None = None  # inside the node
     all_to_all: float | None = None  # with other nodes
     unreached: Sequence[str] = ()  # neighbors with which all-to-all fails, and why
+    seen: Sequence[str] | None = None  # nodes whose file in the run's folder this node sees; None: it did not look
 
 
 @dataclass(frozen=True)
@@ -89,42 +90,53 @@ class NodeCheck:
         """Report to rank 0, and where all nodes are fit so far, measure rates; return the exit status."""
         if self.rank == 0:
             self.store.set("clock", str(time.time()))
-        self._wait(["clock"])
+        self._wait("clock")
         offset = time.time() - float(self.store.get("clock"))
         report = inspect_node(self._node_of(self.rank), self.attempt, offset)
         self.store.set(f"inspected/{self.rank}", json.dumps(asdict(report)))
+        ranks: Sequence[int] = range(self.world_size)
         if self.rank == 0:
-            self.store.set("fit", str(self._check_reports(self._reports("inspected"))))
-        self._wait(["fit"])
+            ranks = self._answered("inspected", ranks)
+            self.store.set("inspected", "")
+        self._wait("inspected")  # by all that answer: then their files are there
+        if self.rank % self.ranks_per_node == 0:
+            report = replace(report, seen=seen_nodes(self.nodes, self.attempt))
+        self.store.set(f"seen/{self.rank}", json.dumps(asdict(report)))
+        if self.rank == 0:
+            self.store.set("fit", str(self._check_reports(self._reports("seen", ranks))))
+        self._wait("fit")
         if status := int(self.store.get("fit")):
             return status
         places = [rank // self.ranks_per_node for rank in range(self.world_size)]
         report = measure(report, self.store, self.nodes, places, self.rank)
         self.store.set(f"measured/{self.rank}", json.dumps(asdict(report)))
-        return self._check_reports(self._reports("measured")) if self.rank == 0 else 0
+        return self._check_reports(self._reports("measured", ranks)) if self.rank == 0 else 0
 
     def _check_reports(self, reports: list[NodeReport]) -> int:
         silent = {self._node_of(rank) for rank in range(self.world_size)} - {report.node for report in reports}
         bad = dict.fromkeys(silent, f"no answer in {TIMEOUT_S:g} s")
-        missing = [report.node for report in reports if not (self.attempt / f"reachable_{report.node}").exists()]
-        bad |= bad_nodes(reports, missing)
+        bad |= bad_nodes(reports)
         for node, reason in bad.items():
             print(f"bad node {node}: {reason}")
         (self.attempt / BAD_NODES).write_text("\n".join(bad))
         return BAD_NODES_STATUS if bad else 0
 
-    def _reports(self, stage: str) -> list[NodeReport]:
-        """Return the reports of the ranks that answer in time."""
-        keys = [f"{stage}/{rank}" for rank in range(self.world_size)]
+    def _answered(self, stage: str, ranks: Sequence[int]) -> Sequence[int]:
+        """Return those of `ranks` that answer in time."""
+        keys = [f"{stage}/{rank}" for rank in ranks]
         deadline = time.monotonic() + TIMEOUT_S
         while not self.store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.1)
-        answered = [key for key in keys if self.store.check([key])]
+        return [rank for rank, key in zip(ranks, keys, strict=True) if self.store.check([key])]
+
+    def _reports(self, stage: str, ranks: Sequence[int]) -> list[NodeReport]:
+        """Return the reports of those of `ranks` that answer in time."""
+        answered = [f"{stage}/{rank}" for rank in self._answered(stage, ranks)]
         return [NodeReport(**json.loads(text)) for text in self.store.multi_get(answered)]
 
-    def _wait(self, keys: list[str]) -> None:
+    def _wait(self, key: str) -> None:
         try:
-            self.store.wait(keys, TIMEOUT * 2)
+            self.store.wait([key], TIMEOUT * 2)
         except dist.DistError as error:
             raise UserError(f"node check: rank {self.rank} got no answer from rank 0 in {2 * TIMEOUT_S:g} s") from error
 
@@ -133,7 +145,7 @@ class NodeCheck:
 
 
 def inspect_node(node: str, attempt: Path, clock_offset_s: float) -> NodeReport:
-    """Report on this node; leave a file in the shared folder, so that rank 0 sees who reaches it."""
+    """Report on this node; leave a file in the shared folder, so that the other nodes see that it reaches it."""
     memory = psutil.virtual_memory()
     versions = []
     for name in PACKAGES:
@@ -143,16 +155,34 @@ def inspect_node(node: str, attempt: Path, clock_offset_s: float) -> NodeReport:
     return NodeReport(node, ", ".join(versions), clock_offset_s, memory.total, memory.available, problem, gpus)
 
 
-def bad_nodes(reports: Sequence[NodeReport], missing: Iterable[str] = ()) -> dict[str, str]:
-    """Return the bad nodes with the first reason of each. `missing`: nodes whose file rank 0 does not see. Pure."""
+def seen_nodes(nodes: Sequence[str], attempt: Path) -> list[str]:
+    """Return the nodes whose file in the shared folder this node sees."""
+    with suppress(OSError):
+        return [node for node in nodes if (attempt / f"reachable_{node}").exists()]
+    return []
+
+
+def bad_nodes(reports: Sequence[NodeReport]) -> dict[str, str]:
+    """Return the bad nodes with the first reason of each.
+
+    Nodes are compared with the others: bad is who differs from at least half of them all, be it the first. Where two
+    halves differ, as two nodes do, both are bad: nothing says who is right.
+    """
     bad: dict[str, str] = {}
     for report in reports:
         reason = report.problem or _unreached(report) or _difference(report, reports)
         if reason:
             bad.setdefault(report.node, reason)
-    for node in missing:
-        bad.setdefault(node, "what it writes into the run's folder is not seen by the first node: share the folder")
+    lookers = [report for report in reports if report.seen is not None and not report.problem]
+    for node in dict.fromkeys(report.node for report in reports):
+        blind = [looker.node for looker in lookers if node not in (looker.seen or ())]
+        if blind and _at_least_half(blind, lookers):
+            bad.setdefault(node, f"what it writes into the run's folder is not seen by {blind[0]}: share the folder")
     return bad
+
+
+def _at_least_half(some: Sequence[object], all_of_them: Sequence[object]) -> bool:
+    return 2 * len(some) >= len(all_of_them)
 
 
 def _unreached(report: NodeReport) -> str | None:
@@ -161,11 +191,15 @@ def _unreached(report: NodeReport) -> str | None:
 
 
 def _difference(report: NodeReport, reports: Sequence[NodeReport]) -> str | None:
-    first = reports[0]
-    if report.versions != first.versions:
-        return f"it has {report.versions}, {first.node} has {first.versions}: install the same"
-    if abs(report.clock_offset_s) > MAX_CLOCK_OFFSET_S:
-        return f"its clock is {report.clock_offset_s:+.1f} s off that of {first.node}"
+    others = [other for other in reports if other.node != report.node]
+    other_versions = [other for other in others if other.versions != report.versions]
+    if other_versions and _at_least_half(other_versions, reports):
+        other = other_versions[0]
+        return f"it has {report.versions}, {other.node} has {other.versions}: install the same"
+    offsets = [report.clock_offset_s - other.clock_offset_s for other in others]
+    too_large = [offset for offset in offsets if abs(offset) > MAX_CLOCK_OFFSET_S]
+    if too_large and _at_least_half(too_large, reports):
+        return f"its clock is {statistics.median(too_large):+.1f} s off those of other nodes"
     if report.host_free_bytes < MIN_FREE_SHARE * report.host_total_bytes:
         free, total = report.host_free_bytes / 2**30, report.host_total_bytes / 2**30
         return f"only {free:.0f} of {total:.0f} GiB host memory are free: stop the processes that use it"

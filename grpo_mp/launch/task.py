@@ -49,7 +49,7 @@ def error_file(attempt: str, rank: str) -> str:
 
 def main() -> None:
     """Run the command line."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # too early to be told to save; the run sets its own handler
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # told to save early: it waits until the run asks
     parser = Parser("python -m grpo_mp.launch.task", str(__doc__))
     parser.add_argument("attempt")
     parser.add_argument("command", nargs=argparse.REMAINDER)

@@ -13,6 +13,7 @@ from tests.cli.command import run_command
 ROOT = Path(__file__).parents[2]
 SBATCH = """#!/usr/bin/env bash
 printf '%s\\n' "$VENV" "$@" >"$NOTES"
+printf '%s' "$GRPO_MP_SBATCH_OPTIONS" >"$NOTES.options"
 exit 7
 """
 
@@ -30,10 +31,13 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_recipe_is_submitted_by_its_script(submitted: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["launch", "configs/moe_671b.yaml", "--partition=gpu", "run.steps=7", "--nodes", "32"]
+    """The options are also left for the job: one that takes its place gets them, too."""
+    options = ["--partition=gpu", "--comment=second try"]
+    command = ["launch", "configs/moe_671b.yaml", *options, "run.steps=7", "--nodes", "32"]
     assert run_command(capsys, *command).status == 7
-    expected = ["envs/mine", "--nodes=32", "--partition=gpu", "launch/moe_671b.sh", "run.steps=7"]
+    expected = ["envs/mine", "--nodes=32", *options, "launch/moe_671b.sh", "run.steps=7"]
     assert submitted.read_text().splitlines() == expected
+    assert Path(f"{submitted}.options").read_text().splitlines() == options
 
 
 def test_another_settings_file_is_submitted_by_the_general_script(
@@ -100,7 +104,7 @@ def test_a_task_without_arguments(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", [module.__name__])
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # of this process
+    monkeypatch.setattr("signal.pthread_sigmask", lambda *_: None)  # of this process
     with pytest.raises(SystemExit) as raised:
         module.main()
     assert raised.value.code == 2

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -17,19 +18,29 @@ VENV = Path(sys.prefix)
 
 
 class BatchJob:
-    """`settings` override configs/tiny_moe.yaml. `spares`: submitted by `grpo-mp launch` with so many."""
+    """`settings` override configs/tiny_moe.yaml. `spares`: submitted by `grpo-mp launch` with so many.
+
+    `options`: of sbatch.
+    """
 
     def __init__(
-        self, cluster: Cluster, folder: Path, settings: list[str], spares: int = 0, **environment: str
+        self,
+        cluster: Cluster,
+        folder: Path,
+        settings: list[str],
+        spares: int = 0,
+        options: Sequence[str] = (),
+        **environment: str,
     ) -> None:
         self._cluster, self._mark = cluster, uuid.uuid4().hex
         self._attempts = folder / "run" / "attempts"
-        self._log_file = folder / "job.out"
+        self.log_file = folder / "job.out"
         variables = {MARK: self._mark, "VENV": str(VENV), **environment}
-        command = ["sbatch", f"--output={self._log_file}", "launch/tiny_moe.sh"]
+        options = [f"--output={self.log_file}", *options]
+        command = ["sbatch", *options, "launch/tiny_moe.sh"]
         if spares:
             launch = [sys.executable, "-m", "grpo_mp", "launch", "configs/tiny_moe.yaml", "--spares", str(spares)]
-            command = [*launch, f"--output={self._log_file}"]
+            command = [*launch, *options]
         output = subprocess.run(
             [*command, *settings],
             env={**cluster.environment, **variables},
@@ -42,7 +53,7 @@ class BatchJob:
 
     @property
     def log(self) -> str:
-        return self._log_file.read_text() if self._log_file.exists() else ""
+        return self.log_file.read_text() if self.log_file.exists() else ""
 
     @property
     def state(self) -> str:

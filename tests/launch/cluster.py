@@ -34,6 +34,7 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ReturnToService=0
 KillWait=10
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
 SlurmctldPort={port}
 MpiDefault=none
 {nodes}

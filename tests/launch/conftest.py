@@ -1,6 +1,6 @@
 """One cluster for all tests that submit jobs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def submit(cluster: Cluster, tiny_run: TinyRun, tmp_path: Path) -> Submit:
     """Submit launch/tiny_moe.sh with the smallest model, its run folder under tmp_path."""
 
-    def submit_job(*settings: str, spares: int = 0, **environment: str) -> BatchJob:
+    def submit_job(*settings: str, spares: int = 0, options: Sequence[str] = (), **environment: str) -> BatchJob:
         inputs = [
             f"run.folder={tmp_path / 'run'}",
             f"model.path={tiny_run.model}",
@@ -36,6 +36,6 @@ def submit(cluster: Cluster, tiny_run: TinyRun, tmp_path: Path) -> Submit:
             "rollout.max_response_tokens=16",
             "sync.check_tolerance=1.0e-4",
         ]
-        return BatchJob(cluster, tmp_path, [*inputs, *settings], spares, **environment)
+        return BatchJob(cluster, tmp_path, [*inputs, *settings], spares, options, **environment)
 
     return submit_job

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def test_equal_nodes_are_good() -> None:
     ("change", "reason"),
     [
         ({"versions": "torch 1"}, "it has torch 1, a has torch 2"),
-        ({"clock_offset_s": -7.0}, "its clock is -7.0 s off that of a"),
+        ({"clock_offset_s": -7.0}, "its clock is -7.0 s off those of other nodes"),
         ({"host_free_bytes": 40 * 2**30}, "only 40 of 100 GiB host memory are free"),
         ({"problem": "GPU 3 is gone"}, "GPU 3 is gone"),
         ({"all_reduce": 40e9}, "all-reduce inside the node at 40.00 GB/s, the median is 100.00"),
@@ -47,8 +48,86 @@ def test_rates_of_cpus_may_differ_more(rate: float, bad: list[str]) -> None:
     assert list(bad_nodes(reports)) == bad
 
 
-def test_node_without_the_shared_folder_is_bad() -> None:
-    assert list(bad_nodes(REPORTS, ["d"])) == ["d"]
+def reports_of(nodes: int, odd: int, change: dict[str, Any]) -> list[NodeReport]:
+    """Return the reports of nodes of two ranks, of which one is odd: n0, n1, ..."""
+    names = [f"n{number}" for number in range(nodes)]
+    odd_ones = [change if number == odd else {} for number in range(nodes)]
+    return [replace(GOOD, node=name, **odd) for name, odd in zip(names, odd_ones, strict=True) for _ in range(2)]
+
+
+@pytest.mark.parametrize("nodes", [3, 4, 16])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"versions": "torch 1"}, "it has torch 1, n{other} has torch 2: install the same"),
+        ({"clock_offset_s": 7.0}, "its clock is +7.0 s off those of other nodes"),
+    ],
+)
+def test_the_odd_node_is_bad_be_it_the_first(nodes: int, change: dict[str, object], reason: str) -> None:
+    for odd in (0, 1, nodes - 1):
+        reports = reports_of(nodes, odd, change)
+        assert bad_nodes(reports) == {f"n{odd}": reason.format(other=0 if odd else 1)}
+
+
+def test_a_wrong_clock_of_the_first_node_is_its_own() -> None:
+    """The others measure theirs against it."""
+    reports = [replace(report, clock_offset_s=0.0 if report.node == "a" else -30.0) for report in REPORTS]
+    assert bad_nodes(reports) == {"a": "its clock is +30.0 s off those of other nodes"}
+
+
+def test_of_two_nodes_that_differ_nothing_says_which_is_right() -> None:
+    assert bad_nodes(reports_of(2, 0, {"versions": "torch 1"})) == {
+        "n0": "it has torch 1, n1 has torch 2: install the same",
+        "n1": "it has torch 2, n0 has torch 1: install the same",
+    }
+    assert bad_nodes(reports_of(2, 1, {"clock_offset_s": 7.0})) == {
+        "n0": "its clock is -7.0 s off those of other nodes",
+        "n1": "its clock is +7.0 s off those of other nodes",
+    }
+
+
+def seen_from(mounts: str, problems: str = "") -> list[NodeReport]:
+    """Return reports of nodes 0, 1, ..., each with the file system that is mounted there; of one that has a problem."""
+    nodes = [str(number) for number in range(len(mounts))]
+    return [
+        replace(
+            GOOD,
+            node=node,
+            seen=[other for other, its in zip(nodes, mounts, strict=True) if its == mount and other not in problems],
+            problem="no folder" if node in problems else None,
+        )
+        for node, mount in zip(nodes, mounts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mounts", "bad"),
+    [("xx", []), ("xy", ["0", "1"]), ("yxx", ["0"]), ("xxy", ["2"]), ("y" + 15 * "x", ["0"]), ("xyz", ["0", "1", "2"])],
+)
+def test_node_without_the_shared_folder_is_bad_be_it_the_first(mounts: str, bad: list[str]) -> None:
+    found = bad_nodes(seen_from(mounts))
+    assert list(found) == bad
+    assert all("into the run's folder is not seen by" in reason for reason in found.values())
+
+
+def test_a_node_that_cannot_write_makes_no_other_bad() -> None:
+    assert bad_nodes(seen_from("xy", problems="0")) == {"0": "no folder"}
+
+
+def test_nodes_are_named_from_what_their_files_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks of three nodes, two each, as threads; the first node has another folder mounted."""
+    store, names, folders = dist.HashStore(), list("abc"), {"a": tmp_path / "own", "b": tmp_path, "c": tmp_path}
+    (tmp_path / "own").mkdir()
+    checks = [
+        nodes_module.NodeCheck(folders[names[rank // 2]], names, store, rank, world_size=6, ranks_per_node=2)
+        for rank in range(6)
+    ]
+    with ThreadPoolExecutor(len(checks)) as threads:
+        statuses = list(threads.map(lambda check: check.run(), checks))
+    assert statuses == [nodes_module.BAD_NODES_STATUS] * 6
+    assert (tmp_path / "own" / BAD_NODES).read_text() == "a"
+    said = "what it writes into the run's folder is not seen by b: share the folder"
+    assert capsys.readouterr().out == f"bad node a: {said}\n"
 
 
 @pytest.mark.parametrize(("nodes", "pairs"), [(1, 0), (2, 1), (3, 3), (16, 16)])

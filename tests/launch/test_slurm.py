@@ -29,7 +29,7 @@ def test_run_survives_a_lost_node_a_drained_node_and_the_time_limit(
     cluster: Cluster, submit: Submit, tmp_path: Path
 ) -> None:
     steps = 24  # of a third of a second each: none of the signals below may find the run at its end
-    job = submit(f"run.steps={steps}", "run.save_every=1")
+    job = submit(f"run.steps={steps}", "run.save_every=1", "run.export=false")
     job.wait_for(f"step 2/{steps}")
     with cluster.node_in_state("n2", "DOWN"):
         job.wait_requeued()
@@ -140,11 +140,28 @@ def bad_second_node(tmp_path: Path) -> str:
     return str(tmp_path / "site.sh")
 
 
-def test_bad_node_is_named_and_excluded_from_a_new_job(cluster: Cluster, submit: Submit, bad_second_node: str) -> None:
-    job = submit("run.steps=1", SITE=bad_second_node)
+@pytest.fixture
+def crashing_second_node(tmp_path: Path) -> str:
+    """A site's hook, by which the check of the second node crashes."""
+    crash = 'if [ "$SLURMD_NODENAME" = n2 ] && [[ "$*" = *launch.nodes* ]]; then kill -SEGV $$; fi\nexec "$@"\n'
+    (tmp_path / "wrapper.sh").write_text(crash)
+    (tmp_path / "site.sh").write_text(f"inside=(bash {tmp_path / 'wrapper.sh'})\n")
+    return str(tmp_path / "site.sh")
+
+
+def test_bad_node_is_named_and_excluded_from_a_new_job(
+    cluster: Cluster, submit: Submit, crashing_second_node: str
+) -> None:
+    """The new job has the options that sbatch was given for the first."""
+    options = ("--job-name=long answers", "--time=37", "--exclusive", "--mem=1000", "--cpus-per-task=2")
+    job = submit("run.steps=1", options=options, SITE=crashing_second_node)
     job.wait_end()
-    assert "bad node n2: it has torch 9.9" in job.log
-    wait_until(lambda: cluster.run("squeue", "--noheader", "--states=RUNNING", "--format=%N") == "n[1,3]", "a new job")
+    assert "bad node n2: its check crashed (Segmentation fault" in job.log
+    shown = ("squeue", "--noheader", "--states=RUNNING", "--format=%N %l %j %m %h")
+    wait_until(lambda: cluster.run(*shown).startswith("n[1,3] 37:00 long answers 1000M NO"), "a new job")
+    (number,) = cluster.run("squeue", "--noheader", "--format=%A").split()
+    text = cluster.run("scontrol", "show", "job", number)
+    assert ("CPUs/Task=2 " in text, f"StdOut={job.log_file}" in text) == (True, True), text
     cluster.run("scancel", "--user=root")
 
 
@@ -157,11 +174,8 @@ def test_a_spare_takes_the_place_of_a_bad_node(submit: Submit, bad_second_node: 
 
 
 @pytest.mark.nightly
-def test_a_spare_takes_the_place_of_a_node_whose_check_crashes(submit: Submit, tmp_path: Path) -> None:
-    crash = 'if [ "$SLURMD_NODENAME" = n2 ] && [[ "$*" = *launch.nodes* ]]; then kill -SEGV $$; fi\nexec "$@"\n'
-    (tmp_path / "wrapper.sh").write_text(crash)
-    (tmp_path / "site.sh").write_text(f"inside=(bash {tmp_path / 'wrapper.sh'})\n")
-    job = submit("run.steps=1", "run.export=false", spares=1, SITE=str(tmp_path / "site.sh"))
+def test_a_spare_takes_the_place_of_a_node_whose_check_crashes(submit: Submit, crashing_second_node: str) -> None:
+    job = submit("run.steps=1", "run.export=false", spares=1, SITE=crashing_second_node)
     job.wait_end()
     assert "bad node n2: its check crashed (Segmentation fault" in job.log
     assert "  n3: ranks 1-1; " in job.log

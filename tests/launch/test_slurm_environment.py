@@ -1,10 +1,16 @@
 """The environment of a Slurm task, translated into torchrun's."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from grpo_mp.errors import UserError
 from grpo_mp.launch.task import rank_environment, tasks_per_node
 
+ROOT = Path(__file__).parents[2]
 TASK_ENVIRONMENT = {
     "SLURM_PROCID": "11",
     "SLURM_LOCALID": "3",
@@ -16,6 +22,31 @@ TASK_ENVIRONMENT = {
 def test_rank_environment_of_a_task() -> None:
     expected = {"RANK": "11", "LOCAL_RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
     assert rank_environment(TASK_ENVIRONMENT) == expected
+
+
+TOLD_EARLY = """
+import os, signal, sys
+from types import SimpleNamespace
+from grpo_mp.launch import task
+
+def main(command):  # in place of a run's, which loads its model for minutes
+    os.kill(os.getpid(), signal.SIGUSR1)
+    from grpo_mp.trainer.exit import PreemptionHandler
+    handler = PreemptionHandler()
+    print(handler._received or signal.SIGUSR1 in signal.sigpending())
+
+task.import_module = lambda name: SimpleNamespace(main=main)
+sys.argv[1:] = ["attempt", "configs/tiny_moe.yaml"]
+task.main()
+"""
+
+
+def test_a_rank_told_to_save_while_it_loads_remembers_it() -> None:
+    environment = {**os.environ, **TASK_ENVIRONMENT}
+    output = subprocess.run(
+        [sys.executable, "-c", TOLD_EARLY], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (output.returncode, output.stdout) == (0, "True\n"), output.stderr
 
 
 def test_process_not_started_by_srun_is_refused() -> None:

@@ -1,0 +1,184 @@
+"""launch/common.sh between commands of Slurm's that are not Slurm's: what it asks of them, and in which order."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_mp.launch.resubmit import GIVEN
+
+ROOT = Path(__file__).parents[2]
+NODES = ("n1", "n2")
+# Each notes what it was asked. What happens in a step, or while a question is answered, is a test's own.
+COMMANDS = {
+    "sinfo": "",
+    "sbatch": 'printf "sbatch %s\\n" "$*" >>"$NOTES"',
+    "scontrol": """
+        case "$1 $2" in
+          "show hostnames") printf '%s\\n' {nodes} ;;
+          "show node") echo "   NodeAddr=127.0.0.1 NodeHostName=$3 Version=22" ;;
+          "show job") cat "$FOLDER/job" ;;
+          *) echo "$*" >>"$NOTES" ;;
+        esac""",
+    "srun": """
+        for argument in "$@"; do case $argument in --output=*) log=${{argument#--output=}} ;; esac; done
+        attempt=$(dirname "$log")
+        case $* in
+          *grpo_mp.launch.nodes*) step=check ;;
+          *) step=train ;;
+        esac
+        echo "$step" >>"$NOTES"
+        echo output >"${{log/\\%t/0}}"
+        cd "$attempt"
+        if [ -f "$FOLDER/$step" ]; then source "$FOLDER/$step"; fi""",
+    "bin/python": """
+        if [ "$2" != grpo_mp.launch.job ]; then exec {python} "$@"; fi
+        case $3 in
+          folder) echo "$FOLDER/run" ;;
+          begin) mkdir -p "$6" ;;
+          show) ;;
+          *) echo "$3" >>"$NOTES" ;;
+        esac
+        if [ -f "$FOLDER/$3" ]; then source "$FOLDER/$3"; fi""",
+}
+
+
+class Script:
+    """A batch script that runs in an allocation of two nodes of a rank each, whose attempts are in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._notes = folder, folder / "notes"
+        (folder / "bin").mkdir()
+        for name, text in COMMANDS.items():
+            text = text.format(nodes=" ".join(NODES), python=sys.executable) if "{" in text else text
+            (folder / name).write_text(f"#!/usr/bin/env bash\nset -eu\n{text}\n")
+            (folder / name).chmod(0o755)
+
+    def when(self, what: str, commands: str) -> None:
+        """Let this happen in a step, `check` or `train`, or while a command of launch/job.py answers."""
+        (self._folder / what).write_text(commands)
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        allocation = {
+            "SLURM_JOB_ID": "12",
+            "SLURM_JOB_NUM_NODES": str(len(NODES)),
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_NTASKS_PER_NODE": "1",
+            "SLURM_SUBMIT_DIR": str(ROOT),
+        }
+        others = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+        paths = {"FOLDER": str(self._folder), "NOTES": str(self._notes), "VENV": str(self._folder)}
+        return subprocess.run(
+            ["bash", str(ROOT / "launch" / "tiny_moe.sh"), *arguments],
+            env={**others, **allocation, **paths, "PATH": f"{self._folder}:{os.environ['PATH']}", **environment},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120.0,
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """What was asked so far."""
+        return self._notes.read_text().splitlines()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    return Script(tmp_path)
+
+
+FAILS_ONCE = 'if [ "$(grep -c train "$NOTES")" = 1 ]; then exit 1; fi'
+
+
+def test_a_failed_rank_is_followed_by_another_attempt(script: Script) -> None:
+    script.when("train", FAILS_ONCE)
+    script.when("has-steps-left", "exit 1")
+    process = script.run()
+    assert (process.returncode, process.stderr) == (0, "")
+    first, second = ["check", "train"], ["check", "train", "check-finished", "has-steps-left"]
+    assert script.notes == [*first, "failure", "may-restart", *second]
+
+
+@pytest.mark.parametrize("when", ["failure", "may-restart"])
+def test_the_time_limit_between_two_attempts_is_not_forgotten(when: str, script: Script) -> None:
+    """Slurm's signal comes while the batch script asks for what failed, or whether to start again."""
+    script.when("train", "exit 1")
+    script.when(when, "kill -USR1 $PPID")
+    process = script.run()
+    assert (process.returncode, process.stderr) == (0, "")
+    assert script.notes == ["check", "train", "failure", "may-restart", "requeue 12"]
+
+
+@pytest.mark.parametrize(("when", "steps"), [("begin", []), ("check", ["check"])])
+def test_the_time_limit_before_training(when: str, steps: list[str], script: Script) -> None:
+    script.when(when, "kill -USR1 $PPID; sleep 0.5")
+    process = script.run()
+    assert (process.returncode, process.stderr) == (0, "")
+    assert script.notes == [*steps, "requeue 12"]
+
+
+def test_the_time_limit_in_training_is_handed_on(script: Script) -> None:
+    script.when("train", "trap 'echo told >>\"$NOTES\"; kill %1; exit' USR1; sleep 60 & kill -USR1 $PPID; wait")
+    process = script.run()
+    assert (process.returncode, process.stderr) == (0, "")
+    assert script.notes == ["check", "train", "told", "has-steps-left", "requeue 12"]
+
+
+JOB = """
+JobId=12 JobName=long answers
+   UserId=root(0) GroupId=root(0) MCS_label=N/A
+   Priority=4294901759 Nice=0 Account=math QOS=high
+   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
+   RunTime=00:00:07 TimeLimit=2-12:00:00 TimeMin=N/A
+   Partition=gpu AllocNode:Sid=login:77
+   ReqNodeList=(null) ExcNodeList=n[7-9]
+   NodeList=n[1-2]
+   NumNodes=2 NumCPUs=32 NumTasks=2 CPUs/Task=16 ReqB:S:C:T=0:0:*:*
+   Socks/Node=* NtasksPerN:B:S:C=1:0:*:* CoreSpec=*
+   MinCPUsNode=16 MinMemoryNode=0 MinTmpDiskNode=0
+   Features=h100&ib DelayBoot=00:00:00
+   OverSubscribe=NO Contiguous=0 Licenses=(null) Network=(null)
+   Command=launch/tiny_moe.sh run.steps=7
+   StdErr=/runs/12/tiny-12.out
+   StdIn=/dev/null
+   StdOut=/runs/12/tiny-12.out
+   TresPerNode=gres:gpu:h100:1
+"""
+CARRIED = (
+    "--job-name=long answers",
+    "--account=math",
+    "--qos=high",
+    "--partition=gpu",
+    "--time=2-12:00:00",
+    "--constraint=h100&ib",
+    "--output=/runs/12/tiny-%j.out",
+    "--gpus-per-node=h100:1",
+    "--exclusive",
+    "--cpus-per-task=16",
+)
+
+
+@pytest.mark.parametrize(("spares", "size"), [("0", ["--nodes=2"]), ("1", ["--nodes=2", "--no-kill"])])
+def test_a_job_without_the_bad_nodes_keeps_the_options(spares: str, size: list[str], script: Script) -> None:
+    (script._folder / "job").write_text(JOB)
+    bad = "n1" if spares == "0" else "n1\\nn2"
+    script.when("check", f"printf '{bad}' >bad_nodes; exit 3")
+    given = {GIVEN: "--time=1-00:00:00\n--mail-type=END,FAIL\n--comment=the second try"}
+    process = script.run("run.steps=7", SPARES=spares, **given)
+    assert process.returncode == 3, process.stderr
+    (line,) = [note for note in script.notes if note.startswith("sbatch ")]
+    excluded = "--exclude=" + ",".join(bad.split("\\n")) + ",n[7-9]"
+    nodes, *kill = size
+    options = [*CARRIED, *given[GIVEN].split("\n"), excluded, nodes, "--ntasks-per-node=1", *kill]
+    assert line == " ".join(["sbatch", *options, "launch/tiny_moe.sh", "run.steps=7"])
+
+
+def test_bad_nodes_in_a_row_end(script: Script) -> None:
+    (script._folder / "job").write_text(JOB)
+    script.when("check", "printf n1 >bad_nodes; exit 3")
+    process = script.run(RESUBMITS="3")
+    assert (process.returncode, "bad nodes in 4 jobs in a row, last n1" in process.stderr) == (2, True)
+    assert script.notes == ["check"]
