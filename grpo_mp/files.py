@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import math
 import mmap
 import os
 import re
@@ -29,17 +30,24 @@ def encodable(text: str) -> str:
 
 
 def as_json(value: Any, ensure_ascii: bool = True) -> str:
-    """Return JSON on one line; objects and keys that JSON lacks, which users' functions give, are written as text."""
-    return json.dumps(_with_text_keys(value), ensure_ascii=ensure_ascii, default=str)
+    """Return JSON on one line. Of what users' functions give and JSON lacks, objects and keys are written as text.
+
+    Numbers that are not finite become null: no reader of JSON takes them.
+    """
+    return json.dumps(_as_known(value), ensure_ascii=ensure_ascii, default=str, allow_nan=False)
 
 
-def _with_text_keys(value: Any) -> Any:
+def _as_known(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {
-            key if isinstance(key, str | int | float | None) else str(key): _with_text_keys(item)
-            for key, item in value.items()
-        }
-    return [_with_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
+        return {_as_key(key): _as_known(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return [_as_known(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _as_key(key: Any) -> Any:
+    is_known = isinstance(key, str | int | None) or (isinstance(key, float) and math.isfinite(key))
+    return key if is_known else str(key)
 
 
 def write_atomically(file: Path, text: str) -> None:

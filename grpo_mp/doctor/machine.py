@@ -166,8 +166,11 @@ def _kernels() -> Iterator[Finding]:
 
 
 def import_failure(module: str) -> list[str]:
-    """Return the last lines of what a process that imports a module says; none where that works."""
-    command = [sys.executable, "-c", f"import {module}"]
+    """Return the last lines of what a process that imports a module says; none where that works.
+
+    After torch, whose libraries extensions of it need.
+    """
+    command = [sys.executable, "-c", f"import torch, {module}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:

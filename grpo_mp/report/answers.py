@@ -1,5 +1,6 @@
 """Which answers to read, and what their tokens show. Pure."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import starmap
@@ -77,8 +78,12 @@ def _tokens(line: Line) -> tuple[Token, ...]:
     kept = line.get("token_details") or {}
     pieces = [_clean(str(piece)) for piece in kept.get("pieces", ())]
     policy = kept.get("policy") or [None] * len(pieces)
-    columns = zip(pieces, kept.get("engine", ()), policy, kept.get("advantages", ()), strict=False)
-    return tuple(starmap(Token, columns))
+    engine, advantages = (map(_number, kept.get(name, ())) for name in ("engine", "advantages"))
+    return tuple(starmap(Token, zip(pieces, engine, policy, advantages, strict=False)))
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value  # JSON has no other word for what is not finite
 
 
 def token_classes(token: Token) -> str:

@@ -1,5 +1,6 @@
 """What a report holds: sections of charts, tables and answers. Data only; the page decides how they look."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -92,8 +93,10 @@ class Token:
 
     @property
     def mismatch(self) -> float | None:
-        """Return the absolute difference of both logprobs in nats."""
-        return None if self.policy is None else abs(self.policy - self.engine)
+        """Return the absolute difference of both logprobs in nats; None where one is not known, or no number."""
+        if self.policy is None or math.isnan(self.engine):
+            return None
+        return abs(self.policy - self.engine)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,9 @@ def _last_step(run: RunRecords, place: int, title: str) -> Lanes | None:
 
 def _bounds(spans: Sequence[Span]) -> tuple[int, int]:
     """Return start and end of the last step that has trained: its first phase, and the sync and check after it."""
-    trained = max((span.start_ns for span in spans if span.name == "TRAIN"), default=0)
+    trained = max((span.start_ns for span in spans if span.name == "TRAIN"), default=None)
+    if trained is None:
+        return 0, 0
     before = [span.start_ns for span in spans if span.name == "GENERATE" and span.start_ns < trained]
     after = [span.end_ns for span in spans if span.start_ns >= trained and span.name in ("TRAIN", "SYNC", "CHECK")]
     return max(before, default=trained), max(after, default=0)

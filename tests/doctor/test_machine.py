@@ -246,8 +246,10 @@ def test_packages_that_are_there_and_do_not_load(tmp_path: Path, monkeypatch: py
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").touch()
     (tmp_path / "amp_C.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    # As extensions of torch, which find its libraries once it is there.
+    needs_torch = "import sys\nif 'torch' not in sys.modules: raise ImportError('libc10.so: cannot open')"
     (tmp_path / "deep_ep.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    (tmp_path / "flash_attn.py").write_text("")
+    (tmp_path / "flash_attn.py").write_text(needs_torch)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(

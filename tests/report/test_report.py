@@ -19,6 +19,7 @@ from grpo_mp.config.load import check_settings, dump_settings
 from grpo_mp.errors import UserError
 from grpo_mp.monitor.curves import CURVES
 from grpo_mp.monitor.metrics import find_metric
+from grpo_mp.monitor.samples import write_samples
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.report.answers import CHARACTERS, TIMES, shortened, token_classes
 from grpo_mp.report.build import build_report, main_charts
@@ -29,7 +30,10 @@ from grpo_mp.report.export import check_export
 from grpo_mp.report.overview import preset_settings, settings_tables
 from grpo_mp.report.page import picture_table, render
 from grpo_mp.report.records import read_run, read_runs
+from grpo_mp.report.times import last_steps
+from grpo_mp.trainer.token_details import TokenDetails
 from tests.minimal_settings import MINIMAL_SETTINGS
+from tests.monitor.test_samples import make_group
 
 EVIL = "</pre><script>alert('$x')</script><img src=https://example.org/x>"
 
@@ -348,6 +352,33 @@ def test_tokens_have_classes_by_probability_mismatch_and_advantage() -> None:
     assert token_classes(Token("a", -0.01, -0.01, 2.0)) == "p4 a4 m0"
     assert token_classes(Token("a", -5.0, -2.0, -0.5)) == "p0 a1 m4"
     assert token_classes(Token("a", -1.0, None, 0.0)) == "p2 a2"
+
+
+def test_a_run_whose_numbers_are_none_has_a_report(tmp_path: Path) -> None:
+    """As one whose policy has become NaN, or whose reward says so: it is the one that is looked at."""
+    run = make_run(tmp_path / "run", 2)
+    group = make_group(0, (math.nan, 1.0))
+    samples = tuple(replace(one, extra={"score": math.nan, "far": [math.inf]}) for one in group.samples)
+    details = TokenDetails({0: (math.nan, math.nan, math.nan), 1: (-1.0, math.nan, 0.5)})
+    kept = {(0, index): details.record((3, 4), lambda ids: f"<{ids[0]}>") for index in range(2)}
+    write_samples(run, 2, [replace(group, samples=samples)], kept)
+    report = build_report(read_runs([run]))
+    shown = [one for one in report.answers if one.step == 2 and one.tokens]
+    assert {one.why for one in shown} >= {"best", "worst", "longest"}
+    assert all(token.mismatch is None for one in shown for token in one.tokens)
+    assert "engine nan" in render(report)
+
+
+def test_before_the_first_update_there_is_no_last_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 1)
+    for file in (run / "trace").iterdir():
+        file.unlink()
+    timeline = Timeline(run, 0)
+    for phase in ("SYNC", "GENERATE"):
+        with timeline.span(phase):
+            time.sleep(0.002)
+    timeline.close()
+    assert last_steps(read_runs([run])) == ()
 
 
 def test_metrics_are_exported_as_csv_and_parquet(tmp_path: Path) -> None:
