@@ -363,7 +363,7 @@ def test_a_run_whose_numbers_are_none_has_a_report(tmp_path: Path) -> None:
     kept = {(0, index): details.record((3, 4), lambda ids: f"<{ids[0]}>") for index in range(2)}
     write_samples(run, 2, [replace(group, samples=samples)], kept)
     report = build_report(read_runs([run]))
-    shown = [one for one in report.answers if one.step == 2 and one.tokens]
+    shown = [one for one in report.sections[-1].answers if one.step == 2 and one.tokens]
     assert {one.why for one in shown} >= {"best", "worst", "longest"}
     assert all(token.mismatch is None for one in shown for token in one.tokens)
     assert "engine nan" in render(report)
