@@ -25,7 +25,7 @@ ENGINE_SCRATCH = "GRPO_MP_ENGINE_SCRATCH"  # variable of an engine's processes: 
 
 
 def encodable(text: str) -> str:
-    """Return a text without the half surrogates that a tool or an error may leave in it."""
+    """Return a text with "?" for each lone surrogate, which a tool, an error or JSON may hold and UTF-8 lacks."""
     return text.encode("utf-8", "replace").decode()
 
 

@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.errors import UserError
+from grpo_mp.files import encodable
 from grpo_mp.types import Message
 
 LOGGER = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class ChatRenderer:
 
         Those that are not marked as special are among them, such as DeepSeek's names of roles.
         """
-        text = text.encode("utf-8", "replace").decode()
+        text = encodable(text)
         left = self._added_tokens.sub("", text)
         while left != text:  # what was around one may be another: a space between them keeps it from being a third
             left, text = self._added_tokens.sub(" ", left), left

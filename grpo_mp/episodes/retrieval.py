@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_mp.data.rows import read_rows
 from grpo_mp.errors import UserError
-from grpo_mp.files import incomplete
+from grpo_mp.files import encodable, incomplete
 
 MOST_WORDS = 64  # of a query
 SETUP = "CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize='porter unicode61')"
@@ -72,4 +72,4 @@ def _column(columns: dict[str, Any], name: str, location: str, default: Any = No
     value = columns.get(name, default)
     if not isinstance(value, str):
         raise UserError(f"{location}: the column {name} of a document must be text, not {type(value).__name__}")
-    return value.encode("utf-8", "replace").decode()
+    return encodable(value)

@@ -85,19 +85,19 @@ class ToolThreads:
             if is_coroutine:
                 running.cancel()
             else:  # one that ends within its limit does not hang
-                loop.call_at(began + limit_s, self._leave, name, running)
+                loop.call_at(began + limit_s, self._count_hanging, name, running)
             raise
         if not done:
             if is_coroutine:
                 running.cancel()
             else:
-                self._leave(name, running)
+                self._count_hanging(name, running)
             raise ToolTimeoutError(f"{name} took longer than {limit_s:g} s")
         if running.cancelled():
             raise SelfCancelledError("it cancelled its own task")
         return running.result()
 
-    def _leave(self, name: str, running: asyncio.Future[Any]) -> None:
+    def _count_hanging(self, name: str, running: asyncio.Future[Any]) -> None:
         """Count a call in a thread that goes on past its limit until it ends."""
         if not running.done():
             self.hanging[name] += 1
@@ -290,9 +290,8 @@ def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Fu
             with no_exit():
                 future.set_result(function(**arguments))
         except BaseException as error:  # noqa: BLE001 - handed to the caller
-            is_plain = isinstance(error, Exception) and not isinstance(
-                error, CancelledError
-            )  # which asyncio makes its own
+            # CancelledError would be taken for asyncio's own.
+            is_plain = isinstance(error, Exception) and not isinstance(error, CancelledError)
             future.set_exception(error if is_plain else RuntimeError(f"it raised {error!r}"))
 
     threading.Thread(target=run, name="tool", daemon=True).start()

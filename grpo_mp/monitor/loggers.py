@@ -85,11 +85,11 @@ class _EventWriter:
         return str(self._folder)
 
     def add_event(self, event: Event) -> None:
-        """Take an event, to be written by the next `flush`."""
+        """Buffer an event until the next `flush`."""
         self._records.write(event.SerializeToString())
 
     def flush(self) -> OSError | None:
-        """Write what was taken, or return what the disk said."""
+        """Write the buffered events, or return the disk's error."""
         if error := self._file.flush():
             LOGGER.info("%s: %s: its events are written when there is room", self._folder, error.strerror)
         return error
@@ -114,8 +114,8 @@ class _Events(SummaryWriter):
             writer.flush()
         return writer
 
-    def write_taken(self) -> OSError | None:
-        """Write what was taken, or return what the disk said, which `flush` does not."""
+    def flush_pending(self) -> OSError | None:
+        """Write the pending events, or return the disk's error, which `flush` does not."""
         error: OSError | None = self._get_file_writer().event_writer.flush()
         return error
 
@@ -147,7 +147,7 @@ class TensorBoardLogger(Logger):
 
     def flush(self) -> None:
         """Write what came after the step's scalars, and what the disk did not take before."""
-        if error := self._events.write_taken():
+        if error := self._events.flush_pending():
             raise OSError(error.errno, error.strerror, self._events.log_dir)
 
     def close(self) -> None:

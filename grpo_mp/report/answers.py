@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import starmap
 
+from grpo_mp.files import encodable
 from grpo_mp.monitor.samples import evenly_spaced
 from grpo_mp.report.contents import Answer, Token
 from grpo_mp.report.records import Line, RunRecords
@@ -76,7 +77,7 @@ def _answer(why: str, run: int, step: int, line: Line, fact: str = "") -> Answer
 def _tokens(line: Line) -> tuple[Token, ...]:
     """Return the tokens that the run kept of an answer; () where it kept none."""
     kept = line.get("token_details") or {}
-    pieces = [_clean(str(piece)) for piece in kept.get("pieces", ())]
+    pieces = [encodable(str(piece)) for piece in kept.get("pieces", ())]
     policy = kept.get("policy") or [None] * len(pieces)
     engine, advantages = (map(_number, kept.get(name, ())) for name in ("engine", "advantages"))
     return tuple(starmap(Token, zip(pieces, engine, policy, advantages, strict=False)))
@@ -109,12 +110,8 @@ def striking_tokens(answer: Answer, count: int = 5) -> list[Token]:
 
 def shortened(text: str) -> str:
     """Return a text, of a long one the first and last CHARACTERS / 2, with how many are left out between."""
-    text = _clean(text)
+    text = encodable(text)
     if len(text) <= CHARACTERS:
         return text
     half = CHARACTERS // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
-
-
-def _clean(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()  # half surrogates, which no page can hold

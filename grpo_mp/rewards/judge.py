@@ -16,6 +16,7 @@ import httpx
 
 from grpo_mp.background import EventLoopThread
 from grpo_mp.errors import UserError
+from grpo_mp.files import encodable
 from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.reward_model import read_address, read_api_key, shown_text
 from grpo_mp.rewards.settings import JUDGE_EPISODE_TEMPLATE, JUDGE_FIELDS, JUDGE_TEMPLATE, JudgeConfig
@@ -164,11 +165,6 @@ class Judge:
                 f"gave {found} by {sought}, from {lowest:g} to {highest:g} is asked: {self._shown(text)!r}"
             )
         return (number - lowest) / (highest - lowest)
-
-
-def encodable(text: str) -> str:
-    """Return a text with "?" for each half of a character (a lone surrogate), which JSON may hold and no file can."""
-    return text.encode(errors="replace").decode()
 
 
 def conversation(prompt: Prompt, sample: Sample) -> str:

@@ -1,8 +1,6 @@
 """Kept answers as rows of a Parquet file: chat messages to train on, and tokens, logprobs and rewards to audit."""
 
-import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet
 
-from grpo_mp.files import encodable
+from grpo_mp.files import as_json, encodable
 from grpo_mp.rollout.client import sampling_seed
 from grpo_mp.rollout.dump import FACTS, TOKENS, checked_file
 from grpo_mp.types import Message, Prompt, Sample
@@ -120,16 +118,7 @@ def _message(message: Message) -> Row:
 
 
 def _json(value: Any) -> str:
-    return encodable(json.dumps(_finite(value), default=str, ensure_ascii=False))
-
-
-def _finite(value: Any) -> Any:
-    """Return a tree with null for numbers that JSON lacks."""
-    if isinstance(value, Mapping):
-        return {str(name): _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return encodable(as_json(value, ensure_ascii=False))
 
 
 @dataclass

@@ -68,9 +68,8 @@ def page_with(page: str, problem: str) -> str:
     if not problem:
         return page
     page = page or '<!doctype html><html lang="en"><title>grpo-mp</title><body></body></html>'
-    return page.replace(
-        "<body>", f'<body><p role="alert">This is not of the newest step: {html.escape(problem)}</p>', 1
-    )
+    alert = f'<p role="alert">This is not of the newest step: {html.escape(problem)}</p>'
+    return page.replace("<body>", f"<body>{alert}", 1)
 
 
 @asynccontextmanager

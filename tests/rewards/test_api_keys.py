@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -53,26 +54,20 @@ def score_with(section: str, where: Mapping[str, Any], group: SampleGroup | None
     """Open the client; ask it once for a group."""
     own = {"model": "m"} if section == "judge" else {}
     settings = RewardConfig.model_validate({section: {**where, **own, "retries": 0}})
-    scorer = Scorer(settings, 10, decode=lambda tokens: "".join(map(chr, tokens)))
-    try:
-        if group:
-            scorer.score_group(group)
-    except UserError as error:
-        return str(error)
-    finally:
-        scorer.close()
-    return ""
+    return ask(Scorer(settings, 10, decode=lambda tokens: "".join(map(chr, tokens))), group)
 
 
 def ask_teacher(where: Mapping[str, Any], group: SampleGroup | None) -> str:
-    client = TeacherClient(TeacherConfig.model_validate({**where, "retries": 0}))
-    try:
-        if group:
-            client.score_group(group)
-    except UserError as error:
-        return str(error)
-    finally:
-        client.close()
+    return ask(TeacherClient(TeacherConfig.model_validate({**where, "retries": 0})), group)
+
+
+def ask(client: Scorer | TeacherClient, group: SampleGroup | None) -> str:
+    with closing(client):
+        try:
+            if group:
+                client.score_group(group)
+        except UserError as error:
+            return str(error)
     return ""
 
 
