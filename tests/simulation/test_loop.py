@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from grpo_mp.errors import UserError
+from grpo_mp.simulation import loop
 from grpo_mp.simulation.engine import SimulatedEngine, SimulatedGroup
 from grpo_mp.simulation.loop import simulate
 from grpo_mp.simulation.scenario import Schedule
@@ -42,6 +43,26 @@ def test_every_group_and_token_ends_once(schedule: Schedule, changes: dict[str, 
         assert not totals.tokens["lost"] or totals.failures or scenario.oversample_factor > 1
         assert max(totals.staleness) <= scenario.max_staleness or (schedule, changes) in BY_FINISH
         assert totals.staleness.total() == scenario.steps * scenario.samples_per_step
+
+
+@pytest.mark.parametrize(("schedule", "changes"), RUNS + BY_FINISH)
+def test_between_the_questions_to_the_rule_the_limit_is_what_it_would_say(
+    schedule: Schedule, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, compared = loop._Run._report, 0
+
+    def report(run: loop._Run, group: SimulatedGroup) -> None:
+        nonlocal compared
+        was_done = run.admission.done
+        take(run, group)
+        asked = run._admit()
+        if not was_done:
+            assert (run.admission.done, run.admission.launch_limit) == (asked.done, asked.launch_limit)
+            compared += 1
+
+    monkeypatch.setattr(loop._Run, "_report", report)
+    simulate(scenario_of(schedule, **changes))
+    assert compared > 100
 
 
 @pytest.mark.parametrize("schedule", Schedule)
