@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 from grpo_mp.errors import UserError
-from grpo_mp.launch.resubmit import GIVEN
+from grpo_mp.launch.resubmit import OPTIONS_VARIABLE
 from grpo_mp.parsers import (
     MAX_RANKS,
     Parser,
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--evaluate goes with --ranks: jobs of Slurm train")
     script = _script_of(args.config, overrides)
     nodes = args.nodes or _nodes_of(script)
-    environment = {"NODES": str(nodes), "SPARES": str(args.spares), GIVEN: "\n".join(options)}
+    environment = {"NODES": str(nodes), "SPARES": str(args.spares), OPTIONS_VARIABLE: "\n".join(options)}
     size = [f"--nodes={nodes + args.spares}", *(["--no-kill"] if args.spares else [])]
     return _submit(["sbatch", *size, *options, *script], ["bash", *script, "--dry-run"], environment, args.dry_run)
 

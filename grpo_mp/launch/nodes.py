@@ -173,10 +173,10 @@ def bad_nodes(reports: Sequence[NodeReport]) -> dict[str, str]:
         reason = report.problem or _unreached(report) or _difference(report, reports)
         if reason:
             bad.setdefault(report.node, reason)
-    lookers = [report for report in reports if report.seen is not None and not report.problem]
+    observers = [report for report in reports if report.seen is not None and not report.problem]
     for node in dict.fromkeys(report.node for report in reports):
-        blind = [looker.node for looker in lookers if node not in (looker.seen or ())]
-        if blind and _at_least_half(blind, lookers):
+        blind = [observer.node for observer in observers if node not in (observer.seen or ())]
+        if blind and _at_least_half(blind, observers):
             bad.setdefault(node, f"what it writes into the run's folder is not seen by {blind[0]}: share the folder")
     return bad
 

@@ -1,7 +1,7 @@
-"""Name the options of a job that takes another's place, for sbatch, one a line.
+"""Print the sbatch options of a replacement for a running job, one a line.
 
-`scontrol show job ID | python -m grpo_mp.launch.resubmit BAD`: BAD are the names of the nodes that it must not get,
-separated by commas. First come those that the job has now, then those that `grpo-mp launch` was given.
+`scontrol show job ID | python -m grpo_mp.launch.resubmit BAD`: BAD are the nodes to exclude, separated by commas. First
+come the options that the job has now, then those that `grpo-mp launch` was given, which override them.
 """
 
 import os
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from grpo_mp.parsers import Parser
 
-GIVEN = "GRPO_MP_SBATCH_OPTIONS"  # environment variable: the options given to `grpo-mp launch`, one a line
+OPTIONS_VARIABLE = "GRPO_MP_SBATCH_OPTIONS"  # environment variable: the options given to `grpo-mp launch`, one a line
 FIELD = re.compile(r"(?:^|\s)([\w/:]+)=(.*?)(?=\s+[\w/:]+=|$)", re.MULTILINE)
 NONE = {"", "0", "(null)", "N/A", "Partition_Limit"}
 OPTIONS = {
@@ -35,7 +35,7 @@ def main() -> None:
     parser = Parser("python -m grpo_mp.launch.resubmit", str(__doc__))
     parser.add_argument("bad")
     args = parser.parse_args()
-    given = [option for option in os.environ.get(GIVEN, "").split("\n") if option]
+    given = [option for option in os.environ.get(OPTIONS_VARIABLE, "").split("\n") if option]
     print("\n".join(sbatch_options(job_fields(sys.stdin.read()), given, args.bad)))
 
 

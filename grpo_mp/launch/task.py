@@ -7,6 +7,7 @@ import argparse
 import os
 import re
 import signal
+import threading
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -47,9 +48,18 @@ def error_file(attempt: str, rank: str) -> str:
     return str(Path(attempt, f"rank_{rank}.error.json").absolute())
 
 
+def _keep_pending(number: signal.Signals) -> None:
+    """Let a signal that comes before the run handles it stay pending, where the run looks for it.
+
+    Threads that libraries have started do not block it: one of them may take it, and would end the process.
+    """
+    signal.signal(number, lambda *_: signal.pthread_kill(threading.main_thread().ident or 0, number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+
+
 def main() -> None:
     """Run the command line."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # told to save early: it waits until the run asks
+    _keep_pending(signal.SIGUSR1)
     parser = Parser("python -m grpo_mp.launch.task", str(__doc__))
     parser.add_argument("attempt")
     parser.add_argument("command", nargs=argparse.REMAINDER)

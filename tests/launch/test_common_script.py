@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.launch.resubmit import GIVEN
+from grpo_mp.launch.resubmit import OPTIONS_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 NODES = ("n1", "n2")
@@ -166,13 +166,13 @@ def test_a_job_without_the_bad_nodes_keeps_the_options(spares: str, size: list[s
     (script._folder / "job").write_text(JOB)
     bad = "n1" if spares == "0" else "n1\\nn2"
     script.when("check", f"printf '{bad}' >bad_nodes; exit 3")
-    given = {GIVEN: "--time=1-00:00:00\n--mail-type=END,FAIL\n--comment=the second try"}
+    given = {OPTIONS_VARIABLE: "--time=1-00:00:00\n--mail-type=END,FAIL\n--comment=the second try"}
     process = script.run("run.steps=7", SPARES=spares, **given)
     assert process.returncode == 3, process.stderr
     (line,) = [note for note in script.notes if note.startswith("sbatch ")]
     excluded = "--exclude=" + ",".join(bad.split("\\n")) + ",n[7-9]"
     nodes, *kill = size
-    options = [*CARRIED, *given[GIVEN].split("\n"), excluded, nodes, "--ntasks-per-node=1", *kill]
+    options = [*CARRIED, *given[OPTIONS_VARIABLE].split("\n"), excluded, nodes, "--ntasks-per-node=1", *kill]
     assert line == " ".join(["sbatch", *options, "launch/tiny_moe.sh", "run.steps=7"])
 
 

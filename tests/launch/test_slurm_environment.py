@@ -41,8 +41,9 @@ task.main()
 """
 
 
-def test_a_rank_told_to_save_while_it_loads_remembers_it() -> None:
-    environment = {**os.environ, **TASK_ENVIRONMENT}
+@pytest.mark.parametrize("threads", ["1", "2"])  # of libraries; those of the latter do not block signals
+def test_a_rank_told_to_save_while_it_loads_remembers_it(threads: str) -> None:
+    environment = {**os.environ, **TASK_ENVIRONMENT, "OMP_NUM_THREADS": threads}
     output = subprocess.run(
         [sys.executable, "-c", TOLD_EARLY], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
     )
