@@ -237,6 +237,11 @@ class MicroBatch:
     prompt_rows: tuple[RowRange, ...] = ()  # by sequence, the rows before its own; (): each holds its own prompt
     entropy_floor: float = -math.inf  # nats: tokens below it are masked out of the loss
     entropy_weight: float = 0.0  # 1 / tokens of the update that the entropy bonus is a mean over
+    # Where the multi-token-prediction layer learns: the token after `targets`, int64; its share in the update's loss,
+    # float64; its rollout logprob, float32.
+    mtp_targets: torch.Tensor | None = None
+    mtp_weights: torch.Tensor | None = None
+    mtp_rollout_logprobs: torch.Tensor | None = None
 
     @property
     def total_tokens(self) -> int:

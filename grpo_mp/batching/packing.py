@@ -129,6 +129,19 @@ def _write_sample(batch: MicroBatch, sequence: _Sequence, sample: Sample, prompt
     return response
 
 
+def with_mtp_targets(batch: MicroBatch) -> MicroBatch:
+    """Set what the multi-token-prediction layer learns in a full micro-batch: at each position the token after its
+    target, where both were generated, with that token's share in the loss.
+    """
+    both = batch.mask * batch.mask.roll(-1)  # the last position of a sequence has none, so none follows from the next
+    return replace(
+        batch,
+        mtp_targets=batch.targets.roll(-1),
+        mtp_weights=batch.loss_weights.roll(-1) * both,
+        mtp_rollout_logprobs=batch.rollout_logprobs.roll(-1),
+    )
+
+
 def gather_responses(values: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
     """Gather per-token values [T] of a full micro-batch as [generated tokens] for each of `sample_ids`."""
     counts = torch.bincount(batch.sequence_index[batch.mask.bool()], minlength=len(batch.sample_ids))

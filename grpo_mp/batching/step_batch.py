@@ -95,6 +95,7 @@ def assemble_step_batch(
             settings.layout,
             parallel.coords.data,
             parallel.coords.context,
+            settings.model.trains_mtp,
         )
         updates.append(tuple(replace(batch, entropy_weight=1.0 / max(1, loss_tokens)) for batch in batches))
     unrouted_samples = None

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from grpo_mp.batching.microbatches import Cost, MicroBatchSchedule, plan_microbatches, round_up
-from grpo_mp.batching.packing import pack, slice_context
+from grpo_mp.batching.packing import pack, slice_context, with_mtp_targets
 from grpo_mp.batching.shared_prompts import SamplePrompt, make_units, unpack_units
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.types import MicroBatch, PerToken, Sample
@@ -117,10 +117,12 @@ def microbatches(
     layout: LayoutConfig,
     data_rank: int,
     context_rank: int,
+    with_mtp: bool = False,
 ) -> list[MicroBatch]:
     """Pack the micro-batches that one rank computes in an update.
 
-    `samples`: by index in the step; `advantages`: of the step's samples; `loss_weights`: of the update's samples.
+    `samples`: by index in the step; `advantages`: of the step's samples; `loss_weights`: of the update's samples;
+    `with_mtp`: a multi-token-prediction layer learns, too.
     """
     plans = update.schedule.ranks[data_rank]
     local_samples = {i: samples[update.samples[i]] for plan in plans for i in plan.samples}
@@ -129,4 +131,5 @@ def microbatches(
     batches = [
         pack(local_samples, update_advantages, loss_weights, plan, update.schedule.align, pad_to) for plan in plans
     ]
+    batches = [with_mtp_targets(batch) for batch in batches] if with_mtp else batches
     return [slice_context(batch, layout.context, context_rank) for batch in batches]

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
 from grpo_mp.models.families import MODEL_FAMILIES
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.section import Section, as_bytes
 
 PIECE_BYTES = 2**30
@@ -104,6 +105,22 @@ class ModelConfig(Section):
         None, description="a built-in family's name or your own 'file.py:FAMILY'; null: by model_type of config.json"
     )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="precision of weights and activations")
+    mtp_loss_scaling_factor: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the loss of the multi-token-prediction layer (Megatron mtp_loss_scaling_factor), which "
+        "then follows the policy: it learns the tokens that are trained on, nothing else learns from it, engines that "
+        "draft with it get its weights; 0: it is carried unchanged",
+    )
+
+    @property
+    def trains_mtp(self) -> bool:
+        """Return whether the multi-token-prediction layer is part of the policy."""
+        return self.mtp_loss_scaling_factor > 0
+
+    def read_config(self) -> HfConfig:
+        """Read its config.json. Raises UserError where it is missing or not a JSON object."""
+        return HfConfig.read(self.path, self.family, trains_mtp=self.trains_mtp)
 
     @property
     def offloads(self) -> bool:

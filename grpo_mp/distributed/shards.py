@@ -40,6 +40,7 @@ def shard_holders(
 
     holders = {}
     for name, param in params.items():
+        # What is in no layer: with a copied embedding, and the output layer, the last stage's.
         outside = 0 if name.startswith("embedding") else layout.pipeline - 1
         stage = outside if param.layer is None else stage_of[param.layer]
         expert_rank = None if param.expert is None else param.expert * layout.expert // param.experts

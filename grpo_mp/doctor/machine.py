@@ -206,7 +206,7 @@ def _disk(settings: Settings | None) -> Iterator[Finding]:
     place = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     try:
         check_temporary_folder()
-        need = disk_need(settings, HfConfig.read(settings.model.path, settings.model.family)) if settings else None
+        need = disk_need(settings, settings.model.read_config()) if settings else None
         small = [*check_disk(folder, need)] if need else []
     except UserError as error:
         yield Finding(Level.ERROR, str(error))

@@ -3,13 +3,16 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from grpo_mp.models.families import TRANSFORMERS_NAMES
+from grpo_mp.models.multi_token_prediction import COPIES
 
 END = "<|im_end|>"
 PAD = "<|endoftext|>"
@@ -166,6 +169,31 @@ def make_tiny(
     saved_config = json.loads((folder / "config.json").read_text()) | PUBLISHED_KEYS.get(family, {}) | shape
     (folder / "config.json").write_text(json.dumps(saved_config, indent=2))
     return saved_config
+
+
+def add_mtp_layer(folder: Path, seed: int = 1) -> None:
+    """Add a random multi-token-prediction layer to the files of a tiny model whose config.json counts one.
+
+    Copies of embedding and output layer are among its tensors, as in published files.
+    """
+    values = json.loads((folder / "config.json").read_text())
+    layers, hidden = values["num_hidden_layers"], values["hidden_size"]
+    torch.manual_seed(seed)
+    config = AutoConfig.from_pretrained(folder)
+    config.num_hidden_layers = layers + 1
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _randomize_norms_and_biases(model)
+    prefix, file = f"model.layers.{layers}.", folder / "model.safetensors"
+    with TemporaryDirectory(dir=folder) as longer:
+        model.save_pretrained(longer)
+        layer = {name: t for name, t in load_file(Path(longer) / file.name).items() if name.startswith(prefix)}
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        layer[f"{prefix}{name}.weight"] = torch.empty(hidden).uniform_(0.8, 1.2)
+    layer[f"{prefix}eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * config.initializer_range
+    tensors = load_file(file)
+    for name, copy in COPIES.items():
+        layer[prefix + copy] = tensors[name].clone()
+    save_file(tensors | layer, file, metadata={"format": "pt"})
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_mp.models import blocks, shared_experts
+from grpo_mp.models import blocks, multi_token_prediction, shared_experts
 from grpo_mp.models.blocks import HF_LAYER, MCORE_LAYER
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule, Shape
@@ -107,7 +107,7 @@ def v2_config(hf: HfConfig) -> dict[str, Any]:
 
 def v2_rules(hf: HfConfig) -> list[Rule]:
     """Return the parameter mapping."""
-    attention = mla_rules(hf, range(hf.int("num_hidden_layers")))
+    attention = mla_rules(hf, range(hf.policy_layers))
     return [*blocks.embedding_and_head(hf), *attention, *shared_experts.rules(hf)]
 
 
@@ -123,5 +123,5 @@ def v3_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def v3_rules(hf: HfConfig) -> list[Rule]:
-    """Return the parameter mapping; the multi-token-prediction layer is not part of the policy."""
-    return [*v2_rules(hf), shared_experts.bias_rule(hf)]
+    """Return the parameter mapping."""
+    return [*v2_rules(hf), shared_experts.bias_rule(hf), *multi_token_prediction.rules(hf)]

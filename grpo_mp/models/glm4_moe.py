@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from grpo_mp.models import blocks, gqa, shared_experts
+from grpo_mp.models import blocks, gqa, multi_token_prediction, shared_experts
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
 
@@ -19,10 +19,15 @@ def config(hf: HfConfig) -> dict[str, Any]:
 
 
 def rules(hf: HfConfig) -> list[Rule]:
-    """Return the parameter mapping; the multi-token-prediction layer is not part of the policy."""
-    layers = range(hf.int("num_hidden_layers"))
-    attention = gqa.rules(hf, layers, **_attention_options(hf))
-    return [*blocks.embedding_and_head(hf), *attention, *shared_experts.rules(hf), shared_experts.bias_rule(hf)]
+    """Return the parameter mapping."""
+    attention = gqa.rules(hf, range(hf.policy_layers), **_attention_options(hf))
+    return [
+        *blocks.embedding_and_head(hf),
+        *attention,
+        *shared_experts.rules(hf),
+        shared_experts.bias_rule(hf),
+        *multi_token_prediction.rules(hf),
+    ]
 
 
 def rotary(hf: HfConfig) -> dict[str, Any]:

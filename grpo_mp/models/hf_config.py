@@ -41,9 +41,12 @@ class HfConfig:
     values: dict[str, Any]
     family: str | None = None  # name or path of its model family; None: by model_type
     file: str = "config.json"
+    trains_mtp: bool = False  # the multi-token-prediction layer is part of the policy
 
     @classmethod
-    def read(cls, folder: Path, family: str | None = None, name: str = "config.json") -> "HfConfig":
+    def read(
+        cls, folder: Path, family: str | None = None, name: str = "config.json", trains_mtp: bool = False
+    ) -> "HfConfig":
         """Read a folder's config.json; raises UserError where it is missing or not a JSON object."""
         file = folder / name
         with refuse_unreadable(folder):
@@ -53,7 +56,7 @@ class HfConfig:
         values = read_json(file)
         if not isinstance(values, dict):
             raise UserError(f"{file}: expected an object of settings, found {type(values).__name__}: copy it again")
-        hf = cls(folder, values, family, name)
+        hf = cls(folder, values, family, name, trains_mtp)
         hf.check_values()
         return hf
 
@@ -91,6 +94,22 @@ class HfConfig:
     def tied(self) -> bool:
         """Return whether embedding and output layer share their weights."""
         return bool(self.values.get("tie_word_embeddings", False))
+
+    @property
+    def policy_layers(self) -> int:
+        """Return the layers of the policy: those of the decoder, and behind them one that predicts a token more.
+
+        Raises UserError where the latter is to be trained and the model has none, or several.
+        """
+        layers = self.int("num_hidden_layers")
+        if not self.trains_mtp:
+            return layers
+        if (count := int(self.get("num_nextn_predict_layers") or 0)) != 1:
+            raise self.error(
+                f"num_nextn_predict_layers={count}, and model.mtp_loss_scaling_factor trains one multi-token-prediction "
+                "layer: set it to 0"
+            )
+        return layers + 1
 
     @property
     def head_dim(self) -> int:

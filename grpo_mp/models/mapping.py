@@ -55,8 +55,11 @@ class Param(Rule):
 
     @property
     def is_projection(self) -> bool:
-        """Return whether FP8 releases quantize it: matrices but for the embedding, the output layer and the router."""
-        return len(self.shapes[0]) == 2 and not self.vocabulary and not self.name.endswith("router.weight")
+        """Return whether FP8 releases quantize it: matrices but for the embedding, the output layer and the router,
+        and the projection of a multi-token-prediction layer.
+        """
+        unquantized = ("router.weight", "eh_proj.weight")
+        return len(self.shapes[0]) == 2 and not self.vocabulary and not self.name.endswith(unquantized)
 
     @property
     def num_elements(self) -> int:

@@ -62,4 +62,4 @@ def bias_rule(hf: HfConfig) -> Rule:
 
 
 def _moe_layers(hf: HfConfig) -> range:
-    return range(hf.int("first_k_dense_replace"), hf.int("num_hidden_layers"))
+    return range(hf.int("first_k_dense_replace"), hf.policy_layers)

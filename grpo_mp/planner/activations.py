@@ -83,7 +83,7 @@ def _element_bytes(job: PlannedJob) -> float:
 def _received_copies(job: PlannedJob, layer: int) -> float:
     """Return how many tokens the experts of a rank receive for each token of its context shard."""
     layout = job.settings.layout
-    if not job.model.is_moe_layer[layer]:
+    if not job.is_moe_layer(layer):
         return 0.0
     return job.model.experts_per_token * layout.expert_tensor / layout.tensor * OVERHEADS.expert_imbalance
 
@@ -99,7 +99,7 @@ def _dense_elements(job: PlannedJob, layer: int) -> float:
     model, layout = job.model, job.settings.layout
     gathered = model.hidden_size if layout.tensor > 1 else 0
     per_token = 4 * model.hidden_size / layout.tensor + gathered + _attention_elements(job)  # norms first
-    if not model.is_moe_layer[layer]:
+    if not job.is_moe_layer(layer):
         return per_token + gathered + 3 * model.ffn_hidden_size / layout.tensor
     shared = gathered + 3 * model.shared_expert_size / layout.tensor if model.shared_expert_size else 0
     return per_token + shared + 3 * model.num_experts * 2 / layout.tensor  # the router computes in float32

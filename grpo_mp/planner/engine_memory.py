@@ -1,6 +1,6 @@
 """What an engine keeps on each of its devices: weights, the KV cache that they leave room for, drafts, graphs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_mp.models.families import family_of
 from grpo_mp.models.mapping import Rule
@@ -82,7 +82,7 @@ def draft_weight_bytes(job: PlannedJob) -> float:
 
 
 def _rules(job: PlannedJob) -> list[Rule]:
-    rules = family_of(job.hf).rules(job.hf)
+    rules = family_of(job.hf).rules(replace(job.hf, trains_mtp=False))
     return [rule for rule in rules if not (rule.applies_to_no_layer or rule.alias)]
 
 

@@ -14,7 +14,7 @@ from grpo_mp.distributed.layout import ModelShape, check_layout, model_shape, se
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import OVERHEADS, Cluster
 from grpo_mp.planner.parameter_count import ParameterCount, local_parameter_counts
-from grpo_mp.planner.pipeline_layout import StageLayers, layers_of_stages
+from grpo_mp.planner.pipeline_layout import StageLayers, layers_of_stages, with_mtp_layer
 from grpo_mp.policy.parameter_bytes import BytesPerParameter, bytes_per_parameter
 from grpo_mp.rollout.engine_parallelism import EngineParallelism, check_engine_parallelism
 from grpo_mp.rollout.placement import engine_placements
@@ -124,6 +124,10 @@ class PlannedJob:
         """Return `optimizer.offload` as it acts: between steps nothing leaves GPUs without engines, or in float32."""
         offload = self.settings.optimizer.offload
         return "none" if offload == "step" and not self.offloads else offload
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Return whether a layer has experts; a multi-token-prediction layer, after the last, is as the last."""
+        return self.model.is_moe_layer[min(layer, self.model.num_layers - 1)]
 
     @property
     def dp_size(self) -> int:
@@ -245,12 +249,12 @@ def make_job(
     """Make the job, with parameters by the closed form. Raises UserError for an invalid layout or engine."""
     gpus_per_node = gpus_per_node or cluster.gpus_per_node
     world_size, layout = nodes * gpus_per_node, settings.layout
-    hf = replace(hf, family=settings.model.family)
+    hf = replace(hf, family=settings.model.family, trains_mtp=settings.model.trains_mtp)
     megatron = settings.training.megatron_args
     model = model_shape(hf)
     engine_placements(settings.engine, world_size, gpus_per_node)
     check_layout(layout, model, world_size - settings.engine.ranks, sets_pipeline_layout(megatron))
-    stage_layers = layers_of_stages(model.num_layers, layout, megatron)
+    stage_layers = with_mtp_layer(layers_of_stages(model.num_layers, layout, megatron), hf)
     return PlannedJob(
         settings=settings,
         hf=hf,

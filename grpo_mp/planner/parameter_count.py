@@ -8,6 +8,7 @@ from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
+from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING
 from grpo_mp.planner.pipeline_layout import StageLayers
 
 
@@ -32,17 +33,21 @@ ZERO = ParameterCount(0, 0)
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """Parameters of one rank: of each layer, of the embedding, and of the output (final norm and output layer)."""
+    """Parameters of one rank: of each layer, of the embedding, and of the output (final norm and output layer).
+
+    A multi-token-prediction layer that is trained is the one after the last.
+    """
 
     layers: Mapping[int, ParameterCount]
     embedding: ParameterCount
     output: ParameterCount
+    copied_embedding: ParameterCount  # on the last of several stages, of a multi-token-prediction layer
 
 
 def parameter_table(hf: HfConfig, tensor: int, expert: int, expert_tensor: int) -> ParameterTable:
     """Count the parameters for these parallel sizes, which must divide the model's."""
     layers: dict[int, ParameterCount] = {}
-    embedding = output = ZERO
+    embedding = output = copied = ZERO
     for rule in family_of(hf).rules(hf):
         if rule.keep_float32 or rule.applies_to_no_layer:
             continue  # a buffer, or nothing
@@ -51,9 +56,11 @@ def parameter_table(hf: HfConfig, tensor: int, expert: int, expert_tensor: int) 
             layers |= {layer: layers.get(layer, ZERO) + count for layer in rule.layers}
         elif rule.name.startswith("embedding"):
             embedding += count
+        elif rule.name == COPIED_EMBEDDING:
+            copied += count
         else:
             output += count
-    return ParameterTable(layers, embedding, output)
+    return ParameterTable(layers, embedding, output, copied)
 
 
 def local_parameter_counts(hf: HfConfig, layout: LayoutConfig, stage_layers: StageLayers) -> tuple[ParameterCount, ...]:
@@ -62,7 +69,7 @@ def local_parameter_counts(hf: HfConfig, layout: LayoutConfig, stage_layers: Sta
     counts = [sum((table.layers[layer] for layer in layers), ZERO) for layers in stage_layers]
     if not (hf.tied and len(counts) == 1):  # a tied output layer counts only where the embedding is on another stage
         counts[0] += table.embedding
-    counts[-1] += table.output
+    counts[-1] += table.output + (table.copied_embedding if len(counts) > 1 else ZERO)
     return tuple(counts)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.layout import FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS, PIPELINE_LAYOUT
 from grpo_mp.errors import UserError, read_number
+from grpo_mp.models.hf_config import HfConfig
 
 StageLayers = tuple[tuple[int, ...], ...]  # layers of every stage, over all its chunks
 
@@ -32,6 +33,12 @@ def layers_of_stages(num_layers: int, layout: LayoutConfig, megatron: Mapping[st
         tuple(layer for start, end in bounds[stage :: layout.pipeline] for layer in range(start, end))
         for stage in range(layout.pipeline)
     )
+
+
+def with_mtp_layer(stage_layers: StageLayers, hf: HfConfig) -> StageLayers:
+    """Add a multi-token-prediction layer that is trained, numbered after the decoder's last, to the last stage."""
+    *before, last = stage_layers
+    return (*before, (*last, *range(hf.int("num_hidden_layers"), hf.policy_layers)))
 
 
 def balance_layers(sizes: Sequence[int], stages: int, embedding: int = 0, output: int = 0) -> list[int]:

@@ -155,7 +155,7 @@ def _layers_like(job: PlannedJob) -> dict[int, int]:
     counts: dict[int, int] = {}
     for layers in job.stage_layers:
         for is_moe in (False, True):
-            alike = [layer for layer in layers if job.model.is_moe_layer[layer] == is_moe]
+            alike = [layer for layer in layers if job.is_moe_layer(layer) == is_moe]
             counts |= {alike[0]: len(alike)} if alike else {}
     return counts
 

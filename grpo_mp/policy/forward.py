@@ -9,6 +9,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from grpo_mp import platform
+from grpo_mp.policy.multi_token_prediction import MtpLoss
 from grpo_mp.policy.routing_replay import RoutingReplay
 from grpo_mp.policy.shared_prompt_attention import packed_sequences, shared_prompt_params
 from grpo_mp.types import MicroBatch
@@ -34,14 +35,18 @@ def forward_backward(
     microbatches: Sequence[MicroBatch],
     loss: LossFunction,
     replay: RoutingReplay | None = None,
+    mtp_loss: MtpLoss | None = None,
 ) -> list[Any]:
     """Accumulate the gradient of the summed loss; return the loss function's second values (last stage only).
 
-    `loss(logprobs [T], entropy [T], microbatch)` must already carry its global denominator.
+    `loss(logprobs [T], entropy [T], microbatch)` must already carry its global denominator. `mtp_loss`: of the
+    multi-token-prediction layer, added to it; None: it does not learn.
     """
 
     def loss_step(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
         value, report = loss(output[0], output[1], batch)
+        if mtp_loss:
+            value = value + mtp_loss(output[2], batch).to(value.dtype)
         # Megatron wants a token count; nothing divides by it, because gradients are not finalized with it.
         return value, torch.ones((), dtype=torch.int, device=value.device), report
 
@@ -87,11 +92,12 @@ def _forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
         packed = shared_prompt_params(batch.lengths, batch.prompt_rows, batch.positions, device)
     else:
         packed = packed_sequences(batch.lengths, device)
+    targets = (batch.targets,) if batch.mtp_targets is None else (batch.targets, batch.mtp_targets)
     output: Tensor = model(
         batch.tokens[None].to(device),
         batch.positions[None].to(device),
         None,
-        labels=batch.targets[None].to(device),
+        labels=torch.stack(targets).to(device),
         packed_seq_params=packed,
     )
     return output

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from grpo_mp import platform
 from grpo_mp.config import sections
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
+from grpo_mp.distributed.layout import PIPELINE_LAYOUT
 from grpo_mp.distributed.process_groups import megatron_sizes
 from grpo_mp.errors import UserError, did_you_mean
 from grpo_mp.models.families import family_of
@@ -61,6 +62,7 @@ RESERVED = {  # fields that the run sets itself, with what to do instead
     "overlap_param_gather_with_optimizer_step": "a weight sync needs the whole weights behind an update",
     **dict.fromkeys(HYBRID_OPTIMIZER, "set optimizer.offload=host"),
     "moe_enable_routing_replay": "set training.router_replay",
+    **dict.fromkeys(("mtp_num_layers", "mtp_loss_scaling_factor"), "set model.mtp_loss_scaling_factor"),
     "perform_initialization": "every weight is read from the checkpoint",
 }
 
@@ -78,10 +80,23 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
     values = family | _numerics(DTYPES[dtype]) | RECOMPUTE[training.recompute] | _layout(layout)
     values |= platform.megatron_fields(layout.virtual_pipeline is not None, family)
     values |= overrides_for(training.megatron_args, config_class)
+    if hf.trains_mtp:
+        values |= _multi_token_prediction(hf, values)
     try:
         return config_class(**values)
     except (ValueError, AssertionError, TypeError) as error:
         raise UserError(f"Megatron refuses this model, layout and training.megatron_args: {error}") from error
+
+
+def _multi_token_prediction(hf: HfConfig, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a multi-token-prediction layer; a layout of the pipeline that lacks it has it at the end."""
+    fields: dict[str, Any] = {"mtp_num_layers": hf.policy_layers - hf.int("num_hidden_layers")}
+    stages = values.get(PIPELINE_LAYOUT)
+    if isinstance(stages, str) and "m" not in stages:
+        return fields | {PIPELINE_LAYOUT: f"{stages.removesuffix('L')}mL"}
+    if isinstance(stages, list) and not any("mtp" in chunk for chunk in stages):
+        return fields | {PIPELINE_LAYOUT: [*stages[:-1], [*stages[-1][:-1], "mtp", *stages[-1][-1:]]]}
+    return fields
 
 
 def ddp_config(megatron_args: Mapping[str, Any]) -> DistributedDataParallelConfig:

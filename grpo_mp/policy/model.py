@@ -1,6 +1,7 @@
 """The policy's Megatron model: a GPTModel that returns token logprobs instead of logits."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from grpo_mp.config.sections import TrainingConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.deepseek import set_group_ranking, use_mla_without_query_norm
+from grpo_mp.policy.multi_token_prediction import MTP_INPUTS, embed_detached, mtp_block_spec
 from grpo_mp.policy.shared_prompt_attention import use_per_token_rotary, use_shared_prompt_attention
 from grpo_mp.policy.vocab_parallel import VocabularyShard, token_logprobs
 
@@ -30,28 +33,50 @@ class Head:
 
 
 class PolicyModel(GPTModel):
-    """One pipeline chunk of the policy. With `labels`, the last stage returns [2, T]: logprobs and entropies."""
+    """One pipeline chunk of the policy. With `labels`, the last stage returns [2, T]: logprobs and entropies.
+
+    Labels are [1, T], each token's next one, or [2, T], that and the one after it: where gradients are computed, a
+    third row then holds its logprobs by the multi-token-prediction layer. No gradient of those reaches the decoder,
+    the embedding or the output layer.
+    """
 
     head: Head
 
-    def _postprocess(self, *, hidden_states: Tensor, labels: Tensor | None, **_: Any) -> Tensor:
+    def _postprocess(self, *, hidden_states: Tensor, labels: Tensor | None, **inputs: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        hidden = hidden_states  # [T, 1, H], or [T / tensor, 1, H]: then backward sums the gradient over the group
+        if labels is None:
+            return self._gathered(hidden_states) @ weight.t()
+        output = self._token_logprobs(hidden_states, weight, labels[0])
+        if not self.mtp_process or len(labels) == 1 or not torch.is_grad_enabled():
+            return output
+        predicted = self.mtp(
+            input_ids=labels[:1],
+            hidden_states=hidden_states.detach(),
+            embedding=partial(embed_detached, self.embedding, self.pre_process),
+            **{name: inputs[name] for name in MTP_INPUTS},
+        )
+        ahead = predicted.tensor_split(2)[1]  # behind what was put in
+        return torch.cat([output, self._token_logprobs(ahead, weight.detach(), labels[1])[:1]])
+
+    def _gathered(self, hidden: Tensor) -> Tensor:
+        """Return hidden states [T, 1, H] as [T, H]; of [T / tensor, 1, H] backward sums the gradient over the group."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        hidden = hidden.squeeze(1)
-        if labels is None:
-            return hidden @ weight.t()
+        return hidden.squeeze(1)
+
+    def _token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Return logprobs and entropies [2, T] of hidden states [T, 1, H], or [T / tensor, 1, H]."""
         group = self.pg_collection.tp
         shard = VocabularyShard(
             start=group.rank() * weight.shape[0],
             size=self.head.vocabulary,
             group=group if group.size() > 1 else None,
         )
-        return token_logprobs(hidden, weight, labels[0], shard, self.head.temperature, self.head.chunk_tokens)
+        temperature, chunk_tokens = self.head.temperature, self.head.chunk_tokens
+        return token_logprobs(self._gathered(hidden), weight, targets, shard, temperature, chunk_tokens)
 
 
 def build_chunks(
@@ -72,6 +97,7 @@ def _build_chunk(
     use_mla_without_query_norm(config, spec)
     if share_prompts:
         use_shared_prompt_attention(spec)
+    has_mtp = config.mtp_num_layers and mtp_on_this_rank(config, ignore_virtual=False, vp_stage=vp_stage)
     model = PolicyModel(
         config,
         spec,
@@ -83,6 +109,7 @@ def _build_chunk(
         position_embedding_type="rope",
         **family.rotary(hf),
         vp_stage=vp_stage,
+        mtp_block_spec=mtp_block_spec(config, spec, vp_stage) if has_mtp else None,
     )
     if share_prompts:
         use_per_token_rotary(model)

@@ -19,10 +19,12 @@ from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.distributed.shards import tensor_part, tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.multi_token_prediction import is_of_mtp
 from grpo_mp.policy.expert_load import ExpertLoad
 from grpo_mp.policy.forward import LossFunction, forward_backward, forward_only
 from grpo_mp.policy.megatron_config import check_overrides, transformer_config
 from grpo_mp.policy.model import PolicyModel, build_chunks
+from grpo_mp.policy.multi_token_prediction import MtpLoss
 from grpo_mp.policy.optimizer import build_optimizer, wrap_for_training
 from grpo_mp.policy.reference import Reference
 from grpo_mp.policy.routing_replay import RoutingReplay, check_router_replay
@@ -55,7 +57,7 @@ class Policy:
         Raises UserError where a file of a converted folder differs from its checksum; each rank checks some files.
         """
         self.parallel = parallel
-        self.hf = HfConfig.read(settings.model.path, settings.model.family)
+        self.hf = settings.model.read_config()
         self.params = family_of(self.hf).params(self.hf)
         dtype, megatron_args = settings.model.dtype, settings.training.megatron_args
         self.config = transformer_config(settings.layout, settings.training, dtype, self.hf)
@@ -75,11 +77,14 @@ class Policy:
             settings.optimizer, dtype, megatron_args, settings.total_updates, self.chunks
         )
         self._skip_grad_norm = settings.optimizer.skip_grad_norm or math.inf
-        self.expert_load = ExpertLoad(models, self.config.num_layers, self.config.num_moe_experts or 0)
+        self.expert_load = ExpertLoad(models, self.hf.policy_layers, self.config.num_moe_experts or 0)
+        self.mtp_loss = MtpLoss(settings.model.mtp_loss_scaling_factor) if settings.model.trains_mtp else None
         self.replay: RoutingReplay | None = None
         if settings.training.router_replay != "none":
             self.replay = RoutingReplay(self.chunks, self.config.num_moe_experts or 0)
-        self.reference = Reference(self.tensors) if with_reference else None
+        # No logprob of the reference is computed by the multi-token-prediction layer.
+        decoder = {name: tensor for name, tensor in self.tensors.items() if not is_of_mtp(self.params[name], self.hf)}
+        self.reference = Reference(decoder) if with_reference else None
 
     def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return [2, T] logprobs and entropies of every micro-batch; an empty list on all but the last stage."""
@@ -121,7 +126,7 @@ class Policy:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return forward_backward(self.chunks, microbatches, loss, self.replay)
+        return forward_backward(self.chunks, microbatches, loss, self.replay, self.mtp_loss)
 
     def update(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> UpdateReport:
         """Do one optimizer update; skip it, and report so, where the gradient is not finite or too large."""

@@ -141,7 +141,9 @@ def check_router_replay(config: TransformerConfig) -> None:
 
 
 def _routers(chunk: nn.Module) -> list[TopKRouter]:
-    return [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+    """Return the routers of a chunk's decoder layers: that of a multi-token-prediction layer never replays."""
+    routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+    return [router for router in routers if (router.layer_number or 1) <= router.config.num_layers]
 
 
 def _replay_in(router: TopKRouter) -> LayerReplay:

@@ -15,6 +15,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.models.mapping import Param, fuse, shard_range
 from grpo_mp.policy.model import PolicyModel
 
+MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.(?:transformer_layer\.)?")
 LOCAL_EXPERT = re.compile(r"(?<=\.weight)\d+$")
 
 
@@ -72,12 +73,18 @@ def load_hf(
 
 
 def _full_name(name: str, chunk: PolicyModel, params: dict[str, Param], expert_rank: int, expert_parallel: int) -> str:
-    """Replace the local layer and expert numbers in a parameter's name by those of the full model."""
-    match = LAYER.match(name)
-    if not match:
-        return name
-    layer: TransformerLayer = chunk.decoder.layers[int(match.group(1))]
-    name = f"decoder.layers.{layer.layer_number - 1}.{name[match.end() :]}"
+    """Replace the local layer and expert numbers in a parameter's name by those of the full model.
+
+    A multi-token-prediction layer has the number after the last, and what its decoder layer has is its own.
+    """
+    if match := MTP_LAYER.match(name):
+        name = f"decoder.layers.{chunk.config.num_layers + int(match.group(1))}.{name[match.end() :]}"
+    elif match := LAYER.match(name):
+        layer: TransformerLayer = chunk.decoder.layers[int(match.group(1))]
+        name = f"decoder.layers.{layer.layer_number - 1}.{name[match.end() :]}"
+    else:
+        is_copy = name.startswith("embedding.") and not chunk.pre_process
+        return f"mtp.{name}" if is_copy else name
     expert = LOCAL_EXPERT.search(name)
     if not expert:
         return name

@@ -100,7 +100,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     """Check settings against model, files, layout and engine, and read the data. Raises UserError."""
     extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
     check_guards(settings.monitor.guards)
-    hf = HfConfig.read(settings.model.path, settings.model.family)
+    hf = settings.model.read_config()
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     check_policy(hf, settings.model, settings.layout, settings.training, world_size - settings.engine.ranks)
     check_export(settings.run, settings.model)
@@ -134,7 +134,7 @@ def run_replay_preflight(folder: Path, settings: Settings, world_size: int, rank
     if not settings.run.steps:
         raise UserError("run.epochs: a replay reads no prompts to count: set run.steps")
     extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
-    hf = HfConfig.read(settings.model.path, settings.model.family)
+    hf = settings.model.read_config()
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
     if folder.resolve().is_relative_to(settings.run.folder.resolve()):
         raise UserError(f"{folder} is of the run in {settings.run.folder} itself: choose another run.folder")
@@ -156,7 +156,7 @@ def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node
     The first set takes the place of the train prompts, which are not read.
     """
     extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
-    hf = HfConfig.read(settings.model.path, settings.model.family)
+    hf = settings.model.read_config()
     if with_policy:
         check_policy(hf, settings.model, settings.layout, settings.training, world_size)
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
@@ -169,7 +169,7 @@ def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node
 def run_sampling_preflight(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> RunInputs:
     """Check and read what a sampling of the train prompts needs. Raises UserError."""
     extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
-    hf = HfConfig.read(settings.model.path, settings.model.family)
+    hf = settings.model.read_config()
     if with_policy:
         check_policy(hf, settings.model, settings.layout, settings.training, world_size)
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)

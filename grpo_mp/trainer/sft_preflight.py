@@ -39,7 +39,7 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> tuple[SftSettin
     """
     make_loggers = load_loggers(settings.monitor.loggers)
     check_guards(settings.monitor.guards)
-    hf = HfConfig.read(settings.model.path, settings.model.family)
+    hf = settings.model.read_config()
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
     check_device_for("auto", settings.model.dtype, settings.layout.context)
     tokenizer = read_tokenizer(settings.model.path, hf)

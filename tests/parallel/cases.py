@@ -21,6 +21,8 @@ KIMI = TINY_CONFIGS["kimi_k2"] | {
 # Ranked by the best expert, where Megatron would rank by the best two.
 GROUPS = {"topk_method": "group_limited_greedy", "n_routed_experts": 16, "n_group": 4, "topk_group": 2}
 
+MTP = {"num_nextn_predict_layers": 1}  # and it is trained
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what differs from its tiny shape
     "deepseek_v3": ("deepseek_v3", SMALL | SPARSE | LATENT),
     "qwen3_moe": ("qwen3_moe", GROUPED | SPARSE),
@@ -37,6 +39,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what di
     "kimi_k2": ("deepseek_v3", KIMI | SMALL | SPARSE | LATENT),
     "glm4_moe": ("glm4_moe", GROUPED | SPARSE),
     "glm4_moe_air": ("glm4_moe", GROUPED | SPARSE | {"use_qk_norm": False}),
+    "deepseek_v3_mtp": ("deepseek_v3", SMALL | SPARSE | LATENT | MTP),
+    "glm4_moe_mtp": ("glm4_moe", GROUPED | SPARSE | MTP),
 }
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # name -> ranks, sizes
@@ -91,6 +95,8 @@ COMPUTED_IN = {  # model -> layouts
     "kimi_k2": SPARSE_FAMILY,
     "glm4_moe": (*SPARSE_FAMILY, "cp2"),
     "glm4_moe_air": SPARSE_FAMILY,
+    "deepseek_v3_mtp": ("one", "dp2", "pp2_vpp2", "tp2_cp2", "ep2_pp2", "tp2_ep2_pp2"),
+    "glm4_moe_mtp": ("one", "tp2_pp2", "cp2"),
 }
 # Every layout runs with qwen3_moe. Of the others' possible layouts a part does, which holds all pairs of sizes.
 SWEPT = {"deepseek_v3": tuple(LAYOUTS), "qwen3": DENSE, "tied": TIED, "odd_vocabulary": ODD}
@@ -122,6 +128,10 @@ class Case:
         return LAYOUTS[self.layout][1]
 
     @property
+    def trains_mtp(self) -> bool:
+        return MTP.items() <= MODELS[self.model][1].items()
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """Names of the cases whose results this one is compared with."""
         if self.measures == ("converted",):
@@ -150,6 +160,7 @@ LOADING = {  # who saved -> layouts that load
     "qwen2-tp2_pp2": ("one", "tp2"),
     "deepseek_v2_lite-tp2_ep2_pp2": ("one",),
     "glm4_moe-tp2_ep2_pp2": ("one", "ep2"),
+    "deepseek_v3_mtp-tp2_ep2_pp2": ("one", "pp2_vpp2"),
 }
 SAVING = tuple(LOADING)
 VARIANTS: dict[str, dict[str, Any]] = {

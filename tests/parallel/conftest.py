@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
-from tests.parallel.cases import CASES, LAYOUTS, MODELS, Case
+from grpo_mp.examples.tiny_models import add_mtp_layer, make_tiny, make_tokenizer
+from tests.parallel.cases import CASES, LAYOUTS, MODELS, MTP, Case
 from tests.parallel.expected import Expected, expect
 from tests.parallel.full_model import Tensors, file_tensors, full_tensors
 
@@ -29,6 +29,8 @@ class Model:
         family, shape = MODELS[name]
         self.folder = root / "models" / name
         self.config = make_tiny(self.folder, family, make_tokenizer(["apples"]), **shape)
+        if MTP.items() <= shape.items():
+            add_mtp_layer(self.folder)
         self.expected: Expected = expect(self.folder, self.config["vocab_size"])
         self.tensors: Tensors = file_tensors(self.folder)
         torch.save(self.expected.given, root / "given" / f"{name}.pt")

@@ -3,15 +3,18 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.types import Sample
 from tests.parallel.inputs import (
     KL_WEIGHT,
+    MTP_WEIGHT,
     TEMPERATURE,
     StepSamples,
     add_rollout_logprobs,
@@ -57,7 +60,61 @@ class Expected:
         update = self.given.first_update
         losses = [_sample_loss(model, self.given.samples[i], self.given.advantages[i]) for i in update]
         (torch.stack(losses).sum() / len(update)).backward()
-        return file_gradients(model)
+        return file_gradients(model) | self.mtp_gradient
+
+    @cached_property
+    def mtp_gradient(self) -> dict[str, Tensor]:
+        """Of the weighted cross entropy of the token after the next, by a layer that learns alone; {} without one."""
+        if not AutoConfig.from_pretrained(self.folder).to_dict().get("num_nextn_predict_layers"):
+            return {}
+        layer = MtpLayer(self.folder)
+        update = [self.given.samples[i] for i in self.given.first_update]
+        losses = [-layer.logprobs(sample).sum() / len(sample.tokens) for sample in update]
+        (MTP_WEIGHT * torch.stack(losses).sum() / len(update)).backward()
+        return layer.gradient()
+
+
+class MtpLayer(torch.nn.Module):
+    """The multi-token-prediction layer of a folder: transformers' decoder layer, and what DeepSeek's paper adds."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        config = AutoConfig.from_pretrained(folder)
+        config.num_hidden_layers += 1  # the layer counts as one more of the decoder
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+        *decoder, self.block = model.model.layers
+        model.model.layers, model.config.num_hidden_layers = torch.nn.ModuleList(decoder), len(decoder)
+        self.model = [model]  # no module of this one
+        self.prefix = f"model.layers.{len(decoder)}."
+        with HfReader(folder) as reader:
+            own = {name: reader.read(f"{self.prefix}{name}.weight") for name in ("enorm", "hnorm", "eh_proj")}
+            self.norm = torch.nn.Parameter(reader.read(f"{self.prefix}shared_head.norm.weight"))
+        self.own = torch.nn.ParameterDict(own)
+
+    def logprobs(self, sample: Sample) -> Tensor:
+        """[T - 1] of the second response token on, at the rollout's temperature: row i sees tokens up to i + 1."""
+        (model,), tokens = self.model, torch.tensor([sample.prompt_tokens + sample.tokens])
+        with torch.no_grad():
+            hidden, embedded = model.model(tokens).last_hidden_state[:, :-1], model.model.embed_tokens(tokens[:, 1:])
+        both = [self._norm(embedded, self.own["enorm"]), self._norm(hidden, self.own["hnorm"])]
+        inputs = torch.cat(both, -1) @ self.own["eh_proj"].t()
+        positions = torch.arange(inputs.shape[1])[None]
+        mask = torch.full((positions.shape[1],) * 2, -torch.inf).triu(1)[None, None]
+        rotary = model.model.rotary_emb(inputs, positions)
+        output = self.block(inputs, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
+        logits = self._norm(output, self.norm) @ model.lm_head.weight.detach().t() / TEMPERATURE
+        first = len(sample.prompt_tokens) - 1
+        return _of_tokens(logits[0, first:-1], tokens[0, first + 2 :])
+
+    def gradient(self) -> dict[str, Tensor]:
+        """The gradients of its parameters by the names of the files."""
+        block = _file_tensors((name, p.grad) for name, p in self.block.named_parameters() if p.grad is not None)
+        own = {f"{name}.weight": p.grad for name, p in self.own.items()} | {"shared_head.norm.weight": self.norm.grad}
+        return {self.prefix + name: gradient for name, gradient in chain(block, own.items())}
+
+    def _norm(self, values: Tensor, weight: Tensor) -> Tensor:
+        epsilon = self.model[0].config.rms_norm_eps
+        return values * (values.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight
 
 
 def rows(values: Sequence[Tensor], sample: Tensor, position: Tensor) -> Tensor:

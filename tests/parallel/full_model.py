@@ -12,6 +12,7 @@ from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import join, unfuse
+from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING
 
 Tensors = dict[str, Tensor]
 
@@ -29,7 +30,8 @@ def full_tensors(
 
     Ranks that hold the same part must agree about it to a relative `tolerance`, and so must a tied copy.
     """
-    hf = HfConfig.read(folder)
+    trains_mtp = any(COPIED_EMBEDDING in of_rank["counts"] for of_rank in held)
+    hf = HfConfig.read(folder, trains_mtp=trains_mtp)
     full: Tensors = {}
     for name, param in family_of(hf).params(hf).items():
         copies = [(held["parts"][name], shard[name]) for shard, held in zip(shards, held, strict=True) if name in shard]

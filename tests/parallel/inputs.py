@@ -21,6 +21,7 @@ from tests.parallel.cases import SMALL, Case
 
 TEMPERATURE = 0.7
 KL_WEIGHT = 0.2
+MTP_WEIGHT = 0.3
 UPDATES = 3
 GROUP_SIZE = 4
 SAMPLES = 8 * UPDATES
@@ -118,7 +119,7 @@ def settings_of(case: Case, model: Path) -> Settings:
     training = {"updates_per_step": UPDATES, "max_tokens_per_microbatch": 120, "logprob_chunk_tokens": 50}
     tree: dict[str, Any] = {
         "run": {"folder": "unused", "steps": 2},
-        "model": {"path": str(model), "dtype": "float32"},
+        "model": {"path": str(model), "dtype": "float32", "mtp_loss_scaling_factor": MTP_WEIGHT * case.trains_mtp},
         "layout": case.sizes,
         "data": {"train": "unused"},
         "rollout": {
@@ -159,7 +160,8 @@ def step_microbatches(given: StepSamples, settings: Settings, parallel: Parallel
         limit = settings.rollout.max_response_tokens
         weights = token_weights(lengths, [True] * len(lengths), settings.algorithm, limit)
         coordinates = (parallel.coords.data, parallel.coords.context)
-        batches = microbatches(update, samples, given.advantages, weights, settings.layout, *coordinates)
+        with_mtp = settings.model.trains_mtp
+        batches = microbatches(update, samples, given.advantages, weights, settings.layout, *coordinates, with_mtp)
         updates.append([_with_fixed(batch) for batch in batches])
     return updates
 

@@ -32,7 +32,7 @@ from grpo_mp.distributed.shards import shard_holders
 from grpo_mp.errors import UserError
 from grpo_mp.models.fp8 import SCALE, quantize
 from grpo_mp.models.mapping import Param
-from grpo_mp.planner.pipeline_layout import layers_of_stages
+from grpo_mp.planner.pipeline_layout import layers_of_stages, with_mtp_layer
 from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.policy import Policy, UpdateReport
 from grpo_mp.policy.shared_prompt_attention import packed_sequences
@@ -196,7 +196,8 @@ def _export(bench: Bench, targets: tuple[int, ...]) -> Result:
 def _planned_rounds(bench: Bench, wire: WireFormat, targets: tuple[int, ...]) -> tuple[RankRound, ...]:
     """Plan from the layout alone, as the planner does."""
     layout, world_size = bench.settings.layout, bench.parallel.world_size
-    stages = layers_of_stages(bench.policy.config.num_layers, layout, bench.settings.training.megatron_args)
+    decoder = layers_of_stages(bench.policy.config.num_layers, layout, bench.settings.training.megatron_args)
+    stages = with_mtp_layer(decoder, bench.policy.hf)
     sent = {name: param for name, param in wire.params.items() if not param.alias}
     holders = shard_holders(sent, layout, world_size, stages)
     round_bytes = wire.round_bytes(_least_bucket(wire))
