@@ -191,12 +191,14 @@ def _open(file: Path):  # type: ignore[no-untyped-def]
 
 
 def is_non_policy_tensor(name: str, hf: HfConfig) -> bool:
-    """Return whether a tensor is no part of the policy (multi-token prediction, rotary table): it is carried unchanged.
+    """Return whether a tensor is no part of the policy: it is carried unchanged.
+
+    So are a rotary table, and a multi-token-prediction layer that is not trained.
 
     A conversion keeps them as files beside its parts; an export takes them from the folder that the policy came from.
     """
     layer = LAYER.match(name)
-    return (layer is not None and int(layer.group(1)) >= hf.int("num_hidden_layers")) or name.endswith(".inv_freq")
+    return (layer is not None and int(layer.group(1)) >= hf.policy_layers) or name.endswith(".inv_freq")
 
 
 def check_layers(names: Iterable[str], hf: HfConfig) -> None:

@@ -94,8 +94,9 @@ def _numerics(job: PlannedJob) -> Iterator[str]:
     yield f"reference: {reference if job.has_reference else 'none, the KL weight is 0'}"
     if job.hf.get("num_nextn_predict_layers"):
         drafts = settings.engine.speculative.algorithm == "mtp"
-        served = "drafts for the engines and is not trained" if drafts else "is neither trained nor served"
-        yield f"the multi-token-prediction layer of the model {served}"
+        served = "drafts for the engines" if drafts else "does not draft for the engines"
+        trained = "learns, on the last stage" if settings.model.trains_mtp else "is not trained"
+        yield f"the multi-token-prediction layer of the model {served} and {trained}"
     yield (
         f"algorithm: {settings.algorithm.preset}; {settings.model.dtype} weights, "
         f"recompute {settings.training.recompute}, "

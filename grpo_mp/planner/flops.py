@@ -1,5 +1,7 @@
 """Arithmetic of a model: FLOPs of a token, and the parameters that a token uses."""
 
+from dataclasses import replace
+
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
@@ -14,11 +16,20 @@ def forward_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: flo
     return 2.0 * active_parameters(model, hf) + attention
 
 
+def mtp_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: float) -> float:
+    """Return those of a multi-token-prediction layer that is trained: a mean layer, the projection before it, the head."""
+    if not hf.trains_mtp:
+        return 0.0
+    head = 2.0 * model.hidden_size * model.vocab_size
+    layers = forward_flops_per_token(model, hf, context_tokens) - head
+    return layers / model.num_layers + 4.0 * model.hidden_size**2 + head
+
+
 def active_parameters(model: ModelShape, hf: HfConfig) -> int:
     """Count the parameters that one token uses: its experts and everything else but the embedding, of which one row."""
     attention = sum(
         len(rule.layers or ()) * sum(shape[0] * shape[1] for shape in rule.shapes if len(shape) == 2)
-        for rule in family_of(hf).rules(hf)
+        for rule in family_of(hf).rules(replace(hf, trains_mtp=False))
         if "self_attention" in rule.name
     )
     num_dense_layers = model.num_layers - model.num_moe_layers

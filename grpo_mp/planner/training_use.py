@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from grpo_mp.planner.clusters import OVERHEADS
-from grpo_mp.planner.flops import forward_flops_per_token
+from grpo_mp.planner.flops import forward_flops_per_token, mtp_flops_per_token
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.resource_use import ResourceUse, Wait
 
@@ -37,7 +37,8 @@ def train_use(job: PlannedJob) -> ResourceUse:
     backward = replace(traffic, ring=2 * traffic.ring, gathers=1.5 * traffic.gathers)
     between_stages = ResourceUse(network_bytes=traffic.between_stages * (1 - forwards))  # is not computed again
     use = _traffic_use(job, traffic).scaled(forwards) + _traffic_use(job, backward) + between_stages
-    use += ResourceUse(flops=_forward_flops(job) * (forwards + 2))
+    ahead = mtp_flops_per_token(job.model, job.hf, job.attention_context) * _computed_tokens(job) / job.train_ranks
+    use += ResourceUse(flops=(_forward_flops(job) + ahead) * (forwards + 2))
     return replace(use.scaled(training.epochs), bubble=_bubble(job))
 
 

@@ -27,9 +27,9 @@ LAST_OF_CONNECTION = {"Connection": "close"}  # of a request at which the server
 BUSY_LIMIT_S = 60.0  # of an engine whose requests have all been answered
 BUSY_POLL_S = 0.1
 HEALTH_LIMIT_S = 30.0  # the engine itself gives up after 20
-# Updates are not for the layer that drafts in speculative decoding: its embedding and head are the model's tensors, and
-# the rest of it is not trained.
-TARGET = {"selector": "target"}
+# Of an engine that drafts by a layer, which model a request is for. The layer's embedding and head are the model's
+# tensors, and the rest of it is updated where it is trained.
+TARGET, TARGET_AND_DRAFT = {"selector": "target"}, {"selector": "all"}
 OUT_OF_MEMORY = "out of memory"  # what torch says; an engine that says it may be started again
 REQUIRED_ROUTES = (
     "/generate",
@@ -169,6 +169,7 @@ class EngineClient:
             base_url=url, headers=dict(headers), timeout=timeout_s, limits=limits, trust_env=False
         )
         self._capabilities: Capabilities | None = None
+        self._updated = TARGET  # by the weight update that goes on
         self._cache_key = "0"  # of prefixes in the radix cache: none is read by other weights than those it is from
 
     async def aclose(self) -> None:
@@ -299,18 +300,19 @@ class EngineClient:
         await self._call("POST", "/continue_generation", {"torch_empty_cache": False})
         self.limits.resume()
 
-    async def begin_weight_update(self) -> None:
-        """Begin a weight update; nothing to do on an SGLang without weight update sessions."""
+    async def begin_weight_update(self, with_draft: bool = False) -> None:
+        """Begin a weight update, also of the layer that drafts; SGLang without weight update sessions needs no begin."""
+        self._updated = TARGET_AND_DRAFT if with_draft else TARGET
         if (await self.capabilities()).weight_update_session:
-            await self._post("/begin_weight_update", TARGET)
+            await self._post("/begin_weight_update", self._updated)
 
     async def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str | None = None) -> None:
         """Send one bucket: `payloads` is base64 text for each of the engine's tensor-parallel ranks.
 
         SGLang answers success for a tensor name that it does not know.
         """
-        body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": False, **TARGET}
-        await self._post("/update_weights_from_tensor", body)
+        body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": False}
+        await self._post("/update_weights_from_tensor", body | self._updated)
 
     async def end_weight_update(self, version: int, keep_cache: bool = False) -> None:
         """End the update and set the version of the new weights; the cache is flushed unless running requests keep it.

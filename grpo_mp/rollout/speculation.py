@@ -17,8 +17,8 @@ from grpo_mp.rollout.precision import precision_arguments
 def speculative_arguments(engine: EngineConfig, group_size: int) -> dict[str, Any]:
     """Return the ServerArgs of `engine.speculative`.
 
-    The layer that drafts is not trained: it is read from the model's folder even where the other weights come with the
-    first sync, and the host keeps a copy for engines that leave the device. Its embedding and head are the model's own.
+    The layer that drafts need not be trained: it is read from the model's folder even where the other weights come with
+    the first sync, and the host keeps a copy for engines that leave the device. Its embedding and head are the model's.
     """
     speculative = engine.speculative
     if speculative.algorithm == "none":

@@ -17,6 +17,7 @@ from grpo_mp.batching.step_batch import StepBatch, student_logprobs
 from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import metric_name
+from grpo_mp.policy.multi_token_prediction import MtpLoss
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.policy.routing_replay import RoutingReplay
 from grpo_mp.rewards.scorer import RewardStats
@@ -275,6 +276,20 @@ def routing_metrics(replay: RoutingReplay | None, parallel: Parallel) -> dict[st
     if not replayed:
         return {}
     return dict.fromkeys(("mismatch/router_diff_ratio", "train/router_diff_ratio"), differing / replayed)
+
+
+def mtp_metrics(loss: MtpLoss | None, parallel: Parallel, sampled: bool = True) -> dict[str, float]:
+    """Return how the multi-token-prediction layer did in an update, over the job; nothing where it does not learn.
+
+    `sampled`: by the policy, whose acceptance of the layer's drafts then follows. Every rank must call this.
+    """
+    if loss is None:
+        return {}
+    sums = loss.take_sums()
+    sums *= parallel.coords.tensor == 0  # tensor ranks have the same tokens
+    dist.all_reduce(sums, group=parallel.cpu_group)
+    values = dict(zip(("train/mtp_loss", "train/mtp_acceptance"), (sums[:2] / sums[2].clamp(min=1)).tolist(), strict=True))
+    return values if sampled else {"train/mtp_loss": values["train/mtp_loss"]}
 
 
 def reduce_report(report: UpdateReport, parallel: Parallel) -> dict[str, float]:

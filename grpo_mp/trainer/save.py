@@ -3,7 +3,7 @@
 import logging
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo_mp.background import BackgroundTask
 from grpo_mp.checkpoint.chunk_files import ChunkWriter, share_buffer
 from grpo_mp.checkpoint.describe import TORCH_DIST
-from grpo_mp.checkpoint.hf_reader import read_non_policy_tensors
+from grpo_mp.checkpoint.hf_reader import open_non_policy_tensors, read_non_policy_tensors
 from grpo_mp.checkpoint.hf_writer import Shard, begin_hf, complete_hf, write_shards
 from grpo_mp.checkpoint.manifest import Files, checksums
 from grpo_mp.checkpoint.run_state import (
@@ -30,6 +30,8 @@ from grpo_mp.checkpoint.run_state import (
 from grpo_mp.config.sections import RunConfig
 from grpo_mp.distributed.process_groups import all_gather, make_groups
 from grpo_mp.errors import DiskError, one_line
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.multi_token_prediction import copied_names
 from grpo_mp.phases import Phase
 from grpo_mp.policy.checkpoint import (
     Written,
@@ -211,7 +213,8 @@ class CheckpointSaver:
 
 def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | None, fp8: bool = False) -> None:
     """Write a policy as a Hugging Face folder: config, tokenizer, template and what is no part of the policy
-    (multi-token prediction) from `like`, new weights, as blockwise FP8 with `fp8`.
+    (multi-token prediction, untrained) from `like`, new weights, as blockwise FP8 with `fp8`. Where that layer is
+    trained, and `like` has copies of embedding and output layer in it, they are written anew.
 
     Every rank must call this, and writes its share. A round of `bucket_bytes` is on the device at a time, a shard of
     the folder and one tensor on the host. Raises UserError, on every rank, where one cannot write.
@@ -225,16 +228,34 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | 
         (name, tensor.to("cpu", copy=True)) for name, tensor in chain.from_iterable(resharder.stages(rounds))
     )
     others = read_non_policy_tensors(like, policy.hf, fp8, parallel.rank, parallel.world_size)
+    copies = _copied_names(like, policy.hf)
 
     def write() -> list[Shard]:
         try:
-            return write_shards(folder, chain(tensors, others), parallel.rank)
+            return write_shards(folder, chain(_with_copies(tensors, copies), others), parallel.rank)
         finally:
             deque(tensors, maxlen=0)  # the other ranks exchange all rounds with one that cannot write
 
     on_all_ranks(lambda: begin_hf(folder) if parallel.rank == 0 else None, folder, group)
     shards = list(chain.from_iterable(all_gather(on_all_ranks(write, folder, group), group)))
     on_all_ranks(lambda: complete_hf(folder, shards, like, fp8) if parallel.rank == 0 else None, folder, group)
+
+
+def _copied_names(like: Path, hf: HfConfig) -> dict[str, str]:
+    """Return, by name of a tensor, that of its copy in a trained multi-token-prediction layer, where `like` has it."""
+    copies = copied_names(hf)
+    reader = open_non_policy_tensors(like) if copies else None
+    if reader is None:
+        return {}
+    with reader:
+        return {name: copy for name, copy in copies.items() if copy in reader.names}
+
+
+def _with_copies(tensors: Iterable[tuple[str, Tensor]], copies: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        yield name, tensor
+        if name in copies:
+            yield copies[name], tensor.clone()  # no two of a file may share memory
 
 
 def export_writers(wire: WireFormat, world_size: int) -> Readers:

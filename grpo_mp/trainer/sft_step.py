@@ -17,6 +17,7 @@ from grpo_mp.files import write_json
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.monitor.summary import StepSummary
 from grpo_mp.policy.policy import Policy, UpdateReport
+from grpo_mp.trainer.metrics import mtp_metrics
 
 SKIPPED = "skipped_updates"  # folder of what skipped updates were made of
 
@@ -43,13 +44,17 @@ def pack_samples(data: ChatSet, indices: Sequence[int], max_tokens: int, policy:
     """Plan an update of these samples, and pack what this rank computes of it."""
     lengths, learned = data.lengths[list(indices)].tolist(), data.learned[list(indices)].tolist()
     hidden_size = policy.config.hidden_size
-    return supervised_batch(lengths, learned, lambda i: data[indices[i]], policy.parallel, max_tokens, hidden_size)
+    with_mtp = policy.mtp_loss is not None
+    return supervised_batch(
+        lengths, learned, lambda i: data[indices[i]], policy.parallel, max_tokens, hidden_size, with_mtp
+    )
 
 
 def supervised_update(policy: Policy, batch: SupervisedBatch) -> tuple[UpdateReport, dict[str, float]]:
     """Make one optimizer update; return its report, and what its loss measured over the job. Every rank must call."""
     report = policy.update(batch.microbatches, token_mean_loss)
-    return report, supervised_metrics(reduce_sums(report.losses, policy.parallel))
+    measured = supervised_metrics(reduce_sums(report.losses, policy.parallel))
+    return report, measured | mtp_metrics(policy.mtp_loss, policy.parallel, sampled=False)
 
 
 def reduce_sums(reports: Sequence[torch.Tensor], parallel: Parallel) -> dict[str, float]:

@@ -12,7 +12,7 @@ from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
 from grpo_mp.distributed.process_groups import context_reduction
 from grpo_mp.policy.policy import Policy, UpdateReport
 from grpo_mp.policy.reference import Reference
-from grpo_mp.trainer.metrics import reduce_report, routing_metrics
+from grpo_mp.trainer.metrics import mtp_metrics, reduce_report, routing_metrics
 from grpo_mp.types import MicroBatch
 
 
@@ -35,7 +35,7 @@ def train_step(
         weights = current_coefficients(adaptive_coefs, algorithm)
         report = policy.update(update, make_loss(algorithm, weights, reduce, policy_loss))
         measured = compute_metrics(reduce_report(report, policy.parallel))
-        measured |= routing_metrics(policy.replay, policy.parallel)
+        measured |= routing_metrics(policy.replay, policy.parallel) | mtp_metrics(policy.mtp_loss, policy.parallel)
         reports.append(replace(report, measured=measured))
         if not report.skipped:  # what it measured may be NaN, which a coefficient would keep
             adaptive_coefs = update_adaptive_coefs(

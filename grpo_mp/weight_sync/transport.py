@@ -44,13 +44,14 @@ class EngineLink:
     node_group: dist.ProcessGroup
     timeout_s: float  # for one round
     pause: PauseMode | None = None  # how requests wait for the update; None: there are none
+    with_draft: bool = False  # the layer that drafts is updated, too
     _sender: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "weight_sync"))
 
     def begin(self) -> None:
         """Begin a weight update; requests of the engine wait meanwhile."""
         with self._paused() as client:
             if client:
-                self.rollout.call(client.begin_weight_update())
+                self.rollout.call(client.begin_weight_update(self.with_draft))
 
     def overwrite_weights(self) -> None:
         """Fill the engine's weights with random values; its requests wait until an update has ended."""

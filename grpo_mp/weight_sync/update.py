@@ -17,6 +17,7 @@ from grpo_mp.distributed.shards import tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
+from grpo_mp.models.multi_token_prediction import is_of_mtp
 from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.engine_parallelism import engine_parallelism, expert_alignment
@@ -179,11 +180,15 @@ def build_weight_sync(settings: Settings, shards: PolicyShards, rollout: Rollout
     """Plan the sync and link each rank to its engine. Every rank must call this, once the engines run."""
     args, gpus = settings.engine.args, settings.engine.gpus_per_engine
     fp8 = engine_uses_fp8(args, shards.hf, cpu=not platform.on_cuda())
-    wire = WireFormat(shards.params, shards.tp_sizes, DTYPES[settings.model.dtype], fp8)
+    # Engines that do not draft with a multi-token-prediction layer have none.
+    drafts = settings.engine.speculative.algorithm == "mtp"
+    params = {name: param for name, param in shards.params.items() if drafts or not is_of_mtp(param, shards.hf)}
+    parts = {name: part for name, part in shards.parts.items() if name in params}
+    wire = WireFormat(params, shards.tp_sizes, DTYPES[settings.model.dtype], fp8)
     parallelism = engine_parallelism(gpus, args, shards.hf)
     alignment = expert_alignment(parallelism, args, fp8, platform.compute_capability())
     readers = engine_readers(rollout.host_ranks, parallelism, alignment)
-    rounds = plan_rounds(wire, shards.parts, readers, settings.sync.bucket_bytes, job.group, job.ranks_per_node)
+    rounds = plan_rounds(wire, parts, readers, settings.sync.bucket_bytes, job.group, job.ranks_per_node)
     link = _link_engine(settings, wire, rollout, job) if job.hosts_engines else None
     changes = None
     if settings.sync.delta and engine_keeps_weights(settings):
@@ -205,7 +210,8 @@ def _link_engine(settings: Settings, wire: WireFormat, rollout: Rollout, job: Jo
     if uses_cuda_ipc(settings.sync):
         transport = IpcTransport(wire, job.rank, job.device_group)
     pause = None if settings.schedule == "colocated" else settings.sync.pause
-    return EngineLink(rollout, transport, engine_group, node_group, settings.sync.timeout_s, pause)
+    with_draft = settings.model.trains_mtp and settings.engine.speculative.algorithm == "mtp"
+    return EngineLink(rollout, transport, engine_group, node_group, settings.sync.timeout_s, pause, with_draft)
 
 
 def engine_keeps_weights(settings: Settings) -> bool:

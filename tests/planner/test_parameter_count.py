@@ -1,5 +1,6 @@
 """Parameters per rank: the closed form against the real Megatron model, and both against the published total."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.meta_model import megatron_parameter_counts
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.planner.parameter_count import local_parameter_counts
-from grpo_mp.planner.pipeline_layout import balance_layers, format_pipeline_layout, layers_of_stages
+from grpo_mp.planner.pipeline_layout import balance_layers, format_pipeline_layout, layers_of_stages, with_mtp_layer
 from tests.models.published import PUBLISHED
 from tests.planner.jobs import settings_of
 
@@ -40,6 +41,25 @@ def test_closed_form_equals_what_megatron_builds(
     hf = published_config(name)
     stage_layers = layers_of_stages(hf.int("num_hidden_layers"), settings.layout, megatron)
     assert local_parameter_counts(hf, settings.layout, stage_layers) == megatron_parameter_counts(settings, hf, ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "sizes", "megatron"),
+    [
+        ("deepseek-r1", 64, {"tensor": 4, "pipeline": 2, "expert": 16, "expert_tensor": 2}, {FREE: "Et*31|(tt)*15L"}),
+        ("deepseek-r1", 32, {"tensor": 8, "pipeline": 4, "expert": 8}, {LAST: 13}),
+        ("glm-4.5-air", 32, {"tensor": 8, "pipeline": 2, "virtual_pipeline": 23, "expert": 16}, {}),
+        ("glm-4.5-air", 16, {"tensor": 8, "expert": 16}, {}),
+    ],
+)
+def test_a_layer_that_predicts_ahead_is_counted_where_megatron_builds_it(
+    name: str, ranks: int, sizes: dict[str, int], megatron: dict[str, Any]
+) -> None:
+    settings = settings_of(layout=sizes, training={"megatron_args": megatron})
+    hf = replace(published_config(name), trains_mtp=True)
+    stage_layers = with_mtp_layer(layers_of_stages(hf.int("num_hidden_layers"), settings.layout, megatron), hf)
+    counts = local_parameter_counts(hf, settings.layout, stage_layers)
+    assert counts == megatron_parameter_counts(settings, hf, ranks)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
