@@ -125,6 +125,11 @@ class PlannedJob:
         offload = self.settings.optimizer.offload
         return "none" if offload == "step" and not self.offloads else offload
 
+    @property
+    def has_copied_embedding(self) -> bool:
+        """Return whether the last of several stages has a copy of the embedding."""
+        return self.hf.tied or self.hf.trains_mtp
+
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether a layer has experts; a multi-token-prediction layer, after the last, is as the last."""
         return self.model.is_moe_layer[min(layer, self.model.num_layers - 1)]

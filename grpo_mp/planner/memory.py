@@ -213,7 +213,7 @@ def communicator_bytes(job: PlannedJob) -> tuple[float, float]:
     layout, in_use, suspended = job.settings.layout, 0.0, 0.0
     if not job.settings.shares_devices:
         in_use += OVERHEADS.communicator  # of all ranks of the job: to send weights
-    for group in communicators(layout, job.train_ranks, bool(job.model.num_experts), job.hf.tied):
+    for group in communicators(layout, job.train_ranks, bool(job.model.num_experts), job.has_copied_embedding):
         in_pairs = group.group == PIPELINE and layout.virtual_pipeline is not None  # to the stages before and after
         size = OVERHEADS.communicator * (2 if in_pairs else 1)
         in_node = group.fits_in(job.gpus_per_node)

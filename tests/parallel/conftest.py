@@ -32,7 +32,8 @@ class Model:
         if MTP.items() <= shape.items():
             add_mtp_layer(self.folder)
         self.expected: Expected = expect(self.folder, self.config["vocab_size"])
-        self.tensors: Tensors = file_tensors(self.folder)
+        copies = ("layers.4.embed_tokens.weight", "layers.4.shared_head.head.weight")  # of what the model has
+        self.tensors: Tensors = {n: t for n, t in file_tensors(self.folder).items() if not n.endswith(copies)}
         torch.save(self.expected.given, root / "given" / f"{name}.pt")
 
 

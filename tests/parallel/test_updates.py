@@ -43,7 +43,7 @@ def test_updates_use_the_communicators_that_the_plan_counts(case: Case, outcomes
         return  # no user can set it
     model, ranks = outcomes.models[case.model].config, outcomes.by_rank(case, "updates")
     has_experts = not {"num_experts", "n_routed_experts"}.isdisjoint(model)
-    tied = model.get("tie_word_embeddings", False)
+    tied = model.get("tie_word_embeddings", False) or case.trains_mtp
     counted = communicators(LayoutConfig(**case.sizes), len(ranks), has_experts, tied)
     used, planned = {name for rank in ranks for name in rank["groups"]}, {group.group for group in counted}
     # WORLD is the weight sync's; the other is used by newer versions of Megatron, and by routers with a bias only.

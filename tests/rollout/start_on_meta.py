@@ -10,11 +10,20 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from grpo_mp.models.families import family_of
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.multi_token_prediction import is_of_mtp
 from grpo_mp.rollout.engine_args import CUDA_ENVIRONMENT
+from grpo_mp.weight_sync.plan import Piece
+from grpo_mp.weight_sync.wire import WireFormat
 from tests.rollout.fake_h100 import cuda_on_meta, disable_other_models, fake_h100, set_groups
 
 MODELS = (
@@ -101,8 +110,39 @@ def start_on_meta(arguments: dict[str, Any]) -> dict[str, Any]:
         "ports": _claimed_ports(server_args),
         "draft": type(draft).__name__,
         "draft_bytes": sum(parameter.nbytes for parameter in draft.parameters()) if draft else 0,
+        "synced": [_loaded_by_sync(each, server_args) for each in (model, draft)] if draft else [],
         **resolved,
     }
+
+
+def _loaded_by_sync(model: Any, server_args: Any) -> dict[str, list[str]]:
+    """Let a model load what a weight sync sends of a layer that drafts and is trained; name what it has loaded, or not.
+
+    Its weights are on meta: nothing is copied, and SGLang's own loaders check names and shapes.
+    """
+    from sglang.srt.model_loader.weight_utils import default_weight_loader
+
+    from grpo_mp.rollout.precision import engine_uses_fp8
+
+    hf = HfConfig.read(Path(server_args.model_path), trains_mtp=True)
+    params = family_of(hf).params(hf)
+    sizes = dict.fromkeys(params, 1)
+    fp8 = engine_uses_fp8({"quantization": server_args.quantization}, hf, cpu=False)
+    wire = WireFormat(params, sizes, torch.bfloat16, fp8)
+    names = [name for name, param in params.items() if is_of_mtp(param, hf) and not param.alias]
+    specs = wire.all_specs(map(Piece, names))
+    loaded = set[str]()
+    for name, parameter in model.named_parameters():
+        load = getattr(parameter, "weight_loader", default_weight_loader)
+        parameter.weight_loader = partial(_record, loaded, name, load)
+    with cuda_on_meta():
+        model.load_weights((spec.name, torch.empty(spec.shape, dtype=spec.dtype, device="meta")) for spec in specs)
+    return {"loaded": sorted(loaded), "others": sorted({name for name, _ in model.named_parameters()} - loaded)}
+
+
+def _record(loaded: set[str], name: str, load: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    loaded.add(name)
+    return load(*args, **options)
 
 
 def _claimed_ports(server_args: Any) -> list[int]:

@@ -167,6 +167,10 @@ def test_an_engine_drafts_as_it_is_set(facts_by_case: Facts, number: int) -> Non
     assert facts["speculative_num_steps"] == settings.engine.speculative.num_steps
     assert facts["enable_draft_weights_cpu_backup"]
     assert 0 < facts["draft_bytes"] < facts["bytes"] / 8
+    target, draft = facts["synced"]  # of a layer that is trained: the model itself passes over what it is sent
+    assert not target["loaded"]
+    assert [name for name in draft["others"] if not name.endswith(("embed_tokens.weight", "head.weight"))] == []
+    assert any("experts" in name for name in draft["loaded"])
 
 
 @pytest.mark.parametrize(
