@@ -270,7 +270,8 @@ class SpeculativeConfig(Section):
     algorithm: Literal["none", "mtp", "ngram"] = Field(
         "none",
         description="mtp: the model's own multi-token-prediction layer drafts, as the folder has it, or as "
-        "model.mtp_loss_scaling_factor trains it (SGLang NEXTN); ngram: what followed the same tokens before in prompts and responses (SGLang NGRAM)",
+        "model.mtp_loss_scaling_factor trains it (SGLang NEXTN); ngram: what followed the same tokens before in "
+        "prompts and responses (SGLang NGRAM)",
     )
     num_steps: int = Field(3, ge=1, description="tokens that are drafted one after the other (SGLang's argument)")
     eagle_topk: int = Field(1, ge=1, description="candidates of each of them; above 1 they are a tree (SGLang's)")

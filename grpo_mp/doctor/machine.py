@@ -24,7 +24,6 @@ from grpo_mp.config import Settings
 from grpo_mp.distributed.ports import claim_ports
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.findings import Finding, Level
-from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.phases import GIB
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.platform.gpu_state import GpuState, peers_without_access, read_gpus

@@ -106,8 +106,8 @@ class HfConfig:
             return layers
         if (count := int(self.get("num_nextn_predict_layers") or 0)) != 1:
             raise self.error(
-                f"num_nextn_predict_layers={count}, and model.mtp_loss_scaling_factor trains one multi-token-prediction "
-                "layer: set it to 0"
+                f"num_nextn_predict_layers={count}, and model.mtp_loss_scaling_factor trains one "
+                "multi-token-prediction layer: set it to 0"
             )
         return layers + 1
 

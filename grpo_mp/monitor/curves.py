@@ -73,6 +73,12 @@ CURVES: dict[str, tuple[Curve, ...]] = {
         Curve("Ratio", "ratio", {"mean": "train/ratio/mean", "max": "train/ratio/max"}),
         Curve("Clipped tokens", "share", {"low": "train/pg_clipfrac_low", "high": "train/pg_clipfrac_high"}),
         Curve("Effective sample size", "share", {"ESS": "train/ess"}, "Of the ratios."),
+        Curve(
+            "Drafts of one token that are accepted",
+            "share",
+            {"multi-token-prediction layer": "train/mtp_acceptance"},
+            "By speculative decoding, where the layer learns (model.mtp_loss_scaling_factor).",
+        ),
         Curve("Gradient norm", "norm", {"norm": "train/grad_norm"}),
         Curve("Learning rate", "rate", {"rate": "train/lr"}),
         Curve("Engine against policy", "nats", {"mean": "mismatch/logprob_abs_diff/mean"}, "Difference of logprobs."),

@@ -17,7 +17,7 @@ def forward_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: flo
 
 
 def mtp_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: float) -> float:
-    """Return those of a multi-token-prediction layer that is trained: a mean layer, the projection before it, the head."""
+    """Return those of a multi-token-prediction layer in training: a mean layer, its projection, the head."""
     if not hf.trains_mtp:
         return 0.0
     head = 2.0 * model.hidden_size * model.vocab_size

@@ -55,7 +55,7 @@ def embed_detached(embedding: Callable[..., Tensor], is_learning: bool, **inputs
     for data parallelism waits for one of each weight, and the first stage's is added.
     """
     embedded = embedding(**inputs)
-    return embedded.detach() if is_learning else _ZeroGradient.apply(embedded)  # type: ignore[no-any-return]
+    return embedded.detach() if is_learning else _ZeroGradient.apply(embedded)
 
 
 def mtp_block_spec(config: TransformerConfig, decoder: Any, vp_stage: int | None) -> Any:
@@ -79,12 +79,13 @@ class MtpLoss:
         Drafts sampled from q are accepted by p with the probability sum min(p, q) (Leviathan et al., arXiv 2211.17192,
         Theorem 3.5), the mean of min(1, q / p) over tokens sampled from p.
         """
-        assert batch.mtp_targets is not None and batch.mtp_weights is not None
+        rollout = batch.mtp_rollout_logprobs
+        assert batch.mtp_weights is not None
+        assert rollout is not None
         weights = batch.mtp_weights.to(logprobs.device)
         learned = weights > 0  # what is not may be infinite
         values = logprobs.double().where(learned, 0.0)
         with torch.no_grad():
-            rollout = batch.mtp_rollout_logprobs
             ratio = (values - rollout.to(values.device).double().where(learned, 0.0)).clamp(max=0.0).exp()
             sums = torch.stack([-values.sum(), ratio.where(learned, 0.0).sum(), learned.sum().double()])
             self.sums = self.sums.to(sums.device) + sums

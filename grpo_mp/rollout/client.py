@@ -301,7 +301,7 @@ class EngineClient:
         self.limits.resume()
 
     async def begin_weight_update(self, with_draft: bool = False) -> None:
-        """Begin a weight update, also of the layer that drafts; SGLang without weight update sessions needs no begin."""
+        """Begin a weight update, also of the layer that drafts; nothing to do on an SGLang without such sessions."""
         self._updated = TARGET_AND_DRAFT if with_draft else TARGET
         if (await self.capabilities()).weight_update_session:
             await self._post("/begin_weight_update", self._updated)

@@ -288,7 +288,9 @@ def mtp_metrics(loss: MtpLoss | None, parallel: Parallel, sampled: bool = True) 
     sums = loss.take_sums()
     sums *= parallel.coords.tensor == 0  # tensor ranks have the same tokens
     dist.all_reduce(sums, group=parallel.cpu_group)
-    values = dict(zip(("train/mtp_loss", "train/mtp_acceptance"), (sums[:2] / sums[2].clamp(min=1)).tolist(), strict=True))
+    values = dict(
+        zip(("train/mtp_loss", "train/mtp_acceptance"), (sums[:2] / sums[2].clamp(min=1)).tolist(), strict=True)
+    )
     return values if sampled else {"train/mtp_loss": values["train/mtp_loss"]}
 
 

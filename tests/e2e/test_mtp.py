@@ -1,0 +1,52 @@
+"""A multi-token-prediction layer that learns beside the policy: metrics, a resumed run, the exported folder."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from grpo_mp.examples.tiny_models import add_mtp_layer, make_tiny
+from tests.conftest import TinyRun
+from tests.e2e.conftest import StartJob, outcome
+from tests.e2e.jobs import read_jsonl
+from tests.parallel.full_model import file_tensors
+
+pytestmark = pytest.mark.slow
+LAYER = "model.layers.2."
+
+
+def test_a_layer_that_predicts_ahead_learns_and_is_exported(
+    start_job: StartJob, tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    model, run = tmp_path / "model", tmp_path / "run"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_run.model)
+    make_tiny(model, "deepseek_v3", tokenizer, num_hidden_layers=2, num_nextn_predict_layers=1, initializer_range=0.1)
+    add_mtp_layer(model)
+    settings = (
+        f"run.folder={run}",
+        f"model={{path: {model}, dtype: float32, mtp_loss_scaling_factor: 0.1}}",
+        "layout={pipeline: 2}",
+        "optimizer.lr=0.01",
+        "data.eval={}",
+        "training.updates_per_step=2",
+        "training.router_replay=R2",
+        "run.save_every=1",
+    )
+    for steps in (1, 3):
+        result = outcome(start_job(*settings, f"run.steps={steps}"))
+        assert (result.status, result.err, result.left) == (0, "", []), f"{result.out[-2000:]}\n{result.err}"
+    steps = [line for line in read_jsonl(run / "metrics.jsonl") if line["step"]]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    losses = [step["train/mtp_loss"] for step in steps]
+    assert all(0 < loss < 2 * math.log(200) for loss in losses)
+    assert losses[-1] < losses[0]
+    assert all(0 < step["train/mtp_acceptance"] < 1 for step in steps)
+    assert all(step["mismatch/logprob_abs_diff/mean"] <= 1e-4 for step in steps)
+    before, after = file_tensors(model), file_tensors(run / "final")
+    assert before.keys() == after.keys()
+    learned = [name for name in before if name.startswith(LAYER) and "e_score_correction_bias" not in name]
+    assert [name for name in learned if "experts" not in name and torch.equal(before[name], after[name])] == []
+    assert torch.equal(after[f"{LAYER}embed_tokens.weight"], after["model.embed_tokens.weight"])
+    assert torch.equal(after[f"{LAYER}shared_head.head.weight"], after["lm_head.weight"])

@@ -1,0 +1,99 @@
+"""The loss and the acceptance of a multi-token-prediction layer by the formulas; models that it is refused for."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_mp.batching.microbatches import MicroBatchPlan
+from grpo_mp.batching.packing import pack, with_mtp_targets
+from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
+from grpo_mp.errors import UserError
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.policy.megatron_config import transformer_config
+from grpo_mp.policy.multi_token_prediction import MtpLoss
+from grpo_mp.policy.policy import check_policy
+from grpo_mp.types import MicroBatch, Sample
+
+
+def batch_of(sampled: torch.Tensor, p: torch.Tensor) -> MicroBatch:
+    """One sequence per token drawn from p: a prompt of one token, some first token, and the drawn one."""
+    samples = [
+        Sample(i, 0, (1,), (2, int(token)), (-0.5, float(p[token].log())), (0, 0), truncated=False)
+        for i, token in enumerate(sampled)
+    ]
+    plan = MicroBatchPlan(tuple(range(len(samples))), (3,) * len(samples))
+    return with_mtp_targets(pack(samples, [1.0] * len(samples), [0.5 / len(samples)] * len(samples), plan, 1))
+
+
+def test_the_mean_of_the_least_of_1_and_q_over_p_is_the_chance_that_a_draft_is_accepted() -> None:
+    """A draft x of q is accepted with min(1, p(x) / q(x)): by the definition, in float64."""
+    p, q = torch.tensor([[0.5, 0.25, 0.25, 0.0], [0.1, 0.5, 0.15, 0.25]], dtype=torch.float64)
+    accepted = float((q * (p / q).clamp(max=1)).sum())
+    sampled = torch.tensor([0] * 4 + [1] * 2 + [2] * 2)  # as often as p says
+    batch, loss = batch_of(sampled, p), MtpLoss(0.3)
+    assert batch.mtp_targets is not None
+    assert batch.mtp_weights is not None
+    learned = batch.mtp_weights > 0
+    assert batch.mtp_targets[learned].tolist() == sampled.tolist()
+    logprobs = torch.full((batch.total_tokens,), float("nan"))  # what is not learned reaches nothing
+    logprobs[learned] = q[sampled].log().float()
+    logprobs.requires_grad_()
+    value = loss(logprobs, batch)
+    value.backward()
+    cross_entropy = -float((p * q.log()).sum())
+    assert float(value.detach()) == pytest.approx(0.3 * 0.5 * cross_entropy)
+    assert logprobs.grad is not None
+    assert logprobs.grad[learned].tolist() == pytest.approx([-0.3 * 0.5 / 8] * 8)
+    assert not logprobs.grad[~learned].any()
+    total, ratios, tokens = loss.take_sums().tolist()
+    assert (total / tokens, ratios / tokens, tokens) == (pytest.approx(cross_entropy), pytest.approx(accepted), 8)
+    assert loss.take_sums().tolist() == [0, 0, 0]
+
+
+def test_what_is_learned_is_the_second_token_on_of_what_was_generated() -> None:
+    given = (True, False, True, True, True)  # the second token was given
+    first = Sample(0, 0, (7, 8), (10, 11, 12, 13, 14), (-1.0, -2.0, -3.0, -4.0, -5.0), (0,) * 5, False, generated=given)
+    second = Sample(1, 0, (9,), (20,), (-6.0,), (0,), truncated=False)
+    batch = with_mtp_targets(pack([first, second], [1.0, 1.0], [0.25, 0.5], MicroBatchPlan((0, 1), (8, 4)), 4))
+    assert batch.mtp_weights is not None
+    assert batch.mtp_targets is not None
+    assert batch.mtp_rollout_logprobs is not None
+    rows = batch.mtp_weights.nonzero()[:, 0]
+    assert batch.targets[rows].tolist() == [12, 13]  # the next token, and the one after it
+    assert batch.mtp_targets[rows].tolist() == [13, 14]
+    assert batch.mtp_rollout_logprobs[rows].tolist() == [-4.0, -5.0]
+    assert batch.mtp_weights[rows].tolist() == [0.25, 0.25]
+
+
+def test_only_a_model_with_one_layer_trains_it(tmp_path: Path) -> None:
+    make_tiny(tmp_path, "deepseek_v3", make_tokenizer(["apples"]))
+    model = ModelConfig(path=tmp_path, mtp_loss_scaling_factor=0.1)
+    with pytest.raises(UserError, match=r"num_nextn_predict_layers=0, and model.mtp_loss_scaling_factor trains one"):
+        check_policy(model.read_config(), model, LayoutConfig(), TrainingConfig(), 1)
+    for count in (2, None):
+        hf = HfConfig.read(tmp_path, trains_mtp=True)
+        hf = replace(hf, values=hf.values | {"num_nextn_predict_layers": count})
+        with pytest.raises(UserError, match=rf"num_nextn_predict_layers={count or 0}, "):
+            transformer_config(LayoutConfig(), TrainingConfig(), "float32", hf)
+
+
+def test_a_folder_that_lacks_the_layer_is_refused(tmp_path: Path) -> None:
+    make_tiny(tmp_path, "deepseek_v3", make_tokenizer(["apples"]), num_nextn_predict_layers=1)
+    model = ModelConfig(path=tmp_path, mtp_loss_scaling_factor=0.1)
+    with pytest.raises(UserError, match=r"model\.layers\.4\."):
+        check_policy(model.read_config(), model, LayoutConfig(), TrainingConfig(), 1)
+
+
+LISTED = [["embedding", "decoder", "decoder"], ["decoder", "decoder", "loss"]]
+
+
+@pytest.mark.parametrize("given", ["Et*2|t*2L", "Ett|ttmL", LISTED])
+def test_a_layout_of_the_pipeline_has_the_layer_before_the_loss(given: str | list[list[str]], tmp_path: Path) -> None:
+    make_tiny(tmp_path, "deepseek_v3", make_tokenizer(["apples"]), num_nextn_predict_layers=1)
+    hf = HfConfig.read(tmp_path, trains_mtp=True)
+    training = TrainingConfig(megatron_args={"pipeline_model_parallel_layout": given})
+    layout = transformer_config(LayoutConfig(pipeline=2), training, "float32", hf).pipeline_model_parallel_layout
+    assert [kind.name for kind in layout.layout[-1][-1]] == ["decoder", "decoder", "mtp", "loss"]
