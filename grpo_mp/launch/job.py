@@ -1,6 +1,6 @@
 """Answer batch scripts: `python -m grpo_mp.launch.job COMMAND ...`.
 
-COMMAND: show, folder, module, begin, has-steps-left, may-restart, crashed-check, failure, or check-finished.
+COMMAND: show, folder, begin, has-steps-left, may-restart, crashed-check, failure, or check-finished.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 
 from grpo_mp.checkpoint.run_state import METRICS, SETTINGS, complete_checkpoints, read_manifest
-from grpo_mp.config import Settings, SftSettings, dump_settings, load_any_settings, training_module
+from grpo_mp.config import Settings, SftSettings, dump_settings, load_any_settings
 from grpo_mp.config.sections import EngineConfig, LayoutConfig
 from grpo_mp.distributed.finish_markers import ranks_without_marker, silent_exit_message
 from grpo_mp.distributed.layout import describe_parallelism
@@ -65,9 +65,6 @@ def run_command(args: argparse.Namespace) -> int:
         if silent_ranks := ranks_without_marker(args.attempt, args.ranks):
             raise UserError(silent_exit_message(silent_ranks[0]))
         return 0
-    if args.command == "module":
-        print(training_module(args.config))
-        return 0
     settings = load_any_settings(args.config, args.overrides)
     if args.command == "has-steps-left":
         return 0 if total_steps(settings) > saved_step(settings.run.folder) else NO
@@ -92,7 +89,7 @@ def run_command(args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="grpo_mp.launch.job", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
-    names = ("show", "begin", "may-restart", "folder", "has-steps-left", "module")
+    names = ("show", "begin", "may-restart", "folder", "has-steps-left")
     show, begin, restart, *others = (commands.add_parser(name) for name in names)
     for command in (begin, restart):
         command.add_argument("attempt", type=Path)
