@@ -7,12 +7,11 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from grpo_mp.checkpoint.run_state import METRICS, SETTINGS, complete_checkpoints, read_manifest
+from grpo_mp.checkpoint.run_state import METRICS, SETTINGS, saved_step
 from grpo_mp.config import Settings, SftSettings, dump_settings, load_any_settings
 from grpo_mp.config.sections import EngineConfig, LayoutConfig
 from grpo_mp.distributed.finish_markers import ranks_without_marker, silent_exit_message
@@ -106,17 +105,6 @@ def _parser() -> argparse.ArgumentParser:
     finished.add_argument("attempt", type=Path)
     finished.add_argument("ranks", type=int)
     return parser
-
-
-def saved_step(folder: Path) -> int:
-    """Return the last step of a run that has a checkpoint whose manifest and files are there; 0 without any.
-
-    It passes over damaged ones, as the run does that resumes.
-    """
-    for checkpoint in reversed(complete_checkpoints(folder)):
-        with suppress(UserError):
-            return read_manifest(checkpoint).step
-    return 0
 
 
 def last_metrics(folder: Path) -> str:
