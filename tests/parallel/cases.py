@@ -24,6 +24,7 @@ GROUPS = {"topk_method": "group_limited_greedy", "n_routed_experts": 16, "n_grou
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what differs from its tiny shape
     "deepseek_v3": ("deepseek_v3", SMALL | SPARSE | LATENT),
     "qwen3_moe": ("qwen3_moe", GROUPED | SPARSE),
+    "shallow": ("qwen3_moe", GROUPED | SPARSE | {"num_hidden_layers": 2}),  # for what is not about layers
     "qwen3": ("qwen3", GROUPED),
     "tied": ("qwen3", GROUPED | {"tie_word_embeddings": True}),
     "odd_vocabulary": ("qwen3_moe", GROUPED | SPARSE | {"vocab_size": 163}),
@@ -133,7 +134,7 @@ class Case:
     @property
     def slow(self) -> bool:
         """Is it left to the whole sweep? A newcomer's tests have a model of each kind, on one and two ranks."""
-        if self.ranks > 2 or self.model not in KINDS or (self.loads and CASES[self.loads].slow):
+        if self.ranks > 2 or self.model not in (*KINDS, "shallow") or (self.loads and CASES[self.loads].slow):
             return True
         return "family" in self.measures and (self.layout, self.variant) not in QUICK_FAMILY
 
@@ -256,9 +257,16 @@ QUICK_FAMILY = (("one", "family"), ("cp2", "family"))
 
 
 def _family() -> list[Case]:
-    """Every preset, and parts that no preset has; once more with other micro-batches."""
-    cases = [Case("qwen3_moe", layout, ("family",), "family") for layout in cover(*FAMILY_LAYOUTS)]
-    return [*cases, Case("qwen3_moe", "cp2", ("family",), "family_alone", {"max_tokens_per_microbatch": 1})]
+    """Every preset, and parts that no preset has; once more with other micro-batches.
+
+    Each is a backward pass of its own: through two layers, but where stages need four.
+    """
+    layouts = cover(*FAMILY_LAYOUTS)
+    models = {layout: "qwen3_moe" if "vpp2" in layout else "shallow" for layout in layouts}
+    cases = [Case(model, layout, ("family",), "family") for layout, model in models.items()]
+    if "qwen3_moe" in models.values():
+        cases.append(Case("qwen3_moe", "one", ("family",), "family"))
+    return [*cases, Case("shallow", "cp2", ("family",), "family_alone", {"max_tokens_per_microbatch": 1})]
 
 
 REPLAYED = {  # a model of each kind of router -> layouts

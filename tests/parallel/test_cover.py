@@ -78,7 +78,7 @@ def test_readme_layouts_are_compared_with_transformers_and_one_rank(ranks: int, 
 
 
 def test_every_model_is_compared_with_transformers_and_split() -> None:
-    for model in MODELS:
+    for model in MODELS.keys() - {"shallow"}:  # of which one rank is compared with others alone
         cases = [case for case in cases_with("logprobs") if case.model == model]
         assert {case.ranks > 1 for case in cases} == {False, True}
 
