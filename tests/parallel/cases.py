@@ -40,6 +40,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what di
     "glm4_moe_air": ("glm4_moe", GROUPED | SPARSE | {"use_qk_norm": False}),
 }
 
+COMPARED = tuple(name for name in MODELS if name != "shallow")  # with transformers
+
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # name -> ranks, sizes
     "one": (1, {}),
     "dp2": (2, {}),
