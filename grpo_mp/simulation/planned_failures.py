@@ -12,7 +12,7 @@ from grpo_mp.simulation.loop import simulate
 from grpo_mp.simulation.scenario import Outcome
 
 HOUR_S = 3600.0
-# Of all failures of an H200 cluster in four months 41.5 % took another host for a GPU, 19.5 % a reset (Crusoe, GTC 2025).
+# Of all failures of an H200 cluster in four months 41.5 % took another host for a GPU, 19.5 % a reset (Crusoe, GTC 25).
 GPU_REPAIRED = 0.68
 DEFAULT_SAVE_EVERY = 20  # where a job saves at its end only
 COLUMNS = (
