@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest, so that no test process waits for the other's last folder."""
+    """Begin with what takes longest, so that no test process waits for another's last folder."""
     items.sort(key=lambda item: _folder(item.nodeid) not in MANY_PROCESSES)
 
 
@@ -74,7 +74,7 @@ def _folder(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What one of two test processes runs: a file, for the fixtures of its tests, or a folder that starts ranks."""
+    """What one of the test processes runs: a file, for the fixtures of its tests, or a folder that starts ranks."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):

@@ -3,7 +3,8 @@
 # --all adds the slow tests: four ranks, every model, ways in which a run may end, Slurm. CI runs these.
 # --nightly adds to them what takes minutes each: more kills, full disks, engines that leave and come back.
 # Property tests draw the same cases everywhere; --fresh-draws draws others, --hypothesis-seed=N those of N again.
-# Two processes run them, a folder whose tests start ranks in one of them; -n 0: one process.
+# Three processes run them, one more than cores, since tests that start ranks often wait; a folder of those is in one of
+# them. -n 0: one process.
 # Makes .venv where it is missing; VENV names another environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,4 +25,4 @@ export HF_HUB_OFFLINE=1         # every model and data set is made here
 "$bin/ruff" format --check .
 "$bin/shellcheck" launch/*.sh tests/*.sh .ci/run
 "$bin/mypy"
-exec "$bin/python" -m pytest -n 2 --no-loadscope-reorder "$@"
+exec "$bin/python" -m pytest -n 3 --no-loadscope-reorder "$@"

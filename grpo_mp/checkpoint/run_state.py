@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,17 @@ def checkpoint_checksums(folder: Path) -> Checksums:
 def latest_checkpoint(run_folder: Path) -> Path | None:
     """Return the newest complete checkpoint, or None."""
     return next(reversed(complete_checkpoints(run_folder)), None)
+
+
+def saved_step(run_folder: Path) -> int:
+    """Return the last step of a run that has a checkpoint whose manifest and files are there; 0 without any.
+
+    It passes over damaged ones, as the run does that resumes.
+    """
+    for checkpoint in reversed(complete_checkpoints(run_folder)):
+        with suppress(UserError):
+            return read_manifest(checkpoint).step
+    return 0
 
 
 def checkpoint_step(folder: Path) -> int:

@@ -49,6 +49,7 @@ def simulate_and_show(job: PlannedJob, lengths: Sequence[int], args: Namespace, 
         args.restart_s,
         args.spares,
         args.repair_hours,
+        args.gpu_repaired,
         args.seed,
     )
     if failures.any:

@@ -56,7 +56,18 @@ def add_simulation_arguments(parser: Parser) -> None:
     group.add_argument(
         "--spares", type=count_up_to(MAX_RANKS), default=0, help="hosts that take the place of those that fail"
     )
-    group.add_argument("--repair-hours", type=non_negative, default=24.0, help="until a host that failed is back")
+    group.add_argument(
+        "--repair-hours",
+        type=non_negative,
+        default=24.0,
+        help="mean time until a host is back that failed, or whose GPU did",
+    )
+    group.add_argument(
+        "--gpu-repaired",
+        type=number_between(0, 1),
+        default=0.68,
+        help="share of a GPU's failures that take its host away",
+    )
     group.add_argument("--steps", type=positive_int, default=16, help="steps to play at least; the second half counts")
     group.add_argument("--seed", type=int, default=0, help="of lengths, filter and failures")
 

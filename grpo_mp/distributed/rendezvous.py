@@ -1,7 +1,10 @@
 """Rendezvous of the ranks of a job."""
 
 import datetime
+import errno
+import ipaddress
 import os
+import socket
 
 import torch
 import torch.distributed as dist
@@ -13,24 +16,66 @@ from grpo_mp.errors import UserError
 RECORDER_VARIABLE, RECORDED_COLLECTIVES = "TORCH_FR_BUFFER_SIZE", 1000
 
 
+LOOPBACK = "127.0.0.1"
+OWN_NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # of ranks that are all on this machine
+AGENT_STORE = (
+    "TORCHELASTIC_USE_AGENT_STORE"  # 'True': torchrun's agent serves the store, and did before this rank began
+)
+
+
 def rendezvous(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
     """Select this rank's device and return the job's store, this rank and the world size; one rank needs no socket.
 
-    Raises UserError where the ranks cannot connect.
+    Sockets of a job on one machine are on loopback from here on, but for the store of torchrun's agent. Raises
+    UserError where the ranks cannot connect.
     """
     os.environ.setdefault(RECORDER_VARIABLE, str(RECORDED_COLLECTIVES))
     if platform.on_cuda():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if os.environ["WORLD_SIZE"] == "1":
         return dist.HashStore(), 0, 1
+    if one_node := os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        for name, value in OWN_NETWORK.items():
+            os.environ.setdefault(name, value)
     try:
-        return next(dist.rendezvous("env://", timeout=timeout))
-    except dist.DistError as error:
+        if os.environ.get(AGENT_STORE) == "True":
+            return next(dist.rendezvous("env://", timeout=timeout))
+        return _store(LOOPBACK if one_node else os.environ["MASTER_ADDR"], timeout)
+    except (dist.DistError, OSError) as error:
         host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        if "EADDRINUSE" in str(error):
+        if "EADDRINUSE" in str(error) or (isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
             raise UserError(f"MASTER_PORT={port} of {host} is taken: choose another, for every rank") from error
         reason = str(error).partition("\n")[0]
         raise UserError(f"rank {os.environ['RANK']} cannot reach the rendezvous at {host}:{port}: {reason}") from error
+
+
+def _store(host: str, timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
+    """Return what torch's `env://` does; rank 0 serves the store on the network of `host`, torch would on all."""
+    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    listener = _listener(host, port) if rank == 0 else None
+    store = dist.TCPStore(
+        host,
+        port,
+        size,
+        is_master=rank == 0,
+        timeout=timeout,
+        multi_tenant=True,
+        master_listen_fd=listener.detach() if listener else None,
+    )
+    return store, rank, size
+
+
+def _listener(host: str, port: int) -> socket.socket | None:
+    """Listen at the address of `host`; None where others know it by another one. Raises OSError for a taken port."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(address[0]).is_loopback and address[0] != host:
+            return None  # a node may know its own name as 127.0.1.1
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise
+        return None  # it is reached by an address that it does not know of
 
 
 FAILURE = "ended"  # key of the store: a rank of the job has failed

@@ -1,19 +1,18 @@
 """Answer batch scripts: `python -m grpo_mp.launch.job COMMAND ...`.
 
-COMMAND: show, folder, module, begin, has-steps-left, may-restart, crashed-check, failure, or check-finished.
+COMMAND: show, folder, begin, has-steps-left, may-restart, crashed-check, failure, or check-finished.
 """
 
 import argparse
 import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from grpo_mp.checkpoint.run_state import METRICS, SETTINGS, complete_checkpoints, read_manifest
-from grpo_mp.config import Settings, SftSettings, dump_settings, load_any_settings, training_module
+from grpo_mp.checkpoint.run_state import METRICS, SETTINGS, saved_step
+from grpo_mp.config import Settings, SftSettings, dump_settings, load_any_settings
 from grpo_mp.config.sections import EngineConfig, LayoutConfig
 from grpo_mp.distributed.finish_markers import ranks_without_marker, silent_exit_message
 from grpo_mp.distributed.layout import describe_parallelism
@@ -65,9 +64,6 @@ def run_command(args: argparse.Namespace) -> int:
         if silent_ranks := ranks_without_marker(args.attempt, args.ranks):
             raise UserError(silent_exit_message(silent_ranks[0]))
         return 0
-    if args.command == "module":
-        print(training_module(args.config))
-        return 0
     settings = load_any_settings(args.config, args.overrides)
     if args.command == "has-steps-left":
         return 0 if total_steps(settings) > saved_step(settings.run.folder) else NO
@@ -92,7 +88,7 @@ def run_command(args: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="grpo_mp.launch.job", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
-    names = ("show", "begin", "may-restart", "folder", "has-steps-left", "module")
+    names = ("show", "begin", "may-restart", "folder", "has-steps-left")
     show, begin, restart, *others = (commands.add_parser(name) for name in names)
     for command in (begin, restart):
         command.add_argument("attempt", type=Path)
@@ -109,17 +105,6 @@ def _parser() -> argparse.ArgumentParser:
     finished.add_argument("attempt", type=Path)
     finished.add_argument("ranks", type=int)
     return parser
-
-
-def saved_step(folder: Path) -> int:
-    """Return the last step of a run that has a checkpoint whose manifest and files are there; 0 without any.
-
-    It passes over damaged ones, as the run does that resumes.
-    """
-    for checkpoint in reversed(complete_checkpoints(folder)):
-        with suppress(UserError):
-            return read_manifest(checkpoint).step
-    return 0
 
 
 def last_metrics(folder: Path) -> str:

@@ -25,13 +25,13 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from grpo_mp.distributed.finish_markers import FINISHED_DIR_VARIABLE, ranks_without_marker, silent_exit_message
+from grpo_mp.distributed.rendezvous import LOOPBACK, OWN_NETWORK
 from grpo_mp.processes import LAUNCHER_PID
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDARY_EXITS = (1, -signal.SIGTERM)  # of ranks that lost a peer, or that the launcher ended after one failed
 SILENT_EXIT_STATUS = 1
-LOOPBACK, STORE_LIMIT_S = "127.0.0.1", 600
-OWN_NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # of ranks that are all on this machine
+STORE_LIMIT_S = 600
 
 
 def start_ranks(ranks: int, arguments: Sequence[str], module: str) -> int:

@@ -13,7 +13,6 @@ from random import Random
 
 from grpo_mp.errors import UserError
 
-HOST = "host"  # the kind of failure after which a host has to be repaired
 MAX_FAILURES = 50_000
 SAVE_EVERY = (1, 2, 5, 10, 20, 50)
 
@@ -25,8 +24,8 @@ class UnreliableJob:
     `generate_s`, `train_s`: a step's generation, and the rest, which alone a repeated step takes again; `in_flight_s`:
     of generation, what is not recorded yet when the job ends; `save_s`: of a checkpoint, while the job waits;
     `write_s`: from then until it is whole; `restart_s`: from a failure until the job is where its checkpoint is;
-    `mtbf_s`: mean time between failures of the whole job, by kind; `spares`: hosts that take the place of others, for
-    `repair_s`.
+    `mtbf_s`: mean time between failures of the whole job, by kind; `repaired`: by kind, the share of failures after
+    which a host is away for `repair_s`; `spares`: hosts that take its place.
     """
 
     generate_s: float
@@ -36,6 +35,7 @@ class UnreliableJob:
     write_s: float = 0.0
     restart_s: float = 0.0
     mtbf_s: Mapping[str, float] = field(default_factory=dict)
+    repaired: Mapping[str, float] = field(default_factory=dict)
     spares: int = 0
     repair_s: float = 0.0
     save_every: int = 20
@@ -115,7 +115,7 @@ def play_failures(job: UnreliableJob) -> FailureCost:
         cost.lost["repeated"] += (done - checkpoints[0][0]) * job.train_s
         done = checkpoints[0][0]
         (kind,) = random.choices(list(kinds), weights=list(kinds.values()))
-        waiting_s = hosts.replace_at(fails_at) if kind == HOST else 0.0
+        waiting_s = hosts.replace_at(fails_at) if random.random() < job.repaired.get(kind, 0.0) else 0.0
         cost.lost["waiting for a host"] += waiting_s
         cost.lost["restarts"] += job.restart_s
         cost.failures[kind] += 1

@@ -5,6 +5,7 @@ import heapq
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from enum import Enum, auto
+from functools import lru_cache
 from itertools import count
 from math import inf
 from random import Random
@@ -38,8 +39,9 @@ class _Trainer(Enum):
     SYNCS = auto()
 
 
+@lru_cache(maxsize=64)
 def simulate(scenario: Scenario) -> Outcome:
-    """Play the steps of a run, event by event."""
+    """Play the steps of a run, event by event; what was played before is remembered, as it would be the same."""
     return _Run(scenario).play()
 
 

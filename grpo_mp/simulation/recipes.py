@@ -69,7 +69,8 @@ def _failure_rows(recipe: Recipe, gpus: int, assumed: FailureAssumptions | None)
     plan = make_plan(job)
     (outcome,) = simulate_job(job, plan.sync_s, Assumptions(steps=STEPS), [Schedule.COLOCATED], [0])
     step_s = without_failures(outcome).step_s
-    rates = assumed or FailureAssumptions(gpu_mtbf_h=STEPS_PER_FAILURE * step_s * gpus / HOUR_S)
+    dying = STEPS_PER_FAILURE * step_s * gpus / HOUR_S
+    rates = assumed or FailureAssumptions(gpu_mtbf_h=dying, gpu_repaired=0.0)  # a process of the GPU, which is well
     every_s = 1 / sum(1 / mean_s for mean_s in rates.mtbf_s(gpus, gpus // job.gpus_per_node).values())
     costs, slower = failure_costs(plan, outcome, rates)
     best = max(costs, key=lambda cost: cost.effective_share)

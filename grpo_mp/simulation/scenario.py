@@ -4,6 +4,7 @@ import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from math import ceil
 from statistics import fmean, linear_regression
 from typing import Literal
@@ -131,7 +132,7 @@ class Scenario:
         """Return the samples that a step trains on."""
         return self.prompts_per_step * self.group_size
 
-    @property
+    @cached_property
     def admission_rule(self) -> AdmissionRule:
         """Return how many groups a step needs and may launch; what the filter drops is replaced without a limit."""
         launched = ceil(self.prompts_per_step * self.oversample_factor)
@@ -145,7 +146,7 @@ class Scenario:
         """
         return int(self.prompts_per_step * (self.max_staleness - lag))
 
-    @property
+    @cached_property
     def groups_in_flight(self) -> int:
         """Return the most groups that one engine has in flight, as the trainer sets it."""
         rule = self.admission_rule

@@ -17,7 +17,7 @@ from grpo_mp.algorithms.losses import load_policy_loss
 from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.registries import policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig
-from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, latest_checkpoint, read_manifest
+from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, saved_step
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RunConfig
 from grpo_mp.data.overlap import find_overlaps
@@ -142,8 +142,7 @@ def run_replay_preflight(folder: Path, settings: Settings, world_size: int, rank
     check_policy(hf, settings.model, settings.layout, settings.training, world_size)
     check_bucket(settings, hf, fp8=False)  # of the exports
     check_export(settings.run, settings.model)
-    checkpoint = latest_checkpoint(settings.run.folder)
-    replay = open_replay(folder, settings, hf, first=(read_manifest(checkpoint).step if checkpoint else 0) + 1)
+    replay = open_replay(folder, settings, hf, first=saved_step(settings.run.folder) + 1)
     tokenizer = _read_tokenizer(settings, hf)
     # Nothing is scored anew: what `reward` names need not be there.
     scorer = Scorer(RewardConfig(answer=1.0), settings.rollout.max_response_tokens)

@@ -2,8 +2,9 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -110,33 +111,47 @@ class ReplayedRollouts:
 
     folder: Path
     facts: dict[int, StepFacts]  # by step
+    read: Callable[[int], StepFacts]  # of a step before them
+
+    def of_step(self, step: int) -> StepFacts:
+        """Return what the files of a step say. Raises UserError for one before `facts` that is missing or does not fit.
+
+        A run repeats such a step where its newest checkpoint turns out to be damaged.
+        """
+        if step not in self.facts:
+            self.facts[step] = self.read(step)
+        return self.facts[step]
 
     def files(self, step: int) -> list[Path]:
-        """Return the files of a step."""
-        return [step_file(self.folder, step, rank) for rank in range(self.facts[step].files)]
+        """Return the files of a step. Raises as `of_step`."""
+        return [step_file(self.folder, step, rank) for rank in range(self.of_step(step).files)]
 
 
 def open_replay(folder: Path, settings: Settings, hf: HfConfig, first: int) -> ReplayedRollouts:
     """Check that a folder has a run's steps from `first` on. Raises UserError where one is missing or does not fit."""
-    expected, facts = RolloutShape.of(settings, hf), dict[int, StepFacts]()
-    for step in range(first, settings.run.steps + 1):
-        if not step_file(folder, step, 0).is_file():
-            raise UserError(
-                f"{folder} has no step {step} of the run's {settings.run.steps}: give RUN/{FOLDER} of a run with "
-                f"rollout.dump=true, or set run.steps={step - 1}"
-            )
-        facts[step] = _read_step_facts(folder, step)
-        for name, value in vars(expected).items():
-            if (written := vars(facts[step].shape)[name]) != value:
-                raise UserError(f"{folder}: written with {name} {written}, and this run has {value}: set what it had")
-        if settings.training.router_replay == "R3" and not facts[step].routed:
-            raise UserError(f"{folder}: step {step} has no routed experts to replay: set training.router_replay=none")
-        if settings.algorithm.distillation and not facts[step].distilled:
-            raise UserError(
-                f"{folder}: step {step} has no logprobs of a teacher: leave out algorithm.distillation, or take the "
-                "dump of a run that had it"
-            )
-    return ReplayedRollouts(folder, facts)
+    read = partial(_read_fitting_facts, folder, settings, hf)
+    return ReplayedRollouts(folder, {step: read(step) for step in range(first, settings.run.steps + 1)}, read)
+
+
+def _read_fitting_facts(folder: Path, settings: Settings, hf: HfConfig, step: int) -> StepFacts:
+    """Read what all files of a step say. Raises UserError where one is missing or does not fit the run."""
+    if not step_file(folder, step, 0).is_file():
+        raise UserError(
+            f"{folder} has no step {step} of the run's {settings.run.steps}: give RUN/{FOLDER} of a run with "
+            f"rollout.dump=true, or set run.steps={step - 1}"
+        )
+    facts = _read_step_facts(folder, step)
+    for name, value in vars(RolloutShape.of(settings, hf)).items():
+        if (written := vars(facts.shape)[name]) != value:
+            raise UserError(f"{folder}: written with {name} {written}, and this run has {value}: set what it had")
+    if settings.training.router_replay == "R3" and not facts.routed:
+        raise UserError(f"{folder}: step {step} has no routed experts to replay: set training.router_replay=none")
+    if settings.algorithm.distillation and not facts.distilled:
+        raise UserError(
+            f"{folder}: step {step} has no logprobs of a teacher: leave out algorithm.distillation, or take the "
+            "dump of a run that had it"
+        )
+    return facts
 
 
 def _read_step_facts(folder: Path, step: int) -> StepFacts:
@@ -173,7 +188,7 @@ class ReplayCollector:
 
     def collect(self, state: TrainState, step: int) -> RolloutBatch:
         """Read this rank's share of the step's files. Every rank must call this; raises UserError for a damaged one."""
-        job, facts = self.job, self.rollouts.facts[step]
+        job, facts = self.job, self.rollouts.of_step(step)
         with self.phases.phase(Phase.SCORE, "replay"):
             files = self.rollouts.files(step)[job.rank :: job.world_size]
             read = [group for file in files for group in read_groups(file)]

@@ -3,12 +3,14 @@
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from grpo_mp.checkpoint.run_state import checkpoint_folder, own_checksums, read_manifest, write_manifest
 from tests.e2e.conftest import LAST_STEP, FinishedRun, Outcome, StartJob, finished_settings, outcome
 from tests.e2e.jobs import ALONE, LAUNCH, read_jsonl, spans
 
@@ -27,12 +29,23 @@ def replay(run: FinishedRun, start_job: StartJob, folder: Path, *overrides: str,
 
 def replayed(run: FinishedRun, start_job: StartJob, folder: Path, *overrides: str, ranks: int = 2) -> Outcome:
     first, checkpoint = run.folder / "run", f"checkpoints/step_{run.stopped_after:06d}"
-    shutil.copytree(first / checkpoint, folder / checkpoint)
+    shutil.copytree(first / checkpoint, folder / checkpoint, dirs_exist_ok=True)
     written = (first / "settings.yaml").read_text()
     (folder / "settings.yaml").write_text(written.replace(f"folder: {first}\n", f"folder: {folder}\n"))
     settings = (*finished_settings(run.folder), f"run.steps={LAST_STEP}", f"run.folder={folder}", *overrides)
     arguments = (*settings, "--replay", str(first / "rollouts_dump"))
     return outcome(start_job(*arguments, command=LAUNCH if ranks == 2 else ALONE))
+
+
+def damage(run: Path, step: int, folder: Path) -> None:
+    """Make a checkpoint after the next step, of which a bit has flipped."""
+    checkpoint = checkpoint_folder(folder, step + 1)
+    shutil.copytree(checkpoint_folder(run, step), checkpoint)
+    write_manifest(checkpoint, replace(read_manifest(checkpoint), step=step + 1), own_checksums(checkpoint, 0, 1))
+    file = max(checkpoint.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
 def values(folder: Path, after: int) -> list[Mapping[str, float]]:
@@ -47,9 +60,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_replay_makes_the_same_updates(finished_run: FinishedRun, start_job: StartJob, tmp_path: Path) -> None:
-    """Among them routed experts, adaptive KL, and the step that the stopped job had begun."""
-    folder = replay(finished_run, start_job, tmp_path / "replayed")
+    """Among them routed experts, adaptive KL, and the step that the stopped job had begun.
+
+    A newer checkpoint of the replay is damaged.
+    """
     run, stopped = finished_run.folder / "run", finished_run.stopped_after
+    damage(run, stopped, tmp_path / "replayed")
+    folder = replay(finished_run, start_job, tmp_path / "replayed")
+    assert (folder / "checkpoints" / f"step_{stopped + 1:06d}.damaged").is_dir()
     assert values(folder, stopped) == values(run, stopped)
     before, after = weights(run), weights(folder)
     assert before.keys() == after.keys()

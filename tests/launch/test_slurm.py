@@ -42,16 +42,26 @@ def test_run_survives_a_lost_node_a_drained_node_and_the_time_limit(
         job.wait_requeued()
         job.wait_for("restarts so far: 2")
         assert job.nodes == "n[1-2]"
-        job.signal()  # while the nodes are checked
-        job.wait_requeued()
-        job.wait_for("restarts so far: 3")
         job.wait_end()
     assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
     steps_logged = [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
     assert steps_logged == list(range(steps + 1))
     attempts = [folder.name for folder in sorted((tmp_path / "run" / "attempts").iterdir())]
-    assert attempts == [f"{job.id}.{restart}" for restart in range(4)]
+    assert attempts == [f"{job.id}.{restart}" for restart in range(3)]
     assert all((tmp_path / "run" / "logs" / f"engine_{number}.log").exists() for number in range(2))
+
+
+@pytest.mark.nightly
+def test_the_time_limit_may_come_while_nodes_are_checked(submit: Submit, tmp_path: Path) -> None:
+    """By commands that are not Slurm's, test_common_script.py shows it, too."""
+    job = submit("run.steps=2", "run.export=false")
+    job.wait_for("checks the nodes")
+    job.signal()
+    job.wait_requeued()
+    job.wait_for("restarts so far: 1")
+    job.wait_end()
+    assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
+    assert [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
 
 
 def test_killed_rank_ends_the_job_and_is_named(submit: Submit) -> None:

@@ -26,6 +26,7 @@ MTP = {"num_nextn_predict_layers": 1}  # and it is trained
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what differs from its tiny shape
     "deepseek_v3": ("deepseek_v3", SMALL | SPARSE | LATENT),
     "qwen3_moe": ("qwen3_moe", GROUPED | SPARSE),
+    "shallow": ("qwen3_moe", GROUPED | SPARSE | {"num_hidden_layers": 2}),  # for what is not about layers
     "qwen3": ("qwen3", GROUPED),
     "tied": ("qwen3", GROUPED | {"tie_word_embeddings": True}),
     "odd_vocabulary": ("qwen3_moe", GROUPED | SPARSE | {"vocab_size": 163}),
@@ -42,6 +43,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what di
     "deepseek_v3_mtp": ("deepseek_v3", SMALL | SPARSE | LATENT | MTP),
     "glm4_moe_mtp": ("glm4_moe", GROUPED | SPARSE | MTP),
 }
+
+COMPARED = tuple(name for name in MODELS if name != "shallow")  # with transformers
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {  # name -> ranks, sizes
     "one": (1, {}),
@@ -143,7 +146,7 @@ class Case:
     @property
     def slow(self) -> bool:
         """Is it left to the whole sweep? A newcomer's tests have a model of each kind, on one and two ranks."""
-        if self.ranks > 2 or self.model not in KINDS or (self.loads and CASES[self.loads].slow):
+        if self.ranks > 2 or self.model not in (*KINDS, "shallow") or (self.loads and CASES[self.loads].slow):
             return True
         return "family" in self.measures and (self.layout, self.variant) not in QUICK_FAMILY
 
@@ -267,9 +270,16 @@ QUICK_FAMILY = (("one", "family"), ("cp2", "family"))
 
 
 def _family() -> list[Case]:
-    """Every preset, and parts that no preset has; once more with other micro-batches."""
-    cases = [Case("qwen3_moe", layout, ("family",), "family") for layout in cover(*FAMILY_LAYOUTS)]
-    return [*cases, Case("qwen3_moe", "cp2", ("family",), "family_alone", {"max_tokens_per_microbatch": 1})]
+    """Every preset, and parts that no preset has; once more with other micro-batches.
+
+    Each is a backward pass of its own: through two layers, but where stages need four.
+    """
+    layouts = cover(*FAMILY_LAYOUTS)
+    models = {layout: "qwen3_moe" if "vpp2" in layout else "shallow" for layout in layouts}
+    cases = [Case(model, layout, ("family",), "family") for layout, model in models.items()]
+    if "qwen3_moe" in models.values():
+        cases.append(Case("qwen3_moe", "one", ("family",), "family"))
+    return [*cases, Case("shallow", "cp2", ("family",), "family_alone", {"max_tokens_per_microbatch": 1})]
 
 
 REPLAYED = {  # a model of each kind of router -> layouts

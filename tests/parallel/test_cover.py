@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.cases import CASES, FAMILY_LAYOUTS, KINDS, LAYOUTS, LOADING, MODELS, SWEPT, USUAL, cases_with
+from tests.parallel.cases import CASES, COMPARED, FAMILY_LAYOUTS, KINDS, LAYOUTS, LOADING, SWEPT, USUAL, cases_with
 from tests.parallel.cover import pairwise_cover
 
 README = Path(__file__).parents[2] / "README.md"
@@ -78,7 +78,7 @@ def test_readme_layouts_are_compared_with_transformers_and_one_rank(ranks: int, 
 
 
 def test_every_model_is_compared_with_transformers_and_split() -> None:
-    for model in MODELS:
+    for model in COMPARED:
         cases = [case for case in cases_with("logprobs") if case.model == model]
         assert {case.ranks > 1 for case in cases} == {False, True}
 

@@ -8,13 +8,13 @@ from tests.parallel.full_model import exceeding, relative_errors
 from tests.parallel.inputs import FAMILY
 
 BOUND = 1e-5
-ONE = CASES["qwen3_moe-one-family"]
+ONE = CASES["shallow-one-family"]
 
 
 @pytest.mark.parametrize("algorithm", FAMILY)
 @pytest.mark.parametrize("case", cases_with("family"), ids=lambda case: case.name)
 def test_every_layout_and_microbatch_against_one_rank(case: Case, algorithm: str, outcomes: Outcomes) -> None:
-    one = outcomes.family_gradient(ONE, algorithm)
+    one = outcomes.family_gradient(CASES[case.needs[0]], algorithm)
     assert any(float(tensor.abs().max()) > 0 for tensor in one.values())
     assert not exceeding(relative_errors(outcomes.family_gradient(case, algorithm), one), BOUND)
 

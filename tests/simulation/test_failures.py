@@ -9,6 +9,7 @@ import pytest
 from grpo_mp import planner
 from grpo_mp.errors import UserError
 from grpo_mp.simulation.failures import FailureCost, UnreliableJob, play_failures
+from grpo_mp.simulation.planned_failures import FailureAssumptions
 
 
 def play(**values: Any) -> FailureCost:
@@ -37,6 +38,7 @@ def test_time_is_useful_or_lost() -> None:
             "write_s": 150.0,
             "restart_s": 20.0,
             "repair_s": 4000.0,
+            "repaired": {"host": 1.0},
         },
         mtbf_s=failing,
     )
@@ -62,12 +64,50 @@ def test_a_checkpoint_counts_once_it_is_whole() -> None:
 def test_spares_save_the_wait_for_a_repair() -> None:
     waits = []
     for spares in (0, 1, 2):
-        cost = play(train_s=1.0, mtbf_s={"host": 40.0}, spares=spares, repair_s=4.0, save_every=1, steps=400_000)
+        failing = {"mtbf_s": {"host": 40.0}, "repaired": {"host": 1.0}, "repair_s": 4.0}
+        cost = play(train_s=1.0, spares=spares, save_every=1, steps=400_000, **failing)
         waits.append(cost.lost["waiting for a host"] / cost.failures.total())
     assert waits[0] == pytest.approx(4.0)  # nothing fails while the job waits
     # A failure so soon after another waits for what is left of the first repair, in the mean 4 (a - 1 + e^-a) / a.
     assert waits[1] == pytest.approx(4 * (0.1 + expm1(-0.1)) / 0.1, rel=0.15)
     assert waits[2] < 0.2 * waits[1]
+
+
+def erlang_loss(servers: int, load: float) -> float:
+    """Erlang's formula of 1917; of service times only the mean counts."""
+    blocked = 1.0
+    for server in range(1, servers + 1):
+        blocked = load * blocked / (server + load * blocked)
+    return blocked
+
+
+@pytest.mark.parametrize("spares", [0, 1, 2])
+def test_gpus_and_hosts_that_are_repaired_keep_a_job_waiting_by_erlangs_formula(spares: int) -> None:
+    """The hosts away are calls in service, and the job that waits is lines that are all taken: no other call comes."""
+    share, repair_s = 0.7, 40.0
+    mtbf_s = {"gpu": 50.0, "host": 100.0, "network": 30.0}
+    failing = {"mtbf_s": mtbf_s, "repaired": {"gpu": share, "host": 1.0}, "repair_s": repair_s}
+    cost = play(train_s=0.2, save_every=1, steps=500_000, spares=spares, **failing)
+    load = repair_s * (share / mtbf_s["gpu"] + 1 / mtbf_s["host"])
+    waiting = cost.lost["waiting for a host"] / cost.total_s
+    assert waiting == pytest.approx(erlang_loss(spares + 1, load), rel=0.1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_the_share_of_gpus_that_are_repaired_is_a_setting(share: float) -> None:
+    assumed = FailureAssumptions(gpu_mtbf_h=2.0, repair_h=3.0, gpu_repaired=share)
+    job = UnreliableJob(
+        generate_s=0.0,
+        train_s=60.0,
+        save_every=1,
+        steps=100_000,
+        mtbf_s=assumed.mtbf_s(gpus=1, hosts=1),
+        repaired=assumed.repaired,
+        repair_s=assumed.repair_h * 3600.0,
+    )
+    cost = play_failures(job)
+    load = 1.5 * share
+    assert cost.lost["waiting for a host"] / cost.total_s == pytest.approx(load / (1 + load), rel=0.1, abs=1e-9)
 
 
 def test_what_never_ends_is_refused() -> None:

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
     ("staleness", "runs", "steps", "replay", "budget"),
     [
         pytest.param(1, 3, 40, "none", None, marks=pytest.mark.nightly),
-        (3, 4, 60, "R3", None),
-        (3, 3, 40, "R3", 4),
+        (3, 3, 20, "R3", None),
+        (3, 3, 20, "R3", 4),
         pytest.param(3, 20, 200, "R3", 4, marks=pytest.mark.nightly),
     ],
 )

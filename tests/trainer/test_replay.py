@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from grpo_mp.batching.exchange import sample_infos
-from grpo_mp.checkpoint.run_state import TrainState
-from grpo_mp.config import Settings, load_settings
+from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, own_checksums, write_manifest
+from grpo_mp.config import Settings, dump_settings, load_settings
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
@@ -28,6 +28,7 @@ from grpo_mp.trainer.replay import (
     RolloutShape,
     dump_step,
     open_replay,
+    replay_settings,
     step_file,
 )
 from grpo_mp.types import Prompt, Sample, SampleGroup
@@ -91,6 +92,21 @@ def test_one_rank_reads_what_two_wrote(
         shutil.copy(name(step_file(folder, 1, 1)), name(step_file(folder, 2, 1)))
     with pytest.raises(UserError, match="lengths or rewards are not those that were written"):
         collector.collect(TrainState(step=1), 2)
+
+
+def test_steps_before_a_damaged_checkpoint_are_replayed(
+    folder: Path, settings: Settings, hf: HfConfig, one_rank_group: dist.ProcessGroup
+) -> None:
+    """What was checked at the start begins behind the checkpoint that turned out to be damaged."""
+    job: Any = SimpleNamespace(rank=0, world_size=1, group=one_rank_group)
+    phases: Any = SimpleNamespace(phase=lambda *_: nullcontext())
+    collector = ReplayCollector(open_replay(folder, settings, hf, first=2), job, phases)
+    batch = collector.collect(TrainState(step=0), 1)
+    assert [group.samples[0].group_id for group in batch.groups] == [10, 11]
+    missing = ReplayCollector(open_replay(folder, settings, hf, first=2), job, phases)
+    step_file(folder, 1, 1).unlink()
+    with pytest.raises(UserError, match="no such file"):
+        missing.collect(TrainState(step=0), 1)
 
 
 def test_distillation_needs_what_the_teacher_said_of_all_ranks_samples(
@@ -162,3 +178,24 @@ def test_the_command_refuses_before_anything_starts(
             main([*start, *arguments])
         assert capfd.readouterr().err.startswith(message)
     assert not run.exists()
+
+
+def test_the_command_passes_over_a_damaged_checkpoint(
+    folder: Path, tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The step after the one before it must be in the dump."""
+    run, one_step = tmp_path / "run", tmp_path / "one"
+    for step in (1, 2):
+        checkpoint = checkpoint_folder(run, step)
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "common.pt").write_bytes(b"weights")
+        write_manifest(checkpoint, TrainState(step=step), own_checksums(checkpoint, 0, 1))
+    (checkpoint_folder(run, 2) / "common.pt").write_bytes(b"weig")
+    start = [str(tiny_run.config), f"run.folder={run}", "run.steps=2", "--dry-run", "--ranks", "2", "--replay"]
+    (run / "settings.yaml").write_text(dump_settings(replay_settings(load_settings(tiny_run.config, start[1:3]))))
+    main([*start, str(folder)])
+    assert f"rollouts: those of {folder}\n" in capfd.readouterr().out
+    shutil.copytree(folder / "step_000001", one_step / "step_000001")
+    with pytest.raises(SystemExit):
+        main([*start, str(one_step)])
+    assert capfd.readouterr().err.startswith(f"error: {one_step} has no step 2 of the run's 2")

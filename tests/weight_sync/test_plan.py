@@ -322,9 +322,15 @@ def check_economy(case: Case, plan: SyncPlan) -> None:
     assert set(arrivals.values()) <= {1}
 
 
-def test_every_pair_of_layouts_brings_what_each_engine_rank_keeps() -> None:
-    cases = all_cases()
+@pytest.mark.parametrize("of_large", [7, pytest.param(1, marks=pytest.mark.nightly)], ids=["a seventh", "all"])
+def test_every_pair_of_layouts_brings_what_each_engine_rank_keeps(of_large: int) -> None:
+    """On up to six ranks; on eight and twelve one of so many, among them each layout and each set of engines."""
+    small = [case for case in all_cases() if case.world_size <= 6]
+    large = [case for case in all_cases() if case.world_size > 6]
+    cases = [*small, *large[::of_large]]
     assert len(cases) >= 500
+    for part in ("layout", "parallelism", "family"):
+        assert {str(vars(case)[part]) for case in cases} == {str(vars(case)[part]) for case in all_cases()}
     for case in cases:
         check(case)
 
