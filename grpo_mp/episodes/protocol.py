@@ -207,12 +207,14 @@ class Policy(Protocol):
         max_tokens: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         stop: Sequence[str] = (),
+        text: str | None = None,
     ) -> Turn:
-        """Generate one turn after `messages`, the full conversation so far, or after `tokens`, all its ids.
+        """Generate one turn after `messages`, the full conversation so far, or `tokens`, all its ids, or `text`.
 
-        `tools`: JSON schemas of those that the policy may call in it; None: those of `rollout.tools`. `stop`: texts
-        that end it, beside those of `rollout.stop`, and are no part of its text, only of its tokens; in a function of
-        your own the engine needs `rollout.stop` to know any.
+        A text is encoded as it is, special tokens included; where it begins with a text before and the answer to it,
+        only the rest is. `tools`: JSON schemas of those that the policy may call in the turn; None: those of
+        `rollout.tools`. `stop`: texts that end it, beside those of `rollout.stop`, and are no part of its text, only
+        of its tokens; in a function of your own the engine needs `rollout.stop` to know any.
 
         Sampled tokens are kept as they are: only messages after the last turn of the conversation are rendered, be it
         that of the turn before or an earlier one. Where it goes on from none, a new sequence begins and is counted as a
@@ -227,6 +229,9 @@ class Policy(Protocol):
         state: EpisodeState | None = None,
     ) -> Episode:
         """Return what was recorded as an episode; without `state` it is truncated where its last turn was cut."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
 
     def unrecorded(self) -> "Policy":
         """Return a second handle, with turns and limits of its own, which nothing is trained on, as an opponent has."""
