@@ -251,16 +251,14 @@ async def _until(
 def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sample:
     """Make a sample of an episode. One without a generated token gets `end_token` as a given one, so that it counts."""
     episode = outcome.episode
-    earlier = tuple(
-        Sample(
-            group_id, index, **_tokens_of(before.segments, before.routed_experts, end_token), truncated=False, part=part
-        )
-        for part, before in enumerate(episode.earlier, start=1)
-    )
+    parts = [(one.segments, one.routed_experts) for one in episode.earlier] + [
+        (episode.segments, episode.routed_experts)
+    ]
+    *earlier, last = (_tokens_of(*part, end_token, has_forked=len(parts) > 1) for part in parts)
     return Sample(
         group_id,
         index,
-        **_tokens_of(episode.segments, episode.routed_experts, end_token),
+        **last,
         truncated=episode.state == "truncated",
         text=episode.answer,
         state=episode.state,
@@ -269,11 +267,16 @@ def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sa
         messages=episode.messages,
         error=outcome.error,
         environment=outcome.environments[0] if len(outcome.environments) == 1 else outcome.environments or None,
-        earlier=earlier,
+        earlier=tuple(
+            Sample(group_id, index, **tokens, truncated=False, part=part)
+            for part, tokens in enumerate(earlier, start=1)
+        ),
     )
 
 
-def _tokens_of(segments: Sequence[Segment], experts: ExpertIds | None, end_token: int) -> dict[str, Any]:
+def _tokens_of(
+    segments: Sequence[Segment], experts: ExpertIds | None, end_token: int, has_forked: bool
+) -> dict[str, Any]:
     """Return the fields of a sample that are of its tokens: the prompt is what stands before the first generated one.
 
     What was given after the last one is left out: nothing is trained on it.
@@ -282,13 +285,15 @@ def _tokens_of(segments: Sequence[Segment], experts: ExpertIds | None, end_token
     first, last = (numbers[0], numbers[-1] + 1) if numbers else (len(segments), 0)
     prompt = tuple(token for segment in segments[:first] for token in segment.tokens)
     response = segments[first:last] or (Segment((end_token,), generated=False),)
-    versions, rewards, end = list[int](), list[tuple[int, float]](), 0
+    versions, rewards, turns, end = list[int](), list[tuple[int, float]](), list[tuple[int, int]](), 0
     for segment in response:
         before = versions[-1] if versions else 0
         versions += segment.weight_versions if segment.generated else (before,) * len(segment.tokens)
         end += len(segment.tokens)
         if segment.reward is not None:
             rewards.append((end - 1, segment.reward))
+        if segment.generated and segment.tokens:
+            turns.append((end - 1, segment.turn))
     return {
         "prompt_tokens": prompt or (end_token,),
         "tokens": tuple(token for segment in response for token in segment.tokens),
@@ -298,6 +303,7 @@ def _tokens_of(segments: Sequence[Segment], experts: ExpertIds | None, end_token
         "weight_versions": tuple(versions),
         "generated": tuple(segment.generated for segment in response for _ in segment.tokens),
         "step_rewards": tuple(rewards),
+        "turn_ends": tuple(turns) if has_forked else (),
         "verify_steps": sum(segment.verify_steps for segment in response),
         "routed_experts": experts if numbers else None,
     }
