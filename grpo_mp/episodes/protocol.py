@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from grpo_mp.types import EpisodeState, ExpertIds, Message, Prompt
 
@@ -154,6 +154,7 @@ class Episode:
     forks: int = 0
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
     earlier: tuple[RecordedSequence, ...] = ()
+    kept: Any = field(default=None, compare=False, repr=False)  # what the function keeps of it for `score_group`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reward", _as_reward(self.reward))
@@ -235,6 +236,18 @@ class Policy(Protocol):
 
     def unrecorded(self) -> "Policy":
         """Return a second handle, with turns and limits of its own, which nothing is trained on, as an opponent has."""
+
+
+@runtime_checkable
+class ScoresGroups(Protocol):
+    """A rollout function that rewards the episodes of a prompt together."""
+
+    async def score_group(self, kept: Sequence[Any], /) -> Sequence[tuple[float, Mapping[str, float]]]:
+        """Return reward and metrics of each episode, of which `kept` has what was kept.
+
+        Called when all episodes of a group have ended, with those that kept something, or had environments of tools,
+        and did not fail.
+        """
 
 
 class RolloutFunction(Protocol):
