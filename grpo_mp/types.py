@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +17,8 @@ ExpertIds = npt.NDArray[np.integer[Any]]  # uint8 where all experts of a layer f
 Message = dict[str, Any]  # of a chat: role, content, and what the template reads beside them
 
 EpisodeState = Literal["completed", "truncated", "timeout", "error"]  # how an episode ended
+
+TurnEnds = tuple[tuple[int, int], ...]  # (index of a turn's last token in the response, number of the turn), ascending
 
 StepRewards = tuple[tuple[int, float], ...]  # (index of a step's last token in the response, its reward), ascending
 
@@ -73,6 +75,7 @@ class Sample:
     # An episode that forked has several sequences, and is one sample: of its last one, which has those before.
     earlier: tuple["Sample", ...] = ()  # oldest first: tokens and step rewards; all else is said by the last
     part: int = 0  # of an earlier sequence, its number from 1 on; 0: it is the last, or the only one
+    turn_ends: TurnEnds = ()  # of an episode that forked, whose turns are numbered through all its sequences
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -148,6 +151,7 @@ class SampleInfo:
     metrics: dict[str, float] = field(default_factory=dict)
     earlier: tuple["SampleInfo", ...] = ()  # of an episode that forked, see Sample
     part: int = 0
+    turn_ends: TurnEnds = ()  # as in Sample
 
     @property
     def generated_tokens(self) -> int:
@@ -175,6 +179,23 @@ class SampleInfo:
         starts = accumulate((sequence.response_tokens for sequence in self.sequences), initial=0)
         pairs = zip(self.sequences, starts, strict=False)
         return tuple((start + end, reward) for sequence, start in pairs for end, reward in sequence.step_rewards)
+
+    @property
+    def generation_order(self) -> torch.Tensor | None:
+        """Return the response tokens of all sequences by when they were generated, as indices int64 [tokens].
+
+        What a turn was given goes with it. None: in the order in which they are.
+        """
+        turns = [turn for sequence in self.sequences for _, turn in sequence.turn_ends]
+        is_known = all(turns) and all(sequence.turn_ends for sequence in self.sequences)
+        if not self.earlier or turns == sorted(turns) or not is_known:
+            return None
+        of_tokens = [
+            torch.full((end - before,), turn)
+            for sequence in self.sequences
+            for (before, _), (end, turn) in pairwise(((-1, 0), *sequence.turn_ends))
+        ]
+        return torch.cat(of_tokens).argsort(stable=True)
 
     @property
     def total_tokens(self) -> int:

@@ -131,8 +131,9 @@ def estimate_process(
 ) -> list[Tensor]:
     """Return [response tokens] of each sample: the sum of the normalized rewards of steps ending at or after a token.
 
-    Those of an episode's later sequences count for the tokens of all before. Rewards are normalized over all steps of
-    the group (DeepSeekMath, section 4.1.3); a group whose steps all have one reward gives zeros.
+    Of an episode with several sequences, before and after are those of its turns, whatever sequence each is of.
+    Rewards are normalized over all steps of the group (DeepSeekMath, section 4.1.3); a group whose steps all have one
+    reward gives zeros.
     """
     flat = [(i, end, reward) for i, sample in enumerate(samples) for end, reward in sample.all_step_rewards]
     ids = [samples[i].group_id for i, _, _ in flat]
@@ -140,7 +141,15 @@ def estimate_process(
     step_advantages = [torch.zeros(sample.all_response_tokens, dtype=torch.float64) for sample in samples]
     for (i, end, _), value in zip(flat, normalized, strict=True):
         step_advantages[i][end] += value
-    return [values.flip(0).cumsum(0).flip(0) for values in step_advantages]
+    return [_sum_to_end(values, sample) for values, sample in zip(step_advantages, samples, strict=True)]
+
+
+def _sum_to_end(values: Tensor, sample: SampleInfo) -> Tensor:
+    """Return at each response token [tokens] the sum of its value and of those of all tokens generated after it."""
+    order = sample.generation_order
+    if order is None:
+        return values.flip(0).cumsum(0).flip(0)
+    return torch.empty_like(values).index_copy(0, order, values[order].flip(0).cumsum(0).flip(0))
 
 
 def distillation_advantages(policy: Tensor, teacher: Tensor, distillation: DistillationConfig) -> Tensor:

@@ -26,16 +26,16 @@ def main(arguments: Sequence[str]) -> int:
     from grpo_mp.config import load_pipeline  # pydantic is slow to import
     from grpo_mp.pipeline.runner import Pipeline
     from grpo_mp.pipeline.scores import read_stage_scores, write_stage_scores
-    from grpo_mp.pipeline.stages import make_tasks
+    from grpo_mp.pipeline.stages import make_jobs
 
     settings = load_pipeline(args.file, args.overrides)
-    pipeline = Pipeline(settings, make_tasks(settings, args.file))
+    pipeline = Pipeline(settings, make_jobs(settings, args.file))
     if args.dry_run:
-        for task in pipeline.tasks:
-            print(f"{pipeline.state(task):6} {task.name}: grpo-mp {shlex.join(task.arguments(args.ranks))}")
+        for job in pipeline.jobs:
+            print(f"{pipeline.state(job):6} {job.name}: grpo-mp {shlex.join(job.arguments(args.ranks))}")
         return 0
     status = pipeline.run(args.ranks)
-    scores = read_stage_scores(pipeline.tasks)
+    scores = read_stage_scores(pipeline.jobs)
     if scores:
         seconds = {name: record.seconds for name, record in pipeline.records.items()}
         write_stage_scores(settings.folder, scores, seconds)

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.cursor import Mixture, mix_sets
+from grpo_mp.data.messages import as_template_reads, read_message
 from grpo_mp.data.pass_rates import within_pass_rates
-from grpo_mp.data.rows import Row, Rows, read_rows, without_nulls
+from grpo_mp.data.rows import Row, Rows, read_rows
 from grpo_mp.errors import UserError, did_you_mean, one_line
 from grpo_mp.reading import shorten
 from grpo_mp.rewards.settings import DATA_SET
@@ -24,7 +25,6 @@ from grpo_mp.user_code import time_limit
 
 ROWS_AT_ONCE = 1024  # that the tokenizer is given
 TEMPLATE_LIMIT_S = 20.0  # of one prompt
-ROLES = ("system", "user", "assistant", "tool")
 Messages = list[dict[str, Any]]
 ToolsOf = Callable[[Row], Sequence[dict[str, Any]]]  # JSON schemas for the template, of the tools of a row
 
@@ -222,27 +222,18 @@ def final_answer(text: str) -> str:
 def _read_messages(row: Row, data: DataConfig) -> Messages:
     """Return the row's messages, or its text as one user message, after the system message of the settings."""
     prompt = _read_column(row, data.prompt_column, "data.prompt_column")
-    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else without_nulls(prompt)
-    _check_chat(chat, row, data.prompt_column)
-    if data.system_prompt and chat[0]["role"] != "system":
-        return [{"role": "system", "content": data.system_prompt}, *chat]
-    return list(chat)
-
-
-def _check_chat(chat: Any, row: Row, column: str) -> None:
-    location = f"{row.location}: column {column}"
-    if not isinstance(chat, list) or not chat or not all(isinstance(message, dict) for message in chat):
+    location = f"{row.location}: column {data.prompt_column}"
+    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(chat, list) or not chat or not all(isinstance(message, Mapping) for message in chat):
         raise UserError(f"{location}: expected text or a list of chat messages")
-    for message in chat:
-        content = message.get("content")
-        if message.get("role") not in ROLES or not isinstance(content, str):
-            raise UserError(f"{location}: a message needs role ({', '.join(ROLES)}) and text content")
-        if not _is_text(content):
-            raise UserError(f"{location}: a text with half a character (a lone surrogate): write it anew")
+    chat = [read_message(message, location) for message in chat]
     if not chat[-1]["content"].strip():
         raise UserError(f"{location}: the prompt is empty")
     if chat[-1]["role"] not in ("user", "tool"):
         raise UserError(f"{location}: the last message must be the user's, not {chat[-1]['role']}'s")
+    if data.system_prompt and chat[0]["role"] != "system":
+        return [{"role": "system", "content": data.system_prompt}, *chat]
+    return chat
 
 
 def _is_text(text: str) -> bool:
@@ -291,7 +282,10 @@ def _apply_chat_template(
 ) -> str:
     try:
         text: str = tokenizer.apply_chat_template(
-            chat, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+            as_template_reads(chat, tokenizer),
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=True,
         )
     except Exception as error:  # a template is a program
         raise UserError(

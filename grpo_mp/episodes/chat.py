@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from grpo_mp.data.messages import as_template_reads
 from grpo_mp.errors import UserError
 from grpo_mp.files import encodable
 from grpo_mp.types import Message
@@ -89,7 +90,10 @@ class ChatRenderer:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
-                    list(messages), tools=list(self.tools) or None, tokenize=False, add_generation_prompt=asks
+                    as_template_reads(messages, self.tokenizer),
+                    tools=list(self.tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=asks,
                 )
             )
         except TemplateError as error:

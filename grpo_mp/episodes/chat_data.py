@@ -1,6 +1,6 @@
 """Sets of chats to learn from: every row is checked and measured at the start, and read again when it is trained on."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
 from grpo_mp.data.cursor import Mixture, mix_sets
+from grpo_mp.data.messages import read_message
 from grpo_mp.data.rows import Row, Rows, read_rows, without_nulls
 from grpo_mp.episodes.supervised import Chat, ChatEncoder, LearnedText, LearnedTokens
 from grpo_mp.errors import UserError, did_you_mean, one_line
@@ -21,7 +22,6 @@ from grpo_mp.user_code import time_limit
 
 ROWS_AT_ONCE = 1024  # that the tokenizer is given
 TEMPLATE_LIMIT_S = 20.0  # of one chat
-ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -230,34 +230,10 @@ def _messages(row: Row, column: str, role: str = "") -> list[Message]:
 
 
 def _message(value: Mapping[str, Any], location: str) -> Message:
-    """Return a message, see `without_nulls`."""
-    message: Message = without_nulls(value)
-    role, calls = message.get("role"), message.get("tool_calls")
-    if role == "assistant" and calls:
-        message.setdefault("content", "")
-    content = message.get("content")
-    if role not in ROLES or not isinstance(content, str):
-        raise UserError(f"{location}: a message needs role ({', '.join(ROLES)}) and text content")
-    if role == "assistant" and not (content.strip() or calls):
+    message = read_message(value, location)
+    if message["role"] == "assistant" and not (message["content"].strip() or message.get("tool_calls")):
         raise UserError(f"{location}: an answer of the assistant is empty")
-    for text in _texts(message):
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"{location}: a text with half a character (a lone surrogate): write it anew") from None
     return message
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _texts(key)
-            yield from _texts(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
 
 
 def _read_tools(row: Row, column: str) -> tuple[dict[str, Any], ...]:

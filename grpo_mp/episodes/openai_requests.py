@@ -54,6 +54,10 @@ class ChatRequest:
     stream: bool
     ignored: tuple[str, ...] = ()  # parameters that no turn here can follow
 
+    async def answer(self, policy: Policy) -> Turn:
+        """Generate the turn."""
+        return await policy.generate(self.messages, max_tokens=self.max_tokens, tools=self.tools, stop=self.stop)
+
 
 def read_request(
     body: Any,
@@ -66,14 +70,9 @@ def read_request(
     That it asks for other sampling than the run's, or for what is not known here, is ignored or, without
     `ignores_sampling`, such an error too. `neutral`: parameters with the values that ask for neither.
     """
-    if not isinstance(body, dict):
-        raise RequestError("the body must be a JSON object")
-    _check_sampling({name: body[name] for name in ONE_ANSWER if name in body}, ONE_ANSWER)
-    if body.get("functions"):
+    if isinstance(body, dict) and body.get("functions"):
         raise RequestError("functions: give them as tools")
-    drawn = {**ONE_ANSWER, "temperature": (policy.temperature,), "top_p": (policy.top_p,), **neutral}
-    if not ignores_sampling:
-        _check_sampling(body, drawn)
+    ignored = read_sampling(body, policy, ignores_sampling, neutral)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list with one message or more")
@@ -87,10 +86,27 @@ def read_request(
         tuple(map(_read_message, messages)),
         None if tools is None else tuple(tools),
         min(bounds, default=None),
-        _read_stop(body.get("stop")),
+        read_stop(body.get("stop")),
         bool(body.get("stream")),
-        tuple(name[:80] for name in _other_sampling(body, drawn)),
+        ignored,
     )
+
+
+def read_sampling(
+    body: Any,
+    policy: Policy,
+    ignores_sampling: bool,
+    neutral: Mapping[str, tuple[Any, ...]],
+    read: Sequence[str] = READ,
+) -> tuple[str, ...]:
+    """Return the parameters that no turn can follow, see `read_request`. `read`: those that say what a turn is of."""
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object")
+    _check_sampling({name: body[name] for name in ONE_ANSWER if name in body}, ONE_ANSWER, read)
+    drawn = {**ONE_ANSWER, "temperature": (policy.temperature,), "top_p": (policy.top_p,), **neutral}
+    if not ignores_sampling:
+        _check_sampling(body, drawn, read)
+    return tuple(name[:80] for name in _other_sampling(body, drawn, read))
 
 
 def completion(turn: Turn, prompt_tokens: int) -> dict[str, Any]:
@@ -106,15 +122,19 @@ def completion(turn: Turn, prompt_tokens: int) -> dict[str, Any]:
             }
             for call in turn.tool_calls
         ]
-    count = len(turn.tokens)
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": MODEL,
         "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
-        "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": count, "total_tokens": prompt_tokens + count},
+        "usage": usage(prompt_tokens, len(turn.tokens)),
     }
+
+
+def usage(prompt_tokens: int, sampled: int) -> dict[str, int]:
+    """Return the tokens of a turn as answers have them."""
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": prompt_tokens + sampled}
 
 
 def as_stream(answer: Mapping[str, Any]) -> str:
@@ -133,18 +153,18 @@ def error_body(message: str, kind: str, code: str | None = None) -> dict[str, An
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-def _check_sampling(body: Mapping[str, Any], accepted: Mapping[str, Sequence[Any]]) -> None:
-    for name in _other_sampling(body, accepted):
+def _check_sampling(body: Mapping[str, Any], accepted: Mapping[str, Sequence[Any]], read: Sequence[str]) -> None:
+    for name in _other_sampling(body, accepted, read):
         if name not in accepted:
-            near = did_you_mean(name[:80], (*READ, *accepted))
+            near = did_you_mean(name[:80], (*read, *accepted))
             raise RequestError(f"{name:.80}: no turn here can follow this parameter{near}: leave it out")
         allowed = " or ".join(["leave it out", *(f"set {json.dumps(value)}" for value in accepted[name])])
         raise RequestError(f"{name}={json.dumps(body[name]):.200}: all turns are sampled as the run says: {allowed}")
 
 
-def _other_sampling(body: Mapping[str, Any], accepted: Mapping[str, Sequence[Any]]) -> list[str]:
+def _other_sampling(body: Mapping[str, Any], accepted: Mapping[str, Sequence[Any]], read: Sequence[str]) -> list[str]:
     """Return the names of parameters with other values than are accepted, and of those that are not known."""
-    unknown = body.keys() - accepted.keys() - {*READ, *NO_MATTER}
+    unknown = body.keys() - accepted.keys() - {*read, *NO_MATTER}
     return [
         name
         for name in (*accepted, *sorted(unknown))
@@ -157,7 +177,8 @@ def _is_empty(value: Any) -> bool:
     return value is None or value in ([], {}) or (isinstance(value, dict) and all(map(_is_empty, value.values())))
 
 
-def _read_stop(stop: Any) -> tuple[str, ...]:
+def read_stop(stop: Any) -> tuple[str, ...]:
+    """Return the texts that end a turn. Raises RequestError."""
     texts = [stop] if isinstance(stop, str) else stop or []
     if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
         raise RequestError("stop must be a text, or a list of texts")

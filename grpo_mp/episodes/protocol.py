@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from grpo_mp.types import EpisodeState, ExpertIds, Message, Prompt
 
@@ -154,6 +154,7 @@ class Episode:
     forks: int = 0
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
     earlier: tuple[RecordedSequence, ...] = ()
+    kept: Any = field(default=None, compare=False, repr=False)  # what the function keeps of it for `score_group`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reward", _as_reward(self.reward))
@@ -207,12 +208,14 @@ class Policy(Protocol):
         max_tokens: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         stop: Sequence[str] = (),
+        text: str | None = None,
     ) -> Turn:
-        """Generate one turn after `messages`, the full conversation so far, or after `tokens`, all its ids.
+        """Generate one turn after `messages`, the full conversation so far, or `tokens`, all its ids, or `text`.
 
-        `tools`: JSON schemas of those that the policy may call in it; None: those of `rollout.tools`. `stop`: texts
-        that end it, beside those of `rollout.stop`, and are no part of its text, only of its tokens; in a function of
-        your own the engine needs `rollout.stop` to know any.
+        A text is encoded as it is, special tokens included; where it begins with a text before and the answer to it,
+        only the rest is. `tools`: JSON schemas of those that the policy may call in the turn; None: those of
+        `rollout.tools`. `stop`: texts that end it, beside those of `rollout.stop`, and are no part of its text, only
+        of its tokens; in a function of your own the engine needs `rollout.stop` to know any.
 
         Sampled tokens are kept as they are: only messages after the last turn of the conversation are rendered, be it
         that of the turn before or an earlier one. Where it goes on from none, a new sequence begins and is counted as a
@@ -228,8 +231,23 @@ class Policy(Protocol):
     ) -> Episode:
         """Return what was recorded as an episode; without `state` it is truncated where its last turn was cut."""
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+
     def unrecorded(self) -> "Policy":
         """Return a second handle, with turns and limits of its own, which nothing is trained on, as an opponent has."""
+
+
+@runtime_checkable
+class ScoresGroups(Protocol):
+    """A rollout function that rewards the episodes of a prompt together."""
+
+    async def score_group(self, kept: Sequence[Any], /) -> Sequence[tuple[float, Mapping[str, float]]]:
+        """Return reward and metrics of each episode, of which `kept` has what was kept.
+
+        Called when all episodes of a group have ended, with those that kept something, or had environments of tools,
+        and did not fail.
+        """
 
 
 class RolloutFunction(Protocol):

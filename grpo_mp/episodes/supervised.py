@@ -14,6 +14,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from grpo_mp.data.messages import as_template_reads, name_of_call
 from grpo_mp.episodes.chat import ChatRenderer
 from grpo_mp.errors import UserError
 from grpo_mp.types import Message, Sample
@@ -107,7 +108,7 @@ class ChatEncoder:
     def _marked(self, renderer: ChatRenderer, template: str, messages: Sequence[Message], first: int) -> LearnedText:
         """Return what the template marks, of the message `first` and those after it."""
         (text,), (spans,) = render_jinja_template(
-            [list(messages)],
+            [as_template_reads(messages, self.tokenizer)],
             tools=list(renderer.tools) or None,
             chat_template=template,
             return_assistant_tokens_mask=True,
@@ -185,6 +186,11 @@ def _check_whole(learned: LearnedText, answers: Iterable[Message]) -> None:
                 raise UserError(
                     f"the chat template cuts the assistant's {part} {said.strip()[:SHOWN]!r}: use a template that "
                     "writes it whole"
+                )
+        for name in map(name_of_call, answer.get("tool_calls") or ()):
+            if _without_blanks(name) not in text:
+                raise UserError(
+                    f"the chat template leaves out the assistant's call of {name[:SHOWN]}: use a template with tools"
                 )
 
 

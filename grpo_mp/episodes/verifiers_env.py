@@ -3,8 +3,9 @@
 import importlib
 import json
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,18 +24,29 @@ class VerifiersRollout:
     """The rollout function `verifiers`: an environment plays an episode against the policy's endpoint."""
 
     def __init__(self, environment: str, args: Mapping[str, Any] | None = None) -> None:
-        """Load an environment by its name. Raises UserError where it or the library is missing, or scores groups."""
+        """Load an environment by its name. Raises UserError where it or the library is missing, or begins groups."""
         self._environment = load_environment(environment, json.dumps(args or {}, sort_keys=True))
-        if self._environment.requires_group_rollouts:
+        self._scores_groups = bool(self._environment.requires_group_rollouts)
+        if self._scores_groups and not self._environment.rubric.has_group_rewards:
             raise UserError(
-                f"{_label(environment)}: it has rewards of whole groups: only those of one rollout are known"
+                f"{_label(environment)}: its taskset has stages of whole groups: only a rubric may have them"
             )
         self._endpoint = Endpoint()
 
     async def __call__(self, task: Task, policy: Policy) -> Episode:
         """Roll out one row. Its reward is the rubric's; the rubric's metrics are the episode's."""
         output = await run_agent(self._endpoint, policy, lambda session: self._play(task, session))
+        if self._scores_groups:
+            return replace(policy.episode(), kept=output)
         return policy.episode(output["reward"], output["metrics"])
+
+    async def score_group(self, states: Sequence[Any]) -> list[tuple[float, Mapping[str, float]]]:
+        """Return what the rubric says of a group's rollouts, whose states its functions see together."""
+        rubric = self._environment.rubric
+        await rubric.score_group(list(states))
+        for state in states:
+            await rubric.cleanup(state)
+        return [(state["reward"], state["metrics"]) for state in states]
 
     async def _play(self, task: Task, session: Session) -> Mapping[str, Any]:
         openai, clients = importlib.import_module("openai"), importlib.import_module("verifiers.clients")
@@ -47,7 +59,8 @@ class VerifiersRollout:
             http_client=httpx.AsyncClient(trust_env=False, timeout=None),
         ) as connection:
             client = clients.OpenAIChatCompletionsClient(connection)
-            output: Mapping[str, Any] = await self._environment.run_rollout(row, client, "policy", {})
+            play = self._environment.rollout if self._scores_groups else self._environment.run_rollout
+            output: Mapping[str, Any] = await play(row, client, "policy", {})
         if output.get("error"):
             raise RuntimeError(f"the environment ended with {one_line(output['error'])}")
         return output

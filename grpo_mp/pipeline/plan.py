@@ -10,7 +10,7 @@ from rich.console import Console
 from grpo_mp.config import PipelineSettings, Settings, SftSettings, load_settings, load_sft_settings
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.pipeline.stages import EVALUATE, Task, make_tasks
+from grpo_mp.pipeline.stages import EVALUATE, StageJob, make_jobs
 from grpo_mp.planner.clusters import Cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase
@@ -63,14 +63,14 @@ class StagePlan:
 def plan_pipeline(settings: PipelineSettings, file: Path, machines: Machines) -> list[StagePlan]:
     """Plan every stage of a pipeline, which was read from `file`. Raises UserError, with the stage's name."""
     plans, models = list[StagePlan](), dict[Path, HfConfig]()
-    for task in make_tasks(settings, file):
-        if task.command == EVALUATE:
+    for stage_job in make_jobs(settings, file):
+        if stage_job.command == EVALUATE:
             continue
-        rows = settings.stages[task.name].rows
+        rows = settings.stages[stage_job.name].rows
         try:
-            plans.append(_plan_stage(task, rows, models, machines))
+            plans.append(_plan_stage(stage_job, rows, models, machines))
         except UserError as error:
-            raise UserError(f"stage {task.name}: {error}") from error
+            raise UserError(f"stage {stage_job.name}: {error}") from error
     return plans
 
 
@@ -88,24 +88,26 @@ def show_pipeline_plan(plans: Sequence[StagePlan], machines: Machines, console: 
     return all(plan.fits for plan in plans)
 
 
-def _plan_stage(task: Task, rows: int | None, models: dict[Path, HfConfig], machines: Machines) -> StagePlan:
+def _plan_stage(stage_job: StageJob, rows: int | None, models: dict[Path, HfConfig], machines: Machines) -> StagePlan:
     """Plan one stage, whose model is that of a former one where it begins with its end; keep its model in `models`."""
-    load = load_sft_settings if task.command == "sft" else load_settings
-    settings = load(task.config, task.overrides)
+    load = load_sft_settings if stage_job.command == "sft" else load_settings
+    settings = load(stage_job.config, stage_job.overrides)
     hf = _model(settings.model.path, models)
-    models[task.folder / "final"] = hf
+    models[stage_job.folder / "final"] = hf
     if isinstance(settings, SftSettings):
-        return _plan_sft(task, settings, hf, rows, machines)
+        return _plan_sft(stage_job, settings, hf, rows, machines)
     job = make_job(settings, hf, machines.cluster, machines.nodes, machines.gpus_per_node, machines.mean_tokens)
     check_parameter_counts(job)
-    plan, samples = make_plan(job), task.command == "sample"
+    plan, samples = make_plan(job), stage_job.command == "sample"
     fits = check_fits(plan)
     step_s = plan.times[SubPhase.GENERATE].expected_s if samples else plan.step_s
     steps = _steps(settings, rows, samples)
-    return StagePlan(task.name, task.command, fits.fits, fits.sentence, steps, step_s, job.world_size)
+    return StagePlan(stage_job.name, stage_job.command, fits.fits, fits.sentence, steps, step_s, job.world_size)
 
 
-def _plan_sft(task: Task, settings: SftSettings, hf: HfConfig, rows: int | None, machines: Machines) -> StagePlan:
+def _plan_sft(
+    stage_job: StageJob, settings: SftSettings, hf: HfConfig, rows: int | None, machines: Machines
+) -> StagePlan:
     job = sft_job(settings, hf, machines.cluster, machines.nodes, machines.gpus_per_node, machines.mean_tokens)
     check_parameter_counts(job)
     plan, steps = make_sft_plan(job), settings.run.steps
@@ -113,7 +115,7 @@ def _plan_sft(task: Task, settings: SftSettings, hf: HfConfig, rows: int | None,
         of_epochs = ceil(_needed(rows, "sft.epochs") * settings.sft.epochs / settings.sft.batch_size)
         steps = min(steps or of_epochs, of_epochs)
     why = ". ".join(peak.sentence for peak in plan.peaks if not peak.fits)
-    return StagePlan(task.name, task.command, not why, why, steps, plan.step_s, job.world_size)
+    return StagePlan(stage_job.name, stage_job.command, not why, why, steps, plan.step_s, job.world_size)
 
 
 def _steps(settings: Settings, rows: int | None, samples: bool) -> int:

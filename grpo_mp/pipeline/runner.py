@@ -1,4 +1,4 @@
-"""Run the tasks of a pipeline one after another, and go on where an earlier start ended."""
+"""Run the jobs of a pipeline one after another, and go on where an earlier start ended."""
 
 import signal
 import subprocess
@@ -14,7 +14,7 @@ from typing import Any
 from grpo_mp.config import PipelineSettings, load_settings, load_sft_settings
 from grpo_mp.errors import UserError
 from grpo_mp.files import write_json
-from grpo_mp.pipeline.stages import Record, Task, check_records, digests
+from grpo_mp.pipeline.stages import Record, StageJob, check_records, digests
 from grpo_mp.processes import PR_SET_PDEATHSIG, prctl
 from grpo_mp.reading import read_json, read_text
 
@@ -22,63 +22,63 @@ RECORDS = "pipeline.json"
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # which let a run save and end
 
 
-def check_tasks(tasks: Sequence[Task]) -> dict[Path, str]:
-    """Check the settings of every task, and return the content of their files. Raises UserError."""
+def check_jobs(jobs: Sequence[StageJob]) -> dict[Path, str]:
+    """Check the settings of every job, and return the content of their files. Raises UserError."""
     texts: dict[Path, str] = {}
-    for task in tasks:
-        texts[task.config] = read_text(task.config)
+    for job in jobs:
+        texts[job.config] = read_text(job.config)
         try:
-            load = load_sft_settings if task.command == "sft" else load_settings
-            settings = load(task.config, task.overrides)
+            load = load_sft_settings if job.command == "sft" else load_settings
+            settings = load(job.config, job.overrides)
         except UserError as error:
-            raise UserError(f"stage {task.name}: {error}") from error
-        if task.command in ("train", "sft") and not settings.run.export:
-            raise UserError(f"stage {task.name}: run.export=false leaves no model for the next stage: leave it out")
+            raise UserError(f"stage {job.name}: {error}") from error
+        if job.command in ("train", "sft") and not settings.run.export:
+            raise UserError(f"stage {job.name}: run.export=false leaves no model for the next stage: leave it out")
     return texts
 
 
 class Pipeline:
-    """The tasks with what is known of each, which is kept in a file of the pipeline's folder."""
+    """The jobs with what is known of each, which is kept in a file of the pipeline's folder."""
 
-    def __init__(self, settings: PipelineSettings, tasks: Sequence[Task]) -> None:
-        """Read what was done before. Raises UserError for tasks that were begun with other settings."""
-        self.settings, self.tasks = settings, tasks
-        self._digests = digests(tasks, check_tasks(tasks))
+    def __init__(self, settings: PipelineSettings, jobs: Sequence[StageJob]) -> None:
+        """Read what was done before. Raises UserError for jobs that were begun with other settings."""
+        self.settings, self.jobs = settings, jobs
+        self._digests = digests(jobs, check_jobs(jobs))
         self._file = settings.folder / RECORDS
         self.records = read_records(self._file) if self._file.exists() else {}
-        check_records(tasks, self._digests, self.records)
+        check_records(jobs, self._digests, self.records)
 
-    def state(self, task: Task) -> str:
-        """Return how far a task is, in a word."""
-        record = self.records.get(task.name)
-        return "to do" if record is None else "done" if record.done and task.result.exists() else "begun"
+    def state(self, job: StageJob) -> str:
+        """Return how far a job is, in a word."""
+        record = self.records.get(job.name)
+        return "to do" if record is None else "done" if record.done and job.result.exists() else "begun"
 
     def run(self, ranks: int | None) -> int:
-        """Run what is not done; return the exit status: of the first task that fails, or 0, also after a stop."""
-        for task in self.tasks:
-            if self.state(task) == "done":
+        """Run what is not done; return the exit status: of the first job that fails, or 0, also after a stop."""
+        for job in self.jobs:
+            if self.state(job) == "done":
                 continue
-            begun = self.records.get(task.name) or Record(self._digests[task.name], task.settings)
-            self._keep(task, replace(begun, done=False))
-            print(f"pipeline: {task.name}", flush=True)
+            begun = self.records.get(job.name) or Record(self._digests[job.name], job.settings)
+            self._keep(job, replace(begun, done=False))
+            print(f"pipeline: {job.name}", flush=True)
             started = time.monotonic()
-            status, stopped = _run(task.arguments(ranks))
+            status, stopped = _run(job.arguments(ranks))
             seconds = begun.seconds + time.monotonic() - started
-            done = status == 0 and not stopped and task.result.exists()
-            self._keep(task, replace(begun, done=done, seconds=round(seconds, 1)))
+            done = status == 0 and not stopped and job.result.exists()
+            self._keep(job, replace(begun, done=done, seconds=round(seconds, 1)))
             if not done:
                 how = "was stopped" if stopped or status == 0 else f"ended with status {status}"
-                print(f"pipeline: {task.name} {how}: the same command goes on with it", flush=True)
+                print(f"pipeline: {job.name} {how}: the same command goes on with it", flush=True)
                 return status
         return 0
 
-    def _keep(self, task: Task, record: Record) -> None:
-        self.records[task.name] = record
+    def _keep(self, job: StageJob, record: Record) -> None:
+        self.records[job.name] = record
         write_json(self._file, {name: asdict(one) for name, one in self.records.items()})
 
 
 def read_records(file: Path) -> dict[str, Record]:
-    """Return what a pipeline's folder says of its tasks. Raises UserError for another file."""
+    """Return what a pipeline's folder says of its jobs. Raises UserError for another file."""
     tree = read_json(file)
     try:
         return {name: Record(**values) for name, values in tree.items()}

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_mp.evaluation.score import EvalScore, read_scores
-from grpo_mp.pipeline.stages import EVALUATE, Task
+from grpo_mp.pipeline.stages import EVALUATE, StageJob
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,10 +15,10 @@ TABLE, PICTURE = "scores.md", "scores.svg"
 INCHES = (6.0, 3.5)  # of a set's plot
 
 
-def read_stage_scores(tasks: Sequence[Task]) -> dict[str, dict[str, EvalScore]]:
-    """Return the scores that are there, by stage in the order of the tasks, and by eval set. Raises UserError."""
-    found = [task for task in tasks if task.command == EVALUATE and task.result.exists()]
-    return {task.stage: read_scores(task.result) for task in found}
+def read_stage_scores(jobs: Sequence[StageJob]) -> dict[str, dict[str, EvalScore]]:
+    """Return the scores that are there, by stage in the order of the jobs, and by eval set. Raises UserError."""
+    found = [job for job in jobs if job.command == EVALUATE and job.result.exists()]
+    return {job.stage: read_scores(job.result) for job in found}
 
 
 def score_table(scores: Scores, seconds: Mapping[str, float]) -> str:

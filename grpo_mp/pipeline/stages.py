@@ -18,7 +18,7 @@ RESULTS = {"train": "final/config.json", "sft": "final/config.json", "sample": "
 
 
 @dataclass(frozen=True)
-class Task:
+class StageJob:
     """One command of a pipeline: a stage, or the evaluation of a model.
 
     `needs`: names of the stages that it takes something of; `settings`: those laid over the file's.
@@ -35,7 +35,7 @@ class Task:
 
     @property
     def result(self) -> Path:
-        """Return the file that is there when the task is done."""
+        """Return the file that is there when the job is done."""
         return self.folder / RESULTS[self.command]
 
     @property
@@ -51,7 +51,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a task that was begun: the digest of all that decides what it makes, and its settings."""
+    """What is known of a job that was begun: the digest of all that decides what it makes, and its settings."""
 
     digest: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -59,14 +59,14 @@ class Record:
     seconds: float = 0.0
 
 
-def make_tasks(settings: PipelineSettings, file: Path) -> list[Task]:
-    """Return the tasks of a pipeline in the order in which they run; `file`: where it was read.
+def make_jobs(settings: PipelineSettings, file: Path) -> list[StageJob]:
+    """Return the jobs of a pipeline in the order in which they run; `file`: where it was read.
 
     Raises UserError for a stage that takes what no stage before it makes.
     """
-    tasks, folders = list[Task](), dict[str, Path]()
+    jobs, folders = list[StageJob](), dict[str, Path]()
     if settings.base and settings.evaluation:
-        tasks.append(_evaluation(settings, file, BASE, settings.base, {}))
+        jobs.append(_evaluation(settings, file, BASE, settings.base, {}))
     for name, stage in settings.stages.items():
         where, folder = f"{file}: stages.{name}", settings.folder / name
         found, needs = _resolve(dict(stage.settings), folders, where)
@@ -76,21 +76,21 @@ def make_tasks(settings: PipelineSettings, file: Path) -> list[Task]:
         is_run = stage.command != "sample"
         found |= {"run.folder": str(folder)} if is_run else {}
         options = () if is_run else ("--out", str(folder))
-        tasks.append(Task(name, stage.command, file.parent / stage.config, folder, found, options, needs))
+        jobs.append(StageJob(name, stage.command, file.parent / stage.config, folder, found, options, needs))
         folders[name] = folder
         if settings.evaluation and is_run and stage.evaluation is not None:
-            tasks.append(_evaluation(settings, file, name, folder / "final", stage.evaluation))
-    return tasks
+            jobs.append(_evaluation(settings, file, name, folder / "final", stage.evaluation))
+    return jobs
 
 
-def _evaluation(settings: PipelineSettings, file: Path, name: str, model: Path, more: Mapping[str, Any]) -> Task:
+def _evaluation(settings: PipelineSettings, file: Path, name: str, model: Path, more: Mapping[str, Any]) -> StageJob:
     assert settings.evaluation
     folder = settings.folder / EVALUATE / name
     found = {"run.folder": str(settings.folder / EVALUATE), **settings.evaluation.settings, **more}
     options = ("--model", str(model), "--out", str(folder))
     needs = () if name == BASE else (name,)
     config = file.parent / settings.evaluation.config
-    return Task(f"{EVALUATE} {name}", EVALUATE, config, folder, found, options, needs, name)
+    return StageJob(f"{EVALUATE} {name}", EVALUATE, config, folder, found, options, needs, name)
 
 
 def _resolve(value: Any, folders: Mapping[str, Path], where: str) -> tuple[Any, tuple[str, ...]]:
@@ -116,37 +116,37 @@ def _resolve(value: Any, folders: Mapping[str, Path], where: str) -> tuple[Any, 
     return resolve(value, ""), tuple(needs)
 
 
-def digests(tasks: Sequence[Task], texts: Mapping[Path, str]) -> dict[str, str]:
-    """Return by task a digest of all that decides what it makes: its command, settings, file, and stages before it.
+def digests(jobs: Sequence[StageJob], texts: Mapping[Path, str]) -> dict[str, str]:
+    """Return by job a digest of all that decides what it makes: its command, settings, file, and stages before it.
 
     `texts`: the content of the settings files.
     """
     found: dict[str, str] = {}
-    for task in tasks:
+    for job in jobs:
         facts = [
-            *(task.command, task.options, sorted(task.settings.items()), texts[task.config]),
-            [found[name] for name in task.needs],
+            *(job.command, job.options, sorted(job.settings.items()), texts[job.config]),
+            [found[name] for name in job.needs],
         ]
-        found[task.name] = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
+        found[job.name] = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
     return found
 
 
-def check_records(tasks: Sequence[Task], known: Mapping[str, str], records: Mapping[str, Record]) -> None:
-    """Raise UserError where a task was begun with other settings than those that it has now."""
-    for task in tasks:
-        record = records.get(task.name)
-        if record and record.digest != known[task.name]:
+def check_records(jobs: Sequence[StageJob], known: Mapping[str, str], records: Mapping[str, Record]) -> None:
+    """Raise UserError where a job was begun with other settings than those that it has now."""
+    for job in jobs:
+        record = records.get(job.name)
+        if record and record.digest != known[job.name]:
             state = "done" if record.done else "begun"
             raise UserError(
-                f"stage {task.name} was {state} with {_difference(record.settings, task)}: take these, or another "
-                f"folder, or remove {task.folder} and what follows from it"
+                f"stage {job.name} was {state} with {_difference(record.settings, job)}: take these, or another "
+                f"folder, or remove {job.folder} and what follows from it"
             )
 
 
-def _difference(before: Mapping[str, Any], task: Task) -> str:
-    now = dict(task.settings)
+def _difference(before: Mapping[str, Any], job: StageJob) -> str:
+    now = dict(job.settings)
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if not changed:
-        return f"another {task.config}, or after another stage"
+        return f"another {job.config}, or after another stage"
     name = changed[0]
     return f"{name}={json.dumps(before[name])}" if name in before else f"no {name}"

@@ -47,6 +47,7 @@ SCHEMA = pa.schema(
         "reward": pa.float64(),
         "reward_terms": NUMBERS,
         "step_rewards": pa.list_(pa.struct({"token": pa.int32(), "reward": pa.float64()})),
+        "turn_ends": pa.list_(pa.struct({"token": pa.int32(), "turn": pa.int32()})),  # of an episode that forked
         "is_correct": pa.bool_(),
         "episode_reward": pa.float64(),
         "metrics": NUMBERS,
@@ -143,6 +144,7 @@ def _row_of(group: SampleGroup, sample: Sample, selected: bool) -> Row:
         "reward_terms": list(sample.reward_terms.items()),
         "metrics": list(sample.metrics.items()),
         "step_rewards": [{"token": token, "reward": reward} for token, reward in sample.step_rewards],
+        "turn_ends": [{"token": token, "turn": turn} for token, turn in sample.turn_ends],
         "messages": as_json(sample.messages),
         "extra": as_json(sample.extra),
         "routed_experts": None if experts is None else experts.tobytes(),
@@ -176,6 +178,7 @@ def _sample(row: Row, part: int = 0) -> Sample:
         reward_terms=dict(row["reward_terms"]),
         metrics=dict(row["metrics"]),
         step_rewards=tuple((step["token"], step["reward"]) for step in row["step_rewards"]),
+        turn_ends=tuple((one["token"], one["turn"]) for one in row.get("turn_ends") or ()),  # nor this one
         messages=tuple(messages),
         extra=json.loads(row["extra"]),
         routed_experts=experts_of(row["routed_experts"], row["routed_experts_shape"]),

@@ -15,7 +15,7 @@ from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.data.rows import Row
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.episodes.chat import ChatRenderer
-from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, RolloutFunction, Segment, Task
+from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, RolloutFunction, ScoresGroups, Segment, Task
 from grpo_mp.episodes.tools import EpisodeTools, ToolKit, load_tools
 from grpo_mp.errors import UserError, did_you_mean, one_line
 from grpo_mp.reading import shorten
@@ -150,6 +150,8 @@ class EpisodeRunner:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             async with self.client.limits.limit(config.group_timeout_s):
                 await _until(waits[1], running, take)
+                if len(samples) == count:
+                    samples |= await _score_together(parts.function, samples)
         finally:
             for other in (*running, *waits):
                 other.cancel()
@@ -248,19 +250,36 @@ async def _until(
         await asyncio.wait({*left, pause}, return_when=asyncio.FIRST_COMPLETED)
 
 
+async def _score_together(function: RolloutFunction, samples: Mapping[int, Sample]) -> dict[int, Sample]:
+    """Return those samples of a whole group, by index, that its rollout function rewards together, if it does."""
+    ended = [one for one in samples.values() if one.environment is not None and one.state in ("completed", "truncated")]
+    if not isinstance(function, ScoresGroups) or not ended:
+        return {}
+    try:
+        returned = await without_exit(function.score_group([one.environment for one in ended]))
+        scores = [Episode((), reward, metrics) for reward, metrics in returned]
+        pairs = zip(ended, scores, strict=True)
+        return {
+            one.index: replace(one, episode_reward=score.reward, metrics={**score.metrics, **one.metrics})
+            for one, score in pairs
+        }
+    except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+        sentence = f"rewarding the group together raised {type(error).__name__}: {one_line(error)}"
+        LOGGER.info("group %d: %s", ended[0].group_id, sentence)
+        return {one.index: replace(one, state="error", error=sentence) for one in ended}
+
+
 def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sample:
     """Make a sample of an episode. One without a generated token gets `end_token` as a given one, so that it counts."""
     episode = outcome.episode
-    earlier = tuple(
-        Sample(
-            group_id, index, **_tokens_of(before.segments, before.routed_experts, end_token), truncated=False, part=part
-        )
-        for part, before in enumerate(episode.earlier, start=1)
-    )
+    parts = [(one.segments, one.routed_experts) for one in episode.earlier] + [
+        (episode.segments, episode.routed_experts)
+    ]
+    *earlier, last = (_tokens_of(*part, end_token, has_forked=len(parts) > 1) for part in parts)
     return Sample(
         group_id,
         index,
-        **_tokens_of(episode.segments, episode.routed_experts, end_token),
+        **last,
         truncated=episode.state == "truncated",
         text=episode.answer,
         state=episode.state,
@@ -268,12 +287,21 @@ def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sa
         metrics={**episode.metrics, "turns": episode.turns, "forks": episode.forks},
         messages=episode.messages,
         error=outcome.error,
-        environment=outcome.environments[0] if len(outcome.environments) == 1 else outcome.environments or None,
-        earlier=earlier,
+        environment=episode.kept if episode.kept is not None else _environment_of(outcome.environments),
+        earlier=tuple(
+            Sample(group_id, index, **tokens, truncated=False, part=part)
+            for part, tokens in enumerate(earlier, start=1)
+        ),
     )
 
 
-def _tokens_of(segments: Sequence[Segment], experts: ExpertIds | None, end_token: int) -> dict[str, Any]:
+def _environment_of(environments: tuple[Any, ...]) -> Any:
+    return environments[0] if len(environments) == 1 else environments or None
+
+
+def _tokens_of(
+    segments: Sequence[Segment], experts: ExpertIds | None, end_token: int, has_forked: bool
+) -> dict[str, Any]:
     """Return the fields of a sample that are of its tokens: the prompt is what stands before the first generated one.
 
     What was given after the last one is left out: nothing is trained on it.
@@ -282,13 +310,15 @@ def _tokens_of(segments: Sequence[Segment], experts: ExpertIds | None, end_token
     first, last = (numbers[0], numbers[-1] + 1) if numbers else (len(segments), 0)
     prompt = tuple(token for segment in segments[:first] for token in segment.tokens)
     response = segments[first:last] or (Segment((end_token,), generated=False),)
-    versions, rewards, end = list[int](), list[tuple[int, float]](), 0
+    versions, rewards, turns, end = list[int](), list[tuple[int, float]](), list[tuple[int, int]](), 0
     for segment in response:
         before = versions[-1] if versions else 0
         versions += segment.weight_versions if segment.generated else (before,) * len(segment.tokens)
         end += len(segment.tokens)
         if segment.reward is not None:
             rewards.append((end - 1, segment.reward))
+        if segment.generated and segment.tokens:
+            turns.append((end - 1, segment.turn))
     return {
         "prompt_tokens": prompt or (end_token,),
         "tokens": tuple(token for segment in response for token in segment.tokens),
@@ -298,6 +328,7 @@ def _tokens_of(segments: Sequence[Segment], experts: ExpertIds | None, end_token
         "weight_versions": tuple(versions),
         "generated": tuple(segment.generated for segment in response for _ in segment.tokens),
         "step_rewards": tuple(rewards),
+        "turn_ends": tuple(turns) if has_forked else (),
         "verify_steps": sum(segment.verify_steps for segment in response),
         "routed_experts": experts if numbers else None,
     }

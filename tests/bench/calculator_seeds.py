@@ -54,13 +54,18 @@ def fresh_problems(seed: int) -> list[Problem]:
     return held_out[CHOSEN_ON:]
 
 
-def row(folder: Path) -> list[str]:
-    """One run's figures as text."""
+def accuracies(folder: Path) -> list[float]:
+    """Return a run's accuracy before and after with the tool, and before and after without it."""
     metric = f"eval/{SET}/accuracy"
     shares = [step[metric] for step in read_metrics(folder) if metric in step]
     without = [read_scores(folder / f"without_{when}/eval.json")[SET].accuracy for when in ("before", "after")]
+    return [shares[0], shares[-1], *(share or 0.0 for share in without)]
+
+
+def row(folder: Path) -> list[str]:
+    """One run's figures as text."""
     minutes = [json.loads((folder / COLD_START_FILE).read_text()) / 60, seconds(folder) / 60]
-    return [*(f"{share:.1%}" for share in (shares[0], shares[-1], *without)), *(f"{value:.1f}" for value in minutes)]
+    return [*(f"{share:.1%}" for share in accuracies(folder)), *(f"{value:.1f}" for value in minutes)]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from grpo_mp.config import load_pipeline
 from grpo_mp.evaluation.pass_at_k import Estimate
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.pipeline.runner import Pipeline
-from grpo_mp.pipeline.stages import make_tasks
+from grpo_mp.pipeline.stages import make_jobs
 from tests.bench.r1_stages import CONFIG, make_pipeline, make_table, plot
 
 
@@ -16,14 +16,14 @@ def test_a_seed_has_the_stages_of_the_recipe_and_two_beside_them(tmp_path: Path)
     file = tmp_path / "pipeline.yaml"
     file.write_text(make_pipeline(CONFIG.read_text(), 3))
     settings = load_pipeline(file, [])
-    tasks = {task.name: task for task in Pipeline(settings, make_tasks(settings, file)).tasks}
+    jobs = {job.name: job for job in Pipeline(settings, make_jobs(settings, file)).jobs}
     recipe = list(yaml.safe_load(CONFIG.read_text())["stages"])
-    assert [name for name in tasks if not name.startswith("evaluate ")] == [*recipe, "zero", "sft_alone"]
-    assert all(task.settings["run.seed"] == 3 for task in tasks.values())
-    assert tasks["reasoning"].settings["model.path"] == "runs/tiny_r1_seed3/cold_start/final"
-    assert tasks["zero"].settings["model.path"] == "checkpoints/tiny_r1_seed3_base"
-    assert (tasks["cold_start"].settings["sft.epochs"], tasks["sft_alone"].settings["sft.epochs"]) == (3, 6)
-    paths = [word for task in tasks.values() for word in str(task).split("'") if "tiny_r1" in word]
+    assert [name for name in jobs if not name.startswith("evaluate ")] == [*recipe, "zero", "sft_alone"]
+    assert all(job.settings["run.seed"] == 3 for job in jobs.values())
+    assert jobs["reasoning"].settings["model.path"] == "runs/tiny_r1_seed3/cold_start/final"
+    assert jobs["zero"].settings["model.path"] == "checkpoints/tiny_r1_seed3_base"
+    assert (jobs["cold_start"].settings["sft.epochs"], jobs["sft_alone"].settings["sft.epochs"]) == (3, 6)
+    paths = [word for job in jobs.values() for word in str(job).split("'") if "tiny_r1" in word]
     assert paths
     assert all("tiny_r1_seed3" in path for path in paths)
 

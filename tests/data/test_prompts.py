@@ -246,7 +246,7 @@ def test_half_a_character_anywhere_in_a_message_is_refused(tmp_path: Path) -> No
     talkative.chat_template = "{% for message in messages %}{{ message.content ~ message.name }}{% endfor %}"
     messages = [[{"role": "user", "content": "a", "name": name}] for name in ("me", "m\ud800")]
     source = write(tmp_path / "a.jsonl", [{"question": chat, "answer": "1"} for chat in messages])
-    with pytest.raises(UserError, match=r"line 2: a message with half a character \(a lone surrogate\): write it anew"):
+    with pytest.raises(UserError, match=r"line 2: .* a text with half a character \(a lone surrogate\): write it anew"):
         load_prompts(source, DataConfig(train=source), talkative, 10)
 
 

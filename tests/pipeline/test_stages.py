@@ -14,7 +14,7 @@ from grpo_mp.evaluation.pass_at_k import Estimate
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.pipeline.runner import RECORDS, Pipeline
 from grpo_mp.pipeline.scores import plot_scores, score_table
-from grpo_mp.pipeline.stages import Record, Task, digests, make_tasks
+from grpo_mp.pipeline.stages import Record, StageJob, digests, make_jobs
 from tests.minimal_settings import MINIMAL_SETTINGS
 
 ROOT = Path(__file__).parents[2]
@@ -54,23 +54,23 @@ def write(folder: Path, stages: dict[str, Any], **more: Any) -> Path:
     return file
 
 
-def tasks_of(file: Path) -> list[Task]:
-    return make_tasks(load_pipeline(file), file)
+def jobs_of(file: Path) -> list[StageJob]:
+    return make_jobs(load_pipeline(file), file)
 
 
 def open_pipeline(file: Path) -> Pipeline:
     settings = load_pipeline(file)
-    return Pipeline(settings, make_tasks(settings, file))
+    return Pipeline(settings, make_jobs(settings, file))
 
 
 def test_a_stage_takes_what_former_ones_made(folder: Path) -> None:
     evaluation = {"config": "rl.yaml", "settings": {"rollout.temperature": 0.5}}
-    tasks = tasks_of(write(folder, STAGES, base="m", evaluation=evaluation))
+    jobs = jobs_of(write(folder, STAGES, base="m", evaluation=evaluation))
     out = folder / "out"
-    assert [task.name for task in tasks] == [
+    assert [job.name for job in jobs] == [
         *("evaluate base", "start", "evaluate start", "rl", "evaluate rl", "found", "student", "evaluate student")
     ]
-    by_name = {task.name: task for task in tasks}
+    by_name = {job.name: job for job in jobs}
     assert by_name["start"].arguments(2) == [
         *("sft", str(folder / "sft.yaml"), "--ranks", "2", "optimizer.lr=0.001", f'run.folder="{out}/start"')
     ]
@@ -126,23 +126,23 @@ def test_names_of_stages_are_those_of_folders(folder: Path, name: str) -> None:
 
 
 def test_a_digest_is_of_all_that_decides_what_a_stage_makes(folder: Path) -> None:
-    tasks = tasks_of(write(folder, STAGES))
-    texts = {task.config: "a" for task in tasks}
-    before = digests(tasks, texts)
-    other = [replace(task, settings={**task.settings, "run.seed": 1}) if task.name == "rl" else task for task in tasks]
+    jobs = jobs_of(write(folder, STAGES))
+    texts = {job.config: "a" for job in jobs}
+    before = digests(jobs, texts)
+    other = [replace(job, settings={**job.settings, "run.seed": 1}) if job.name == "rl" else job for job in jobs]
     changed = digests(other, texts)
     assert [name for name in before if before[name] != changed[name]] == ["rl", "found", "student"]
-    changed = digests(tasks, texts | {folder / "rl.yaml": "b"})
+    changed = digests(jobs, texts | {folder / "rl.yaml": "b"})
     assert [name for name in before if before[name] != changed[name]] == ["rl", "found", "student"]
-    assert len(set(before.values())) == len(tasks)
+    assert len(set(before.values())) == len(jobs)
 
 
 @pytest.mark.parametrize("done", [True, False])
 def test_a_stage_that_was_begun_with_other_settings_is_refused(folder: Path, done: bool) -> None:
     file = write(folder, STAGES)
     pipeline = open_pipeline(file)
-    assert {pipeline.state(task) for task in pipeline.tasks} == {"to do"}
-    known = {task.name: task for task in pipeline.tasks}
+    assert {pipeline.state(job) for job in pipeline.jobs} == {"to do"}
+    known = {job.name: job for job in pipeline.jobs}
     digest = pipeline._digests
     records = {name: Record(digest[name], dict(known[name].settings), done) for name in ("start", "rl")}
     (folder / "out").mkdir()
@@ -150,7 +150,7 @@ def test_a_stage_that_was_begun_with_other_settings_is_refused(folder: Path, don
     (folder / "out/start/final").mkdir(parents=True)
     (folder / "out/start/final/config.json").touch()
     again = open_pipeline(file)
-    states = [again.state(task) for task in again.tasks]
+    states = [again.state(job) for job in again.jobs]
     assert states == ["done" if done else "begun", "begun", "to do", "to do"]  # of rl the result is not there
     stages = {**STAGES, "start": {**STAGES["start"], "settings": {"optimizer.lr": 2e-3}}}
     state = "done" if done else "begun"
@@ -183,7 +183,7 @@ def test_the_table_has_a_row_for_each_stage_and_set() -> None:
 def test_the_recipe_is_in_order() -> None:
     file = ROOT / "configs/tiny_r1_pipeline.yaml"
     settings = load_pipeline(file, ["folder=elsewhere"])
-    pipeline = Pipeline(settings, make_tasks(settings, file))
-    stages = [task.name for task in pipeline.tasks if task.name in settings.stages]
+    pipeline = Pipeline(settings, make_jobs(settings, file))
+    stages = [job.name for job in pipeline.jobs if job.name in settings.stages]
     assert stages == ["cold_start", "reasoning", "rejection_sampling", "fine_tuning", "all_scenarios", "distillation"]
-    assert {task.folder.parts[0] for task in pipeline.tasks} == {"elsewhere"}
+    assert {job.folder.parts[0] for job in pipeline.jobs} == {"elsewhere"}

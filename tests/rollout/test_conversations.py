@@ -12,6 +12,9 @@ import pytest
 from openai import AsyncOpenAI
 from pyarrow import parquet
 
+from grpo_mp.algorithms.advantages import estimate_process
+from grpo_mp.algorithms.settings import AdvantageConfig
+from grpo_mp.batching.exchange import sample_infos
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.prompts import load_prompts
 from grpo_mp.episodes.protocol import BoundedTools, Episode, EpisodeLimitError, Policy, Task
@@ -196,6 +199,20 @@ def test_conversations_go_on_by_turns() -> None:
             (end - starts - 1, number + 1.0) for number, end in zip(numbers, ends, strict=True)
         )
     assert sample.messages[-1]["content"] == TEXTS[5]
+
+
+def test_the_reward_of_a_turn_counts_for_the_turns_before_it_of_all_conversations() -> None:
+    """Turns are A1 B1 A2 B2 A3 C, with rewards from 1 to 6: the advantage of turn n is the sum from n to 6."""
+    sample = roll_out(text_client(*TEXTS), "by_turns")
+    (info,) = sample_infos(SampleGroup(Prompt(4, "?", (1,)), (sample,)))
+    advantage = AdvantageConfig(level="process", baseline="none", scale="none")
+    (values,) = estimate_process([info], advantage, {})
+    of_sequences = values.split([len(part.tokens) for part in sample.sequences])
+    for part, own, numbers in zip(sample.sequences, of_sequences, [(2, 4), (1, 3, 5), (6,)], strict=True):
+        found = [value for value, is_own in zip(own.tolist(), part.generated, strict=True) if is_own]
+        assert [*dict.fromkeys(found)] == [sum(range(number, 7)) for number in numbers]
+    in_one = roll_out(text_client(*TEXTS), "two_turns")
+    assert [part.turn_ends for part in in_one.sequences] == [()]
 
 
 def test_ids_go_on_by_turns_from_the_longest_that_they_begin_with() -> None:

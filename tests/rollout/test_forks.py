@@ -95,6 +95,7 @@ def make_sample(index: int, reward: float, *responses: int, group_id: int = 3) -
             truncated=False,
             generated=(count == 1, *(True,) * (count - 1)),
             step_rewards=((count - 1, float(number)),),
+            turn_ends=((count - 1, number),) if len(responses) > 1 else (),
             part=number if number < len(responses) else 0,
             state="completed",
             reward=reward if number == len(responses) else 0.0,
@@ -132,7 +133,7 @@ def test_dump_and_journal_give_the_sequences_back(tmp_path: Path) -> None:
 
 def test_a_file_from_before_there_were_parts_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = replace(make_group(), samples=(make_sample(1, 0.0, 5),))
-    schema = pa.schema([field for field in journal.SCHEMA if field.name != "part"])
+    schema = pa.schema([field for field in journal.SCHEMA if field.name not in ("part", "turn_ends")])
     monkeypatch.setattr("grpo_mp.rollout.dump.SCHEMA", schema)
     write_groups(tmp_path / "x", [plain], {3}, "")
     assert "part" not in parquet.read_schema(tmp_path / "x").names

@@ -1,0 +1,132 @@
+"""Chat messages of data rows, and the form in which a chat template writes the calls of tools."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from grpo_mp.data.rows import without_nulls
+from grpo_mp.errors import UserError
+from grpo_mp.types import Message
+
+ROLES = ("system", "user", "assistant", "tool")
+NAME, KEY = "call7F3A", "key7F3A"  # of a call that is rendered to see what a template makes of it
+
+
+def read_message(value: Mapping[str, Any], location: str) -> Message:
+    """Return a message without nulls, with text as its content, and with objects as the arguments of its calls.
+
+    An assistant's message with calls of tools need not have a content. Raises UserError, with its `location`.
+    """
+    message: Message = without_nulls(value)
+    role, calls = message.get("role"), message.get("tool_calls")
+    if role == "assistant" and calls:
+        message.setdefault("content", "")
+    if role not in ROLES or not isinstance(message.get("content"), str):
+        raise UserError(f"{location}: a message needs role ({', '.join(ROLES)}) and text content")
+    for text in _texts(message):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{location}: a text with half a character (a lone surrogate): write it anew") from None
+    return message | ({"tool_calls": [_with_object(call) for call in calls]} if isinstance(calls, list) else {})
+
+
+def as_template_reads(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
+    """Return messages whose calls of tools are in the form that the tokenizer's chat template writes."""
+    if not any(message.get("tool_calls") for message in messages):
+        return list(messages)
+    form = call_form(tokenizer, str(tokenizer.chat_template))
+    return [form.apply(message) if message.get("tool_calls") else message for message in messages]
+
+
+def name_of_call(call: Any) -> str:
+    """Return the name of the function that a call of a row is of; "" where it has none."""
+    name = _function(call).get("name")
+    return name if isinstance(name, str) else ""
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a template takes calls of tools: beside a content that is null or empty, with text or objects as arguments.
+
+    DeepSeek-R1's writes them only beside null, and takes text.
+    """
+
+    content_is_null: bool
+    arguments_are_text: bool
+
+    def apply(self, message: Message) -> Message:
+        """Return a message with calls in this form."""
+        calls = message["tool_calls"]
+        if self.arguments_are_text and isinstance(calls, list):
+            calls = [_with_text(call) for call in calls]
+        is_null = self.content_is_null and not message.get("content")
+        return {**message, "tool_calls": calls, **({"content": None} if is_null else {})}
+
+
+@lru_cache(maxsize=16)
+def call_form(tokenizer: PreTrainedTokenizerBase, template: str) -> CallForm:
+    """Return the first form of a call that the tokenizer's template writes in full; the first of all if it writes none.
+
+    `template`: that of the tokenizer, which may be given another.
+    """
+    forms = [CallForm(is_null, is_text) for is_text in (False, True) for is_null in (False, True)]
+    return next((form for form in forms if _is_written(form, tokenizer)), forms[0])
+
+
+def _is_written(form: CallForm, tokenizer: PreTrainedTokenizerBase) -> bool:
+    call = {"id": "call7F3A0", "type": "function", "function": {"name": NAME, "arguments": {KEY: 1}}}
+    messages = [
+        {"role": "user", "content": "question"},
+        form.apply({"role": "assistant", "content": "", "tool_calls": [call]}),
+    ]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception:  # noqa: BLE001 - a template is a program
+        return False
+    # Neither as Python writes an object, nor text that is written as JSON once more.
+    return NAME in text and KEY in text and f"'{KEY}'" not in text and f'\\"{KEY}' not in text
+
+
+def _with_object(call: Any) -> Any:
+    """Return a call whose arguments are an object, as Hugging Face has them, where they are the JSON of one."""
+    arguments = _function(call).get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        read = json.loads(arguments)
+    except ValueError:
+        return call
+    return _with_arguments(call, read) if isinstance(read, dict) else call
+
+
+def _with_text(call: Any) -> Any:
+    arguments = _function(call).get("arguments")
+    if not isinstance(arguments, Mapping):
+        return call
+    return _with_arguments(call, json.dumps(arguments, ensure_ascii=False))
+
+
+def _with_arguments(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _function(call: Any) -> Mapping[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return function if isinstance(function, Mapping) else {}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(key)
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)

@@ -1,0 +1,104 @@
+"""Calls of tools in data rows, as OpenAI's and Hugging Face's data have them, over the templates of the families."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mp.config.data_sections import DataConfig
+from grpo_mp.config.sft_settings import ChatDataConfig
+from grpo_mp.data.messages import call_form
+from grpo_mp.data.prompts import load_prompts
+from grpo_mp.data.rows import Row
+from grpo_mp.episodes.chat_data import read_chat
+from grpo_mp.episodes.supervised import ChatEncoder
+from grpo_mp.errors import UserError
+from tests.episodes.test_chat import ASK, CALLING, RESULT, call_of, make_renderer, rendered
+
+HUGGING_FACE: dict[str, Any] = {"content": "", "arguments": {"a": 1}}
+OPENAI: dict[str, Any] = {"content": None, "arguments": '{"a": 1}'}
+# What DeepSeek-R1's template has of calls: only beside a content that is null, and of arguments that are text.
+BESIDE_NULL = (
+    "{% for message in messages %}{% if message.role == 'assistant' and message.content is none %}"
+    "{% for call in message.tool_calls %}{{ '<call>' + call.function.name + ' ' + call.function.arguments }}"
+    "{% endfor %}{% else %}{{ '<' + message.role + '>' + message.content }}{% endif %}{% endfor %}"
+)
+
+
+def conversation(content: Any, arguments: Any) -> list[dict[str, Any]]:
+    (call,) = call_of("qwen3")["tool_calls"]
+    calls = [{**call, "function": {**call["function"], "arguments": arguments}}]
+    return [ASK, {"role": "assistant", "content": content, "tool_calls": calls}, RESULT]
+
+
+def load(folder: Path, chat: Any, tokenizer: Any) -> Any:
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": chat}))
+    data = DataConfig(train="x", prompt_column="prompt", answer_column=None)
+    (prompt,) = load_prompts(str(folder / "rows.jsonl"), data, tokenizer, 5000)
+    return prompt
+
+
+@pytest.mark.parametrize("form", [HUGGING_FACE, OPENAI, OPENAI | {"content": ""}], ids=["objects", "null", "text"])
+@pytest.mark.parametrize("name", CALLING)
+def test_a_row_with_calls_is_rendered_as_the_template_takes_them(
+    name: str, form: dict[str, Any], tmp_path: Path
+) -> None:
+    renderer = make_renderer(name, tools=False)
+    prompt = load(tmp_path, conversation(**form), renderer.tokenizer)
+    assert renderer.tokenizer.decode(prompt.tokens) == rendered(renderer, ASK, call_of(name), RESULT)
+    assert [*prompt.messages] == conversation(**HUGGING_FACE)
+
+
+def test_calls_that_are_written_beside_null_only_are_written(tmp_path: Path) -> None:
+    tokenizer = make_renderer("qwen3", tools=False).tokenizer
+    tokenizer.chat_template = BESIDE_NULL
+    prompt = load(tmp_path, conversation(**HUGGING_FACE), tokenizer)
+    assert tokenizer.decode(prompt.tokens) == '<user>How many?<call>add {"a": 1}<tool>4'
+
+
+def test_another_template_of_the_same_tokenizer_has_a_form_of_its_own() -> None:
+    tokenizer = make_renderer("qwen3", tools=False).tokenizer
+    before = call_form(tokenizer, str(tokenizer.chat_template))
+    tokenizer.chat_template = BESIDE_NULL
+    after = call_form(tokenizer, BESIDE_NULL)
+    assert (before.content_is_null, after.content_is_null) == (False, True)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "user", "content": None, "tool_calls": [{}]},
+        {"role": "tool", "content": None},
+    ],
+)
+def test_only_calls_go_without_text(message: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = make_renderer("qwen3", tools=False).tokenizer
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 1: column prompt: a message needs role .* text content"):
+        load(tmp_path, [ASK, message, ASK], tokenizer)
+
+
+@pytest.mark.parametrize("calls", ["add", [3], [{"function": "add"}]])
+def test_calls_that_are_none_are_refused_with_their_row(calls: Any, tmp_path: Path) -> None:
+    tokenizer = make_renderer("qwen3", tools=False).tokenizer
+    chat = [ASK, {"role": "assistant", "content": None, "tool_calls": calls}, RESULT]
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 1: .*chat template refuses"):
+        load(tmp_path, chat, tokenizer)
+
+
+def test_calls_are_learned_where_a_template_writes_them_beside_null_only() -> None:
+    tokenizer = make_renderer("qwen3", tools=False).tokenizer
+    tokenizer.chat_template = BESIDE_NULL
+    chat = read_chat(Row("here", {"messages": conversation(**OPENAI)}), ChatDataConfig(train="unused"))
+    learned = ChatEncoder(tokenizer, "assistant", frozenset()).render(chat)
+    assert [learned.text[start:end] for start, end in learned.spans] == ['<call>add {"a": 1}']
+
+
+def test_calls_that_a_template_never_writes_are_not_learned_in_silence() -> None:
+    tokenizer = make_renderer("qwen3", tools=False).tokenizer
+    tokenizer.chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    chat = read_chat(Row("here", {"messages": conversation(**OPENAI)}), ChatDataConfig(train="unused"))
+    with pytest.raises(UserError, match="leaves out the assistant's call of add"):
+        ChatEncoder(tokenizer, "assistant", frozenset()).render(chat)
