@@ -16,7 +16,7 @@ MOST_BLOCKS = 64  # then two become one
 
 @dataclass(frozen=True)
 class Block:
-    """Values of a metric that follow each other: the step of the last, their median, how many came till then.
+    """Values of a metric that follow each other: the step in their middle, their median, how many came till then.
 
     What is not finite is no value here.
     """
@@ -28,13 +28,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Past:
-    """What a metric was: means or medians of stretches, with the step at which each ends."""
+    """What a metric was: means or medians of stretches, each with a step: a mean's last, the middle of a block."""
 
     steps: Sequence[int]
     values: Sequence[float]
 
     def place_of(self, step: int) -> int:
-        """Return the place of the stretch that ends nearest to a step."""
+        """Return the place of the stretch nearest to a step."""
         return min(range(len(self.steps)), key=lambda place: abs(self.steps[place] - step))
 
 
@@ -50,8 +50,8 @@ class History:
         self._last = deque[float](maxlen=memory)  # as they came, NaN among them
         self._finite = deque[tuple[int, float]](maxlen=memory)  # with their steps
         self._count = 0
-        self._block: list[float] = []
-        self._medians: list[float] = []  # of the block to come
+        self._block: list[tuple[int, float]] = []  # to come, with steps
+        self._medians: list[Block] = []  # that become one block
         self._per_block = 1  # medians
         self._start: Block | None = None
         self.blocks: list[Block] = []
@@ -74,21 +74,25 @@ class History:
             return
         self._finite.append((step, value))
         self._count += 1
-        self._block.append(value)
+        self._block.append((step, value))
         if len(self._block) == BLOCK:
-            self._medians.append(median(self._block))
+            middle = (self._block[0][0] + step) // 2
+            self._medians.append(Block(middle, median(value for _, value in self._block), self._count))
+            self._start = self._start or self._medians[0]
             self._block.clear()
-            self._start = self._start or Block(step, self._medians[0], self._count)
-            self._add_block(step)
+            self._add_block()
 
-    def _add_block(self, step: int) -> None:
+    def _add_block(self) -> None:
         if len(self._medians) < self._per_block:
             return
-        self.blocks.append(Block(step, mean(self._medians), self._count))
+        middle = (self._medians[0].step + self._medians[-1].step) // 2
+        self.blocks.append(Block(middle, mean([one.value for one in self._medians]), self._count))
         self._medians.clear()
         if len(self.blocks) == MOST_BLOCKS:
             pairs = zip(self.blocks[::2], self.blocks[1::2], strict=True)
-            self.blocks = [Block(two.step, mean((one.value, two.value)), two.count) for one, two in pairs]
+            self.blocks = [
+                Block((one.step + two.step) // 2, mean((one.value, two.value)), two.count) for one, two in pairs
+            ]
             self._per_block *= 2
 
     def last(self, number: int) -> list[float]:

@@ -49,7 +49,7 @@ def slow(samples: Any, step: int) -> dict[int, int]:
 
 
 def slow_engine(samples: Any, step: int) -> dict[int, int]:
-    """Let rank 1's engine work for a fifth of the time from now on, and skip no prompt."""
+    """Let rank 1's engine work for a twentieth of the time from now on, and skip no prompt."""
     if os.environ["RANK"] == "1":
         throttle_children()
     return {}
@@ -70,7 +70,7 @@ def throttle_children() -> None:
 def _throttle(process: psutil.Process, ends: threading.Event) -> None:
     while not ends.is_set():
         children = [child for watcher in process.children() for child in watcher.children(recursive=True)]
-        for sent, seconds in ((signal.SIGSTOP, 0.08), (signal.SIGCONT, 0.02)):
+        for sent, seconds in ((signal.SIGSTOP, 0.19), (signal.SIGCONT, 0.01)):
             for child in children:
                 try:
                     child.send_signal(sent)
@@ -88,5 +88,5 @@ def slow_rank(samples: Any, step: int) -> dict[int, int]:
 
 @cache
 def slow_down_forwards() -> None:
-    """Let this process's linear layers sleep for some milliseconds after each forward."""
-    torch.nn.modules.module.register_module_forward_hook(lambda *_: time.sleep(0.002))
+    """Let this process's modules sleep for twenty milliseconds after each forward."""
+    torch.nn.modules.module.register_module_forward_hook(lambda *_: time.sleep(0.02))

@@ -140,7 +140,7 @@ SICKNESSES = {
         steps=60,
     ),
     "slow_engine": Sickness(
-        "The processes of one engine are stopped for most of the time, as by another job on its device.",
+        "The processes of one engine are stopped nineteen twentieths of the time, as by another job on its device.",
         "slow_engine",
         (f"algorithm.curriculum={{function: '{PARTS}:slow_engine'}}",),
         steps=15,
