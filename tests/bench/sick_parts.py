@@ -1,14 +1,10 @@
 """Rewards and a curriculum that make a run sick: parts of tests/bench/sicknesses.py."""
 
-import atexit
 import os
-import signal
-import threading
 import time
 from functools import cache
 from typing import Any
 
-import psutil
 import torch
 
 LEAK: list[bytes] = []  # what the leaking reward never gives back
@@ -46,37 +42,6 @@ def slow(samples: Any, step: int) -> dict[int, int]:
     """Think for two seconds, and skip no prompt."""
     time.sleep(2)
     return {}
-
-
-def slow_engine(samples: Any, step: int) -> dict[int, int]:
-    """Let rank 1's engine work for a twentieth of the time from now on, and skip no prompt."""
-    if os.environ["RANK"] == "1":
-        throttle_children()
-    return {}
-
-
-@cache
-def throttle_children() -> None:
-    """Stop and continue the processes of this process's engines in a thread, until it ends.
-
-    Those that watch over them are left alone: they end a stopped engine, too.
-    """
-    ends = threading.Event()
-    thread = threading.Thread(target=_throttle, args=(psutil.Process(), ends), daemon=True)
-    thread.start()
-    atexit.register(lambda: (ends.set(), thread.join()))
-
-
-def _throttle(process: psutil.Process, ends: threading.Event) -> None:
-    while not ends.is_set():
-        children = [child for watcher in process.children() for child in watcher.children(recursive=True)]
-        for sent, seconds in ((signal.SIGSTOP, 0.19), (signal.SIGCONT, 0.01)):
-            for child in children:
-                try:
-                    child.send_signal(sent)
-                except psutil.NoSuchProcess:
-                    continue
-            time.sleep(seconds)
 
 
 def slow_rank(samples: Any, step: int) -> dict[int, int]:

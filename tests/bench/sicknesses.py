@@ -99,17 +99,6 @@ SICKNESSES = {
         ("training.updates_per_step=4", "optimizer.lr=3e-3", "algorithm.kl.coef=0"),
         steps=20,
     ),
-    "clip_share": Sickness(
-        "Many updates of a step within a clip range that is far too narrow for their rate.",
-        "clip_share",
-        (
-            "training.updates_per_step=8",
-            "algorithm.clip={low: 1e-5, high: 1e-5}",
-            "rollout.prompts_per_step=16",
-            "rollout.group_size=8",
-        ),
-        steps=15,
-    ),
     "effective_sample_size": Sickness(
         "Many updates of a step at a high rate, and nothing clips their ratios.",
         "effective_sample_size",
@@ -138,12 +127,6 @@ SICKNESSES = {
         "host_memory_creeps",
         (_paid("leaking", 0.01),),
         steps=60,
-    ),
-    "slow_engine": Sickness(
-        "The processes of one engine are stopped nineteen twentieths of the time, as by another job on its device.",
-        "slow_engine",
-        (f"algorithm.curriculum={{function: '{PARTS}:slow_engine'}}",),
-        steps=15,
     ),
     "slow_rank": Sickness(
         "One rank, which is a replica of the policy, takes longer for each layer, as on a device whose clock is low.",

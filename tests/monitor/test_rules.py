@@ -134,7 +134,7 @@ def test_every_metric_of_a_pattern_is_a_finding_but_the_excepted() -> None:
 RECORDED = {file.stem: SICKNESSES[file.stem].rule for file in sorted(SICK.glob("*.jsonl")) if file.stem != HEALTHY}
 LAG = "rollout/weight_version_lag/mean"
 # Metrics of runs that cannot be had in minutes on two cores: written here. Of each, what changes after twenty steps.
-WRITTEN = {
+WRITTEN: dict[str, dict[str, tuple[float | None, float | None]]] = {
     "engine_differs": {"mismatch/token_mult_prob_error": (1.0, 1.8), LAG: (0.0, 0.0)},
     "not_finite": {"train/loss": (0.01, None)},
     "metric_not_finite": {"train/kl_loss": (0.01, None)},
