@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Level(IntEnum):
-    """How much a finding matters."""
+    """How much a finding matters. WARNING: something could be better; ERROR: something is wrong."""
 
     OK = 0
     WARNING = 1

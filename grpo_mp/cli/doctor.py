@@ -1,6 +1,7 @@
 """Say what is wrong: grpo-mp doctor WHAT ...
 
-Prints findings, each with its evidence and what to do. The exit status is 1 where something is wrong.
+Prints findings, each with its evidence and what to do. The exit status is 1 where one is an error, 0 where there are
+only warnings or none, 2 for a wrong command line.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from grpo_mp.parsers import Parser, non_negative, positive_int
 STUCK = """Say who waits for whom in a run that does not go on: grpo-mp doctor stuck RUN
 
 Asks every rank on this host what it does, and the engines that they host; changes nothing. For a job of several
-nodes, run it on each of them (srun --overlap), then once more on any.
+nodes, run it on each of them (srun --overlap), then once more on any. The exit status is 1 where a rank waits for
+longer than --over-s in a collective, also in one that all its ranks are in, or where a rank does not answer.
 """
 
 MACHINE = """Say whether this machine is fit to train: grpo-mp doctor machine [CONFIG] [section.key=value ...]
@@ -26,7 +28,8 @@ RUN = """Say what is wrong with a run that goes on or has ended: grpo-mp doctor 
 
 Whether its engines had the policy's model, what its metrics warn of and what to do, and why it is slow: phases beside
 the plan, the rank and the engine that the others wait for. Where it goes on on this host, the engines say which weights
-they hold: on a GPU while they generate.
+they hold: on a GPU while they generate. The exit status is 1 where engines and policy differ, or where a warning has a
+weight of 80 or more: it spoils what the run makes, now or before. Lighter ones, and what is only slow, leave it at 0.
 """
 
 MODEL = """Say where policy and engine part from transformers on the same tokens: grpo-mp doctor model FOLDER

@@ -169,7 +169,8 @@ def _unrecorded(dumps: Mapping[int, RankDump], silent: Mapping[int, str], waits:
                 f"rank {wait.rank} waits since {wait.call.age_s:.0f} s in {wait.text()}: whether rank "
                 f"{name_ranks(ranks)} has called it is no longer recorded"
             )
-            findings.append(Finding(Level.WARNING, sentence, [place(dumps[rank]) for rank in ranks[:MOST_NAMED]]))
+            evidence = [place(dumps[rank]) for rank in ranks[:MOST_NAMED]]
+            findings.append(Finding(Level.ERROR, sentence, evidence, "ask again: one that is in its place both times"))
     return findings
 
 
@@ -227,7 +228,7 @@ def _slow_collectives(waits: Sequence[Wait]) -> list[Finding]:
     for wait in waits:
         if not wait.absent and not wait.unknown:
             sentence = f"all ranks are in {wait.text()}, since {wait.call.age_s:.0f} s on rank {wait.rank}"
-            findings.setdefault((wait.call.group, wait.call.sequence), Finding(Level.WARNING, sentence, (), NETWORK))
+            findings.setdefault((wait.call.group, wait.call.sequence), Finding(Level.ERROR, sentence, (), NETWORK))
     return list(findings.values())
 
 

@@ -2,101 +2,29 @@
 
 import math
 import re
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import cache
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import yaml
 
+from grpo_mp.monitor.conditions import Condition, Evidence
+from grpo_mp.monitor.history import History
+
 MetricLine = Mapping[str, float | None]  # as in metrics.jsonl: `step` and metrics by name; None: not finite
-
-
-@dataclass(frozen=True)
-class Condition:
-    """What must hold of a metric's last values. All that is given must.
-
-    What is not finite is above every limit and below none: an entropy of NaN is no small entropy.
-
-    `above`, `below`: each of the last `steps` values is. The others compare the mean of these values with the means of
-    as many at most `within` values before: `rises_to` and `falls_to` times the least or the largest of them,
-    `rises_by` and `falls_by` by so much. `creeps`: it rises by this share over the last `within` values, and by half
-    an even part of that in each third of them.
-    """
-
-    above: float | None = None
-    below: float | None = None
-    rises_to: float | None = None
-    falls_to: float | None = None
-    rises_by: float | None = None
-    falls_by: float | None = None
-    creeps: float | None = None
-    steps: int = 5
-    within: int = 40
-
-    @property
-    def memory(self) -> int:
-        """Return how many values it looks back on."""
-        changes = (self.rises_to, self.falls_to, self.rises_by, self.falls_by, self.creeps)
-        return self.steps + (0 if all(change is None for change in changes) else self.within)
-
-    def find(self, values: Sequence[float]) -> "Evidence | None":
-        """Return what was seen where the condition holds for the last of `values`, oldest first; else None."""
-        last = values[-self.steps :]
-        if len(last) < self.steps:
-            return None
-        now, finite = fmean(last), all(map(math.isfinite, last))
-        limits = [] if self.above is None else [not finite or min(last) > self.above]
-        limits += [] if self.below is None else [finite and max(last) < self.below]
-        if not all(limits):
-            return None
-        if self.memory == self.steps:
-            return Evidence(now, now)
-        return self._find_change(values[-self.steps - self.within :], now)
-
-    def _find_change(self, values: Sequence[float], now: float) -> "Evidence | None":
-        means = [fmean(values[end - self.steps : end]) for end in range(self.steps, len(values) - self.steps + 1)]
-        if not means or not all(map(math.isfinite, (*means, now))):
-            return None
-        low, high = min(means), max(means)
-        found = {
-            "rises_to": (low, lambda share: now > share * low),
-            "falls_to": (high, lambda share: now < share * high),
-            "rises_by": (low, lambda change: now > low + change),
-            "falls_by": (high, lambda change: now < high - change),
-            "creeps": (values[0], lambda share: len(values) > self.within and _creeps(values, share)),
-        }
-        asked = {name: limit for name in found if (limit := vars(self)[name]) is not None}
-        holds = all(found[name][1](limit) for name, limit in asked.items())
-        return Evidence(now, found[next(iter(asked))][0]) if holds else None
-
-
-def _creeps(values: Sequence[float], share: float) -> bool:
-    third = len(values) // 3
-    ends = [fmean(values[end : end + 1 + third // 4]) for end in (0, third, 2 * third)] + [values[-1]]
-    rises = [after - before for before, after in pairwise(ends)]
-    return sum(rises) > share * abs(ends[0]) and all(rise > sum(rises) / 6 for rise in rises)
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """A metric's mean now, and before where the condition is about a change."""
-
-    value: float
-    before: float
 
 
 @dataclass(frozen=True)
 class Rule:
     """A row of the table. `when`: conditions by metric, `*` in a name stands for any part of one; all must hold.
 
-    The first is the evidence: each metric that it matches is a finding of its own, but those that `but` names.
-    `sentence` may hold {value} and {before} of it, and {name}, what `*` stands for. `weight`, 1 to 100, says how much
-    of the run is at stake; `source` where the sickness and its limit are described. A step with a metric of `unless` is
-    none of this kind.
+    The first is the evidence: each metric that it matches is a finding of its own, but those that `but` names. Others
+    compare with what was at the same time, where they say so. `sentence` may hold {value} and {before} of the evidence,
+    and {name}, what `*` stands for. `weight`, 1 to 100, says how much of the run is at stake; `source` where the
+    sickness and its limit are described. A step with a metric of `unless` is none of this kind.
     """
 
     name: str
@@ -124,6 +52,7 @@ class Rule:
         return None if found is None or name in self.but else "".join(found.groups())
 
 
+@cache
 def _pattern(name: str) -> re.Pattern[str]:
     return re.compile("([^/]+)".join(map(re.escape, name.split("*"))))
 
@@ -167,7 +96,7 @@ class RuleWatch:
 
     def __post_init__(self) -> None:
         memory = max((one.memory for rule in self.rules for one in rule.when.values()), default=1)
-        self._values: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=memory))
+        self._values: dict[str, History] = defaultdict(lambda: History(memory))
         self._matching: dict[str, list[tuple[Rule, str]]] = {}  # rules by the name of their first metric
         self._holding: set[tuple[str, str]] = set()
 
@@ -175,7 +104,7 @@ class RuleWatch:
         """Add the line of a step; return what holds now and did not at the step before, by weight."""
         step, new = int(line.get("step") or 0), []
         for name, value in line.items():
-            self._values[name].append(math.nan if value is None else float(value))
+            self._values[name].add(step, math.nan if value is None else float(value))
         for name in line:
             for rule, part in self._rules_of(name):
                 finding, key = self._find(rule, name, part, step), (rule.name, name)
@@ -197,18 +126,24 @@ class RuleWatch:
         return self._matching[name]
 
     def _find(self, rule: Rule, name: str, part: str, step: int) -> Finding | None:
-        first, *others = rule.when.items()
-        evidence = first[1].find(list(self._values[name]))
-        if evidence is None or not all(self._holds(*other) for other in others):
+        (_, first), *others = rule.when.items()
+        evidence = self._evidence(name, part, first)
+        if evidence is None or not all(any(self._evidences(*other, evidence.since)) for other in others):
             return None
         sentence = rule.sentence.format(value=evidence.value, before=evidence.before, name=part)
         texts = (sentence, rule.meaning, rule.action, rule.setting, rule.source)
         return Finding(rule.name, rule.weight, name, *texts, first_step=step, last_step=step)
 
-    def _holds(self, pattern: str, condition: Condition) -> bool:
-        """Return whether the condition holds for any metric of this name."""
-        names = [name for name in self._values if _pattern(pattern).fullmatch(name)]
-        return any(condition.find(list(self._values[name])) is not None for name in names)
+    def _evidences(self, pattern: str, condition: Condition, since: int | None) -> Iterator[bool]:
+        """Yield for each metric of this name whether the condition holds for it."""
+        for name in [pattern] if "*" not in pattern else [*self._values]:
+            if name in self._values and (match := _pattern(pattern).fullmatch(name)):
+                yield self._evidence(name, "".join(match.groups()), condition, since) is not None
+
+    def _evidence(self, name: str, part: str, condition: Condition, since: int | None = None) -> Evidence | None:
+        """Return what the condition finds in a metric; `part` is what `*` stands for in its name."""
+        errors = self._values.get(condition.error.replace("*", part)) if condition.error else None
+        return condition.find(self._values[name], since, errors)
 
 
 def find_warnings(lines: Iterable[MetricLine], rules: Sequence[Rule] = RULES) -> tuple[Finding, ...]:

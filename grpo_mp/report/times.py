@@ -1,6 +1,8 @@
 """Where the time and the memory of runs went: by phase and rank, beside what was planned. Pure."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from math import isfinite, nan
 from statistics import fmean
 from typing import Any
@@ -14,6 +16,8 @@ from grpo_mp.report.curves import titled
 from grpo_mp.report.records import RunRecords
 
 NAMES = tuple(phase.upper() for phase in PHASES)
+SYNCED = ("SYNC", "CHECK")  # after the update
+STEP = tuple(name for name in NAMES if name not in ("SAVE", "EVAL"))
 
 
 def rank_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
@@ -22,21 +26,59 @@ def rank_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
         Table(
             titled("Seconds of a step on each rank", run, runs),
             ("rank", *PHASES, "waiting"),
-            tuple(_rank_row(rank, spans, len(run.metrics)) for rank, spans in run.traces.items()),
+            tuple(_rank_row(rank, spans, steps) for rank, spans in run.traces.items()),
             (place,) * len(run.traces),
+            f"Mean of {len(steps)} steps, a repeated one each time; saves and evaluations are shared among them. "
             "A rank that spends less than the others in a phase waits for them in the next one.",
         )
         for place, run in enumerate(runs)
-        if any(run.traces.values())
+        if (steps := traced_steps(_trainer(run)))
     )
 
 
-def _rank_row(rank: int, spans: Sequence[Span], steps: int) -> tuple[str, ...]:
-    return (str(rank), *(f"{_covered_s(spans, name) / steps:.3g}" for name in (*NAMES, WAIT)))
+def traced_steps(spans: Sequence[Span]) -> tuple[tuple[int, int], ...]:
+    """Return start and end of each step in a trainer's trace, in nanoseconds; one that did not train is none.
+
+    A step is from its first phase to the end of the first sync and check after its update. What a start syncs and
+    checks is of no step, nor what was generated for a step before the run was stopped, and a later start repeated.
+    """
+    ordered = sorted((span for span in spans if span.name in STEP), key=lambda span: span.start_ns)
+    trains = [place for place, span in enumerate(ordered) if span.name == "TRAIN"]
+    steps, end = list[tuple[int, int]](), 0
+    for last, train, following in zip([-1, *trains], trains, [*trains[1:], len(ordered)], strict=False):
+        before, after = ordered[last + 1 : train], ordered[train + 1 : following]
+        earliest = max([end, *(span.end_ns for span in before if span.name in SYNCED)])
+        begun = [span.start_ns for span in before if span.name not in SYNCED and span.start_ns >= earliest]
+        closing = [next((span for span in after if span.name == name), None) for name in SYNCED]
+        end = max(span.end_ns for span in (ordered[train], *closing) if span is not None)
+        steps.append((min(begun, default=ordered[train].start_ns), end))
+    return tuple(steps)
 
 
-def _covered_s(spans: Sequence[Span], name: str) -> float:
-    return covered_ns((span.start_ns, span.end_ns) for span in spans if span.name == name) / 1e9
+def _trainer(run: RunRecords) -> Sequence[Span]:
+    """Return the trace of the first rank that trains."""
+    trained = (spans for spans in run.traces.values() if any(span.name == "TRAIN" for span in spans))
+    return next(trained, ())
+
+
+def _rank_row(rank: int, spans: Sequence[Span], steps: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+    seconds = (_covered_s(spans, name, steps) / len(steps) for name in (*NAMES, WAIT))
+    return (str(rank), *(f"{one:.3g}" for one in seconds))
+
+
+def _covered_s(spans: Sequence[Span], name: str, steps: Sequence[tuple[int, int]]) -> float:
+    """Return the seconds of a phase inside steps; of one between them, since the first step began."""
+    inside = steps if name in (*STEP, WAIT) else [(steps[0][0], max((span.end_ns for span in spans), default=0))]
+    cut = (part for span in spans if span.name == name for part in _parts(span, inside))
+    return covered_ns(cut) / 1e9
+
+
+def _parts(span: Span, steps: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield what of a span is inside steps, which follow each other."""
+    for start, end in islice(steps, bisect_right(steps, span.start_ns, key=lambda step: step[1]), None):
+        if start >= span.end_ns:
+            return
+        yield max(start, span.start_ns), min(end, span.end_ns)
 
 
 def last_steps(runs: Sequence[RunRecords]) -> tuple[Lanes, ...]:
@@ -46,9 +88,10 @@ def last_steps(runs: Sequence[RunRecords]) -> tuple[Lanes, ...]:
 
 
 def _last_step(run: RunRecords, place: int, title: str) -> Lanes | None:
-    start, end = _bounds(next(iter(run.traces.values()), ()))
-    if end <= start:
+    steps = traced_steps(_trainer(run))
+    if not steps:
         return None
+    start, end = steps[-1]
     bars = tuple(
         tuple(
             Bar(NAMES.index(span.name), (span.start_ns - start) / 1e9, (span.end_ns - span.start_ns) / 1e9)
@@ -59,16 +102,6 @@ def _last_step(run: RunRecords, place: int, title: str) -> Lanes | None:
     )
     note = "Gaps are waiting, moving or overhead."
     return Lanes(title, PHASES, tuple(f"rank {rank}" for rank in run.traces), bars, note, place)
-
-
-def _bounds(spans: Sequence[Span]) -> tuple[int, int]:
-    """Return start and end of the last step that has trained: its first phase, and the sync and check after it."""
-    trained = max((span.start_ns for span in spans if span.name == "TRAIN"), default=None)
-    if trained is None:
-        return 0, 0
-    before = [span.start_ns for span in spans if span.name == "GENERATE" and span.start_ns < trained]
-    after = [span.end_ns for span in spans if span.start_ns >= trained and span.name in ("TRAIN", "SYNC", "CHECK")]
-    return max(before, default=trained), max(after, default=0)
 
 
 def plan_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:

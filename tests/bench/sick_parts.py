@@ -1,7 +1,11 @@
 """Rewards and a curriculum that make a run sick: parts of tests/bench/sicknesses.py."""
 
+import os
 import time
+from functools import cache
 from typing import Any
+
+import torch
 
 LEAK: list[bytes] = []  # what the leaking reward never gives back
 
@@ -38,3 +42,16 @@ def slow(samples: Any, step: int) -> dict[int, int]:
     """Think for two seconds, and skip no prompt."""
     time.sleep(2)
     return {}
+
+
+def slow_rank(samples: Any, step: int) -> dict[int, int]:
+    """Let every layer's forward of rank 1 take longer from now on, and skip no prompt."""
+    if os.environ["RANK"] == "1":
+        slow_down_forwards()
+    return {}
+
+
+@cache
+def slow_down_forwards() -> None:
+    """Let this process's modules sleep for twenty milliseconds after each forward."""
+    torch.nn.modules.module.register_module_forward_hook(lambda *_: time.sleep(0.02))

@@ -17,6 +17,7 @@ from tests.bench.quickstart_run import make_model, train
 
 SEED = 0
 DATA = f"data/arithmetic_seed{SEED}"
+EVALUATED = f"data.eval={{arithmetic: {{path: {DATA}/eval.jsonl, samples: 4}}}}"
 UNSOLVABLE = f"{DATA}/unsolvable.jsonl"
 PARTS = "tests/bench/sick_parts.py"
 HEALTHY = "healthy"
@@ -69,6 +70,11 @@ SICKNESSES = {
         "reward_parts_diverge",
         (_paid("biased", 2), "algorithm.kl.coef=0"),
     ),
+    "hacked_evaluation": Sickness(
+        "The same judge, seen from outside: what the held-out problems ask for is evaluated every third step.",
+        "reward_hacking",
+        (_paid("biased", 2), "algorithm.kl.coef=0", EVALUATED, "run.eval_every=3"),
+    ),
     "format_without_answer": Sickness(
         "The problems are too hard (here their answers are wrong), and the reward pays for the form, too.",
         "format_without_answer",
@@ -93,6 +99,17 @@ SICKNESSES = {
         ("training.updates_per_step=4", "optimizer.lr=3e-3", "algorithm.kl.coef=0"),
         steps=20,
     ),
+    "effective_sample_size": Sickness(
+        "Many updates of a step at a high rate, and nothing clips their ratios.",
+        "effective_sample_size",
+        (
+            "training.updates_per_step=8",
+            "optimizer.lr=2e-3",
+            "algorithm.clip={low: 1.0, high: 100.0}",
+            "rollout.prompts_per_step=16",
+        ),
+        steps=15,
+    ),
     "truncation": Sickness(
         "The limit of the answers is shorter than what the policy has to say.",
         "truncation",
@@ -110,6 +127,12 @@ SICKNESSES = {
         "host_memory_creeps",
         (_paid("leaking", 0.01),),
         steps=60,
+    ),
+    "slow_rank": Sickness(
+        "One rank, which is a replica of the policy, takes longer for each layer, as on a device whose clock is low.",
+        "slow_rank",
+        (f"algorithm.curriculum={{function: '{PARTS}:slow_rank'}}", "layout={expert: 1}"),
+        steps=15,
     ),
     "reward_failures": Sickness(
         "A reward function raises for about every fourth group, and the run goes on with a value in its place.",

@@ -163,8 +163,29 @@ def test_a_run_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     said = capsys.readouterr().out
     assert said.startswith("error: after 1 of 1 weight syncs the engines' logprobs were not the policy's")
     (warning,) = find_warnings([line(1, 0.5)])
-    assert f"warning: {warning.sentence}\n    {warning.meaning}\n    from step 1 to 1; the rule is from " in said
+    assert f"error: {warning.sentence}\n    {warning.meaning}\n    from step 1 to 1; the rule is from " in said
     assert f"what to do: {warning.action} ({warning.setting})\n" in said
+
+
+@pytest.mark.parametrize(
+    ("metrics", "rule", "status"),
+    [
+        ({"train/loss": None}, "not_finite", 1),
+        ({"train/grad_norm": 1e5}, "gradient_exploded", 1),
+        ({"train/skipped_updates": 1.0}, "skipped_updates", 0),
+        ({"train/padding_ratio": 0.9}, "padding", 0),
+        ({"train/padding_ratio": 0.1}, "", 0),
+    ],
+)
+def test_the_weight_of_a_warning_decides_the_status(
+    metrics: dict[str, float | None], rule: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "settings.yaml").write_text(json.dumps(SETTINGS))
+    lines = [line(step, 0.0) | (metrics if step < 10 else {}) for step in range(1, 21)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    assert {found.rule for found in find_warnings(lines)} == {*([rule] if rule else [])}
+    assert main(["doctor", "run", str(tmp_path)]) == status
+    assert ("error: " in capsys.readouterr().out) == bool(status)
 
 
 @pytest.mark.parametrize(("file", "sentence"), [(None, "no run folder"), ("settings.yaml", "no step is in")])

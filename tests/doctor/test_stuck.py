@@ -57,9 +57,16 @@ def test_the_rank_at_the_end_of_a_chain_holds_up_the_others() -> None:
     assert "  /torch/x.py:3 wait" in finding.evidence
 
 
+def test_a_slow_collective_of_all_its_ranks_decides_the_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = dumps(dump(0, call("1", 3)), dump(1, call("1", 3)))
+    monkeypatch.setattr(processes, "ask_ranks", lambda folder, limit_s: (both, {}, []))
+    assert main(["doctor", "stuck", str(tmp_path), "--over-s", "59"]) == 1
+    assert main(["doctor", "stuck", str(tmp_path), "--over-s", "61"]) == 0
+
+
 def test_a_rank_that_has_called_since_is_not_waited_for() -> None:
     found = diagnose(dumps(dump(0, call("1", 3)), dump(1, call("1", 3))), {})
-    assert [finding.level for finding in found] == [Level.WARNING, Level.OK]
+    assert [finding.level for finding in found] == [Level.ERROR, Level.OK]
     assert found[0].sentence.startswith("all ranks are in all_reduce #3 of group tensor (ranks 0, 1), since 60 s")
 
 
@@ -84,7 +91,7 @@ def test_different_collectives_in_one_place() -> None:
 
 def test_nobody_is_blamed_by_a_record_that_is_too_short() -> None:
     found = diagnose(dumps(dump(0, call("1", 5)), dump(1, call("2", 9, False), records_all=False)), {})
-    assert [finding.level for finding in found] == [Level.WARNING, Level.OK]
+    assert [finding.level for finding in found] == [Level.ERROR, Level.OK]
     assert found[0].sentence.endswith(
         "in all_reduce #5 of group tensor (ranks 0, 1): whether rank 1 has called it is no longer recorded"
     )
@@ -127,7 +134,7 @@ def test_a_pipeline_waits_for_the_rank_that_does_not_send_or_receive(name: str, 
 
 def test_a_send_that_meets_its_receive_is_slow() -> None:
     found = diagnose(dumps(dump(1, transfer("recv 0<-1")), dump(2, transfer("send 1->0"))), {})
-    assert [finding.level for finding in found] == [Level.WARNING, Level.OK]
+    assert [finding.level for finding in found] == [Level.ERROR, Level.OK]
     assert found[0].sentence.startswith("all ranks are in recv from rank 2 of group expert, since 60 s")
 
 
