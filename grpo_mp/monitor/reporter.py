@@ -51,16 +51,16 @@ class Reporter:
             before = self._report.finish(0.0 if early else LIMIT_S)
             self._show(None if early else before)  # the one that begins now says more
             options = ["--trace"] if early else []
-            self._begin_report(*options, niceness=0, outlives=early)  # the run waits for it
+            self._begin_report(*options, niceness=0, outlives=True)  # the run waits for it
 
     def finish(self, limit_s: float | None = None, early: bool = False) -> None:
-        """Wait for what is being written, at most `limit_s` for each.
+        """Wait for what is being written, at most `limit_s` for each; the last report is left to itself then.
 
-        The report of a run that ends early may take longer than those wait that ended it: it is left to itself.
+        A run that ends `early` waits less: who ended it may soon kill it.
         """
         limit_s = (EARLY_LIMIT_S if early else LIMIT_S) if limit_s is None else limit_s
         self._show(self._plan.finish(0.0 if early else limit_s))
-        self._show(self._report.finish(limit_s, leave=early))
+        self._show(self._report.finish(limit_s))
 
     def _begin_report(self, *options: str, niceness: int = NICENESS, outlives: bool = False) -> None:
         self._show(self._report.start(["report", str(self._folder), *options], niceness, outlives))

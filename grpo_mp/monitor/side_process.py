@@ -22,6 +22,7 @@ class SideProcess:
         """Take what it is called in a note, and where its output goes."""
         self._name, self._log = name, log
         self._process: subprocess.Popen[bytes] | None = None
+        self._outlives = False
 
     def start(self, arguments: Sequence[str], niceness: int = NICENESS, outlives: bool = False) -> str | None:
         """Start it, unless the last one is still at work; return a note where that one failed or this cannot start.
@@ -31,6 +32,7 @@ class SideProcess:
         note = self._note()
         if self._process is not None:
             return note
+        self._outlives = outlives
         try:
             with self._log.open("wb") as log:
                 command = [sys.executable, "-m", "grpo_mp", *arguments]
@@ -51,14 +53,17 @@ class SideProcess:
             return f"{self._name}: not started: {error.strerror}"
         return note
 
-    def finish(self, limit_s: float = LIMIT_S, leave: bool = False) -> str | None:
-        """Wait for the last one, which after `limit_s` is ended or left to itself; return a note where it failed."""
+    def finish(self, limit_s: float = LIMIT_S) -> str | None:
+        """Wait for the last one; return a note where it failed.
+
+        After `limit_s` one that may end after the run is left to itself, another is ended.
+        """
         if self._process is None:
             return None
         try:
             self._process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            if leave:
+            if self._outlives:
                 self._process = None
                 return f"{self._name}: still being written, see {self._log}"
             self._process.kill()

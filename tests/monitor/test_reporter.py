@@ -178,14 +178,15 @@ def test_a_run_that_ends_by_an_error_leaves_a_report_of_its_steps(start: Callabl
     assert not run.running
 
 
-def test_a_report_that_takes_long_outlives_a_run_that_ends_early(
-    start: Callable[[int | None], Run], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("early", [False, True])
+def test_the_last_report_outlives_a_run_where_it_takes_long(
+    start: Callable[[int | None], Run], early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_mp.monitor.reporter.EARLY_LIMIT_S", 0.1)
+    monkeypatch.setattr(f"grpo_mp.monitor.reporter.{'EARLY_LIMIT_S' if early else 'LIMIT_S'}", 0.1)
     run = start(0)
     run.hold()
-    run.reporter.end(early=True)
-    run.reporter.finish(early=True)
+    run.reporter.end(early)
+    run.reporter.finish(early=early)
     (process,) = run.running
     assert process.rlimit(psutil.RLIMIT_CPU)[0] > 0
     assert run.notes == [f"warning: report: still being written, see {run.folder / 'logs' / 'report.log'}"]
