@@ -93,10 +93,10 @@ def memory_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
     return tuple(
         Table(
             titled("Memory beside the plan", run, runs),
-            ("phase", "device GiB, planned", "measured", *host),
+            ("phase", "device GiB of a rank, planned", "measured", *host),
             tuple(_memory_rows(run)),
             (place,) * len(run.plan["phases"]),
-            _plan_note(run, f"largest rank; a node has {ranks_per_node(run)} of them"),
+            _plan_note(run, f"largest rank; a node has {ranks_per_node(run)} ranks"),
         )
         for place, run in enumerate(runs)
         if run.plan

@@ -351,7 +351,7 @@ def test_what_was_planned_stands_beside_what_was_measured(long_run: Path) -> Non
         ("overhead", "64.3%", "12.5%"),
     )
     assert tables["Memory beside the plan"].rows == (("train", "5.00", "3.00", "1.00", "2.50"),)
-    assert tables["Memory beside the plan"].note.endswith("largest rank; a node has 2 of them.")
+    assert tables["Memory beside the plan"].note.endswith("largest rank; a node has 2 ranks.")
     assert tables["Runs"].rows[0][4:6] == ("2", "tensor=1, expert=2")
     assert [row[0] for row in tables["Seconds of a step on each rank"].rows] == ["0", "1"]
     (lanes,) = (one for section in report.sections for one in section.charts if hasattr(one, "bars"))
