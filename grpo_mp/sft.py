@@ -14,12 +14,25 @@ from grpo_mp.checkpoint.run_state import FINAL, METRICS, complete_checkpoints
 from grpo_mp.config import SftSettings
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.monitor.loggers import open_loggers, read_metrics
+from grpo_mp.monitor.reporter import Reporter
 from grpo_mp.monitor.rules import RuleWatch
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.phases import Phase
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.trainer.command_line import run_sft_command
-from grpo_mp.trainer.loop import check_guards, export, export_step, finish_save, is_due, make_guards, save, save_last
+from grpo_mp.trainer.loop import (
+    check_guards,
+    end_report,
+    export,
+    export_step,
+    finish_report,
+    finish_save,
+    is_due,
+    make_guards,
+    make_reporter,
+    save,
+    save_last,
+)
 from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.sft_context import SftContext, open_sft_context
 from grpo_mp.trainer.sft_preflight import SftInputs
@@ -36,7 +49,7 @@ from grpo_mp.trainer.skipped_updates import note_skipped
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord, disk_may_be_full
 
 
-def fine_tune(ctx: SftContext) -> None:
+def fine_tune(ctx: SftContext, reporter: Reporter) -> None:
     """Run supervised fine-tuning: take samples, update the policy by the mean loss of their learned tokens."""
     run, logger = ctx.settings.run, make_logger(ctx)
     if ctx.state.step == 0:
@@ -54,14 +67,17 @@ def fine_tune(ctx: SftContext) -> None:
             record.scalars.update(evaluate(ctx))
         logger.write(step, record)
         ctx.progress.step(step, record.scalars)
+        reporter.step(step)
         check_guards(ctx, guards, step, record)
         if run.export_every and step % run.export_every == 0:
             export_step(ctx, step)  # before the save: what a start resumes behind is there
         if is_due(step, run.save_every, run.steps):
             save(ctx, logger, last=step == run.steps)
+    end_report(ctx, reporter)
     save_last(ctx, logger, first_step)
     logger.close()
     finish(ctx)
+    finish_report(ctx, reporter)
 
 
 def make_logger(ctx: SftContext) -> StepLogger:
@@ -165,8 +181,8 @@ def finish(ctx: SftContext) -> None:
 def run(settings: SftSettings, inputs: SftInputs) -> None:
     """Fine-tune as one rank of a started job. Raises UserError for what a user can fix."""
     newest_first = complete_checkpoints(settings.run.folder)[::-1] if settings.run.resume == "auto" else []
-    with open_sft_context(settings, inputs, newest_first) as ctx:
-        fine_tune(ctx)
+    with open_sft_context(settings, inputs, newest_first) as ctx, make_reporter(ctx) as reporter:
+        fine_tune(ctx, reporter)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -19,7 +19,6 @@ from grpo_mp.monitor.loggers import open_loggers, read_metrics
 from grpo_mp.monitor.reporter import Reporter
 from grpo_mp.monitor.rules import RuleWatch
 from grpo_mp.monitor.samples import drop_later_files
-from grpo_mp.monitor.side_process import LIMIT_S
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.phases import Phase
 from grpo_mp.planner.clusters import cluster_of
@@ -30,7 +29,19 @@ from grpo_mp.trainer.command_line import run_command
 from grpo_mp.trainer.context import RolloutContext, TrainContext, local_ranks, open_context
 from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, recorded_evaluations
 from grpo_mp.trainer.logprobs import compute_logprobs
-from grpo_mp.trainer.loop import check_guards, export, export_step, finish_save, is_due, make_guards, save, save_last
+from grpo_mp.trainer.loop import (
+    check_guards,
+    end_report,
+    export,
+    export_step,
+    finish_report,
+    finish_save,
+    is_due,
+    make_guards,
+    make_reporter,
+    save,
+    save_last,
+)
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step
 from grpo_mp.trainer.replica_check import check_replicas
@@ -40,7 +51,7 @@ from grpo_mp.trainer.update import train_step, update_reference
 from grpo_mp.weight_sync.update import largest_report
 
 
-def train(ctx: TrainContext) -> None:
+def train(ctx: TrainContext, reporter: Reporter) -> None:
     """Run GRPO: generate groups, score them, turn rewards into advantages, update the policy, sync the engines."""
     run, logger = ctx.settings.run, make_logger(ctx)
     synced = sync_weights(ctx)
@@ -48,7 +59,8 @@ def train(ctx: TrainContext) -> None:
     if ctx.state.step == 0:
         logger.write(0, StepRecord(first.metrics | synced, texts=first.texts))
         logger.write_scores(0, first.scores, first)
-    first_step, guards, reporter = ctx.state.step, make_guards(ctx), make_reporter(ctx)
+    first_step, guards = ctx.state.step, make_guards(ctx)
+    begin_plan(ctx, reporter)
     while ctx.state.step < run.steps and not ctx.should_stop():
         step = ctx.state.step + 1
         logger.begin_step()
@@ -76,13 +88,12 @@ def train(ctx: TrainContext) -> None:
             export_step(ctx, step)  # before the save: what a start resumes behind is there
         if is_due(step, run.save_every, run.steps):
             save(ctx, logger, last=step == run.steps)
-    if ctx.state.step >= run.steps:
-        reporter.end()
+    end_report(ctx, reporter)
     save_last(ctx, logger, first_step)
     logger.close()
     keep_rollouts(ctx)
     finish(ctx, first, last)
-    reporter.finish(LIMIT_S if ctx.state.step >= run.steps else 0.0)
+    finish_report(ctx, reporter)
 
 
 def generate(ctx: RolloutContext) -> None:
@@ -140,14 +151,12 @@ def make_logger(ctx: TrainContext) -> StepLogger:
     )
 
 
-def make_reporter(ctx: TrainContext) -> Reporter:
-    """Make what writes the plan and the report of the run, and begin the plan; rank 0 does."""
-    every = ctx.settings.monitor.report_every if ctx.parallel.rank == 0 else None
-    reporter, per_node = Reporter(ctx.settings.run.folder, every, ctx.progress.note), local_ranks()[1]
+def begin_plan(ctx: TrainContext, reporter: Reporter) -> None:
+    """Begin to plan the run for the machines that it has, to be shown beside what it takes."""
+    per_node = local_ranks()[1]
     machines = ("--nodes", str(ctx.job.world_size // per_node), "--gpus-per-node", str(per_node))
     known = cluster_of(device_name())
     reporter.begin([*machines, "--cluster", known] if known else [*machines, "--memory-only"])
-    return reporter
 
 
 def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None:
@@ -255,7 +264,8 @@ def run(settings: Settings, inputs: RunInputs) -> None:
     newest_first = complete_checkpoints(settings.run.folder)[::-1] if settings.run.resume == "auto" else []
     with open_context(settings, inputs, newest_first) as ctx:
         if isinstance(ctx, TrainContext):
-            train(ctx)
+            with make_reporter(ctx) as reporter:
+                train(ctx, reporter)
         else:
             generate(ctx)
 

@@ -2,6 +2,7 @@
 
 Warnings, settings, scores, curves, times, memory and answers of the run folders, side by side. It needs no network.
 --export FILE writes the metrics as one table in place of the page, a row for each step: CSV or Parquet, as FILE ends.
+--trace also writes RUN/trace.json, the timelines of all ranks so far as one file for Perfetto.
 --picture FILE.svg draws scores, reward, length, entropy and phases in place of the page, for a page of your own.
 """
 
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--export", type=Path, metavar="FILE", help="write the metrics there: FILE.csv or FILE.parquet")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the main curves there: FILE.svg")
+    parser.add_argument("--trace", action="store_true", help="also write the timeline, RUN/trace.json")
     args = parser.parse_args(arguments)
     if args.export:
         return _export(args.runs, args.export)
@@ -34,11 +36,15 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"--out {out}: its folder does not exist: make it first")
     if out.is_dir():
         raise UserError(f"{out} is a folder: give --out a file for the page")
+    from grpo_mp.monitor.timeline import merge_traces
     from grpo_mp.report.build import build_report  # slow to import
     from grpo_mp.report.page import render
     from grpo_mp.report.records import read_runs
 
-    page = render(build_report(read_runs(args.runs)))
+    runs = read_runs(args.runs)
+    for folder in args.runs if args.trace else ():
+        merge_traces(folder)
+    page = render(build_report(runs))
     write_atomically(out, page)
     print(f"{out}: {len(page.encode()) / 2**20:.1f} MiB")
     return 0

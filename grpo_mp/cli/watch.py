@@ -55,11 +55,16 @@ def show(folder: Path, once: bool, every_s: float) -> None:
 async def serve(folder: Path, port: int) -> None:
     """Serve the report of a run until Ctrl-C. Raises UserError where the port is taken."""
     from grpo_mp.report.build import build_report
-    from grpo_mp.report.page import render
-    from grpo_mp.report.records import read_runs
+    from grpo_mp.report.page import Drawings, live, render, waiting_page
+    from grpo_mp.report.records import RunFolder
     from grpo_mp.watch.server import LivePage, serving
 
-    live = LivePage(folder, lambda run: render(build_report(read_runs([run]))))
-    async with serving(live, port) as url:
+    run, script, drawings = RunFolder(folder, folder.resolve().name), live(), Drawings()
+
+    def make(_: Path) -> str:
+        return render(build_report([run.read()]), script, drawings)
+
+    page = LivePage(folder, make, page=waiting_page(script))
+    async with serving(page, port) as url:
         print(f"{url}\nOnly this machine reaches it; Ctrl-C ends it.", flush=True)
-        await live.follow()
+        await page.follow()

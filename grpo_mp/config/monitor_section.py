@@ -43,8 +43,9 @@ class MonitorConfig(Section):
     report_every: int | None = Field(
         100,
         ge=0,
-        description="steps between which RUN/report.html is written anew, and at the end (0: at the end only; null: "
-        "never), by a process beside the run of the lowest priority; its failure is a warning",
+        description="steps between which RUN/report.html and RUN/trace.json are written anew, and at the end, also of "
+        "a run that stops early (0: at the end only; null: never), by a process beside the run of the lowest priority; "
+        "its failure is a warning",
     )
     check_replicas_every: int = Field(
         20,

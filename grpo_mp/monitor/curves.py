@@ -119,12 +119,35 @@ CURVES: dict[str, tuple[Curve, ...]] = {
 }
 
 
+SOLVE_RATES = {  # of a group, ascending, and their metrics
+    "none": "rollout/solve_rate/none",
+    "up to 1/4": "rollout/solve_rate/to_25",
+    "up to 1/2": "rollout/solve_rate/to_50",
+    "up to 3/4": "rollout/solve_rate/to_75",
+    "more": "rollout/solve_rate/to_99",
+    "all": "rollout/solve_rate/all",
+}
+# What the report draws otherwise: with standard errors of the scores' files, and as a map.
+OF_TENSORBOARD: dict[str, tuple[Curve, ...]] = {
+    "scores": (
+        Curve("Accuracy on eval sets", "share", {"": "eval/*/accuracy"}),
+        Curve("pass@k on eval sets", "share", {"": "eval/*/pass_at_*"}),
+        Curve("maj@k on eval sets", "share", {"": "eval/*/maj_at_*"}),
+        Curve("Reward on eval sets", "reward", {"": "eval/*/reward"}),
+        Curve("Response length on eval sets", "tokens", {"": "eval/*/length"}),
+    ),
+    "reward": (Curve("Groups by solve rate", "share", SOLVE_RATES),),
+}
+
+
 def tensorboard_layout() -> dict[str, dict[str, tuple[str, list[str]]]]:
     """Return the charts by section for TensorBoard's custom scalars: kind, and regular expressions of names."""
+    names = dict.fromkeys((*OF_TENSORBOARD, *CURVES))
+    sections = {name: (*CURVES.get(name, ()), *OF_TENSORBOARD.get(name, ())) for name in names}
     return {
         section: {
             curve.title: ("Multiline", [f"^{pattern.replace('*', '[^/]+')}$" for pattern in curve.patterns.values()])
             for curve in curves
         }
-        for section, curves in CURVES.items()
+        for section, curves in sections.items()
     }

@@ -86,10 +86,16 @@ def read_loads(run_folder: Path) -> dict[int, list[EngineLoad]]:
 
 def _loads(file: Path) -> Iterable[EngineLoad]:
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            yield EngineLoad(**json.loads(line))
-        except (ValueError, TypeError):
-            continue  # torn by a kill, or of another version
+        if (load := parse_load(line)) is not None:
+            yield load
+
+
+def parse_load(line: str | bytes) -> EngineLoad | None:
+    """Return what a line says; None where it was torn by a kill, or is of another version."""
+    try:
+        return EngineLoad(**json.loads(line))
+    except (ValueError, TypeError):
+        return None
 
 
 def read_sglang_loads(reply: Any, now_s: float, before: EngineLoad | None) -> EngineLoad:

@@ -1,21 +1,38 @@
-"""Writes the plan and the report of a run into its folder, by processes beside it."""
+"""Writes the plan, the report and the timeline of a run into its folder, by processes beside it."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 
+from grpo_mp.checkpoint.run_state import METRICS
 from grpo_mp.monitor.side_process import LIMIT_S, NICENESS, SideProcess
 
 PLAN, REPORT = "plan.json", "report.html"
+EARLY_LIMIT_S = 20.0  # of a run that ends early: torchrun kills its ranks 30 s after the first one fails
 
 
 class Reporter:
-    """Starts what `monitor.report_every` asks for; `every` is None where this rank is to write nothing."""
+    """Starts what `monitor.report_every` asks for; `every` is None where this rank is to write nothing.
+
+    Use as a context manager around the loop: one that ends by an error leaves a report of its steps, too.
+    """
 
     def __init__(self, run_folder: Path, every: int | None, note: Callable[[str], None]) -> None:
         """Take the run's folder, and what shows a failure."""
         self._folder, self._every, self._note = run_folder, every, note
         logs = run_folder / "logs"
         self._plan, self._report = (SideProcess(name, logs / f"{name}.log") for name in ("plan", "report"))
+
+    def __enter__(self) -> "Reporter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write what an error would leave unwritten; who has pressed Ctrl-C waits for nothing."""
+        if isinstance(error, Exception) and self._has_steps():
+            self.end(early=True)
+            self.finish(early=True)
 
     def begin(self, plan_arguments: Sequence[str]) -> None:
         """Plan the run: `plan_arguments` say for which machines."""
@@ -24,23 +41,33 @@ class Reporter:
             self._show(self._plan.start(["plan", settings, *plan_arguments, "--json", file]))
 
     def step(self, step: int) -> None:
-        """Write the report anew where it is due after a step, unless the last one is still being written."""
+        """Write report and timeline anew where they are due after a step, unless the last are still being written."""
         if self._every and step % self._every == 0:
-            self._begin_report()
+            self._begin_report("--trace")
 
-    def end(self) -> None:
-        """Begin the report of all steps."""
+    def end(self, early: bool = False) -> None:
+        """Begin the report of all steps that are done; the timeline's last spans are still to come, unless `early`."""
         if self._every is not None:
-            self._show(self._report.finish())
-            self._begin_report(niceness=0)  # the run waits for it
+            before = self._report.finish(0.0 if early else LIMIT_S)
+            self._show(None if early else before)  # the one that begins now says more
+            options = ["--trace"] if early else []
+            self._begin_report(*options, niceness=0, outlives=True)  # the run waits for it
 
-    def finish(self, limit_s: float = LIMIT_S) -> None:
-        """Wait for what is being written, at most `limit_s` for each."""
-        for process in (self._plan, self._report):
-            self._show(process.finish(limit_s))
+    def finish(self, limit_s: float | None = None, early: bool = False) -> None:
+        """Wait for what is being written, at most `limit_s` for each; the last report is left to itself then.
 
-    def _begin_report(self, niceness: int = NICENESS) -> None:
-        self._show(self._report.start(["report", str(self._folder)], niceness))
+        A run that ends `early` waits less: who ended it may soon kill it.
+        """
+        limit_s = (EARLY_LIMIT_S if early else LIMIT_S) if limit_s is None else limit_s
+        self._show(self._plan.finish(0.0 if early else limit_s))
+        self._show(self._report.finish(limit_s))
+
+    def _begin_report(self, *options: str, niceness: int = NICENESS, outlives: bool = False) -> None:
+        self._show(self._report.start(["report", str(self._folder), *options], niceness, outlives))
+
+    def _has_steps(self) -> bool:
+        file = self._folder / METRICS
+        return file.exists() and file.stat().st_size > 0
 
     def _show(self, text: str | None) -> None:
         if text:

@@ -23,9 +23,20 @@ def write_samples(
     write_atomically(path, "".join(sample_lines(groups, tokens or {})))
 
 
-def write_eval_samples(run_folder: Path, step: int, groups_by_set: Mapping[str, Iterable[SampleGroup]]) -> None:
-    """Write answers to prompts of the eval sets, each with its set, into `<run>/samples/eval_000020.jsonl`."""
-    lines = [line for name, groups in groups_by_set.items() for line in sample_lines(groups, {}, set=name)]
+def write_eval_samples(
+    run_folder: Path,
+    step: int,
+    groups_by_set: Mapping[str, Iterable[SampleGroup]],
+    tokens: Mapping[str, Mapping[tuple[int, ...], Any]] | None = None,
+) -> None:
+    """Write answers to prompts of the eval sets, each with its set, into `<run>/samples/eval_000020.jsonl`.
+
+    `tokens`: what is known of the tokens of some, by set, and by group and index.
+    """
+    known = tokens or {}
+    lines = [
+        line for name, groups in groups_by_set.items() for line in sample_lines(groups, known.get(name, {}), set=name)
+    ]
     write_atomically(run_folder / "samples" / f"eval_{step:06d}.jsonl", "".join(lines))
 
 

@@ -1,6 +1,7 @@
 """A command beside the run, of the lowest priority while it goes on: it neither delays the run nor fails it."""
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from grpo_mp.processes import with_death_signal
 
 NICENESS = 19
 LIMIT_S = 60.0  # for one that is still running when the run ends
+CPU_LIMIT_S = 600  # of one that may end after the run
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # the run's devices and cores are not its own
 
 
@@ -20,15 +22,21 @@ class SideProcess:
         """Take what it is called in a note, and where its output goes."""
         self._name, self._log = name, log
         self._process: subprocess.Popen[bytes] | None = None
+        self._outlives = False
 
-    def start(self, arguments: Sequence[str], niceness: int = NICENESS) -> str | None:
-        """Start it, unless the last one is still at work; return a note where that one failed or this cannot start."""
+    def start(self, arguments: Sequence[str], niceness: int = NICENESS, outlives: bool = False) -> str | None:
+        """Start it, unless the last one is still at work; return a note where that one failed or this cannot start.
+
+        `outlives`: it may end after the run, and is given CPU_LIMIT_S seconds of a processor.
+        """
         note = self._note()
         if self._process is not None:
             return note
+        self._outlives = outlives
         try:
             with self._log.open("wb") as log:
-                command = with_death_signal([sys.executable, "-m", "grpo_mp", *arguments])
+                command = [sys.executable, "-m", "grpo_mp", *arguments]
+                command = command if outlives else with_death_signal(command)
                 environment = os.environ | HIDDEN
                 self._process = subprocess.Popen(
                     command,
@@ -37,6 +45,8 @@ class SideProcess:
                     stderr=log,
                     env=environment,
                 )
+            if outlives:
+                resource.prlimit(self._process.pid, resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
             if niceness:
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
         except OSError as error:
@@ -44,12 +54,18 @@ class SideProcess:
         return note
 
     def finish(self, limit_s: float = LIMIT_S) -> str | None:
-        """Wait for the last one, which is ended after `limit_s`; return a note where it failed."""
+        """Wait for the last one; return a note where it failed.
+
+        After `limit_s` one that may end after the run is left to itself, another is ended.
+        """
         if self._process is None:
             return None
         try:
             self._process.wait(limit_s)
         except subprocess.TimeoutExpired:
+            if self._outlives:
+                self._process = None
+                return f"{self._name}: still being written, see {self._log}"
             self._process.kill()
             self._process.wait()
             self._process = None

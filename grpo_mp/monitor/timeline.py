@@ -8,6 +8,7 @@ those of the rank's engine, are drawn as curves below it.
 import json
 import logging
 import math
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from grpo_mp.files import PatientFile, write_atomically
+from grpo_mp.files import PatientFile, incomplete, write_atomically
 
 LOGGER = logging.getLogger(__name__)
 Event = dict[str, Any]
@@ -112,14 +113,15 @@ def _join_events(events: list[Event]) -> str:
 
 def read_trace(path: Path) -> list[Event]:
     """Read a trace file, finished or not; a line that is no event, not wholly written or damaged, is left out."""
-    lines = [line.rstrip(",") for line in path.read_text(encoding="utf-8", errors="replace").split("\n")]
-    return [event for line in lines if (event := _event(line)) is not None]
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [event for line in lines if (event := parse_event(line)) is not None]
 
 
-def _event(line: str) -> Event | None:
-    """Return the event of a line; None where it is none."""
+def parse_event(line: str | bytes) -> Event | None:
+    """Return the event of a line of a trace file; None where it is none."""
+    text = line if isinstance(line, str) else line.decode(errors="replace")
     try:
-        event = json.loads(line)
+        event = json.loads(text.rstrip(","))
     except (ValueError, RecursionError):
         return None
     if not isinstance(event, dict) or not isinstance(event.get("name"), str) or type(event.get("pid")) is not int:
@@ -144,7 +146,7 @@ def _tail(path: Path) -> list[Event]:
         stream.seek(max(0, path.stat().st_size - TAIL_BYTES))
         lines = stream.read().splitlines()
     # The first is not whole, the last may be torn.
-    return [event for line in lines if (event := _event(line.rstrip(b",").decode(errors="replace"))) is not None]
+    return [event for line in lines if (event := parse_event(line)) is not None]
 
 
 def close_open_spans(events: list[Event]) -> list[Event]:
@@ -165,10 +167,19 @@ def close_open_spans(events: list[Event]) -> list[Event]:
 
 
 def merge_traces(run_folder: Path) -> Path:
-    """Write `<run>/trace.json`, one valid JSON array with the events of all ranks, and return its path."""
-    events: list[Event] = []
-    for path in sorted((run_folder / "trace").glob("rank_*.json")):
-        events += close_open_spans(read_trace(path))
+    """Write `<run>/trace.json`, one valid JSON array with the events of all ranks, and return its path.
+
+    The run may go on: spans that are open end at the last time seen. The file is replaced in one go, and the events of
+    one rank are in memory at a time.
+    """
     merged = run_folder / "trace.json"
-    write_atomically(merged, "[\n" + _join_events(events) + "\n]\n")
+    with incomplete(merged) as temporary, temporary.open("w", encoding="utf-8") as stream:
+        before = "[\n"
+        for path in sorted((run_folder / "trace").glob("rank_*.json")):
+            if events := close_open_spans(read_trace(path)):
+                stream.write(before + _join_events(events))
+                before = ",\n"
+        stream.write("[\n]\n" if before == "[\n" else "\n]\n")
+        stream.flush()
+        os.fsync(stream.fileno())
     return merged

@@ -36,7 +36,8 @@ def _of_step(run: RunRecords, number: int, step: int) -> Iterator[Answer]:
     if rewarded:
         yield _answer("best", number, step, max(rewarded, key=lambda line: float(line["reward"])))
         yield _answer("worst", number, step, min(rewarded, key=lambda line: float(line["reward"])))
-    yield _answer("longest", number, step, max(lines, key=lambda line: int(line.get("tokens", 0))))
+    longest = max(lines, key=lambda line: (int(line.get("tokens", 0)), "token_details" in line))  # many are cut off
+    yield _answer("longest", number, step, longest)
     mismatched = [(largest, line) for line in lines if (largest := _largest_mismatch(line)) is not None]
     if mismatched:
         largest, line = max(mismatched, key=lambda pair: pair[0])
@@ -79,7 +80,8 @@ def _tokens(line: Line) -> tuple[Token, ...]:
     kept = line.get("token_details") or {}
     pieces = [encodable(str(piece)) for piece in kept.get("pieces", ())]
     policy = kept.get("policy") or [None] * len(pieces)
-    engine, advantages = (map(_number, kept.get(name, ())) for name in ("engine", "advantages"))
+    engine = map(_number, kept.get("engine", ()))
+    advantages = map(_number, given) if (given := kept.get("advantages")) else [None] * len(pieces)
     return tuple(starmap(Token, zip(pieces, engine, policy, advantages, strict=False)))
 
 
@@ -89,15 +91,16 @@ def _number(value: float | None) -> float:
 
 def token_classes(token: Token) -> str:
     """Return the classes of a token on the page: p0 to p4 by probability, m by mismatch, a by advantage."""
-    values = {"probability": 2.718281828459045**token.engine, "advantage": token.advantage}
-    values |= {} if token.mismatch is None else {"mismatch": token.mismatch}
-    return " ".join(f"{name[0]}{sum(value > limit for limit in LIMITS[name])}" for name, value in values.items())
+    values = {"probability": math.exp(token.engine), "advantage": token.advantage, "mismatch": token.mismatch}
+    known = {name: value for name, value in values.items() if value is not None and not math.isnan(value)}
+    return " ".join(f"{name[0]}{sum(value > limit for limit in LIMITS[name])}" for name, value in known.items())
 
 
 def describe_token(token: Token) -> str:
     """Say a token's numbers."""
     policy = "" if token.policy is None else f", policy {token.policy:.3g}"
-    return f"engine {token.engine:.3g}{policy}, advantage {token.advantage:.3g}"
+    advantage = "" if token.advantage is None else f", advantage {token.advantage:.3g}"
+    return f"engine {token.engine:.3g}{policy}{advantage}"
 
 
 def striking_tokens(answer: Answer, count: int = 5) -> list[Token]:

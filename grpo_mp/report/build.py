@@ -8,7 +8,7 @@ from grpo_mp.report.contents import Chart, Report, Section, Warning
 from grpo_mp.report.curves import charts_of, solve_rate_maps
 from grpo_mp.report.overview import score_charts, scores_table, settings_tables, summary_table, time_table
 from grpo_mp.report.records import RunRecords
-from grpo_mp.report.times import last_steps, plan_tables, rank_tables
+from grpo_mp.report.times import last_steps, memory_tables, plan_tables, rank_tables
 
 PICTURED = ("Reward", "Response length", "Entropy", "Phases of a step")  # beside scores; of several runs, with a name
 
@@ -35,7 +35,7 @@ def build_report(runs: Sequence[RunRecords]) -> Report:
             (*charts_of("time", runs), *last_steps(runs)),
             (time_table(runs), *rank_tables(runs), *plan_tables(runs)),
         ),
-        Section("memory", "Memory", charts_of("memory", runs)),
+        Section("memory", "Memory", charts_of("memory", runs), memory_tables(runs)),
         Section(
             "samples", "Answers to read", answers=answers, missing="No samples: monitor.samples_per_step asks for them."
         ),
@@ -60,4 +60,4 @@ def _warning(run: int, found: Finding) -> Warning:
     if found.last_step > found.first_step:
         steps = f"{found.steps} of the steps {found.first_step} to {found.last_step}"
     texts = (found.sentence, found.meaning, found.action, found.setting, found.source)
-    return Warning(run, found.weight, steps, *texts)
+    return Warning(run, f"{found.rule} {found.metric}", found.weight, steps, *texts)

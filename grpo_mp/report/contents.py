@@ -84,12 +84,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Token:
-    """A token of an answer as text, with its logprobs, None where they are not known, and its advantage."""
+    """A token of an answer as text, with its logprobs and its advantage, None where they are not known."""
 
     text: str
     engine: float
     policy: float | None
-    advantage: float
+    advantage: float | None
 
     @property
     def mismatch(self) -> float | None:
@@ -131,9 +131,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Warning:
-    """What a rule found in a run: see Finding in grpo_mp/monitor/rules.py. `steps`: where, in words."""
+    """What a rule found in a run: see Finding in grpo_mp/monitor/rules.py. `steps`: where, in words;
+    `rule`: and its metric."""
 
     run: int
+    rule: str
     weight: int
     steps: str
     text: str

@@ -6,20 +6,12 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from statistics import fmean
 
-from grpo_mp.monitor.curves import CURVES, Curve
+from grpo_mp.monitor.curves import CURVES, SOLVE_RATES, Curve
 from grpo_mp.report.contents import Chart, HeatMap, Series
 from grpo_mp.report.records import RunRecords
 
 POINTS = 480  # of a line: more than a chart has pixels to tell apart
 COLUMNS = 240  # of a map
-SOLVE_RATES = {  # rows of the map, and their metrics
-    "none": "rollout/solve_rate/none",
-    "up to 1/4": "rollout/solve_rate/to_25",
-    "up to 1/2": "rollout/solve_rate/to_50",
-    "up to 3/4": "rollout/solve_rate/to_75",
-    "more": "rollout/solve_rate/to_99",
-    "all": "rollout/solve_rate/all",
-}
 
 
 def charts_of(section: str, runs: Sequence[RunRecords]) -> tuple[Chart, ...]:

@@ -2,22 +2,24 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.score import EvalScore, read_scores
+from grpo_mp.monitor.appended import AppendedLines, ChangedFiles
 from grpo_mp.monitor.samples import evenly_spaced
-from grpo_mp.monitor.timeline import Span, close_open_spans, read_trace
-from grpo_mp.reading import parse_json, read_text, read_yaml
+from grpo_mp.monitor.timeline import Span, parse_event
+from grpo_mp.reading import check_regular, parse_json, read_text, read_yaml, refuse_unreadable
 from grpo_mp.redact import without_secrets
 
 SAMPLE_FILES = 40  # that are read of a run: at even distances, the last among them
 RANKS = 16  # whose traces are read
 STEP_FILE = re.compile(r"(?:step|eval)_(\d+)\.json(?:l)?$")
 Line = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,67 +51,156 @@ def read_runs(folders: Sequence[Path]) -> tuple[RunRecords, ...]:
 
 def read_run(folder: Path, name: str) -> RunRecords:
     """Read a run folder. Raises UserError where it is none, has no step yet, or a file of it is damaged."""
-    if not (folder / "settings.yaml").is_file():
-        raise UserError(f"{folder}: no run folder, it has no settings.yaml: give the run.folder of a run")
-    settings = read_yaml(folder / "settings.yaml")
-    if not isinstance(settings, dict):
-        raise UserError(f"{folder / 'settings.yaml'}: no settings of a run: copy it again")
-    metrics = read_metric_lines(folder / "metrics.jsonl")
-    if not metrics:
-        raise UserError(f"{folder}: no step is in metrics.jsonl yet: wait for the first one, or log with jsonl, too")
-    scores = {_step(file): read_scores(file) for file in sorted((folder / "eval").glob("step_*.json"))}
-    samples, evals = (_by_step((folder / "samples").glob(f"{kind}_*.jsonl")) for kind in ("step", "eval"))
-    return RunRecords(
-        name, without_secrets(settings), metrics, scores, samples, evals, _read_plan(folder), _read_traces(folder)
-    )
+    return RunFolder(folder, name).read()
+
+
+class RunFolder:
+    """Reads a run folder again and again as the run goes on: of its files only what is new."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._metrics, self._changed = MetricLines(folder / "metrics.jsonl"), ChangedFiles()
+        self._traces: dict[int, TraceSpans] = {}
+
+    def read(self) -> RunRecords:
+        """Return what there is now. Raises UserError as `read_run`."""
+        folder = self._folder
+        if not (folder / "settings.yaml").is_file():
+            raise UserError(f"{folder}: no run folder, it has no settings.yaml: give the run.folder of a run")
+        settings = self._read(folder / "settings.yaml", read_yaml)
+        if not isinstance(settings, dict):
+            raise UserError(f"{folder / 'settings.yaml'}: no settings of a run: copy it again")
+        metrics = self._metrics.read()
+        if not metrics:
+            raise UserError(
+                f"{folder}: no step is in metrics.jsonl yet: wait for the first one, or log with jsonl, too"
+            )
+        scores = {_step(file): self._read(file, read_scores) for file in sorted((folder / "eval").glob("step_*.json"))}
+        samples, evals = (self._by_step((folder / "samples").glob(f"{kind}_*.jsonl")) for kind in ("step", "eval"))
+        plan = self._read(folder / "plan.json", _read_plan) if (folder / "plan.json").exists() else {}
+        self._changed.forget_others()
+        return RunRecords(
+            self._name, without_secrets(settings), metrics, scores, samples, evals, plan, self._read_traces()
+        )
+
+    def _read(self, file: Path, parse: Callable[[Path], T]) -> T:
+        with refuse_unreadable(file):
+            return self._changed.read(file, parse)
+
+    def _by_step(self, files: Iterable[Path]) -> dict[int, tuple[Line, ...]]:
+        return {_step(file): self._read(file, _objects) for file in _last_among(sorted(files))}
+
+    def _read_traces(self) -> dict[int, tuple[Span, ...]]:
+        """Return the spans of at most RANKS ranks, evenly spaced."""
+        files = {int(match[1]): file for file in (self._folder / "trace").glob("rank_*.json") if (match := _rank(file))}
+        shown = evenly_spaced(sorted(files), RANKS)
+        self._traces = {rank: self._traces.get(rank) or TraceSpans(files[rank]) for rank in shown}
+        return {rank: trace.read() for rank, trace in self._traces.items()}
+
+
+class MetricLines:
+    """Reads metrics.jsonl again and again; only what is new since is read."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._forget()
+
+    def _forget(self) -> None:
+        self._appended, self._by_step, self._count = AppendedLines(self._file), dict[int, Mapping[str, float]](), 0
+
+    def read(self) -> tuple[Mapping[str, float], ...]:
+        """Return the lines by step, in order; of a step that is there twice, the last. None where there is no file.
+
+        Raises UserError for a line that is no step's, each time, until it is removed.
+        """
+        if not self._file.exists():
+            return ()
+        check_regular(self._file)
+        with refuse_unreadable(self._file):
+            appended = self._appended.read()
+        if appended.anew:
+            self._by_step, self._count = {}, 0
+        try:
+            for line in appended.lines:
+                self._count += 1
+                self._add(line, f"{self._file}:{self._count}")
+        except UserError:
+            self._forget()
+            raise
+        return tuple(self._by_step[step] for step in sorted(self._by_step))
+
+    def _add(self, text: bytes, place: str) -> None:
+        if not text.strip():
+            return
+        with refuse_unreadable(self._file):
+            line = parse_json(text.decode("utf-8-sig"), place)
+        if not isinstance(line, dict):
+            raise UserError(f"{self._file}: a line is no JSON object: remove it, or copy the file again")
+        values = {name: math.nan if value is None else value for name, value in line.items()}
+        if line.get("step") is None or any(type(value) not in (int, float) for value in values.values()):
+            raise UserError(f"{place}: no metrics of a step: remove that line")
+        self._by_step[int(values["step"])] = values
+
+
+class TraceSpans:
+    """Reads the spans of a trace's first lane again and again; only what is new since is read."""
+
+    def __init__(self, file: Path) -> None:
+        self._appended = AppendedLines(file)
+        self._spans, self._begun, self._last_us = list[Span](), list[Line](), 0.0
+
+    def read(self) -> tuple[Span, ...]:
+        """Return the spans in order of their ends; those that are open end at the last time seen."""
+        appended = self._appended.read()
+        if appended.anew:
+            self._spans, self._begun, self._last_us = [], [], 0.0
+        for line in appended.lines:
+            if (event := parse_event(line)) is not None:
+                self._add(event)
+        last = parse_event(appended.rest)  # it has no end of its line until the next one comes
+        events = [*self._begun, *([] if last is None else [last])]
+        return (*self._spans, *self._unfinished(events))
+
+    def _add(self, event: Line) -> None:
+        if event.get("tid", -1) != 0:
+            return
+        self._last_us = max(self._last_us, event.get("ts", 0.0))
+        if event["ph"] == "B":
+            self._begun.append(event)
+        elif event["ph"] == "E" and self._begun:
+            self._spans.append(_span(self._begun.pop(), event["ts"]))
+
+    def _unfinished(self, events: Sequence[Line]) -> Iterator[Span]:
+        """Yield the spans of what has begun and of the last event, which is not counted yet."""
+        begun, last_us = list[Line](), self._last_us
+        for event in events:
+            if event.get("tid", -1) == 0:
+                last_us = max(last_us, event.get("ts", 0.0))
+            if event.get("tid", -1) == 0 and event["ph"] == "B":
+                begun.append(event)
+            elif event.get("tid", -1) == 0 and event["ph"] == "E" and begun:
+                yield _span(begun.pop(), event["ts"])
+        yield from (_span(event, last_us) for event in reversed(begun))
+
+
+def _span(begin: Line, end_us: float) -> Span:
+    return Span(begin["name"], round(begin["ts"] * 1000), round(end_us * 1000))
 
 
 def read_metric_lines(file: Path) -> tuple[Mapping[str, float], ...]:
-    """Read metrics.jsonl by step, in order; of a step that is there twice, the last. Raises UserError as `_objects`."""
-    if not file.exists():
-        return ()
-    by_step: dict[int, Mapping[str, float]] = {}
-    for number, line in enumerate(_objects(file), 1):
-        values = {name: math.nan if value is None else value for name, value in line.items()}
-        if line.get("step") is None or any(type(value) not in (int, float) for value in values.values()):
-            raise UserError(f"{file}:{number}: no metrics of a step: remove that line")
-        by_step[int(values["step"])] = values
-    return tuple(by_step[step] for step in sorted(by_step))
+    """Read metrics.jsonl once, see MetricLines."""
+    return MetricLines(file).read()
 
 
-def _read_plan(folder: Path) -> Mapping[str, Any]:
-    file = folder / "plan.json"
-    plan = parse_json(read_text(file), str(file)) if file.exists() else {}
+def _read_plan(file: Path) -> Mapping[str, Any]:
+    plan = parse_json(read_text(file), str(file))
     if not isinstance(plan, dict):
         raise UserError(f"{file}: no plan of a run: remove it")
     return plan
 
 
-def _read_traces(folder: Path) -> dict[int, tuple[Span, ...]]:
-    """Return the spans of at most RANKS ranks, evenly spaced."""
-    files = {int(match[1]): file for file in (folder / "trace").glob("rank_*.json") if (match := _rank(file))}
-    return {rank: spans_of(read_trace(files[rank])) for rank in evenly_spaced(sorted(files), RANKS)}
-
-
 def _rank(file: Path) -> re.Match[str] | None:
     return re.fullmatch(r"rank_(\d+)\.json", file.name)
-
-
-def spans_of(events: Sequence[Line]) -> tuple[Span, ...]:
-    """Return the spans of a trace's first lane, in order of their ends; `events` as a Timeline writes them."""
-    begun: list[Line] = []
-    spans = []
-    for event in close_open_spans([dict(event) for event in events if event.get("tid", -1) == 0]):
-        if event["ph"] == "B":
-            begun.append(event)
-        elif event["ph"] == "E" and begun:
-            start = begun.pop()
-            spans.append(Span(start["name"], round(start["ts"] * 1000), round(event["ts"] * 1000)))
-    return tuple(spans)
-
-
-def _by_step(files: Iterable[Path]) -> dict[int, tuple[Line, ...]]:
-    return {_step(file): _objects(file) for file in _last_among(sorted(files))}
 
 
 def _objects(file: Path) -> tuple[Line, ...]:

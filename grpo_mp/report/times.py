@@ -10,7 +10,7 @@ from typing import Any
 from grpo_mp.monitor.curves import PHASES
 from grpo_mp.monitor.summary import covered_ns
 from grpo_mp.monitor.timeline import Span
-from grpo_mp.phases import GIB, WAIT
+from grpo_mp.phases import GIB, WAIT, Phase
 from grpo_mp.report.contents import Bar, Lanes, Table
 from grpo_mp.report.curves import titled
 from grpo_mp.report.records import RunRecords
@@ -18,6 +18,7 @@ from grpo_mp.report.records import RunRecords
 NAMES = tuple(phase.upper() for phase in PHASES)
 SYNCED = ("SYNC", "CHECK")  # after the update
 STEP = tuple(name for name in NAMES if name not in ("SAVE", "EVAL"))
+WORK = {phase.value.lower() for phase in Phase if phase.is_work}
 
 
 def rank_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
@@ -105,41 +106,72 @@ def _last_step(run: RunRecords, place: int, title: str) -> Lanes | None:
 
 
 def plan_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
-    """Return for each run that was planned what each phase was to take, beside what it took."""
+    """Return for each run that was planned what each phase was to take, beside what it took, and the overhead."""
     return tuple(
         Table(
             titled("Beside the plan", run, runs),
-            ("phase", "device GiB, planned", "measured", "host GiB of a node, planned", "s, planned", "s, measured"),
-            tuple(_plan_rows(run)),
-            note=_plan_note(run),
+            ("phase", "s, planned", "s, measured"),
+            tuple(_time_rows(run)),
+            (place,) * (len(run.plan["phases"]) + 2),
+            _plan_note(run, "mean step; overhead: share of the step outside of the phases that count as work"),
         )
-        for run in runs
+        for place, run in enumerate(runs)
         if run.plan
     )
 
 
-def _plan_note(run: RunRecords) -> str:
-    planned = f"Planned for {run.plan['cluster']}; measured: largest rank, mean step."
+def memory_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
+    """Return for each run that was planned the memory that each phase was to need, beside what it needed."""
+    host = ("host GiB of a node, planned", "host GiB of a rank, measured")
+    return tuple(
+        Table(
+            titled("Memory beside the plan", run, runs),
+            ("phase", "device GiB of a rank, planned", "measured", *host),
+            tuple(_memory_rows(run)),
+            (place,) * len(run.plan["phases"]),
+            _plan_note(run, f"largest rank; a node has {ranks_per_node(run)} ranks"),
+        )
+        for place, run in enumerate(runs)
+        if run.plan
+    )
+
+
+def ranks_per_node(run: RunRecords) -> str:
+    """Return how many ranks a node of the plan has."""
+    return f"{run.plan['ranks'] // run.plan['nodes']}" if run.plan.get("nodes") else "some"
+
+
+def _plan_note(run: RunRecords, measured: str) -> str:
     times = "" if run.plan["step_s"] is not None else " Without times: this machine is another."
-    return planned + times
+    return f"Planned for {run.plan['cluster']}; measured: {measured}.{times}"
 
 
-def _plan_rows(run: RunRecords) -> Iterator[tuple[str, ...]]:
+def _time_rows(run: RunRecords) -> Iterator[tuple[str, ...]]:
     planned: dict[str, Any] = run.plan["phases"]
     for name, phase in planned.items():
-        peaks = _known(run, f"memory/{name}/peak_device_bytes")
-        seconds = _known(run, f"time/{name}_s")
-        yield (
-            name,
-            _gib(phase["device_bytes"]),
-            _gib(max(peaks, default=nan)),
-            _gib(phase["host_bytes"]),
-            "" if phase["seconds"] is None else f"{phase['seconds']:.3g}",
-            f"{fmean(seconds):.3g}" if seconds else "",
-        )
-    steps = _known(run, "time/step_s")
+        yield name, _seconds(phase["seconds"]), _mean(run, f"time/{name}_s", "{:.3g}")
     step_s = run.plan["step_s"]
-    yield "step", "", "", "", "" if step_s is None else f"{step_s:.3g}", f"{fmean(steps):.3g}" if steps else ""
+    yield "step", _seconds(step_s), _mean(run, "time/step_s", "{:.3g}")
+    work_s = sum(phase["seconds"] or 0.0 for name, phase in planned.items() if name in WORK)
+    overhead = "" if not step_s else f"{max(0.0, 1 - work_s / step_s):.1%}"
+    yield "overhead", overhead, _mean(run, "time/overhead_share", "{:.1%}")
+
+
+def _memory_rows(run: RunRecords) -> Iterator[tuple[str, ...]]:
+    planned: dict[str, Any] = run.plan["phases"]
+    for name, phase in planned.items():
+        device, host = (_known(run, f"memory/{name}/{kind}") for kind in ("peak_device_bytes", "host_bytes"))
+        measured = (_gib(max(values, default=nan)) for values in (device, host))
+        yield name, _gib(phase["device_bytes"]), next(measured), _gib(phase["host_bytes"]), next(measured)
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.3g}"
+
+
+def _mean(run: RunRecords, name: str, form: str) -> str:
+    values = _known(run, name)
+    return form.format(fmean(values)) if values else ""
 
 
 def _known(run: RunRecords, name: str) -> list[float]:

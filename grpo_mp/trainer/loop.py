@@ -8,6 +8,7 @@ from grpo_mp.distributed.process_groups import broadcast
 from grpo_mp.errors import DiskError
 from grpo_mp.monitor.guards import MetricGuards
 from grpo_mp.monitor.loggers import read_metrics
+from grpo_mp.monitor.reporter import Reporter
 from grpo_mp.phases import SAVE_WAIT, Phase
 from grpo_mp.trainer.export_servers import load_export
 from grpo_mp.trainer.job import PolicyContext
@@ -19,6 +20,22 @@ def make_guards(ctx: PolicyContext) -> MetricGuards:
     """Guard the metrics as `monitor.guards` says, those of the steps that are done included."""
     past = broadcast(read_metrics(ctx.settings.run.folder / METRICS), ctx.parallel.cpu_group)
     return MetricGuards(ctx.settings.monitor.guards, [line for line in past if (line["step"] or 0) <= ctx.state.step])
+
+
+def make_reporter(ctx: PolicyContext) -> Reporter:
+    """Make what writes the report of the run; rank 0 does."""
+    every = ctx.settings.monitor.report_every if ctx.parallel.rank == 0 else None
+    return Reporter(ctx.settings.run.folder, every, ctx.progress.note)
+
+
+def end_report(ctx: PolicyContext, reporter: Reporter) -> None:
+    """Begin the report of all steps, whether the run has done them all or was told to stop."""
+    reporter.end(early=ctx.state.step < ctx.settings.run.steps)
+
+
+def finish_report(ctx: PolicyContext, reporter: Reporter) -> None:
+    """Wait for the report; a run that was told to stop, which may soon be killed, waits less."""
+    reporter.finish(early=ctx.state.step < ctx.settings.run.steps)
 
 
 def check_guards(ctx: PolicyContext, guards: MetricGuards, step: int, record: StepRecord) -> None:

@@ -40,7 +40,14 @@ from grpo_mp.trainer.metrics import (
     rollout_metrics,
     update_metrics,
 )
-from grpo_mp.trainer.token_details import best_and_worst, gather_details, most_mismatched, sample_records
+from grpo_mp.trainer.token_details import (
+    best_and_worst,
+    eval_records,
+    gather_details,
+    longest,
+    most_mismatched,
+    sample_records,
+)
 from grpo_mp.types import MicroBatch, SampleGroup
 from grpo_mp.weight_sync.compare import CheckReport
 from grpo_mp.weight_sync.update import SyncReport
@@ -149,9 +156,10 @@ class StepLogger:
         if (mismatched := most_mismatched(updates, batch, self._parallel)) is not None:
             ids.add(mismatched[0])
             wanted.add(mismatched)
+        wanted |= longest(rollouts.infos, ids)
         groups = gather_groups(rollouts.groups, ids, self._parallel.cpu_group)
         details = gather_details(updates, batch, wanted, self._parallel)
-        return groups, sample_records(groups, details, self._decode)
+        return groups, sample_records(groups, details, self._decode, wanted)
 
     def common_record(self) -> tuple[Sequence[StepSummary], StepSummary, StepRecord]:
         """Return the times of the step on each rank and over all, and what is logged of any step.
@@ -190,7 +198,8 @@ class StepLogger:
         with disk_may_be_full(f"the scores of step {step}"):
             write_scores(step_file(self._folder, step), scores, step=step)
             if evaluation.shown:
-                write_eval_samples(self._folder, step, evaluation.shown)
+                tokens = {name: eval_records(groups, self._decode) for name, groups in evaluation.shown.items()}
+                write_eval_samples(self._folder, step, evaluation.shown, tokens)
             if figure:
                 write_svg(figure, self._folder / PASS_AT_K_FILE)
         if figure:

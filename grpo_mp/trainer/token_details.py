@@ -1,16 +1,16 @@
 """What engine and policy say of single tokens of a step's answers, for a few that people read."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.distributed.process_groups import Parallel, all_gather
-from grpo_mp.types import MicroBatch, SampleGroup, SampleInfo
+from grpo_mp.types import MicroBatch, Sample, SampleGroup, SampleInfo
 
 TOKENS = 240  # of an answer that are kept: those around the largest mismatch, else the first
 Key = tuple[int, ...]  # of a sample: SampleInfo.key
-Values = tuple[float, float | None, float]  # of a token: engine's logprob, policy's, advantage
+Values = tuple[float, float | None, float | None]  # of a token: engine's logprob, policy's, advantage
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,15 @@ class TokenDetails:
             "pieces": [decode([tokens[place]]) for place in shown],
             "engine": [round(value, 5) for value in engine],
             "policy": None if policy[0] is None else [round(value, 5) for value in policy],
-            "advantages": [round(value, 4) for value in advantages],
+            "advantages": None if advantages[0] is None else [round(value, 4) for value in advantages],
         }
+
+    @classmethod
+    def of_engine(cls, sample: Sample) -> "TokenDetails":
+        """Return what the engine alone says: of an answer that is not trained on."""
+        generated = sample.generated or (True,) * len(sample.tokens)
+        logprobs = enumerate(zip(sample.rollout_logprobs, generated, strict=True))
+        return cls({place: (logprob, None, None) for place, (logprob, is_own) in logprobs if is_own})
 
 
 def _mismatch(values: Values) -> float:
@@ -96,13 +103,30 @@ def best_and_worst(infos: Iterable[SampleInfo], group_ids: Collection[int]) -> s
     return {pick(group, key=lambda info: info.reward).key for group in groups.values() for pick in (min, max)}
 
 
+def longest(infos: Iterable[SampleInfo], group_ids: Collection[int]) -> set[Key]:
+    """Return the longest sample of these groups."""
+    inside = [info for info in infos if info.group_id in group_ids]
+    return {max(inside, key=lambda info: info.response_tokens).key} if inside else set()
+
+
 def sample_records(
-    groups: Iterable[SampleGroup], details: Mapping[Key, TokenDetails], decode: Callable[[Sequence[int]], str]
+    groups: Iterable[SampleGroup],
+    details: Mapping[Key, TokenDetails],
+    decode: Callable[[Sequence[int]], str],
+    wanted: Collection[Key] = (),
 ) -> dict[Key, dict[str, Any]]:
-    """Return what the files of the samples keep of their tokens, by sample."""
-    samples = [sample for group in groups for sample in group.samples]
-    return {
-        key: details[key].record(sample.tokens, decode)
-        for sample in samples
-        if (key := (sample.group_id, sample.index)) in details
-    }
+    """Return what the files of the samples keep of their tokens, by sample.
+
+    Of those that are `wanted` and not in `details`, as none that is trained on, what the engine says.
+    """
+    samples: dict[Key, Sample] = {(one.group_id, one.index): one for group in groups for one in group.samples}
+    own = {key: TokenDetails.of_engine(samples[key]) for key in wanted if key in samples}
+    merged: dict[Key, TokenDetails] = own | dict(details)
+    known = {key: one for key, one in merged.items() if key in samples and one.values}
+    return {key: one.record(samples[key].tokens, decode) for key, one in known.items()}
+
+
+def eval_records(groups: Iterable[SampleGroup], decode: Callable[[Sequence[int]], str]) -> dict[Key, dict[str, Any]]:
+    """Return what the file of an evaluation keeps of the tokens of the first answer to each of its prompts."""
+    first = [replace(group, samples=group.samples[:1]) for group in groups]
+    return sample_records(first, {}, decode, [(one.group_id, one.index) for group in first for one in group.samples])

@@ -4,11 +4,13 @@ import asyncio
 import hmac
 import html
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import xxhash
 from aiohttp import web
 
 from grpo_mp.checkpoint.run_state import METRICS
@@ -16,32 +18,39 @@ from grpo_mp.errors import UserError
 
 LOOPBACK = "127.0.0.1"
 LOOK_EVERY_S = 2.0  # at the metrics
-RELOAD_S = 15  # after which a browser asks again
-HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "Refresh": str(RELOAD_S)}
+REST = 4.0  # times as long as a page took to make, until the next is made: the run has the processors
+HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 MakePage = Callable[[Path], str]
 
 
 @dataclass
 class LivePage:
-    """The page of a run folder, as it was made last."""
+    """The page of a run folder, as it was made last; its own script asks for what is new.
+
+    `make` reads of the run what is new, and draws what has changed. It is made while somebody looks.
+    """
 
     folder: Path
     make: MakePage
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
-    page: str = ""
+    page: str = ""  # at first, of a run that has no step
     problem: str = ""  # why the page is not of the metrics that are there now
-    _made_of: tuple[int, int] | None = None  # metrics.jsonl: size and time
+    _made_of: tuple[int, int] | None = (-1, -1)  # metrics.jsonl: size and time
+    _asked: bool = True  # since it was made
 
     async def follow(self) -> None:
         """Make the page whenever the metrics have changed, in a thread: requests get the former one meanwhile."""
         while True:
-            await self.refresh()
-            await asyncio.sleep(LOOK_EVERY_S)
+            began_s = time.monotonic()
+            if self._asked:
+                self._asked = False
+                await self.refresh()
+            await asyncio.sleep(max(LOOK_EVERY_S, REST * (time.monotonic() - began_s)))
 
     async def refresh(self) -> None:
         """Make the page where the metrics have changed since."""
         state = self._metrics()
-        if state == self._made_of and self.page and not self.problem:
+        if state == self._made_of and not self.problem:
             return
         try:
             self.page, self.problem = await asyncio.to_thread(self.make, self.folder), ""
@@ -60,7 +69,12 @@ class LivePage:
         """Return the page to who has the key."""
         if not hmac.compare_digest(request.query.get("key", "").encode(), self.key.encode()):
             raise web.HTTPUnauthorized(text="the key is missing or wrong: open the URL that grpo-mp watch printed\n")
-        return web.Response(text=page_with(self.page, self.problem), content_type="text/html", headers=HEADERS)
+        self._asked = True
+        text = page_with(self.page, self.problem)
+        tag = f'"{xxhash.xxh3_64_hexdigest(text.encode())}"'
+        if request.headers.get("If-None-Match") == tag:
+            return web.Response(status=304, headers=HEADERS | {"ETag": tag})
+        return web.Response(text=text, content_type="text/html", headers=HEADERS | {"ETag": tag})
 
 
 def page_with(page: str, problem: str) -> str:
@@ -68,7 +82,7 @@ def page_with(page: str, problem: str) -> str:
     if not problem:
         return page
     page = page or '<!doctype html><html lang="en"><title>grpo-mp</title><body></body></html>'
-    alert = f'<p role="alert">This is not of the newest step: {html.escape(problem)}</p>'
+    alert = f'<p id="live-problem" role="alert">This is not of the newest step: {html.escape(problem)}</p>'
     return page.replace("<body>", f"<body>{alert}", 1)
 
 

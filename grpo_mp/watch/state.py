@@ -4,6 +4,7 @@ import json
 import re
 import socket
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +15,14 @@ import psutil
 from grpo_mp.checkpoint.run_state import METRICS, PROCESSES, SETTINGS
 from grpo_mp.errors import UserError
 from grpo_mp.findings import Finding
-from grpo_mp.monitor.engine_load import EngineLoad, read_loads
+from grpo_mp.monitor.appended import AppendedLines, ChangedFiles
+from grpo_mp.monitor.engine_load import FILE as ENGINE_FILE
+from grpo_mp.monitor.engine_load import FOLDER as ENGINES
+from grpo_mp.monitor.engine_load import EngineLoad, parse_load
 from grpo_mp.monitor.rank_dump import read_process
 from grpo_mp.monitor.rules import MetricLine
 from grpo_mp.monitor.run_warnings import run_warnings
-from grpo_mp.monitor.timeline import Event, rank_traces
+from grpo_mp.monitor.timeline import RANK_TRACE, TAIL_BYTES, Event, parse_event
 from grpo_mp.reading import read_yaml
 
 LAST_LOADS = 400  # of an engine
@@ -63,35 +67,58 @@ class RunState:
 
 
 class MetricFile:
-    """Reads metrics.jsonl again and again; only what is new since is parsed."""
+    """Reads metrics.jsonl again and again; only what is new since is read."""
 
     def __init__(self, file: Path) -> None:
-        self._file = file
-        self._offset, self._inode = 0, 0
+        self._appended = AppendedLines(file)
         self._lines: dict[int, MetricLine] = {}
 
     def read(self) -> list[MetricLine]:
         """Return the lines by step; of a step that is there twice, the last. A line that is being written waits."""
-        try:
-            stat = self._file.stat()
-        except FileNotFoundError:
-            self._offset, self._lines = 0, {}
-            return []
-        if stat.st_ino != self._inode or stat.st_size < self._offset:  # a run that resumed has replaced it
-            self._offset, self._inode, self._lines = 0, stat.st_ino, {}
-        with self._file.open("rb") as stream:
-            stream.seek(self._offset)
-            complete, newline, _ = stream.read().rpartition(b"\n")
-        self._offset += len(complete) + len(newline)
-        for text in complete.splitlines():
+        appended = self._appended.read()
+        if appended.anew:
+            self._lines = {}
+        for text in appended.lines:
             line = _object(text)
             if isinstance(line.get("step"), int):
                 self._lines[line["step"]] = line
         return [self._lines[step] for step in sorted(self._lines)]
 
 
+class RankTrace:
+    """Follows what a rank is in by its trace: at first by the end of it, then by the events that are appended."""
+
+    def __init__(self, rank: int, file: Path) -> None:
+        self._rank, self._appended = rank, AppendedLines(file, TAIL_BYTES)
+        self._known: list[Event] = []
+
+    def read(self) -> RankPhase:
+        """Return what the rank is in; the last event has no end of its line until the next one comes."""
+        appended = self._appended.read()
+        new = [event for line in appended.lines if (event := parse_event(line)) is not None]
+        self._known = open_events([*([] if appended.anew else self._known), *new])
+        last = parse_event(appended.rest)
+        return current_phase(self._rank, self._known if last is None else [*self._known, last])
+
+
+class EngineFile:
+    """Reads what an engine did again and again: its last LAST_LOADS lines."""
+
+    def __init__(self, file: Path) -> None:
+        self._appended = AppendedLines(file)
+        self._loads = deque[EngineLoad](maxlen=LAST_LOADS)
+
+    def read(self) -> tuple[EngineLoad, ...]:
+        """Return the lines, the oldest first."""
+        appended = self._appended.read()
+        if appended.anew:
+            self._loads.clear()
+        self._loads += (load for line in appended.lines if (load := parse_load(line)) is not None)
+        return tuple(self._loads)
+
+
 class RunReader:
-    """Reads a run folder again and again."""
+    """Reads a run folder again and again: of its files only what is new."""
 
     def __init__(self, folder: Path) -> None:
         """Take a folder. Raises UserError for a file; a folder that is not there yet may come."""
@@ -99,17 +126,20 @@ class RunReader:
             raise UserError(f"{folder} is a file: give the run.folder of a run")
         self.folder = folder
         self._metrics = MetricFile(folder / METRICS)
+        self._changed, self._settings = ChangedFiles(), ChangedFiles()
         self._warnings: tuple[Sequence[MetricLine], Sequence[Finding]] = (), ()
+        self._traces: dict[int, RankTrace] = {}
+        self._engines: dict[int, EngineFile] = {}
 
     def read(self) -> RunState:
         """Return what the run does now."""
         now_s, metrics = time.time(), self._metrics.read()
-        steps, status = _steps(self.folder), "not started"
+        steps, status = self._steps(), "not started"
         if (self.folder / SETTINGS).is_file():
             last = int(metrics[-1]["step"] or 0) if metrics else 0
             ended = "ended" if steps and last >= steps else "stopped"
             status = ("runs" if metrics else "starts") if _has_processes(self.folder) else ended
-        step, samples = last_samples(self.folder)
+        step, samples = self._last_samples()
         if metrics != self._warnings[0]:
             self._warnings = metrics, run_warnings(metrics)
         return RunState(
@@ -118,17 +148,71 @@ class RunReader:
             steps=steps,
             time_s=now_s,
             metrics=metrics,
-            ranks=rank_phases(self.folder) if status in ("starts", "runs") else (),
-            engines={number: loads[-LAST_LOADS:] for number, loads in read_loads(self.folder).items()},
+            ranks=self._rank_phases() if status in ("starts", "runs") else (),
+            engines=self._engine_loads(),
             sample_step=step,
             samples=samples,
             warnings=self._warnings[1],
         )
 
+    def _rank_phases(self) -> list[RankPhase]:
+        files = _numbered(self.folder / "trace", RANK_TRACE)
+        self._traces = {rank: self._traces.get(rank) or RankTrace(rank, file) for rank, file in files.items()}
+        return [trace.read() for trace in self._traces.values()]
 
-def rank_phases(folder: Path) -> list[RankPhase]:
-    """Return what each rank is in, by the end of its trace."""
-    return [current_phase(rank, events) for rank, events in rank_traces(folder).items()]
+    def _engine_loads(self) -> dict[int, tuple[EngineLoad, ...]]:
+        files = _numbered(self.folder / ENGINES, ENGINE_FILE)
+        self._engines = {number: self._engines.get(number) or EngineFile(file) for number, file in files.items()}
+        return {number: engine.read() for number, engine in self._engines.items()}
+
+    def _last_samples(self) -> tuple[int, list[Mapping[str, Any]]]:
+        """Return the last step with samples, and these."""
+        steps = _numbered(self.folder / "samples", SAMPLE_FILE)
+        if not steps:
+            return 0, []
+        step = max(steps)
+        try:
+            samples = self._changed.read(steps[step], _samples)
+        except FileNotFoundError:  # a run that resumes has just removed it
+            return 0, []
+        self._changed.forget_others()
+        return step, samples
+
+    def _steps(self) -> int:
+        try:
+            steps = self._settings.read(self.folder / SETTINGS, read_yaml)["run"]["steps"]
+        except (OSError, UserError, KeyError, TypeError):
+            return 0
+        return steps if isinstance(steps, int) else 0
+
+
+def _numbered(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
+    """Return the files of a folder by the number in their names, ascending."""
+    files = {match[1]: file for file in folder.glob("*") if (match := name.fullmatch(file.name))}
+    return {int(number): file for number, file in sorted(files.items(), key=lambda item: int(item[0]))}
+
+
+def _samples(file: Path) -> list[Mapping[str, Any]]:
+    lines = [_object(line) for line in file.read_bytes().splitlines()]
+    return [line for line in lines if "response" in line]
+
+
+def open_events(events: Sequence[Event]) -> list[Event]:
+    """Return those of the events that say what a rank is in: the spans that are open, and the last that began or ended.
+
+    Pure.
+    """
+    spans, last = list[Event](), list[Event]()
+    for event in events:
+        if event["ph"] in "BE":
+            last = [event]
+        if event["ph"] == "B":
+            spans.append(event)
+        elif event["ph"] == "E" and spans:  # else it began before the first of these events
+            spans.pop()
+        if event["ph"] == "M" and event.get("name") == "process_name":
+            spans = []  # a run that resumed
+    return [*[{**event, "ph": "E"} for event in last], *spans]
 
 
 def current_phase(rank: int, events: Sequence[Event]) -> RankPhase:
@@ -143,25 +227,6 @@ def current_phase(rank: int, events: Sequence[Event]) -> RankPhase:
             spans = []  # a run that resumed
     last_s = max((event["ts"] for event in events if event["ph"] in "BE"), default=0.0) / 1e6
     return RankPhase(rank, " > ".join(span["name"] for span in spans), spans[-1]["ts"] / 1e6 if spans else last_s)
-
-
-def last_samples(folder: Path) -> tuple[int, list[Mapping[str, Any]]]:
-    """Return the last step with samples, and these."""
-    files = {file: SAMPLE_FILE.fullmatch(file.name) for file in (folder / "samples").glob("step_*")}
-    steps = {int(match[1]): file for file, match in files.items() if match}
-    if not steps:
-        return 0, []
-    step = max(steps)
-    lines = [_object(line) for line in steps[step].read_bytes().splitlines()]
-    return step, [line for line in lines if "response" in line]
-
-
-def _steps(folder: Path) -> int:
-    try:
-        steps = read_yaml(folder / SETTINGS)["run"]["steps"]
-    except (UserError, KeyError, TypeError):
-        return 0
-    return steps if isinstance(steps, int) else 0
 
 
 def _has_processes(folder: Path) -> bool:

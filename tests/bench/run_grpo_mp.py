@@ -14,6 +14,7 @@ from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.train import generate, train
 from grpo_mp.trainer.context import TrainContext, local_ranks, open_context
+from grpo_mp.trainer.loop import make_reporter
 from grpo_mp.trainer.preflight import run_preflight
 from tests.bench import workload as w
 
@@ -100,7 +101,8 @@ def main() -> None:
             by_tokens = {prompt.tokens: lengths[prompt.text] for prompt in inputs.train}
             engine.client = ExactLengths(engine.client, by_tokens)
         if isinstance(ctx, TrainContext):
-            train(ctx)
+            with make_reporter(ctx) as reporter:
+                train(ctx, reporter)
         else:
             generate(ctx)
 

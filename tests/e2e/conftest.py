@@ -60,6 +60,7 @@ class FinishedRun:
     first: Outcome
     second: Outcome
     stopped_after: int
+    stopped_report: str  # the page that the first job left
     listening: list[str]  # addresses of the first job's sockets in TRAIN
     answers: dict[int, bytes]  # of each port, to another user without a key; empty where this is not root's
     watched: RunState  # then
@@ -98,8 +99,9 @@ def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) 
     job.signal(signal.SIGUSR1, rank=1)
     first = outcome(job)
     stopped_after = len(read_jsonl(run / "metrics.jsonl")) - 1  # besides the line of step 0
+    page = (run / "report.html").read_text() if (run / "report.html").exists() else ""
     second = outcome(start_job(*settings, f"run.steps={LAST_STEP}"))
-    return FinishedRun(folder, first, second, stopped_after, listening, answers, watched, engines)
+    return FinishedRun(folder, first, second, stopped_after, page, listening, answers, watched, engines)
 
 
 def finished_settings(folder: Path) -> tuple[str, ...]:

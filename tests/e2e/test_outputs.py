@@ -163,6 +163,14 @@ def test_tokens_of_answers_are_there_with_both_logprobs(run: Path) -> None:
         assert shown.startswith(re.sub(r"\s", "", row["response"]))
 
 
+def test_tokens_of_answers_to_eval_sets_are_there_with_the_engines_logprobs(run: Path) -> None:
+    rows = read_jsonl(run / "samples" / f"eval_{LAST_STEP:06d}.jsonl")
+    kept = [row["token_details"] for row in rows if row["index"] == 0]
+    assert kept
+    assert all(len(one["engine"]) == len(one["pieces"]) > 0 and one["advantages"] is None for one in kept)
+    assert all(value <= 0 for one in kept for value in one["engine"])
+
+
 def test_answers_to_the_same_questions_before_and_after(run: Path) -> None:
     before, after = (read_jsonl(run / "samples" / f"eval_{step:06d}.jsonl") for step in (0, LAST_STEP))
     assert [row["prompt"] for row in before] == [row["prompt"] for row in after]

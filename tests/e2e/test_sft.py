@@ -20,6 +20,7 @@ from grpo_mp.report.overview import settings_tables
 from grpo_mp.report.records import read_runs
 from tests.conftest import TinyRun
 from tests.e2e.jobs import Job, read_jsonl
+from tests.report.chromium import wait_until
 
 SFT = (sys.executable, "-m", "grpo_mp", "sft", "--ranks", "2")
 STEPS, BATCH, SAMPLES = 5, 16, 68  # the last step has what is left of the epoch
@@ -148,7 +149,8 @@ def test_it_leaves_what_a_run_leaves(runs: Runs) -> None:
     for run in (runs.undisturbed, runs.killed):
         settings = yaml.safe_load((run / "settings.yaml").read_text())
         assert settings["run"]["steps"] == STEPS
-        assert {"trace.json", "tensorboard", "final", "checkpoints", "logs"} <= {path.name for path in run.iterdir()}
+        names = {"trace.json", "report.html", "tensorboard", "final", "checkpoints", "logs"}
+        assert names <= {path.name for path in run.iterdir()}
         assert [path.name for path in sorted((run / "exports").iterdir())] == ["step_000002", "step_000004"]
         assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step_000004", "step_000005"]
         assert json.loads((run / "final" / "config.json").read_text())["model_type"] == "deepseek_v3"
@@ -185,3 +187,26 @@ def test_gradients_above_the_limit_are_skipped_and_their_rows_named(config: Path
     assert len(set(rows)) == BATCH
     assert all(re.fullmatch(rf"{config.parent}/train.jsonl, line \d+", row) for row in rows)
     assert "step 1: update skipped, 1 in a row" in job.out
+
+
+def test_a_run_that_a_guard_or_a_signal_stops_leaves_a_report_and_a_timeline(config: Path, tmp_path: Path) -> None:
+    for name, limit, status in (("guard", "{sft/loss: {max: 0.0, steps: 2}}", 2), ("signal", "{}", 0)):
+        run = tmp_path / name
+        (tmp_path / f"job_{name}").mkdir()
+        settings = (f"run.folder={run}", f"monitor.guards={limit}", "monitor.report_every=0", "data.eval={}")
+        alone = ("layout.expert=1", "sft.epochs=40", "run.save_every=0", "run.export_every=0")
+        job = Job(tmp_path / f"job_{name}", [str(config), *settings, *alone], (sys.executable, "-m", "grpo_mp.sft"))
+        try:
+            if name == "signal":
+                metrics = run / "metrics.jsonl"
+                job.wait_until(lambda metrics=metrics: metrics.exists() and '"step": 2' in metrics.read_text())
+                job.signal(signal.SIGTERM)
+            assert job.wait() == status, job.err
+        finally:
+            job.end()
+        wait_until((run / "report.html").exists)  # it may outlive a run that was told to end
+        done = read_jsonl(run / "metrics.jsonl")[-1]["step"]
+        assert 2 <= done < 170
+        assert f"{done} of 170" in (run / "report.html").read_text()
+        trained = [event for event in json.loads((run / "trace.json").read_text()) if event["name"] == "TRAIN"]
+        assert len([event for event in trained if event["ph"] == "B"]) >= done

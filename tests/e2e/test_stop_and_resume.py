@@ -21,6 +21,10 @@ def test_the_step_in_hand_is_finished_and_saved(finished_run: FinishedRun) -> No
     assert finished_run.first.err == ""
 
 
+def test_what_is_done_has_its_report(finished_run: FinishedRun) -> None:
+    assert f"{finished_run.stopped_after} of {LAST_STEP - 1}" in finished_run.stopped_report
+
+
 def test_the_second_job_goes_on_there(finished_run: FinishedRun) -> None:
     assert finished_run.second.status == 0, finished_run.second.err
     assert "resumes after step 2" in finished_run.second.out

@@ -54,11 +54,17 @@ def test_charts_are_arranged_in_tensorboard(tmp_path: Path) -> None:
         write_scalars(loggers, 1, {"reward/mean": 0.5})
     (event,) = events(tmp_path).Tensors(metadata.CONFIG_SUMMARY_TAG)
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-    assert [category.title for category in layout.category] == list(CURVES)
-    (reward,) = (chart for chart in layout.category[0].chart if chart.title == "Reward")
-    assert [re.fullmatch(tag, "reward/mean") is not None for tag in reward.multiline.tag] == [True]
-    (terms,) = (chart for chart in layout.category[0].chart if chart.title == "Reward terms")
-    assert re.fullmatch(terms.multiline.tag[0], "reward/term/boxed")
+    assert [category.title for category in layout.category] == ["scores", *CURVES]
+    charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
+    for title, shown, other in (
+        ("Reward", ("reward/mean",), "reward/mean_of_terms"),
+        ("Reward terms", ("reward/term/boxed",), "reward/term/a/b"),
+        ("Accuracy on eval sets", ("eval/aime/accuracy", "eval/math/accuracy"), "eval/aime/accuracy_se"),
+        ("pass@k on eval sets", ("eval/aime/pass_at_1", "eval/math/pass_at_16"), "eval/pass_at_k"),
+        ("Groups by solve rate", ("rollout/solve_rate/none", "rollout/solve_rate/to_75"), "rollout/solve_rate"),
+    ):
+        assert all(any(re.fullmatch(tag, name) for tag in charts[title]) for name in shown), title
+        assert not any(re.fullmatch(tag, other) for tag in charts[title]), title
 
 
 def test_all_kinds_come_back(tmp_path: Path) -> None:

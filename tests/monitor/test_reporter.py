@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from grpo_mp.errors import UserError
 from grpo_mp.monitor.reporter import PLAN, REPORT, Reporter
 from grpo_mp.monitor.side_process import NICENESS
 
@@ -60,7 +61,8 @@ class Run:
         found = []
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # it has just ended
-                found += [child] if child.cwd() == str(self.folder) else []
+                # One that is ending has no folder any more.
+                found += [child] if child.cwd() in ("", str(self.folder)) else []
         return found
 
     def wait_for_calls(self, count: int) -> None:
@@ -98,9 +100,10 @@ def test_a_report_is_due_every_so_many_steps_and_one_is_written_at_a_time(start:
     run.reporter.end()
     run.reporter.finish()
     run.wait_for_calls(3)
-    assert [call[:2] for call in run.calls] == [["report", str(run.folder)]] * 3
-    assert [int(call[2]) for call in run.calls] == [NICENESS, NICENESS, own]  # the run waits for the last one
-    assert [call[3] for call in run.calls] == [""] * 3  # no GPU is its own
+    report = ["report", str(run.folder)]
+    assert [call[:-3] for call in run.calls] == [[*report, "--trace"], [*report, "--trace"], report]
+    assert [int(call[-3]) for call in run.calls] == [NICENESS, NICENESS, own]  # the run waits for the last one
+    assert [call[-2] for call in run.calls] == [""] * 3  # no GPU is its own
     assert not run.notes
 
 
@@ -164,3 +167,41 @@ def test_what_cannot_be_started_is_a_note(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
     run.reporter.step(1)
     assert run.notes == ["warning: report: not started: No such file or directory"]
+
+
+def test_a_run_that_ends_by_an_error_leaves_a_report_of_its_steps(start: Callable[[int | None], Run]) -> None:
+    run = start(0)
+    (run.folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UserError, match="entropy collapsed"), run.reporter:
+        raise UserError("entropy collapsed")
+    assert [call[:-3] for call in run.calls] == [["report", str(run.folder), "--trace"]]
+    assert not run.running
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_last_report_outlives_a_run_where_it_takes_long(
+    start: Callable[[int | None], Run], early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"grpo_mp.monitor.reporter.{'EARLY_LIMIT_S' if early else 'LIMIT_S'}", 0.1)
+    run = start(0)
+    run.hold()
+    run.reporter.end(early)
+    run.reporter.finish(early=early)
+    (process,) = run.running
+    assert process.rlimit(psutil.RLIMIT_CPU)[0] > 0
+    assert run.notes == [f"warning: report: still being written, see {run.folder / 'logs' / 'report.log'}"]
+    run.release()
+    run.wait_for_calls(1)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError])
+def test_nobody_waits_after_ctrl_c_or_for_a_report_of_nothing(
+    start: Callable[[int | None], Run], error: type[BaseException]
+) -> None:
+    run = start(0)
+    if error is KeyboardInterrupt:
+        (run.folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(error), run.reporter:
+        raise error("stopped")
+    assert not run.running
+    assert not run.calls

@@ -130,6 +130,13 @@ def test_what_is_known_of_tokens_stands_with_their_sample(tmp_path: Path) -> Non
     assert [row.get("token_details") for row in rows] == [None, {"pieces": ["a"]}, None]
 
 
+def test_what_is_known_of_an_evaluations_tokens_stands_with_its_set(tmp_path: Path) -> None:
+    groups = {name: [make_group(0)] for name in ("a", "b")}
+    write_eval_samples(tmp_path, 20, groups, {"b": {(0, 1): {"pieces": ["a"]}}})
+    rows = [json.loads(line) for line in (tmp_path / "samples" / "eval_000020.jsonl").read_text().splitlines()]
+    assert [row.get("token_details") for row in rows] == [None] * 4 + [{"pieces": ["a"]}, None]
+
+
 def test_spread_is_even_and_never_repeats() -> None:
     groups = [make_group(i) for i in range(7)]
     assert evenly_spaced(groups, 0) == []

@@ -17,7 +17,7 @@ from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.cli.main import main
 from grpo_mp.config.load import check_settings, dump_settings
 from grpo_mp.errors import UserError
-from grpo_mp.monitor.curves import CURVES
+from grpo_mp.monitor.curves import CURVES, SOLVE_RATES
 from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.monitor.samples import write_samples
 from grpo_mp.monitor.timeline import Timeline
@@ -25,13 +25,13 @@ from grpo_mp.report.answers import CHARACTERS, TIMES, shortened, token_classes
 from grpo_mp.report.build import build_report, main_charts
 from grpo_mp.report.charts import legend, write_charts
 from grpo_mp.report.contents import Chart, Series, Token
-from grpo_mp.report.curves import POINTS, SOLVE_RATES, downsample
+from grpo_mp.report.curves import POINTS, downsample
 from grpo_mp.report.export import check_export
 from grpo_mp.report.overview import preset_settings, settings_tables
 from grpo_mp.report.page import picture_table, render
 from grpo_mp.report.records import read_run, read_runs
 from grpo_mp.report.times import last_steps
-from grpo_mp.trainer.token_details import TokenDetails
+from grpo_mp.trainer.token_details import TOKENS, TokenDetails
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.monitor.test_samples import make_group
 
@@ -41,10 +41,16 @@ EVIL = "</pre><script>alert('$x')</script><img src=https://example.org/x>"
 CHARTED = [
     pattern.replace("*", "x") for curves in CURVES.values() for one in curves for pattern in one.patterns.values()
 ]
-DETAILS = {"pieces": ["4", " <b>"], "engine": [-0.01, -3.0], "policy": [-0.02, -1.0], "advantages": [0.5, 0.5]}
+DETAILS = {  # a token of each class by probability, mismatch and advantage
+    "pieces": ["4", " <b>", " c", " d", " e"],
+    "engine": [-0.01, -3.0, -0.5, -1.5, -6.0],
+    "policy": [-0.011, -1.0, -0.53, -1.6, -6.5],
+    "advantages": [0.5, 2.0, 0.0, -0.5, -2.0],
+}
 PLAN = {
     "cluster": "h100-80",
     "ranks": 2,
+    "nodes": 1,
     "layout": "tensor=1, expert=2",
     "step_s": 3.5,
     "phases": {"train": {"device_bytes": 5 * 2.0**30, "host_bytes": 2.0**30, "seconds": 1.25}},
@@ -67,7 +73,8 @@ def metrics(step: int) -> dict[str, float | None]:
         "time/generate_s": 600.0 if step == 502 else 3.0,
         "time/train_s": 1.0,
         "time/idle_share": 0.0,
-        "time/overhead_share": 0.0,
+        "time/overhead_share": 0.125,
+        "memory/train/host_bytes": 2.5 * 2.0**30,
         "memory/train/peak_device_bytes": 3 * 2.0**30,
     }
 
@@ -85,8 +92,22 @@ def write_lines(file: Path, lines: list[dict[str, object]]) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def make_run(folder: Path, steps: int, **settings: object) -> Path:
-    """Write a run folder of so many steps: two groups of two long samples each, and an evaluation at either end."""
+def lengthen(lines: list[dict[str, object]], text: str) -> list[dict[str, object]]:
+    """Let each question and answer begin with a text, and an answer have all tokens that a run keeps of one."""
+    if not text:
+        return lines
+    values = [round(-value / 70, 5) for value in range(TOKENS)]
+    details = {"pieces": [f"<{token:3}>" for token in range(TOKENS)]}
+    details |= dict.fromkeys(("engine", "policy", "advantages"), values)
+    long = [line | {key: f"{text}{line[key]}" for key in ("prompt", "response")} for line in lines]
+    return [line | {"token_details": details} for line in long]
+
+
+def make_run(folder: Path, steps: int, text: str = "", **settings: object) -> Path:
+    """Write a run folder of so many steps: two groups of two samples each, and an evaluation at either end.
+
+    `text` begins each question and each answer.
+    """
     for name in ("samples", "eval"):
         (folder / name).mkdir(parents=True)
     (folder / "settings.yaml").write_text(dump_settings(check_settings(MINIMAL_SETTINGS | settings, "test")))
@@ -95,12 +116,12 @@ def make_run(folder: Path, steps: int, **settings: object) -> Path:
     for step in range(1, steps + 1):
         details = {"token_details": DETAILS}
         lines = [sample(step, 0, 0), sample(step, 0, 1), sample(step, 1, 0), sample(step, 1, 1, **details)]
-        write_lines(folder / "samples" / f"step_{step:06d}.jsonl", lines)
+        write_lines(folder / "samples" / f"step_{step:06d}.jsonl", lengthen(lines, text))
     for step, value in ((0, 0.25), (steps, 0.75)):
         score = {"accuracy": value, "reward": 1.0, "length": 9.0, "accuracy_error": 0.01, "truncated_ratio": 0.0}
         score |= {"problems": 8, "samples": 2, "maj_at": {}, "pass_at": {1: {"value": value, "error": 0.01}}}
         (folder / "eval" / f"step_{step:06d}.json").write_text(json.dumps({"step": step, "sets": {"held_out": score}}))
-        write_lines(folder / "samples" / f"eval_{step:06d}.jsonl", [sample(step, 7, 0, set="held_out")])
+        write_lines(folder / "samples" / f"eval_{step:06d}.jsonl", lengthen([sample(step, 7, 0, set="held_out")], text))
     write_traces(folder)
     return folder
 
@@ -323,10 +344,14 @@ def test_every_preset_has_settings_to_compare_with(preset: str) -> None:
 def test_what_was_planned_stands_beside_what_was_measured(long_run: Path) -> None:
     report = build_report(read_runs([long_run]))
     tables = {table.title: table for section in report.sections for table in section.tables}
+    # Of 3.5 s that are planned, 1.25 s are work.
     assert tables["Beside the plan"].rows == (
-        ("train", "5.00", "3.00", "1.00", "1.25", "1"),
-        ("step", "", "", "", "3.5", "4"),
+        ("train", "1.25", "1"),
+        ("step", "3.5", "4"),
+        ("overhead", "64.3%", "12.5%"),
     )
+    assert tables["Memory beside the plan"].rows == (("train", "5.00", "3.00", "1.00", "2.50"),)
+    assert tables["Memory beside the plan"].note.endswith("largest rank; a node has 2 ranks.")
     assert tables["Runs"].rows[0][4:6] == ("2", "tensor=1, expert=2")
     assert [row[0] for row in tables["Seconds of a step on each rank"].rows] == ["0", "1"]
     (lanes,) = (one for section in report.sections for one in section.charts if hasattr(one, "bars"))
@@ -345,13 +370,16 @@ def test_warnings_come_in_order_of_weight_with_meaning_setting_and_source(tmp_pa
     page = render(report)
     for text in ("90% of the answers are cut off", "DAPO, arXiv 2503.14476", "rollout.max_response_tokens</code>"):
         assert text in page
-    assert page.count('<li class="warning run0"><details open>') == 3 < len(weights)  # curves are not far below
+    opened = re.findall(r'<li class="warning run0" data-key="[^"]+"><details open>', page)
+    assert len(opened) == 3 < len(weights)  # curves are not far below
 
 
 def test_tokens_have_classes_by_probability_mismatch_and_advantage() -> None:
     assert token_classes(Token("a", -0.01, -0.01, 2.0)) == "p4 a4 m0"
     assert token_classes(Token("a", -5.0, -2.0, -0.5)) == "p0 a1 m4"
     assert token_classes(Token("a", -1.0, None, 0.0)) == "p2 a2"
+    assert token_classes(Token("a", -1.0, None, None)) == "p2"  # of an evaluation
+    assert token_classes(Token("a", math.nan, None, math.nan)) == ""
 
 
 def test_a_run_whose_numbers_are_none_has_a_report(tmp_path: Path) -> None:

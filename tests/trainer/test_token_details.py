@@ -19,7 +19,9 @@ from grpo_mp.trainer.token_details import (
     TOKENS,
     TokenDetails,
     best_and_worst,
+    eval_records,
     gather_details,
+    longest,
     most_mismatched,
     sample_records,
 )
@@ -152,6 +154,29 @@ def test_records_are_of_the_samples_that_are_shown() -> None:
     details = {WORST: TokenDetails({0: (-1.0, -2.0, 0.5)}), (7, 7): TokenDetails({0: (-1.0, -2.0, 0.5)})}
     records = sample_records(GROUPS, details, lambda ids: f"<{ids[0]}>")
     assert {key: record["pieces"] for key, record in records.items()} == {WORST: [f"<{SAMPLES[5].tokens[0]}>"]}
+
+
+def test_of_what_is_not_trained_on_the_engine_alone_is_kept() -> None:
+    """One with tokens that it was given, which are nobody's; advantages are not known."""
+    records = sample_records(GROUPS, {}, lambda ids: f"<{ids[0]}>", {(1, 0), (7, 7)})
+    (record,) = records.values()
+    given = SAMPLES[2].generated
+    assert not all(given)
+    own = [token for token, is_own in zip(SAMPLES[2].tokens, given, strict=True) if is_own]
+    assert record["pieces"] == [f"<{token}>" for token in own]
+    assert record["engine"] == [ENGINE[token] for token in own]
+    assert (record["policy"], record["advantages"]) == (None, None)
+
+
+def test_of_an_evaluation_the_first_answer_to_each_question_is_kept() -> None:
+    records = eval_records(GROUPS, lambda ids: f"<{ids[0]}>")
+    assert list(records) == [(0, 0), (1, 0), (2, 0)]
+    assert records[2, 0]["engine"] == [ENGINE[token] for token in SAMPLES[4].tokens]
+
+
+def test_the_longest_of_the_shown_groups() -> None:
+    assert longest(INFOS, {0, 1}) == {(1, 1)}
+    assert longest(INFOS, set()) == set()
 
 
 def test_best_and_worst_of_each_shown_group() -> None:

@@ -23,7 +23,7 @@ from grpo_mp.cli.main import main
 from grpo_mp.errors import UserError
 from grpo_mp.monitor.engine_load import EngineLoad, EngineLoadFile, load_file
 from grpo_mp.monitor.rules import find_warnings
-from grpo_mp.monitor.timeline import Timeline
+from grpo_mp.monitor.timeline import Timeline, read_trace, trace_path
 from grpo_mp.watch.screen import Frame, name_ranges, sparkline
 from grpo_mp.watch.server import LivePage, serving
 from grpo_mp.watch.state import MetricFile, RankPhase, RunReader, RunState, current_phase
@@ -157,6 +157,42 @@ def test_open_spans_are_told_from_the_end_of_a_trace() -> None:
     assert current_phase(5, []) == RankPhase(5, "", 0.0)
 
 
+def test_what_ranks_and_engines_do_is_followed_by_what_is_appended(run: Path) -> None:
+    """Whatever part of the trace has been written, it is as of the whole; what was read is not read again."""
+    timeline, reader = Timeline(run, 0), RunReader(run)
+    file = trace_path(run, 0)
+
+    def in_phase() -> RankPhase:
+        (phase,) = reader.read().ranks
+        assert phase == current_phase(0, read_trace(file))
+        return phase
+
+    for name in ("GENERATE", "SCORE"):
+        with timeline.span(name):
+            assert in_phase().name == name
+        assert in_phase().name == ""
+    with timeline.span("TRAIN"):
+        assert in_phase().name == "TRAIN"
+        spoil(file)
+        with timeline.span("WAIT"):
+            assert [phase.name for phase in reader.read().ranks] == ["TRAIN > WAIT"]
+    resumed = Timeline(run, 0)
+    with resumed.span("SYNC"):
+        assert in_phase().name == "SYNC"
+    loads = load_file(run, 2)
+    assert [load.running for load in reader.read().engines[2]] == [7] * 4
+    spoil(loads)
+    EngineLoadFile(loads).append(EngineLoad(time.time(), "works", 9))
+    assert [load.running for load in reader.read().engines[2]] == [7, 7, 7, 7, 9]
+
+
+def spoil(file: Path) -> None:
+    """Overwrite with blanks what a file holds in lines that have their ends: they were read."""
+    lines = file.read_bytes().rpartition(b"\n")[0]
+    with file.open("r+b") as stream:
+        stream.write(b" " * len(lines))
+
+
 def test_sparklines() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 8, 8, None, None], 3) == "▁█ "
@@ -245,6 +281,7 @@ def test_the_page_is_for_who_has_the_key(run: Path, monkeypatch: pytest.MonkeyPa
         reply = httpx.get(url, trust_env=False)
         assert (reply.status_code, reply.text) == (200, "<p>page 1 of run</p>")
         assert reply.headers["Referrer-Policy"] == "no-referrer"
+        assert httpx.get(url, headers={"If-None-Match": reply.headers["ETag"]}, trust_env=False).status_code == 304
         time.sleep(0.2)
         assert made == 1
         with (run / "metrics.jsonl").open("a") as lines:
@@ -252,7 +289,11 @@ def test_the_page_is_for_who_has_the_key(run: Path, monkeypatch: pytest.MonkeyPa
         deadline = time.monotonic() + LIMIT_S
         while "page 2" not in httpx.get(url, trust_env=False).text:
             assert time.monotonic() < deadline
-        assert made == 2
+        time.sleep(0.2)
+        with (run / "metrics.jsonl").open("a") as lines:
+            lines.write("\n")
+        time.sleep(0.2)
+        assert made == 2  # nobody asks any more
 
     serve(run, make, ask)
 
@@ -277,7 +318,7 @@ def test_a_page_that_cannot_be_made_anew_says_so(run: Path, monkeypatch: pytest.
         return "<body>the page</body>"
 
     def ask(url: str, live: LivePage) -> None:
-        alert = '<p role="alert">This is not of the newest step: line 7 is &lt;damaged&gt;</p>'
+        alert = '<p id="live-problem" role="alert">This is not of the newest step: line 7 is &lt;damaged&gt;</p>'
         problems.append("line 7 is <damaged>")
         with (run / "metrics.jsonl").open("a") as lines:
             lines.write("\n")
