@@ -78,7 +78,7 @@ def assemble_step_batch(
         for data in range(parallel.dp_size)
     }
     samples = redistribute(groups, keys_by_rank, parallel.cpu_group, parallel.replica, parallel.replica_source)
-    index_of = {info.key: i for i, info in enumerate(sequences)}
+    place, index_of = (parallel.coords.data, parallel.coords.context), {info.key: i for i, info in enumerate(sequences)}
     local_samples = {index_of[key]: sample for key, sample in samples.items()}
     updates = []
     for update in plan:
@@ -93,8 +93,7 @@ def assemble_step_batch(
             advantages,
             _by_sequence(weights, tokens),
             settings.layout,
-            parallel.coords.data,
-            parallel.coords.context,
+            *place,
             settings.model.trains_mtp,
         )
         updates.append(tuple(replace(batch, entropy_weight=1.0 / max(1, loss_tokens)) for batch in batches))
