@@ -43,9 +43,11 @@ class VerifiersRollout:
     async def score_group(self, states: Sequence[Any]) -> list[tuple[float, Mapping[str, float]]]:
         """Return what the rubric says of a group's rollouts, whose states its functions see together."""
         rubric = self._environment.rubric
-        await rubric.score_group(list(states))
-        for state in states:
-            await rubric.cleanup(state)
+        try:
+            await rubric.score_group(list(states))
+        finally:
+            for state in states:
+                await rubric.cleanup(state)
         return [(state["reward"], state["metrics"]) for state in states]
 
     async def _play(self, task: Task, session: Session) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+COMPARED_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -27,22 +28,31 @@ class AppendedLines:
     def __init__(self, file: Path, tail_bytes: int | None = None) -> None:
         """Take a file, which need not be there; `tail_bytes`: of what is there at first only the end is read."""
         self._file, self._tail_bytes = file, tail_bytes
-        self._offset, self._inode = 0, 0
+        self._offset, self._inode, self._before = 0, 0, b""
 
     def read(self) -> Appended:
-        """Return what is new. A file that was replaced, as by a run that resumes, or cut is read from its start."""
+        """Return what is new. A file that was replaced, as by a run that resumes, or cut is read from its start.
+
+        A new file may have the number of the old one: it is another where the bytes before those that are new are. One
+        that cannot be read for now has nothing new.
+        """
         try:
             with self._file.open("rb") as stream:
                 inode, size, anew = (stat := os.fstat(stream.fileno())).st_ino, stat.st_size, False
-                if inode != self._inode or size < self._offset:
-                    self._inode, self._offset, anew = inode, self._first(size), True
+                stream.seek(max(0, self._offset - len(self._before)))
+                known = inode == self._inode and size >= self._offset and stream.read(len(self._before)) == self._before
+                if not known:
+                    self._inode, self._offset, self._before, anew = inode, self._first(size), b"", True
                 stream.seek(self._offset)
                 content = stream.read()
         except FileNotFoundError:
-            self._inode, self._offset = 0, 0
+            self._inode, self._offset, self._before = 0, 0, b""
             return Appended(anew=True)
+        except OSError:
+            return Appended()
         complete, newline, rest = content.rpartition(b"\n")
         self._offset += len(complete) + len(newline)
+        self._before = (self._before + complete + newline)[-COMPARED_BYTES:]
         lines = tuple(complete.split(b"\n")) if newline else ()
         if anew and self._offset > len(complete) + len(newline):
             lines = lines[1:]  # it is not whole

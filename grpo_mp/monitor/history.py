@@ -114,7 +114,8 @@ class History:
         return self._before[key]
 
     def _look_back(self, length: int, within: int, whole_run: bool) -> Past:
-        blocks = [block for block in (self._start, *self.blocks) if block is not None] if whole_run else []
+        kept_blocks = (self._start, *self.blocks, *self._medians)  # the last ones are still to become a block
+        blocks = [block for block in kept_blocks if block is not None] if whole_run else []
         blocks = [block for block in blocks if block.count <= self._count - length]
         kept = list(self._finite)[-length - within :]
         steps, values = [block.step for block in blocks], [block.value for block in blocks]

@@ -19,7 +19,7 @@ class Reporter:
 
     def __init__(self, run_folder: Path, every: int | None, note: Callable[[str], None]) -> None:
         """Take the run's folder, and what shows a failure."""
-        self._folder, self._every, self._note = run_folder, every, note
+        self._folder, self._every, self._note, self._ended = run_folder, every, note, False
         logs = run_folder / "logs"
         self._plan, self._report = (SideProcess(name, logs / f"{name}.log") for name in ("plan", "report"))
 
@@ -31,7 +31,8 @@ class Reporter:
     ) -> None:
         """Write what an error would leave unwritten; who has pressed Ctrl-C waits for nothing."""
         if isinstance(error, Exception) and self._has_steps():
-            self.end(early=True)
+            if not self._ended:
+                self.end(early=True)
             self.finish(early=True)
 
     def begin(self, plan_arguments: Sequence[str]) -> None:
@@ -47,6 +48,7 @@ class Reporter:
 
     def end(self, early: bool = False) -> None:
         """Begin the report of all steps that are done; the timeline's last spans are still to come, unless `early`."""
+        self._ended = True
         if self._every is not None:
             before = self._report.finish(0.0 if early else LIMIT_S)
             self._show(None if early else before)  # the one that begins now says more

@@ -54,7 +54,10 @@
     if (shown.textContent !== text) shown.textContent = text;
   };
 
+  let looks = false;
   const look = async () => {
+    if (looks) return;  // a page of megabytes may take longer than this waits
+    looks = true;
     try {
       const reply = await fetch(location.href, { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
       if (reply.status === 304) return;
@@ -70,6 +73,8 @@
     } catch (error) {
       tag = "";  // the next answer is a whole page, without this text
       alert("The server does not answer: this page is of the last step that it sent.");
+    } finally {
+      looks = false;
     }
   };
 

@@ -151,12 +151,29 @@ class EpisodeRunner:
             async with self.client.limits.limit(config.group_timeout_s):
                 await _until(waits[1], running, take)
                 if len(samples) == count:
-                    samples |= await _score_together(parts.function, samples)
+                    samples = await self._scored(parts.function, samples, waits[1])
         finally:
             for other in (*running, *waits):
                 other.cancel()
         await asyncio.gather(*records)
         return tuple(sample for _, sample in sorted(samples.items()))
+
+    @staticmethod
+    async def _scored(
+        function: RolloutFunction, samples: Mapping[int, Sample], paused: asyncio.Task[Any]
+    ) -> dict[int, Sample]:
+        """Return the samples with what is rewarded together; after a pause amid it, all but one: it is drawn again."""
+        together = [index for index, sample in samples.items() if sample.environment is not None]
+        if not (isinstance(function, ScoresGroups) and together):
+            return dict(samples)
+        scoring = asyncio.create_task(_score_together(function, samples))
+        try:
+            await asyncio.wait([scoring, paused], return_when=asyncio.FIRST_COMPLETED)
+            if scoring.done():
+                return {**samples, **scoring.result()}
+        finally:
+            scoring.cancel()
+        return {index: sample for index, sample in samples.items() if index != together[0]}
 
     async def _run(
         self,
@@ -250,10 +267,10 @@ async def _until(
         await asyncio.wait({*left, pause}, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _score_together(function: RolloutFunction, samples: Mapping[int, Sample]) -> dict[int, Sample]:
-    """Return those samples of a whole group, by index, that its rollout function rewards together, if it does."""
+async def _score_together(function: ScoresGroups, samples: Mapping[int, Sample]) -> dict[int, Sample]:
+    """Return those samples of a whole group, by index, that its rollout function rewards together."""
     ended = [one for one in samples.values() if one.environment is not None and one.state in ("completed", "truncated")]
-    if not isinstance(function, ScoresGroups) or not ended:
+    if not ended:
         return {}
     try:
         returned = await without_exit(function.score_group([one.environment for one in ended]))
@@ -306,7 +323,7 @@ def _tokens_of(
 
     What was given after the last one is left out: nothing is trained on it.
     """
-    numbers = [number for number, segment in enumerate(segments) if segment.generated]
+    numbers = [number for number, segment in enumerate(segments) if segment.generated and segment.tokens]
     first, last = (numbers[0], numbers[-1] + 1) if numbers else (len(segments), 0)
     prompt = tuple(token for segment in segments[:first] for token in segment.tokens)
     response = segments[first:last] or (Segment((end_token,), generated=False),)

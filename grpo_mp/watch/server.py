@@ -14,7 +14,7 @@ import xxhash
 from aiohttp import web
 
 from grpo_mp.checkpoint.run_state import METRICS
-from grpo_mp.errors import UserError
+from grpo_mp.errors import UserError, one_line
 
 LOOPBACK = "127.0.0.1"
 LOOK_EVERY_S = 2.0  # at the metrics
@@ -56,6 +56,8 @@ class LivePage:
             self.page, self.problem = await asyncio.to_thread(self.make, self.folder), ""
         except UserError as error:  # there is no step yet, or a line is being written
             self.problem = str(error)
+        except (OSError, LookupError, TypeError, ValueError) as error:  # the run's files are not this version's
+            self.problem = f"the page cannot be made: {type(error).__name__}: {one_line(error)}"
         self._made_of = state
 
     def _metrics(self) -> tuple[int, int] | None:

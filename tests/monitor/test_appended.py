@@ -21,10 +21,10 @@ def test_lines_come_once_and_what_is_unfinished_comes_again(tmp_path: Path) -> N
     file = tmp_path / "lines"
     lines = AppendedLines(file)
     assert lines.read() == Appended(anew=True)  # it may come
-    file.write_bytes(b"one\ntwo\nthr")
-    assert lines.read() == Appended((b"one", b"two"), b"thr", anew=True)
+    file.write_bytes(b"one\n" + b"two" * 30 + b"\nthr")
+    assert lines.read() == Appended((b"one", b"two" * 30), b"thr", anew=True)
     assert lines.read() == Appended((), b"thr")
-    overwrite(file, b"XXX\nXXX\n")
+    overwrite(file, b"XXX\nXXX")
     append(file, b"ee\n\nfour\n")
     assert lines.read() == Appended((b"three", b"", b"four"), b"")
     assert lines.read() == Appended()
@@ -40,8 +40,15 @@ def test_another_file_of_the_name_is_read_from_its_start(tmp_path: Path) -> None
     assert lines.read() == Appended((b"ONE", b"TWO", b"THREE"), b"", anew=True)
     file.write_bytes(b"cut\n")
     assert lines.read() == Appended((b"cut",), b"", anew=True)
+    file.write_bytes(b"CUT\nmore\n")  # with the number of the one before
+    assert lines.read() == Appended((b"CUT", b"more"), b"", anew=True)
     file.unlink()
     assert lines.read() == Appended(anew=True)
+
+
+def test_a_file_that_cannot_be_read_for_now_has_nothing_new(tmp_path: Path) -> None:
+    (tmp_path / "lines").mkdir()
+    assert AppendedLines(tmp_path / "lines").read() == Appended()
 
 
 def test_of_a_long_file_only_the_end_is_read_at_first(tmp_path: Path) -> None:

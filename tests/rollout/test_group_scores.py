@@ -33,6 +33,8 @@ class Ranked:
     async def score_group(self, kept: Sequence[Any]) -> list[tuple[float, dict[str, float]]]:
         if self.breaks == "raises":
             raise RuntimeError("broken rubric")
+        if self.breaks == "waits":
+            await asyncio.sleep(3600)
         scores = sorted(one["score"] for one in kept)
         places = [(float(scores.index(one["score"])), {"of": float(len(kept))}) for one in kept]
         return places[1:] if self.breaks == "short" else places
@@ -60,3 +62,18 @@ def test_a_group_that_cannot_be_rewarded_fails(breaks: str, sentence: str) -> No
     samples, _ = roll_out(2, breaks=breaks)
     assert [sample.state for sample in samples] == ["error", "error"]
     assert all(f"rewarding the group together raised {sentence}" in sample.error for sample in samples)
+
+
+def test_a_pause_amid_the_reward_leaves_a_group_that_goes_on() -> None:
+    async def pause_amid() -> tuple[Sample, ...]:
+        runner = make_runner(
+            TextClient(tokenizer(), ["7<|im_end|>"]), f"{HERE}:Ranked", function_args={"breaks": "waits"}
+        )
+        group = asyncio.create_task(runner.run_group(make_prompt(runner), 7, 2, 1, SamplingParams(2000), None))
+        _, running = await asyncio.wait([group], timeout=0.5)
+        assert running
+        runner.pause.set()
+        return await group
+
+    (sample,) = asyncio.run(pause_amid())
+    assert (sample.state, sample.episode_reward) == ("completed", None)

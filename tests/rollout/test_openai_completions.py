@@ -99,6 +99,16 @@ async def by_ids(task: Task, base_url: str, api_key: str) -> list[float]:
     return [0.25, 0.75]
 
 
+async def ids_then_text(task: Task, base_url: str, api_key: str) -> float:
+    """Begins with ids, and goes on with the text of the same conversation."""
+    async with connect(base_url, api_key) as client:
+        prompt = "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
+        first = await client.completions.create(model="m", prompt=list(encode(prompt)))
+        prompt += f"{first.choices[0].text}{END}\n<|im_start|>user\nSure?{END}\n<|im_start|>assistant\n"
+        await client.completions.create(model="m", prompt=prompt)
+    return 1.0
+
+
 async def by_stops(task: Task, base_url: str, api_key: str) -> float:
     """A ReAct agent: writes the text that stopped an answer, and what it found."""
     async with connect(base_url, api_key) as client:
@@ -226,3 +236,10 @@ def test_what_no_turn_can_follow_is_refused(fields: dict[str, Any], sentence: st
 def test_what_is_ignored_is_told() -> None:
     read = read_completion({"prompt": [[1, 2]], "echo": True, "logprobs": 5}, POLICY, ignores_sampling=True)
     assert (read.prompt, read.logprobs, read.ignored) == ((1, 2), True, ("echo",))
+
+
+def test_a_text_goes_on_from_ids_that_it_encodes_to() -> None:
+    """Else the first turn would be in two sequences, and be learned twice."""
+    sample = play(TextClient(WORDS, [f"Seven.{END}", f"Sure.{END}"]), "ids_then_text")
+    assert (sample.metrics, sample.earlier) == ({"turns": 2, "forks": 0}, ())
+    assert [own for own, _ in runs(sample)] == [True, False, True]
