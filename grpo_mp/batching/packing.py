@@ -54,6 +54,8 @@ def pack(
             index = plan.samples[sequence.number]
             shared = batch.tokens[sequence.prompt.start :][: sequence.prompt.count]
             response = _write_sample(batch, sequence, samples[index], shared)
+            following = samples[index].prompt_tokens[1 : sequence.prompt.count + 1]
+            batch.targets[sequence.prompt.start :][: len(following)] = torch.tensor(following, dtype=torch.int64)
             batch.advantages[response] = advantages[index]
             batch.advantages[response] *= batch.mask[response]
             batch.loss_weights[response][batch.mask[response].bool()] = loss_weights[index]

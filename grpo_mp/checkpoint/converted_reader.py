@@ -50,7 +50,9 @@ class ConvertedReader:
         return self._dtypes[self._params[name].name] if name in self._params else self._non_policy[name].dtype(name)
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
-        """Return the full tensor, or [start, stop) along `axis`."""
+        """Return the full tensor, or [start, stop) along `axis`; what is no part of the policy comes dequantized."""
+        if name not in self._params:
+            return self._non_policy[name].read(name, axis, start, stop)
         tensor = self.read_stored(name)
         return tensor if axis is None else tensor.narrow(axis, start, stop - start)
 

@@ -104,6 +104,8 @@ class HfConfig:
         layers = self.int("num_hidden_layers")
         if not self.trains_mtp:
             return layers
+        if self.tied:
+            raise self.error("tie_word_embeddings=true: set model.mtp_loss_scaling_factor to 0")
         if (count := int(self.get("num_nextn_predict_layers") or 0)) != 1:
             raise self.error(
                 f"num_nextn_predict_layers={count}, and model.mtp_loss_scaling_factor trains one "

@@ -140,8 +140,13 @@ def _with_layout(job: PlannedJob, layout: LayoutConfig) -> PlannedJob:
     megatron = {name: value for name, value in job.settings.training.megatron_args.items() if name not in placement}
     if layout.pipeline > 1:
         table = parameter_table(job.hf, layout.tensor, layout.expert, layout.expert_tensor)
-        sizes = [table.layers[layer].total for layer in sorted(table.layers)]
-        counts = balance_layers(sizes, layout.pipeline, table.embedding.total, table.output.total)
+        *sizes, ahead = [table.layers[layer].total for layer in sorted(table.layers)]
+        output = table.output.total
+        if job.hf.trains_mtp:  # on the last stage, with its copy of the embedding
+            output += ahead + table.copied_embedding.total
+        else:
+            sizes.append(ahead)
+        counts = balance_layers(sizes, layout.pipeline, table.embedding.total, output)
         megatron[PIPELINE_LAYOUT] = format_pipeline_layout(counts)
     training = job.settings.training.model_copy(update={"megatron_args": megatron})
     return _with_settings(job, job.settings.model_copy(update={"layout": layout, "training": training}))

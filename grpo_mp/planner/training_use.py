@@ -126,6 +126,7 @@ def _traffic_use(job: PlannedJob, traffic: LayerTraffic) -> ResourceUse:
 def _bubble(job: PlannedJob) -> float:
     """Return the seconds a pipeline waits for each second of work: it fills and drains once in every update."""
     layout = job.settings.layout
-    imbalance = max(len(layers) for layers in job.stage_layers) * layout.pipeline / job.model.num_layers
+    layers = [len(of_stage) for of_stage in job.stage_layers]
+    imbalance = max(layers) * layout.pipeline / sum(layers)
     fill = (layout.pipeline - 1) / (layout.virtual_pipeline or 1) / job.packing.microbatches
     return (1 + fill) * imbalance - 1

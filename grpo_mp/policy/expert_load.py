@@ -12,11 +12,14 @@ class ExpertLoad:
     """Counts on the device in every training forward of this rank, padding included."""
 
     def __init__(self, models: Iterable[nn.Module], layers: int, experts: int) -> None:
-        """Observe the routers of this rank's model chunks. `layers`, `experts`: of the full model; 0 experts: dense."""
+        """Observe the routers of this rank's model chunks. `layers`, `experts`: of the full model; 0 experts: dense.
+
+        A router after the last layer, of a multi-token-prediction layer, is not observed.
+        """
         self._layers, self._experts = layers, experts
         self._counts: dict[int, Tensor] = {}  # by layer, from 1
         for module in (module for model in models for module in model.modules()):
-            if isinstance(module, TopKRouter):
+            if isinstance(module, TopKRouter) and (module.layer_number or 0) <= layers:
                 module.register_forward_hook(self._count)
 
     def take(self, group: dist.ProcessGroup) -> Tensor | None:

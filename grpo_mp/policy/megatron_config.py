@@ -83,9 +83,12 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
     if hf.trains_mtp:
         values |= _multi_token_prediction(hf, values)
     try:
-        return config_class(**values)
+        config = config_class(**values)
     except (ValueError, AssertionError, TypeError) as error:
         raise UserError(f"Megatron refuses this model, layout and training.megatron_args: {error}") from error
+    if hf.trains_mtp:
+        _check_last_stage(config)
+    return config
 
 
 def _multi_token_prediction(hf: HfConfig, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,6 +100,17 @@ def _multi_token_prediction(hf: HfConfig, values: Mapping[str, Any]) -> dict[str
     if isinstance(stages, list) and not any("mtp" in chunk for chunk in stages):
         return fields | {PIPELINE_LAYOUT: [*stages[:-1], [*stages[-1][:-1], "mtp", *stages[-1][-1:]]]}
     return fields
+
+
+def _check_last_stage(config: TransformerConfig) -> None:
+    """Raise UserError where a multi-token-prediction layer is not behind a decoder layer of the last stage's."""
+    stages = config.pipeline_model_parallel_layout
+    kinds = {kind.name for kind in stages.layout[-1][-1]} if stages else {"decoder", "mtp"}
+    if config.num_layers_in_last_pipeline_stage == 0 or not {"decoder", "mtp"} <= kinds:
+        raise UserError(
+            "training.megatron_args places the multi-token-prediction layer apart from the last decoder layers: give "
+            "the last stage both, as in Et*3|t*3mL, or set model.mtp_loss_scaling_factor=0"
+        )
 
 
 def ddp_config(megatron_args: Mapping[str, Any]) -> DistributedDataParallelConfig:

@@ -52,13 +52,13 @@ class PolicyModel(GPTModel):
         output = self._token_logprobs(hidden_states, weight, labels[0])
         if not self.mtp_process or len(labels) == 1 or not torch.is_grad_enabled():
             return output
-        predicted = self.mtp(
+        (layer,) = self.mtp.layers
+        ahead, _, _ = layer(
             input_ids=labels[:1],
             hidden_states=hidden_states.detach(),
             embedding=partial(embed_detached, self.embedding, self.pre_process),
             **{name: inputs[name] for name in MTP_INPUTS},
         )
-        ahead = predicted.tensor_split(2)[1]  # behind what was put in
         return torch.cat([output, self._token_logprobs(ahead, weight.detach(), labels[1])[:1]])
 
     def _gathered(self, hidden: Tensor) -> Tensor:

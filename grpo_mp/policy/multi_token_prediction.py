@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -36,6 +37,21 @@ class NextTokenLayer(MultiTokenPredictionLayer):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         embedded = embedding(input_ids=input_ids, position_ids=position_ids)
         return input_ids, position_ids, embedded, hidden_states
+
+    def _checkpointed_forward(
+        self, forward_func: Callable[..., Tensor], hidden_states: Tensor, decoder_input: Tensor, **others: Any
+    ) -> Tensor:
+        """Recompute the layer in its backward pass. Megatron's own would save what is no tensor.
+
+        An input must ask for a gradient: without one no weight would get any, and those here are detached.
+        """
+
+        def run(hidden: Tensor, embedded: Tensor) -> Tensor:
+            return forward_func(hidden_states=hidden, decoder_input=embedded, **others)
+
+        asking = hidden_states.detach().requires_grad_()
+        distribute = self.config.distribute_saved_activations
+        return tensor_parallel.checkpoint(run, distribute, asking, decoder_input)
 
 
 class _ZeroGradient(torch.autograd.Function):
@@ -79,14 +95,14 @@ class MtpLoss:
         Drafts sampled from q are accepted by p with the probability sum min(p, q) (Leviathan et al., arXiv 2211.17192,
         Theorem 3.5), the mean of min(1, q / p) over tokens sampled from p.
         """
-        rollout = batch.mtp_rollout_logprobs
         assert batch.mtp_weights is not None
-        assert rollout is not None
+        assert batch.mtp_rollout_logprobs is not None
         weights = batch.mtp_weights.to(logprobs.device)
         learned = weights > 0  # what is not may be infinite
         values = logprobs.double().where(learned, 0.0)
         with torch.no_grad():
-            ratio = (values - rollout.to(values.device).double().where(learned, 0.0)).clamp(max=0.0).exp()
+            rollout = batch.mtp_rollout_logprobs.to(values.device).double()
+            ratio = (values - rollout.where(learned & rollout.isfinite(), 0.0)).clamp(max=0.0).exp()
             sums = torch.stack([-values.sum(), ratio.where(learned, 0.0).sum(), learned.sum().double()])
             self.sums = self.sums.to(sums.device) + sums
         return -self.scaling_factor * (values * weights).sum()

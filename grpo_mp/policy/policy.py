@@ -19,7 +19,7 @@ from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.distributed.shards import tensor_part, tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.multi_token_prediction import is_of_mtp
+from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, is_of_mtp
 from grpo_mp.policy.expert_load import ExpertLoad
 from grpo_mp.policy.forward import LossFunction, forward_backward, forward_only
 from grpo_mp.policy.megatron_config import check_overrides, transformer_config
@@ -77,7 +77,7 @@ class Policy:
             settings.optimizer, dtype, megatron_args, settings.total_updates, self.chunks
         )
         self._skip_grad_norm = settings.optimizer.skip_grad_norm or math.inf
-        self.expert_load = ExpertLoad(models, self.hf.policy_layers, self.config.num_moe_experts or 0)
+        self.expert_load = ExpertLoad(models, self.config.num_layers, self.config.num_moe_experts or 0)
         self.mtp_loss = MtpLoss(settings.model.mtp_loss_scaling_factor) if settings.model.trains_mtp else None
         self.replay: RoutingReplay | None = None
         if settings.training.router_replay != "none":
@@ -175,6 +175,11 @@ def check_policy(
     check_layout(layout, model_shape(hf), world_size, sets_pipeline_layout(training.megatron_args))
     check_overrides(training.megatron_args)
     config = transformer_config(layout, training, model.dtype, hf)
+    if hf.trains_mtp and COPIED_EMBEDDING not in family_of(hf).params(hf):
+        raise hf.error(
+            f"the family of {hf.model_type!r} does not map a multi-token-prediction layer: set "
+            "model.mtp_loss_scaling_factor to 0"
+        )
     if training.router_replay != "none":
         check_router_replay(config)
     with open_weights(model.path, family=model.family) as reader:

@@ -52,7 +52,8 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         hidden, weight, targets, norm, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        learns = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         for chunk in _chunks(len(targets), ctx.chunk_tokens):
             logits = _logits(hidden[chunk], weight, ctx.shard, ctx.temperature)
             grad_logits = _backward_chunk(
@@ -60,8 +61,9 @@ class _TokenLogprobs(torch.autograd.Function):
             )
             grad_logits = grad_logits.div_(ctx.temperature).to(weight.dtype)
             grad_hidden[chunk] = grad_logits @ weight
-            grad_weight += grad_logits.t() @ hidden[chunk]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+            if learns:
+                grad_weight += grad_logits.t() @ hidden[chunk]
+        return grad_hidden, grad_weight.to(weight.dtype) if learns else None, None, None, None, None
 
 
 def _chunks(total: int, size: int) -> Iterator[slice]:

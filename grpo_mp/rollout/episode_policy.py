@@ -272,8 +272,8 @@ class EpisodePolicy:
             return before, replace(before.followed_by(given, before.messages), text=text)
         is_begun = bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token))
         tokens = tuple(tokenizer(text, add_special_tokens=not is_begun)["input_ids"])
-        before, given = self._after_tokens(tokens)
-        return before, replace(given, text=text)
+        begun, sequence = self._after_tokens(tokens)
+        return begun, replace(sequence, text=text)
 
     def _bound(self, given: TokenSequence, max_tokens: int | None) -> int:
         """Return how many tokens the next turn may have. Raises EpisodeLimitError where no turn or no token is left."""

@@ -12,7 +12,12 @@ from grpo_mp.episodes.supervised import ChatEncoder
 from grpo_mp.examples.tiny_models import make_tokenizer
 from tests.bad_input.doors import NO_TEXT, NOT_FILES, Content, answers, as_nobody, noise, put, refused, tree
 
-TOKENIZER = make_tokenizer(["How", "many", "apples"])
+CHAT_TEMPLATE = (  # which writes calls of tools
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+TOKENIZER = make_tokenizer(["How", "many", "apples"], CHAT_TEMPLATE, roles=("<|tool|>",))
 ASK, ANSWER = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "3"}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -45,14 +50,14 @@ FILES: dict[str, Content] = {
     "tools that are no JSON": row(messages=[ASK, ANSWER], tools="{"),
     "tools that are a section": row(messages=[ASK, ANSWER], tools={"name": "add"}),
     "half a character in a call": row(messages=[ASK, {**CALL, "content": "x\ud800"}]),
-    "only chats that are too long": row(prompt="x" * 100, completion="3"),
+    "only chats that are too long": row(prompt="x" * 200, completion="3"),
     "a bad row at the end": GOOD * 300 + row(messages=[ASK]),
 }
 
 
 def load(file: Path) -> ChatSet:
     encoder = ChatEncoder(TOKENIZER, "assistant", frozenset([TOKENIZER.eos_token_id]))
-    return load_train_chats(ChatDataConfig(train=str(file)), SftConfig(batch_size=1, max_tokens=90), encoder)
+    return load_train_chats(ChatDataConfig(train=str(file)), SftConfig(batch_size=1, max_tokens=190), encoder)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -78,6 +78,9 @@ def test_every_sample_is_packed_once_after_its_prompt(
             if sample_slot < 0:
                 continue
             sample = samples[batch.sample_ids[sample_slot]]
+            prompt = batch.prompt_rows[number]  # a layer that predicts ahead is given the next tokens of its rows
+            following = batch.targets[prompt.start : prompt.start + prompt.count]
+            assert following.tolist() == list(sample.prompt_tokens[1 : prompt.count + 1])
             full_tokens = [*sample.prompt_tokens, *sample.tokens]
             prompt = batch.prompt_rows[number].count
             assert attended_tokens(batch, number)[: len(full_tokens)] == full_tokens

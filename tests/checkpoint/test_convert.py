@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_mp.checkpoint.convert import to_hf, to_megatron
-from grpo_mp.checkpoint.converted_reader import open_weights
+from grpo_mp.checkpoint.converted_reader import ConvertedReader, open_weights
 from grpo_mp.checkpoint.describe import compare_weights, describe_hf
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
 from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
@@ -265,3 +265,12 @@ def test_wrong_checkpoints_are_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UserError, match=r"distcp is missing or cut short: copy it again"):
         to_hf(megatron, tmp_path / "back", None, False, no_progress)
+
+
+def test_what_is_no_part_of_the_policy_is_read_dequantized_and_in_slices(tmp_path: Path) -> None:
+    """As a run reads the layer of multi-token prediction that it trains, of a release in FP8."""
+    model, name = make_fp8_model(tmp_path / "model"), "model.layers.3.eh_proj.weight"
+    to_megatron(model, tmp_path / "megatron", no_progress, PART_BYTES)
+    with HfReader(model) as source, ConvertedReader(tmp_path / "megatron") as converted:
+        assert torch.equal(converted.read(name), source.read(name))
+        assert torch.equal(converted.read(name, 0, 65, 130), source.read(name)[65:])

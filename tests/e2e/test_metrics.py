@@ -23,6 +23,9 @@ OF_OTHER_RUNS = {
     "rollout/episode/{name}",
     "rollout/given_tokens/mean",
     "rollout/acceptance_length",
+    # Of a multi-token-prediction layer, see tests/e2e/test_mtp.py.
+    "train/mtp_loss",
+    "train/mtp_acceptance",
     # Of a teacher, see tests/trainer/test_distillation.py.
     "distill/reverse_kl/mean",
     "distill/reverse_kl/max",

@@ -28,11 +28,13 @@ EOT = ["Seven.<|eot_id|>", "Eight, and that is all.<|eot_id|>"]
 LEARNED = {
     "qwen2_5": CHATML,
     "qwen3_instruct_2507": CHATML,
+    "deepseek_r1": [f"Seven.{DEEPSEEK}", f"Eight, and that is all.{DEEPSEEK}"],
     "deepseek_r1_0528": [f"Seven.{DEEPSEEK}", f"Eight, and that is all.{DEEPSEEK}"],
     "deepseek_v2": [f" Seven.{DEEPSEEK}", f" Eight, and that is all.{DEEPSEEK}"],
     "glm4moe": ["\n<think></think>\nSeven.<|user|>", "\n<think></think>\nEight, and that is all.<|user|>"],
     "llama3": EOT,
     "llama3_1": EOT,
+    "llama3_2": EOT,
     "kimi_k2": ["Seven.<|im_end|>", "Eight, and that is all.<|im_end|>"],
     "mixtral": [" Seven.</s>", " Eight, and that is all.</s>"],
 }

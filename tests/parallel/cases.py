@@ -175,11 +175,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 VARIED = {
     "deepseek_v3": ("one", "tp2_ep2", "pp2_vpp2", "cp2", "cp2_ep2"),
     "qwen3_moe": ("one", "ep2", "pp2", "tp2_ep2_pp2"),
+    "deepseek_v3_mtp": ("one", "pp2_vpp2"),
 }
 UNSHARDED = ("deepseek_v3-tp2_ep2", "qwen3_moe-tp2", "qwen3_moe-tp2_ep2_pp2", "tied-pp2")
 
 
-OVERLAPPED = ("qwen3_moe-dp2", "qwen3_moe-ep2", "qwen3_moe-pp2_vpp2", "deepseek_v3-cp2_ep2")
+OVERLAPPED = ("qwen3_moe-dp2", "qwen3_moe-ep2", "qwen3_moe-pp2_vpp2", "deepseek_v3-cp2_ep2", "deepseek_v3_mtp-pp2_vpp2")
 
 
 def _every_layout() -> list[Case]:
@@ -225,6 +226,8 @@ SHARING = {  # models of every kind of rotary embedding, latent or not
     "moonlight": ("one",),
     "glm4_moe": ("one",),
     "llama": ("one",),
+    "deepseek_v3_mtp": ("one", "tp2_ep2_pp2"),
+    "glm4_moe_mtp": ("one",),
 }
 
 

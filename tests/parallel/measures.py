@@ -38,7 +38,7 @@ from grpo_mp.policy.policy import Policy, UpdateReport
 from grpo_mp.policy.shared_prompt_attention import packed_sequences
 from grpo_mp.rollout.packed_tensors import packed_bytes
 from grpo_mp.trainer.logprobs import compute_logprobs
-from grpo_mp.trainer.metrics import reduce_report
+from grpo_mp.trainer.metrics import mtp_metrics, reduce_report
 from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.trainer.sft_step import pack_samples, reduce_sums
@@ -255,7 +255,8 @@ def gradient(bench: Bench) -> Result:
         "shards": _gradients(policy),
         "held": _held(policy),
         "loss": sum(float(report["train/loss"]) for report in losses),
-        "metrics": compute_metrics(reduce_report(UpdateReport(losses, 0.0, 0.0, skipped=False), parallel)),
+        "metrics": compute_metrics(reduce_report(UpdateReport(losses, 0.0, 0.0, skipped=False), parallel))
+        | mtp_metrics(policy.mtp_loss, parallel),
         "load": policy.expert_load.take(parallel.cpu_group),
     }
 

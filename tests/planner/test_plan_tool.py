@@ -259,8 +259,12 @@ def test_missing_number_of_a_profile_is_named(tmp_path: Path) -> None:
         read_cluster(str(file))
 
 
-def test_search_finds_valid_layouts_fastest_first() -> None:
-    job = job_of("moonlight-16b-a3b", "h100-80", 2, engine={"args": {"mem_fraction_static": 0.7}})
+@pytest.mark.parametrize(("model", "factor"), [("moonlight-16b-a3b", 0.0), ("glm-4.5-air", 0.1)])
+def test_search_finds_valid_layouts_fastest_first(model: str, factor: float) -> None:
+    """Also with a layer that predicts ahead, on the last stage."""
+    nodes = 4 if factor else 2
+    learned = {"mtp_loss_scaling_factor": factor}
+    job = job_of(model, "h100-80", nodes, model=learned, engine={"args": {"mem_fraction_static": 0.7}})
     result = search_layouts(job)
     assert len(result.best) == 5
     assert result.fitting <= result.valid
@@ -268,7 +272,7 @@ def test_search_finds_valid_layouts_fastest_first() -> None:
     shape = job.model
     for plan in result.best:
         assert check_fits(plan).fits
-        assert not list(layout_violations(plan.job.settings.layout, shape, 16, uneven_pipeline=True))
+        assert not list(layout_violations(plan.job.settings.layout, shape, 8 * nodes, uneven_pipeline=True))
         check_parameter_counts(plan.job)
         assert "layout: {tensor:" in plan_to_yaml(plan)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,25 @@ def test_a_folder_that_lacks_the_layer_is_refused(tmp_path: Path) -> None:
     model = ModelConfig(path=tmp_path, mtp_loss_scaling_factor=0.1)
     with pytest.raises(UserError, match=r"model\.layers\.4\."):
         check_policy(model.read_config(), model, LayoutConfig(), TrainingConfig(), 1)
+
+
+@pytest.mark.parametrize(
+    ("megatron_args", "values", "sentence"),
+    [
+        ({"pipeline_model_parallel_layout": "Ett|ttm|L"}, {}, "apart from the last decoder layers"),
+        ({"pipeline_model_parallel_layout": "Ett|tt|L"}, {}, "apart from the last decoder layers"),
+        ({}, {"tie_word_embeddings": True}, "tie_word_embeddings=true"),
+    ],
+)
+def test_what_the_layer_cannot_do_is_refused_at_start(
+    megatron_args: dict[str, Any], values: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    make_tiny(tmp_path, "deepseek_v3", make_tokenizer(["apples"]), num_nextn_predict_layers=1)
+    hf = HfConfig.read(tmp_path, trains_mtp=True)
+    hf = replace(hf, values=hf.values | values)
+    training = TrainingConfig(megatron_args=megatron_args)
+    with pytest.raises(UserError, match=sentence):
+        transformer_config(LayoutConfig(pipeline=3 if megatron_args else 1), training, "float32", hf)
 
 
 LISTED = [["embedding", "decoder", "decoder"], ["decoder", "decoder", "loss"]]
