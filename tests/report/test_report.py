@@ -216,7 +216,7 @@ def test_answers_are_the_best_worst_longest_and_the_same_question(long_run: Path
     answers = build_report(read_runs([long_run])).sections[-1].answers
     last = {one.why: one for one in answers if one.step == 1000}
     assert [last[why].response.split()[-2:] for why in ("best", "worst")] == [["1", "1"], ["0", "0"]]
-    assert last["longest"].facts.startswith("reward 1, right, 8 tokens")
+    assert last["longest"].facts.startswith("reward 1.5, right, 8 tokens")  # of two, the one whose tokens are known
     assert last["most mismatched token"].facts.startswith("reward 1.5, right, 2 nats between engine and policy")
     assert [one.step for one in answers if one.why == "same question"] == [0, 1000]  # of the evaluations
 
