@@ -143,7 +143,7 @@ class StandIn:
 
     index = 0
 
-    async def begin_weight_update(self) -> None: ...
+    async def begin_weight_update(self, with_draft: bool = False) -> None: ...
 
     async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
         for payload in payloads:

@@ -51,8 +51,8 @@ class RecordingClient:
     async def overwrite_weights(self) -> None:
         self.calls.append("overwrite")
 
-    async def begin_weight_update(self) -> None:
-        self.calls.append("begin")
+    async def begin_weight_update(self, with_draft: bool = False) -> None:
+        self.calls.append("begin with the draft" if with_draft else "begin")
 
     async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
         self.calls.append(f"update by {load_format}")
@@ -205,3 +205,10 @@ def test_forwarding_to_oneself_is_all_that_is_loaded(group: dist.ProcessGroup) -
 def test_loader_name_is_importable() -> None:
     module, _, name = LOADER.rpartition(".")
     assert (load_weights.__module__, load_weights.__name__) == (module, name)
+
+
+@pytest.mark.parametrize("with_draft", [False, True])
+def test_an_update_is_of_the_draft_too_where_it_is_trained(group: dist.ProcessGroup, with_draft: bool) -> None:
+    client = RecordingClient()
+    EngineLink(rollout_of(client), HostTransport(WIRE, group, 0), group, group, 60.0, with_draft=with_draft).begin()
+    assert client.calls == ["begin with the draft" if with_draft else "begin"]
