@@ -107,7 +107,7 @@ def export(bench: Bench) -> Result:
     """Names of exported tensors, and of those that are not bit for bit in the folder the policy was read from."""
     targets = {"first": (0,), "all": tuple(_ranks(bench))}
     folders = {"folders": _exported_folders(bench), "full disk": _export_to_a_full_disk(bench)}
-    return {name: _export(bench, ranks) for name, ranks in targets.items()} | folders
+    return folders | {name: _export(bench, ranks) for name, ranks in targets.items()}
 
 
 def _exported_folders(bench: Bench) -> list[str]:
@@ -199,8 +199,7 @@ def _planned_rounds(bench: Bench, wire: WireFormat, targets: tuple[int, ...]) ->
     decoder = layers_of_stages(bench.policy.config.num_layers, layout, bench.settings.training.megatron_args)
     stages = with_mtp_layer(decoder, bench.policy.hf)
     sent = {name: param for name, param in wire.params.items() if not param.alias}
-    holders = shard_holders(sent, layout, world_size, stages)
-    round_bytes = wire.round_bytes(_least_bucket(wire))
+    holders, round_bytes = shard_holders(sent, layout, world_size, stages), wire.round_bytes(_least_bucket(wire))
     per_node = bench.parallel.job.ranks_per_node
     plan = plan_sync(group_params(sent), holders, lambda _: {WHOLE: targets}, per_node, wire.sizes, round_bytes)
     return plan.of_rank(bench.parallel.rank)
@@ -251,12 +250,12 @@ def gradient(bench: Bench) -> Result:
     policy, parallel = bench.policy, bench.parallel
     policy.expert_load.take(parallel.cpu_group)
     losses = policy.compute_gradients(bench.updates[0], loss_of(bench.settings.algorithm))
+    metrics = compute_metrics(reduce_report(UpdateReport(losses, 0.0, 0.0, skipped=False), parallel))
     return {
         "shards": _gradients(policy),
         "held": _held(policy),
         "loss": sum(float(report["train/loss"]) for report in losses),
-        "metrics": compute_metrics(reduce_report(UpdateReport(losses, 0.0, 0.0, skipped=False), parallel))
-        | mtp_metrics(policy.mtp_loss, parallel),
+        "metrics": metrics | mtp_metrics(policy.mtp_loss, parallel),
         "load": policy.expert_load.take(parallel.cpu_group),
     }
 
