@@ -9,7 +9,6 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -53,7 +52,7 @@ class PolicyModel(GPTModel):
         if not self.mtp_process or len(labels) == 1 or not torch.is_grad_enabled():
             return output
         (layer,) = self.mtp.layers
-        ahead, _, _ = layer(
+        ahead, *_ = layer(
             input_ids=labels[:1],
             hidden_states=hidden_states.detach(),
             embedding=partial(embed_detached, self.embedding, self.pre_process),
@@ -97,7 +96,6 @@ def _build_chunk(
     use_mla_without_query_norm(config, spec)
     if share_prompts:
         use_shared_prompt_attention(spec)
-    has_mtp = config.mtp_num_layers and mtp_on_this_rank(config, ignore_virtual=False, vp_stage=vp_stage)
     model = PolicyModel(
         config,
         spec,
@@ -109,7 +107,7 @@ def _build_chunk(
         position_embedding_type="rope",
         **family.rotary(hf),
         vp_stage=vp_stage,
-        mtp_block_spec=mtp_block_spec(config, spec, vp_stage) if has_mtp else None,
+        mtp_block_spec=mtp_block_spec(config, spec, vp_stage) if config.mtp_num_layers else None,
     )
     if share_prompts:
         use_per_token_rotary(model)

@@ -34,12 +34,13 @@ class NextTokenLayer(MultiTokenPredictionLayer):
         embedding: Callable[..., Tensor],
         hidden_states: Tensor,
         packed_seq_params: Any = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        **padding_mask: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
         embedded = embedding(input_ids=input_ids, position_ids=position_ids)
-        return input_ids, position_ids, embedded, hidden_states
+        return (input_ids, position_ids, *padding_mask.values(), embedded, hidden_states)  # the mask from 0.19 on
 
     def _checkpointed_forward(
-        self, forward_func: Callable[..., Tensor], hidden_states: Tensor, decoder_input: Tensor, **others: Any
+        self, *_: Callable[..., Tensor], hidden_states: Tensor, decoder_input: Tensor, **others: Any
     ) -> Tensor:
         """Recompute the layer in its backward pass. Megatron's own would save what is no tensor.
 
@@ -47,7 +48,8 @@ class NextTokenLayer(MultiTokenPredictionLayer):
         """
 
         def run(hidden: Tensor, embedded: Tensor) -> Tensor:
-            return forward_func(hidden_states=hidden, decoder_input=embedded, **others)
+            output: Tensor = self._proj_and_transformer_layer(hidden_states=hidden, decoder_input=embedded, **others)
+            return output
 
         asking = hidden_states.detach().requires_grad_()
         distribute = self.config.distribute_saved_activations
@@ -75,9 +77,12 @@ def embed_detached(embedding: Callable[..., Tensor], is_learning: bool, **inputs
 
 
 def mtp_block_spec(config: TransformerConfig, decoder: Any, vp_stage: int | None) -> Any:
-    """Return the spec of Megatron's block with one NextTokenLayer, whose decoder layer is as the last of `decoder`."""
+    """Return the spec of Megatron's block with one NextTokenLayer, whose decoder layer is as the last of `decoder`.
+
+    None where the layer is on another stage.
+    """
     spec = get_gpt_mtp_block_spec(config, decoder, use_transformer_engine=True, vp_stage=vp_stage)
-    for layer in spec.layer_specs:
+    for layer in spec.layer_specs if spec else ():
         layer.module = NextTokenLayer
     return spec
 
