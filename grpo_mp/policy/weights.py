@@ -15,7 +15,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.models.mapping import Param, fuse, shard_range
 from grpo_mp.policy.model import PolicyModel
 
-MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.(?:transformer_layer\.)?")
+MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?")  # the latter from 0.19 on
 LOCAL_EXPERT = re.compile(r"(?<=\.weight)\d+$")
 
 
