@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
             raise UserError(f"explain, {options} are for RL: plan this file without them")
         return _plan_sft(settings, hf, cluster, args, console)
     if hf.get("num_nextn_predict_layers") and not settings.model.trains_mtp:
-        counted = "drafts for the engines" if settings.engine.speculative.algorithm == "mtp" else "is not counted"
+        counted = "drafts for the engines" if settings.engine.speculative.drafts_by_mtp else "is not counted"
         console.print(f"its multi-token-prediction layer is not part of the policy: it {counted}")
 
     # torch is slow to import: the help and mistakes so far come without it.

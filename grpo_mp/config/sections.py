@@ -280,6 +280,11 @@ class SpeculativeConfig(Section):
     )
 
     @property
+    def drafts_by_mtp(self) -> bool:
+        """Return whether engines hold the model's multi-token-prediction layer, and draft with it."""
+        return self.algorithm == "mtp"
+
+    @property
     def verified_tokens(self) -> int:
         """Return the tokens of a sequence that a step of the model computes."""
         return (self.num_draft_tokens or self.num_steps + 1) if self.algorithm != "none" else 1

@@ -5,6 +5,8 @@ token, a decoder layer, a norm, and the model's own embedding and output layer. 
 after the last; here it has that number, too.
 """
 
+from collections.abc import Mapping
+
 from grpo_mp.models.blocks import HF_LAYER, MCORE_LAYER
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule
@@ -49,6 +51,11 @@ def rules(hf: HfConfig) -> list[Rule]:
 def is_of_mtp(param: Param, hf: HfConfig) -> bool:
     """Return whether a parameter is one of the layer, or its copy of the embedding."""
     return param.name == COPIED_EMBEDDING or (param.layer is not None and param.layer >= hf.int("num_hidden_layers"))
+
+
+def engine_params(params: Mapping[str, Param], hf: HfConfig, drafts: bool) -> dict[str, Param]:
+    """Return the parameters that engines hold: those of the layer where they draft with it."""
+    return {name: param for name, param in params.items() if drafts or not is_of_mtp(param, hf)}
 
 
 def copied_names(hf: HfConfig) -> dict[str, str]:

@@ -7,7 +7,6 @@ from grpo_mp.models.mapping import Rule
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import rule_parameters
-from grpo_mp.planner.speculation import drafts_by_layer
 from grpo_mp.policy.parameter_bytes import DTYPE_BYTES
 from grpo_mp.rollout.engine_parallelism import read_argument
 
@@ -45,7 +44,7 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
     bytes_per_token = elements * (
         1 if "fp8" in str(args.get("kv_cache_dtype")) else DTYPE_BYTES[job.settings.model.dtype]
     )
-    draft_layers = int(drafts_by_layer(job))
+    draft_layers = int(job.settings.engine.speculative.drafts_by_mtp)
     draft_kv_cache = caches * draft_layers / (model.num_layers + draft_layers)
     deepep = OVERHEADS.deepep_buffers if args.get("moe_a2a_backend") == "deepep" else 0.0
     return EngineMemory(
@@ -74,7 +73,7 @@ def draft_weight_bytes(job: PlannedJob) -> float:
     It is as large as the model's last layer, with three norms and a projection of hidden states beside embeddings,
     which every GPU holds in the model's dtype.
     """
-    if not drafts_by_layer(job):
+    if not job.settings.engine.speculative.drafts_by_mtp:
         return 0.0
     layer = sum(_rule_bytes(job, rule) for rule in _rules(job) if job.model.num_layers - 1 in (rule.layers or ()))
     hidden_size = job.model.hidden_size

@@ -93,7 +93,7 @@ def _numerics(job: PlannedJob) -> Iterator[str]:
     reference = f"kept on the host, KL weight {kl.coef:g}{monitor_share}"
     yield f"reference: {reference if job.has_reference else 'none, the KL weight is 0'}"
     if job.hf.get("num_nextn_predict_layers"):
-        drafts = settings.engine.speculative.algorithm == "mtp"
+        drafts = settings.engine.speculative.drafts_by_mtp
         served = "drafts for the engines" if drafts else "does not draft for the engines"
         trained = "learns, on the last stage" if settings.model.trains_mtp else "is not trained"
         yield f"the multi-token-prediction layer of the model {served} and {trained}"

@@ -36,13 +36,8 @@ def speculation(job: PlannedJob, draft_tokens: int | None = None) -> Speculation
     config = job.settings.engine.speculative
     verified = config.verified_tokens if draft_tokens is None else 1 + draft_tokens
     steps = draft_tokens or 0
-    if draft_tokens is None and config.algorithm == "mtp":
+    if draft_tokens is None and config.drafts_by_mtp:
         steps = config.num_steps
-    share = OVERHEADS.draft_acceptance if drafts_by_layer(job) and draft_tokens is None else 0.0
+    share = OVERHEADS.draft_acceptance if config.drafts_by_mtp and draft_tokens is None else 0.0
     accepted = job.acceptance_length or sum(share**place for place in range(min(steps + 1, verified)))
     return Speculation(accepted, verified, 1 + steps / job.model.num_layers)
-
-
-def drafts_by_layer(job: PlannedJob) -> bool:
-    """Return whether engines hold the model's multi-token-prediction layer."""
-    return job.settings.engine.speculative.algorithm == "mtp"

@@ -12,7 +12,6 @@ from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.speculation import drafts_by_layer
 from grpo_mp.rollout.engine_parallelism import expert_alignment
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.weight_sync.compare import comparison_sequences
@@ -154,7 +153,8 @@ def quantized_elements(transfers: Sequence[Transfer], weights: Sequence[int], wi
 def _layers_like(job: PlannedJob) -> dict[int, int]:
     """Return one layer of each kind of each pipeline stage, and how many layers of the stage are like it."""
     counts: dict[int, int] = {}
-    sent = job.model.num_layers + drafts_by_layer(job)  # a layer that predicts ahead goes to engines that draft with it
+    # A layer that predicts ahead goes to engines that draft with it.
+    sent = job.model.num_layers + job.settings.engine.speculative.drafts_by_mtp
     for layers in ([layer for layer in of_stage if layer < sent] for of_stage in job.stage_layers):
         for is_moe in (False, True):
             alike = [layer for layer in layers if job.is_moe_layer(layer) == is_moe]

@@ -28,6 +28,7 @@ from grpo_mp.distributed.shards import tp_size
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.multi_token_prediction import engine_params
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.policy.megatron_config import DTYPES
@@ -305,7 +306,7 @@ def sync_warnings(settings: Settings, hf: HfConfig, fp8: bool) -> list[str]:
 
 
 def _wire_format(settings: Settings, hf: HfConfig, fp8: bool) -> WireFormat:
-    params = family_of(hf).params(hf)
+    params = engine_params(family_of(hf).params(hf), hf, settings.engine.speculative.drafts_by_mtp)
     tp_sizes = {name: tp_size(param, settings.layout) for name, param in params.items()}
     return WireFormat(params, tp_sizes, DTYPES[settings.model.dtype], fp8)
 

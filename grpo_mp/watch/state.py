@@ -202,21 +202,19 @@ def open_events(events: Sequence[Event]) -> list[Event]:
 
     Pure.
     """
-    spans, last = list[Event](), list[Event]()
-    for event in events:
-        if event["ph"] in "BE":
-            last = [event]
-        if event["ph"] == "B":
-            spans.append(event)
-        elif event["ph"] == "E" and spans:  # else it began before the first of these events
-            spans.pop()
-        if event["ph"] == "M" and event.get("name") == "process_name":
-            spans = []  # a run that resumed
-    return [*[{**event, "ph": "E"} for event in last], *spans]
+    last = [event for event in events if event["ph"] in "BE"][-1:]
+    return [*[{**event, "ph": "E"} for event in last], *_open_spans(events)]
 
 
 def current_phase(rank: int, events: Sequence[Event]) -> RankPhase:
     """Return the spans that are open after the events. Pure."""
+    spans = _open_spans(events)
+    last_s = max((event["ts"] for event in events if event["ph"] in "BE"), default=0.0) / 1e6
+    return RankPhase(rank, " > ".join(span["name"] for span in spans), spans[-1]["ts"] / 1e6 if spans else last_s)
+
+
+def _open_spans(events: Sequence[Event]) -> list[Event]:
+    """Return the beginnings of the spans that have not ended after the events, the outermost first."""
     spans: list[Event] = []
     for event in events:
         if event["ph"] == "B":
@@ -225,8 +223,7 @@ def current_phase(rank: int, events: Sequence[Event]) -> RankPhase:
             spans.pop()
         if event["ph"] == "M" and event.get("name") == "process_name":
             spans = []  # a run that resumed
-    last_s = max((event["ts"] for event in events if event["ph"] in "BE"), default=0.0) / 1e6
-    return RankPhase(rank, " > ".join(span["name"] for span in spans), spans[-1]["ts"] / 1e6 if spans else last_s)
+    return spans
 
 
 def _has_processes(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from grpo_mp.distributed.shards import tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
-from grpo_mp.models.multi_token_prediction import is_of_mtp
+from grpo_mp.models.multi_token_prediction import engine_params
 from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.engine_parallelism import engine_parallelism, expert_alignment
@@ -180,9 +180,7 @@ def build_weight_sync(settings: Settings, shards: PolicyShards, rollout: Rollout
     """Plan the sync and link each rank to its engine. Every rank must call this, once the engines run."""
     args, gpus = settings.engine.args, settings.engine.gpus_per_engine
     fp8 = engine_uses_fp8(args, shards.hf, cpu=not platform.on_cuda())
-    # Engines that do not draft with a multi-token-prediction layer have none.
-    drafts = settings.engine.speculative.algorithm == "mtp"
-    params = {name: param for name, param in shards.params.items() if drafts or not is_of_mtp(param, shards.hf)}
+    params = engine_params(shards.params, shards.hf, settings.engine.speculative.drafts_by_mtp)
     parts = {name: part for name, part in shards.parts.items() if name in params}
     wire = WireFormat(params, shards.tp_sizes, DTYPES[settings.model.dtype], fp8)
     parallelism = engine_parallelism(gpus, args, shards.hf)
@@ -210,7 +208,7 @@ def _link_engine(settings: Settings, wire: WireFormat, rollout: Rollout, job: Jo
     if uses_cuda_ipc(settings.sync):
         transport = IpcTransport(wire, job.rank, job.device_group)
     pause = None if settings.schedule == "colocated" else settings.sync.pause
-    with_draft = settings.model.trains_mtp and settings.engine.speculative.algorithm == "mtp"
+    with_draft = settings.model.trains_mtp and settings.engine.speculative.drafts_by_mtp
     return EngineLink(rollout, transport, engine_group, node_group, settings.sync.timeout_s, pause, with_draft)
 
 

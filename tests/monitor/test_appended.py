@@ -24,7 +24,7 @@ def test_lines_come_once_and_what_is_unfinished_comes_again(tmp_path: Path) -> N
     file.write_bytes(b"one\n" + b"two" * 30 + b"\nthr")
     assert lines.read() == Appended((b"one", b"two" * 30), b"thr", anew=True)
     assert lines.read() == Appended((), b"thr")
-    overwrite(file, b"XXX\nXXX")
+    overwrite(file, b"---\n---")
     append(file, b"ee\n\nfour\n")
     assert lines.read() == Appended((b"three", b"", b"four"), b"")
     assert lines.read() == Appended()

@@ -44,6 +44,13 @@ class TextClient:
         """Nothing is being generated."""
 
 
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """Return a text up to the end of the first of `stops` in it, as an engine does."""
+    for end in stops:
+        text = text.partition(end)[0] + end if end in text else text
+    return text
+
+
 def make_runner(client: TextClient, function: str | None, **config: Any) -> EpisodeRunner:
     sizes = {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 2000, "max_response_tokens": 2000}
     parts = load_episode_parts(RolloutConfig(**sizes | {"function": function} | config), client.tokenizer)

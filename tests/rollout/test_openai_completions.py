@@ -15,7 +15,7 @@ from grpo_mp.episodes.protocol import Task
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
 from grpo_mp.types import Sample
 from tests.episodes.test_chat import make_renderer
-from tests.rollout.engineless import TextClient, make_runner, roll_out
+from tests.rollout.engineless import TextClient, cut_at_stop, make_runner, roll_out
 
 HERE = str(Path(__file__))
 END = "<|im_end|>"
@@ -34,9 +34,7 @@ class RaggedClient(TextClient):
     async def generate(self, tokens: Any, sampling: SamplingParams, routing: Any = None) -> list[EngineOutput]:
         self.lengths.append(sampling.max_response_tokens)
         (output,) = await super().generate(tokens, sampling, routing)
-        text = WORDS.decode(output.tokens)
-        for end in sampling.stop:
-            text = text.partition(end)[0] + end if end in text else text
+        text = cut_at_stop(WORDS.decode(output.tokens), sampling.stop)
         sampled = by_letter(text)[: sampling.max_response_tokens]
         cut = len(sampled) < len(by_letter(text))
         numbers = (output.logprobs[:1] * len(sampled), output.weight_versions[:1] * len(sampled))

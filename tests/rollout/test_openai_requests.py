@@ -13,7 +13,7 @@ from grpo_mp.episodes.openai_requests import RequestError, read_request
 from grpo_mp.episodes.protocol import Task
 from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
-from tests.rollout.engineless import TextClient, make_runner, roll_out
+from tests.rollout.engineless import TextClient, cut_at_stop, make_runner, roll_out
 
 HERE = str(Path(__file__))
 WORDS = calculator_tokenizer()
@@ -35,9 +35,7 @@ class StoppingClient(TextClient):
     async def generate(self, tokens: Any, sampling: SamplingParams, routing: Any = None) -> list[EngineOutput]:
         self.stops.append(sampling.stop)
         (output,) = await super().generate(tokens, sampling, routing)
-        text = WORDS.decode(output.tokens)
-        for end in sampling.stop:
-            text = text.partition(end)[0] + end if end in text else text
+        text = cut_at_stop(WORDS.decode(output.tokens), sampling.stop)
         sampled = tuple(WORDS.encode(text, add_special_tokens=False))
         return [EngineOutput(sampled, output.logprobs[: len(sampled)], output.weight_versions[: len(sampled)], False)]
 

@@ -76,13 +76,17 @@ def test_what_the_trainer_needs_to_know_comes_back(folder: Path, settings: Setti
     assert (facts[2].dropped, facts[2].reward_stats) == (Counter(surplus=1), STATS)
 
 
+def collector_of(replay: ReplayedRollouts, group: dist.ProcessGroup) -> ReplayCollector:
+    job: Any = SimpleNamespace(rank=0, world_size=1, group=group)
+    phases: Any = SimpleNamespace(phase=lambda *_: nullcontext())
+    return ReplayCollector(replay, job, phases)
+
+
 def test_one_rank_reads_what_two_wrote(
     folder: Path, settings: Settings, hf: HfConfig, one_rank_group: dist.ProcessGroup
 ) -> None:
     """Only cursor and counters are those of the run that wrote; a step with another's samples is refused."""
-    job: Any = SimpleNamespace(rank=0, world_size=1, group=one_rank_group)
-    phases: Any = SimpleNamespace(phase=lambda *_: nullcontext())
-    collector = ReplayCollector(open_replay(folder, settings, hf, first=1), job, phases)
+    collector = collector_of(open_replay(folder, settings, hf, first=1), one_rank_group)
     batch = collector.collect(TrainState(step=1, optimizer_step=7), 2)
     assert [group.samples[0].group_id for group in batch.groups] == [20, 21]
     assert [info.group_id for info in batch.infos] == [20, 21]
@@ -98,12 +102,10 @@ def test_steps_before_a_damaged_checkpoint_are_replayed(
     folder: Path, settings: Settings, hf: HfConfig, one_rank_group: dist.ProcessGroup
 ) -> None:
     """What was checked at the start begins behind the checkpoint that turned out to be damaged."""
-    job: Any = SimpleNamespace(rank=0, world_size=1, group=one_rank_group)
-    phases: Any = SimpleNamespace(phase=lambda *_: nullcontext())
-    collector = ReplayCollector(open_replay(folder, settings, hf, first=2), job, phases)
+    collector = collector_of(open_replay(folder, settings, hf, first=2), one_rank_group)
     batch = collector.collect(TrainState(step=0), 1)
     assert [group.samples[0].group_id for group in batch.groups] == [10, 11]
-    missing = ReplayCollector(open_replay(folder, settings, hf, first=2), job, phases)
+    missing = collector_of(open_replay(folder, settings, hf, first=2), one_rank_group)
     step_file(folder, 1, 1).unlink()
     with pytest.raises(UserError, match="no such file"):
         missing.collect(TrainState(step=0), 1)
