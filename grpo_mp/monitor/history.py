@@ -52,6 +52,7 @@ class History:
         self._count = 0
         self._block: list[tuple[int, float]] = []  # to come, with steps
         self._medians: list[Block] = []  # that become one block
+        self._closed: list[Block] = []  # that became the last one
         self._per_block = 1  # medians
         self._start: Block | None = None
         self.blocks: list[Block] = []
@@ -87,8 +88,9 @@ class History:
             return
         middle = (self._medians[0].step + self._medians[-1].step) // 2
         self.blocks.append(Block(middle, mean([one.value for one in self._medians]), self._count))
-        self._medians.clear()
+        self._closed, self._medians = self._medians, []
         if len(self.blocks) == MOST_BLOCKS:
+            self._closed.insert(0, self.blocks[-2])
             pairs = zip(self.blocks[::2], self.blocks[1::2], strict=True)
             self.blocks = [
                 Block((one.step + two.step) // 2, mean((one.value, two.value)), two.count) for one, two in pairs
@@ -114,8 +116,7 @@ class History:
         return self._before[key]
 
     def _look_back(self, length: int, within: int, whole_run: bool) -> Past:
-        kept_blocks = (self._start, *self.blocks, *self._medians)  # the last ones are still to become a block
-        blocks = [block for block in kept_blocks if block is not None] if whole_run else []
+        blocks = [block for block in (self._start, *self._all_blocks(length)) if block is not None] if whole_run else []
         blocks = [block for block in blocks if block.count <= self._count - length]
         kept = list(self._finite)[-length - within :]
         steps, values = [block.step for block in blocks], [block.value for block in blocks]
@@ -125,6 +126,11 @@ class History:
                 values += windows.mean(axis=1).tolist()
             steps += [step for step, _ in kept[length - 1 : -length]]
         return Past(steps, values)
+
+    def _all_blocks(self, length: int) -> list[Block]:
+        """Return the blocks, and the medians still to become one; of a last block that reaches too far its medians."""
+        reaches = bool(self.blocks) and self.blocks[-1].count > self._count - length
+        return [*(self.blocks[:-1] if reaches else self.blocks), *(self._closed if reaches else ()), *self._medians]
 
     def nearest(self, step: int, within: int) -> float | None:
         """Return the value of about a step: a single one of the last `within`, or a block's; None without any."""

@@ -19,6 +19,15 @@ def test_blocks_reach_back_to_the_start_and_do_not_become_more() -> None:
         assert value == pytest.approx(step, abs=1)  # a line's mean is that of its middle
 
 
+def test_no_stretch_of_a_long_run_is_left_out() -> None:
+    """A peak of two blocks is in what was before, wherever it was: in a block, or where one is still to come."""
+    for start in range(0, 3 * BLOCK * MOST_BLOCKS, BLOCK):
+        history = History(4)
+        for step in range(start + 4 * BLOCK):
+            history.add(step, 9.0 if start <= step < start + 2 * BLOCK else 1.0)
+        assert max(history.before(2, 2, whole_run=True).values) > 1.0
+
+
 def test_what_is_not_finite_is_no_value_and_no_error() -> None:
     history = History.of([1.0, math.nan, math.inf, 3.0, -math.inf, 5.0, 7.0])
     assert history.last_finite(3) == [3.0, 5.0, 7.0]

@@ -178,6 +178,22 @@ def test_a_run_that_ends_by_an_error_leaves_a_report_of_its_steps(start: Callabl
     assert not run.running
 
 
+def test_an_error_behind_the_last_step_makes_no_second_report(start: Callable[[int | None], Run]) -> None:
+    """As of a disk that is full when the run saves its end."""
+    run = start(0)
+    (run.folder / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    def end_and_fail() -> None:
+        with run.reporter:
+            run.reporter.end()
+            raise UserError("the disk is full")
+
+    with pytest.raises(UserError, match="the disk is full"):
+        end_and_fail()
+    run.wait_for_calls(1)
+    assert [call[:-3] for call in run.calls] == [["report", str(run.folder)]]
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_the_last_report_outlives_a_run_where_it_takes_long(
     start: Callable[[int | None], Run], early: bool, monkeypatch: pytest.MonkeyPatch

@@ -4,12 +4,16 @@ from dataclasses import replace
 
 import pytest
 
+from grpo_mp.distributed.communicators import communicators
 from grpo_mp.errors import UserError
 from grpo_mp.planner.engine_memory import engine_memory
+from grpo_mp.planner.flops import active_parameters
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.speculation import Speculation, speculation
+from grpo_mp.planner.training_use import train_use
+from grpo_mp.planner.weight_traffic import sync_traffic
 from grpo_mp.simulation.loop import simulate
 from grpo_mp.simulation.planned import Assumptions, scenario_of
 from tests.planner.jobs import job_of
@@ -72,3 +76,29 @@ def test_a_simulated_step_takes_as_long_as_a_planned_one() -> None:
     job = replace(r1(MTP), acceptance_length=2.5, mean_response_tokens=3072.0)
     plan = make_plan(job, with_sync=False)
     assert simulate(scenario_of(plan, 0.0, 0, Assumptions(steps=2))).step_s == pytest.approx(plan.step_s, rel=2e-3)
+
+
+def test_a_layer_that_learns_costs_the_trainer_and_not_the_engines() -> None:
+    """Forward and backward passes compute a layer, its projection and the head once more; engines that draft get it."""
+
+    def job(factor: float, **speculative: object) -> PlannedJob:
+        engine = {"gpus_per_engine": GPUS, "args": {"ep_size": GPUS}, "speculative": speculative}
+        layout = {"tensor": 4, "expert": 8, "pipeline": 2}
+        learned = {"mtp_loss_scaling_factor": factor}
+        placed = {"megatron_args": {"num_layers_in_last_pipeline_stage": 30}}
+        sections = {"engine": engine, "layout": layout, "model": learned, "training": placed}
+        return job_of("deepseek-r1", "h200-141", 2, **sections)
+
+    plain, trained, drafting = job(0.0), job(0.1), job(0.1, **MTP)
+    assert engine_memory(trained) == engine_memory(plain)
+    head = HIDDEN * 129280
+    active = active_parameters(plain.model, plain.hf)
+    added = (active - head) / LAYERS + 2 * HIDDEN**2 + head
+    attention = 128 * (192 + 128) * plain.attention_context  # FLOPs of a layer's scores and values, of half the context
+    ratio = (2 * added + attention) / (2 * active + LAYERS * attention)
+    assert train_use(trained).flops / train_use(plain).flops == pytest.approx(1 + ratio, rel=1e-6)
+    assert train_use(trained).bubble < train_use(plain).bubble  # 31 and 30 + 1 layers, where it was 31 and 30
+    assert sync_traffic(trained) == sync_traffic(plain)
+    assert sync_traffic(drafting).loaded > 1.01 * sync_traffic(job(0.0, **MTP)).loaded
+    groups = [communicators(each.settings.layout, 16, True, each.has_copied_embedding) for each in (plain, trained)]
+    assert {group.group for group in groups[1]} - {group.group for group in groups[0]} == {"EMBEDDING_GROUP"}
