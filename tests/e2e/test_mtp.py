@@ -36,14 +36,14 @@ def test_a_layer_that_predicts_ahead_learns_and_is_exported(
         "run.save_every=1",
         f"reward={{functions: {{{tmp_path / 'reward.py'}:letters: 1.0}}}}",
     )
-    for steps in (1, 3):
+    for steps in (1, 6):  # the sixth's loss is a third below the first's; between two steps it may rise
         result = outcome(start_job(*settings, f"run.steps={steps}"))
         assert (result.status, result.err, result.left) == (0, "", []), f"{result.out[-2000:]}\n{result.err}"
     steps = [line for line in read_jsonl(run / "metrics.jsonl") if line["step"]]
-    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert [step["step"] for step in steps] == list(range(1, 7))
     losses = [step["train/mtp_loss"] for step in steps]
     assert all(0 < loss < 2 * math.log(200) for loss in losses)
-    assert losses[-1] < losses[0]
+    assert losses[-1] < 0.9 * losses[0]
     assert all(0 < step["train/mtp_acceptance"] < 1 for step in steps)
     assert all(step["mismatch/logprob_abs_diff/mean"] <= 1e-4 for step in steps)
     before, after = file_tensors(model), file_tensors(run / "final")
