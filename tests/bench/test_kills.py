@@ -14,7 +14,7 @@ from grpo_mp.types import Prompt, Sample, SampleGroup
 from tests.bench import kills, soak
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_run_whose_processes_are_killed_says_what_an_undisturbed_one_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
