@@ -6,7 +6,7 @@ ranks in each. So the plan makes `dp_size * K` bins of similar cost and lets the
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class MicroBatchPlan:
     samples: tuple[int, ...] = ()  # indices into the lengths that were planned
     lengths: tuple[int, ...] = ()  # padded length of each, in tokens, without what it shares
     prompts: tuple[SharedPrompt, ...] = ()  # of all samples, in their order; (): none is shared
+    pad_to: int = 0  # tokens of the micro-batch at least
 
     @property
     def tokens(self) -> int:
@@ -58,6 +59,16 @@ class MicroBatchSchedule:
     def microbatches(self) -> int:
         """Return the micro-batches of one rank; all have equally many."""
         return len(self.ranks[0])
+
+    def padded_to_multiple(self, multiple: int) -> "MicroBatchSchedule":
+        """Return the schedule with the tokens of each micro-batch padded to a multiple."""
+        if multiple == 1:
+            return self
+
+        def pad(plan: MicroBatchPlan) -> MicroBatchPlan:
+            return replace(plan, pad_to=round_up(plan.tokens or self.align, multiple))
+
+        return replace(self, ranks=tuple(tuple(map(pad, plans)) for plans in self.ranks))
 
 
 def plan_microbatches(

@@ -103,7 +103,7 @@ def _lay_out_sequences(plan: MicroBatchPlan, align: int, pad_to: int) -> list[_S
             sequences.append(_Sequence(start, length, number, prompt))
             start += length
             number += 1
-    total = max(plan.tokens, pad_to) or align
+    total = max(plan.tokens, plan.pad_to, pad_to) or align
     return [*sequences, _Sequence(start, total - start)] if total > start else sequences
 
 

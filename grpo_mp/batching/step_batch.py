@@ -20,7 +20,7 @@ from grpo_mp.batching.exchange import redistribute
 from grpo_mp.batching.packing import context_index
 from grpo_mp.batching.routed_experts import exchange_routed_experts
 from grpo_mp.batching.shared_prompts import SamplePrompt
-from grpo_mp.batching.updates import UpdatePlan, microbatches, plan_updates, sample_order
+from grpo_mp.batching.updates import UpdatePlan, microbatches, padding_multiple, plan_updates, sample_order
 from grpo_mp.config import Settings
 from grpo_mp.distributed.coordinates import data_parallel_size, model_parallel_ranks
 from grpo_mp.distributed.process_groups import Job, Parallel, sum_over_context
@@ -142,6 +142,7 @@ def _plan(
         if settings.training.share_prompts
         else (),
         [len(infos[number].sequences) for number in order],
+        padding_multiple(settings.layout, settings.training),
     )
 
 

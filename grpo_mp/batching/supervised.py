@@ -31,13 +31,16 @@ def supervised_batch(
     max_tokens: int,
     hidden_size: int,
     with_mtp: bool = False,
+    pad_multiple: int = 1,
 ) -> SupervisedBatch:
     """Plan one update over all samples, and pack what this rank computes of it.
 
     `lengths`: of the samples; `learned`: their tokens that have a loss, whose mean the loss is; `read`: a sample by its
     place in them; `max_tokens`: of a micro-batch; `with_mtp`: a multi-token-prediction layer learns, too.
     """
-    (plan,) = plan_updates(lengths, 1, parallel.layout, parallel.dp_size, max_tokens, hidden_size)
+    (plan,) = plan_updates(
+        lengths, 1, parallel.layout, parallel.dp_size, max_tokens, hidden_size, pad_multiple=pad_multiple
+    )
     data_rank, context_rank = parallel.coords.data, parallel.coords.context
     samples = {place: read(place) for place in plan.samples_of(data_rank)}
     weights = [1.0 / max(1, sum(learned))] * len(lengths)

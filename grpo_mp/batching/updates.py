@@ -9,8 +9,10 @@ import numpy as np
 from grpo_mp.batching.microbatches import Cost, MicroBatchSchedule, plan_microbatches, round_up
 from grpo_mp.batching.packing import pack, slice_context, with_mtp_targets
 from grpo_mp.batching.shared_prompts import SamplePrompt, make_units, unpack_units
-from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.types import MicroBatch, PerToken, Sample
+
+FP8_ROWS = {"blockwise": 16, "tensorwise": 16, "mxfp8": 32}  # Megatron's get_fp8_align_size
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,14 @@ def plan_updates(
     order: Sequence[int] | None = None,
     prompts: Sequence[SamplePrompt] = (),
     together: Sequence[int] = (),
+    pad_multiple: int = 1,
 ) -> tuple[UpdatePlan, ...]:
     """Divide the step's samples into `updates` parts of equal size, as near as may be, and plan each.
 
     `lengths` are tokens of prompt and response; `max_tokens` bounds one micro-batch; `order` is the permutation in
     which samples are taken (None: as they are); with `prompts`, of every sample, a shared prompt is packed once.
     `together`: how many in this order are of one episode, and stay in one part; (): each is of its own.
+    `pad_multiple`: see `plan_update`.
     """
     order = range(len(lengths)) if order is None else order
     starts = [0, *accumulate(together or [1] * len(lengths))]
@@ -56,6 +60,7 @@ def plan_updates(
                 max_tokens,
                 hidden_size,
                 [prompts[i] for i in part] if prompts else (),
+                pad_multiple,
             ),
         )
         for part in parts
@@ -76,8 +81,9 @@ def plan_update(
     max_tokens: int,
     hidden_size: int,
     prompts: Sequence[SamplePrompt] = (),
+    pad_multiple: int = 1,
 ) -> MicroBatchSchedule:
-    """Plan the micro-batches of one update.
+    """Plan the micro-batches of one update, whose tokens are padded to a multiple of `pad_multiple`.
 
     With a pipeline all of them have one size, at least that of the longest sequence: up to that size more samples in
     one micro-batch take no more memory, and leave less padding.
@@ -87,11 +93,13 @@ def plan_update(
     limit = max(max_tokens, longest) if layout.pipeline > 1 else max_tokens
     if not prompts:
         costs = [cost.time(length) for length in lengths]
-        return plan_microbatches(lengths, dp_size, limit, align, multiple, costs)
+        schedule = plan_microbatches(lengths, dp_size, limit, align, multiple, costs)
+        return schedule.padded_to_multiple(pad_multiple)
     units = make_units(lengths, prompts, dp_size, limit, align)
     costs = [unit.cost(cost) for unit in units]
     tokens = [unit.tokens for unit in units]
-    return unpack_units(plan_microbatches(tokens, dp_size, limit, align, multiple, costs), units)
+    schedule = unpack_units(plan_microbatches(tokens, dp_size, limit, align, multiple, costs), units)
+    return schedule.padded_to_multiple(pad_multiple)
 
 
 def padded_size(schedule: MicroBatchSchedule, layout: LayoutConfig) -> int:
@@ -101,12 +109,17 @@ def padded_size(schedule: MicroBatchSchedule, layout: LayoutConfig) -> int:
     """
     if layout.pipeline == 1:
         return 0
-    return max(schedule.align, max(plan.tokens for rank in schedule.ranks for plan in rank))
+    return max(schedule.align, max(max(plan.tokens, plan.pad_to) for rank in schedule.ranks for plan in rank))
 
 
 def alignment(layout: LayoutConfig) -> int:
     """Return what every padded length is a multiple of: zigzag slices for context, equal shards for tensor parallel."""
     return layout.tensor * (2 * layout.context if layout.context > 1 else 1)
+
+
+def padding_multiple(layout: LayoutConfig, training: TrainingConfig) -> int:
+    """Return what the tokens of a micro-batch are a multiple of: FP8 products need FP8_ROWS of them on each rank."""
+    return FP8_ROWS[training.fp8_recipe] * layout.tensor * layout.context if training.fp8_format else 1
 
 
 def microbatches(

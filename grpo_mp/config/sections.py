@@ -423,6 +423,17 @@ class TrainingConfig(Section):
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations recomputed in the backward pass to save memory (gradient checkpointing)"
     )
+    fp8_format: Literal["e4m3", "hybrid"] | None = Field(
+        None,
+        description="FP8 of the products of linear layers, forwards and backwards (Megatron --fp8-format); hybrid: of "
+        "gradients e5m2. Weights, optimizer, checkpoints and the sync stay as they are, so do embedding, head, "
+        "routers, norms and attention itself. It has not run on a GPU yet; null: model.dtype",
+    )
+    fp8_recipe: Literal["blockwise", "tensorwise", "mxfp8"] = Field(
+        "blockwise",
+        description="factors of training.fp8_format (Megatron --fp8-recipe). blockwise: DeepSeek-V3's, for Hopper "
+        "GPUs, and computed on a CPU, too; tensorwise: one a tensor; mxfp8: for Blackwell GPUs",
+    )
     router_replay: Literal["none", "R2", "R3"] = Field(
         "none",
         description="experts that routers take in the training passes (verl router_replay, Megatron "

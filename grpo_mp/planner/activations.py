@@ -3,11 +3,17 @@
 Elements are counted from a layer's tensors as Megatron makes them. With context and sequence parallelism, attention and
 the dense MLP see the tokens of the context shard, norms and routed experts those of the sequence shard. Attention
 scores are never kept.
+
+With training.fp8_format TransformerEngine saves inputs of linear layers in FP8 and, of each micro-batch, the weights as
+it has quantized them, by rows and by columns (its modules, `linear.py` and `grouped_linear.py`).
 """
 
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import PlannedJob
+from grpo_mp.planner.parameter_count import parameter_table
 from grpo_mp.policy.parameter_bytes import DTYPE_BYTES
+
+FP8_BYTES = 1 + 4 / 128  # of an element in blockwise FP8, with its share of a float32 factor
 
 
 def activation_bytes(job: PlannedJob, stage: int, head: float) -> float:
@@ -29,7 +35,13 @@ def activation_bytes(job: PlannedJob, stage: int, head: float) -> float:
 
 def forward_bytes(job: PlannedJob, stage: int) -> float:
     """Return what a forward pass without a backward pass holds: one layer at a time."""
-    return max((_peak_elements(job, layer) for layer in job.stage_layers[stage]), default=0.0) * _element_bytes(job)
+    return max(
+        (
+            _peak_elements(job, layer) * _element_bytes(job) + quantized_weight_bytes(job, layer, copies=1)
+            for layer in job.stage_layers[stage]
+        ),
+        default=0.0,
+    )
 
 
 def logits_bytes(job: PlannedJob, stage: int, backward: bool) -> float:
@@ -51,7 +63,20 @@ def logits_bytes(job: PlannedJob, stage: int, backward: bool) -> float:
 def layer_bytes(job: PlannedJob, layer: int) -> float:
     """Return what one layer saves of one micro-batch when nothing is recomputed."""
     routed = _received_copies(job, layer) * (job.model.hidden_size + _expert_elements(job))
-    return (_dense_elements(job, layer) + routed) * _element_bytes(job)
+    saved = (_dense_elements(job, layer) + routed) * _element_bytes(job)
+    if job.settings.training.fp8_format is None:
+        return saved
+    smaller = 1 - FP8_BYTES / DTYPE_BYTES[job.settings.model.dtype]
+    return saved - smaller * _fp8_elements(job, layer) * _element_bytes(job) + quantized_weight_bytes(job, layer)
+
+
+def quantized_weight_bytes(job: PlannedJob, layer: int, copies: int = 2) -> float:
+    """Return the bytes of one layer's weights in FP8; two copies are for a backward pass. 0 without FP8."""
+    if job.settings.training.fp8_format is None:
+        return 0.0
+    layout = job.settings.layout
+    table = parameter_table(job.hf, layout.tensor, layout.expert, layout.expert_tensor)
+    return copies * FP8_BYTES * table.layers[layer].total
 
 
 def backward_bytes(job: PlannedJob, layer: int) -> float:
@@ -92,6 +117,18 @@ def _expert_elements(job: PlannedJob) -> float:
     """Return the elements inside an expert that a token's copy saves: the first matrix's two outputs, and their
     product, weighted by the router."""
     return 3 * job.model.moe_ffn_hidden_size / job.settings.layout.expert_tensor
+
+
+def _fp8_elements(job: PlannedJob, layer: int) -> float:
+    """Return the elements per token that a layer saves in FP8: inputs of its experts' or its MLP's two matrices.
+
+    Those of attention are kept in model.dtype, too, by norm and attention.
+    """
+    model, layout = job.model, job.settings.layout
+    if not job.is_moe_layer(layer):
+        return (model.hidden_size + model.ffn_hidden_size) / layout.tensor
+    shared = model.shared_expert_size / layout.tensor
+    return shared + _received_copies(job, layer) * (model.hidden_size + _expert_elements(job) / 3)
 
 
 def _dense_elements(job: PlannedJob, layer: int) -> float:

@@ -25,6 +25,12 @@ def mtp_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: float) 
     return layers / model.num_layers + 4.0 * model.hidden_size**2 + head
 
 
+def fp8_flops_per_token(model: ModelShape, hf: HfConfig) -> float:
+    """Return those of a forward pass that training.fp8_format computes in FP8: all but attention, head and routers."""
+    router = model.num_moe_layers * model.hidden_size * model.num_experts
+    return 2.0 * (active_parameters(model, hf) - model.hidden_size * model.vocab_size - router)
+
+
 def active_parameters(model: ModelShape, hf: HfConfig) -> int:
     """Count the parameters that one token uses: its experts and everything else but the embedding, of which one row."""
     attention = sum(

@@ -6,7 +6,7 @@ from math import exp
 from statistics import NormalDist, fmean
 
 from grpo_mp.batching.shared_prompts import SamplePrompt
-from grpo_mp.batching.updates import padded_size, plan_update
+from grpo_mp.batching.updates import padded_size, padding_multiple, plan_update
 from grpo_mp.config import Settings
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import data_parallel_size
@@ -47,7 +47,12 @@ class PackingEstimate:
 
 @lru_cache(maxsize=1024)
 def pack_update(
-    lengths: AssumedLengths, layout: LayoutConfig, dp_size: int, max_tokens: int, hidden_size: int
+    lengths: AssumedLengths,
+    layout: LayoutConfig,
+    dp_size: int,
+    max_tokens: int,
+    hidden_size: int,
+    pad_multiple: int = 1,
 ) -> PackingEstimate:
     """Plan one update of these lengths. Pure."""
     tokens = [lengths.prompt_tokens + response for response in response_lengths(lengths)]
@@ -55,9 +60,10 @@ def pack_update(
     if lengths.samples_per_prompt:  # every prompt gets short and long responses
         num_prompts = -(-lengths.num_samples // lengths.samples_per_prompt)
         prompts = [SamplePrompt(sample % num_prompts, lengths.prompt_tokens) for sample in range(lengths.num_samples)]
-    schedule = plan_update(tokens, layout, dp_size, max_tokens, hidden_size, prompts)
+    schedule = plan_update(tokens, layout, dp_size, max_tokens, hidden_size, prompts, pad_multiple)
     size = padded_size(schedule, layout)
-    busiest = size * schedule.microbatches or max(sum(plan.tokens for plan in rank) for rank in schedule.ranks)
+    loads = [sum(max(plan.tokens, plan.pad_to) for plan in rank) for rank in schedule.ranks]
+    busiest = size * schedule.microbatches or max(loads)
     return PackingEstimate(schedule.microbatches, busiest * dp_size / sum(tokens))
 
 
@@ -239,7 +245,9 @@ class PlannedJob:
         training = self.settings.training
         lengths = self._lengths(max(1, self.settings.samples_per_step // training.updates_per_step))
         layout = self.settings.layout.model_copy(update={"expert": 1, "expert_tensor": 1})  # do not affect packing
-        return pack_update(lengths, layout, self.dp_size, training.max_tokens_per_microbatch, self.model.hidden_size)
+        padding = padding_multiple(layout, training)
+        max_tokens = training.max_tokens_per_microbatch
+        return pack_update(lengths, layout, self.dp_size, max_tokens, self.model.hidden_size, padding)
 
 
 def make_job(

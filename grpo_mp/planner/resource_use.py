@@ -30,6 +30,7 @@ class ResourceUse:
 
     flops: float = 0.0
     fp8: bool = False
+    fp8_flops: float = 0.0  # besides `flops`, whatever `fp8` says of those
     device_bytes: float = 0.0
     nvlink_bytes: float = 0.0
     network_bytes: float = 0.0
@@ -102,8 +103,10 @@ def estimate_time(use: ResourceUse, cluster: Cluster) -> TimeEstimate:
     then what waits for a pipeline, then waits, then the parts that have names."""
     achievable = cluster.achievable
     tflops = cluster.matmul_tflops(use.fp8) if use.flops else cluster.bf16_tflops
+    products = _term("matrix products", use.flops / TERA, "TFLOP", tflops, "TFLOP/s", achievable.matmul)
     rated = [
-        _term("matrix products", use.flops / TERA, "TFLOP", tflops, "TFLOP/s", achievable.matmul),
+        products,
+        *_fp8_products(use.fp8_flops, cluster, products.roofline_s),
         *(
             _term(name, size / GIGA, "GB", rate, "GB/s", share)
             for name, size, rate, share in (
@@ -128,6 +131,15 @@ def estimate_time(use: ResourceUse, cluster: Cluster) -> TimeEstimate:
         for term in estimate_time(part.use, cluster).terms
     ]
     return TimeEstimate(tuple(term for term in (*rated, idle, *waits, *named) if term.expected_s))
+
+
+def _fp8_products(flops: float, cluster: Cluster, others_s: float) -> list[Term]:
+    """Return the products in FP8, whose roofline is above `others_s` of the same cores."""
+    if not flops:
+        return []
+    rate, share = cluster.matmul_tflops(fp8=True), cluster.achievable.matmul
+    term = _term("matrix products", flops / TERA, "TFLOP in FP8", rate, "TFLOP/s", share)
+    return [replace(term, roofline_s=term.roofline_s + others_s)]
 
 
 def _term(resource: str, amount: float, unit: str, rate: float, rate_unit: str, share: float) -> Term:

@@ -192,7 +192,8 @@ def time_table(title: str, uses: Mapping[str, tuple[ResourceUse, TimeEstimate]])
         traffic = (use.nvlink_bytes, use.network_bytes, use.host_link_bytes + use.host_copy_bytes, use.disk_bytes)
         gigabytes = (f"{size / GIGA:,.1f}" if size else "" for size in traffic)
         seconds = (f"{time.roofline_s:,.1f}", f"{time.expected_s:,.1f}")
-        rows.append((sub_phase, f"{use.flops / 1e12:,.0f}" if use.flops else "", *gigabytes, *seconds, costliest))
+        flops = use.flops + use.fp8_flops
+        rows.append((sub_phase, f"{flops / 1e12:,.0f}" if flops else "", *gigabytes, *seconds, costliest))
     columns = (
         "",
         "TFLOP",

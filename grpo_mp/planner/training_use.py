@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from grpo_mp.planner.clusters import OVERHEADS
-from grpo_mp.planner.flops import forward_flops_per_token, mtp_flops_per_token
+from grpo_mp.planner.flops import forward_flops_per_token, fp8_flops_per_token, mtp_flops_per_token
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.resource_use import ResourceUse, Wait
 
@@ -22,7 +22,7 @@ class LayerTraffic:
 
 def logprob_use(job: PlannedJob, passes: float) -> ResourceUse:
     """Return `passes` forward passes over the samples of a step; a fraction goes over that share of them."""
-    forward = ResourceUse(flops=_forward_flops(job)) + _traffic_use(job, _layer_traffic(job))
+    forward = _forward_products(job) + _traffic_use(job, _layer_traffic(job))
     return replace(forward.scaled(passes), bubble=_bubble(job))
 
 
@@ -38,7 +38,7 @@ def train_use(job: PlannedJob) -> ResourceUse:
     between_stages = ResourceUse(network_bytes=traffic.between_stages * (1 - forwards))  # is not computed again
     use = _traffic_use(job, traffic).scaled(forwards) + _traffic_use(job, backward) + between_stages
     ahead = mtp_flops_per_token(job.model, job.hf, job.attention_context) * _computed_tokens(job) / job.train_ranks
-    use += ResourceUse(flops=(_forward_flops(job) + ahead) * (forwards + 2))
+    use += (_forward_products(job) + ResourceUse(flops=ahead)).scaled(forwards + 2)
     return replace(use.scaled(training.epochs), bubble=_bubble(job))
 
 
@@ -53,8 +53,9 @@ def lone_pass_use(job: PlannedJob, tokens: float, context_tokens: float) -> Reso
     )
     per_token = forward_flops_per_token(job.model, job.hf, context_tokens)
     weights = sum(count.total for count in job.parameter_counts) * job.per_parameter.weights
-    one = traffic + ResourceUse(
-        flops=tokens * per_token / layout.tensor / layout.context,
+    share = tokens / layout.tensor / layout.context
+    one = traffic + _products(job, share * per_token, share)
+    one += ResourceUse(
         device_bytes=weights,
         waits=(Wait("layers of the policy", job.model.num_layers, OVERHEADS.eager_layer_s),),
     )
@@ -88,10 +89,19 @@ def _computed_tokens(job: PlannedJob) -> float:
     return job.settings.samples_per_step * job.mean_seq_len * job.packing.load_factor
 
 
-def _forward_flops(job: PlannedJob) -> float:
+def _forward_products(job: PlannedJob) -> ResourceUse:
     """Return one GPU's FLOPs of a forward pass over a step's samples."""
     per_token = forward_flops_per_token(job.model, job.hf, job.attention_context)
-    return _computed_tokens(job) * per_token / job.train_ranks
+    tokens = _computed_tokens(job) / job.train_ranks
+    return _products(job, tokens * per_token, tokens)
+
+
+def _products(job: PlannedJob, flops: float, tokens: float) -> ResourceUse:
+    """Return FLOPs of a forward pass over `tokens`, those of linear layers in FP8 where training.fp8_format is set."""
+    if job.settings.training.fp8_format is None:
+        return ResourceUse(flops=flops)
+    in_fp8 = tokens * fp8_flops_per_token(job.model, job.hf)
+    return ResourceUse(flops=flops - in_fp8, fp8_flops=in_fp8)
 
 
 def _layer_traffic(job: PlannedJob) -> LayerTraffic:

@@ -156,6 +156,17 @@ def megatron_fields(interleaved: bool, model: Mapping[str, Any]) -> dict[str, An
     return dict.fromkeys(fusions, False) | {"use_cpu_initialization": True} | pipeline
 
 
+def fp8_fields(fp8_format: str | None, recipe: str) -> dict[str, Any]:
+    """Return the fields of Megatron's config for FP8. On a CPU the layers compute it themselves (see fp8_linear).
+
+    TransformerEngine's copies of the weights in FP8 are not kept between micro-batches: they would stay on the GPU
+    while the policy leaves it for the engines.
+    """
+    if fp8_format is None or not on_cuda():
+        return {}
+    return {"fp8": fp8_format, "fp8_recipe": recipe, "disable_parameter_transpose_cache": True}
+
+
 def fused_fields(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config fields that turn on Megatron's fused kernels for a model on CUDA. Pure.
 

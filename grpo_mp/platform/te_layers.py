@@ -91,6 +91,8 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 class DuplicatedLinear(torch.nn.Linear):
     """Linear layer that is replicated over tensor ranks: the down projections of latent attention."""
 
+    linear: Callable[[Tensor, Tensor], Tensor] = staticmethod(torch.nn.functional.linear)
+
     def __init__(
         self,
         input_size: int,
@@ -111,7 +113,7 @@ class DuplicatedLinear(torch.nn.Linear):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """Map x [..., input_size] -> [..., output_size]; the second value, the bias, is None."""
-        return super().forward(x), None
+        return self.linear(x, self.weight), None
 
 
 class _GroupedMatmul(torch.autograd.Function):
@@ -146,6 +148,7 @@ class GroupedLinear(torch.nn.Module):
     """
 
     partition_dim: int
+    matmul: Callable[..., Tensor] = staticmethod(_GroupedMatmul.apply)
 
     def __init__(
         self,
@@ -182,7 +185,7 @@ class GroupedLinear(torch.nn.Module):
         """Map x [tokens, in], sorted by expert with `splits` tokens each, -> [tokens, out]; the bias is None."""
         # An expert without tokens gets gradient 0 instead of none: overlapped gradient reduction waits for every
         # parameter, so a missing gradient would hang the run.
-        return _GroupedMatmul.apply(x, splits, *self.parameters()), None
+        return self.matmul(x, splits, *self.parameters()), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

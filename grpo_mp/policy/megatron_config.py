@@ -63,6 +63,10 @@ RESERVED = {  # fields that the run sets itself, with what to do instead
     **dict.fromkeys(HYBRID_OPTIMIZER, "set optimizer.offload=host"),
     "moe_enable_routing_replay": "set training.router_replay",
     **dict.fromkeys(("mtp_num_layers", "mtp_loss_scaling_factor"), "set model.mtp_loss_scaling_factor"),
+    "fp8": "set training.fp8_format",
+    "fp8_recipe": "set training.fp8_recipe",
+    "fp8_param": "weights stay in model.dtype: a weight sync and checkpoints read them",
+    "fp8_param_gather": "weights stay in model.dtype: a weight sync and checkpoints read them",
     "perform_initialization": "every weight is read from the checkpoint",
 }
 
@@ -79,6 +83,7 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
     config_class = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
     values = family | _numerics(DTYPES[dtype]) | RECOMPUTE[training.recompute] | _layout(layout)
     values |= platform.megatron_fields(layout.virtual_pipeline is not None, family)
+    values |= platform.fp8_fields(training.fp8_format, training.fp8_recipe)
     values |= overrides_for(training.megatron_args, config_class)
     if hf.trains_mtp:
         values |= _multi_token_prediction(hf, values)

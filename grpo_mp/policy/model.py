@@ -1,5 +1,6 @@
 """The policy's Megatron model: a GPTModel that returns token logprobs instead of logits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from grpo_mp import platform
 from grpo_mp.config.sections import TrainingConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.platform import fp8_linear
 from grpo_mp.policy.deepseek import set_group_ranking, use_mla_without_query_norm
 from grpo_mp.policy.multi_token_prediction import MTP_INPUTS, embed_detached, mtp_block_spec
 from grpo_mp.policy.shared_prompt_attention import use_per_token_rotary, use_shared_prompt_attention
@@ -85,7 +87,17 @@ def build_chunks(
     chunks = config.virtual_pipeline_model_parallel_size
     head = Head(temperature, training.logprob_chunk_tokens, hf.int("vocab_size"))
     stages = range(chunks) if chunks else (None,)
-    return [_build_chunk(config, hf, head, training.share_prompts, stage) for stage in stages]
+    models = [_build_chunk(config, hf, head, training.share_prompts, stage) for stage in stages]
+    if training.fp8_format and not platform.on_cuda():
+        use_fp8(models, training.fp8_format)
+    return models
+
+
+def use_fp8(models: Sequence[PolicyModel], fp8_format: fp8_linear.Fp8Format) -> None:
+    """Let the linear layers of decoder and multi-token-prediction layer compute in FP8 on a CPU; not the head."""
+    for model in models:
+        for layers in [model.decoder, *([model.mtp] if model.mtp_process else [])]:
+            fp8_linear.use_fp8(layers, fp8_format)
 
 
 def _build_chunk(

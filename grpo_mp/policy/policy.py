@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
+from grpo_mp import platform
+from grpo_mp.batching.updates import padding_multiple
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.hf_reader import check_layers, check_tensors
 from grpo_mp.checkpoint.manifest import Checksums
@@ -22,6 +24,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, is_of_mtp
 from grpo_mp.policy.expert_load import ExpertLoad
 from grpo_mp.policy.forward import LossFunction, forward_backward, forward_only
+from grpo_mp.policy.fp8 import check_fp8
 from grpo_mp.policy.megatron_config import check_overrides, transformer_config
 from grpo_mp.policy.model import PolicyModel, build_chunks
 from grpo_mp.policy.multi_token_prediction import MtpLoss
@@ -76,6 +79,7 @@ class Policy:
         self.optimizer, self.lr_scheduler = build_optimizer(
             settings.optimizer, dtype, megatron_args, settings.total_updates, self.chunks
         )
+        self.padding_multiple = padding_multiple(settings.layout, settings.training)
         self._skip_grad_norm = settings.optimizer.skip_grad_norm or math.inf
         self.expert_load = ExpertLoad(models, self.config.num_layers, self.config.num_moe_experts or 0)
         self.mtp_loss = MtpLoss(settings.model.mtp_loss_scaling_factor) if settings.model.trains_mtp else None
@@ -175,6 +179,7 @@ def check_policy(
     check_layout(layout, model_shape(hf), world_size, sets_pipeline_layout(training.megatron_args))
     check_overrides(training.megatron_args)
     config = transformer_config(layout, training, model.dtype, hf)
+    check_fp8(training, model.dtype, layout, family_of(hf).params(hf).values(), platform.compute_capability())
     if hf.trains_mtp and COPIED_EMBEDDING not in family_of(hf).params(hf):
         raise hf.error(
             f"the family of {hf.model_type!r} does not map a multi-token-prediction layer: set "

@@ -46,7 +46,14 @@ def pack_samples(data: ChatSet, indices: Sequence[int], max_tokens: int, policy:
     hidden_size = policy.config.hidden_size
     with_mtp = policy.mtp_loss is not None
     return supervised_batch(
-        lengths, learned, lambda i: data[indices[i]], policy.parallel, max_tokens, hidden_size, with_mtp
+        lengths,
+        learned,
+        lambda i: data[indices[i]],
+        policy.parallel,
+        max_tokens,
+        hidden_size,
+        with_mtp,
+        policy.padding_multiple,
     )
 
 

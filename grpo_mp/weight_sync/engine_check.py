@@ -62,7 +62,8 @@ class EngineCheck:
         more without the few farthest: tokens at a routing tie do not decide (see compare.py). Raises
         EngineDisagreesError, on its rank, where it may not be lost.
         """
-        dtype = "fp8" if self.weight_sync.resharder.wire.fp8 else self.settings.model.dtype
+        in_fp8 = self.weight_sync.resharder.wire.fp8 or self.settings.training.fp8_format
+        dtype = "fp8" if in_fp8 else self.settings.model.dtype
         tolerance = self.settings.sync.check_tolerance or TOLERANCE[dtype]
         reports = self._compare_engines(0)
         if worst_report(reports).passes(tolerance):
@@ -173,8 +174,8 @@ def sequence_logprobs(policy: Policy, sequences: Sequences) -> list[list[float]]
     align = alignment(layout)
     samples = {i: Sample.from_tokens(i, tokens[:1], tokens[1:]) for i, tokens in enumerate(sequences)}
     lengths = tuple(round_up(len(tokens), align) for tokens in sequences)
-    unused = [0.0] * len(sequences)
-    batch = pack(samples, unused, unused, MicroBatchPlan(tuple(samples), lengths), align)
+    unused, padded = [0.0] * len(sequences), round_up(sum(lengths), policy.padding_multiple)
+    batch = pack(samples, unused, unused, MicroBatchPlan(tuple(samples), lengths), align, padded)
     local_batch = slice_context(batch, layout.context, parallel.coords.context)
     repeat = layout.pipeline if layout.virtual_pipeline else 1  # an interleaved schedule needs that many
     with policy.use_temperature(1.0):

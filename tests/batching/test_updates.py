@@ -7,8 +7,15 @@ import pytest
 import torch
 
 from grpo_mp.batching.packing import gather_responses
-from grpo_mp.batching.updates import UpdatePlan, alignment, microbatches, padded_size, plan_updates
-from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.batching.updates import (
+    UpdatePlan,
+    alignment,
+    microbatches,
+    padded_size,
+    padding_multiple,
+    plan_updates,
+)
+from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.types import MicroBatch, Sample
 from tests.batching.helpers import join_context
 
@@ -158,3 +165,25 @@ def test_long_tailed_lengths_leave_little_padding_with_a_pipeline(
     # Interleaving wants a multiple of the pipeline: up to pipeline - 1 micro-batches of an update are there for that.
     multiple = dp_size * (pipeline - 1) * sum(sizes) if virtual else 0
     assert (padded - multiple) / sum(lengths) < 1.05
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("recipe", "rows"), [("blockwise", 16), ("mxfp8", 32)])
+def test_microbatches_in_fp8_have_whole_rows_of_each_rank(layout: LayoutConfig, recipe: str, rows: int) -> None:
+    """With the same samples, in micro-batches as before, and a dummy one, which is padded, too."""
+    training = TrainingConfig(fp8_format="e4m3", fp8_recipe=recipe)
+    multiple = padding_multiple(layout, training)
+    assert (multiple, padding_multiple(layout, TrainingConfig())) == (rows * layout.tensor * layout.context, 1)
+    samples = make_samples(5, seed=3)
+    lengths = [sample.total_tokens for sample in samples]
+    arguments = (lengths, 2, layout, 2, MAX_TOKENS, HIDDEN)
+    for plain, update in zip(plan_updates(*arguments), plan_updates(*arguments, pad_multiple=multiple), strict=True):
+        assert [[plan.samples for plan in rank] for rank in update.schedule.ranks] == [
+            [plan.samples for plan in rank] for rank in plain.schedule.ranks
+        ]
+        for data_rank in range(2):
+            own = {i: samples[i] for i in update.samples_of(data_rank)}
+            weights = [1.0] * len(update.samples)
+            for batch in microbatches(update, own, [0.0] * 5, weights, layout, data_rank, context_rank=0):
+                assert len(batch.tokens) % (rows * layout.tensor) == 0
+                assert sum(batch.lengths) == len(batch.tokens) * layout.context

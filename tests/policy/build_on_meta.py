@@ -2,7 +2,8 @@
 
 WHEEL: a folder that holds TransformerEngine's Python code. Model, gradient buffers and optimizer of one rank of each
 pipeline stage are built on the meta device by Megatron and TransformerEngine, with the config fields of CUDA, in a fake
-process group. The last line of the output is a JSON object: a list of `BuildResult` by recipe.
+process group. RECIPE@fp8 is the recipe with training.fp8_format=e4m3. The last line of the output is a JSON object: a
+list of `BuildResult` by recipe.
 """
 
 import json
@@ -45,6 +46,7 @@ class BuildResult:
     permute_fused: bool
     layers: int
     layers_that_add_gradients: int
+    fp8: tuple[str, str]  # TransformerEngine's recipe and its format; ("", "") without FP8
 
 
 def main() -> None:
@@ -59,7 +61,7 @@ def main() -> None:
     from grpo_mp.policy import host_state
 
     host_state.PinnedBuffer = MetaBuffer
-    print(json.dumps({path: [asdict(result) for result in _build(Path(path))] for path in sys.argv[2:]}))
+    print(json.dumps({recipe: [asdict(result) for result in _build(recipe)] for recipe in sys.argv[2:]}))
 
 
 class MetaBuffer:
@@ -75,8 +77,10 @@ def _cuda_type(tensor: torch.Tensor, *args: Any) -> Any:
     return result.replace("torch.meta.", "torch.") if isinstance(result, str) else result
 
 
-def _build(path: Path) -> Iterator[BuildResult]:
-    settings = load_settings(path)
+def _build(recipe: str) -> Iterator[BuildResult]:
+    name, _, fp8 = recipe.partition("@")
+    path = Path(name)
+    settings = load_settings(path, ["training.fp8_format=e4m3"] if fp8 else [])
     command = COMMAND.search(path.read_text())
     assert command
     hf, _ = find_config(settings.model.path)
@@ -129,7 +133,17 @@ def _measure(job: PlannedJob, stage: int, chunks: Sequence[Any], optimizer: Any)
         permute_fused=config.moe_permute_fusion,
         layers=len(linear),
         layers_that_add_gradients=sum(module.fuse_wgrad_accumulation for module in linear),
+        fp8=_fp8_recipe(config),
     )
+
+
+def _fp8_recipe(config: Any) -> tuple[str, str]:
+    from megatron.core.fp8_utils import get_fp8_recipe
+
+    if not config.fp8:
+        return "", ""
+    recipe = get_fp8_recipe(config)
+    return type(recipe).__name__, recipe.fp8_format.name
 
 
 def _optimizer_tensors(parts: Sequence[Any]) -> Iterator[torch.Tensor]:

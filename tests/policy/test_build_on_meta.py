@@ -15,12 +15,13 @@ from tests.recipes import FULL_SIZE
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 RECIPES = [str(path) for path in FULL_SIZE]
+IN_FP8 = f"{RECIPES[0]}@fp8"
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[dict[str, Any]]]:
     """Return the results of one rank of each stage of each recipe."""
-    command = [sys.executable, "-m", "tests.policy.build_on_meta", str(te_wheel()), *RECIPES]
+    command = [sys.executable, "-m", "tests.policy.build_on_meta", str(te_wheel()), *RECIPES, IN_FP8]
     return last_json_line(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500))
 
 
@@ -51,3 +52,9 @@ def test_fused_kernels_are_on(recipe: str, results: dict[str, list[dict[str, Any
         assert rank["rope_fused"]
         assert rank["permute_fused"] == experts
         assert rank["layers_that_add_gradients"] == rank["layers"] > 0
+
+
+def test_fp8_is_the_blockwise_recipe_and_leaves_weights_as_they_are(results: dict[str, list[dict[str, Any]]]) -> None:
+    for in_fp8, rank in zip(results[IN_FP8], results[RECIPES[0]], strict=True):
+        assert in_fp8 == rank | {"fp8": ["Float8BlockScaling", "E4M3"]}
+        assert rank["fp8"] == ["", ""]

@@ -1,0 +1,60 @@
+"""Plans of training in FP8, with numbers written out for a dense and a sparse model."""
+
+import pytest
+
+from grpo_mp.errors import UserError
+from grpo_mp.planner.activations import forward_bytes, layer_bytes
+from grpo_mp.planner.plan import make_plan
+from grpo_mp.planner.resource_use import estimate_time
+from grpo_mp.planner.training_use import logprob_use, train_use
+from tests.planner.jobs import job_of
+
+IN_FP8 = {"training": {"fp8_format": "e4m3"}}
+QKV, OUT, MLP = 3584 * (3584 + 2 * 512), 3584 * 3584, 3 * 3584 * 18944  # of qwen2.5-7b
+LAYER = QKV + OUT + MLP
+
+
+def test_products_of_linear_layers_are_in_fp8_and_others_not() -> None:
+    plain, fp8 = job_of("qwen2.5-7b", "h100-80", 1), job_of("qwen2.5-7b", "h100-80", 1, **IN_FP8)
+    before, after = logprob_use(plain, 1.0), logprob_use(fp8, 1.0)
+    assert after.flops + after.fp8_flops == pytest.approx(before.flops, rel=0.01)  # more padding
+    tokens = fp8.settings.samples_per_step * fp8.mean_seq_len * fp8.packing.load_factor / 8
+    assert after.fp8_flops == pytest.approx(2 * 28 * LAYER * tokens)
+    trained = train_use(fp8)
+    assert trained.fp8_flops == pytest.approx(3 * after.fp8_flops)
+    assert before.fp8_flops == 0
+
+
+def test_products_in_fp8_take_half_the_time() -> None:
+    cluster = job_of("qwen2.5-7b", "h100-80", 1).cluster
+    use = train_use(job_of("qwen2.5-7b", "h100-80", 1, **IN_FP8))
+    estimate = estimate_time(use, cluster)
+    seconds = (use.flops / 989e12, use.fp8_flops / 1979e12)
+    assert estimate.roofline_s == pytest.approx(sum(seconds))  # on the same cores, one after the other
+    assert estimate.parts["matrix products"] == pytest.approx(sum(seconds) / cluster.achievable.matmul)
+
+
+def test_inputs_are_saved_in_fp8_and_weights_of_each_microbatch() -> None:
+    plain, fp8 = job_of("qwen2.5-7b", "h100-80", 1), job_of("qwen2.5-7b", "h100-80", 1, **IN_FP8)
+    byte = 1 + 4 / 128
+    weights = LAYER + 2 * 3584 + (3584 + 2 * 512)  # norms and the bias of the projections, too
+    inputs = 4096 * (3584 + 18944)  # of the MLP's two matrices
+    assert layer_bytes(fp8, 0) - layer_bytes(plain, 0) == pytest.approx(2 * byte * weights - (2 - byte) * inputs)
+    assert forward_bytes(fp8, 0) - forward_bytes(plain, 0) == pytest.approx(byte * weights)
+
+
+def test_experts_save_less_than_they_did() -> None:
+    """Of 4 of 128 experts a rank; a copy of a token saves its hidden state and what goes into the second matrix."""
+    layout = {"layout": {"expert": 32}}
+    plain = job_of("qwen3-30b-a3b", "h100-80", 4, **layout)
+    fp8 = job_of("qwen3-30b-a3b", "h100-80", 4, **layout, **IN_FP8)
+    byte, attention = 1 + 4 / 128, 2048 * 128 * (32 + 2 * 4) + 32 * 128 * 2048
+    weights = attention + 4 * 3 * 2048 * 768 + 2048 * 128 + 2 * 2048 + 2 * 128
+    copies = 4096 * 8 * 1.5  # the busiest rank
+    less = (2 - byte) * copies * (2048 + 768)
+    assert layer_bytes(fp8, 0) - layer_bytes(plain, 0) == pytest.approx(2 * byte * weights - less)
+
+
+def test_gpus_without_fp8_are_named() -> None:
+    with pytest.raises(UserError, match="the plan needs fp8_tflops, which the profile lacks"):
+        make_plan(job_of("qwen2.5-7b", "a100-80", 1, **IN_FP8))
