@@ -73,7 +73,9 @@ def check_sync(lines: Sequence[MetricLine], settings: Mapping[str, Any]) -> Iter
     if not checked:
         yield Finding(Level.OK, "no weight sync was checked: the run has no engines, as a replay")
         return
-    is_fp8 = "fp8" in str(settings["engine"]["args"].get("quantization", "")) or settings["training"].get("fp8_format")
+    is_fp8 = "fp8" in str(settings["engine"]["args"].get("quantization", "")) or settings.get("training", {}).get(
+        "fp8_format"
+    )
     tolerance = settings["sync"]["check_tolerance"] or TOLERANCE["fp8" if is_fp8 else settings["model"]["dtype"]]
     far = [(step, mean) for step, mean, _ in checked if mean is None or not mean <= tolerance]
     fewest = min(tokens or 0 for _, _, tokens in checked)

@@ -63,6 +63,8 @@ def test_engines_that_had_not(lines: list[dict[str, float | None]], level: Level
 def test_the_tolerance_is_that_of_the_run() -> None:
     fp8 = {**SETTINGS, "engine": {"args": {"quantization": "fp8"}}}
     assert not of(Level.ERROR, [*check_sync([line(1, 0.2)], fp8)])
+    fp8_policy = {**SETTINGS, "training": {"fp8_format": "e4m3"}}
+    assert not of(Level.ERROR, [*check_sync([line(1, 0.2)], fp8_policy)])
     own = {**SETTINGS, "sync": {"check_tolerance": 0.001}}
     assert of(Level.ERROR, [*check_sync([line(1, 0.01)], own)])
 
