@@ -23,7 +23,9 @@ from grpo_mp.cli.main import main
 from grpo_mp.errors import UserError
 from grpo_mp.monitor.appended import COMPARED_BYTES
 from grpo_mp.monitor.engine_load import EngineLoad, EngineLoadFile, load_file
-from grpo_mp.monitor.rules import find_warnings
+from grpo_mp.monitor.rules import Finding as Warning
+from grpo_mp.monitor.rules import MetricLine, RuleWatch, find_warnings
+from grpo_mp.monitor.run_warnings import run_warnings
 from grpo_mp.monitor.timeline import Timeline, read_trace, trace_path
 from grpo_mp.watch.screen import Frame, name_ranges, sparkline
 from grpo_mp.watch.server import LivePage, serving
@@ -144,6 +146,30 @@ def test_metrics_are_read_as_they_come(tmp_path: Path) -> None:
     replaced.write_text('{"step": 1, "a": 5}\nno JSON\n')
     replaced.replace(path)
     assert file.read() == [{"step": 1, "a": 5}]
+
+
+def test_rules_look_at_each_line_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that has begun anew is looked at anew."""
+    looked, step = list[int](), RuleWatch.step
+
+    def note(watch: RuleWatch, line: MetricLine) -> list[Warning]:
+        looked.append(int(line["step"] or 0))
+        return step(watch, line)
+
+    monkeypatch.setattr(RuleWatch, "step", note)
+    reader = RunReader(run)
+    for end in range(31, 34):
+        with (run / "metrics.jsonl").open("a") as lines:
+            lines.write("\n" + json.dumps(metrics_of(end)) + "\n")
+        for _ in range(2):
+            state = reader.read()
+            looks, found = [*looked], run_warnings(state.metrics)
+            looked[:] = looks
+            assert state.warnings == found != []
+    assert looked == [*range(1, 34)]
+    (run / "metrics.jsonl").write_text(json.dumps(metrics_of(1)) + "\n")
+    assert reader.read().warnings == []
+    assert looked == [*range(1, 34), 1]
 
 
 def test_open_spans_are_told_from_the_end_of_a_trace() -> None:
