@@ -138,6 +138,7 @@ WRITTEN: dict[str, dict[str, tuple[float | None, float | None]]] = {
     "engine_differs": {"mismatch/token_mult_prob_error": (1.0, 1.8), LAG: (0.0, 0.0)},
     "not_finite": {"train/loss": (0.01, None)},
     "metric_not_finite": {"train/kl_loss": (0.01, None)},
+    "ratio_not_finite": {"train/ratio/max": (1.2, None)},
     "gradient_exploded": {"train/grad_norm": (1.0, 2e4)},
     "no_signal": {"reward/group_std": (0.3, 0.0)},
     "entropy_collapse": {"train/entropy": (0.4, 0.02), "rollout/accuracy": (0.3, 0.3)},
@@ -224,8 +225,20 @@ def test_a_gap_neither_hides_a_sickness_nor_is_one(rule: str, gap: float | None)
         }
         for step in range(1, 41)
     ]
-    assert {found.rule for found in find_warnings(steps[:20])} <= {"metric_not_finite"}
+    assert {found.rule for found in find_warnings(steps[:20])} <= {"metric_not_finite", "ratio_not_finite"}
     assert rule in {found.rule for found in find_warnings(steps)}
+
+
+@pytest.mark.parametrize("value", [None, NAN, INF])
+def test_every_ratio_that_is_no_number_is_found_once(value: float | None) -> None:
+    steps = [{"step": 1.0, "train/ratio/mean": value, "train/ratio/max": 3.0, "train/kl_loss": 0.1}]
+    (found,) = find_warnings(steps)
+    assert (found.rule, found.metric, found.sentence) == (
+        "ratio_not_finite",
+        "train/ratio/mean",
+        "train/ratio/mean is not finite",
+    )
+    assert find_warnings([steps[0] | {"train/ratio/mean": 1e300}]) == ()
 
 
 def test_what_staleness_explains_is_not_said_of_the_engine() -> None:
