@@ -35,6 +35,8 @@ def main(arguments: Sequence[str]) -> int:
         return _compare([argument for argument in arguments if argument != "--against"])
     explains = list(arguments[:1]) == ["explain"]
     args = _parser().parse_intermixed_args(arguments[explains:])
+    if args.json and not args.json.parent.is_dir():
+        raise UserError(f"--json {args.json}: its folder does not exist: make it first")
     cluster = read_cluster(args.cluster)
     if is_pipeline(args.config):
         if explains or args.search or args.simulate or args.ppo or args.times or args.json or args.model_config:

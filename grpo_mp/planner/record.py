@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mp.distributed.layout import describe_parallelism
+from grpo_mp.errors import UserError
 from grpo_mp.files import write_json
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.memory import SubPhase, total_bytes
@@ -54,7 +55,10 @@ def _phase(plan: Plan, parts: tuple[SubPhase, ...], with_times: bool) -> dict[st
 
 
 def write_plan(job: PlannedJob, file: Path, with_times: bool) -> bool:
-    """Plan a job and write the plan; return whether it fits."""
+    """Plan a job and write the plan; return whether it fits. Raises UserError where the file's folder was removed."""
     plan = make_plan(job)
-    write_json(file, plan_record(plan, with_times))
+    try:
+        write_json(file, plan_record(plan, with_times), make_folder=False)
+    except FileNotFoundError as error:
+        raise UserError(f"{file}: its folder was removed meanwhile: no plan is written") from error
     return check_fits(plan).fits
