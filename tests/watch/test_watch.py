@@ -21,6 +21,7 @@ from rich.console import Console
 
 from grpo_mp.cli.main import main
 from grpo_mp.errors import UserError
+from grpo_mp.files import write_atomically
 from grpo_mp.monitor.appended import COMPARED_BYTES
 from grpo_mp.monitor.engine_load import EngineLoad, EngineLoadFile, load_file
 from grpo_mp.monitor.rules import Finding as Warning
@@ -324,6 +325,27 @@ def test_the_page_is_for_who_has_the_key(run: Path, monkeypatch: pytest.MonkeyPa
             lines.write("\n")
         time.sleep(0.2)
         assert made == 2  # nobody asks any more
+
+    serve(run, make, ask)
+
+
+@pytest.mark.parametrize("name", ["eval/step_000000.json", "samples/step_000031.jsonl", "plan.json"])
+def test_the_page_shows_what_is_written_behind_the_metrics(
+    run: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As the scores of step 0, until whose end there is no other line of metrics."""
+    monkeypatch.setattr("grpo_mp.watch.server.LOOK_EVERY_S", 0.02)
+    (run / "eval").mkdir()
+
+    def make(folder: Path) -> str:
+        return f"<body>{(folder / name).exists()}</body>"
+
+    def ask(url: str, live: LivePage) -> None:
+        assert httpx.get(url, trust_env=False).text == "<body>False</body>"
+        write_atomically(run / name, "{}")
+        deadline = time.monotonic() + LIMIT_S
+        while httpx.get(url, trust_env=False).text != "<body>True</body>":
+            assert time.monotonic() < deadline
 
     serve(run, make, ask)
 
