@@ -50,9 +50,13 @@ def _as_key(key: Any) -> Any:
     return key if is_known else str(key)
 
 
-def write_atomically(file: Path, text: str) -> None:
-    """Write a file in UTF-8 that is complete and on disk, or as it was before; makes its folder."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+def write_atomically(file: Path, text: str, make_folder: bool = True) -> None:
+    """Write a file in UTF-8 that is complete and on disk, or as it was before.
+
+    Makes its folder; with `make_folder` false raises FileNotFoundError where it is missing, as where it was removed.
+    """
+    if make_folder:
+        file.parent.mkdir(parents=True, exist_ok=True)
     with incomplete(file) as temporary, temporary.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
@@ -149,9 +153,9 @@ def read_json(file: Path) -> dict[str, Any]:
     return values
 
 
-def write_json(file: Path, values: Mapping[str, Any]) -> None:
-    """Write a file atomically: it is complete and on disk, or absent."""
-    write_atomically(file, json.dumps(values, indent=2))
+def write_json(file: Path, values: Mapping[str, Any], make_folder: bool = True) -> None:
+    """Write a file as `write_atomically` does: it is complete and on disk, or absent."""
+    write_atomically(file, json.dumps(values, indent=2), make_folder)
 
 
 def file_digest(file: Path) -> str:

@@ -21,7 +21,7 @@ from grpo_mp.monitor.rules import RuleWatch
 from grpo_mp.monitor.samples import drop_later_files
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.phases import Phase
-from grpo_mp.planner.clusters import cluster_of
+from grpo_mp.planner.clusters import machine_options
 from grpo_mp.platform import device_name
 from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.trainer.collect import RolloutBatch
@@ -153,10 +153,7 @@ def make_logger(ctx: TrainContext) -> StepLogger:
 
 def begin_plan(ctx: TrainContext, reporter: Reporter) -> None:
     """Begin to plan the run for the machines that it has, to be shown beside what it takes."""
-    per_node = local_ranks()[1]
-    machines = ("--nodes", str(ctx.job.world_size // per_node), "--gpus-per-node", str(per_node))
-    known = cluster_of(device_name())
-    reporter.begin([*machines, "--cluster", known] if known else [*machines, "--memory-only"])
+    reporter.begin(machine_options(ctx.job.world_size, local_ranks()[1], device_name()))
 
 
 def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None:

@@ -1,5 +1,7 @@
 """Sums over response tokens that become the training metrics once they are reduced over the job."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -90,9 +92,12 @@ def mismatch_band(token_mult_prob_error: float) -> int:
 
 
 def merge_reports(reports: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge micro-batch reports into sums [len(SUMS)] and maxima [len(MAXIMA)], float64 on the CPU, ready to reduce."""
+    """Merge micro-batch reports into sums [len(SUMS)] and maxima [len(MAXIMA)], float64 on the CPU, ready to reduce.
+
+    A maximum that is NaN is infinite here: the larger one of two, over ranks or updates, may not be NaN.
+    """
     if not reports:
         return torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(len(MAXIMA), dtype=torch.float64)
     sums = torch.stack([torch.stack([report[name] for name in SUMS]) for report in reports]).sum(0)
     maxima = torch.stack([torch.stack([report[name] for name in MAXIMA]) for report in reports]).amax(0)
-    return sums.cpu(), maxima.cpu()
+    return sums.cpu(), maxima.where(~maxima.isnan(), math.inf).cpu()

@@ -35,6 +35,8 @@ def main(arguments: Sequence[str]) -> int:
         return _compare([argument for argument in arguments if argument != "--against"])
     explains = list(arguments[:1]) == ["explain"]
     args = _parser().parse_intermixed_args(arguments[explains:])
+    if args.json and not args.json.parent.is_dir():
+        raise UserError(f"--json {args.json}: its folder does not exist: make it first")
     cluster = read_cluster(args.cluster)
     if is_pipeline(args.config):
         if explains or args.search or args.simulate or args.ppo or args.times or args.json or args.model_config:
@@ -45,8 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
     console.print(f"model: {source}")
     if isinstance(settings, SftSettings):
-        if explains or args.search or args.simulate or args.ppo or args.times or args.json:
-            options = "--search, --simulate, --ppo, --times and --json"
+        if explains or args.search or args.simulate or args.ppo or args.times:
+            options = "--search, --simulate, --ppo and --times"
             raise UserError(f"explain, {options} are for RL: plan this file without them")
         return _plan_sft(settings, hf, cluster, args, console)
     if hf.get("num_nextn_predict_layers") and not settings.model.trains_mtp:
@@ -95,10 +97,13 @@ def _plan_pipeline(args: argparse.Namespace, cluster: Cluster) -> int:
 def _plan_sft(settings: SftSettings, hf: HfConfig, cluster: Cluster, args: argparse.Namespace, console: Console) -> int:
     """Plan a job of supervised fine-tuning."""
     from grpo_mp.log import log_to_terminal
+    from grpo_mp.planner.record import write_sft_plan
     from grpo_mp.planner.sft import plan_and_show_sft, sft_job
 
     log_to_terminal()
     job = sft_job(settings, hf, cluster, args.nodes, args.gpus_per_node, args.response_tokens)
+    if args.json:
+        return 0 if write_sft_plan(job, args.json, with_times=not args.memory_only) else DOES_NOT_FIT
     return 0 if plan_and_show_sft(job, console) else DOES_NOT_FIT
 
 

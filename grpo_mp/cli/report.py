@@ -42,10 +42,13 @@ def main(arguments: Sequence[str]) -> int:
     from grpo_mp.report.records import read_runs
 
     runs = read_runs(args.runs)
-    for folder in args.runs if args.trace else ():
-        merge_traces(folder)
-    page = render(build_report(runs))
-    write_atomically(out, page)
+    try:
+        for folder in args.runs if args.trace else ():
+            merge_traces(folder)
+        page = render(build_report(runs))
+        write_atomically(out, page, make_folder=False)
+    except FileNotFoundError as error:
+        raise UserError(f"{error.filename}: its folder was removed meanwhile: no page is written") from error
     print(f"{out}: {len(page.encode()) / 2**20:.1f} MiB")
     return 0
 

@@ -45,8 +45,9 @@ def rendezvous(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
         host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         if "EADDRINUSE" in str(error) or (isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
             raise UserError(f"MASTER_PORT={port} of {host} is taken: choose another, for every rank") from error
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"rank {os.environ['RANK']} cannot reach the rendezvous at {host}:{port}: {reason}") from error
+        reason, rank = str(error).partition("\n")[0], os.environ["RANK"]
+        known = f" ({host} is {' and '.join(addresses_of(host)) or 'unknown'} here)" if _is_name(host) else ""
+        raise UserError(f"rank {rank} cannot reach the rendezvous at {host}:{port}{known}: {reason}") from error
 
 
 def _store(host: str, timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
@@ -65,13 +66,37 @@ def _store(host: str, timeout: datetime.timedelta) -> tuple[dist.Store, int, int
     return store, rank, size
 
 
-def _listener(host: str, port: int) -> socket.socket | None:
-    """Listen at the address of `host`; None where others know it by another one. Raises OSError for a taken port."""
+def addresses_of(host: str) -> list[str]:
+    """Return the addresses by which this node knows `host`, each once; none of an unknown name."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if ipaddress.ip_address(address[0]).is_loopback and address[0] != host:
-            return None  # a node may know its own name as 127.0.1.1
-        return socket.create_server(address[:2], family=family)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(address[0]) for _, _, _, _, address in found))
+
+
+def _is_name(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return True
+    return False
+
+
+def _listener(host: str, port: int) -> socket.socket | None:
+    """Listen at the only address of `host`; None where others may know it by another. Raises OSError for a taken port.
+
+    Torch takes one socket: for several addresses that is torch's own, on every network.
+    """
+    addresses = addresses_of(host)
+    if len(addresses) != 1:
+        return None  # which of them another node tries is up to its resolver
+    address = ipaddress.ip_address(addresses[0])
+    if address.is_loopback and _is_name(host):
+        return None  # a node may know its own name as 127.0.1.1
+    try:
+        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        return socket.create_server((addresses[0], port), family=family)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise

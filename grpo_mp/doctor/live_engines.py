@@ -104,4 +104,4 @@ def _version(http: httpx.Client) -> str:
 async def _checksums(server: EngineServer) -> dict[str, str]:
     client = EngineClient(server.index, server.url, server.headers, CHECKSUM_LIMIT_S)
     async with aclosing(client):
-        return await client.checksums()
+        return await client.checksums(with_draft=True)

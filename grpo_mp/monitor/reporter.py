@@ -1,6 +1,9 @@
 """Writes the plan, the report and the timeline of a run into its folder, by processes beside it."""
 
+import atexit
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -29,11 +32,14 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write what an error would leave unwritten; who has pressed Ctrl-C waits for nothing."""
-        if isinstance(error, Exception) and self._has_steps():
+        """Begin what an error would leave unwritten; who has pressed Ctrl-C waits for nothing.
+
+        The process waits for it as it exits: the error is told before, and the ranks of the job stop meanwhile.
+        """
+        if self._every is not None and isinstance(error, Exception) and self._has_steps():
             if not self._ended:
                 self.end(early=True)
-            self.finish(early=True)
+            atexit.register(self._finish_at_exit, time.monotonic() + EARLY_LIMIT_S)
 
     def begin(self, plan_arguments: Sequence[str]) -> None:
         """Plan the run: `plan_arguments` say for which machines."""
@@ -63,6 +69,10 @@ class Reporter:
         limit_s = (EARLY_LIMIT_S if early else LIMIT_S) if limit_s is None else limit_s
         self._show(self._plan.finish(0.0 if early else limit_s))
         self._show(self._report.finish(limit_s))
+
+    def _finish_at_exit(self, deadline_s: float) -> None:
+        with suppress(KeyboardInterrupt):  # nobody waits for it then
+            self.finish(max(0.0, deadline_s - time.monotonic()), early=True)
 
     def _begin_report(self, *options: str, niceness: int = NICENESS, outlives: bool = False) -> None:
         self._show(self._report.start(["report", str(self._folder), *options], niceness, outlives))

@@ -119,6 +119,10 @@ class RuleWatch:
                 self.found[key] = replace(finding, first_step=earlier.first_step, steps=earlier.steps + 1)
         return sorted(new, key=lambda one: -one.weight)
 
+    def heaviest_first(self) -> tuple[Finding, ...]:
+        """Return all that was found so far."""
+        return tuple(sorted(self.found.values(), key=lambda one: (-one.weight, one.first_step, one.metric)))
+
     def _rules_of(self, name: str) -> list[tuple[Rule, str]]:
         if name not in self._matching:
             found = ((rule, rule.matches(name)) for rule in self.rules)
@@ -146,9 +150,29 @@ class RuleWatch:
         return condition.find(self._values[name], since, errors)
 
 
+class WarningsOfGrowingRun:
+    """Finds the warnings of a run that goes on: each line of its metrics is looked at once."""
+
+    def __init__(self, rules: Sequence[Rule] = RULES) -> None:
+        """Take the rules; no line has been seen."""
+        self._rules, self._seen, self._watch = rules, list[MetricLine](), RuleWatch(rules)
+
+    def find(self, lines: Sequence[MetricLine]) -> tuple[Finding, ...]:
+        """Return what `find_warnings` does for the lines so far, all of them each time.
+
+        Where those seen before are not the first of them, as of a run that resumed, all are looked at anew.
+        """
+        if [*lines[: len(self._seen)]] != self._seen:  # quick: most are the same objects
+            self._seen, self._watch = [], RuleWatch(self._rules)
+        for line in lines[len(self._seen) :]:
+            self._watch.step(line)
+            self._seen.append(line)
+        return self._watch.heaviest_first()
+
+
 def find_warnings(lines: Iterable[MetricLine], rules: Sequence[Rule] = RULES) -> tuple[Finding, ...]:
     """Return what the rules find in a run's metrics, the lines of metrics.jsonl in order of steps; heaviest first."""
     watch = RuleWatch(rules)
     for line in lines:
         watch.step(line)
-    return tuple(sorted(watch.found.values(), key=lambda one: (-one.weight, one.first_step, one.metric)))
+    return watch.heaviest_first()

@@ -3,18 +3,24 @@
 from collections.abc import Iterable
 
 from grpo_mp.findings import Finding, Level
+from grpo_mp.monitor.rules import Finding as Warning
 from grpo_mp.monitor.rules import MetricLine, find_warnings
 
 SPOILS = 80  # from this weight on a warning says that what the run makes is spoiled; below, that it could be better
 
 
 def run_warnings(lines: Iterable[MetricLine]) -> list[Finding]:
-    """Return the warnings of a run's metrics, the heaviest first, each with what it means and what to do.
+    """Return the warnings of a run's metrics as `to_findings` does, the heaviest first."""
+    return to_findings(find_warnings(lines))
+
+
+def to_findings(warnings: Iterable[Warning]) -> list[Finding]:
+    """Return warnings with what each means and what to do, in their order.
 
     Those of weight SPOILS or more are errors, also where they have passed: what was spoiled then is in the weights.
     """
     findings = []
-    for warning in find_warnings(lines):
+    for warning in warnings:
         seen = f"from step {warning.first_step} to {warning.last_step}"
         evidence = [warning.meaning, f"{seen}; the rule is from {warning.source}", f"weight {warning.weight} of 100"]
         advice = f"{warning.action} ({warning.setting})" if warning.setting else warning.action

@@ -114,8 +114,8 @@ def _plan_sft(
     if settings.sft.epochs is not None:
         of_epochs = ceil(_needed(rows, "sft.epochs") * settings.sft.epochs / settings.sft.batch_size)
         steps = min(steps or of_epochs, of_epochs)
-    why = ". ".join(peak.sentence for peak in plan.peaks if not peak.fits)
-    return StagePlan(stage_job.name, stage_job.command, not why, why, steps, plan.step_s, job.world_size)
+    fits = plan.feasibility
+    return StagePlan(stage_job.name, stage_job.command, fits.fits, fits.sentence, steps, plan.step_s, job.world_size)
 
 
 def _steps(settings: Settings, rows: int | None, samples: bool) -> int:

@@ -93,6 +93,13 @@ def cluster_of(device: str) -> str | None:
     return next(iter([*by_memory, *fitting]), None)
 
 
+def machine_options(ranks: int, ranks_per_node: int, device: str) -> list[str]:
+    """Return what `grpo-mp plan` is told of a job's machines: without times where their devices have no profile."""
+    machines = ["--nodes", str(ranks // ranks_per_node), "--gpus-per-node", str(ranks_per_node)]
+    known = cluster_of(device)
+    return [*machines, "--cluster", known] if known else [*machines, "--memory-only"]
+
+
 def describe_rates(cluster: Cluster) -> str:
     """Format the shares that expected times assume."""
     return ", ".join(f"{name} {share:.0%}" for name, share in asdict(cluster.achievable).items())

@@ -15,7 +15,7 @@ from grpo_mp.planner.engine_memory import EngineMemory
 from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import BytesByKind, SubPhase, device_memory, host_memory, total_bytes
 from grpo_mp.planner.meta_model import check_parameter_counts
-from grpo_mp.planner.plan import MemoryPeak, largest_stage, load_use, resume_use, save_uses
+from grpo_mp.planner.plan import Feasibility, MemoryPeak, largest_stage, load_use, resume_use, save_uses
 from grpo_mp.planner.resource_use import ResourceUse, TimeEstimate, estimate_time
 from grpo_mp.planner.show import memory_table, parameter_table, time_table
 from grpo_mp.planner.training_use import optimizer_use, train_use
@@ -44,16 +44,17 @@ class SftPlan:
         return self.times[SubPhase.TRAIN].expected_s + self.times[SubPhase.OPTIMIZER].expected_s + save_s
 
     @property
-    def peaks(self) -> tuple[MemoryPeak, MemoryPeak]:
-        """Return the fullest device and the fullest host."""
+    def feasibility(self) -> Feasibility:
+        """Compare the fullest device and the fullest host with what the machines have."""
         job, per_stage = self.job, self.job.train_ranks // len(self.device)
         device = [(stage, sub_phase) for stage, sizes in enumerate(self.device) for sub_phase in sizes]
         stage, at = max(device, key=lambda item: total_bytes(self.device[item[0]][item[1]]))
         host_at = max(self.host, key=lambda sub_phase: total_bytes(self.host[sub_phase]))
         place = f"rank {stage * per_stage} (pipeline stage {stage})"
-        return (
+        return Feasibility(
             MemoryPeak.of(place, at, self.device[stage][at], job.cluster.gpu_bytes),
             MemoryPeak.of("a node's host", host_at, self.host[host_at], job.cluster.host_bytes),
+            kv_cache_problem="",
         )
 
 
@@ -132,10 +133,7 @@ def plan_and_show_sft(job: PlannedJob, console: Console) -> bool:
         f"{describe_rates(job.cluster)}",
         sep="\n",
     )
-    peaks = plan.peaks
-    fits = all(peak.fits for peak in peaks)
-    verdict = "fits" if fits else "does not fit"
-    sentences = ". ".join(peak.sentence for peak in peaks if fits or not peak.fits)
+    found = plan.feasibility
     machines = f"{job.nodes} x {job.gpus_per_node} x {job.cluster.name}"
-    console.print(f"{machines}: {verdict}. {sentences}.", style="bold green" if fits else "bold red")
-    return fits
+    console.print(f"{machines}: {found.sentence}", style="bold green" if found.fits else "bold red")
+    return found.fits

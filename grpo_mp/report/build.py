@@ -1,8 +1,8 @@
 """Turn the records of runs into a report. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from grpo_mp.monitor.rules import Finding, find_warnings
+from grpo_mp.monitor.rules import Finding, MetricLine, find_warnings
 from grpo_mp.report.answers import choose_answers
 from grpo_mp.report.contents import Chart, Report, Section, Warning
 from grpo_mp.report.curves import charts_of, solve_rate_maps
@@ -10,11 +10,15 @@ from grpo_mp.report.overview import score_charts, scores_table, settings_tables,
 from grpo_mp.report.records import RunRecords
 from grpo_mp.report.times import last_steps, memory_tables, plan_tables, rank_tables
 
+FindWarnings = Callable[[Sequence[MetricLine]], Sequence[Finding]]
 PICTURED = ("Reward", "Response length", "Entropy", "Phases of a step")  # beside scores; of several runs, with a name
 
 
-def build_report(runs: Sequence[RunRecords]) -> Report:
-    """Return the report of one or several runs. Raises UserError for a preset that does not exist."""
+def build_report(runs: Sequence[RunRecords], find: FindWarnings = find_warnings) -> Report:
+    """Return the report of one or several runs. Raises UserError for a preset that does not exist.
+
+    `find`: for one run that is built again and again, a `WarningsOfGrowingRun`'s.
+    """
     scores = scores_table(runs)
     answers = tuple(answer for place, run in enumerate(runs) for answer in choose_answers(run, place))
     sections = (
@@ -40,7 +44,7 @@ def build_report(runs: Sequence[RunRecords]) -> Report:
             "samples", "Answers to read", answers=answers, missing="No samples: monitor.samples_per_step asks for them."
         ),
     )
-    return Report(tuple(run.name for run in runs), sections, find_all_warnings(runs))
+    return Report(tuple(run.name for run in runs), sections, find_all_warnings(runs, find))
 
 
 def main_charts(runs: Sequence[RunRecords]) -> tuple[Chart, ...]:
@@ -49,9 +53,9 @@ def main_charts(runs: Sequence[RunRecords]) -> tuple[Chart, ...]:
     return (*score_charts(runs), *(one for one in charts if one.title.split(", ")[0] in PICTURED))
 
 
-def find_all_warnings(runs: Sequence[RunRecords]) -> tuple[Warning, ...]:
+def find_all_warnings(runs: Sequence[RunRecords], find: FindWarnings = find_warnings) -> tuple[Warning, ...]:
     """Return what the rules find in each run, the heaviest first."""
-    found = [(place, one) for place, run in enumerate(runs) for one in find_warnings(run.metrics)]
+    found = [(place, one) for place, run in enumerate(runs) for one in find(run.metrics)]
     return tuple(_warning(place, one) for place, one in sorted(found, key=lambda pair: -pair[1].weight))
 
 

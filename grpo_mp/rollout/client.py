@@ -326,9 +326,13 @@ class EngineClient:
             await self.flush_cache()
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
-    async def checksums(self) -> dict[str, str]:
-        """Return the checksum of each of the engine's tensors, on each of its tensor-parallel ranks."""
-        reply = await self._call("POST", "/weights_checker", {"action": "checksum", **TARGET})
+    async def checksums(self, with_draft: bool = False) -> dict[str, str]:
+        """Return the checksum of each of the engine's tensors, on each of its tensor-parallel ranks.
+
+        `with_draft`: those of a layer that drafts, too, of which the engine's names begin with "draft".
+        """
+        selector = TARGET_AND_DRAFT if with_draft else TARGET
+        reply = await self._call("POST", "/weights_checker", {"action": "checksum", **selector})
         ranks = _expect_object(reply)["ranks"]
         return {
             f"{name}{f' (rank {number})' if len(ranks) > 1 else ''}": value
@@ -340,9 +344,10 @@ class EngineClient:
         """Let the engine load a folder's weights in place of its own."""
         await self._post("/update_weights_from_disk", {"model_path": str(folder.resolve())})
 
-    async def overwrite_weights(self) -> None:
-        """Fill every tensor with random values, so that a tensor which a sync does not send shows."""
-        await self._post("/weights_checker", {"action": "reset_tensors", **TARGET})
+    async def overwrite_weights(self, with_draft: bool = False) -> None:
+        """Fill every tensor with random values, so that a tensor which a sync does not send shows; see `checksums`."""
+        selector = TARGET_AND_DRAFT if with_draft else TARGET
+        await self._post("/weights_checker", {"action": "reset_tensors", **selector})
 
     async def release_memory(self, tags: Sequence[str]) -> None:
         """Free device memory of `weights`, `kv_cache`, `cuda_graph`, as soon as the engine is idle.

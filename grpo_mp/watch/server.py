@@ -1,4 +1,4 @@
-"""The report of a run, live on loopback: made anew when its metrics change, and shown to who has the key."""
+"""The report of a run, live on loopback: made anew when the run has written more, and shown to who has the key."""
 
 import asyncio
 import hmac
@@ -15,9 +15,11 @@ from aiohttp import web
 
 from grpo_mp.checkpoint.run_state import METRICS
 from grpo_mp.errors import UserError, one_line
+from grpo_mp.monitor.reporter import PLAN
 
 LOOPBACK = "127.0.0.1"
-LOOK_EVERY_S = 2.0  # at the metrics
+SHOWN = (METRICS, "eval", "samples", PLAN)  # whose change makes a new page; scores come behind the metrics of step 0
+LOOK_EVERY_S = 2.0  # at these
 REST = 4.0  # times as long as a page took to make, until the next is made: the run has the processors
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 MakePage = Callable[[Path], str]
@@ -34,12 +36,12 @@ class LivePage:
     make: MakePage
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     page: str = ""  # at first, of a run that has no step
-    problem: str = ""  # why the page is not of the metrics that are there now
-    _made_of: tuple[int, int] | None = (-1, -1)  # metrics.jsonl: size and time
+    problem: str = ""  # why the page is not of what is there now
+    _made_of: tuple[tuple[int, int] | None, ...] = ()  # SHOWN: sizes and times
     _asked: bool = True  # since it was made
 
     async def follow(self) -> None:
-        """Make the page whenever the metrics have changed, in a thread: requests get the former one meanwhile."""
+        """Make the page whenever the run has written more, in a thread: requests get the former one meanwhile."""
         while True:
             began_s = time.monotonic()
             if self._asked:
@@ -48,8 +50,8 @@ class LivePage:
             await asyncio.sleep(max(LOOK_EVERY_S, REST * (time.monotonic() - began_s)))
 
     async def refresh(self) -> None:
-        """Make the page where the metrics have changed since."""
-        state = self._metrics()
+        """Make the page where the run has written more since."""
+        state = tuple(map(self._state_of, SHOWN))
         if state == self._made_of and not self.problem:
             return
         try:
@@ -60,9 +62,9 @@ class LivePage:
             self.problem = f"the page cannot be made: {type(error).__name__}: {one_line(error)}"
         self._made_of = state
 
-    def _metrics(self) -> tuple[int, int] | None:
+    def _state_of(self, name: str) -> tuple[int, int] | None:
         try:
-            stat = (self.folder / METRICS).stat()
+            stat = (self.folder / name).stat()  # that of a folder changes with the files in it
         except FileNotFoundError:
             return None
         return stat.st_size, stat.st_mtime_ns

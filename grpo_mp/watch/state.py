@@ -20,8 +20,8 @@ from grpo_mp.monitor.engine_load import FILE as ENGINE_FILE
 from grpo_mp.monitor.engine_load import FOLDER as ENGINES
 from grpo_mp.monitor.engine_load import EngineLoad, parse_load
 from grpo_mp.monitor.rank_dump import read_process
-from grpo_mp.monitor.rules import MetricLine
-from grpo_mp.monitor.run_warnings import run_warnings
+from grpo_mp.monitor.rules import MetricLine, WarningsOfGrowingRun
+from grpo_mp.monitor.run_warnings import to_findings
 from grpo_mp.monitor.timeline import RANK_TRACE, TAIL_BYTES, Event, parse_event
 from grpo_mp.reading import read_yaml
 
@@ -127,7 +127,7 @@ class RunReader:
         self.folder = folder
         self._metrics = MetricFile(folder / METRICS)
         self._changed, self._settings = ChangedFiles(), ChangedFiles()
-        self._warnings: tuple[Sequence[MetricLine], Sequence[Finding]] = (), ()
+        self._warnings = WarningsOfGrowingRun()
         self._traces: dict[int, RankTrace] = {}
         self._engines: dict[int, EngineFile] = {}
 
@@ -140,8 +140,6 @@ class RunReader:
             ended = "ended" if steps and last >= steps else "stopped"
             status = ("runs" if metrics else "starts") if _has_processes(self.folder) else ended
         step, samples = self._last_samples()
-        if metrics != self._warnings[0]:
-            self._warnings = metrics, run_warnings(metrics)
         return RunState(
             folder=self.folder,
             status=status,
@@ -152,7 +150,7 @@ class RunReader:
             engines=self._engine_loads(),
             sample_step=step,
             samples=samples,
-            warnings=self._warnings[1],
+            warnings=to_findings(self._warnings.find(metrics)),
         )
 
     def _rank_phases(self) -> list[RankPhase]:

@@ -57,7 +57,12 @@ class EngineLink:
         """Fill the engine's weights with random values; its requests wait until an update has ended."""
         with self._paused() as client:
             if client:
-                self.rollout.call(client.overwrite_weights())
+                self.rollout.call(client.overwrite_weights(self.with_draft))
+
+    def checksums(self) -> dict[str, str]:
+        """Return the checksums of what an update brings to the engine; none on ranks that are not its host."""
+        client = self.rollout.client
+        return self.rollout.call(client.checksums(self.with_draft)) if client else {}
 
     @contextmanager
     def _paused(self) -> Iterator[EngineClient | None]:

@@ -117,6 +117,13 @@ class WeightSync:
         if self.link:
             self.link.overwrite_weights()
 
+    def checksums(self) -> dict[str, str]:
+        """Return the checksums of this rank's engine, also of a layer that drafts and is trained; {} without one.
+
+        Raises UserError where the engine cannot compute them.
+        """
+        return self.link.checksums() if self.link else {}
+
     def _send(self, rounds: Sequence[RankRound], version: int, started: float) -> SyncReport:
         """Send these rounds: while the engines load one, the ranks exchange the next, and pack the one after."""
         staged_bytes = []

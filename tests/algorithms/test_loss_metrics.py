@@ -102,6 +102,15 @@ def test_the_first_update_has_ratio_one_and_clips_nothing() -> None:
     assert "train/kl_loss" not in actual  # there is no reference
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_ratio_that_is_no_number_shows_in_mean_and_maximum(place: int) -> None:
+    update = draw_update(LENGTHS, GROUPS, seed=3)
+    update.logprobs[place][0] = np.nan
+    actual = report(update, 16)
+    assert np.isnan(actual["train/ratio/mean"])
+    assert max(1.0, actual["train/ratio/max"]) == max(actual["train/ratio/max"], 1.0) == np.inf
+
+
 @pytest.mark.parametrize(("error", "band"), [(1.0, 0), (1.05, 0), (1.2, 1), (1.5, 1), (1.6, 2), (float("nan"), 2)])
 def test_bands_of_the_mismatch(error: float, band: int) -> None:
     assert mismatch_band(error) == band

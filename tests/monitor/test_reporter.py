@@ -1,6 +1,7 @@
 """What runs beside a run: commands of a package that stands in for grpo_mp, writes what it is told, and waits."""
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -174,8 +175,41 @@ def test_a_run_that_ends_by_an_error_leaves_a_report_of_its_steps(start: Callabl
     (run.folder / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(UserError, match="entropy collapsed"), run.reporter:
         raise UserError("entropy collapsed")
+    run.reporter.finish(early=True)  # as the process does when it exits
     assert [call[:-3] for call in run.calls] == [["report", str(run.folder), "--trace"]]
     assert not run.running
+
+
+FAILING = """
+import sys
+from pathlib import Path
+from grpo_mp.errors import UserError, exit_with
+from grpo_mp.monitor import reporter
+
+reporter.EARLY_LIMIT_S = float(sys.argv[2])
+try:
+    with reporter.Reporter(Path(sys.argv[1]), 0, lambda note: print(note, file=sys.stderr)):
+        raise UserError("entropy collapsed")
+except UserError as error:
+    exit_with(error)
+"""
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_an_error_is_told_before_the_report_is_waited_for(start: Callable[[int | None], Run], held: bool) -> None:
+    run = start(0)
+    (run.folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    if held:
+        run.hold()
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-P", "-c", FAILING, str(run.folder), "0.5" if held else str(LIMIT_S)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * LIMIT_S)
+    notes = [f"warning: report: still being written, see {run.folder / 'logs' / 'report.log'}"] if held else []
+    assert (ended.returncode, ended.stderr.splitlines()) == (2, ["error: entropy collapsed", *notes])
+    assert len(run.calls) == 1 - held
+    if held:
+        run.release()
+        wait_until(lambda: len(run.calls) == 1)
 
 
 def test_an_error_behind_the_last_step_makes_no_second_report(start: Callable[[int | None], Run]) -> None:

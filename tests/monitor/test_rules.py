@@ -12,7 +12,7 @@ from grpo_mp.config import Settings
 from grpo_mp.monitor.conditions import Condition
 from grpo_mp.monitor.history import History
 from grpo_mp.monitor.metrics import TABLE, find_metric
-from grpo_mp.monitor.rules import RULES, Rule, RuleWatch, find_warnings
+from grpo_mp.monitor.rules import RULES, Rule, RuleWatch, WarningsOfGrowingRun, find_warnings
 from tests.bench.sicknesses import HEALTHY, SICKNESSES
 
 NAN, INF, SICK = math.nan, math.inf, Path(__file__).with_name("sick")
@@ -138,6 +138,7 @@ WRITTEN: dict[str, dict[str, tuple[float | None, float | None]]] = {
     "engine_differs": {"mismatch/token_mult_prob_error": (1.0, 1.8), LAG: (0.0, 0.0)},
     "not_finite": {"train/loss": (0.01, None)},
     "metric_not_finite": {"train/kl_loss": (0.01, None)},
+    "ratio_not_finite": {"train/ratio/max": (1.2, None)},
     "gradient_exploded": {"train/grad_norm": (1.0, 2e4)},
     "no_signal": {"reward/group_std": (0.3, 0.0)},
     "entropy_collapse": {"train/entropy": (0.4, 0.02), "rollout/accuracy": (0.3, 0.3)},
@@ -224,8 +225,20 @@ def test_a_gap_neither_hides_a_sickness_nor_is_one(rule: str, gap: float | None)
         }
         for step in range(1, 41)
     ]
-    assert {found.rule for found in find_warnings(steps[:20])} <= {"metric_not_finite"}
+    assert {found.rule for found in find_warnings(steps[:20])} <= {"metric_not_finite", "ratio_not_finite"}
     assert rule in {found.rule for found in find_warnings(steps)}
+
+
+@pytest.mark.parametrize("value", [None, NAN, INF])
+def test_every_ratio_that_is_no_number_is_found_once(value: float | None) -> None:
+    steps = [{"step": 1.0, "train/ratio/mean": value, "train/ratio/max": 3.0, "train/kl_loss": 0.1}]
+    (found,) = find_warnings(steps)
+    assert (found.rule, found.metric, found.sentence) == (
+        "ratio_not_finite",
+        "train/ratio/mean",
+        "train/ratio/mean is not finite",
+    )
+    assert find_warnings([steps[0] | {"train/ratio/mean": 1e300}]) == ()
 
 
 def test_what_staleness_explains_is_not_said_of_the_engine() -> None:
@@ -249,3 +262,31 @@ def test_memory_that_creeps_is_found_and_a_plateau_is_not() -> None:
 def test_every_rule_has_a_run_that_it_finds() -> None:
     of_its_own = {"host_memory_creeps"}  # see above
     assert {rule.name for rule in RULES} == {*WRITTEN} | {*RECORDED.values()} | of_its_own
+
+
+class ReadOnce(dict[str, float | None]):
+    """A line of metrics whose values can be read once."""
+
+    def items(self) -> Any:
+        assert not vars(self).setdefault("was_read", False), f"step {self['step']} is looked at again"
+        self.was_read = True
+        return super().items()
+
+
+@pytest.mark.parametrize("name", [HEALTHY, *RECORDED])
+def test_warnings_of_a_growing_run_are_those_of_all_its_lines(name: str) -> None:
+    whole, growing = recorded(name), WarningsOfGrowingRun()
+    read_once = [ReadOnce(line) for line in whole]
+    for end in range(len(whole) + 1):
+        assert growing.find(read_once[:end]) == find_warnings(whole[:end])
+        assert growing.find(read_once[:end]) == growing.find(read_once[:end])
+
+
+def test_lines_that_are_others_than_before_are_looked_at_anew() -> None:
+    """As of a run that resumes from a checkpoint, or begins again in its folder."""
+    sick, healthy = recorded("truncation"), recorded(HEALTHY)
+    growing = WarningsOfGrowingRun()
+    assert growing.find(sick) == find_warnings(sick) != ()
+    resumed = [*sick[:3], *healthy[3:]]
+    for lines in (sick[:-4], resumed, resumed[:2], [], healthy, sick):
+        assert growing.find(lines) == find_warnings(lines)

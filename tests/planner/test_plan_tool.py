@@ -16,7 +16,7 @@ from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.phases import GIB, Phase
 from grpo_mp.planner.clusters import PROFILES, cluster_names, cluster_of, read_cluster
 from grpo_mp.planner.explain import explain
-from grpo_mp.planner.job import make_job
+from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import SubPhase, total_bytes
 from grpo_mp.planner.meta_model import check_parameter_counts
 from grpo_mp.planner.model_configs import find_config, published_config
@@ -194,7 +194,7 @@ def test_bad_input_ends_with_one_sentence(plan: Plan, tmp_path: Path, arguments:
 def test_a_plan_as_json_holds_what_the_tables_show(plan: Plan, tmp_path: Path) -> None:
     """GiB and seconds of the printed tables; of train and optimizer, which a run counts as one phase, both."""
     shown = plan("configs/qwen2_5_7b.yaml")
-    file = tmp_path / "new" / "plan.json"
+    file = tmp_path / "plan.json"
     result = plan("configs/qwen2_5_7b.yaml", "--json", file)
     assert (result.status, shown.status) == (0, 0), result.err
     assert "TFLOP" not in result.out
@@ -221,6 +221,23 @@ def test_a_plan_as_json_for_machines_of_unknown_speed_has_no_times(plan: Plan, t
     record = json.loads(file.read_text())
     assert {record["step_s"], *(phase["seconds"] for phase in record["phases"].values())} == {None}
     assert min(phase["device_bytes"] for phase in record["phases"].values()) > GIB
+
+
+def test_a_plan_as_json_makes_no_folder(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's may have been removed: before it is planned, or meanwhile."""
+    file = tmp_path / "removed" / "plan.json"
+    result = plan("configs/qwen2_5_7b.yaml", "--json", file)
+    assert (result.status, result.err) == (2, f"error: --json {file}: its folder does not exist: make it first\n")
+    file.parent.mkdir()
+
+    def plan_and_remove(job: PlannedJob) -> object:
+        file.parent.rmdir()
+        return make_plan(job)
+
+    monkeypatch.setattr("grpo_mp.planner.record.make_plan", plan_and_remove)
+    result = plan("configs/qwen2_5_7b.yaml", "--json", file)
+    assert (result.status, "its folder was removed meanwhile: no plan is written" in result.err) == (2, True)
+    assert not file.parent.exists()
 
 
 def test_a_plan_as_json_that_does_not_fit_is_written_and_says_so(plan: Plan, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The plan of supervised fine-tuning, with numbers written out: ranks that only train, and no engine."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +77,30 @@ def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "resume" in fitting.out
     (peak,) = (float(word) for word in fitting.out.split("stage 0): ")[1].split()[:1])
     assert QWEN_7B / 2 * (2 + 4 + 3) / GIB < peak < 80
-    for arguments in (["--search"], ["--simulate"], ["--ppo"], ["--json", tmp_path / "plan.json"]):
+    for arguments in (["--search"], ["--simulate"], ["--ppo"]):
         refused = run_command(capsys, "plan", config, *arguments)
         assert (refused.status, refused.out.count("\n")) == (2, 1)
         assert "are for RL: plan this file without them" in refused.err
+
+
+def test_a_plan_as_json_holds_what_the_tables_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """GiB and seconds of the printed tables; of train and optimizer, which a run counts as one phase, both."""
+    config, file = tmp_path / "sft.yaml", tmp_path / "plan.json"
+    config.write_text(yaml.safe_dump(MINIMAL | {"model": {"path": "checkpoints/Qwen2.5-7B-Instruct"}}))
+    options = ("layout.tensor=2", "--response-tokens", "700")
+    shown = run_command(capsys, "plan", config, *options)
+    assert run_command(capsys, "plan", config, *options, "--json", file).status == 0
+    record = json.loads(file.read_text())
+    tables = re.split("Device, GiB|Host of the fullest node|One step on one GPU", shown.out)[1:]
+    rows = [re.findall(r"^ ([a-z]+) .*?([\d.]+)(?: [A-Za-z ]*)?$", table, re.MULTILINE) for table in tables]
+    device, host, seconds = ({name: float(value) for name, value in table} for table in rows)
+    train, save = record["phases"]["train"], record["phases"]["save"]
+    assert train["device_bytes"] / GIB == pytest.approx(max(device["train"], device["optimizer"]), abs=0.06)
+    assert save["host_bytes"] / GIB == pytest.approx(host["save"], abs=0.06)
+    assert train["seconds"] == pytest.approx(seconds["train"] + seconds["optimizer"], abs=0.11)
+    assert save["seconds"] == pytest.approx(seconds["save"] / settings_of().run.save_every, abs=0.06)
+    assert record["step_s"] == pytest.approx(train["seconds"] + save["seconds"])
+    assert record["verdict"] in re.sub(r"\s+", " ", shown.out)
+    assert (record["ranks"], record["nodes"], record["engines"]) == (8, 1, 0)
+    assert run_command(capsys, "plan", config, *options, "--json", file, "--memory-only").status == 0
+    assert json.loads(file.read_text())["phases"]["train"]["seconds"] is None

@@ -4,10 +4,12 @@ import csv
 import json
 import math
 import re
+import shutil
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -460,6 +462,27 @@ def test_a_page_does_not_take_a_folders_place(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path / "run"), "--out", str(tmp_path)])
     assert f"{tmp_path} is a folder: give --out a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--trace"]])
+def test_a_run_folder_that_is_removed_meanwhile_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    """Whenever that is: as its records have been read, or the page is drawn."""
+    run, at = tmp_path / "run", "grpo_mp.report.records.read_runs" if options else "grpo_mp.report.page.render"
+    make_run(run, 2)
+    before = {"grpo_mp.report.records.read_runs": read_runs, "grpo_mp.report.page.render": render}[at]
+
+    def and_remove(argument: Any) -> Any:
+        made = before(argument)
+        shutil.rmtree(run)
+        return made
+
+    monkeypatch.setattr(at, and_remove)
+    with pytest.raises(SystemExit):
+        main(["report", str(run), *options])
+    assert "its folder was removed meanwhile: no page is written" in capsys.readouterr().err
+    assert not run.exists()
 
 
 def test_charts_of_the_same_lines_share_a_key(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -96,43 +97,84 @@ def test_verify_steps_are_read_and_added_where_a_response_goes_on() -> None:
 
 
 class RecordingClient(EngineClient):
-    """It keeps what it would send, and takes every request for answered."""
+    """It keeps what it would send, and takes every request for answered: by `replies`, where there are some."""
+
+    def __init__(self, replies: Iterable[Any] = ()) -> None:
+        super().__init__(0, "http://127.0.0.1", {}, 10.0)
+        self._capabilities = Capabilities("0", weight_update_session=True, missing=())
+        self.sent = list[tuple[str, dict[str, Any]]]()
+        self._replies = iter(replies)
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        vars(self).setdefault("sent", {})[path] = body
-        return {"success": True}
+        self.sent.append((path, body or {}))
+        return next(self._replies, {"success": True, "ranks": []})
 
 
+# SGLang's own choice of models, and its own checksums, of two models that hold a tensor of one name.
 SELECT = """
 import json, sys
 from types import SimpleNamespace
+import msgspec, torch
+from sglang.srt.managers.io_struct import CheckWeightsReqInput
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.utils.weight_checker import WeightChecker
+
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+models = {role: torch.nn.Linear(2, 2, bias=False).requires_grad_(False) for role in ("target", "draft")}
+
+def worker(role):
+    checker = object.__new__(WeightChecker)
+    checker._get_model = lambda: models[role]
+    checker._placement = dict.fromkeys(("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size"), 0)
+    runner = SimpleNamespace(check_weights=checker.handle)
+    return SimpleNamespace(weight_update_runners=lambda: [(role, runner)])
 
 manager = object.__new__(SchedulerWeightUpdaterManager)
-manager.tp_worker = SimpleNamespace(weight_update_runners=lambda: ["target"])
-manager.draft_worker = SimpleNamespace(weight_update_runners=lambda: ["draft"])
-print(json.dumps([manager._select_runners(selector) for selector in sys.argv[1:]]))
+manager.tp_cpu_group = None
+manager.tp_worker, manager.draft_worker = worker("target"), worker("draft")
+answers = []
+for body in map(json.loads, sys.argv[1:]):
+    if "action" in body:
+        reply = manager.check_weights(CheckWeightsReqInput(**body))
+        answers.append({"success": reply.success, "ranks": msgspec.to_builtins(reply.payload)})
+    else:
+        answers.append([role for role, _ in manager._select_runners(body["selector"])])
+print(json.dumps(answers))
 """
 
 
+def answers_of_sglang(bodies: Iterable[dict[str, Any]]) -> list[Any]:
+    environment = os.environ | {"PYTHONPATH": str(ENGINE_SITE)}
+    command = [sys.executable, "-c", SELECT, *map(json.dumps, bodies)]
+    return list(json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("with_draft", [False, True])
-def test_a_sync_reaches_the_layer_that_drafts_where_it_is_trained(with_draft: bool) -> None:
+def test_a_sync_and_its_check_reach_the_layer_that_drafts_where_it_is_trained() -> None:
     """By SGLang's own choice of the models that a request is for: without a selector it would be for both."""
 
-    client: Any = RecordingClient(0, "http://127.0.0.1", {}, 10.0)
-    client._capabilities = Capabilities("0", weight_update_session=True, missing=())
-
-    async def sync() -> None:
+    async def sync(client: RecordingClient, with_draft: bool) -> None:
         await client.begin_weight_update(with_draft)
         await client.update_weights_from_tensor(["a"])
         await client.end_weight_update(3)
 
-    asyncio.run(sync())
-    sent = client.sent
-    assert "selector" not in sent["/end_weight_update"]  # it is for those of the begin
-    selectors = [sent[path]["selector"] for path in ("/begin_weight_update", "/update_weights_from_tensor")]
-    environment = os.environ | {"PYTHONPATH": str(ENGINE_SITE)}
-    command = [sys.executable, "-c", SELECT, *selectors]
-    selected = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    assert json.loads(selected) == [["target", "draft"] if with_draft else ["target"]] * 2
+    async def check(client: RecordingClient, with_draft: bool) -> list[dict[str, str]]:
+        before = await client.checksums(with_draft)
+        await client.overwrite_weights(with_draft)
+        return [before, await client.checksums(with_draft)]
+
+    bodies = []
+    for with_draft in (False, True):
+        syncing, checking = RecordingClient(), RecordingClient()
+        asyncio.run(sync(syncing, with_draft))
+        asyncio.run(check(checking, with_draft))
+        sent = dict(syncing.sent)
+        assert "selector" not in sent["/end_weight_update"]  # it is for those of the begin
+        bodies += [sent[path] for path in ("/begin_weight_update", "/update_weights_from_tensor")]
+        bodies += [body for _, body in checking.sent]
+    answers = iter(answers_of_sglang(bodies))
+    for with_draft, roles in ((False, ["target"]), (True, ["target", "draft"])):
+        assert [next(answers), next(answers)] == [roles] * 2
+        before, after = asyncio.run(check(RecordingClient(answers), with_draft))
+        assert list(before) == list(after) == ["weight", "draft.weight"][: len(roles)]
+        assert len({*before.values(), *after.values()}) == 2 * len(roles)

@@ -21,9 +21,12 @@ from rich.console import Console
 
 from grpo_mp.cli.main import main
 from grpo_mp.errors import UserError
+from grpo_mp.files import write_atomically
 from grpo_mp.monitor.appended import COMPARED_BYTES
 from grpo_mp.monitor.engine_load import EngineLoad, EngineLoadFile, load_file
-from grpo_mp.monitor.rules import find_warnings
+from grpo_mp.monitor.rules import Finding as Warning
+from grpo_mp.monitor.rules import MetricLine, RuleWatch, find_warnings
+from grpo_mp.monitor.run_warnings import run_warnings
 from grpo_mp.monitor.timeline import Timeline, read_trace, trace_path
 from grpo_mp.watch.screen import Frame, name_ranges, sparkline
 from grpo_mp.watch.server import LivePage, serving
@@ -144,6 +147,30 @@ def test_metrics_are_read_as_they_come(tmp_path: Path) -> None:
     replaced.write_text('{"step": 1, "a": 5}\nno JSON\n')
     replaced.replace(path)
     assert file.read() == [{"step": 1, "a": 5}]
+
+
+def test_rules_look_at_each_line_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that has begun anew is looked at anew."""
+    looked, step = list[int](), RuleWatch.step
+
+    def note(watch: RuleWatch, line: MetricLine) -> list[Warning]:
+        looked.append(int(line["step"] or 0))
+        return step(watch, line)
+
+    monkeypatch.setattr(RuleWatch, "step", note)
+    reader = RunReader(run)
+    for end in range(31, 34):
+        with (run / "metrics.jsonl").open("a") as lines:
+            lines.write("\n" + json.dumps(metrics_of(end)) + "\n")
+        for _ in range(2):
+            state = reader.read()
+            looks, found = [*looked], run_warnings(state.metrics)
+            looked[:] = looks
+            assert state.warnings == found != []
+    assert looked == [*range(1, 34)]
+    (run / "metrics.jsonl").write_text(json.dumps(metrics_of(1)) + "\n")
+    assert reader.read().warnings == []
+    assert looked == [*range(1, 34), 1]
 
 
 def test_open_spans_are_told_from_the_end_of_a_trace() -> None:
@@ -298,6 +325,27 @@ def test_the_page_is_for_who_has_the_key(run: Path, monkeypatch: pytest.MonkeyPa
             lines.write("\n")
         time.sleep(0.2)
         assert made == 2  # nobody asks any more
+
+    serve(run, make, ask)
+
+
+@pytest.mark.parametrize("name", ["eval/step_000000.json", "samples/step_000031.jsonl", "plan.json"])
+def test_the_page_shows_what_is_written_behind_the_metrics(
+    run: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As the scores of step 0, until whose end there is no other line of metrics."""
+    monkeypatch.setattr("grpo_mp.watch.server.LOOK_EVERY_S", 0.02)
+    (run / "eval").mkdir()
+
+    def make(folder: Path) -> str:
+        return f"<body>{(folder / name).exists()}</body>"
+
+    def ask(url: str, live: LivePage) -> None:
+        assert httpx.get(url, trust_env=False).text == "<body>False</body>"
+        write_atomically(run / name, "{}")
+        deadline = time.monotonic() + LIMIT_S
+        while httpx.get(url, trust_env=False).text != "<body>True</body>":
+            assert time.monotonic() < deadline
 
     serve(run, make, ask)
 

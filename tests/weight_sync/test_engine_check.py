@@ -54,7 +54,7 @@ class Engine:
         expected = sequence_logprobs(self._policy, [tuple(tokens) for tokens in token_lists])
         return [[value + error for value in sequence] for sequence in expected]
 
-    async def checksums(self) -> dict[str, str]:
+    def checksums(self) -> dict[str, str]:
         return dict(self.weights)
 
     def overwrite_weights(self) -> None:
@@ -100,6 +100,7 @@ def make_check(
             unchanged=unchanged,
             send_unchanged=engine.send_unchanged,
             overwrite_weights=engine.overwrite_weights,
+            checksums=engine.checksums,
         ),
     )
     phases = cast(PhaseManager, SimpleNamespace(phase=phase))
@@ -153,7 +154,7 @@ def test_weights_are_sent_where_an_engine_cannot_compute_their_checksums(
     engine = Engine(policy, [0.0])
     engine.weights["b"] = "wrong"
 
-    async def refuse(_: Engine) -> dict[str, str]:
+    def refuse(_: Engine) -> dict[str, str]:
         raise EngineError("engine 0: /weights_checker: CUDA out of memory")
 
     monkeypatch.setattr(Engine, "checksums", refuse)

@@ -48,8 +48,11 @@ class RecordingClient:
     async def continue_generation(self) -> None:
         self.calls.append("continue")
 
-    async def overwrite_weights(self) -> None:
-        self.calls.append("overwrite")
+    async def overwrite_weights(self, with_draft: bool = False) -> None:
+        self.calls.append("overwrite with the draft" if with_draft else "overwrite")
+
+    async def checksums(self, with_draft: bool = False) -> dict[str, str]:
+        return {"a": "1"} | ({"draft.a": "2"} if with_draft else {})
 
     async def begin_weight_update(self, with_draft: bool = False) -> None:
         self.calls.append("begin with the draft" if with_draft else "begin")
@@ -210,5 +213,9 @@ def test_loader_name_is_importable() -> None:
 @pytest.mark.parametrize("with_draft", [False, True])
 def test_an_update_is_of_the_draft_too_where_it_is_trained(group: dist.ProcessGroup, with_draft: bool) -> None:
     client = RecordingClient()
-    EngineLink(rollout_of(client), HostTransport(WIRE, group, 0), group, group, 60.0, with_draft=with_draft).begin()
-    assert client.calls == ["begin with the draft" if with_draft else "begin"]
+    link = EngineLink(rollout_of(client), HostTransport(WIRE, group, 0), group, group, 60.0, with_draft=with_draft)
+    link.begin()
+    link.overwrite_weights()
+    draft = " with the draft" if with_draft else ""
+    assert client.calls == [f"begin{draft}", f"overwrite{draft}"]
+    assert list(link.checksums()) == ["a", "draft.a"][: 1 + with_draft]
