@@ -18,7 +18,7 @@ from grpo_mp.monitor.reporter import Reporter
 from grpo_mp.monitor.rules import RuleWatch
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.phases import Phase
-from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.command_line import run_sft_command
 from grpo_mp.trainer.loop import (
     check_guards,

@@ -9,7 +9,7 @@ from grpo_mp.checkpoint.run_state import ROLLOUTS
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.errors import UserError
-from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.rollout.journal import with_recorded_experts
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.context import TrainContext

@@ -34,8 +34,9 @@ from grpo_mp.models.fp8 import SCALE, quantize
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.pipeline_layout import layers_of_stages, with_mtp_layer
 from grpo_mp.policy.checkpoint import load_policy
-from grpo_mp.policy.policy import Policy, UpdateReport
+from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.shared_prompt_attention import packed_sequences
+from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.rollout.packed_tensors import packed_bytes
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import mtp_metrics, reduce_report
