@@ -11,7 +11,7 @@ from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.hf_reader import check_layers, check_tensors
 from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.config import Settings
-from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
+from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
@@ -20,6 +20,7 @@ from grpo_mp.policy.forward import forward_only
 from grpo_mp.policy.model import ValueModel
 from grpo_mp.policy.trained_model import TrainedModel, UpdateReport
 from grpo_mp.policy.weights import clear_weights, load_hf
+from grpo_mp.reading import shorten
 from grpo_mp.types import MicroBatch
 
 
@@ -71,10 +72,10 @@ def _without_replay(microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
     return [replace(batch, routed_experts=None, mtp_targets=None) for batch in microbatches]
 
 
-def check_critic(settings: Settings, policy: HfConfig, world_size: int) -> None:
+def check_critic(settings: Settings, policy: HfConfig) -> None:
     """Check the folder of the critic before process groups exist; nothing where it is the policy's, or there is none.
 
-    Raises UserError: another family or vocabulary than the policy's, an invalid layout, missing or wrong tensors.
+    Raises UserError: another family, vocabulary or size than the policy's, missing or wrong tensors.
     """
     if settings.critic is None or settings.critic.path is None:
         return
@@ -92,7 +93,12 @@ def check_critic(settings: Settings, policy: HfConfig, world_size: int) -> None:
             f"{where}: it has {positions} positions, and a prompt with its response up to "
             f"{settings.rollout.max_sequence_tokens}: lower rollout.max_response_tokens"
         )
-    check_layout(settings.layout, model_shape(hf), world_size, sets_pipeline_layout(settings.training.megatron_args))
+    own, expected = ({"num_layers": shape.num_layers, **vars(shape)} for shape in map(model_shape, (hf, policy)))
+    if different := next((name for name in expected if own[name] != expected[name]), None):
+        raise UserError(
+            f"{where}: its {different} is {shorten(repr(own[different]))}, the policy's "
+            f"{shorten(repr(expected[different]))}: take a critic of the policy's size, or leave critic.path out"
+        )
     params = critic_params(hf)
     with open_weights(model.path, family=model.family) as reader:
         has_head = set(params[VALUE_HEAD].hf) <= reader.names
