@@ -45,7 +45,7 @@ from grpo_mp.trainer.loop import (
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step
 from grpo_mp.trainer.replica_check import check_replicas
-from grpo_mp.trainer.skipped_updates import keep_skipped
+from grpo_mp.trainer.skipped_updates import keep_skipped, skipped_critic_updates
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord, disk_may_be_full, sync_metrics
 from grpo_mp.trainer.update import critic_step, train_step, update_reference
 from grpo_mp.weight_sync.update import largest_report
@@ -74,7 +74,7 @@ def train(ctx: TrainContext, reporter: Reporter) -> None:
         dump_rollouts(ctx, rollouts, step)
         batch = compute_advantages(ctx, rollouts, step)
         updates = compute_logprobs_and_values(ctx, batch)
-        critic_reports = update_critic(ctx, updates)  # none without a critic
+        critic_reports = update_critic(ctx, updates, step)  # none without a critic
         reports = update_policy(ctx, rollouts, updates, step)
         synced = sync_weights(ctx)
 
@@ -207,13 +207,19 @@ def compute_logprobs_and_values(ctx: TrainContext, batch: StepBatch) -> UpdateBa
         )
 
 
-def update_critic(ctx: TrainContext, updates: UpdateBatches) -> list[UpdateReport]:
+def update_critic(ctx: TrainContext, updates: UpdateBatches, step: int) -> list[UpdateReport]:
     """Let the critic learn the step's returns."""
     if not (ctx.critic and ctx.settings.critic):
         return []
     finish_save(ctx)  # it reads weights and the optimizer's state
+    replicas_every = ctx.settings.monitor.check_replicas_every
     with ctx.phases.phase(Phase.TRAIN, "critic"):
-        return critic_step(ctx.critic, updates, ctx.settings.critic, ctx.settings.training.epochs)
+        if replicas_every and step % replicas_every == 0:
+            check_replicas(ctx.critic, step)
+        reports = critic_step(ctx.critic, updates, ctx.settings.critic, ctx.settings.training.epochs)
+    if any(report.skipped for report in reports):
+        ctx.progress.note(f"warning: step {step}: {skipped_critic_updates(reports)}")
+    return reports
 
 
 def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatches, step: int) -> list[UpdateReport]:

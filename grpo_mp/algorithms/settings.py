@@ -442,8 +442,6 @@ def _critic_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
     advantage = algorithm.advantage
     if advantage.estimator:
         yield "advantage.baseline=critic estimates advantages itself: leave out advantage.estimator"
-    if advantage.level == "process":
-        yield "advantage.baseline=critic takes one reward at the end of a response: set advantage.level=outcome"
     if advantage.scale != "none":
         yield (
             f"advantage.scale={advantage.scale} divides rewards, from which advantage.baseline=critic subtracts values "

@@ -133,13 +133,21 @@ class Settings(Section):
                 "ppo, or leave critic out"
             )
         if self.algorithm.advantage.of_critic and not self.critic:
-            raise ValueError("algorithm.advantage.baseline=critic takes the values of a critic: set algorithm: ppo")
-        if self.critic and 0 < self.run.steps <= self.critic.warmup_steps:
             raise ValueError(
-                f"critic.warmup_steps={self.critic.warmup_steps} leaves none of run.steps={self.run.steps} to the "
-                "policy: lower it"
+                "algorithm.advantage.baseline=critic takes the values of a critic, and critic is null: set it, e.g. "
+                "critic={lr: 1e-5}"
             )
+        if self.run.steps and (problem := self.warmup_problem):
+            raise ValueError(problem)
         return self
+
+    @property
+    def warmup_problem(self) -> str:
+        """Return what is wrong with the critic's warm-up in a run of so many steps, as a sentence; or nothing."""
+        warmup_steps = self.critic.warmup_steps if self.critic else 0
+        if not warmup_steps or warmup_steps < self.run.steps:
+            return ""
+        return f"critic.warmup_steps={warmup_steps} leaves none of {self.run.steps} steps to the policy: lower it"
 
     @model_validator(mode="after")
     def _check_rewards_of_sets(self) -> "Settings":

@@ -15,7 +15,7 @@ from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.value_head import VALUE_HEAD, critic_config, critic_params
+from grpo_mp.models.value_head import STORED_HEAD, VALUE_HEAD, critic_config, critic_params
 from grpo_mp.policy.forward import forward_only
 from grpo_mp.policy.model import ValueModel
 from grpo_mp.policy.trained_model import TrainedModel, UpdateReport
@@ -43,11 +43,8 @@ class Critic(TrainedModel):
                 return
             Checksums.of_conversion(settings.model.path).check_share(parallel.rank, parallel.world_size)
             with open_weights(settings.model.path, family=settings.model.family) as reader:
-                stored = {
-                    name: tensor
-                    for name, tensor in tensors.items()
-                    if name != VALUE_HEAD or set(params[name].hf) <= reader.names
-                }
+                has_head = STORED_HEAD in reader.names
+                stored = {name: tensor for name, tensor in tensors.items() if name != VALUE_HEAD or has_head}
                 load_hf(stored, params, reader, parallel.coords, parallel.layout)
 
         super().__init__(settings, parallel, hf, params, load, ValueModel)
@@ -101,6 +98,11 @@ def check_critic(settings: Settings, policy: HfConfig) -> None:
         )
     params = critic_params(hf)
     with open_weights(model.path, family=model.family) as reader:
-        has_head = set(params[VALUE_HEAD].hf) <= reader.names
+        has_head = STORED_HEAD in reader.names
+        if has_head and reader.shape(STORED_HEAD)[:1] != (1,):
+            raise UserError(
+                f"{where}: its {STORED_HEAD} has shape {list(reader.shape(STORED_HEAD))}, and a critic has one value: "
+                "take a model with one label, or leave critic.path out"
+            )
         check_tensors(reader, [param for name, param in params.items() if name != VALUE_HEAD or has_head])
         check_layers(reader.names, hf)

@@ -70,6 +70,12 @@ def note_skipped(ctx: PolicyContext, reports: Sequence[UpdateReport], step: int,
     return counts[-1]
 
 
+def skipped_critic_updates(reports: Sequence[UpdateReport]) -> str:
+    """Return what to say of a critic's skipped updates; the policy's own, not these, stop a run. Pure."""
+    norms = ", ".join(f"{report.grad_norm:.3g}" for report in reports if report.skipped)
+    return f"update of the critic skipped: gradient norm {norms}: lower critic.lr"
+
+
 def describe(step: int, count: int, reports: Sequence[UpdateReport], names: Sequence[str], folder: Path) -> str:
     """Return one sentence about a step's skipped updates. `names`: parameters whose gradient was not finite. Pure."""
     norms = ", ".join(f"{report.grad_norm:.3g}" for report in reports if report.skipped)
