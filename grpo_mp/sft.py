@@ -20,7 +20,7 @@ from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.phases import Phase
 from grpo_mp.planner.clusters import machine_options
 from grpo_mp.platform import device_name
-from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.command_line import run_sft_command
 from grpo_mp.trainer.context import local_ranks
 from grpo_mp.trainer.loop import (

@@ -1,4 +1,4 @@
-"""The GRPO loop. `torchrun ... -m grpo_mp.train CONFIG section.key=value ...`; `--dry-run` only checks."""
+"""The GRPO loop, and PPO's. `torchrun ... -m grpo_mp.train CONFIG section.key=value ...`; `--dry-run` only checks."""
 
 import signal
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.phases import Phase
 from grpo_mp.planner.clusters import machine_options
 from grpo_mp.platform import device_name
-from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.command_line import run_command
 from grpo_mp.trainer.context import RolloutContext, TrainContext, local_ranks, open_context
@@ -45,14 +45,17 @@ from grpo_mp.trainer.loop import (
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step
 from grpo_mp.trainer.replica_check import check_replicas
-from grpo_mp.trainer.skipped_updates import keep_skipped
+from grpo_mp.trainer.skipped_updates import keep_skipped, skipped_critic_updates
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord, disk_may_be_full, sync_metrics
-from grpo_mp.trainer.update import train_step, update_reference
+from grpo_mp.trainer.update import critic_step, train_step, update_reference
 from grpo_mp.weight_sync.update import largest_report
 
 
 def train(ctx: TrainContext, reporter: Reporter) -> None:
-    """Run GRPO: generate groups, score them, turn rewards into advantages, update the policy, sync the engines."""
+    """Run GRPO: generate groups, score them, turn rewards into advantages, update the policy, sync the engines.
+
+    PPO's critic, where there is one, estimates the advantages of tokens and is updated beside the policy.
+    """
     run, logger = ctx.settings.run, make_logger(ctx)
     synced = sync_weights(ctx)
     first, last = first_evaluation(ctx)
@@ -70,11 +73,12 @@ def train(ctx: TrainContext, reporter: Reporter) -> None:
             break  # the step is repeated after a restart
         dump_rollouts(ctx, rollouts, step)
         batch = compute_advantages(ctx, rollouts, step)
-        updates = compute_old_and_reference_logprobs(ctx, batch)
+        updates = compute_logprobs_and_values(ctx, batch)
+        critic_reports = update_critic(ctx, updates, step)  # none without a critic
         reports = update_policy(ctx, rollouts, updates, step)
         synced = sync_weights(ctx)
 
-        record = logger.step_record(ctx.state, rollouts, batch, updates, reports, synced)
+        record = logger.step_record(ctx.state, rollouts, batch, updates, reports, critic_reports, synced)
         if is_due(step, run.eval_every, run.steps):
             last = ctx.evaluator.evaluate(step)
             record.scalars.update(last.metrics)
@@ -183,14 +187,36 @@ def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> 
         )
 
 
-def compute_old_and_reference_logprobs(ctx: TrainContext, batch: StepBatch) -> UpdateBatches:
-    """Return the micro-batches of each update with the logprobs that its loss needs."""
+def compute_logprobs_and_values(ctx: TrainContext, batch: StepBatch) -> UpdateBatches:
+    """Return the micro-batches of each update with the logprobs, and values of a critic, that its loss needs."""
     settings, state = ctx.settings, ctx.state
     seed, records = f"{settings.run.seed}/{state.step}", settings.training.router_replay == "R2"
     with ctx.phases.phase(Phase.LOGPROB):
         return compute_logprobs(
-            ctx.policy, batch, settings.algorithm, settings.training.epochs, state.adaptive_coefs, seed, records
+            ctx.policy,
+            batch,
+            settings.algorithm,
+            settings.training.epochs,
+            state.adaptive_coefs,
+            seed,
+            records,
+            ctx.critic,
         )
+
+
+def update_critic(ctx: TrainContext, updates: UpdateBatches, step: int) -> list[UpdateReport]:
+    """Let the critic learn the step's returns."""
+    if not (ctx.critic and ctx.settings.critic):
+        return []
+    finish_save(ctx)  # it reads weights and the optimizer's state
+    replicas_every = ctx.settings.monitor.check_replicas_every
+    with ctx.phases.phase(Phase.TRAIN, "critic"):
+        if replicas_every and step % replicas_every == 0:
+            check_replicas(ctx.critic, step)
+        reports = critic_step(ctx.critic, updates, ctx.settings.critic, ctx.settings.training.epochs)
+    if any(report.skipped for report in reports):
+        ctx.progress.note(f"warning: step {step}: {skipped_critic_updates(reports)}")
+    return reports
 
 
 def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatches, step: int) -> list[UpdateReport]:
@@ -203,8 +229,9 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatc
         if replicas_every and step % replicas_every == 0:
             check_replicas(ctx.policy, step)
         ctx.recovery.keep_weights()
+        warms_up = ctx.settings.critic is not None and step <= ctx.settings.critic.warmup_steps
         reports, adaptive_coefs = train_step(
-            ctx.policy, updates, algorithm, epochs, ctx.state.adaptive_coefs, policy_loss
+            ctx.policy, () if warms_up else updates, algorithm, epochs, ctx.state.adaptive_coefs, policy_loss
         )
         skipped_in_a_row = keep_skipped(ctx, rollouts, reports, step)
         updated = update_reference(ctx.policy.reference, algorithm.kl, step)

@@ -254,6 +254,9 @@ class MicroBatch:
     old_logprobs: torch.Tensor | None = None  # float32; None: the logprobs of the first update are the old ones
     reference_logprobs: torch.Tensor | None = None  # float32
     teacher_logprobs: torch.Tensor | None = None  # float32; None: no teacher scored its samples
+    # Of a critic: value of the state before each target, float32; the return that it learns, float64.
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
     routed_experts: RoutedExperts | None = None  # None: routers choose
     prompt_rows: tuple[RowRange, ...] = ()  # by sequence, the rows before its own; (): each holds its own prompt
     entropy_floor: float = -math.inf  # nats: tokens below it are masked out of the loss

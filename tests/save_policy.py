@@ -1,4 +1,4 @@
-"""Save a policy alone, at once: CheckpointSaver (trainer/save.py) saves a run."""
+"""Save a policy, or critic, alone, at once: CheckpointSaver (trainer/save.py) saves a run."""
 
 from pathlib import Path
 
@@ -14,10 +14,10 @@ from grpo_mp.policy.checkpoint import (
     write_common,
     write_indexes,
 )
-from grpo_mp.policy.policy import Policy
+from grpo_mp.policy.trained_model import TrainedModel
 
 
-def save_policy(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
+def save_policy(policy: TrainedModel, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
     """Write weights, optimizer and learning-rate step into an empty, existing folder. Every rank must call this."""
     group = policy.parallel.cpu_group
 

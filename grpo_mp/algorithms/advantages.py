@@ -94,7 +94,7 @@ def outcome_advantages(
     centered = values - BASELINES[advantage.baseline](values, groups)
     if advantage.scale != "none":
         centered = centered / (SCALES[advantage.scale](values, groups, advantage.std) + advantage.eps)
-    if advantage.baseline != "none":
+    if advantage.compares_groups:
         centered[~groups.has_nonzero_std(values)[groups.index]] = 0.0
     return tuple(centered.tolist())
 
@@ -178,6 +178,7 @@ BASELINES: dict[str, Callable[[Tensor, Groups], Tensor]] = {
     "group_mean": _group_mean,
     "leave_one_out": _leave_one_out,
     "none": lambda values, groups: torch.zeros_like(values),
+    "critic": lambda values, groups: torch.zeros_like(values),  # its values are subtracted later, token by token
 }
 
 

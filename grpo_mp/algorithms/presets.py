@@ -131,6 +131,19 @@ PRESETS: dict[str, Preset] = {
         clip={"low": 0.2, "high": 0.2},
         kl={"coef": 0.05, "estimator": "k1", "apply_to": "reward"},
     ),
+    "ppo": Preset(
+        "PPO, arXiv 1707.06347, with a critic: GAE, arXiv 1506.02438, eq. 16; gamma 1, lambda 0.95, clipped values, "
+        "whitened advantages and a KL per token in the reward, weight 0.05, as TRL's PPO had them",
+        "Rewards of one answer per prompt; credit that differs by token; to compare with what GRPO leaves out.",
+        {
+            "algorithm": {
+                "advantage": {"baseline": "critic", "scale": "none", "whiten": True},
+                "aggregation": "token_mean",
+                "kl": {"coef": 0.05, "estimator": "k1", "apply_to": "reward"},
+            },
+            "critic": {},
+        },
+    ),
     "reinforce_pp": _algorithm(
         "REINFORCE++, arXiv 2501.03262: KL in the reward, returns to go, whitened over the batch",
         "One answer per prompt; general reward models.",

@@ -30,9 +30,10 @@ class AdvantageConfig(Section):
     level: Literal["outcome", "process"] = Field(
         "outcome", description="outcome: one advantage per response; process: rewards of single steps (reward.steps)"
     )
-    baseline: Literal["group_mean", "leave_one_out", "none"] = Field(
+    baseline: Literal["group_mean", "leave_one_out", "none", "critic"] = Field(
         "group_mean",
-        description="mean that is subtracted from a reward; leave_one_out: mean of the group's others (RLOO)",
+        description="mean that is subtracted from a reward; leave_one_out: mean of the group's others (RLOO); critic: "
+        "the values of section critic, by generalized advantage estimation (verl adv_estimator gae)",
     )
     scale: Literal["group_std", "batch_std", "none"] = Field(
         "group_std", description="what the difference is divided by (TRL scale_rewards); none: Dr. GRPO"
@@ -47,6 +48,16 @@ class AdvantageConfig(Section):
         False, description="normalize over all response tokens of the step, after all else (REINFORCE++)"
     )
     eps: float = Field(1e-4, gt=0, description="number added to the standard deviation that scale divides by")
+
+    @property
+    def of_critic(self) -> bool:
+        """Return whether a critic's values are the baseline."""
+        return self.baseline == "critic"
+
+    @property
+    def compares_groups(self) -> bool:
+        """Return whether a reward is compared with those of its group."""
+        return self.baseline in ("group_mean", "leave_one_out")
 
     @property
     def built_in(self) -> str:
@@ -294,6 +305,16 @@ class AlgorithmConfig(Section):
         description="a published algorithm (grpo_mp/algorithms/README.md); sets defaults of all the others",
     )
     advantage: AdvantageConfig = Field(AdvantageConfig(), description="how rewards become advantages")
+    gamma: float = Field(
+        1.0, gt=0, le=1, description="discount of later rewards, with advantage.baseline=critic (TRL, verl gamma)"
+    )
+    lam: float = Field(
+        0.95,
+        ge=0,
+        le=1,
+        description="lambda of generalized advantage estimation, with advantage.baseline=critic: 1 trusts the rewards "
+        "alone, 0 the critic alone (TRL, verl lam)",
+    )
     ratio: RatioLevel = Field(
         "token",
         description="importance ratio: of a token, of a sequence (GSPO: geometric mean), of GSPO-token, or the "
@@ -405,12 +426,39 @@ def _advantage_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield "advantage.level=process has no outcome reward for the KL: set kl.apply_to=loss"
     if advantage.combine == "normalize" and algorithm.kl.apply_to == "reward" and algorithm.kl.coef:
         yield "advantage.combine=normalize cannot include the KL in the reward: set kl.apply_to=loss"
-    if advantage.combine == "normalize" and advantage.baseline == "none":
+    if advantage.combine == "normalize" and not advantage.compares_groups:
         yield "advantage.combine=normalize works inside groups: set advantage.baseline=group_mean"
+    if advantage.of_critic:
+        yield from _critic_contradictions(algorithm)
+    elif algorithm.gamma != 1 or algorithm.lam != AlgorithmConfig.model_fields["lam"].default:
+        yield "gamma and lam belong to a critic's advantages: set algorithm: ppo, or leave them out"
     if advantage.baseline == "none" and advantage.scale == "group_std":
         yield "advantage.scale=group_std needs a group baseline: set advantage.scale=none or batch_std"
-    if algorithm.filter.zero_std != "keep" and advantage.baseline == "none":
+    if algorithm.filter.zero_std != "keep" and not advantage.compares_groups:
         yield "filter.zero_std looks at groups: set advantage.baseline=group_mean, or filter.zero_std=keep"
+
+
+def _critic_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
+    advantage = algorithm.advantage
+    if advantage.estimator:
+        yield "advantage.baseline=critic estimates advantages itself: leave out advantage.estimator"
+    if advantage.scale != "none":
+        yield (
+            f"advantage.scale={advantage.scale} divides rewards, from which advantage.baseline=critic subtracts values "
+            "of tokens: set scale=none, and whiten=true to normalize"
+        )
+    if algorithm.ratio in ("sequence", "product"):
+        yield (
+            f"advantages by a critic differ by token, ratio={algorithm.ratio} does not: set ratio=token or "
+            "sequence_token"
+        )
+    if not policy_loss_entry(algorithm.policy_loss).token_advantages:
+        yield (
+            f"advantages by a critic differ by token, policy_loss={algorithm.policy_loss} averages over them: set "
+            "policy_loss=clip or unclipped"
+        )
+    if algorithm.distillation:
+        yield "advantage.baseline=critic learns from rewards, distillation from a teacher: leave one of them out"
 
 
 def _distillation_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -174,15 +175,7 @@ def with_kl_in_reward(
     of itself and of the tokens after it (REINFORCE++, arXiv 2501.03262, eq. 7).
     """
 
-    def cost(mb: MicroBatch) -> torch.Tensor:
-        """Return the weighted KL [T] in float64; zero where a logprob is missing and at prompts and padding."""
-        old = mb.rollout_logprobs if algorithm.old_logprobs == "engine" else mb.old_logprobs
-        if mb.reference_logprobs is None or old is None:
-            return torch.zeros_like(mb.advantages)
-        log_r = (mb.reference_logprobs - old).double()
-        known = mb.mask.bool() & log_r.isfinite()
-        return kl_coef * estimate_kl(algorithm.kl, log_r, torch.ones_like(log_r)).where(known, 0.0)
-
+    cost = partial(kl_costs, algorithm=algorithm, kl_coef=kl_coef)
     if algorithm.advantage.baseline == "none":
         return [
             [_with_advantages(mb, mb.advantages - _sum_to_end(cost(mb), mb, parallel)) for mb in update]
@@ -201,6 +194,16 @@ def with_kl_in_reward(
     ids = [info.group_id for info in samples]
     advantages = torch.tensor(outcome_advantages(rewards, ids, algorithm.advantage), dtype=torch.float64)[sample_of]
     return [[_with_advantages(mb, advantages[_sequence_of_token(mb, plan)]) for mb in update] for update, plan in plans]
+
+
+def kl_costs(batch: MicroBatch, algorithm: AlgorithmConfig, kl_coef: float) -> torch.Tensor:
+    """Return the weighted KL [T] in float64; zero where a logprob is missing and at prompts and padding."""
+    old = batch.rollout_logprobs if algorithm.old_logprobs == "engine" else batch.old_logprobs
+    if batch.reference_logprobs is None or old is None:
+        return torch.zeros_like(batch.advantages)
+    log_r = (batch.reference_logprobs - old).double()
+    known = batch.mask.bool() & log_r.isfinite()
+    return kl_coef * estimate_kl(algorithm.kl, log_r, torch.ones_like(log_r)).where(known, 0.0)
 
 
 def with_distillation(updates: UpdateBatches, distillation: DistillationConfig) -> UpdateBatches:

@@ -1,5 +1,6 @@
 """The settings: typed sections, the checks that span them, and reading them from YAML and overrides."""
 
+from grpo_mp.config.critic_section import CriticConfig
 from grpo_mp.config.load import (
     check_settings,
     check_sft_settings,
@@ -17,6 +18,7 @@ from grpo_mp.config.sft_settings import SftSettings
 from grpo_mp.config.trainer_settings import TrainerSettings
 
 __all__ = [
+    "CriticConfig",
     "PipelineSettings",
     "Settings",
     "SftSettings",

@@ -7,7 +7,6 @@ ALGORITHM = {
     "gate": "sapo",
     "gate.positive": "sapo.temperature_positive",
     "gate.negative": "sapo.temperature_negative",
-    "gamma": "vespo",
     "kl.weight": "kl.coef",
     "kl.watch_share": "kl.monitor_share",
     "kl.place": "kl.apply_to",

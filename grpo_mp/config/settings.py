@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from grpo_mp.algorithms.registries import needs_correctness
 from grpo_mp.algorithms.settings import AlgorithmConfig, needs_old_logprobs
+from grpo_mp.config.critic_section import CriticConfig
 from grpo_mp.config.data_sections import DataConfig, EvalSetConfig
 from grpo_mp.config.monitor_section import MonitorConfig
 from grpo_mp.config.sample_section import SampleConfig
@@ -43,6 +44,7 @@ class Settings(Section):
     engine: EngineConfig = Field(EngineConfig(), description="the engines that generate")
     reward: RewardConfig = Field(description="terms of the reward and their weights")
     algorithm: AlgorithmConfig = Field(AlgorithmConfig(), description="a preset by name, or its parts")
+    critic: CriticConfig | None = Field(None, description="the value model of algorithm ppo; null: none")
     optimizer: OptimizerConfig = Field(description="AdamW and its learning rate")
     training: TrainingConfig = Field(TrainingConfig(), description="updates of a step, micro-batches, memory, Megatron")
     sync: SyncConfig = Field(SyncConfig(), description="weights from the trainer to the engines")
@@ -115,12 +117,37 @@ class Settings(Section):
         advantage, distillation = self.algorithm.advantage, self.algorithm.distillation
         if distillation and distillation.replaces_rewards:
             return self
-        if self.rollout.group_size == 1 and advantage.baseline != "none" and not advantage.estimator:
+        if self.rollout.group_size == 1 and advantage.compares_groups and not advantage.estimator:
             raise ValueError(
                 f"rollout.group_size=1 leaves algorithm.advantage.baseline={advantage.baseline} nothing "
                 "to compare with: set 2 or more, or algorithm: reinforce_pp"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_critic(self) -> "Settings":
+        baseline = self.algorithm.advantage.baseline
+        if self.critic and not self.algorithm.advantage.of_critic:
+            raise ValueError(
+                f"critic trains a value model, and algorithm.advantage.baseline={baseline} takes none: set algorithm: "
+                "ppo, or leave critic out"
+            )
+        if self.algorithm.advantage.of_critic and not self.critic:
+            raise ValueError(
+                "algorithm.advantage.baseline=critic takes the values of a critic, and critic is null: set it, e.g. "
+                "critic={lr: 1e-5}"
+            )
+        if self.run.steps and (problem := self.warmup_problem):
+            raise ValueError(problem)
+        return self
+
+    @property
+    def warmup_problem(self) -> str:
+        """Return what is wrong with the critic's warm-up in a run of so many steps, as a sentence; or nothing."""
+        warmup_steps = self.critic.warmup_steps if self.critic else 0
+        if not warmup_steps or warmup_steps < self.run.steps:
+            return ""
+        return f"critic.warmup_steps={warmup_steps} leaves none of {self.run.steps} steps to the policy: lower it"
 
     @model_validator(mode="after")
     def _check_rewards_of_sets(self) -> "Settings":
@@ -333,8 +360,23 @@ class Settings(Section):
 
     @property
     def total_updates(self) -> int:
-        """Return the optimizer updates of the whole run."""
-        return self.run.steps * self.optimizer_steps_per_step
+        """Return the optimizer updates of the policy in the whole run."""
+        warmup_steps = self.critic.warmup_steps if self.critic else 0
+        return (self.run.steps - warmup_steps) * self.optimizer_steps_per_step
+
+    def for_critic(self) -> "Settings":
+        """Return the settings that build the critic as they build a policy. Raises ValueError where there is none."""
+        if self.critic is None:
+            raise ValueError("the settings have no critic")
+        model = {"path": self.critic.path or self.model.path, "mtp_loss_scaling_factor": 0.0}
+        return self.model_copy(
+            update={
+                "model": self.model.model_copy(update=model),
+                "optimizer": self.optimizer.model_copy(update={"lr": self.critic.lr}),
+                "training": self.training.model_copy(update={"router_replay": "none"}),
+                "critic": None,
+            }
+        )
 
     def with_steps(self, prompts: int) -> "Settings":
         """Return the settings with the steps that `run.epochs` of `prompts` means, unless they say steps."""

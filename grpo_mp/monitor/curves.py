@@ -69,6 +69,13 @@ CURVES: dict[str, tuple[Curve, ...]] = {
             {"mean": "distill/reverse_kl/mean"},
             "Per token that the policy wrote (algorithm.distillation).",
         ),
+        Curve("Loss of the critic", "reward^2", {"value": "critic/value_loss"}, "With algorithm: ppo."),
+        Curve(
+            "What the critic explains",
+            "share",
+            {"explained variance": "critic/explained_variance", "clipped values": "critic/vf_clipfrac"},
+            "Of the returns: 0 is no better than their mean.",
+        ),
         Curve("KL of a step's updates", "nats", {"KL": "train/ppo_kl"}),
         Curve("Ratio", "ratio", {"mean": "train/ratio/mean", "max": "train/ratio/max"}),
         Curve("Clipped tokens", "share", {"low": "train/pg_clipfrac_low", "high": "train/pg_clipfrac_high"}),

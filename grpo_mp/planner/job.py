@@ -13,7 +13,7 @@ from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import ModelShape, check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import OVERHEADS, Cluster
-from grpo_mp.planner.parameter_count import ParameterCount, local_parameter_counts
+from grpo_mp.planner.parameter_count import ParameterCount, critic_parameter_counts, local_parameter_counts
 from grpo_mp.planner.pipeline_layout import StageLayers, layers_of_stages, with_mtp_layer
 from grpo_mp.policy.parameter_bytes import BytesPerParameter, bytes_per_parameter
 from grpo_mp.rollout.engine_parallelism import EngineParallelism, check_engine_parallelism
@@ -162,10 +162,35 @@ class PlannedJob:
 
     @property
     def parameters(self) -> int:
-        """Return the parameters of the model; what tensor-parallel ranks hold alike is counted once for each."""
+        """Return the parameters of the policy; what tensor-parallel ranks hold alike is counted once for each."""
+        return self._full_count(self.parameter_counts)
+
+    @property
+    def trained_parameters(self) -> int:
+        """Return those of policy and critic, counted likewise."""
+        return self._full_count(self.trained_counts)
+
+    def _full_count(self, counts: tuple[ParameterCount, ...]) -> int:
         layout = self.settings.layout
-        experts = sum(count.expert for count in self.parameter_counts) * layout.expert * layout.expert_tensor
-        return sum(count.dense for count in self.parameter_counts) * layout.tensor + experts
+        experts = sum(count.expert for count in counts) * layout.expert * layout.expert_tensor
+        return sum(count.dense for count in counts) * layout.tensor + experts
+
+    @cached_property
+    def critic_counts(self) -> tuple[ParameterCount, ...]:
+        """Return what one rank of each pipeline stage would hold of a critic, whether the run has one or not."""
+        return critic_parameter_counts(self.hf, self.settings.layout, self.stage_layers)
+
+    @property
+    def has_critic(self) -> bool:
+        """Return whether the run trains a critic beside the policy."""
+        return self.settings.critic is not None
+
+    @property
+    def trained_counts(self) -> tuple[ParameterCount, ...]:
+        """Return what one rank of each pipeline stage trains: its parts of the policy and of a critic."""
+        if not self.has_critic:
+            return self.parameter_counts
+        return tuple(map(ParameterCount.__add__, self.parameter_counts, self.critic_counts))
 
     @property
     def num_engines(self) -> int:

@@ -65,9 +65,9 @@ ROUNDS_OF_A_TRAINER = 2  # what it sends, and has packed to send next
 
 # The kinds of a plan that the trainer measures under one name: `device_items` of policy/offload.py.
 MEASURED: Mapping[str, tuple[str, ...]] = {
-    "weights": ("weights",),
-    "gradients": ("gradients",),
-    "optimizer": ("optimizer",),
+    "weights": ("weights", "critic weights"),
+    "gradients": ("gradients", "critic gradients"),
+    "optimizer": ("optimizer", "critic optimizer"),
     "activations and buffers": (
         "activations",
         "logits",
@@ -137,6 +137,7 @@ def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Sub
             "weights": resident.policy_weights * count.total * per_parameter.weights,
             "gradients": resident.gradients * count.total * per_parameter.gradients,
             "optimizer": resident.optimizer * job.sharded_parameters(count) * per_parameter.optimizer,
+            **_critic_memory(job, stage, resident),
         } | _temporary_memory(job, stage, sub_phase)
         communication = in_use if resident.communicators else suspended
         sizes = {
@@ -156,6 +157,17 @@ def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Sub
         sizes["teacher's cache"] = resident.reward_model * teacher.kv_cache
         memory[sub_phase] = {kind: size for kind, size in sizes.items() if size}
     return memory
+
+
+def _critic_memory(job: PlannedJob, stage: int, resident: Residency) -> dict[str, float]:
+    """Return what is of a critic on the device: it goes with the policy. Its passes need less than the policy's."""
+    count, per_parameter = job.critic_counts[stage], job.per_parameter
+    sizes = {
+        "critic weights": resident.policy_weights * count.total * per_parameter.weights,
+        "critic gradients": resident.gradients * count.total * per_parameter.gradients,
+        "critic optimizer": resident.optimizer * job.sharded_parameters(count) * per_parameter.optimizer,
+    }
+    return sizes if job.has_critic else {}
 
 
 def _resident(job: PlannedJob, sub_phase: SubPhase) -> Residency:
@@ -323,6 +335,7 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
         "draft weights": engine.draft_weights * shared,
         "reward model": reward.weights,  # its copy stays while it is awake
         "teacher": teacher.weights,
+        **_critic_host_memory(job, sub_phase, stage),
     }
     if job.settings.training.router_replay != "none":
         sizes["routed experts"] = (
@@ -336,6 +349,20 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
         in_use, suspended = communicator_bytes(job)
         sizes["communicators"] = in_use - suspended
     return sizes
+
+
+def _critic_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int) -> dict[str, float]:
+    """Return what a rank keeps of a critic on the host, as of the policy."""
+    if not job.has_critic:
+        return {}
+    count, per_parameter = job.critic_counts[stage], job.per_parameter
+    sharded, has_begun = job.sharded_parameters(count), sub_phase not in (SubPhase.START, SubPhase.LOAD)
+    moves = has_begun and job.optimizer_offload == "step" and job.offloads
+    state = per_parameter.host_optimizer * (sub_phase is not SubPhase.START) + per_parameter.optimizer * moves
+    return {
+        "critic weights": count.total * per_parameter.host_copies * job.settings.shares_devices * has_begun,
+        "critic optimizer": sharded * state,
+    }
 
 
 def _exports(settings: Settings) -> bool:

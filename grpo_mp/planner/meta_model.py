@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from grpo_mp.config import TrainerSettings
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.value_head import critic_config
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import ZERO, ParameterCount
 from grpo_mp.platform import prepare
@@ -31,15 +32,25 @@ def check_parameter_counts(job: PlannedJob) -> None:
     assert counts == job.parameter_counts, (
         f"Megatron's model holds {counts}, the closed form says {job.parameter_counts}"
     )
+    if job.has_critic:
+        counts = megatron_parameter_counts(job.settings, job.hf, job.train_ranks, critic=True)
+        assert counts == job.critic_counts, (
+            f"Megatron's critic holds {counts}, the closed form says {job.critic_counts}"
+        )
 
 
-def megatron_parameter_counts(settings: TrainerSettings, hf: HfConfig, world_size: int) -> tuple[ParameterCount, ...]:
-    """Count what one rank of each pipeline stage holds. Raises UserError where Megatron refuses the settings."""
+def megatron_parameter_counts(
+    settings: TrainerSettings, hf: HfConfig, world_size: int, critic: bool = False
+) -> tuple[ParameterCount, ...]:
+    """Count what one rank of each pipeline stage holds, of the policy or its critic.
+
+    Raises UserError where Megatron refuses the settings.
+    """
     per_stage = world_size // settings.layout.pipeline  # the pipeline is Megatron's slowest dimension
     counts = []
     for stage in range(settings.layout.pipeline):
         count = ZERO
-        with built_on_meta(settings, hf, world_size, stage * per_stage) as chunks:
+        with built_on_meta(settings, hf, world_size, stage * per_stage, critic) as chunks:
             for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
                 size, is_expert = parameter.numel(), ".experts." in name
                 count += ParameterCount(0, size) if is_expert else ParameterCount(size, 0)
@@ -48,16 +59,22 @@ def megatron_parameter_counts(settings: TrainerSettings, hf: HfConfig, world_siz
 
 
 @contextmanager
-def built_on_meta(settings: TrainerSettings, hf: HfConfig, world_size: int, rank: int) -> Iterator[list["PolicyModel"]]:
-    """Build the model chunks of one rank, without memory. Raises UserError where Megatron refuses the settings."""
+def built_on_meta(
+    settings: TrainerSettings, hf: HfConfig, world_size: int, rank: int, critic: bool = False
+) -> Iterator[list["PolicyModel"]]:
+    """Build the model chunks of one rank, of the policy or its critic, without memory.
+
+    Raises UserError where Megatron refuses the settings.
+    """
     prepare()
     from megatron.core import parallel_state, tensor_parallel
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from grpo_mp.distributed.process_groups import megatron_sizes
     from grpo_mp.policy.megatron_config import transformer_config
-    from grpo_mp.policy.model import build_chunks
+    from grpo_mp.policy.model import PolicyModel, ValueModel, build_chunks
 
+    hf = critic_config(hf) if critic else hf
     config = transformer_config(settings.layout, settings.training, settings.model.dtype, hf)
     config.init_model_with_meta_device = True  # TransformerEngine's modules choose their device themselves
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
@@ -65,7 +82,9 @@ def built_on_meta(settings: TrainerSettings, hf: HfConfig, world_size: int, rank
         parallel_state.initialize_model_parallel(**megatron_sizes(settings.layout), create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(settings.run.seed)
         with torch.device("meta"):
-            chunks = build_chunks(config, hf, settings.training, settings.temperature)
+            chunks = build_chunks(
+                config, hf, settings.training, settings.temperature, ValueModel if critic else PolicyModel
+            )
         yield chunks
     finally:
         parallel_state.destroy_model_parallel()

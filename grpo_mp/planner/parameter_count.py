@@ -1,6 +1,6 @@
 """Parameters of each rank in closed form: the family's mapping, divided by the layout."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -9,6 +9,7 @@ from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING
+from grpo_mp.models.value_head import critic_config, critic_rules
 from grpo_mp.planner.pipeline_layout import StageLayers
 
 
@@ -44,11 +45,13 @@ class ParameterTable:
     copied_embedding: ParameterCount  # on the last of several stages, of a multi-token-prediction layer
 
 
-def parameter_table(hf: HfConfig, tensor: int, expert: int, expert_tensor: int) -> ParameterTable:
-    """Count the parameters for these parallel sizes, which must divide the model's."""
+def parameter_table(
+    hf: HfConfig, tensor: int, expert: int, expert_tensor: int, rules: Sequence[Rule] | None = None
+) -> ParameterTable:
+    """Count the parameters for these parallel sizes, which must divide the model's; `rules` None: of a policy."""
     layers: dict[int, ParameterCount] = {}
     embedding = output = copied = ZERO
-    for rule in family_of(hf).rules(hf):
+    for rule in rules or family_of(hf).rules(hf):
         if rule.keep_float32 or rule.applies_to_no_layer:
             continue  # a buffer, or nothing
         count = rule_parameters(rule, tensor, expert, expert_tensor)
@@ -63,14 +66,28 @@ def parameter_table(hf: HfConfig, tensor: int, expert: int, expert_tensor: int) 
     return ParameterTable(layers, embedding, output, copied)
 
 
-def local_parameter_counts(hf: HfConfig, layout: LayoutConfig, stage_layers: StageLayers) -> tuple[ParameterCount, ...]:
-    """Return what one rank of each pipeline stage holds; all ranks of a stage hold equally many."""
-    table = parameter_table(hf, layout.tensor, layout.expert, layout.expert_tensor)
+def local_parameter_counts(
+    hf: HfConfig, layout: LayoutConfig, stage_layers: StageLayers, rules: Sequence[Rule] | None = None
+) -> tuple[ParameterCount, ...]:
+    """Return what one rank of each pipeline stage holds; all ranks of a stage hold equally many.
+
+    `rules` None: of a policy.
+    """
+    table = parameter_table(hf, layout.tensor, layout.expert, layout.expert_tensor, rules)
     counts = [sum((table.layers[layer] for layer in layers), ZERO) for layers in stage_layers]
     if not (hf.tied and len(counts) == 1):  # a tied output layer counts only where the embedding is on another stage
         counts[0] += table.embedding
     counts[-1] += table.output + (table.copied_embedding if len(counts) > 1 else ZERO)
     return tuple(counts)
+
+
+def critic_parameter_counts(
+    hf: HfConfig, layout: LayoutConfig, stage_layers: StageLayers
+) -> tuple[ParameterCount, ...]:
+    """Return what one rank of each pipeline stage holds of a critic; `hf`, `stage_layers`: of its policy."""
+    critic, layers = critic_config(hf), hf.int("num_hidden_layers")
+    decoder = tuple(tuple(layer for layer in of_stage if layer < layers) for of_stage in stage_layers)
+    return local_parameter_counts(critic, layout, decoder, critic_rules(critic))
 
 
 def rule_parameters(rule: Rule, tensor: int, expert: int, expert_tensor: int) -> ParameterCount:

@@ -53,7 +53,7 @@ def _trained_model(plan: Plan, model: str) -> ModelMemory:
     job, per_parameter = plan.job, plan.job.per_parameter
     device, host, moves = 0.0, 0.0, job.optimizer_offload == "step"
     on_node, on_host = min(job.gpus_per_node, job.train_ranks), job.settings.shares_devices
-    for stage, count in enumerate(job.parameter_counts):
+    for stage, count in enumerate(job.parameter_counts if model == "policy" else job.critic_counts):
         sharded = job.sharded_parameters(count)
         state = sharded * per_parameter.optimizer
         host_state = sharded * per_parameter.host_optimizer

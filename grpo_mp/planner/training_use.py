@@ -21,13 +21,15 @@ class LayerTraffic:
 
 
 def logprob_use(job: PlannedJob, passes: float) -> ResourceUse:
-    """Return `passes` forward passes over the samples of a step; a fraction goes over that share of them."""
-    forward = _forward_products(job) + _traffic_use(job, _layer_traffic(job))
-    return replace(forward.scaled(passes), bubble=_bubble(job))
+    """Return `passes` forward passes over the samples of a step, and a critic's; a fraction goes over that share."""
+    traffic = _traffic_use(job, _layer_traffic(job))
+    forward = (_forward_products(job) + traffic).scaled(passes)
+    values = (_critic_products(job) + traffic).scaled(job.has_critic)
+    return replace(forward + values, bubble=_bubble(job))
 
 
 def train_use(job: PlannedJob) -> ResourceUse:
-    """Return all forward and backward passes of a step.
+    """Return all forward and backward passes of a step, of the policy and of a critic.
 
     A backward pass has twice a forward pass's FLOPs; it passes keys, values and their gradients around the ring, and
     gathers the inputs of divided matrices once more. Full recomputation does the forward pass twice.
@@ -38,7 +40,9 @@ def train_use(job: PlannedJob) -> ResourceUse:
     between_stages = ResourceUse(network_bytes=traffic.between_stages * (1 - forwards))  # is not computed again
     use = _traffic_use(job, traffic).scaled(forwards) + _traffic_use(job, backward) + between_stages
     ahead = mtp_flops_per_token(job.model, job.hf, job.attention_context) * _computed_tokens(job) / job.train_ranks
-    use += (_forward_products(job) + ResourceUse(flops=ahead)).scaled(forwards + 2)
+    use = use.scaled(1 + job.has_critic)
+    products = _forward_products(job) + ResourceUse(flops=ahead) + _critic_products(job).scaled(job.has_critic)
+    use += products.scaled(forwards + 2)
     return replace(use.scaled(training.epochs), bubble=_bubble(job))
 
 
@@ -67,7 +71,7 @@ def optimizer_use(job: PlannedJob, stage: int) -> ResourceUse:
 
     State on the host goes through the device: there and back count one after the other, although they overlap.
     """
-    count, layout, per_parameter = job.parameter_counts[stage], job.settings.layout, job.per_parameter
+    count, layout, per_parameter = job.trained_counts[stage], job.settings.layout, job.per_parameter
     model_bytes = per_parameter.gradients + per_parameter.weights
     dense = count.dense * model_bytes * (1 - 1 / job.dense_shards)
     expert = count.expert * model_bytes * (1 - 1 / job.expert_shards)
@@ -102,6 +106,12 @@ def _products(job: PlannedJob, flops: float, tokens: float) -> ResourceUse:
         return ResourceUse(flops=flops)
     in_fp8 = tokens * fp8_flops_per_token(job.model, job.hf)
     return ResourceUse(flops=flops - in_fp8, fp8_flops=in_fp8)
+
+
+def _critic_products(job: PlannedJob) -> ResourceUse:
+    """Return those of a critic, whose head has one column."""
+    head = 2.0 * job.model.hidden_size * job.model.vocab_size
+    return _forward_products(job) + ResourceUse(flops=-_computed_tokens(job) * head / job.train_ranks)
 
 
 def _layer_traffic(job: PlannedJob) -> LayerTraffic:

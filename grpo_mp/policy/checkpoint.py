@@ -22,6 +22,7 @@ from grpo_mp.policy.former_checkpoint import is_torch_dist_of_megatron, read_tor
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks, weight_chunks
 from grpo_mp.policy.te_adam import state_dict_without_copies, stores_param_remainders
+from grpo_mp.policy.trained_model import TrainedModel
 
 Value = TypeVar("Value")
 TORCH_WRITER = "inline_container"  # in what torch raises where it cannot write
@@ -29,7 +30,7 @@ FULL_BYTES = 2**20  # a disk with less free is full
 Written = Mapping[Path, WrittenChunks]  # what one rank has written, by folder
 
 
-def write_common(policy: Policy, folder: Path) -> None:
+def write_common(policy: TrainedModel, folder: Path) -> None:
     """Write, on rank 0, what is alike on all ranks."""
     if policy.parallel.rank == 0:
         content = BytesIO()  # torch would hide what the disk says
@@ -37,12 +38,12 @@ def write_common(policy: Policy, folder: Path) -> None:
         (folder / COMMON).write_bytes(content.getbuffer())
 
 
-def weights_writer(policy: Policy, folder: Path, piece_bytes: int) -> ChunkWriter:
+def weights_writer(policy: TrainedModel, folder: Path, piece_bytes: int) -> ChunkWriter:
     """Return what writes this rank's share of the weights, which must neither change nor be moved until it has."""
     return ChunkWriter(folder, policy.parallel.rank, weight_chunks(policy, policy.tensors), piece_bytes)
 
 
-def write_reference(policy: Policy, folder: Path, piece_bytes: int) -> Written:
+def write_reference(policy: TrainedModel, folder: Path, piece_bytes: int) -> Written:
     """Write this rank's share of the reference's weights. Raises ValueError where the policy has no reference."""
     if policy.reference is None:
         raise ValueError("this policy was built without a reference")
@@ -50,7 +51,7 @@ def write_reference(policy: Policy, folder: Path, piece_bytes: int) -> Written:
     return {folder: ChunkWriter(folder, policy.parallel.rank, chunks, piece_bytes).write()}
 
 
-def optimizer_writer(policy: Policy, folder: Path, piece_bytes: int) -> ChunkWriter:
+def optimizer_writer(policy: TrainedModel, folder: Path, piece_bytes: int) -> ChunkWriter:
     """Return what writes this rank's optimizer state, which must neither change nor be moved until it has."""
     return ChunkWriter(folder / OPTIMIZER_FOLDER, policy.parallel.rank, optimizer_chunks(policy), piece_bytes)
 
@@ -104,7 +105,7 @@ def write_indexes(written: Mapping[Path, list[WrittenChunks]]) -> None:
         write_index(folder, chunks)
 
 
-def load_policy(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
+def load_policy(policy: TrainedModel, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
     """Read weights, optimizer and learning-rate step of a checkpoint, from any layout. Every rank must call this.
 
     What goes to a device goes through `piece_bytes` of the host.
@@ -139,7 +140,7 @@ def load_reference(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES)
         read_chunks(local_weight_chunks(policy, policy.reference.host_tensors), folder, piece_bytes)
 
 
-def _common(policy: Policy) -> dict[str, Any]:
+def _common(policy: TrainedModel) -> dict[str, Any]:
     """Return what is saved beside tensors: steps and learning rates, and the format of the main weights."""
     with state_dict_without_copies(policy.optimizer.chained_optimizers):
         states = [part.state_dict() for part in policy.optimizer.chained_optimizers]
@@ -158,7 +159,7 @@ def _read_common(folder: Path) -> dict[str, Any]:
     return common
 
 
-def _main_weight_format(policy: Policy) -> str:
+def _main_weight_format(policy: TrainedModel) -> str:
     """Return the format of the main weights in this policy's checkpoints."""
     return "remainders" if stores_param_remainders(policy.optimizer.chained_optimizers) else "whole"
 

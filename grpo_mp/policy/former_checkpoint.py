@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from grpo_mp.checkpoint.safe_metadata import restrict_unpickling
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.policy.model import PolicyModel
-from grpo_mp.policy.policy import Policy
+from grpo_mp.policy.trained_model import TrainedModel
 
 METADATA = {"singleton_local_shards": False}  # of the format of the weights
 
@@ -21,7 +21,7 @@ def is_torch_dist_of_megatron(folder: Path) -> bool:
     return (folder / CONFIG_FNAME).is_file()
 
 
-def read_torch_dist(policy: Policy, folder: Path) -> Mapping[str, Any]:
+def read_torch_dist(policy: TrainedModel, folder: Path) -> Mapping[str, Any]:
     """Load the weights of all model chunks, from any layout; return what was saved beside them.
 
     Every rank must call this. Raises UserError where the checkpoint is incomplete or belongs to another model.
@@ -41,7 +41,7 @@ def read_torch_dist(policy: Policy, folder: Path) -> Mapping[str, Any]:
     return state
 
 
-def _models(policy: Policy) -> dict[str, PolicyModel]:
+def _models(policy: TrainedModel) -> dict[str, PolicyModel]:
     """Return this rank's model chunks by their names in a checkpoint."""
     models = policy.models()
     return {f"model{chunk}" if len(models) > 1 else "model": model for chunk, model in enumerate(models)}

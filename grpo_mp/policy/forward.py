@@ -9,18 +9,21 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from grpo_mp import platform
-from grpo_mp.policy.multi_token_prediction import MtpLoss
 from grpo_mp.policy.routing_replay import RoutingReplay
 from grpo_mp.policy.shared_prompt_attention import packed_sequences, shared_prompt_params
 from grpo_mp.types import MicroBatch
 
-LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Any]]
+LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Any]]  # of logprobs and entropies [T]
+OutputLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]  # of all that the last stage returns
 
 
 def forward_only(
     chunks: Sequence[torch.nn.Module], microbatches: Sequence[MicroBatch], replay: RoutingReplay | None = None
 ) -> list[Tensor]:
-    """Return [2, T] logprobs and entropies of every micro-batch; empty on all but the last pipeline stage."""
+    """Return what the last stage computes of every micro-batch, of a policy [2, T] logprobs and entropies.
+
+    Empty on all but the last pipeline stage.
+    """
 
     def collect(output: Tensor, non_loss_data: bool) -> Tensor:
         return output
@@ -33,20 +36,16 @@ def forward_only(
 def forward_backward(
     chunks: Sequence[torch.nn.Module],
     microbatches: Sequence[MicroBatch],
-    loss: LossFunction,
+    loss: OutputLoss,
     replay: RoutingReplay | None = None,
-    mtp_loss: MtpLoss | None = None,
 ) -> list[Any]:
     """Accumulate the gradient of the summed loss; return the loss function's second values (last stage only).
 
-    `loss(logprobs [T], entropy [T], microbatch)` must already carry its global denominator. `mtp_loss`: of the
-    multi-token-prediction layer, added to it; None: it does not learn.
+    `loss(output, microbatch)` must already carry its global denominator.
     """
 
     def loss_step(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
-        value, report = loss(output[0], output[1], batch)
-        if mtp_loss:
-            value = value + mtp_loss(output[2], batch).to(value.dtype)
+        value, report = loss(output, batch)
         # Megatron wants a token count; nothing divides by it, because gradients are not finalized with it.
         return value, torch.ones((), dtype=torch.int, device=value.device), report
 

@@ -80,14 +80,46 @@ class PolicyModel(GPTModel):
         return token_logprobs(self._gathered(hidden), weight, targets, shard, temperature, chunk_tokens)
 
 
+class ValueHead(torch.nn.Module):
+    """Values [T] of hidden states [T, H] by one column, alike on all tensor-parallel ranks; computed in float32."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return values [T] of hidden states [T, H]."""
+        return (hidden.float() @ self.weight.float().t()).squeeze(1)
+
+
+class ValueModel(PolicyModel):
+    """One pipeline chunk of a critic, whose output layer is a value head: the last stage returns values [T]."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            self.output_layer = ValueHead(self.config.hidden_size, self.config.params_dtype)
+
+    def _postprocess(self, *, hidden_states: Tensor, **inputs: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:  # each rank computes the whole gradient: none is summed
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        return self.output_layer(hidden_states.squeeze(1))
+
+
 def build_chunks(
-    config: TransformerConfig, hf: HfConfig, training: TrainingConfig, temperature: float
+    config: TransformerConfig,
+    hf: HfConfig,
+    training: TrainingConfig,
+    temperature: float,
+    model_class: type[PolicyModel] = PolicyModel,
 ) -> list[PolicyModel]:
     """Build this rank's model chunks, one per virtual pipeline stage, with weights not yet loaded."""
     chunks = config.virtual_pipeline_model_parallel_size
     head = Head(temperature, training.logprob_chunk_tokens, hf.int("vocab_size"))
     stages = range(chunks) if chunks else (None,)
-    models = [_build_chunk(config, hf, head, training.share_prompts, stage) for stage in stages]
+    models = [_build_chunk(config, hf, head, training.share_prompts, stage, model_class) for stage in stages]
     if training.fp8_format and not platform.on_cuda():
         use_fp8(models, training.fp8_format)
     return models
@@ -101,14 +133,19 @@ def use_fp8(models: Sequence[PolicyModel], fp8_format: fp8_linear.Fp8Format) -> 
 
 
 def _build_chunk(
-    config: TransformerConfig, hf: HfConfig, head: Head, share_prompts: bool, vp_stage: int | None
+    config: TransformerConfig,
+    hf: HfConfig,
+    head: Head,
+    share_prompts: bool,
+    vp_stage: int | None,
+    model_class: type[PolicyModel],
 ) -> PolicyModel:
     tp_size, family = config.tensor_model_parallel_size, family_of(hf)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     use_mla_without_query_norm(config, spec)
     if share_prompts:
         use_shared_prompt_attention(spec)
-    model = PolicyModel(
+    model = model_class(
         config,
         spec,
         vocab_size=-(-head.vocabulary // tp_size) * tp_size,

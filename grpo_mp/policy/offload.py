@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 
 import torch
 
@@ -9,7 +10,7 @@ from grpo_mp import platform
 from grpo_mp.distributed.nccl_memory import NcclMemory
 from grpo_mp.errors import PhaseTimeout
 from grpo_mp.platform.pinned import PinnedBuffer
-from grpo_mp.policy.policy import Policy
+from grpo_mp.policy.trained_model import TrainedModel
 
 POLL_S = 0.05
 MARGIN_BYTES = 2**28
@@ -59,18 +60,20 @@ def move_optimizer(
         param.data = moved.get(("parameter", number), param.data)
 
 
-def device_items(policy: Policy) -> dict[str, float]:
-    """Return bytes on this rank's device by kind; what is not state of the policy counts as activations and buffers.
+def device_items(*models: TrainedModel) -> dict[str, float]:
+    """Return bytes on this rank's device by kind; what is not state of these counts as activations and buffers.
 
     The planner's `MEASURED` says which lines of the plan each kind is.
     """
-    buffers = _buffers(policy)
+    buffers = [buffer for model in models for buffer in _buffers(model)]
     weights = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
     gradients = [buffer.grad_data for buffer in buffers]
     items = {
         "weights": _stored_bytes(weights),
         "gradients": _stored_bytes(gradients),
-        "optimizer": _stored_bytes(_optimizer_tensors(policy), exclude=(*weights, *gradients)),
+        "optimizer": _stored_bytes(
+            chain.from_iterable(map(_optimizer_tensors, models)), exclude=(*weights, *gradients)
+        ),
     }
     allocated = torch.cuda.memory_allocated()
     reserved, rest = torch.cuda.memory_reserved(), allocated - sum(items.values())
@@ -81,11 +84,11 @@ def device_items(policy: Policy) -> dict[str, float]:
     }
 
 
-def _buffers(policy: Policy):  # type: ignore[no-untyped-def]
+def _buffers(policy: TrainedModel):  # type: ignore[no-untyped-def]
     return [buffer for chunk in policy.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
 
 
-def _optimizer_tensors(policy: Policy) -> Iterator[torch.Tensor]:
+def _optimizer_tensors(policy: TrainedModel) -> Iterator[torch.Tensor]:
     for part in policy.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             yield from group["params"]
@@ -102,10 +105,10 @@ def _stored_bytes(tensors: Iterable[torch.Tensor], exclude: Iterable[torch.Tenso
 
 
 class PolicyOffloader:
-    """Moves weights, gradients, optimizer and the communicators' buffers between device and host."""
+    """Moves a model's weights, gradients, optimizer and the communicators' buffers between device and host."""
 
-    def __init__(self, policy: Policy, limit_s: float, communicators: NcclMemory | None = None) -> None:
-        """Take the policy, and how long to wait for device memory that another process is about to free.
+    def __init__(self, policy: TrainedModel, limit_s: float, communicators: NcclMemory | None = None) -> None:
+        """Take the policy, or its critic, and how long to wait for device memory that another process is about to free.
 
         `communicators` None: theirs cannot be moved.
         """

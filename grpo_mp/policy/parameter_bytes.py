@@ -10,6 +10,7 @@ from grpo_mp.config import Settings, TrainerSettings
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.value_head import critic_config, critic_params
 
 RECORDED_TOKEN_BYTES = 20  # a token, its logprob in float64, weight version and text, before compression
 DTYPE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "uint8": 1, "fp8": 1}
@@ -89,23 +90,33 @@ def disk_need(settings: Settings, hf: HfConfig) -> DiskNeed:
     steps = min(behind + 1, run.steps) + settings.rollout.max_staleness
     rollout_steps = steps + run.steps * settings.rollout.dump
     updated = settings.algorithm.kl.ref_update_every > 0
-    return policy_disk_need(settings, hf, recorded_bytes(settings, hf), rollout_steps, updated)
+    return policy_disk_need(
+        settings, hf, recorded_bytes(settings, hf), rollout_steps, updated, settings.critic is not None
+    )
 
 
 def policy_disk_need(
-    settings: TrainerSettings, hf: HfConfig, rollouts: int = 0, rollout_steps: int = 0, updated_reference: bool = False
+    settings: TrainerSettings,
+    hf: HfConfig,
+    rollouts: int = 0,
+    rollout_steps: int = 0,
+    updated_reference: bool = False,
+    critic: bool = False,
 ) -> DiskNeed:
     """Return the most that a run needs: of checkpoints, one more than is kept while it is written; exports.
 
     `rollouts`: bytes of one step's, of which those of so many steps are there at a time. `updated_reference`: whether
-    checkpoints have the weights of a reference, too.
+    checkpoints have the weights of a reference, too; `critic`: whether they have one.
     """
     params = family_of(hf).params(hf).values()
     count = sum(prod(shape) for param in params if not param.alias for shape in param.shapes)
     megatron_args, offload = settings.training.megatron_args, settings.optimizer.offload
     size = bytes_per_parameter(settings.model.dtype, megatron_args, offload, updated_reference)
     run = settings.run
-    checkpoint, export = count * size.saved, count * (1 if run.export_fp8 else size.weights)
+    trained = count
+    if critic:
+        trained += sum(param.num_elements for param in critic_params(critic_config(hf)).values())
+    checkpoint, export = trained * size.saved, count * (1 if run.export_fp8 else size.weights)
     checkpoints = min(run.keep_checkpoints + 1, run.steps // run.save_every + 1 if run.save_every else 1)
     exports = run.export + (run.steps // run.export_every if run.export_every else 0)
     total = checkpoints * checkpoint + exports * export + rollout_steps * rollouts

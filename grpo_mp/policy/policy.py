@@ -1,16 +1,14 @@
 """The policy on one rank: logprobs, optimizer updates and weights, in any layout."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.utils import unwrap_model
+from torch import Tensor
 
 from grpo_mp import platform
-from grpo_mp.batching.updates import padding_multiple
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.hf_reader import check_layers, check_tensors
 from grpo_mp.checkpoint.manifest import Checksums
@@ -18,36 +16,22 @@ from grpo_mp.config import TrainerSettings
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.distributed.shards import tensor_part, tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, is_of_mtp
 from grpo_mp.policy.expert_load import ExpertLoad
-from grpo_mp.policy.forward import LossFunction, forward_backward, forward_only
+from grpo_mp.policy.forward import LossFunction, forward_only
 from grpo_mp.policy.fp8 import check_fp8
 from grpo_mp.policy.megatron_config import check_overrides, transformer_config
-from grpo_mp.policy.model import PolicyModel, build_chunks
 from grpo_mp.policy.multi_token_prediction import MtpLoss
-from grpo_mp.policy.optimizer import build_optimizer, wrap_for_training
 from grpo_mp.policy.reference import Reference
 from grpo_mp.policy.routing_replay import RoutingReplay, check_router_replay
-from grpo_mp.policy.weights import clear_weights, load_hf, local_tensors
+from grpo_mp.policy.trained_model import TrainedModel, UpdateReport
+from grpo_mp.policy.weights import clear_weights, load_hf
 from grpo_mp.types import MicroBatch
 
 
-@dataclass(frozen=True)
-class UpdateReport:
-    """Result of one optimizer update. `losses` come from the last pipeline stage only."""
-
-    losses: list[Any]
-    grad_norm: float
-    lr: float
-    skipped: bool  # the gradient was not finite, or larger than optimizer.skip_grad_norm
-    bad_gradients: Sequence[str] = ()  # parameters of this rank whose gradient was not finite
-    measured: Mapping[str, float] = field(default_factory=dict)  # metrics over the job
-
-
-class Policy:
+class Policy(TrainedModel):
     """Megatron model, optimizer and reference of this rank."""
 
     def __init__(
@@ -59,35 +43,24 @@ class Policy:
 
         Raises UserError where a file of a converted folder differs from its checksum; each rank checks some files.
         """
-        self.parallel = parallel
-        self.hf = settings.model.read_config()
-        self.params = family_of(self.hf).params(self.hf)
-        dtype, megatron_args = settings.model.dtype, settings.training.megatron_args
-        self.config = transformer_config(settings.layout, settings.training, dtype, self.hf)
-        models = build_chunks(self.config, self.hf, settings.training, settings.temperature)
-        self.chunks = wrap_for_training(settings.layout, megatron_args, self.config, models)
-        self.tensors = local_tensors(models, self.params, parallel.coords, settings.layout.expert)
-        if load_weights:
-            Checksums.of_conversion(settings.model.path).check_share(parallel.rank, parallel.world_size)
-            with open_weights(settings.model.path, family=settings.model.family) as reader:
-                load_hf(self.tensors, self.params, reader, parallel.coords, parallel.layout)
-        else:
-            clear_weights(self.tensors, self.params)
-        for name, tensor in self.tensors.items():
-            # Megatron marks a weight when it initializes it, and counts unmarked ones in the norm on one rank only.
-            tensor.tensor_model_parallel = self.params[name].tp_dim is not None  # type: ignore[attr-defined]
-        self.optimizer, self.lr_scheduler = build_optimizer(
-            settings.optimizer, dtype, megatron_args, settings.total_updates, self.chunks
-        )
-        self.padding_multiple = padding_multiple(settings.layout, settings.training)
-        self._skip_grad_norm = settings.optimizer.skip_grad_norm or math.inf
-        self.expert_load = ExpertLoad(models, self.config.num_layers, self.config.num_moe_experts or 0)
+        hf = settings.model.read_config()
+        params = family_of(hf).params(hf)
+
+        def load(tensors: dict[str, Tensor]) -> None:
+            if load_weights:
+                Checksums.of_conversion(settings.model.path).check_share(parallel.rank, parallel.world_size)
+                with open_weights(settings.model.path, family=settings.model.family) as reader:
+                    load_hf(tensors, params, reader, parallel.coords, parallel.layout)
+            else:
+                clear_weights(tensors, params)
+
+        super().__init__(settings, parallel, hf, params, load)
+        self.expert_load = ExpertLoad(self.models(), self.config.num_layers, self.config.num_moe_experts or 0)
         self.mtp_loss = MtpLoss(settings.model.mtp_loss_scaling_factor) if settings.model.trains_mtp else None
-        self.replay: RoutingReplay | None = None
         if settings.training.router_replay != "none":
             self.replay = RoutingReplay(self.chunks, self.config.num_moe_experts or 0)
         # No logprob of the reference is computed by the multi-token-prediction layer.
-        decoder = {name: tensor for name, tensor in self.tensors.items() if not is_of_mtp(self.params[name], self.hf)}
+        decoder = {name: tensor for name, tensor in self.tensors.items() if not is_of_mtp(params[name], hf)}
         self.reference = Reference(decoder) if with_reference else None
 
     def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
@@ -127,45 +100,23 @@ class Policy:
 
     def compute_gradients(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
         """Compute the gradient of the summed loss over all ranks into the gradient buffers."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        return forward_backward(self.chunks, microbatches, loss, self.replay, self.mtp_loss)
+
+        def of_output(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Any]:
+            value, report = loss(output[0], output[1], batch)
+            if self.mtp_loss:
+                value = value + self.mtp_loss(output[2], batch).to(value.dtype)
+            return value, report
+
+        return self._gradients(microbatches, of_output)
 
     def update(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> UpdateReport:
         """Do one optimizer update; skip it, and report so, where the gradient is not finite or too large."""
-        losses = self.compute_gradients(microbatches, loss)
-        lr = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())  # over the job: all ranks skip, or none
-        skipped = not (math.isfinite(grad_norm) and grad_norm <= self._skip_grad_norm)
-        if not skipped:
-            self.optimizer.step()
-        self.lr_scheduler.step(1)
-        return UpdateReport(losses, grad_norm, lr, skipped, self._bad_gradients() if skipped else ())
-
-    def _bad_gradients(self) -> list[str]:
-        """Return the parameters of this rank whose gradient is not finite."""
-        gradients = {name: tensor.main_grad for name, tensor in self.tensors.items() if hasattr(tensor, "main_grad")}
-        return [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
+        return self._step(self.compute_gradients(microbatches, loss))
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Return the MoE layers of this rank, from 0, where its routers can replay; () where they cannot."""
         return self.replay.layers if self.replay else ()
-
-    def models(self) -> list[PolicyModel]:
-        """Return the Megatron chunks without Float16Module and DDP wrappers."""
-        models: list[PolicyModel] = unwrap_model(self.chunks)
-        return models
-
-    def tp_sizes(self) -> dict[str, int]:
-        """Return the number of tensor-parallel parts of each parameter of the full model."""
-        return {name: tp_size(param, self.parallel.layout) for name, param in self.params.items()}
-
-    def local_shards(self) -> dict[str, int]:
-        """Return parameter name -> tensor-parallel part, for the parameters on this rank."""
-        return {name: tensor_part(self.params[name], self.parallel.coords) for name in self.tensors}
 
 
 def check_policy(

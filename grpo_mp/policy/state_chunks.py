@@ -15,13 +15,13 @@ from grpo_mp.checkpoint.describe import WEIGHT
 from grpo_mp.distributed.shards import tensor_part, tp_size
 from grpo_mp.models.chunks import chunks_of
 from grpo_mp.models.mapping import Param
-from grpo_mp.policy.policy import Policy
+from grpo_mp.policy.trained_model import TrainedModel
 
 MAIN_PARAM = "main_param"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def optimizer_chunks(policy: Policy) -> Iterator[TensorChunk]:
+def optimizer_chunks(policy: TrainedModel) -> Iterator[TensorChunk]:
     """Yield the chunks of this rank's optimizer state."""
     for part, model_param, name in _optimized(policy):
         start, stop = _piece(part, model_param)
@@ -29,7 +29,7 @@ def optimizer_chunks(policy: Policy) -> Iterator[TensorChunk]:
             yield from _chunks(policy, policy.params[name], state_name, tensor.detach().view(-1), start, stop)
 
 
-def weight_chunks(policy: Policy, tensors: Mapping[str, Tensor]) -> Iterator[TensorChunk]:
+def weight_chunks(policy: TrainedModel, tensors: Mapping[str, Tensor]) -> Iterator[TensorChunk]:
     """Yield the chunks of `tensors`, weights by name, that this rank saves: its optimizer's pieces, and buffers."""
     pieces = {name: _piece(part, model_param) for part, model_param, name in _optimized(policy)}
     coords = policy.parallel.coords
@@ -43,13 +43,13 @@ def weight_chunks(policy: Policy, tensors: Mapping[str, Tensor]) -> Iterator[Ten
             yield from _chunks(policy, param, WEIGHT, flat, 0, len(flat)) if first else ()
 
 
-def local_weight_chunks(policy: Policy, tensors: Mapping[str, Tensor]) -> Iterator[TensorChunk]:
+def local_weight_chunks(policy: TrainedModel, tensors: Mapping[str, Tensor]) -> Iterator[TensorChunk]:
     """Yield the chunks of all weights of this rank, which it loads."""
     for name, tensor in tensors.items():
         yield from _chunks(policy, policy.params[name], WEIGHT, tensor.detach().view(-1), 0, tensor.numel())
 
 
-def _optimized(policy: Policy) -> Iterator[tuple[MegatronOptimizer, torch.nn.Parameter, str]]:
+def _optimized(policy: TrainedModel) -> Iterator[tuple[MegatronOptimizer, torch.nn.Parameter, str]]:
     """Yield the parameters of which this rank's optimizers have a piece, with their names."""
     names = {tensor: name for name, tensor in policy.tensors.items()}
     for part in policy.optimizer.chained_optimizers:
@@ -62,7 +62,9 @@ def _piece(part: MegatronOptimizer, model_param: torch.nn.Parameter) -> tuple[in
     return piece.start, piece.end
 
 
-def _chunks(policy: Policy, param: Param, kept: str, flat: Tensor, start: int, stop: int) -> Iterator[TensorChunk]:
+def _chunks(
+    policy: TrainedModel, param: Param, kept: str, flat: Tensor, start: int, stop: int
+) -> Iterator[TensorChunk]:
     """Yield the chunks of elements [start, stop) of this rank's flattened shard; `flat` holds these elements."""
     layout, coords = policy.parallel.layout, policy.parallel.coords
     tp_rank = coords.tensor if param.expert is None else coords.expert_tensor

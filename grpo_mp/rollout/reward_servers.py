@@ -234,9 +234,14 @@ def check_served_model(
 
 def check_vocabulary(model: ServedModelConfig, section: str, tokenizer: PreTrainedTokenizerBase, remedy: str) -> None:
     """Raise UserError where a folder's tokenizer has other tokens than the policy's, which it is sent as numbers."""
-    where = f"{section}.folder={model.folder}"
+    assert model.folder
+    check_tokens(model.folder, f"{section}.folder={model.folder}", tokenizer, remedy)
+
+
+def check_tokens(folder: Path, where: str, tokenizer: PreTrainedTokenizerBase, remedy: str) -> None:
+    """Raise UserError where a folder's tokenizer cannot be read, or has other tokens than the policy's."""
     try:
-        vocabulary = AutoTokenizer.from_pretrained(str(model.folder)).get_vocab()
+        vocabulary = AutoTokenizer.from_pretrained(str(folder)).get_vocab()
     except Exception as error:  # its libraries raise of every kind
         raise UserError(f"{where}: its tokenizer cannot be read ({one_line(error, 200)})") from error
     if difference := first_difference(tokenizer.get_vocab(), vocabulary):

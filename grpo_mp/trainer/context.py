@@ -13,10 +13,11 @@ from grpo_mp import platform
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.distributed.nccl_memory import NcclMemory
-from grpo_mp.distributed.process_groups import WAITED_PHASES, Job, make_parallel
+from grpo_mp.distributed.process_groups import WAITED_PHASES, Job, Parallel, make_parallel
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
+from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.offload import device_items
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.reference import Reference
@@ -27,7 +28,16 @@ from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.collect import Collector, RolloutCollector
 from grpo_mp.trainer.evaluation import Evaluator
 from grpo_mp.trainer.exit import PreemptionHandler
-from grpo_mp.trainer.job import PolicyContext, Resumed, RunContext, build_policy, join_run, open_monitors, show_notes
+from grpo_mp.trainer.job import (
+    PolicyContext,
+    Resumed,
+    RunContext,
+    build_critic,
+    build_policy,
+    join_run,
+    open_monitors,
+    show_notes,
+)
 from grpo_mp.trainer.machine_notes import machine_notes
 from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_engines_first
 from grpo_mp.trainer.preflight import RunInputs
@@ -37,6 +47,8 @@ from grpo_mp.trainer.replay import ReplayCollector
 from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.weight_sync.engine_check import PROMPTS, EngineCheck
 from grpo_mp.weight_sync.update import PolicyShards, WeightSync, build_weight_sync
+
+Models = tuple[Policy, Critic | None]
 
 
 @dataclass
@@ -109,13 +121,11 @@ def open_context(
         limit_s = settings.monitor.phase_timeout_s
         parallel = make_parallel(job, settings.layout, settings.run.seed, limit_s) if job.trains else None
         has_reference = settings.algorithm.kl.measured_share > 0
-        build = (
-            partial(build_policy, settings, parallel, state, resumed.checkpoint, has_reference) if parallel else None
-        )
-        policy = _start(runtime, settings.engine.start_timeout_s, offload, build)
+        build = partial(_build_models, settings, parallel, resumed, has_reference) if parallel else None
+        policy, critic = _start(runtime, settings.engine.start_timeout_s, offload, build)
         if rollout.client:
             progress.note(rollout.call(rollout.client.capabilities()).sentence)
-        phases = _make_phases(settings, runtime, policy, offload)
+        phases = _make_phases(settings, runtime, policy, critic, offload)
         eval_scorer = inputs.scorer.for_evaluations()
         weight_sync, check = (None, None) if inputs.replay else _make_sync(settings, inputs, policy, runtime, phases)
         former = Reference(policy.tensors) if policy and settings.keeps_former_weights and not inputs.replay else None
@@ -141,11 +151,17 @@ def open_context(
         )
         stack.enter_context(platform.gc_frozen())
         if policy:
-            saver = stack.enter_context(CheckpointSaver(settings.run, policy, limit_s, not offload))
-            yield TrainContext(**vars(common), parallel=policy.parallel, policy=policy, saver=saver)
+            saver = stack.enter_context(CheckpointSaver(settings.run, policy, limit_s, not offload, critic))
+            yield TrainContext(**vars(common), parallel=policy.parallel, policy=policy, critic=critic, saver=saver)
         else:
             yield common
         phases.end()
+
+
+def _build_models(settings: Settings, parallel: Parallel, resumed: Resumed, with_reference: bool) -> Models:
+    """Build the policy, and the critic where the algorithm has one."""
+    policy = build_policy(settings, parallel, resumed.state, resumed.checkpoint, with_reference)
+    return policy, build_critic(settings, parallel, resumed.checkpoint) if settings.critic else None
 
 
 def _make_collector(
@@ -171,13 +187,15 @@ def _make_sync(
     return weight_sync, check
 
 
-def _make_phases(settings: Settings, runtime: RankRuntime, policy: Policy | None, offload: bool) -> PhaseManager:
-    """Make the phases, which with `offload` move policy and engine."""
+def _make_phases(
+    settings: Settings, runtime: RankRuntime, policy: Policy | None, critic: Critic | None, offload: bool
+) -> PhaseManager:
+    """Make the phases, which with `offload` move policy, critic and engine."""
     functions = None
     if offload and policy:
         nccl = NcclMemory(settings.layout) if settings.training.suspend_communicators else None
         moves = settings.optimizer.offload == "step"
-        functions = offload_functions(policy, runtime.rollout, settings.sync.timeout_s, moves, nccl)
+        functions = offload_functions(policy, runtime.rollout, settings.sync.timeout_s, moves, nccl, critic)
     return PhaseManager(
         runtime.timeline,
         runtime.watchdog,
@@ -185,7 +203,7 @@ def _make_phases(settings: Settings, runtime: RankRuntime, policy: Policy | None
         settings.monitor.phase_timeout_s * (1 if policy else WAITED_PHASES),
         functions,
         INITIAL_RESIDENCY if offload else None,
-        partial(device_items, policy) if policy else dict,
+        partial(device_items, *filter(None, (policy, critic))) if policy else dict,
     )
 
 
@@ -243,8 +261,10 @@ def _open_job(
             yield RankRuntime(job, rollout, **vars(monitors), machine=machine), resumed
 
 
-def _start(runtime: RankRuntime, timeout_s: float, offload: bool, build: Callable[[], Policy] | None) -> Policy | None:
-    """Start this rank's engine and build the policy, one after the other where they share the device."""
+def _start(
+    runtime: RankRuntime, timeout_s: float, offload: bool, build: Callable[[], Models] | None
+) -> Models | tuple[None, None]:
+    """Start this rank's engine and build the models, one after the other where they share the device."""
     job, rollout = runtime.job, runtime.rollout
     with (
         runtime.watchdog.phase("START", timeout_s * (4 if rollout.reward_servers else 2)),
@@ -254,12 +274,12 @@ def _start(runtime: RankRuntime, timeout_s: float, offload: bool, build: Callabl
         if offload:
             start_engines_first(rollout, job.group)
         with explain_out_of_memory(job.rank, "START", dict):
-            policy = build() if build else None
+            models = build() if build else (None, None)
         if not offload:
             rollout.wait_ready()
             rollout.open_reward_servers(job.group, sleeps=False)
         dist.barrier(group=job.group)
-    return policy
+    return models
 
 
 def _greeting(settings: Settings, inputs: RunInputs, job: Job, state: TrainState) -> str:

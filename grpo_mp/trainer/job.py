@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo_mp.checkpoint.run_state import TrainState, claim_run_folder, read_manifest
-from grpo_mp.config import TrainerSettings
+from grpo_mp.config import Settings, TrainerSettings
 from grpo_mp.distributed.process_groups import Job, Parallel, join_job, stop_parallel
 from grpo_mp.log import log_file, logging_to
 from grpo_mp.monitor.progress import Progress
@@ -16,11 +16,12 @@ from grpo_mp.monitor.rank_dump import RankDumper
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
 from grpo_mp.policy.checkpoint import load_policy, load_reference
+from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.policy import Policy
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, report_error_once
 from grpo_mp.trainer.resume import find_whole_checkpoint
-from grpo_mp.trainer.save import CheckpointSaver
+from grpo_mp.trainer.save import CRITIC, CheckpointSaver
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class PolicyContext(RunContext):
 
     parallel: Parallel
     policy: Policy
+    critic: Critic | None
     saver: CheckpointSaver
 
 
@@ -124,6 +126,14 @@ def build_policy(
         if state.reference_updated and policy.reference:
             load_reference(policy, checkpoint / "reference", settings.run.piece_bytes)
     return policy
+
+
+def build_critic(settings: Settings, parallel: Parallel, checkpoint: Path | None) -> Critic:
+    """Build the critic and load a checked checkpoint where there is one."""
+    critic = Critic(settings, parallel, load_weights=checkpoint is None)
+    if checkpoint:
+        load_policy(critic, checkpoint / CRITIC, settings.run.piece_bytes)
+    return critic
 
 
 def show_notes(progress: Progress, rank: int, greeting: str, overlaps: Iterable[str], warnings: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Compute what stays constant over the updates of a step: old and reference logprobs, and advantages that need them."""
+"""Compute what stays constant over the updates of a step: logprobs, values, and advantages that need them."""
 
 import math
 import random
@@ -18,7 +18,9 @@ from grpo_mp.batching.step_batch import (
     with_kl_in_reward,
     with_logprobs,
 )
+from grpo_mp.batching.values import with_generalized_advantages, with_values
 from grpo_mp.distributed.process_groups import Parallel, all_gather
+from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.policy import Policy
 from grpo_mp.types import MicroBatch
 
@@ -33,11 +35,13 @@ def compute_logprobs(
     adaptive_coefs: Mapping[str, float],
     seed: str,
     record_routing: bool = False,
+    critic: Critic | None = None,
 ) -> UpdateBatches:
     """Return the step's micro-batches with everything that its updates need. Every rank must call this.
 
-    adaptive_coefs: adaptive weights by name; seed: draws the micro-batches on which a KL without weight is measured;
-    record_routing: the updates replay the experts of the pass for old logprobs.
+    critic: whose values are the baseline, with advantage.baseline=critic; adaptive_coefs: adaptive weights by name;
+    seed: draws the micro-batches on which a KL without weight is measured; record_routing: the updates replay the
+    experts of the pass for old logprobs.
     """
     kl, parallel = algorithm.kl, policy.parallel
     updates = [list(update) for update in batch.updates]
@@ -51,8 +55,12 @@ def compute_logprobs(
             updates = [with_logprobs(update, _reference_logprobs(policy, update), REFERENCE) for update in updates]
     elif kl.monitor_share:
         updates = _with_sampled_reference_logprobs(updates, policy, kl.monitor_share, seed)
-    if kl.apply_to == "reward" and kl.coef > 0:
-        updates = with_kl_in_reward(updates, batch, algorithm, adaptive_coefs.get("kl", kl.coef), parallel)
+    kl_coef = adaptive_coefs.get("kl", kl.coef)
+    if critic:
+        updates = [with_values(update, critic.values(update)) for update in updates]
+        updates = with_generalized_advantages(updates, algorithm, kl_coef, parallel)
+    elif kl.apply_to == "reward" and kl.coef > 0:
+        updates = with_kl_in_reward(updates, batch, algorithm, kl_coef, parallel)
     if algorithm.distillation:
         updates = with_distillation(updates, algorithm.distillation)
     return whiten(updates, parallel) if algorithm.advantage.whiten else updates

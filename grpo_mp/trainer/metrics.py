@@ -18,8 +18,8 @@ from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.policy.multi_token_prediction import MtpLoss
-from grpo_mp.policy.policy import UpdateReport
 from grpo_mp.policy.routing_replay import RoutingReplay
+from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.scheduler.memory import MemoryUsage, max_usage
 from grpo_mp.trainer.collect import RolloutBatch

@@ -1,5 +1,6 @@
 """Offload policy and engine when a phase begins. On a CPU nothing moves: host and device are one."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -9,6 +10,7 @@ from grpo_mp import platform
 from grpo_mp.distributed.nccl_memory import NcclMemory
 from grpo_mp.errors import EngineError
 from grpo_mp.phases import TRAINER
+from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.offload import PolicyOffloader
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.rollout import Rollout
@@ -28,18 +30,26 @@ def start_engines_first(rollout: Rollout, group: dist.ProcessGroup) -> None:
 
 
 def offload_functions(
-    policy: Policy, rollout: Rollout, timeout_s: float, optimizer_moves: bool, communicators: NcclMemory | None
+    policy: Policy,
+    rollout: Rollout,
+    timeout_s: float,
+    optimizer_moves: bool,
+    communicators: NcclMemory | None,
+    critic: Critic | None = None,
 ) -> dict[str, OffloadFunction]:
     """Return the offload functions by field of Residency, which wait up to `timeout_s` for device memory.
+
+    A `critic` goes where the policy goes.
 
     `optimizer_moves` false: its state stays where it is, on the device or on the host; `communicators` None: they stay.
     """
     offloader = PolicyOffloader(policy, timeout_s, communicators)
+    offloaders = [offloader, PolicyOffloader(critic, timeout_s)] if critic else [offloader]
     group = policy.parallel.job.group
     return {
         "communicators": partial(_move_communicators, offloader, group) if communicators else _stay,
-        **{part: partial(offloader.move, part) for part in ("policy_weights", "gradients")},
-        "optimizer": partial(offloader.move, "optimizer") if optimizer_moves else _stay,
+        **{part: partial(_move_models, offloaders, part) for part in ("policy_weights", "gradients")},
+        "optimizer": partial(_move_models, offloaders, "optimizer") if optimizer_moves else _stay,
         **engine_functions(rollout, group),
         "reward_model": partial(_move_reward_servers, rollout, group),
     }
@@ -54,6 +64,11 @@ def _move_communicators(offloader: PolicyOffloader, group: dist.ProcessGroup, on
     platform.synchronize()  # no communicator may be at work
     dist.barrier(group=group)  # has a time limit; NCCL waits for other ranks without one
     offloader.move("communicators", onload)
+
+
+def _move_models(offloaders: Sequence[PolicyOffloader], part: str, onload: bool) -> None:
+    for offloader in offloaders:
+        offloader.move(part, onload)
 
 
 def _stay(onload: bool) -> None:

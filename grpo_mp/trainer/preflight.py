@@ -31,6 +31,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.multi_token_prediction import engine_params
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.monitor.metrics import find_metric
+from grpo_mp.policy.critic import check_critic
 from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.parameter_bytes import disk_need
 from grpo_mp.policy.policy import check_policy
@@ -43,7 +44,7 @@ from grpo_mp.rollout.engine_parallelism import EXPERT_LOCATION_ARGS, check_engin
 from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import engine_uses_fp8
-from grpo_mp.rollout.reward_servers import TEACHER, check_reward_models, check_teacher, served_models
+from grpo_mp.rollout.reward_servers import TEACHER, check_reward_models, check_teacher, check_tokens, served_models
 from grpo_mp.rollout.routed_experts import check_routed_experts
 from grpo_mp.rollout.server import check_temporary_folder
 from grpo_mp.rollout.speculation import check_speculation, speculative_arguments
@@ -104,12 +105,16 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     hf = settings.model.read_config()
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     check_policy(hf, settings.model, settings.layout, settings.training, world_size - settings.engine.ranks)
+    check_critic(settings, hf)
+    _check_critic_tokens(settings, tokenizer)
     check_export(settings.run, settings.model)
     episodes = load_episodes(settings, tokenizer)
     tools = episodes.schemas_of if episodes else no_tools
     longest = settings.rollout.max_prompt_tokens
     train = load_train_prompts(settings.data, tokenizer, longest, tools)
     settings = settings.with_steps(train.epoch_size)
+    if problem := settings.warmup_problem:
+        raise UserError(problem)
     if train.epoch_size < settings.rollout.prompts_per_step:
         raise UserError(
             f"{train.source}: {train.epoch_size} prompts fit, a step takes "
@@ -130,6 +135,13 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     return RunInputs(hf, tokenizer, train, evals, scorer, extensions, warnings, episodes, teacher=teacher)
 
 
+def _check_critic_tokens(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError where the critic's folder has another tokenizer than the policy's; it may have none."""
+    path = settings.critic.path if settings.critic else None
+    if path and any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        check_tokens(path, f"critic.path={path}", tokenizer, "take a critic of the policy's family and vocabulary")
+
+
 def run_replay_preflight(folder: Path, settings: Settings, world_size: int, ranks_per_node: int) -> RunInputs:
     """Check and read what a replay of dumped rollouts needs: neither engines nor prompts. Raises UserError."""
     if not settings.run.steps:
@@ -141,6 +153,7 @@ def run_replay_preflight(folder: Path, settings: Settings, world_size: int, rank
         raise UserError(f"{folder} is of the run in {settings.run.folder} itself: choose another run.folder")
     check_device_for(settings.sync.transport, settings.model.dtype, settings.layout.context)
     check_policy(hf, settings.model, settings.layout, settings.training, world_size)
+    check_critic(settings, hf)
     check_bucket(settings, hf, fp8=False)  # of the exports
     check_export(settings.run, settings.model)
     replay = open_replay(folder, settings, hf, first=saved_step(settings.run.folder) + 1)

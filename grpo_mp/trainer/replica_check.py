@@ -14,14 +14,14 @@ from torch import Tensor
 from grpo_mp import platform
 from grpo_mp.distributed.process_groups import all_gather, replica_groups
 from grpo_mp.errors import UserError
-from grpo_mp.policy.policy import Policy
+from grpo_mp.policy.trained_model import TrainedModel
 from grpo_mp.weight_sync.changes import CHUNK_WORDS, fingerprint, random_factors
 
 NAMED = 3  # tensors in a sentence
 
 
-def check_replicas(policy: Policy, step: int) -> None:
-    """Compare this rank's weights, and its reference's, with those of its replicas. Every rank that trains must call.
+def check_replicas(policy: TrainedModel, step: int) -> None:
+    """Compare weights of a policy, and of its reference, or of a critic with those of replicas. Every rank must call.
 
     Raises UserError on every rank where any drifted. Weights that every update gathers anew from the optimizer's
     shards must be compared before it.
@@ -62,7 +62,7 @@ def describe(step: int, drifted: Mapping[int, Sequence[str]]) -> str:
     )
 
 
-def _tensors(policy: Policy, names: set[str]) -> dict[str, Tensor]:
+def _tensors(policy: TrainedModel, names: set[str]) -> dict[str, Tensor]:
     tensors = {name: policy.tensors[name] for name in sorted(names)}
     reference = policy.reference.host_tensors if policy.reference else {}
     return tensors | {f"{name} of the reference": reference[name] for name in tensors if name in reference}

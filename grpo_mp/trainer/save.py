@@ -43,13 +43,15 @@ from grpo_mp.policy.checkpoint import (
     write_indexes,
     write_reference,
 )
+from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.policy import Policy
+from grpo_mp.policy.trained_model import TrainedModel
 from grpo_mp.weight_sync.plan import WHOLE, ParamGroup, Piece, Readers, Slice, group_params
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.update import plan_rounds
 from grpo_mp.weight_sync.wire import WireFormat
 
-POLICY, REFERENCE = "policy", "reference"  # folders of a checkpoint
+POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"  # folders of a checkpoint
 FAILED_LIMIT_S = 20.0  # how long a run that failed waits for its last checkpoint
 LOGGER = logging.getLogger(__name__)
 
@@ -93,13 +95,16 @@ class CheckpointSaver:
     A checkpoint counts once its manifest, written last, is there: until then the one before it is the newest.
     """
 
-    def __init__(self, run: RunConfig, policy: Policy, limit_s: float, weights_stay: bool = False) -> None:
+    def __init__(
+        self, run: RunConfig, policy: Policy, limit_s: float, weights_stay: bool = False, critic: Critic | None = None
+    ) -> None:
         """Make the process group of the threads that write, which may take `limit_s`; every rank must call this.
 
-        `weights_stay`: the weights are not moved between two updates; without a reference, which is swapped with
-        them, they are written beside the run, too.
+        `critic`: it is saved beside the policy; `weights_stay`: the weights are not moved between two updates; without
+        a reference, which is swapped with them, they are written beside the run, too.
         """
         self._run, self._policy, self._limit_s = run, policy, limit_s
+        self._models: dict[str, TrainedModel] = {POLICY: policy} | ({CRITIC: critic} if critic else {})
         self._weights_later = run.async_save and weights_stay and policy.reference is None
         self._task: _Save | None = None
         self.saved_step = 0  # the last that this process has saved, and that is whole
@@ -165,23 +170,29 @@ class CheckpointSaver:
             before()
             if rank == 0:
                 begin_checkpoint(folder)
-                (folder / POLICY).mkdir()
+                for name in self._models:
+                    (folder / name).mkdir()
 
         on_all_ranks(begin, folder, group)
         return on_all_ranks(partial(self._write_first, folder, state.reference_updated), folder, group)
 
     def _write_first(self, folder: Path, with_reference: bool) -> tuple[Written, list[ChunkWriter]]:
         """Write what the next step changes first; return what writes the rest."""
-        policy, piece_bytes = self._policy, self._run.piece_bytes
-        write_common(policy, folder / POLICY)
-        weights = weights_writer(policy, folder / POLICY, piece_bytes)
+        piece_bytes = self._run.piece_bytes
+        models = [(model, folder / name) for name, model in self._models.items()]
+        for model, own_folder in models:
+            write_common(model, own_folder)
+        weights = [weights_writer(model, own_folder, piece_bytes) for model, own_folder in models]
         if self._weights_later and not with_reference:
-            return {}, share_buffer([weights, optimizer_writer(policy, folder / POLICY, piece_bytes)])
-        written = {weights.folder: weights.write()}
-        del weights  # with its piece of memory
+            return {}, share_buffer([*weights, *self._optimizer_writers(folder)])
+        written = {writer.folder: writer.write() for writer in share_buffer(weights)}
+        del weights  # with their piece of memory
         if with_reference:
-            written |= write_reference(policy, folder / REFERENCE, piece_bytes)
-        return written, share_buffer([optimizer_writer(policy, folder / POLICY, piece_bytes)])
+            written |= write_reference(self._policy, folder / REFERENCE, piece_bytes)
+        return written, share_buffer(self._optimizer_writers(folder))
+
+    def _optimizer_writers(self, folder: Path) -> list[ChunkWriter]:
+        return [optimizer_writer(model, folder / name, self._run.piece_bytes) for name, model in self._models.items()]
 
     def _write_rest(self, folder: Path, state: TrainState, first: Written, writers: Sequence[ChunkWriter]) -> None:
         """Write what the next update changes and complete the checkpoint; runs in a thread of each rank."""

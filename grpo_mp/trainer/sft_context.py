@@ -74,5 +74,6 @@ def open_sft_context(
                 state=state,
                 parallel=parallel,
                 policy=policy,
+                critic=None,
                 saver=saver,
             )

@@ -16,7 +16,8 @@ from grpo_mp.episodes.chat_data import ChatSet
 from grpo_mp.files import write_json
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.monitor.summary import StepSummary
-from grpo_mp.policy.policy import Policy, UpdateReport
+from grpo_mp.policy.policy import Policy
+from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.metrics import mtp_metrics
 
 SKIPPED = "skipped_updates"  # folder of what skipped updates were made of

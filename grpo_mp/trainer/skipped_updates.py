@@ -9,7 +9,7 @@ from grpo_mp.checkpoint.run_state import ROLLOUTS
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.errors import UserError
-from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.rollout.journal import with_recorded_experts
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.context import TrainContext
@@ -68,6 +68,12 @@ def note_skipped(ctx: PolicyContext, reports: Sequence[UpdateReport], step: int,
         raise UserError(f"{text}; the run stops after optimizer.max_skipped_updates={limit}: look at them")
     ctx.progress.note(f"warning: {text}")
     return counts[-1]
+
+
+def skipped_critic_updates(reports: Sequence[UpdateReport]) -> str:
+    """Return what to say of a critic's skipped updates; the policy's own, not these, stop a run. Pure."""
+    norms = ", ".join(f"{report.grad_norm:.3g}" for report in reports if report.skipped)
+    return f"update of the critic skipped: gradient norm {norms}: lower critic.lr"
 
 
 def describe(step: int, count: int, reports: Sequence[UpdateReport], names: Sequence[str], folder: Path) -> str:

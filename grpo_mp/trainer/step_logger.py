@@ -24,9 +24,10 @@ from grpo_mp.monitor.samples import evenly_spaced, samples_to_markdown, write_ev
 from grpo_mp.monitor.summary import StepSummary, reduce_over_ranks, step_scalars, summarize
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.policy.expert_load import ExpertLoad, heat_map, load_ratios, max_load_ratio
-from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.scheduler.memory import MemoryTracker
 from grpo_mp.trainer.collect import RolloutBatch
+from grpo_mp.trainer.critic_metrics import critic_metrics
 from grpo_mp.trainer.evaluation import Evaluation
 from grpo_mp.trainer.generation_times import slowest_rank_ratio
 from grpo_mp.trainer.metrics import (
@@ -108,6 +109,7 @@ class StepLogger:
         batch: StepBatch,
         updates: Sequence[Sequence[MicroBatch]],
         reports: Sequence[UpdateReport],
+        critic_reports: Sequence[UpdateReport],
         synced: Mapping[str, float],
     ) -> StepRecord:
         """Collect all of the step but its evaluation. Every rank must call this.
@@ -127,6 +129,7 @@ class StepLogger:
             **reward_metrics(stats),
             **collect_metrics(rollouts),
             **update_metrics(reports, batch, len(batch.plan) * self._epochs),
+            **critic_metrics(critic_reports, updates, self._parallel),
             **distillation_metrics(updates, self._distillation, self._parallel),
             **{
                 metric_name("train/adaptive_coef/{name}", name=name): value

@@ -9,9 +9,14 @@ from grpo_mp.algorithms.loss_metrics import compute_metrics
 from grpo_mp.algorithms.losses import make_loss
 from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
+from grpo_mp.algorithms.values import make_value_loss
+from grpo_mp.config import CriticConfig
 from grpo_mp.distributed.process_groups import context_reduction
-from grpo_mp.policy.policy import Policy, UpdateReport
+from grpo_mp.policy.critic import Critic
+from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.reference import Reference
+from grpo_mp.policy.trained_model import UpdateReport
+from grpo_mp.trainer.critic_metrics import reduce_value_losses
 from grpo_mp.trainer.metrics import mtp_metrics, reduce_report, routing_metrics
 from grpo_mp.types import MicroBatch
 
@@ -44,6 +49,17 @@ def train_step(
         if should_early_stop(measured["train/ppo_kl"], measured["train/ess"], algorithm.early_stop):
             break
     return reports, adaptive_coefs
+
+
+def critic_step(
+    critic: Critic, updates: Sequence[Sequence[MicroBatch]], settings: CriticConfig, epochs: int
+) -> list[UpdateReport]:
+    """Update the critic, `epochs` times over the step's parts. Every rank must call this."""
+    loss, reports = make_value_loss(settings.cliprange_value), list[UpdateReport]()
+    for update in chain.from_iterable(repeat(updates, epochs)):
+        report = critic.update(update, loss)
+        reports.append(replace(report, measured=reduce_value_losses(report, critic.parallel)))
+    return reports
 
 
 def update_reference(reference: Reference | None, kl: KLConfig, step: int) -> bool:

@@ -195,13 +195,14 @@ def _aggregate(terms: Tensor, lengths: Sequence[int], algorithm: AlgorithmConfig
 def _advantage(update: UpdateData, sample: int, algorithm: AlgorithmConfig) -> float:
     settings, reward, rewards = algorithm.advantage, update.rewards[sample], np.array(update.rewards)
     group = rewards[np.array(update.groups) == update.groups[sample]]
-    if settings.baseline == "none":
+    compares = settings.baseline not in ("none", "critic")  # values are subtracted later
+    if not compares:
         centered = reward
     elif settings.baseline == "leave_one_out":
         centered = reward - (group.sum() - reward) / (len(group) - 1) if len(group) > 1 else 0.0
     else:
         centered = reward - group.mean()
-    if settings.baseline != "none" and group.min() == group.max():
+    if compares and group.min() == group.max():
         return 0.0
     std = {"none": None, "group_std": group, "batch_std": rewards}[settings.scale]
     ddof = 1 if settings.std == "sample" else 0

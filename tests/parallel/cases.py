@@ -139,7 +139,8 @@ class Case:
         """Names of the cases whose results this one is compared with."""
         if self.measures == ("converted",):
             return ()
-        alone = next((name for name in ("family", "replayed", "supervised") if name in self.measures), "")
+        alone = next((name for name in ("family", "replayed", "supervised", "critic") if name in self.measures), "")
+        alone = "critic" if self.measures == ("critic_resumed",) else alone
         one = "-".join(filter(None, (self.model, "one", alone)))
         return (one, *([self.loads] if self.loads else []))
 
@@ -331,6 +332,30 @@ def _supervised() -> list[Case]:
     ]
 
 
+CRITIC = {
+    "qwen3_moe": ("one", "dp2", "cp2", "pp2_vpp2", "tp2_ep2", "tp2_ep2_pp2", "tp2_cp2"),
+    "deepseek_v3": ("one", "tp2", "ep2"),
+    "tied": ("one", "pp2"),  # a critic's embedding is tied to nothing
+}
+CRITIC_LOADING = {"qwen3_moe-tp2_ep2-critic": ("one", "pp2"), "tied-pp2-critic": ("one",)}
+
+
+def _critic() -> list[Case]:
+    """A value model, its updates and its checkpoint; prompts that are computed once."""
+    cases = [
+        Case(model, layout, ("critic",), "critic", saves=f"{model}-{layout}-critic" in CRITIC_LOADING)
+        for model, layouts in CRITIC.items()
+        for layout in layouts
+    ]
+    share = {"share_prompts": True, "max_tokens_per_microbatch": 240}
+    cases += [Case("qwen3_moe", layout, ("critic",), "critic_sharing", share) for layout in ("one", "tp2_ep2")]
+    return cases + [
+        Case(saver.split("-")[0], layout, ("critic_resumed",), "critic_resumed", loads=saver)
+        for saver, layouts in CRITIC_LOADING.items()
+        for layout in layouts
+    ]
+
+
 # A model of each kind in layouts of every pair of sizes, the others in the largest.
 CONVERTED = {
     "deepseek_v3": cover("one", "tp2", "ep2", "tp2_ep2_pp2", "tp2_etp2", "pp2_vpp2"),
@@ -370,6 +395,7 @@ ALL = [
     *_family(),
     *_replayed(),
     *_supervised(),
+    *_critic(),
     *BREAKING,
     *DRIFTED,
     *_resumed(),

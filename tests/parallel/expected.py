@@ -13,13 +13,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.types import Sample
 from tests.parallel.inputs import (
+    CLIPRANGE_VALUE,
     KL_WEIGHT,
     MTP_WEIGHT,
     TEMPERATURE,
     StepSamples,
     add_rollout_logprobs,
+    fixed_head,
+    old_values,
     random_samples,
     reference_logprobs,
+    returns_of,
 )
 
 MIXTRAL = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # modules -> files
@@ -63,6 +67,18 @@ class Expected:
         return file_gradients(model) | self.mtp_gradient
 
     @cached_property
+    def critic(self) -> "ExpectedCritic":
+        """A linear head on the decoder, by the value loss of the first update, written out."""
+        model, update = _load(self.folder), self.given.first_update
+        head = torch.nn.Parameter(fixed_head(model.config.hidden_size))
+        values = [_values(model, head, self.given.samples[i]) for i in update]
+        losses = [_value_loss(own, self.given.samples[i]) for own, i in zip(values, update, strict=True)]
+        loss = torch.stack(losses).sum() / len(update)
+        loss.backward()
+        gradient = file_gradients(model) | {"score.weight": head.grad}
+        return ExpectedCritic(tuple(own.detach() for own in values), float(loss.detach()), gradient)
+
+    @cached_property
     def mtp_gradient(self) -> dict[str, Tensor]:
         """Of the weighted cross entropy of the token after the next, by a layer that learns alone; {} without one."""
         if not AutoConfig.from_pretrained(self.folder).to_dict().get("num_nextn_predict_layers"):
@@ -72,6 +88,15 @@ class Expected:
         losses = [-layer.logprobs(sample).sum() / len(sample.tokens) for sample in update]
         (MTP_WEIGHT * torch.stack(losses).sum() / len(update)).backward()
         return layer.gradient()
+
+
+@dataclass(frozen=True)
+class ExpectedCritic:
+    """Values [response tokens] of each sample of the first update, the loss, and its gradient by the files' names."""
+
+    values: tuple[Tensor, ...]
+    loss: float
+    gradient: dict[str, Tensor]
 
 
 class MtpLayer(torch.nn.Module):
@@ -160,6 +185,20 @@ def _sample_loss(model: PreTrainedModel, sample: Sample, advantage: float) -> Te
     policy_loss = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     kl = (reference - own).exp() - (reference - own) - 1
     return (KL_WEIGHT * kl - policy_loss).mean()
+
+
+def _values(model: PreTrainedModel, head: Tensor, sample: Sample) -> Tensor:
+    """[T] of the state before each response token."""
+    hidden = model.model(torch.tensor([sample.prompt_tokens + sample.tokens])).last_hidden_state[0]
+    return (hidden @ head[0])[len(sample.prompt_tokens) - 1 : -1]
+
+
+def _value_loss(values: Tensor, sample: Sample) -> Tensor:
+    """1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), mean over tokens."""
+    tokens = torch.tensor(sample.tokens)
+    old, returns = old_values(tokens), returns_of(tokens)
+    near = torch.min(torch.max(values, old - CLIPRANGE_VALUE), old + CLIPRANGE_VALUE)
+    return (0.5 * torch.max((values - returns) ** 2, (near - returns) ** 2)).mean()
 
 
 def file_gradients(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.mapping import join, unfuse
+from grpo_mp.models.mapping import Param, join, unfuse
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING
 
 Tensors = dict[str, Tensor]
@@ -24,16 +24,20 @@ def file_tensors(folder: Path) -> Tensors:
 
 
 def full_tensors(
-    folder: Path, shards: Sequence[Mapping[str, Tensor]], held: Sequence[dict[str, Any]], tolerance: float = 0.0
+    folder: Path,
+    shards: Sequence[Mapping[str, Tensor]],
+    held: Sequence[dict[str, Any]],
+    tolerance: float = 0.0,
+    params: Mapping[str, Param] | None = None,
 ) -> Tensors:
-    """Join what the ranks hold of the model of a folder; parameters that no rank holds are left out.
+    """Join what the ranks hold of the model of a folder, or of `params`; parameters that no rank holds are left out.
 
     Ranks that hold the same part must agree about it to a relative `tolerance`, and so must a tied copy.
     """
     trains_mtp = any(COPIED_EMBEDDING in of_rank["counts"] for of_rank in held)
     hf = HfConfig.read(folder, trains_mtp=trains_mtp)
     full: Tensors = {}
-    for name, param in family_of(hf).params(hf).items():
+    for name, param in (params or family_of(hf).params(hf)).items():
         copies = [(held["parts"][name], shard[name]) for shard, held in zip(shards, held, strict=True) if name in shard]
         if not copies:
             continue

@@ -22,6 +22,7 @@ from tests.parallel.cases import SMALL, Case
 TEMPERATURE = 0.7
 KL_WEIGHT = 0.2
 MTP_WEIGHT = 0.3
+CLIPRANGE_VALUE = 0.2
 UPDATES = 3
 GROUP_SIZE = 4
 SAMPLES = 8 * UPDATES
@@ -135,6 +136,26 @@ def settings_of(case: Case, model: Path) -> Settings:
         "training": training | case.training,
     }
     return check_settings(tree, case.name)
+
+
+def fixed_head(width: int) -> torch.Tensor:
+    """The value head of a critic, [1, width]."""
+    return 0.1 * torch.randn(1, width, generator=torch.Generator().manual_seed(2))
+
+
+def old_values(targets: torch.Tensor) -> torch.Tensor:
+    """Old values of the states before these tokens: some are clipped."""
+    return 0.4 * torch.sin(3.0 * targets.float())
+
+
+def returns_of(targets: torch.Tensor) -> torch.Tensor:
+    """What a critic learns of them."""
+    return torch.cos(targets.double())
+
+
+def with_fixed_returns(batch: MicroBatch) -> MicroBatch:
+    """With old values and returns that do not depend on the layout."""
+    return replace(batch, values=old_values(batch.targets), returns=returns_of(batch.targets))
 
 
 def plan_step(given: StepSamples, settings: Settings, parallel: Parallel) -> tuple[UpdatePlan, ...]:

@@ -34,8 +34,9 @@ from grpo_mp.models.fp8 import SCALE, quantize
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.pipeline_layout import layers_of_stages, with_mtp_layer
 from grpo_mp.policy.checkpoint import load_policy
-from grpo_mp.policy.policy import Policy, UpdateReport
+from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.shared_prompt_attention import packed_sequences
+from grpo_mp.policy.trained_model import TrainedModel, UpdateReport
 from grpo_mp.rollout.packed_tensors import packed_bytes
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import mtp_metrics, reduce_report
@@ -260,7 +261,7 @@ def gradient(bench: Bench) -> Result:
     }
 
 
-def _gradients(policy: Policy) -> dict[str, Tensor]:
+def _gradients(policy: TrainedModel) -> dict[str, Tensor]:
     learned = {name: tensor for name, tensor in policy.tensors.items() if isinstance(tensor, torch.nn.Parameter)}
     return _copy({name: tensor.main_grad for name, tensor in learned.items()})
 
@@ -271,10 +272,7 @@ def updates(bench: Bench) -> Result:
     Also the groups that were used.
     """
     calls = _group_calls()
-    policy, loss = (
-        Policy(bench.settings, bench.parallel, with_reference=True),
-        loss_of(bench.settings.algorithm),
-    )
+    policy, loss = Policy(bench.settings, bench.parallel, with_reference=True), loss_of(bench.settings.algorithm)
     weights, reports = [], []
     for number, batches in enumerate(bench.updates, start=1):
         reports.append(policy.update(batches, loss))
@@ -300,7 +298,7 @@ def _group_calls() -> dict[str, int]:
     }
 
 
-def _save(bench: Bench, policy: Policy) -> None:
+def _save(bench: Bench, policy: TrainedModel) -> None:
     folder = bench.checkpoints / bench.case.name
     if bench.parallel.rank == 0:
         folder.mkdir(parents=True)
@@ -317,7 +315,7 @@ def resumed(bench: Bench) -> Result:
     return _updated(policy, [*weights, _copy(policy.tensors)], [report])
 
 
-def _updated(policy: Policy, weights: list[dict[str, Tensor]], reports: list[UpdateReport]) -> Result:
+def _updated(policy: TrainedModel, weights: list[dict[str, Tensor]], reports: list[UpdateReport]) -> Result:
     return {
         "weights": weights,
         "held": _held(policy),
@@ -331,7 +329,7 @@ def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _held(policy: Policy) -> Result:
+def _held(policy: TrainedModel) -> Result:
     return {"parts": policy.local_shards(), "counts": policy.tp_sizes()}
 
 

@@ -11,7 +11,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.meta_model import megatron_parameter_counts
 from grpo_mp.planner.model_configs import published_config
-from grpo_mp.planner.parameter_count import local_parameter_counts
+from grpo_mp.planner.parameter_count import critic_parameter_counts, local_parameter_counts
 from grpo_mp.planner.pipeline_layout import balance_layers, format_pipeline_layout, layers_of_stages, with_mtp_layer
 from tests.models.published import PUBLISHED
 from tests.planner.jobs import settings_of
@@ -60,6 +60,33 @@ def test_a_layer_that_predicts_ahead_is_counted_where_megatron_builds_it(
     stage_layers = with_mtp_layer(layers_of_stages(hf.int("num_hidden_layers"), settings.layout, megatron), hf)
     counts = local_parameter_counts(hf, settings.layout, stage_layers)
     assert counts == megatron_parameter_counts(settings, hf, ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "sizes", "megatron"),
+    [
+        ("llama-3.2-1b", 8, {"tensor": 2}, {}),  # tied, and the critic is not
+        ("llama-3.2-1b", 8, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 4}, {}),
+        ("deepseek-r1", 128, {"tensor": 8, "pipeline": 4, "context": 4, "expert": 32}, {LAST: 13}),
+        ("glm-4.5-air", 16, {"tensor": 8, "expert": 16}, {}),
+    ],
+)
+def test_a_critic_is_counted_as_megatron_builds_it(
+    name: str, ranks: int, sizes: dict[str, int], megatron: dict[str, Any]
+) -> None:
+    """The policy's layers without one that predicts ahead; its head has one column on every tensor-parallel rank."""
+    settings = settings_of(layout=sizes, training={"megatron_args": megatron})
+    hf = published_config(name)
+    stage_layers = layers_of_stages(hf.int("num_hidden_layers"), settings.layout, megatron)
+    counts = critic_parameter_counts(hf, settings.layout, stage_layers)
+    assert counts == megatron_parameter_counts(settings, hf, ranks, critic=True)
+    if not hf.tied:
+        policy = local_parameter_counts(hf, settings.layout, stage_layers)
+        output = hf.int("vocab_size") // sizes["tensor"] * hf.int("hidden_size")
+        assert policy[-1].dense - counts[-1].dense == output - hf.int("hidden_size")
+        assert policy[:-1] == counts[:-1]
+        with_mtp = with_mtp_layer(stage_layers, replace(hf, trains_mtp=hf.get("num_nextn_predict_layers") == 1))
+        assert critic_parameter_counts(replace(hf, trains_mtp=True), settings.layout, with_mtp) == counts
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

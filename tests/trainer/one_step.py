@@ -9,7 +9,8 @@ from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.policy.policy import Policy, UpdateReport
+from grpo_mp.policy.policy import Policy
+from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.update import train_step
 from grpo_mp.types import SampleGroup

@@ -14,7 +14,7 @@ from grpo_mp.batching.updates import microbatches, plan_updates
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.monitor.metrics import find_metric
-from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.scheduler.memory import MemoryUsage
 from grpo_mp.trainer.metrics import (

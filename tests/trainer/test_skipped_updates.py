@@ -19,7 +19,7 @@ from grpo_mp.config import load_settings
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.policy.policy import UpdateReport
+from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.dump import read_groups
 from grpo_mp.rollout.journal import GroupJournal

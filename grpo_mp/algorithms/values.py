@@ -1,0 +1,88 @@
+"""PPO's critic: generalized advantage estimation and the clipped value loss. Float64, pure functions on tensors."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from grpo_mp.types import MicroBatch
+
+ValueLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
+LOSS_SUMS = ("value_loss", "vf_clipped", "tokens")  # of a micro-batch: its share of the loss; counts of tokens
+RETURN_SUMS = ("tokens", "values", "returns", "returns2", "errors", "errors2")  # of generated tokens; error: R - V
+
+
+def discounted_sums(values: Tensor, discount: float) -> Tensor:
+    """Return at each t the sum over l of discount^l x values[t + l], [T] -> [T], in log2(T) operations."""
+    sums, step = values.clone(), 1
+    while step < len(sums):  # now they are of `step` terms each
+        ahead = torch.zeros_like(sums)
+        ahead[:-step] = sums[step:]
+        sums, step = sums + discount**step * ahead, 2 * step
+    return sums
+
+
+def generalized_advantages(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
+    """Return the advantage of each token of one response, [T], by generalized advantage estimation.
+
+    A_t = sum over l of (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t), with V = 0 after the
+    last token (Schulman et al., arXiv 1506.02438, eq. 11, 12 and 16). `values` [T]: of the state before each token.
+    """
+    rewards, values = rewards.double(), values.double()
+    following = torch.cat([values[1:], values.new_zeros(min(1, len(values)))])
+    return discounted_sums(rewards + gamma * following - values, gamma * lam)
+
+
+def make_value_loss(cliprange_value: float) -> ValueLoss:
+    """Return the loss of a micro-batch's values [T]: its share of the update's loss, and LOSS_SUMS [3] in float64.
+
+    Of a token: half of the larger of (V - R)^2 and (clip(V, V_old - c, V_old + c) - R)^2, with c `cliprange_value`
+    (PPO as in OpenAI's baselines; TRL cliprange_value, verl critic.cliprange_value). Tokens are weighted as in the
+    policy's loss.
+    """
+
+    def loss(values: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        batch = batch.to(values.device)
+        if batch.values is None or batch.returns is None:
+            raise ValueError("the micro-batch has no values of the old critic: compute them before the update")
+        learned = batch.mask.bool()
+        new = values.double().where(learned, 0.0)  # what is elsewhere reaches neither loss nor gradient
+        old, returns = batch.values.double(), batch.returns.double()
+        clipped = new.clamp(old - cliprange_value, old + cliprange_value)
+        squared, squared_clipped = (new - returns).square(), (clipped - returns).square()
+        total = (0.5 * torch.max(squared, squared_clipped) * batch.loss_weights).sum()
+        is_clipped = (squared_clipped > squared).detach() & learned
+        sums = torch.stack([total.detach(), is_clipped.sum().double(), learned.sum().double()])
+        return total.to(values.dtype), sums
+
+    return loss
+
+
+def return_sums(batches: Sequence[MicroBatch]) -> Tensor:
+    """Return RETURN_SUMS [6] in float64 on the CPU over micro-batches that have values and returns."""
+    sums = torch.zeros(len(RETURN_SUMS), dtype=torch.float64)
+    for batch in batches:
+        if batch.values is not None and batch.returns is not None:
+            learned = batch.mask.bool()
+            values, returns = batch.values[learned].double(), batch.returns[learned].double()
+            errors = returns - values
+            rows = (torch.ones_like(values), values, returns, returns.square(), errors, errors.square())
+            sums += torch.stack([row.sum() for row in rows]).cpu()
+    return sums
+
+
+def value_metrics(losses: Mapping[str, float], sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the critic's metrics of a step from LOSS_SUMS over its updates' mean and RETURN_SUMS over the job. Pure.
+
+    The explained variance is 1 - Var(R - V) / Var(R); 0 where the returns do not differ.
+    """
+    count = max(sums["tokens"], 1.0)
+    variance = sums["returns2"] / count - (sums["returns"] / count) ** 2
+    unexplained = sums["errors2"] / count - (sums["errors"] / count) ** 2
+    return {
+        "critic/value_loss": losses["value_loss"],
+        "critic/vf_clipfrac": losses["vf_clipped"] / max(losses["tokens"], 1.0),
+        "critic/value_mean": sums["values"] / count,
+        "critic/return_mean": sums["returns"] / count,
+        "critic/explained_variance": 1 - unexplained / variance if variance > 1e-12 else 0.0,
+    }

@@ -1,0 +1,63 @@
+"""Advantages and returns of a step's tokens by the values of a critic."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.algorithms.values import generalized_advantages
+from grpo_mp.batching.packing import context_index
+from grpo_mp.batching.step_batch import UpdateBatches, kl_costs
+from grpo_mp.distributed.process_groups import Parallel, sum_over_context
+from grpo_mp.types import MicroBatch
+
+
+def with_values(update: Sequence[MicroBatch], values: Sequence[Tensor]) -> list[MicroBatch]:
+    """Set the values [T] of each micro-batch; leave it on stages that computed none."""
+    if not values:
+        return list(update)
+    return [replace(batch, values=of_batch.cpu()) for batch, of_batch in zip(update, values, strict=True)]
+
+
+def with_generalized_advantages(
+    updates: UpdateBatches, algorithm: AlgorithmConfig, kl_coef: float, parallel: Parallel
+) -> UpdateBatches:
+    """Replace advantages, which are the reward of each response until now, by those of its tokens; set returns.
+
+    The reward comes with the last generated token; with kl.apply_to=reward each token bears its own KL to the
+    reference. A return is advantage + value. Tokens that were given, such as results of tools, are no steps: one
+    generated token follows the other. Every rank must call this; stages without values leave all as it is.
+    """
+    return [
+        [batch if batch.values is None else _with_advantages(batch, algorithm, kl_coef, parallel) for batch in update]
+        for update in updates
+    ]
+
+
+def _with_advantages(batch: MicroBatch, algorithm: AlgorithmConfig, kl_coef: float, parallel: Parallel) -> MicroBatch:
+    assert batch.values is not None
+    costs_kl = algorithm.kl.apply_to == "reward" and algorithm.kl.coef > 0
+    costs = kl_costs(batch, algorithm, kl_coef) if costs_kl else torch.zeros_like(batch.advantages)
+    own = torch.stack([batch.mask.double(), batch.advantages, costs, batch.values.double()])
+    index = context_index(batch.lengths, parallel.layout.context, parallel.coords.context)
+    packed = own.new_zeros(len(own), sum(batch.lengths)).index_copy(1, index, own)
+    packed = sum_over_context(packed, parallel)
+    parts = [_of_sequence(part, algorithm) for part in packed.split(list(batch.lengths), dim=1)]
+    advantages, returns = torch.cat(parts, dim=1)[:, index]
+    return replace(batch, advantages=advantages, returns=returns)
+
+
+def _of_sequence(packed: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    """Return advantages and returns [2, T] of one sequence, 0 but at generated tokens.
+
+    `packed` [4, T]: mask, reward of the response at each generated token, cost in KL, value.
+    """
+    generated, result = packed[0].bool(), packed.new_zeros(2, packed.shape[1])
+    rewards, costs, values = packed[1:, generated]
+    token_rewards = -costs
+    token_rewards[-1:] += rewards[-1:]
+    advantages = generalized_advantages(token_rewards, values, algorithm.gamma, algorithm.lam)
+    result[:, generated] = torch.stack([advantages, advantages + values])
+    return result

@@ -1,0 +1,30 @@
+"""The `critic` section: PPO's value model."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from grpo_mp.section import Section
+
+
+class CriticConfig(Section):
+    """The value model of algorithm ppo, trained beside the policy on its ranks and in its layout.
+
+    Micro-batches, updates of a step and all of `optimizer` but the learning rate are the policy's.
+    """
+
+    path: Path | None = Field(
+        None,
+        description="a Hugging Face or converted folder of the policy's family and vocabulary, a reward model for "
+        "sequence classification too, whose score.weight becomes the value head (verl critic.model.path, TRL "
+        "reward_model_path); null: model.path, with a head of zeros",
+    )
+    lr: float = Field(
+        1e-5, gt=0, description="highest learning rate, on the schedule of optimizer (verl critic.optim.lr)"
+    )
+    cliprange_value: float = Field(
+        0.2, gt=0, description="how far an update moves a value from the old one before it stops to learn (TRL, verl)"
+    )
+    warmup_steps: int = Field(
+        0, ge=0, description="first steps, in which the critic learns and the policy does not (verl critic_warmup)"
+    )

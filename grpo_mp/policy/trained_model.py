@@ -1,0 +1,108 @@
+"""A model that is trained on this rank, in any layout: Megatron chunks, optimizer, learning rate, updates."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from grpo_mp.batching.updates import padding_multiple
+from grpo_mp.config import TrainerSettings
+from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.distributed.shards import tensor_part, tp_size
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.mapping import Param
+from grpo_mp.policy.forward import OutputLoss, forward_backward
+from grpo_mp.policy.megatron_config import transformer_config
+from grpo_mp.policy.model import PolicyModel, build_chunks
+from grpo_mp.policy.optimizer import build_optimizer, wrap_for_training
+from grpo_mp.policy.reference import Reference
+from grpo_mp.policy.routing_replay import RoutingReplay
+from grpo_mp.policy.weights import local_tensors
+from grpo_mp.types import MicroBatch
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """Result of one optimizer update. `losses` come from the last pipeline stage only."""
+
+    losses: list[Any]
+    grad_norm: float
+    lr: float
+    skipped: bool  # the gradient was not finite, or larger than optimizer.skip_grad_norm
+    bad_gradients: Sequence[str] = ()  # parameters of this rank whose gradient was not finite
+    measured: Mapping[str, float] = field(default_factory=dict)  # metrics over the job
+
+
+LoadWeights = Callable[[dict[str, Tensor]], None]  # takes the tensors of this rank by their names in the full model
+
+
+class TrainedModel:
+    """Megatron model and optimizer of this rank."""
+
+    reference: Reference | None = None  # a second set of weights for the same model
+    replay: RoutingReplay | None = None
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        parallel: Parallel,
+        hf: HfConfig,
+        params: dict[str, Param],
+        load: LoadWeights,
+        model_class: type[PolicyModel] = PolicyModel,
+    ) -> None:
+        """Build the model, let `load` fill this rank's shards of the weights, build the optimizer."""
+        self.parallel, self.hf, self.params = parallel, hf, params
+        dtype, megatron_args = settings.model.dtype, settings.training.megatron_args
+        self.config = transformer_config(settings.layout, settings.training, dtype, hf)
+        models = build_chunks(self.config, hf, settings.training, settings.temperature, model_class)
+        self.chunks = wrap_for_training(settings.layout, megatron_args, self.config, models)
+        self.tensors = local_tensors(models, params, parallel.coords, settings.layout.expert)
+        load(self.tensors)
+        for name, tensor in self.tensors.items():
+            # Megatron marks a weight when it initializes it, and counts unmarked ones in the norm on one rank only.
+            tensor.tensor_model_parallel = params[name].tp_dim is not None  # type: ignore[attr-defined]
+        self.optimizer, self.lr_scheduler = build_optimizer(
+            settings.optimizer, dtype, megatron_args, settings.total_updates, self.chunks
+        )
+        self.padding_multiple = padding_multiple(settings.layout, settings.training)
+        self._skip_grad_norm = settings.optimizer.skip_grad_norm or math.inf
+
+    def _gradients(self, microbatches: Sequence[MicroBatch], loss: OutputLoss) -> list[Any]:
+        """Compute the gradient of the summed loss over all ranks into the gradient buffers."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return forward_backward(self.chunks, microbatches, loss, self.replay)
+
+    def _step(self, losses: list[Any]) -> UpdateReport:
+        """Do one optimizer update; skip it, and report so, where the gradient is not finite or too large."""
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())  # over the job: all ranks skip, or none
+        skipped = not (math.isfinite(grad_norm) and grad_norm <= self._skip_grad_norm)
+        if not skipped:
+            self.optimizer.step()
+        self.lr_scheduler.step(1)
+        return UpdateReport(losses, grad_norm, lr, skipped, self._bad_gradients() if skipped else ())
+
+    def _bad_gradients(self) -> list[str]:
+        """Return the parameters of this rank whose gradient is not finite."""
+        gradients = {name: tensor.main_grad for name, tensor in self.tensors.items() if hasattr(tensor, "main_grad")}
+        return [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
+
+    def models(self) -> list[PolicyModel]:
+        """Return the Megatron chunks without Float16Module and DDP wrappers."""
+        models: list[PolicyModel] = unwrap_model(self.chunks)
+        return models
+
+    def tp_sizes(self) -> dict[str, int]:
+        """Return the number of tensor-parallel parts of each parameter of the full model."""
+        return {name: tp_size(param, self.parallel.layout) for name, param in self.params.items()}
+
+    def local_shards(self) -> dict[str, int]:
+        """Return parameter name -> tensor-parallel part, for the parameters on this rank."""
+        return {name: tensor_part(self.params[name], self.parallel.coords) for name in self.tensors}

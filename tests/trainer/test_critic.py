@@ -1,0 +1,209 @@
+"""PPO's critic on one rank: where its weights come from, what it is refused for, where it is saved and moved."""
+
+import json
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from grpo_mp.algorithms.values import make_value_loss
+from grpo_mp.batching.microbatches import plan_microbatches
+from grpo_mp.batching.packing import pack
+from grpo_mp.checkpoint.run_state import TrainState, latest_checkpoint
+from grpo_mp.config import Settings, check_settings
+from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.errors import UserError
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
+from grpo_mp.models.value_head import VALUE_HEAD
+from grpo_mp.phases import Residency
+from grpo_mp.policy.critic import Critic, check_critic
+from grpo_mp.policy.offload import PolicyOffloader
+from grpo_mp.policy.policy import Policy
+from grpo_mp.trainer.job import build_critic
+from grpo_mp.trainer.offload import offload_functions
+from grpo_mp.trainer.replica_check import check_replicas
+from grpo_mp.trainer.save import CheckpointSaver
+from grpo_mp.types import MicroBatch, Sample
+from tests.planner.jobs import BASE
+from tests.reward_models import expected_scores, make_reward_model
+from tests.trainer.test_offload import NO_ENGINE
+
+SHAPE = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": None, "max_position_embeddings": 256},
+}
+SEQUENCES = ((3, 5, 7, 9), (11,), (2, 4, 6))
+SHORT = {"max_prompt_tokens": 8, "max_response_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    make_tiny(folder, "llama", make_tokenizer(["apples"]), **SHAPE)
+    return folder
+
+
+def settings_with(model: Path, critic: dict[str, Any] | None, **changes: Any) -> Settings:
+    tree = BASE | {"model": {"path": str(model), "dtype": "float32"}, "rollout": BASE["rollout"] | SHORT}
+    return check_settings(tree | {"algorithm": "ppo", "critic": critic} | changes, "test")
+
+
+def packed(sequences: tuple[tuple[int, ...], ...]) -> MicroBatch:
+    """Each as the prompt of one response token, whose state is all of it."""
+    samples = [Sample.from_tokens(i, tokens, (1,)) for i, tokens in enumerate(sequences)]
+    ((plan,),) = plan_microbatches([sample.total_tokens for sample in samples], 1, 1000, align=4).ranks
+    return pack(samples, [0.0] * len(samples), [1.0] * len(samples), plan, align=4)
+
+
+def values_of(critic: Critic, batch: MicroBatch) -> list[float]:
+    (values,) = critic.values([batch])
+    order = torch.tensor(batch.sample_ids).argsort()
+    found: list[float] = values[batch.mask.bool()][order].tolist()
+    return found
+
+
+def test_a_reward_model_gives_the_scores_of_transformers(parallel: Parallel, model: Path, tmp_path: Path) -> None:
+    make_reward_model(tmp_path, model)
+    settings = settings_with(model, {"path": str(tmp_path)})
+    check_critic(settings, settings.model.read_config())
+    values = values_of(Critic(settings, parallel), packed(SEQUENCES))
+    assert values == pytest.approx(expected_scores(tmp_path, SEQUENCES), rel=1e-5)
+    assert len({round(value, 3) for value in values}) == len(values)
+
+
+def test_a_policy_becomes_a_critic_with_a_head_of_zeros(parallel: Parallel, model: Path) -> None:
+    critic, policy = Critic(settings_with(model, {}), parallel), make_policy(model, parallel)
+    assert values_of(critic, packed(SEQUENCES)) == [0.0] * len(SEQUENCES)
+    assert critic.tensors.keys() == policy.tensors.keys()
+    different = [name for name, tensor in critic.tensors.items() if not tensor.equal(policy.tensors[name])]
+    assert different == [VALUE_HEAD]
+    assert critic.tensors[VALUE_HEAD].shape == (1, SHAPE["hidden_size"])
+
+
+def make_policy(model: Path, parallel: Parallel) -> Policy:
+    return Policy(settings_with(model, {}), parallel, with_reference=False)
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def drop_tensor(folder: Path, name: str) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+
+
+WRONG = {
+    "its model_type is qwen2, the policy's llama: take a critic of the policy's family": partial(
+        change_config, model_type="qwen2", architectures=["Qwen2ForCausalLM"]
+    ),
+    "its vocab_size is 77, the policy's": partial(change_config, vocab_size=77),
+    "its num_layers is 3, the policy's 2: take a critic of the policy's size": partial(
+        change_config, num_hidden_layers=3
+    ),
+    "its ffn_hidden_size is 64, the policy's 128": partial(change_config, intermediate_size=64),
+    "it has 15 positions, and a prompt with its response up to 16": partial(change_config, max_position_embeddings=15),
+    "1 tensors are missing, the first is model.norm.weight": partial(drop_tensor, name="model.norm.weight"),
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_a_critic_of_another_model_is_refused(model: Path, tmp_path: Path, sentence: str) -> None:
+    folder = tmp_path / "critic"
+    shutil.copytree(model, folder)
+    WRONG[sentence](folder)
+    settings = settings_with(model, {"path": str(folder)})
+    with pytest.raises(UserError) as refused:
+        check_critic(settings, settings.model.read_config())
+    assert sentence in str(refused.value)
+    assert str(folder) in str(refused.value)
+
+
+def test_several_labels_are_no_value(model: Path, tmp_path: Path) -> None:
+    make_reward_model(tmp_path, model, labels=2)
+    settings = settings_with(model, {"path": str(tmp_path)})
+    with pytest.raises(UserError, match=r"score\.weight has shape \[2, 64\], and a critic has one value: take a model"):
+        check_critic(settings, settings.model.read_config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"algorithm": "grpo"}, "critic trains a value model, and algorithm.advantage.baseline=group_mean takes none"),
+        ({"critic": None}, "takes the values of a critic, and critic is null: set it"),
+        ({"critic": {"warmup_steps": 3}}, "critic.warmup_steps=3 leaves none of 3 steps to the policy: lower it"),
+        ({"critic": {"lr": 0}}, "critic.lr: Input should be greater than 0"),
+        ({"critic": {"clip": 0.2}}, "unknown setting critic.clip"),
+        ({"algorithm": {"preset": "ppo", "advantage": {"scale": "batch_std"}}}, "advantage.scale=batch_std divides"),
+        ({"algorithm": {"preset": "ppo", "advantage": {"level": "process"}}}, "needs advantage.baseline=group_mean"),
+        ({"algorithm": {"preset": "ppo", "ratio": "sequence"}}, "differ by token, ratio=sequence does not"),
+        ({"algorithm": {"preset": "ppo", "policy_loss": "gmpo"}}, "differ by token, policy_loss=gmpo averages"),
+        ({"algorithm": {"preset": "ppo", "filter": {"zero_std": "drop"}}}, "filter.zero_std looks at groups"),
+        ({"algorithm": {"preset": "ppo", "advantage": {"combine": "normalize"}}}, "combine=normalize"),
+        (
+            {"algorithm": {"preset": "ppo", "distillation": {"teacher": {"url": "http://a"}}}},
+            "learns from rewards, distillation from a teacher",
+        ),
+        ({"algorithm": {"gamma": 0.9}, "critic": None}, "gamma and lam belong to a critic's advantages"),
+        ({"algorithm": {"lam": 1.0}, "critic": None}, "gamma and lam belong to a critic's advantages"),
+        ({"algorithm": {"preset": "ppo", "lam": 1.5}}, "algorithm.lam"),
+    ],
+)
+def test_settings_that_do_not_fit_a_critic_are_refused(model: Path, changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError) as refused:
+        settings_with(model, **({"critic": {}} | changes))
+    assert sentence in str(refused.value)
+
+
+def test_the_policy_s_schedule_has_the_updates_after_the_warm_up(model: Path) -> None:
+    settings = settings_with(model, {"warmup_steps": 1, "lr": 0.5}, training={"updates_per_step": 4})
+    assert (settings.total_updates, settings.for_critic().total_updates) == (8, 12)
+    assert settings.for_critic().optimizer.lr == 0.5
+    assert settings_with(model, {}).for_critic().model.path == model
+    one = settings_with(model, {}, rollout=BASE["rollout"] | {"group_size": 1})
+    assert one.rollout.group_size == 1
+
+
+def learned(critic: Critic) -> Critic:
+    batch = packed(SEQUENCES)
+    returns = torch.linspace(-1, 1, batch.total_tokens, dtype=torch.float64)
+    critic.update([replace(batch, values=torch.zeros(batch.total_tokens), returns=returns)], make_value_loss(10.0))
+    return critic
+
+
+def test_a_critic_is_saved_with_the_policy_and_built_from_it(parallel: Parallel, model: Path, tmp_path: Path) -> None:
+    settings = settings_with(model, {"lr": 0.1}, run={"folder": str(tmp_path), "steps": 3})
+    policy, critic = Policy(settings, parallel, with_reference=False), learned(Critic(settings, parallel))
+    with CheckpointSaver(settings.run, policy, 60.0, critic=critic) as saver:
+        saver.save(TrainState(step=1))
+    folder = latest_checkpoint(tmp_path)
+    assert folder is not None
+    built = build_critic(settings, parallel, folder)
+    fresh = Critic(settings, parallel)
+    assert not fresh.tensors[VALUE_HEAD].equal(critic.tensors[VALUE_HEAD])
+    for one, other in ((built, critic), (learned(built), learned(critic))):  # the optimizer's state, too
+        assert [name for name in one.tensors if not one.tensors[name].equal(other.tensors[name])] == []
+    check_replicas(built, 1)
+
+
+def test_a_critic_goes_where_the_policy_goes(parallel: Parallel, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[tuple[str, str, bool]] = []
+    monkeypatch.setattr(
+        PolicyOffloader, "move", lambda self, part, onload: moved.append((type(self._policy).__name__, part, onload))
+    )
+    policy, critic = make_policy(model, parallel), Critic(settings_with(model, {}), parallel)
+    for moves in (True, False):
+        functions = offload_functions(policy, NO_ENGINE, 1.0, moves, None, critic)
+        for part in vars(Residency()):
+            functions[part](moves)
+    models, stays = ("Policy", "Critic"), ("policy_weights", "gradients")
+    expected = [(name, part, True) for part in (*stays, "optimizer") for name in models]
+    assert moved == [*expected, *((name, part, False) for part in stays for name in models)]
