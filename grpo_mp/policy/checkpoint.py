@@ -39,7 +39,7 @@ def write_common(policy: Policy, folder: Path) -> None:
 
 def weights_writer(policy: Policy, folder: Path, piece_bytes: int) -> ChunkWriter:
     """Return what writes this rank's share of the weights, which must neither change nor be moved until it has."""
-    return ChunkWriter(folder, policy.parallel.rank, weight_chunks(policy, policy.tensors), piece_bytes)
+    return ChunkWriter(folder, policy.parallel.rank, weight_chunks(policy, policy.trained_tensors), piece_bytes)
 
 
 def write_reference(policy: Policy, folder: Path, piece_bytes: int) -> Written:
@@ -114,7 +114,7 @@ def load_policy(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES) ->
         common = read_torch_dist(policy, folder)
     else:
         common = _read_common(folder)
-        read_chunks(local_weight_chunks(policy, policy.tensors), folder, piece_bytes)
+        read_chunks(local_weight_chunks(policy, policy.trained_tensors), folder, piece_bytes)
     saved, expected = common.get("main_weights", "whole"), _main_weight_format(policy)
     if saved != expected:
         raise UserError(

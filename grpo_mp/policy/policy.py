@@ -19,9 +19,11 @@ from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.distributed.shards import tensor_part, tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.lora import adapter_params, check_targets
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, is_of_mtp
 from grpo_mp.policy.expert_load import ExpertLoad
 from grpo_mp.policy.forward import LossFunction, forward_backward, forward_only
+from grpo_mp.policy.lora import MergedWeights, add_adapters, initialize
 from grpo_mp.policy.megatron_config import check_overrides, transformer_config
 from grpo_mp.policy.model import PolicyModel, build_chunks
 from grpo_mp.policy.multi_token_prediction import MtpLoss
@@ -58,21 +60,17 @@ class Policy:
         """
         self.parallel = parallel
         self.hf = settings.model.read_config()
-        self.params = family_of(self.hf).params(self.hf)
+        self.base_params = self.params = family_of(self.hf).params(self.hf)
         dtype, megatron_args = settings.model.dtype, settings.training.megatron_args
         self.config = transformer_config(settings.layout, settings.training, dtype, self.hf)
         models = build_chunks(self.config, self.hf, settings.training, settings.temperature)
+        self.lora = settings.model.lora
+        if self.lora:
+            add_adapters(models, self.params, parallel.coords, settings.layout, self.lora)
+            self.params = self.params | adapter_params(self.params, self.lora.rank, self.lora.targets)
         self.chunks = wrap_for_training(settings.layout, megatron_args, self.config, models)
         self.tensors = local_tensors(models, self.params, parallel.coords, settings.layout.expert)
-        if load_weights:
-            Checksums.of_conversion(settings.model.path).check_share(parallel.rank, parallel.world_size)
-            with open_weights(settings.model.path, family=settings.model.family) as reader:
-                load_hf(self.tensors, self.params, reader, parallel.coords, parallel.layout)
-        else:
-            clear_weights(self.tensors, self.params)
-        for name, tensor in self.tensors.items():
-            # Megatron marks a weight when it initializes it, and counts unmarked ones in the norm on one rank only.
-            tensor.tensor_model_parallel = self.params[name].tp_dim is not None  # type: ignore[attr-defined]
+        self._set_values(settings, load_weights)
         self.optimizer, self.lr_scheduler = build_optimizer(
             settings.optimizer, dtype, megatron_args, settings.total_updates, self.chunks
         )
@@ -83,8 +81,38 @@ class Policy:
         if settings.training.router_replay != "none":
             self.replay = RoutingReplay(self.chunks, self.config.num_moe_experts or 0)
         # No logprob of the reference is computed by the multi-token-prediction layer.
-        decoder = {name: tensor for name, tensor in self.tensors.items() if not is_of_mtp(self.params[name], self.hf)}
+        decoder = {
+            name: tensor for name, tensor in self.trained_tensors.items() if not is_of_mtp(self.params[name], self.hf)
+        }
         self.reference = Reference(decoder) if with_reference else None
+
+    def _set_values(self, settings: TrainerSettings, load_weights: bool) -> None:
+        """Load this rank's weights, or without `load_weights` those that no checkpoint will bring."""
+        parallel, base = self.parallel, {name: self.tensors[name] for name in self.tensors if name in self.base_params}
+        if load_weights or self.lora:
+            Checksums.of_conversion(settings.model.path).check_share(parallel.rank, parallel.world_size)
+            with open_weights(settings.model.path, family=settings.model.family) as reader:
+                load_hf(base, self.base_params, reader, parallel.coords, parallel.layout)
+        else:
+            clear_weights(base, self.base_params)
+        for name, tensor in base.items():
+            # Megatron marks a weight when it initializes it, and counts unmarked ones in the norm on one rank only.
+            tensor.tensor_model_parallel = self.params[name].tp_dim is not None  # type: ignore[attr-defined]
+        if self.lora:
+            adapters = {name: param for name, param in self.params.items() if name not in self.base_params}
+            initialize(self.tensors, adapters, parallel.coords, parallel.layout, settings.run.seed)
+
+    @property
+    def trained_tensors(self) -> dict[str, torch.Tensor]:
+        """Return what checkpoints have of this rank: all of its tensors, or its adapters where there are any."""
+        return {name: one for name, one in self.tensors.items() if not self.lora or name not in self.base_params}
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Return this rank's weights by name as engines and exports get them, with what adapters add."""
+        if not self.lora:
+            return self.tensors
+        return MergedWeights(self.tensors, self.base_params, self.parallel.layout, self.lora)
 
     def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return [2, T] logprobs and entropies of every micro-batch; an empty list on all but the last stage."""
@@ -163,6 +191,10 @@ class Policy:
         """Return parameter name -> tensor-parallel part, for the parameters on this rank."""
         return {name: tensor_part(self.params[name], self.parallel.coords) for name in self.tensors}
 
+    def weight_shards(self) -> dict[str, int]:
+        """Return the same of `weights`, without adapters."""
+        return {name: part for name, part in self.local_shards().items() if name in self.base_params}
+
 
 def check_policy(
     hf: HfConfig, model: ModelConfig, layout: LayoutConfig, training: TrainingConfig, world_size: int
@@ -182,6 +214,8 @@ def check_policy(
         )
     if training.router_replay != "none":
         check_router_replay(config)
+    if model.lora:
+        check_targets(family_of(hf).params(hf).values(), model.lora.targets)
     with open_weights(model.path, family=model.family) as reader:
         check_tensors(reader, family_of(hf).params(hf).values())
         check_layers(reader.names, hf)

@@ -220,10 +220,10 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | 
     the folder and one tensor on the host. Raises UserError, on every rank, where one cannot write.
     """
     parallel, group = policy.parallel, policy.parallel.cpu_group
-    wire = WireFormat(policy.params, policy.tp_sizes(), policy.config.params_dtype, fp8)
+    wire = WireFormat(policy.base_params, policy.tp_sizes(), policy.config.params_dtype, fp8)
     writers, ranks_per_node = export_writers(wire, parallel.world_size), parallel.job.ranks_per_node
-    rounds = plan_rounds(wire, policy.local_shards(), writers, bucket_bytes, group, ranks_per_node)
-    resharder = Resharder(rounds, wire, policy.tensors)
+    rounds = plan_rounds(wire, policy.weight_shards(), writers, bucket_bytes, group, ranks_per_node)
+    resharder = Resharder(rounds, wire, policy.weights)
     tensors: Iterable[tuple[str, Tensor]] = (
         (name, tensor.to("cpu", copy=True)) for name, tensor in chain.from_iterable(resharder.stages(rounds))
     )
