@@ -42,7 +42,9 @@ def check_targets(params: Iterable[Param], targets: Sequence[str] | None) -> Non
     """Raise UserError where a target is the name of no projection of the model."""
     if targets is None:
         return
-    modules = {_module(name) for param in params if param.is_projection and param.layer is not None for name in param.hf}
+    modules = {
+        _module(name) for param in params if param.is_projection and param.layer is not None for name in param.hf
+    }
     for target in targets:
         if not any(_is_in(module, (target,)) for module in modules):
             leaves = sorted({module.rpartition(".")[2] for module in modules})

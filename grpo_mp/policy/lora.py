@@ -23,7 +23,7 @@ from grpo_mp.config.lora_section import LoraConfig
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates
 from grpo_mp.distributed.shards import tensor_part, tp_size
-from grpo_mp.models.lora import A, B, Adapter, adapters_of
+from grpo_mp.models.lora import A, Adapter, B, adapters_of
 from grpo_mp.models.mapping import Param, fuse, shard_range
 from grpo_mp.platform.te_layers import grouped_matmul
 from grpo_mp.policy.model import PolicyModel
@@ -69,7 +69,9 @@ class MergedWeights(Mapping[str, Tensor]):
         """Take all tensors of this rank, adapters too; `params`: of the model without them."""
         self._tensors, self._scale = tensors, lora.scale
         self._factors = {
-            name: Factors(params[name], adapters_of(params[name], lora.rank, lora.targets), tp_size(params[name], layout))
+            name: Factors(
+                params[name], adapters_of(params[name], lora.rank, lora.targets), tp_size(params[name], layout)
+            )
             for name in tensors
             if name in params
         }
