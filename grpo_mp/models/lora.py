@@ -4,7 +4,7 @@ Megatron computes several of these modules as one (`linear_qkv`, `linear_fc1`): 
 part of its rows. So adapters, their gradients and their updates are those that peft would have.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_mp.errors import UserError, did_you_mean
@@ -38,8 +38,8 @@ def adapter_params(params: Mapping[str, Param], rank: int, targets: Sequence[str
     return {param.name: param for adapter in adapters for param in (adapter.a, adapter.b)}
 
 
-def check_targets(params: Iterable[Param], targets: Sequence[str] | None) -> None:
-    """Raise UserError where a target is the name of no projection of the model."""
+def check_targets(params: Collection[Param], targets: Sequence[str] | None) -> None:
+    """Raise UserError where a target is the name of no projection, or of a part of what peft has as one."""
     if targets is None:
         return
     modules = {
@@ -51,6 +51,13 @@ def check_targets(params: Iterable[Param], targets: Sequence[str] | None) -> Non
             raise UserError(
                 f"model.lora.target_modules: no projection of this model is {target!r}{did_you_mean(target, leaves)}; "
                 f"it has {', '.join(leaves)}"
+            )
+    for param in params:
+        targeted = {name for name in map(_module, param.hf) if _is_in(name, targets)} if param.experts else set()
+        if targeted and len(targeted) < len(param.hf):
+            both = " and ".join(_module(name).rpartition(".")[2] for name in param.hf)
+            raise UserError(
+                f"model.lora.target_modules: peft has {both} of experts as one: name both of them, or neither"
             )
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import exp
+from operator import add
 from statistics import NormalDist, fmean
 
 from grpo_mp.batching.shared_prompts import SamplePrompt
@@ -11,9 +12,11 @@ from grpo_mp.config import Settings
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import ModelShape, check_layout, model_shape, sets_pipeline_layout
+from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.lora import check_targets
 from grpo_mp.planner.clusters import OVERHEADS, Cluster
-from grpo_mp.planner.parameter_count import ParameterCount, local_parameter_counts
+from grpo_mp.planner.parameter_count import ParameterCount, adapter_counts, local_parameter_counts
 from grpo_mp.planner.pipeline_layout import StageLayers, layers_of_stages, with_mtp_layer
 from grpo_mp.policy.parameter_bytes import BytesPerParameter, bytes_per_parameter
 from grpo_mp.rollout.engine_parallelism import EngineParallelism, check_engine_parallelism
@@ -79,7 +82,11 @@ def response_lengths(lengths: AssumedLengths) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """Settings on machines. `parameter_counts`: of one rank of each pipeline stage."""
+    """Settings on machines.
+
+    Of one rank of each pipeline stage: `parameter_counts`, and `trained_counts` of them, which have gradients and an
+    optimizer: all, or adapters.
+    """
 
     settings: Settings
     hf: HfConfig
@@ -89,6 +96,7 @@ class PlannedJob:
     gpus_per_node: int
     stage_layers: StageLayers
     parameter_counts: tuple[ParameterCount, ...]
+    trained_counts: tuple[ParameterCount, ...]
     mean_response_tokens: float  # assumed
     per_parameter: BytesPerParameter
     acceptance_length: float | None = None  # measured, of speculative decoding; None: assumed
@@ -157,9 +165,17 @@ class PlannedJob:
     @property
     def parameters(self) -> int:
         """Return the parameters of the model; what tensor-parallel ranks hold alike is counted once for each."""
+        return self._of_all_ranks(self.parameter_counts)
+
+    @property
+    def trained_parameters(self) -> int:
+        """Return those of them that have an optimizer and are in a checkpoint."""
+        return self._of_all_ranks(self.trained_counts)
+
+    def _of_all_ranks(self, counts: tuple[ParameterCount, ...]) -> int:
         layout = self.settings.layout
-        experts = sum(count.expert for count in self.parameter_counts) * layout.expert * layout.expert_tensor
-        return sum(count.dense for count in self.parameter_counts) * layout.tensor + experts
+        experts = sum(count.expert for count in counts) * layout.expert * layout.expert_tensor
+        return sum(count.dense for count in counts) * layout.tensor + experts
 
     @property
     def num_engines(self) -> int:
@@ -260,6 +276,12 @@ def make_job(
     engine_placements(settings.engine, world_size, gpus_per_node)
     check_layout(layout, model, world_size - settings.engine.ranks, sets_pipeline_layout(megatron))
     stage_layers = with_mtp_layer(layers_of_stages(model.num_layers, layout, megatron), hf)
+    counts, lora = local_parameter_counts(hf, layout, stage_layers), settings.model.lora
+    trained = counts
+    if lora:
+        check_targets(family_of(hf).params(hf).values(), lora.targets)
+        trained = adapter_counts(hf, layout, stage_layers, lora)
+        counts = tuple(map(add, counts, trained))
     return PlannedJob(
         settings=settings,
         hf=hf,
@@ -268,7 +290,8 @@ def make_job(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         stage_layers=stage_layers,
-        parameter_counts=local_parameter_counts(hf, layout, stage_layers),
+        parameter_counts=counts,
+        trained_counts=trained,
         mean_response_tokens=mean_response_tokens or settings.rollout.max_response_tokens / 2,
         per_parameter=bytes_per_parameter(
             settings.model.dtype,

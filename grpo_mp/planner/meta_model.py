@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.config import TrainerSettings
+from grpo_mp.distributed.coordinates import coordinates
+from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import ZERO, ParameterCount
@@ -27,21 +29,27 @@ def check_parameter_counts(job: PlannedJob) -> None:
     from grpo_mp.policy.megatron_config import check_overrides
 
     check_overrides(job.settings.training.megatron_args)
-    counts = megatron_parameter_counts(job.settings, job.hf, job.train_ranks)
-    assert counts == job.parameter_counts, (
-        f"Megatron's model holds {counts}, the closed form says {job.parameter_counts}"
-    )
+    for trained, expected in ((False, job.parameter_counts), (True, job.trained_counts)):
+        if trained and not job.settings.model.lora:
+            break  # they are the same
+        counts = megatron_parameter_counts(job.settings, job.hf, job.train_ranks, trained)
+        assert counts == expected, f"Megatron's model holds {counts}, the closed form says {expected}"
 
 
-def megatron_parameter_counts(settings: TrainerSettings, hf: HfConfig, world_size: int) -> tuple[ParameterCount, ...]:
-    """Count what one rank of each pipeline stage holds. Raises UserError where Megatron refuses the settings."""
+def megatron_parameter_counts(
+    settings: TrainerSettings, hf: HfConfig, world_size: int, trained: bool = False
+) -> tuple[ParameterCount, ...]:
+    """Count what one rank of each pipeline stage holds, or what is trained of it.
+
+    Raises UserError where Megatron refuses the settings.
+    """
     per_stage = world_size // settings.layout.pipeline  # the pipeline is Megatron's slowest dimension
     counts = []
     for stage in range(settings.layout.pipeline):
         count = ZERO
         with built_on_meta(settings, hf, world_size, stage * per_stage) as chunks:
             for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
-                size, is_expert = parameter.numel(), ".experts." in name
+                size, is_expert = parameter.numel() * (parameter.requires_grad or not trained), ".experts." in name
                 count += ParameterCount(0, size) if is_expert else ParameterCount(size, 0)
         counts.append(count)
     return tuple(counts)
@@ -55,6 +63,7 @@ def built_on_meta(settings: TrainerSettings, hf: HfConfig, world_size: int, rank
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from grpo_mp.distributed.process_groups import megatron_sizes
+    from grpo_mp.policy.lora import add_adapters
     from grpo_mp.policy.megatron_config import transformer_config
     from grpo_mp.policy.model import build_chunks
 
@@ -66,6 +75,9 @@ def built_on_meta(settings: TrainerSettings, hf: HfConfig, world_size: int, rank
         tensor_parallel.model_parallel_cuda_manual_seed(settings.run.seed)
         with torch.device("meta"):
             chunks = build_chunks(config, hf, settings.training, settings.temperature)
+        if settings.model.lora:
+            coords = coordinates(rank, settings.layout, world_size)
+            add_adapters(chunks, family_of(hf).params(hf), coords, settings.layout, settings.model.lora)
         yield chunks
     finally:
         parallel_state.destroy_model_parallel()

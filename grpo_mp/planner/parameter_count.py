@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from grpo_mp.config.lora_section import LoraConfig
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.lora import adapters_of
 from grpo_mp.models.mapping import Rule
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING
 from grpo_mp.planner.pipeline_layout import StageLayers
@@ -71,6 +73,23 @@ def local_parameter_counts(hf: HfConfig, layout: LayoutConfig, stage_layers: Sta
         counts[0] += table.embedding
     counts[-1] += table.output + (table.copied_embedding if len(counts) > 1 else ZERO)
     return tuple(counts)
+
+
+def adapter_counts(
+    hf: HfConfig, layout: LayoutConfig, stage_layers: StageLayers, lora: LoraConfig
+) -> tuple[ParameterCount, ...]:
+    """Return what one rank of each pipeline stage holds of low-rank adapters."""
+    by_layer: dict[int, ParameterCount] = {}
+    for rule in family_of(hf).rules(hf):
+        if rule.applies_to_no_layer:
+            continue
+        count = ZERO
+        for adapter in adapters_of(rule.example(), lora.rank, lora.targets):
+            for one in (adapter.a, adapter.b):
+                size = prod(one.local_shape(layout.expert_tensor if rule.experts else layout.tensor))
+                count += ParameterCount(0, size * rule.experts // layout.expert) if rule.experts else ParameterCount(size, 0)
+        by_layer |= {layer: by_layer.get(layer, ZERO) + count for layer in rule.layers or ()}
+    return tuple(sum((by_layer[layer] for layer in layers), ZERO) for layers in stage_layers)
 
 
 def rule_parameters(rule: Rule, tensor: int, expert: int, expert_tensor: int) -> ParameterCount:

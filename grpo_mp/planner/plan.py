@@ -113,10 +113,10 @@ def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
 def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
     per_parameter = job.per_parameter
     stage = largest_stage(job)
-    count, algorithm = job.parameter_counts[stage], job.settings.algorithm
+    count, trained, algorithm = job.parameter_counts[stage], job.trained_counts[stage], job.settings.algorithm
     passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + algorithm.kl.measured_share
-    swap = 4 * count.total * per_parameter.weights * job.has_reference
-    sharded = job.sharded_parameters(count)
+    swap = 4 * trained.total * per_parameter.weights * job.has_reference
+    sharded = job.sharded_parameters(trained)
     weights = 2 * count.total * per_parameter.weights * job.offloads
     communicators = 2 * _suspended_bytes(job)
     moves = job.offloads and job.optimizer_offload == "step"
@@ -156,11 +156,11 @@ def resume_use(job: PlannedJob, stage: int) -> ResourceUse:
     The ranks read all of the checkpoint once for its checksums, each its share. Then each reads its weights, the
     reference's too, as do its replicas on the node, and its share of the state.
     """
-    per_parameter, count = job.per_parameter, job.parameter_counts[stage]
+    per_parameter, count, trained = job.per_parameter, job.parameter_counts[stage], job.trained_counts[stage]
     weights = count.total * per_parameter.weights
-    state = job.sharded_parameters(count) * per_parameter.saved_state
-    own = weights * (1 + job.has_reference) + state
-    checked = job.parameters * per_parameter.saved / max(1.0, job.train_ranks / job.gpus_per_node)
+    state = job.sharded_parameters(trained) * per_parameter.saved_state
+    own = weights + trained.total * per_parameter.weights * job.has_reference + state
+    checked = job.trained_parameters * per_parameter.saved / max(1.0, job.train_ranks / job.gpus_per_node)
     on_node = min(job.gpus_per_node, job.train_ranks)
     return ResourceUse(disk_bytes=checked + own * on_node, host_link_bytes=weights + state)
 
@@ -173,10 +173,10 @@ def save_uses(job: PlannedJob) -> tuple[ResourceUse, ResourceUse]:
     per_parameter = job.per_parameter
     nodes = max(1.0, job.train_ranks / job.gpus_per_node)
     waits_for = per_parameter.weights + per_parameter.saved_reference
-    weights = ResourceUse(disk_bytes=job.parameters * waits_for / nodes)
+    weights = ResourceUse(disk_bytes=job.trained_parameters * waits_for / nodes)
     rest = ResourceUse(
-        disk_bytes=job.parameters * (per_parameter.saved_state + per_parameter.saved) / nodes,
-        host_copy_bytes=max(map(job.sharded_parameters, job.parameter_counts))
+        disk_bytes=job.trained_parameters * (per_parameter.saved_state + per_parameter.saved) / nodes,
+        host_copy_bytes=max(map(job.sharded_parameters, job.trained_counts))
         * (per_parameter.weights + per_parameter.saved_state),
     )
     return weights, rest

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from grpo_mp.planner.clusters import OVERHEADS
-from grpo_mp.planner.flops import forward_flops_per_token, mtp_flops_per_token
+from grpo_mp.planner.flops import active_parameters, forward_flops_per_token, mtp_flops_per_token
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.resource_use import ResourceUse, Wait
 
@@ -38,7 +38,10 @@ def train_use(job: PlannedJob) -> ResourceUse:
     between_stages = ResourceUse(network_bytes=traffic.between_stages * (1 - forwards))  # is not computed again
     use = _traffic_use(job, traffic).scaled(forwards) + _traffic_use(job, backward) + between_stages
     ahead = mtp_flops_per_token(job.model, job.hf, job.attention_context) * _computed_tokens(job) / job.train_ranks
-    use += ResourceUse(flops=(_forward_flops(job) + ahead) * (forwards + 2))
+    flops = (_forward_flops(job) + ahead) * (forwards + 2)
+    if job.settings.model.lora:  # no gradient of the weights
+        flops -= 2.0 * active_parameters(job.model, job.hf) * _computed_tokens(job) / job.train_ranks
+    use += ResourceUse(flops=flops)
     return replace(use.scaled(training.epochs), bubble=_bubble(job))
 
 
@@ -66,7 +69,7 @@ def optimizer_use(job: PlannedJob, stage: int) -> ResourceUse:
 
     State on the host goes through the device: there and back count one after the other, although they overlap.
     """
-    count, layout, per_parameter = job.parameter_counts[stage], job.settings.layout, job.per_parameter
+    count, layout, per_parameter = job.trained_counts[stage], job.settings.layout, job.per_parameter
     model_bytes = per_parameter.gradients + per_parameter.weights
     dense = count.dense * model_bytes * (1 - 1 / job.dense_shards)
     expert = count.expert * model_bytes * (1 - 1 / job.expert_shards)
