@@ -25,8 +25,8 @@ class LoraConfig(Section):
     target_modules: Literal["all-linear"] | tuple[Annotated[str, AfterValidator(_check_module)], ...] = Field(
         ALL_LINEAR,
         description="modules with adapters, by the ends of their names in the Hugging Face model, as peft takes "
-        "them: q_proj, mlp.up_proj, in all layers and experts; all-linear: all projections of attention, dense layers and experts. "
-        "Embeddings, norms, routers and the output layer have none",
+        "them: q_proj, mlp.up_proj, in all layers and experts; all-linear: all projections of attention, dense layers "
+        "and experts. Embeddings, norms, routers and the output layer have none",
     )
 
     @property

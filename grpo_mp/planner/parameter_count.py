@@ -87,7 +87,9 @@ def adapter_counts(
         for adapter in adapters_of(rule.example(), lora.rank, lora.targets):
             for one in (adapter.a, adapter.b):
                 size = prod(one.local_shape(layout.expert_tensor if rule.experts else layout.tensor))
-                count += ParameterCount(0, size * rule.experts // layout.expert) if rule.experts else ParameterCount(size, 0)
+                count += (
+                    ParameterCount(0, size * rule.experts // layout.expert) if rule.experts else ParameterCount(size, 0)
+                )
         by_layer |= {layer: by_layer.get(layer, ZERO) + count for layer in rule.layers or ()}
     return tuple(sum((by_layer[layer] for layer in layers), ZERO) for layers in stage_layers)
 

@@ -186,8 +186,8 @@ class GroupedLinear(torch.nn.Module):
         tracker = get_cuda_rng_tracker()
         name = get_expert_parallel_rng_tracker_name()
         with tracker.fork(name) if tracker.is_initialized() else contextlib.nullcontext():
-            for weight in self._weights():
-                init_method(weight)
+            for tensor in self._weights():
+                init_method(tensor)
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
         """Map x [tokens, in], sorted by expert with `splits` tokens each, -> [tokens, out]; the bias is None."""

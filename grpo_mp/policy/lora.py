@@ -208,7 +208,7 @@ class _AddDense:
             hidden = move(hidden, group=group)
         b, (own, *bias) = factors.b(_tensors(module, B, weight, factors)), output
         added = torch.addmm(own.flatten(0, -2), hidden.flatten(0, -2), b.t(), alpha=self.scale)
-        return (added.view_as(own), *bias)  # type: ignore[return-value]
+        return (added.view_as(own), *bias)
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class _AddGrouped:
         b = [of.b(self._whole(of, B, _tensors(module, B, weight, of))) for weight, of in self.factors.items()]
         hidden = grouped_matmul(x, splits, a) * self.scale
         own, *bias = output
-        return (own + grouped_matmul(hidden, splits, b), *bias)  # type: ignore[return-value]
+        return (own + grouped_matmul(hidden, splits, b), *bias)
 
     def _whole(self, factors: Factors, kind: str, tensors: list[Tensor]) -> list[Tensor]:
         """Return the tensors, whose gradients are summed over the ranks that divide an expert but not them.

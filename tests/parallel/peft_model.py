@@ -1,4 +1,4 @@
-"""What peft computes with exported adapters: logits, merged weights, and the gradient of the formula in transformers."""
+"""What peft computes with exported adapters: logits, merged weights, the gradient of the formula in transformers."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
