@@ -1,5 +1,6 @@
 """Write adapters as a folder that peft loads: adapter_config.json and adapter_model.safetensors."""
 
+import hashlib
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ from grpo_mp.config.lora_section import LoraConfig
 from grpo_mp.files import sync_to_disk, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+SAMPLES, SAMPLE_BYTES = 16, 4096  # of a file of weights
 PREFIX = "base_model.model."  # of every name
 
 
@@ -42,6 +44,19 @@ def adapter_config(lora: LoraConfig, base: Path, names: Iterable[str]) -> dict[s
 
 def _leaf(module: str) -> str:
     return module.rpartition(".")[2]
+
+
+def base_digest(folder: Path) -> str:
+    """Return a digest of the weights of a folder, by samples of each of its files: adapters are for these alone."""
+    digest = hashlib.sha256()
+    for file in sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".distcp")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as stream:
+            for number in range(SAMPLES):
+                stream.seek(max(0, size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+                digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def write_peft(folder: Path, tensors: Iterable[tuple[str, Tensor]], base: Path, lora: LoraConfig) -> None:

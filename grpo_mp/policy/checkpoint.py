@@ -121,6 +121,11 @@ def load_policy(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES) ->
             f"{folder}: the checkpoint holds main weights as {saved}, training.megatron_args asks for {expected}: set "
             "use_precision_aware_optimizer and store_param_remainders, and optimizer.offload, as they were"
         )
+    if common.get("base", "") != policy.base_digest:
+        raise UserError(
+            f"{folder}: the checkpoint's adapters are for other weights than model.path has now: restore those, or "
+            "start with another run.folder"
+        )
     groups = _optimizer_groups(common["optimizer_groups"])
     parts = policy.optimizer.chained_optimizers
     with state_dict_without_copies(parts):
@@ -147,6 +152,7 @@ def _common(policy: Policy) -> dict[str, Any]:
         "optimizer_groups": [group for part in states for group in part["optimizer"]["param_groups"]],
         "schedule": policy.lr_scheduler.state_dict(),
         "main_weights": _main_weight_format(policy),
+        "base": policy.base_digest,
     }
 
 

@@ -107,13 +107,17 @@ class FrozenWeights:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy `tensors` as they are now."""
         self._tensors = tensors
+        self._nbytes = [tensor.untyped_storage().nbytes() for tensor in tensors]
         self._buffer = PinnedBuffer(tensors)
         self._host = [host.copy_(tensor.detach()) for host, tensor in zip(self._buffer.tensors, tensors, strict=True)]
 
+    @torch.no_grad()
     def move(self, onload: bool) -> None:
-        """Free what is on the device, or copy it there again."""
-        for tensor, host in zip(self._tensors, self._host, strict=True):
-            tensor.data = host.to(platform.device(), non_blocking=True) if onload else host
+        """Free what is on the device, or copy it there again, as Megatron does with its buffers."""
+        for tensor, host, nbytes in zip(self._tensors, self._host, self._nbytes, strict=True):
+            tensor.untyped_storage().resize_(nbytes if onload else 0)
+            if onload:
+                tensor.copy_(host, non_blocking=True)
 
 
 def frozen_weights(policy: Policy) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from megatron.core.utils import unwrap_model
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.hf_reader import check_layers, check_tensors
 from grpo_mp.checkpoint.manifest import Checksums
+from grpo_mp.checkpoint.peft_folder import base_digest
 from grpo_mp.config import TrainerSettings
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
@@ -65,6 +66,7 @@ class Policy:
         self.config = transformer_config(settings.layout, settings.training, dtype, self.hf)
         models = build_chunks(self.config, self.hf, settings.training, settings.temperature)
         self.lora = settings.model.lora
+        self.base_digest = base_digest(settings.model.path) if self.lora else ""
         if self.lora:
             add_adapters(models, self.params, parallel.coords, settings.layout, self.lora)
             self.params = self.params | adapter_params(self.params, self.lora.rank, self.lora.targets)
