@@ -131,8 +131,13 @@ class TorchDistReader:
         }
 
     def check_layers(self, count: int) -> None:
-        """Raise UserError where there are weights of more layers than `count`."""
+        """Raise UserError where there are weights of more layers than `count`, or adapters."""
         for key in self.tensors():
+            if ".lora_A." in key:
+                raise UserError(
+                    f"{self.folder} holds adapters (model.lora) without the weights that they are for: the run's "
+                    "folders final and exports have both"
+                )
             layer = LAYER.match(key) or HF_LAYER.match(key.removeprefix(f"{WEIGHT}/"))
             if layer and int(layer[1]) >= count:
                 raise UserError(f"{self.folder} contains {key}, but config.json has num_hidden_layers={count}")

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from grpo_mp.config.lora_section import LoraConfig
 from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
 from grpo_mp.models.families import MODEL_FAMILIES
 from grpo_mp.models.hf_config import HfConfig
@@ -111,6 +112,9 @@ class ModelConfig(Section):
         description="weight of the loss of the multi-token-prediction layer (Megatron mtp_loss_scaling_factor), which "
         "then follows the policy: it learns the tokens that are trained on, nothing else learns from it, engines that "
         "draft with it get its weights; 0: it is carried unchanged",
+    )
+    lora: LoraConfig | None = Field(
+        None, description="train low-rank adapters and freeze all weights; engines get W + alpha / rank B A; null: all"
     )
 
     @property

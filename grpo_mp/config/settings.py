@@ -137,6 +137,8 @@ class Settings(Section):
                 "algorithm.advantage.baseline=critic takes the values of a critic, and critic is null: set it, e.g. "
                 "critic={lr: 1e-5}"
             )
+        if self.critic and self.model.lora:
+            raise ValueError("critic beside model.lora has not been tested: set lora=null, or another algorithm than ppo")
         if self.run.steps and (problem := self.warmup_problem):
             raise ValueError(problem)
         return self
@@ -368,7 +370,7 @@ class Settings(Section):
         """Return the settings that build the critic as they build a policy. Raises ValueError where there is none."""
         if self.critic is None:
             raise ValueError("the settings have no critic")
-        model = {"path": self.critic.path or self.model.path, "mtp_loss_scaling_factor": 0.0}
+        model = {"path": self.critic.path or self.model.path, "mtp_loss_scaling_factor": 0.0, "lora": None}
         return self.model_copy(
             update={
                 "model": self.model.model_copy(update=model),

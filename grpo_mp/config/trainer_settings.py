@@ -53,6 +53,19 @@ def check_training(settings: TrainerSettings) -> None:
             "training.share_prompts does not work with context parallelism "
             f"(layout.context={settings.layout.context}): set share_prompts=false, or layout.context=1"
         )
+    lora, megatron = settings.model.lora, settings.training.megatron_args
+    if lora and settings.model.trains_mtp:
+        raise ValueError(
+            "model.lora has no adapters for the multi-token-prediction layer, nor would peft load them: set "
+            "mtp_loss_scaling_factor=0, or lora=null"
+        )
+    if lora and settings.training.fp8_format:
+        raise ValueError("training.fp8_format with model.lora has not been tested: set fp8_format=null, or lora=null")
+    if lora and megatron.get("moe_shared_expert_overlap"):
+        raise ValueError(
+            "model.lora: training.megatron_args.moe_shared_expert_overlap lets layers run in parts, where adapters do "
+            "not see their inputs: leave it out, or set lora=null"
+        )
     if settings.optimizer.offload == "host" and not settings.model.offloads:
         raise ValueError(
             f"optimizer.offload=host needs model.dtype=bfloat16: an optimizer in {settings.model.dtype} works on the "

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import exp
+from operator import add
 from statistics import NormalDist, fmean
 
 from grpo_mp.batching.shared_prompts import SamplePrompt
@@ -11,9 +12,16 @@ from grpo_mp.config import Settings
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import ModelShape, check_layout, model_shape, sets_pipeline_layout
+from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.lora import check_targets
 from grpo_mp.planner.clusters import OVERHEADS, Cluster
-from grpo_mp.planner.parameter_count import ParameterCount, critic_parameter_counts, local_parameter_counts
+from grpo_mp.planner.parameter_count import (
+    ParameterCount,
+    adapter_counts,
+    critic_parameter_counts,
+    local_parameter_counts,
+)
 from grpo_mp.planner.pipeline_layout import StageLayers, layers_of_stages, with_mtp_layer
 from grpo_mp.policy.parameter_bytes import BytesPerParameter, bytes_per_parameter
 from grpo_mp.rollout.engine_parallelism import EngineParallelism, check_engine_parallelism
@@ -85,7 +93,11 @@ def response_lengths(lengths: AssumedLengths) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """Settings on machines. `parameter_counts`: of one rank of each pipeline stage."""
+    """Settings on machines.
+
+    Of the policy on one rank of each pipeline stage: `parameter_counts`, and `policy_trained_counts`, which have
+    gradients and an optimizer: all of them, or adapters.
+    """
 
     settings: Settings
     hf: HfConfig
@@ -95,6 +107,7 @@ class PlannedJob:
     gpus_per_node: int
     stage_layers: StageLayers
     parameter_counts: tuple[ParameterCount, ...]
+    policy_trained_counts: tuple[ParameterCount, ...]
     mean_response_tokens: float  # assumed
     per_parameter: BytesPerParameter
     acceptance_length: float | None = None  # measured, of speculative decoding; None: assumed
@@ -167,7 +180,7 @@ class PlannedJob:
 
     @property
     def trained_parameters(self) -> int:
-        """Return those of policy and critic, counted likewise."""
+        """Return those that have an optimizer and are in a checkpoint, the critic's too, counted likewise."""
         return self._full_count(self.trained_counts)
 
     def _full_count(self, counts: tuple[ParameterCount, ...]) -> int:
@@ -187,10 +200,16 @@ class PlannedJob:
 
     @property
     def trained_counts(self) -> tuple[ParameterCount, ...]:
-        """Return what one rank of each pipeline stage trains: its parts of the policy and of a critic."""
-        if not self.has_critic:
-            return self.parameter_counts
-        return tuple(map(ParameterCount.__add__, self.parameter_counts, self.critic_counts))
+        """Return what one rank of each pipeline stage trains: of the policy, or its adapters, and of a critic."""
+        return self._with_critic(self.policy_trained_counts)
+
+    @property
+    def held_counts(self) -> tuple[ParameterCount, ...]:
+        """Return what one rank of each pipeline stage holds of policy and critic, without adapters."""
+        return self._with_critic(self.parameter_counts)
+
+    def _with_critic(self, counts: tuple[ParameterCount, ...]) -> tuple[ParameterCount, ...]:
+        return tuple(map(ParameterCount.__add__, counts, self.critic_counts)) if self.has_critic else counts
 
     @property
     def num_engines(self) -> int:
@@ -293,6 +312,12 @@ def make_job(
     engine_placements(settings.engine, world_size, gpus_per_node)
     check_layout(layout, model, world_size - settings.engine.ranks, sets_pipeline_layout(megatron))
     stage_layers = with_mtp_layer(layers_of_stages(model.num_layers, layout, megatron), hf)
+    counts, lora = local_parameter_counts(hf, layout, stage_layers), settings.model.lora
+    trained = counts
+    if lora:
+        check_targets(family_of(hf).params(hf).values(), lora.targets)
+        trained = adapter_counts(hf, layout, stage_layers, lora)
+        counts = tuple(map(add, counts, trained))
     return PlannedJob(
         settings=settings,
         hf=hf,
@@ -301,7 +326,8 @@ def make_job(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
         stage_layers=stage_layers,
-        parameter_counts=local_parameter_counts(hf, layout, stage_layers),
+        parameter_counts=counts,
+        policy_trained_counts=trained,
         mean_response_tokens=mean_response_tokens or settings.rollout.max_response_tokens / 2,
         per_parameter=bytes_per_parameter(
             settings.model.dtype,

@@ -125,7 +125,7 @@ def total_bytes(sizes: BytesByKind) -> float:
 
 def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
     """Return what is on the device of a rank that trains, in each sub-phase."""
-    count, per_parameter = job.parameter_counts[stage], job.per_parameter
+    count, trained, per_parameter = job.parameter_counts[stage], job.policy_trained_counts[stage], job.per_parameter
     in_use, suspended = communicator_bytes(job)
     memory: dict[SubPhase, BytesByKind] = {}
     shared, reward, teacher = job.settings.shares_devices, reward_memory(job), teacher_memory(job)
@@ -135,8 +135,8 @@ def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Sub
         resident = _resident(job, sub_phase)
         trainer = {
             "weights": resident.policy_weights * count.total * per_parameter.weights,
-            "gradients": resident.gradients * count.total * per_parameter.gradients,
-            "optimizer": resident.optimizer * job.sharded_parameters(count) * per_parameter.optimizer,
+            "gradients": resident.gradients * trained.total * per_parameter.gradients,
+            "optimizer": resident.optimizer * job.sharded_parameters(trained) * per_parameter.optimizer,
             **_critic_memory(job, stage, resident),
         } | _temporary_memory(job, stage, sub_phase)
         communication = in_use if resident.communicators else suspended
@@ -241,7 +241,8 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
     per_parameter = job.per_parameter
     largest_tensor = _largest_tensor(job.model, job.settings.layout.tensor)
     if sub_phase is SubPhase.LOGPROB:
-        reference = largest_tensor * per_parameter.weights if job.has_reference else 0.0
+        swapped = min(largest_tensor, job.policy_trained_counts[stage].total)
+        reference = swapped * per_parameter.weights if job.has_reference else 0.0
         layer, head = forward_bytes(job, stage), logits_bytes(job, stage, backward=False)
         # What the layers make is gone when the head begins.
         return {"activations": max(0.0, layer - head), "logits": head, "reference": reference}
@@ -249,7 +250,7 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
         head = logits_bytes(job, stage, backward=True)
         return {"activations": activation_bytes(job, stage, head), "logits": head}
     if sub_phase is SubPhase.OPTIMIZER:
-        sharded = job.sharded_parameters(job.parameter_counts[stage])
+        sharded = job.sharded_parameters(job.trained_counts[stage])
         piece = min(job.settings.optimizer.piece_bytes, sharded * per_parameter.host_optimizer)
         return {"float32 gradients": sharded * per_parameter.fp32_gradients, "optimizer pieces": 2 * piece}
     if sub_phase is SubPhase.SYNC:
@@ -322,12 +323,13 @@ def _stage_of(job: PlannedJob, rank: int) -> int | None:
 def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: EngineMemory) -> dict[str, float]:
     """Return the memory of a rank that trains, with that of its engine where it hosts one."""
     count, per_parameter, shared = job.parameter_counts[stage], job.per_parameter, job.settings.shares_devices
-    sharded, reward, teacher = job.sharded_parameters(count), reward_memory(job), teacher_memory(job)
+    trained, reward, teacher = job.policy_trained_counts[stage], reward_memory(job), teacher_memory(job)
+    sharded = job.sharded_parameters(trained)
     sizes = {
         "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process * (shared + reward.servers + teacher.servers),
         "weights": count.total * per_parameter.host_copies * shared,
-        "reference": count.total * per_parameter.weights * job.has_reference,
-        "former weights": count.total * per_parameter.weights * job.settings.keeps_former_weights,
+        "reference": trained.total * per_parameter.weights * job.has_reference,
+        "former weights": trained.total * per_parameter.weights * job.settings.keeps_former_weights,
         "optimizer": sharded * per_parameter.host_optimizer * (sub_phase is not SubPhase.START),
         "checkpoint": _checkpoint_host_bytes(job, sub_phase),
         "export": _export_host_bytes(job) * (sub_phase is SubPhase.SAVE and _exports(job.settings)),

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.config import TrainerSettings
+from grpo_mp.distributed.coordinates import coordinates
+from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.value_head import critic_config
 from grpo_mp.planner.job import PlannedJob
@@ -28,21 +30,20 @@ def check_parameter_counts(job: PlannedJob) -> None:
     from grpo_mp.policy.megatron_config import check_overrides
 
     check_overrides(job.settings.training.megatron_args)
-    counts = megatron_parameter_counts(job.settings, job.hf, job.train_ranks)
-    assert counts == job.parameter_counts, (
-        f"Megatron's model holds {counts}, the closed form says {job.parameter_counts}"
-    )
+    counted: list[tuple[str, tuple[ParameterCount, ...], dict[str, bool]]] = [("model", job.parameter_counts, {})]
+    if job.settings.model.lora:
+        counted.append(("adapters", job.policy_trained_counts, {"trained": True}))
     if job.has_critic:
-        counts = megatron_parameter_counts(job.settings, job.hf, job.train_ranks, critic=True)
-        assert counts == job.critic_counts, (
-            f"Megatron's critic holds {counts}, the closed form says {job.critic_counts}"
-        )
+        counted.append(("critic", job.critic_counts, {"critic": True}))
+    for what, expected, options in counted:
+        counts = megatron_parameter_counts(job.settings, job.hf, job.train_ranks, **options)
+        assert counts == expected, f"Megatron's {what} holds {counts}, the closed form says {expected}"
 
 
 def megatron_parameter_counts(
-    settings: TrainerSettings, hf: HfConfig, world_size: int, critic: bool = False
+    settings: TrainerSettings, hf: HfConfig, world_size: int, critic: bool = False, trained: bool = False
 ) -> tuple[ParameterCount, ...]:
-    """Count what one rank of each pipeline stage holds, of the policy or its critic.
+    """Count what one rank of each pipeline stage holds, of the policy or its critic, or what is trained of it.
 
     Raises UserError where Megatron refuses the settings.
     """
@@ -52,7 +53,7 @@ def megatron_parameter_counts(
         count = ZERO
         with built_on_meta(settings, hf, world_size, stage * per_stage, critic) as chunks:
             for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
-                size, is_expert = parameter.numel(), ".experts." in name
+                size, is_expert = parameter.numel() * (parameter.requires_grad or not trained), ".experts." in name
                 count += ParameterCount(0, size) if is_expert else ParameterCount(size, 0)
         counts.append(count)
     return tuple(counts)
@@ -71,6 +72,7 @@ def built_on_meta(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from grpo_mp.distributed.process_groups import megatron_sizes
+    from grpo_mp.policy.lora import add_adapters
     from grpo_mp.policy.megatron_config import transformer_config
     from grpo_mp.policy.model import PolicyModel, ValueModel, build_chunks
 
@@ -85,6 +87,9 @@ def built_on_meta(
             chunks = build_chunks(
                 config, hf, settings.training, settings.temperature, ValueModel if critic else PolicyModel
             )
+        if settings.model.lora and not critic:
+            coords = coordinates(rank, settings.layout, world_size)
+            add_adapters(chunks, family_of(hf).params(hf), coords, settings.layout, settings.model.lora)
         yield chunks
     finally:
         parallel_state.destroy_model_parallel()

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from grpo_mp.config.lora_section import LoraConfig
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.lora import adapters_of
 from grpo_mp.models.mapping import Rule
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING
 from grpo_mp.models.value_head import critic_config, critic_rules
@@ -88,6 +90,25 @@ def critic_parameter_counts(
     critic, layers = critic_config(hf), hf.int("num_hidden_layers")
     decoder = tuple(tuple(layer for layer in of_stage if layer < layers) for of_stage in stage_layers)
     return local_parameter_counts(critic, layout, decoder, critic_rules(critic))
+
+
+def adapter_counts(
+    hf: HfConfig, layout: LayoutConfig, stage_layers: StageLayers, lora: LoraConfig
+) -> tuple[ParameterCount, ...]:
+    """Return what one rank of each pipeline stage holds of low-rank adapters."""
+    by_layer: dict[int, ParameterCount] = {}
+    for rule in family_of(hf).rules(hf):
+        if rule.applies_to_no_layer:
+            continue
+        count = ZERO
+        for adapter in adapters_of(rule.example(), lora.rank, lora.targets):
+            for one in (adapter.a, adapter.b):
+                size = prod(one.local_shape(layout.expert_tensor if rule.experts else layout.tensor))
+                count += (
+                    ParameterCount(0, size * rule.experts // layout.expert) if rule.experts else ParameterCount(size, 0)
+                )
+        by_layer |= {layer: by_layer.get(layer, ZERO) + count for layer in rule.layers or ()}
+    return tuple(sum((by_layer[layer] for layer in layers), ZERO) for layers in stage_layers)
 
 
 def rule_parameters(rule: Rule, tensor: int, expert: int, expert_tensor: int) -> ParameterCount:

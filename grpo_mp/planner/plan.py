@@ -113,11 +113,11 @@ def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
 def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
     per_parameter = job.per_parameter
     stage = largest_stage(job)
-    count, trained, algorithm = job.parameter_counts[stage], job.trained_counts[stage], job.settings.algorithm
+    trained, algorithm = job.trained_counts[stage], job.settings.algorithm
     passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + algorithm.kl.measured_share
-    swap = 4 * count.total * per_parameter.weights * job.has_reference
+    swap = 4 * job.policy_trained_counts[stage].total * per_parameter.weights * job.has_reference
     sharded = job.sharded_parameters(trained)
-    weights = 2 * trained.total * per_parameter.weights * job.offloads
+    weights = 2 * job.held_counts[stage].total * per_parameter.weights * job.offloads
     communicators = 2 * _suspended_bytes(job)
     moves = job.offloads and job.optimizer_offload == "step"
     state = sharded * per_parameter.optimizer * 2 * moves  # there and back
@@ -146,7 +146,7 @@ def largest_stage(job: PlannedJob) -> int:
 
 def load_use(job: PlannedJob, stage: int) -> ResourceUse:
     """Return the use of one GPU that reading the model's folder takes, in bfloat16."""
-    weights = job.trained_counts[stage].total * 2
+    weights = job.held_counts[stage].total * 2
     return ResourceUse(disk_bytes=weights * min(job.gpus_per_node, job.train_ranks), host_link_bytes=weights)
 
 
@@ -156,11 +156,11 @@ def resume_use(job: PlannedJob, stage: int) -> ResourceUse:
     The ranks read all of the checkpoint once for its checksums, each its share. Then each reads its weights, the
     reference's too, as do its replicas on the node, and its share of the state.
     """
-    per_parameter, count = job.per_parameter, job.parameter_counts[stage]
-    trained = job.trained_counts[stage]
-    weights = trained.total * per_parameter.weights
-    state = job.sharded_parameters(trained) * per_parameter.saved_state
-    own = weights + count.total * per_parameter.weights * job.has_reference + state
+    per_parameter = job.per_parameter
+    weights = job.held_counts[stage].total * per_parameter.weights
+    state = job.sharded_parameters(job.trained_counts[stage]) * per_parameter.saved_state
+    reference = job.policy_trained_counts[stage].total * per_parameter.weights * job.has_reference
+    own = weights + reference + state
     checked = job.trained_parameters * per_parameter.saved / max(1.0, job.train_ranks / job.gpus_per_node)
     on_node = min(job.gpus_per_node, job.train_ranks)
     return ResourceUse(disk_bytes=checked + own * on_node, host_link_bytes=weights + state)
@@ -191,7 +191,7 @@ def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> Resource
     beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)  # a trainer that waits is not slower
     hidden_s = sum(estimate_time(uses[sub_phase], job.cluster).expected_s for sub_phase in beside)
     share = 1 - hidden_s / estimate_time(rest, job.cluster).expected_s if job.settings.run.async_save else 1.0
-    stage_weights = job.trained_counts[largest_stage(job)].total * job.per_parameter.weights
+    stage_weights = job.held_counts[largest_stage(job)].total * job.per_parameter.weights
     moves = save_moves_use(job, stage_weights, _suspended_bytes(job))
     parts = (Part("the trainer comes back and leaves", moves),) if job.offloads else ()
     return replace(weights + rest.scaled(max(0.0, share)), parts=parts)

@@ -53,13 +53,16 @@ def _trained_model(plan: Plan, model: str) -> ModelMemory:
     job, per_parameter = plan.job, plan.job.per_parameter
     device, host, moves = 0.0, 0.0, job.optimizer_offload == "step"
     on_node, on_host = min(job.gpus_per_node, job.train_ranks), job.settings.shares_devices
-    for stage, count in enumerate(job.parameter_counts if model == "policy" else job.critic_counts):
-        sharded = job.sharded_parameters(count)
+    counts = zip(job.parameter_counts, job.policy_trained_counts, strict=True)
+    if model == "critic":
+        counts = zip(job.critic_counts, job.critic_counts, strict=True)
+    for stage, (count, trained) in enumerate(counts):
+        sharded = job.sharded_parameters(trained)
         state = sharded * per_parameter.optimizer
         host_state = sharded * per_parameter.host_optimizer
         logits = logits_bytes(job, stage, backward=True) if model == "policy" else 0.0
         weights = count.total * per_parameter.weights
-        gradients = count.total * per_parameter.gradients
+        gradients = trained.total * per_parameter.gradients
         device = max(device, weights + gradients + state + activation_bytes(job, stage, logits) + logits)
         host = max(host, on_node * (weights * on_host + host_state + state * moves))
     return ModelMemory(model, True, device, host)
@@ -160,11 +163,13 @@ def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) 
 def parameter_table(job: PlannedJob) -> Table:
     """Tabulate the parameters of one rank of each stage."""
     rows = [
-        (str(stage), str(len(layers)), f"{count.dense:,}", f"{count.expert:,}", f"{count.total:,}")
-        for stage, (layers, count) in enumerate(zip(job.stage_layers, job.parameter_counts, strict=True))
+        (str(stage), str(len(layers)), *(f"{number:,}" for number in (count.dense, count.expert, count.total, trained)))
+        for stage, (layers, count, trained) in enumerate(
+            zip(job.stage_layers, job.parameter_counts, (one.total for one in job.policy_trained_counts), strict=True)
+        )
     ]
     title = f"Parameters of one rank ({describe_parallelism(job.settings.layout, job.train_ranks)})"
-    return table_of(title, ("stage", "layers", "dense", "routed experts", "total"), rows)
+    return table_of(title, ("stage", "layers", "dense", "routed experts", "total", "trained"), rows)
 
 
 def memory_table(title: str, memory: Mapping[SubPhase, BytesByKind]) -> Table:

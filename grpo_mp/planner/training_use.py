@@ -3,7 +3,12 @@
 from dataclasses import dataclass, replace
 
 from grpo_mp.planner.clusters import OVERHEADS
-from grpo_mp.planner.flops import forward_flops_per_token, fp8_flops_per_token, mtp_flops_per_token
+from grpo_mp.planner.flops import (
+    active_parameters,
+    forward_flops_per_token,
+    fp8_flops_per_token,
+    mtp_flops_per_token,
+)
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.resource_use import ResourceUse, Wait
 
@@ -43,6 +48,9 @@ def train_use(job: PlannedJob) -> ResourceUse:
     use = use.scaled(1 + job.has_critic)
     products = _forward_products(job) + ResourceUse(flops=ahead) + _critic_products(job).scaled(job.has_critic)
     use += products.scaled(forwards + 2)
+    if job.settings.model.lora:  # no gradient of the weights
+        spared = 2.0 * active_parameters(job.model, job.hf) * _computed_tokens(job) / job.train_ranks
+        use += ResourceUse(flops=-spared)
     return replace(use.scaled(training.epochs), bubble=_bubble(job))
 
 

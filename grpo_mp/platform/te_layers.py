@@ -6,7 +6,7 @@ Import megatron.core first: it loads this module (see megatron_patches).
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -137,8 +137,19 @@ class _GroupedMatmul(torch.autograd.Function):
         if grad_x is not None:
             for grad_group, target, weight in zip(grad_groups, grad_x.split(ctx.splits), weights, strict=True):
                 torch.mm(grad_group, weight, out=target)
+        if not any(ctx.needs_input_grad[2:]):
+            return grad_x, None, *(None for _ in weights)
         grad_weights = [g.t() @ x_group for g, x_group in zip(grad_groups, x.split(ctx.splits), strict=True)]
         return grad_x, None, *grad_weights
+
+
+def grouped_matmul(x: Tensor, splits: list[int], weights: Sequence[Tensor]) -> Tensor:
+    """Multiply groups of rows of x [tokens, in], `splits` of them each, by weights [out, in] of their own.
+
+    A group without rows gets gradient 0 instead of none.
+    """
+    output: Tensor = _GroupedMatmul.apply(x, splits, *weights)
+    return output
 
 
 class GroupedLinear(torch.nn.Module):
@@ -178,14 +189,18 @@ class GroupedLinear(torch.nn.Module):
         tracker = get_cuda_rng_tracker()
         name = get_expert_parallel_rng_tracker_name()
         with tracker.fork(name) if tracker.is_initialized() else contextlib.nullcontext():
-            for weight in self.parameters():
-                init_method(weight)
+            for tensor in self._weights():
+                init_method(tensor)
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
         """Map x [tokens, in], sorted by expert with `splits` tokens each, -> [tokens, out]; the bias is None."""
         # An expert without tokens gets gradient 0 instead of none: overlapped gradient reduction waits for every
         # parameter, so a missing gradient would hang the run.
-        return self.matmul(x, splits, *self.parameters()), None
+        return self.matmul(x, splits, *self._weights()), None
+
+    def _weights(self) -> list[Tensor]:
+        """Return the weights of the local experts, without adapters."""
+        return [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -195,7 +210,7 @@ class GroupedLinear(torch.nn.Module):
         singleton = metadata.get("singleton_local_shards", False)
         experts = get_pg_size(self.groups.ep) * self.num_gemms
         state: dict[str, Any] = {}
-        for i, weight in enumerate(self.parameters()):
+        for i, weight in enumerate(self._weights()):
             key, expert = f"{i}.weight", get_pg_rank(self.groups.ep) * self.num_gemms + i
             entry = make_sharded_tensors_for_checkpoint(
                 {key: weight},

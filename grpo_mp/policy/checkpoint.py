@@ -40,7 +40,7 @@ def write_common(policy: TrainedModel, folder: Path) -> None:
 
 def weights_writer(policy: TrainedModel, folder: Path, piece_bytes: int) -> ChunkWriter:
     """Return what writes this rank's share of the weights, which must neither change nor be moved until it has."""
-    return ChunkWriter(folder, policy.parallel.rank, weight_chunks(policy, policy.tensors), piece_bytes)
+    return ChunkWriter(folder, policy.parallel.rank, weight_chunks(policy, policy.trained_tensors), piece_bytes)
 
 
 def write_reference(policy: TrainedModel, folder: Path, piece_bytes: int) -> Written:
@@ -115,12 +115,17 @@ def load_policy(policy: TrainedModel, folder: Path, piece_bytes: int = PIECE_BYT
         common = read_torch_dist(policy, folder)
     else:
         common = _read_common(folder)
-        read_chunks(local_weight_chunks(policy, policy.tensors), folder, piece_bytes)
+        read_chunks(local_weight_chunks(policy, policy.trained_tensors), folder, piece_bytes)
     saved, expected = common.get("main_weights", "whole"), _main_weight_format(policy)
     if saved != expected:
         raise UserError(
             f"{folder}: the checkpoint holds main weights as {saved}, training.megatron_args asks for {expected}: set "
             "use_precision_aware_optimizer and store_param_remainders, and optimizer.offload, as they were"
+        )
+    if common.get("base", "") != policy.base_digest:
+        raise UserError(
+            f"{folder}: the checkpoint's adapters are for other weights than model.path has now: restore those, or "
+            "start with another run.folder"
         )
     groups = _optimizer_groups(common["optimizer_groups"])
     parts = policy.optimizer.chained_optimizers
@@ -148,6 +153,7 @@ def _common(policy: TrainedModel) -> dict[str, Any]:
         "optimizer_groups": [group for part in states for group in part["optimizer"]["param_groups"]],
         "schedule": policy.lr_scheduler.state_dict(),
         "main_weights": _main_weight_format(policy),
+        "base": policy.base_digest,
     }
 
 

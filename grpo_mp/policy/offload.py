@@ -1,7 +1,7 @@
 """Offload and onload of the policy: weights, gradients and optimizer, with Megatron's own buffers. CUDA only."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -69,7 +69,7 @@ def device_items(*models: TrainedModel) -> dict[str, float]:
     weights = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
     gradients = [buffer.grad_data for buffer in buffers]
     items = {
-        "weights": _stored_bytes(weights),
+        "weights": _stored_bytes([*weights, *chain.from_iterable(map(frozen_weights, models))]),
         "gradients": _stored_bytes(gradients),
         "optimizer": _stored_bytes(
             chain.from_iterable(map(_optimizer_tensors, models)), exclude=(*weights, *gradients)
@@ -104,6 +104,30 @@ def _stored_bytes(tensors: Iterable[torch.Tensor], exclude: Iterable[torch.Tenso
     return float(sum(sizes.values()) - sum(sizes.get(tensor.untyped_storage().data_ptr(), 0) for tensor in exclude))
 
 
+class FrozenWeights:
+    """Weights that nothing changes: their copy in pinned host memory, made once, is what comes back."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy `tensors` as they are now."""
+        self._tensors = tensors
+        self._nbytes = [tensor.untyped_storage().nbytes() for tensor in tensors]
+        self._buffer = PinnedBuffer(tensors)
+        self._host = [host.copy_(tensor.detach()) for host, tensor in zip(self._buffer.tensors, tensors, strict=True)]
+
+    @torch.no_grad()
+    def move(self, onload: bool) -> None:
+        """Free what is on the device, or copy it there again, as Megatron does with its buffers."""
+        for tensor, host, nbytes in zip(self._tensors, self._host, self._nbytes, strict=True):
+            tensor.untyped_storage().resize_(nbytes if onload else 0)
+            if onload:
+                tensor.copy_(host, non_blocking=True)
+
+
+def frozen_weights(model: TrainedModel) -> list[torch.Tensor]:
+    """Return the weights that are in none of Megatron's buffers: adapters learn beside them."""
+    return [tensor for name, tensor in model.tensors.items() if name not in model.trained_tensors]
+
+
 class PolicyOffloader:
     """Moves a model's weights, gradients, optimizer and the communicators' buffers between device and host."""
 
@@ -118,6 +142,7 @@ class PolicyOffloader:
             self._parts["communicators"] = communicators.move
         self._offloaded_bytes: dict[str, int] = {}  # part -> bytes it will need again
         self._host_buffers = [HostBuffers() for _ in policy.optimizer.chained_optimizers]
+        self._frozen = FrozenWeights(frozen_weights(policy))
         buffers = _buffers(policy)
         self._host_weights = PinnedBuffer([buffer.param_data for buffer in buffers])
         for buffer, on_host in zip(buffers, self._host_weights.tensors, strict=True):
@@ -125,6 +150,7 @@ class PolicyOffloader:
 
     def weights(self, onload: bool) -> None:
         """Copy the model weights to pinned host memory and free them, or back."""
+        self._frozen.move(onload)
         for buffer in _buffers(self._policy):
             move = buffer.reload_from_cpu if onload else buffer.offload_to_cpu
             move(move_params=True, move_grads=False)

@@ -28,7 +28,8 @@ def wrap_for_training(
             # Let TransformerEngine's layers accumulate weight gradients in the gradient buffers, without rounding.
             # Megatron's own switch requires apex, for an output layer with its backward pass, which is not used here.
             for module in chunk.modules():
-                if hasattr(module, "fuse_wgrad_accumulation"):
+                weights = module.parameters(recurse=False)
+                if hasattr(module, "fuse_wgrad_accumulation") and all(weight.requires_grad for weight in weights):
                     module.fuse_wgrad_accumulation = True
     wrapped = [
         DistributedDataParallel(

@@ -10,6 +10,8 @@ from grpo_mp.config import Settings, TrainerSettings
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.lora import adapter_params
+from grpo_mp.models.mapping import Param
 from grpo_mp.models.value_head import critic_config, critic_params
 
 RECORDED_TOKEN_BYTES = 20  # a token, its logprob in float64, weight version and text, before compression
@@ -108,19 +110,25 @@ def policy_disk_need(
     `rollouts`: bytes of one step's, of which those of so many steps are there at a time. `updated_reference`: whether
     checkpoints have the weights of a reference, too; `critic`: whether they have one.
     """
-    params = family_of(hf).params(hf).values()
-    count = sum(prod(shape) for param in params if not param.alias for shape in param.shapes)
+    params, lora = family_of(hf).params(hf), settings.model.lora
+    count = trained = _count(params)
+    if lora:
+        trained = _count(adapter_params(params, lora.rank, lora.targets))
     megatron_args, offload = settings.training.megatron_args, settings.optimizer.offload
     size = bytes_per_parameter(settings.model.dtype, megatron_args, offload, updated_reference)
     run = settings.run
-    trained = count
     if critic:
         trained += sum(param.num_elements for param in critic_params(critic_config(hf)).values())
     checkpoint, export = trained * size.saved, count * (1 if run.export_fp8 else size.weights)
+    export += trained * size.weights if lora else 0
     checkpoints = min(run.keep_checkpoints + 1, run.steps // run.save_every + 1 if run.save_every else 1)
     exports = run.export + (run.steps // run.export_every if run.export_every else 0)
     total = checkpoints * checkpoint + exports * export + rollout_steps * rollouts
     return DiskNeed(checkpoint, export, rollouts, total)
+
+
+def _count(params: Mapping[str, Param]) -> int:
+    return sum(prod(shape) for param in params.values() if not param.alias for shape in param.shapes)
 
 
 def recorded_bytes(settings: Settings, hf: HfConfig) -> int:

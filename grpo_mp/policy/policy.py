@@ -1,6 +1,6 @@
 """The policy on one rank: logprobs, optimizer updates and weights, in any layout."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,17 +12,21 @@ from grpo_mp import platform
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.hf_reader import check_layers, check_tensors
 from grpo_mp.checkpoint.manifest import Checksums
+from grpo_mp.checkpoint.peft_folder import base_digest
 from grpo_mp.config import TrainerSettings
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.lora import adapter_params, check_targets
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, is_of_mtp
 from grpo_mp.policy.expert_load import ExpertLoad
 from grpo_mp.policy.forward import LossFunction, forward_only
 from grpo_mp.policy.fp8 import check_fp8
+from grpo_mp.policy.lora import MergedWeights, add_adapters, initialize
 from grpo_mp.policy.megatron_config import check_overrides, transformer_config
+from grpo_mp.policy.model import PolicyModel
 from grpo_mp.policy.multi_token_prediction import MtpLoss
 from grpo_mp.policy.reference import Reference
 from grpo_mp.policy.routing_replay import RoutingReplay, check_router_replay
@@ -44,24 +48,50 @@ class Policy(TrainedModel):
         Raises UserError where a file of a converted folder differs from its checksum; each rank checks some files.
         """
         hf = settings.model.read_config()
-        params = family_of(hf).params(hf)
+        self.lora, self._seed = settings.model.lora, settings.run.seed
+        self.base_params = family_of(hf).params(hf)
+        adapters = adapter_params(self.base_params, self.lora.rank, self.lora.targets) if self.lora else {}
 
         def load(tensors: dict[str, Tensor]) -> None:
-            if load_weights:
+            base = {name: tensor for name, tensor in tensors.items() if name in self.base_params}
+            if load_weights or self.lora:  # checkpoints have adapters alone
                 Checksums.of_conversion(settings.model.path).check_share(parallel.rank, parallel.world_size)
                 with open_weights(settings.model.path, family=settings.model.family) as reader:
-                    load_hf(tensors, params, reader, parallel.coords, parallel.layout)
+                    load_hf(base, self.base_params, reader, parallel.coords, parallel.layout)
             else:
-                clear_weights(tensors, params)
+                clear_weights(base, self.base_params)
 
-        super().__init__(settings, parallel, hf, params, load)
+        super().__init__(settings, parallel, hf, self.base_params | adapters, load)
+        self.base_digest = base_digest(settings.model.path) if self.lora else ""
         self.expert_load = ExpertLoad(self.models(), self.config.num_layers, self.config.num_moe_experts or 0)
         self.mtp_loss = MtpLoss(settings.model.mtp_loss_scaling_factor) if settings.model.trains_mtp else None
         if settings.training.router_replay != "none":
             self.replay = RoutingReplay(self.chunks, self.config.num_moe_experts or 0)
         # No logprob of the reference is computed by the multi-token-prediction layer.
-        decoder = {name: tensor for name, tensor in self.tensors.items() if not is_of_mtp(params[name], hf)}
+        trained = self.trained_tensors.items()
+        decoder = {name: tensor for name, tensor in trained if not is_of_mtp(self.params[name], hf)}
         self.reference = Reference(decoder) if with_reference else None
+
+    def _prepare(self, models: list[PolicyModel]) -> None:
+        if self.lora:
+            add_adapters(models, self.base_params, self.parallel.coords, self.parallel.layout, self.lora)
+
+    def _mark(self) -> None:
+        super()._mark()
+        adapters = {name: param for name, param in self.params.items() if name not in self.base_params}
+        initialize(self.tensors, adapters, self.parallel.coords, self.parallel.layout, self._seed)
+
+    @property
+    def trained_tensors(self) -> dict[str, torch.Tensor]:
+        """Return what checkpoints have of this rank: all of its tensors, or its adapters where there are any."""
+        return {name: one for name, one in self.tensors.items() if not self.lora or name not in self.base_params}
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Return this rank's weights by name as engines and exports get them, with what adapters add."""
+        if not self.lora:
+            return self.tensors
+        return MergedWeights(self.tensors, self.base_params, self.parallel.layout, self.lora)
 
     def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return [2, T] logprobs and entropies of every micro-batch; an empty list on all but the last stage."""
@@ -118,6 +148,10 @@ class Policy(TrainedModel):
         """Return the MoE layers of this rank, from 0, where its routers can replay; () where they cannot."""
         return self.replay.layers if self.replay else ()
 
+    def weight_shards(self) -> dict[str, int]:
+        """Return the same of `weights`, without adapters."""
+        return {name: part for name, part in self.local_shards().items() if name in self.base_params}
+
 
 def check_policy(
     hf: HfConfig, model: ModelConfig, layout: LayoutConfig, training: TrainingConfig, world_size: int
@@ -138,6 +172,8 @@ def check_policy(
         )
     if training.router_replay != "none":
         check_router_replay(config)
+    if model.lora:
+        check_targets(family_of(hf).params(hf).values(), model.lora.targets)
     with open_weights(model.path, family=model.family) as reader:
         check_tensors(reader, family_of(hf).params(hf).values())
         check_layers(reader.names, hf)

@@ -43,6 +43,7 @@ class TrainedModel:
     """Megatron model and optimizer of this rank."""
 
     reference: Reference | None = None  # a second set of weights for the same model
+    base_digest = ""  # of frozen weights, which checkpoints leave out
     replay: RoutingReplay | None = None
 
     def __init__(
@@ -54,22 +55,37 @@ class TrainedModel:
         load: LoadWeights,
         model_class: type[PolicyModel] = PolicyModel,
     ) -> None:
-        """Build the model, let `load` fill this rank's shards of the weights, build the optimizer."""
+        """Build the model, let `load` fill this rank's shards of the weights, build the optimizer.
+
+        `params`: of all tensors, adapters too.
+        """
         self.parallel, self.hf, self.params = parallel, hf, params
         dtype, megatron_args = settings.model.dtype, settings.training.megatron_args
         self.config = transformer_config(settings.layout, settings.training, dtype, hf)
         models = build_chunks(self.config, hf, settings.training, settings.temperature, model_class)
+        self._prepare(models)
         self.chunks = wrap_for_training(settings.layout, megatron_args, self.config, models)
         self.tensors = local_tensors(models, params, parallel.coords, settings.layout.expert)
         load(self.tensors)
-        for name, tensor in self.tensors.items():
-            # Megatron marks a weight when it initializes it, and counts unmarked ones in the norm on one rank only.
-            tensor.tensor_model_parallel = params[name].tp_dim is not None  # type: ignore[attr-defined]
+        self._mark()
         self.optimizer, self.lr_scheduler = build_optimizer(
             settings.optimizer, dtype, megatron_args, settings.total_updates, self.chunks
         )
         self.padding_multiple = padding_multiple(settings.layout, settings.training)
         self._skip_grad_norm = settings.optimizer.skip_grad_norm or math.inf
+
+    def _prepare(self, models: list[PolicyModel]) -> None:
+        """Change what was built before Megatron wraps it for training."""
+
+    def _mark(self) -> None:
+        """Tell Megatron which tensors ranks divide: it counts unmarked ones in the gradient's norm on one rank only."""
+        for name, tensor in self.tensors.items():
+            tensor.tensor_model_parallel = self.params[name].tp_dim is not None  # type: ignore[attr-defined]
+
+    @property
+    def trained_tensors(self) -> dict[str, Tensor]:
+        """Return what checkpoints have of this rank."""
+        return self.tensors
 
     def _gradients(self, microbatches: Sequence[MicroBatch], loss: OutputLoss) -> list[Any]:
         """Compute the gradient of the summed loss over all ranks into the gradient buffers."""

@@ -29,9 +29,9 @@ def local_tensors(
     tensors: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
-            full_name = _full_name(name, chunk, params, coords.expert, expert_parallel)
-            if full_name in params:
-                tensors[full_name] = tensor
+            full = full_name(name, chunk, params, coords.expert, expert_parallel)
+            if full in params:
+                tensors[full] = tensor
             elif isinstance(tensor, torch.nn.Parameter):
                 raise UserError(f"the parameter mapping has no rule for Megatron's {name}")
     return tensors
@@ -72,7 +72,7 @@ def load_hf(
         tensor[: fused.shape[0]].copy_(fused)
 
 
-def _full_name(name: str, chunk: PolicyModel, params: dict[str, Param], expert_rank: int, expert_parallel: int) -> str:
+def full_name(name: str, chunk: PolicyModel, params: dict[str, Param], expert_rank: int, expert_parallel: int) -> str:
     """Replace the local layer and expert numbers in a parameter's name by those of the full model.
 
     A multi-token-prediction layer has the number after the last, and what its decoder layer has is its own.

@@ -128,7 +128,11 @@ def open_context(
         phases = _make_phases(settings, runtime, policy, critic, offload)
         eval_scorer = inputs.scorer.for_evaluations()
         weight_sync, check = (None, None) if inputs.replay else _make_sync(settings, inputs, policy, runtime, phases)
-        former = Reference(policy.tensors) if policy and settings.keeps_former_weights and not inputs.replay else None
+        former = (
+            Reference(policy.trained_tensors)
+            if policy and settings.keeps_former_weights and not inputs.replay
+            else None
+        )
         recovery = EngineRecovery(rollout, job, phases, weight_sync, check, state.optimizer_step, former)
         shown = settings.monitor.samples_per_step
         common = RolloutContext(

@@ -12,7 +12,7 @@ from grpo_mp.monitor.reporter import Reporter
 from grpo_mp.phases import SAVE_WAIT, Phase
 from grpo_mp.trainer.export_servers import load_export
 from grpo_mp.trainer.job import PolicyContext
-from grpo_mp.trainer.save import export_policy
+from grpo_mp.trainer.save import export_adapters, export_policy
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord
 
 
@@ -68,9 +68,12 @@ def save_last(ctx: PolicyContext, logger: StepLogger, first_step: int) -> None:
 
 
 def export(ctx: PolicyContext, folder: Path) -> None:
-    """Write the policy as a Hugging Face folder."""
+    """Write the policy as a Hugging Face folder, and its adapters beside it as one for peft."""
     settings = ctx.settings
     with ctx.phases.phase(Phase.SAVE, "export"):
+        if settings.model.lora:
+            adapters = folder.with_name(f"{folder.name}_adapter")
+            export_adapters(ctx.policy, adapters, settings.model.path, settings.bucket_bytes)
         export_policy(ctx.policy, folder, settings.model.path, settings.bucket_bytes, settings.run.export_fp8)
 
 

@@ -19,6 +19,7 @@ from grpo_mp.checkpoint.describe import TORCH_DIST
 from grpo_mp.checkpoint.hf_reader import open_non_policy_tensors, read_non_policy_tensors
 from grpo_mp.checkpoint.hf_writer import Shard, begin_hf, complete_hf, write_shards
 from grpo_mp.checkpoint.manifest import Files, checksums
+from grpo_mp.checkpoint.peft_folder import write_peft
 from grpo_mp.checkpoint.run_state import (
     TrainState,
     begin_checkpoint,
@@ -231,10 +232,10 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | 
     the folder and one tensor on the host. Raises UserError, on every rank, where one cannot write.
     """
     parallel, group = policy.parallel, policy.parallel.cpu_group
-    wire = WireFormat(policy.params, policy.tp_sizes(), policy.config.params_dtype, fp8)
+    wire = WireFormat(policy.base_params, policy.tp_sizes(), policy.config.params_dtype, fp8)
     writers, ranks_per_node = export_writers(wire, parallel.world_size), parallel.job.ranks_per_node
-    rounds = plan_rounds(wire, policy.local_shards(), writers, bucket_bytes, group, ranks_per_node)
-    resharder = Resharder(rounds, wire, policy.tensors)
+    rounds = plan_rounds(wire, policy.weight_shards(), writers, bucket_bytes, group, ranks_per_node)
+    resharder = Resharder(rounds, wire, policy.weights)
     tensors: Iterable[tuple[str, Tensor]] = (
         (name, tensor.to("cpu", copy=True)) for name, tensor in chain.from_iterable(resharder.stages(rounds))
     )
@@ -250,6 +251,23 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | 
     on_all_ranks(lambda: begin_hf(folder) if parallel.rank == 0 else None, folder, group)
     shards = list(chain.from_iterable(all_gather(on_all_ranks(write, folder, group), group)))
     on_all_ranks(lambda: complete_hf(folder, shards, like, fp8) if parallel.rank == 0 else None, folder, group)
+
+
+def export_adapters(policy: Policy, folder: Path, like: Path, bucket_bytes: int | None) -> None:
+    """Write the adapters of a policy as a folder that peft loads onto `like`. Every rank must call this.
+
+    Rank 0 writes, and holds, all of them. Raises UserError, on every rank, where it cannot write.
+    """
+    parallel, lora = policy.parallel, policy.lora
+    assert lora
+    params = {name: param for name, param in policy.params.items() if name not in policy.base_params}
+    wire = WireFormat(params, policy.tp_sizes(), policy.config.params_dtype)
+    parts = {name: part for name, part in policy.local_shards().items() if name in params}
+    group, per_node = parallel.cpu_group, parallel.job.ranks_per_node
+    rounds = plan_rounds(wire, parts, lambda _: {WHOLE: (0,)}, bucket_bytes, group, per_node)
+    stages = chain.from_iterable(Resharder(rounds, wire, policy.tensors).stages(rounds))
+    tensors = [(name, tensor.to("cpu", copy=True)) for name, tensor in stages]
+    on_all_ranks(lambda: write_peft(folder, tensors, like, lora) if parallel.rank == 0 else None, folder, group)
 
 
 def _copied_names(like: Path, hf: HfConfig) -> dict[str, str]:

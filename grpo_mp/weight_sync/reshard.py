@@ -45,8 +45,8 @@ class Resharder:
         messages: dict[int, Tensor] = {}
         copies: dict[Shard, list[list[Tensor]]] = {}  # where each shard goes
         for target, shards in round_.sends.items():
-            specs, device = self._specs(shards), self.tensors[shards[0].name].device
-            messages[target] = torch.empty(packed_bytes(specs), dtype=torch.uint8, device=device)
+            specs = self._specs(shards)
+            messages[target] = torch.empty(packed_bytes(specs), dtype=torch.uint8, device=platform.device())
             views = unpack(messages[target], specs)
             for shard in shards:
                 copies.setdefault(shard, []).append([next(views) for _ in self.wire.shard_specs(shard)])

@@ -174,7 +174,7 @@ class PolicyShards:
     @classmethod
     def of_policy(cls, policy: Policy) -> "PolicyShards":
         """Return those of a rank that trains."""
-        return cls(policy.hf, policy.params, policy.tp_sizes(), policy.tensors, policy.local_shards())
+        return cls(policy.hf, policy.base_params, policy.tp_sizes(), policy.weights, policy.weight_shards())
 
     @classmethod
     def none(cls, hf: HfConfig, layout: LayoutConfig) -> "PolicyShards":

@@ -22,6 +22,7 @@ KIMI = TINY_CONFIGS["kimi_k2"] | {
 GROUPS = {"topk_method": "group_limited_greedy", "n_routed_experts": 16, "n_group": 4, "topk_group": 2}
 
 MTP = {"num_nextn_predict_layers": 1}  # and it is trained
+LORA = {"rank": 3, "alpha": 5.0}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> family, and what differs from its tiny shape
     "deepseek_v3": ("deepseek_v3", SMALL | SPARSE | LATENT),
@@ -117,6 +118,7 @@ class Case:
     training: dict[str, Any] = field(default_factory=dict, hash=False)  # over the settings of every case
     saves: bool = False  # a checkpoint after the second update
     loads: str = ""  # the case that saved the checkpoint this one resumes from
+    lora: bool = False  # only adapters learn
 
     @property
     def name(self) -> str:
@@ -141,6 +143,7 @@ class Case:
             return ()
         alone = next((name for name in ("family", "replayed", "supervised", "critic") if name in self.measures), "")
         alone = "critic" if self.measures == ("critic_resumed",) else alone
+        alone = "lora" if self.lora else alone
         one = "-".join(filter(None, (self.model, "one", alone)))
         return (one, *([self.loads] if self.loads else []))
 
@@ -149,6 +152,8 @@ class Case:
         """Is it left to the whole sweep? A newcomer's tests have a model of each kind, on one and two ranks."""
         if self.ranks > 2 or self.model not in (*KINDS, "shallow") or (self.loads and CASES[self.loads].slow):
             return True
+        if self.lora:
+            return (self.model, self.layout) not in QUICK_LORA
         return "family" in self.measures and (self.layout, self.variant) not in QUICK_FAMILY
 
 
@@ -379,6 +384,36 @@ def _converted() -> list[Case]:
     ]
 
 
+# Every way in which a layer with adapters is divided: by attention's heads, rows or columns; by experts, or whole.
+ADAPTED = {
+    "qwen3_moe": cover(*LAYOUTS, keep=("one", "tp2_ep2", "etp2", "pp2_vpp2", "tp2_ep2_pp2", "tp2_ep2_etp2")),
+    "deepseek_v3": ("one", "tp2_ep2", "pp2", "tp2_etp2", "tp2_ep2_pp2"),  # latent attention, all kinds of layers
+    "glm4_moe": ("one",),
+    "mixtral": ("one",),
+    "tied": ("one", "tp2", "pp2"),
+}
+QUICK_LORA = (
+    *(("qwen3_moe", "one"), ("qwen3_moe", "etp2"), ("qwen3_moe", "pp2_vpp2")),
+    *(("deepseek_v3", "one"), ("deepseek_v3", "tp2_ep2")),
+)
+
+
+def _adapted() -> list[Case]:
+    """Adapters learn and nothing else does; also where activations are recomputed, and from another's checkpoint."""
+    measures, saver = ("adapters", "adapter_updates"), "qwen3_moe-pp2_vpp2-lora"
+    cases = [
+        Case(model, layout, measures, "lora", saves=f"{model}-{layout}-lora" == saver, lora=True)
+        for model, layouts in ADAPTED.items()
+        for layout in layouts
+    ]
+    loading = [
+        Case("qwen3_moe", layout, ("adapter_resumed",), "lora_resumed", loads=saver, lora=True)
+        for layout in ("one", "tp2_ep2")
+    ]
+    full = Case("deepseek_v3", "one", ("adapters",), "lora_full", {"recompute": "full"}, lora=True)
+    return [*cases, *loading, full]
+
+
 # Two cases of one layout: the first breaks on one rank while the other waits, the second must not notice.
 BREAKING = [Case("qwen3", "dp2", ("broken",), "broken"), Case("qwen3", "dp2", ("logprobs",), "after_broken")]
 # Replicas of all weights, of experts only by pairs of ranks, and by context.
@@ -400,5 +435,6 @@ ALL = [
     *DRIFTED,
     *_resumed(),
     *_converted(),
+    *_adapted(),
 ]
 CASES = {case.name: case for case in ALL}

@@ -70,7 +70,7 @@ class Outcomes:
 
     def family_gradient(self, case: Case, algorithm: str, measure: str = "family") -> Tensors:
         """The same, by one algorithm of the family, or of one kind of chats."""
-        ranks = [rank[algorithm] for rank in self.by_rank(case, measure)]
+        ranks = [rank[algorithm] if algorithm else rank for rank in self.by_rank(case, measure)]
         folder = self.models[case.model].folder
         return full_tensors(folder, [rank["shards"] for rank in ranks], [rank["held"] for rank in ranks], 1e-6)
 

@@ -62,7 +62,7 @@ class Expected:
         """Of the GRPO loss of the first update, written out, by the names of the files."""
         model = _load(self.folder)
         update = self.given.first_update
-        losses = [_sample_loss(model, self.given.samples[i], self.given.advantages[i]) for i in update]
+        losses = [sample_loss(model, self.given.samples[i], self.given.advantages[i]) for i in update]
         (torch.stack(losses).sum() / len(update)).backward()
         return file_gradients(model) | self.mtp_gradient
 
@@ -176,7 +176,7 @@ def _response(logits: Tensor, sample: Sample) -> Tensor:
     return _of_tokens(predicting, torch.tensor(sample.tokens))
 
 
-def _sample_loss(model: PreTrainedModel, sample: Sample, advantage: float) -> Tensor:
+def sample_loss(model: PreTrainedModel, sample: Sample, advantage: float) -> Tensor:
     """-min(r A, clip(r) A) + weight * (q/p - log(q/p) - 1), mean over tokens; r = p / old, q the reference."""
     own = _response(_logits(model, sample), sample)
     old = torch.tensor(sample.rollout_logprobs)

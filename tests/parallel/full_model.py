@@ -11,8 +11,10 @@ from torch import Tensor
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.lora import adapter_params
 from grpo_mp.models.mapping import Param, join, unfuse
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING
+from tests.parallel.cases import LORA
 
 Tensors = dict[str, Tensor]
 
@@ -37,7 +39,10 @@ def full_tensors(
     trains_mtp = any(COPIED_EMBEDDING in of_rank["counts"] for of_rank in held)
     hf = HfConfig.read(folder, trains_mtp=trains_mtp)
     full: Tensors = {}
-    for name, param in (params or family_of(hf).params(hf)).items():
+    params = params or family_of(hf).params(hf)
+    if any(".lora_A." in name for name in held[0]["counts"]):
+        params |= adapter_params(params, LORA["rank"], None)
+    for name, param in params.items():
         copies = [(held["parts"][name], shard[name]) for shard, held in zip(shards, held, strict=True) if name in shard]
         if not copies:
             continue

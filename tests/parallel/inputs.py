@@ -17,7 +17,7 @@ from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.types import MicroBatch, Sample
-from tests.parallel.cases import SMALL, Case
+from tests.parallel.cases import LORA, SMALL, Case
 
 TEMPERATURE = 0.7
 KL_WEIGHT = 0.2
@@ -135,6 +135,8 @@ def settings_of(case: Case, model: Path) -> Settings:
         "optimizer": {"lr": 1e-2, "eps": 1e-2, "warmup_updates": 1, "lr_schedule": "linear", "weight_decay": 0.1},
         "training": training | case.training,
     }
+    if case.lora:
+        tree["model"]["lora"] = LORA
     return check_settings(tree, case.name)
 
 

@@ -262,7 +262,7 @@ def gradient(bench: Bench) -> Result:
 
 
 def _gradients(policy: TrainedModel) -> dict[str, Tensor]:
-    learned = {name: tensor for name, tensor in policy.tensors.items() if isinstance(tensor, torch.nn.Parameter)}
+    learned = {name: tensor for name, tensor in policy.tensors.items() if tensor.requires_grad}
     return _copy({name: tensor.main_grad for name, tensor in learned.items()})
 
 

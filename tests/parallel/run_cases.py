@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_parallel
+from tests.parallel import lora
 from tests.parallel.cases import CASES, Case
 from tests.parallel.critic_measures import CRITIC_MEASURES
 from tests.parallel.inputs import settings_of
@@ -67,7 +68,7 @@ class CaseRunner:
             self.layout = case.layout
         bench = Bench(case, settings, self.parallel, given, self.root / "checkpoints")
         for measure in case.measures:
-            results[measure] = (MEASURES | CRITIC_MEASURES)[measure](bench)
+            results[measure] = (MEASURES | CRITIC_MEASURES | lora.MEASURES)[measure](bench)
 
     def _all_succeeded(self, case: Case, succeeded: bool) -> bool:
         self.store.set(f"{case.name}/{self.rank}", str(succeeded))

@@ -129,3 +129,15 @@ def test_what_is_no_error_of_the_disk_is_raised_as_itself(parallel: Parallel, tm
         on_all_ranks(lambda: fail(TimeoutError()), tmp_path, parallel.cpu_group)
     with pytest.raises(UserError, match=r"cannot be written \(rank 0\): full"):
         on_all_ranks(lambda: fail(OSError("full")), tmp_path, parallel.cpu_group)
+
+
+def test_adapters_are_for_the_weights_that_they_learned_beside(parallel: Parallel, tmp_path: Path) -> None:
+    make_tiny(tmp_path / "base", "qwen3", make_tokenizer(["apples"]), num_hidden_layers=1)
+    (tmp_path / "saved").mkdir()
+    tree = BASE | {"model": {"path": tmp_path / "base", "lora": {"rank": 2, "alpha": 4.0}}}
+    save_policy(Policy(check_settings(tree, "test"), parallel, with_reference=False), tmp_path / "saved")
+    load_policy(Policy(check_settings(tree, "test"), parallel, with_reference=False), tmp_path / "saved")
+    make_tiny(tmp_path / "base", "qwen3", make_tokenizer(["apples"]), num_hidden_layers=1, initializer_range=0.07)
+    other = Policy(check_settings(tree, "test"), parallel, with_reference=False)
+    with pytest.raises(UserError, match=r"adapters are for other weights than model\.path has now: restore those"):
+        load_policy(other, tmp_path / "saved")

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.policy.offload import HostBuffers, PolicyOffloader, device_items, move_optimizer
+from grpo_mp.policy.offload import FrozenWeights, HostBuffers, PolicyOffloader, device_items, move_optimizer
 from grpo_mp.policy.policy import Policy
 from tests.policy.test_checkpoint import make_policy
 
@@ -58,7 +58,7 @@ def test_device_items_count_shared_storage_once() -> None:
         expert_parallel_buffers=[SimpleNamespace(param_data=None, grad_data=torch.zeros(5))],
     )
     optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)])
-    items = device_items(cast(Policy, SimpleNamespace(chunks=[chunk], optimizer=optimizer)))
+    items = device_items(cast(Policy, SimpleNamespace(chunks=[chunk], optimizer=optimizer, tensors={}, lora=None)))
     assert (items["weights"], items["gradients"], items["optimizer"]) == (400, 220, 80)
 
 
@@ -74,3 +74,13 @@ def test_megatron_moves_weights_to_our_buffer_and_back(parallel: Parallel, tmp_p
         offloader.weights(onload=True)
         assert all(torch.equal(tensor, before[name]) for name, tensor in policy.tensors.items())
     assert [buffer.param_data_cpu.data_ptr() for buffer in buffers] == places
+
+
+def test_frozen_weights_come_back_from_their_copy() -> None:
+    weight = torch.nn.Parameter(torch.arange(4.0), requires_grad=False)
+    frozen = FrozenWeights([weight])
+    for _ in range(2):
+        frozen.move(onload=False)
+        assert weight.untyped_storage().size() == 0
+        frozen.move(onload=True)
+        assert weight.tolist() == [0, 1, 2, 3]

@@ -1,0 +1,40 @@
+"""The settings of low-rank adapters."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from grpo_mp.section import Section
+
+ALL_LINEAR: Literal["all-linear"] = "all-linear"  # as peft writes it
+
+
+def _check_module(name: str) -> str:
+    """Raise ValueError for a module of one layer or expert."""
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
+        raise ValueError(f"{name!r}: write the end of a module's name, without numbers, such as q_proj or mlp.up_proj")
+    return name
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA, arXiv 2106.09685): the policy computes (W + alpha / rank * B A) x; W is frozen."""
+
+    rank: int = Field(ge=1, le=2**16, description="rows of A, columns of B (peft r)")
+    alpha: float = Field(gt=0, description="what they add is multiplied by alpha / rank (peft lora_alpha)")
+    target_modules: Literal["all-linear"] | tuple[Annotated[str, AfterValidator(_check_module)], ...] = Field(
+        ALL_LINEAR,
+        description="modules with adapters, by the ends of their names in the Hugging Face model, as peft takes "
+        "them: q_proj, mlp.up_proj, in all layers and experts; all-linear: all projections of attention, dense layers "
+        "and experts. Embeddings, norms, routers and the output layer have none",
+    )
+
+    @property
+    def targets(self) -> tuple[str, ...] | None:
+        """Return the names of the modules with adapters; None: all projections."""
+        return None if self.target_modules == ALL_LINEAR else tuple(self.target_modules)
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of what an adapter adds."""
+        return self.alpha / self.rank

@@ -1,0 +1,83 @@
+"""The parameter mapping of low-rank adapters: one A and one B for each Hugging Face module, as peft has them. Pure.
+
+Megatron computes several of these modules as one (`linear_qkv`, `linear_fc1`): it then has several adapters, each of a
+part of its rows. So adapters, their gradients and their updates are those that peft would have.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from grpo_mp.errors import UserError, did_you_mean
+from grpo_mp.models.mapping import Param
+
+A, B = "lora_A", "lora_B"  # peft's names
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Of one Hugging Face module. `part`: which of its Megatron parameter's modules that is."""
+
+    part: int
+    a: Param
+    b: Param
+
+
+def adapters_of(param: Param, rank: int, targets: Sequence[str] | None) -> tuple[Adapter, ...]:
+    """Return the adapters of a Megatron parameter; `targets`: names of modules or their ends, None: all projections."""
+    if not param.is_projection or param.layer is None:
+        return ()
+    modules = enumerate(map(_module, param.hf))
+    return tuple(
+        _adapter(param, part, module, rank) for part, module in modules if targets is None or _is_in(module, targets)
+    )
+
+
+def adapter_params(params: Mapping[str, Param], rank: int, targets: Sequence[str] | None) -> dict[str, Param]:
+    """Return the parameters of all adapters of a model by their names."""
+    adapters = (adapter for param in params.values() for adapter in adapters_of(param, rank, targets))
+    return {param.name: param for adapter in adapters for param in (adapter.a, adapter.b)}
+
+
+def check_targets(params: Collection[Param], targets: Sequence[str] | None) -> None:
+    """Raise UserError where a target is the name of no projection, or of a part of what peft has as one."""
+    if targets is None:
+        return
+    modules = {
+        _module(name) for param in params if param.is_projection and param.layer is not None for name in param.hf
+    }
+    for target in targets:
+        if not any(_is_in(module, (target,)) for module in modules):
+            leaves = sorted({module.rpartition(".")[2] for module in modules})
+            raise UserError(
+                f"model.lora.target_modules: no projection of this model is {target!r}{did_you_mean(target, leaves)}; "
+                f"it has {', '.join(leaves)}"
+            )
+    for param in params:
+        targeted = {name for name in map(_module, param.hf) if _is_in(name, targets)} if param.experts else set()
+        if targeted and len(targeted) < len(param.hf):
+            both = " and ".join(_module(name).rpartition(".")[2] for name in param.hf)
+            raise UserError(
+                f"model.lora.target_modules: peft has {both} of experts as one: name both of them, or neither"
+            )
+
+
+def _is_in(module: str, targets: Iterable[str]) -> bool:
+    return any(module == target or module.endswith(f".{target}") for target in targets)
+
+
+def _module(tensor: str) -> str:
+    return tensor.removesuffix(".weight")
+
+
+def _adapter(param: Param, part: int, module: str, rank: int) -> Adapter:
+    rows, columns = param.shapes[part]
+    linear, _, weight = param.name.rpartition(".")
+    leaf = module.rpartition(".")[2]
+    plain = replace(param, fuse="none", head_dim=0, load_group="")
+
+    def of(kind: str, shape: tuple[int, int], divided: int) -> Param:
+        name, hf = f"{linear}.{kind}.{leaf}.{weight}", (f"{module}.{kind}.weight",)
+        tp_dim = divided if param.tp_dim == divided else None
+        return replace(plain, name=name, hf=hf, shapes=(shape,), tp_dim=tp_dim)
+
+    return Adapter(part, of(A, (rank, columns), 1), of(B, (rows, rank), 0))

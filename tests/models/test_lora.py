@@ -1,0 +1,89 @@
+"""Adapters of a mapping: their names, shapes and parts; targets, as peft takes them; what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mp.checkpoint.peft_folder import adapter_config, base_digest
+from grpo_mp.config import check_settings
+from grpo_mp.config.lora_section import LoraConfig
+from grpo_mp.errors import UserError
+from grpo_mp.models.families import family_of
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.lora import adapter_params, check_targets
+from tests.minimal_settings import MINIMAL_SETTINGS
+from tests.models.published import PUBLISHED
+
+
+def params_of(name: str) -> dict[str, Any]:
+    hf = HfConfig(Path(name), PUBLISHED[name][0])
+    return family_of(hf).params(hf)
+
+
+def test_adapters_of_a_fused_projection_are_those_of_its_modules() -> None:
+    adapters = adapter_params(params_of("qwen2.5-7b"), 8, ("q_proj", "v_proj"))
+    assert len(adapters) == 4 * 28
+    layer = "decoder.layers.3.self_attention.linear_qkv.lora_"
+    a, b = adapters[f"{layer}A.v_proj.weight"], adapters[f"{layer}B.v_proj.weight"]
+    assert a.hf == ("model.layers.3.self_attn.v_proj.lora_A.weight",)
+    assert (a.shapes, a.tp_dim, b.shapes, b.tp_dim) == (((8, 3584),), None, ((512, 8),), 0)
+
+
+def test_all_projections_and_nothing_else_have_adapters() -> None:
+    adapters = adapter_params(params_of("qwen2.5-7b"), 8, None)
+    leaves = {name.split(".")[-2] for name in adapters}
+    assert leaves == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    down = "decoder.layers.0.mlp.linear_fc2.lora_"
+    assert (adapters[f"{down}A.down_proj.weight"].tp_dim, adapters[f"{down}B.down_proj.weight"].tp_dim) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("targets", "sentence"),
+    [
+        (("qproj",), r"no projection of this model is 'qproj' \(did you mean q_proj\?\); it has down_proj, gate_proj"),
+        (("gate",), "no projection of this model is 'gate'"),  # the router
+        (("q_proj", "up_proj"), "peft has gate_proj and up_proj of experts as one: name both of them, or neither"),
+    ],
+)
+def test_targets_that_cannot_be_are_refused(targets: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        check_targets(params_of("qwen3-30b-a3b").values(), targets)
+
+
+@pytest.mark.parametrize(
+    ("model", "megatron_args", "sentence"),
+    [
+        ({"target_modules": ["experts.0.up_proj"]}, {}, "write the end of a module's name, without numbers"),
+        ({"target_modules": "all"}, {}, "model.lora.target_modules"),
+        ({"rank": 0}, {}, "model.lora.rank"),
+        ({"dropout": 0.1}, {}, "model.lora.dropout"),
+        ({}, {"moe_shared_expert_overlap": True}, "model.lora: training.megatron_args.moe_shared_expert_overlap"),
+        (None, {}, "model.lora has no adapters for the multi-token-prediction layer"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    model: dict[str, Any] | None, megatron_args: dict[str, Any], sentence: str
+) -> None:
+    tree: dict[str, Any] = MINIMAL_SETTINGS | {"training": {"megatron_args": megatron_args}}
+    lora = {"rank": 8, "alpha": 16.0} | (model or {})
+    mtp = 0.1 if model is None else 0.0
+    with pytest.raises(UserError, match=sentence):
+        check_settings(tree | {"model": {"path": "x", "lora": lora, "mtp_loss_scaling_factor": mtp}}, "test")
+
+
+def test_dense_layers_beside_experts_are_named_by_their_weights() -> None:
+    lora, modules = LoraConfig(rank=8, alpha=16), ("self_attn.o_proj", "mlp.up_proj", "mlp.experts.0.up_proj")
+    names = [f"model.layers.0.{module}.lora_A.weight" for module in modules]
+    config = adapter_config(lora, Path("base"), names)
+    assert config["target_modules"] == ["o_proj", "up_proj"]
+    assert config["target_parameters"] == ["mlp.up_proj.weight"]
+    assert adapter_config(lora, Path("base"), names[:2])["target_parameters"] is None
+
+
+def test_the_digest_of_weights_sees_a_changed_value(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(100))
+    before = base_digest(tmp_path)
+    file.write_bytes(bytes(99) + b"1")
+    assert base_digest(tmp_path) != before
