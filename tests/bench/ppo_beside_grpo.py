@@ -5,9 +5,9 @@ All train on the same prompts and number of samples, by the settings of configs/
 A cell's figures are appended to OUT/cells.jsonl when it ends, and a cell that stands there is not run again: the bench
 can be broken off, and run in parts.
 
-Prints held-out accuracy by samples (mean over seeds, and their range), seconds of a step (generate, logprob, train), and
-the largest memory of a rank's process in TRAIN; and how much more of it PPO has than GRPO, beside what the plan says of
-a critic.
+Prints held-out accuracy by samples (mean over seeds, and their range), seconds of a step (generate, logprob, train),
+the largest memory of a rank's process in TRAIN; and how much more of it PPO has than GRPO, beside what the plan says
+of a critic.
 """
 
 import argparse
