@@ -105,8 +105,8 @@ MUTATIONS = (
         "planner",
         "the optimizer takes no memory",
         "planner/memory.py",
-        "* per_parameter.optimizer,",
-        "* 0.0,",
+        '"optimizer": resident.optimizer * job.sharded_parameters(count) * per_parameter.optimizer,',
+        '"optimizer": 0.0,',
     ),
     Mutation(
         "trainer",

@@ -1,0 +1,130 @@
+"""PPO beside what does without its critic: `python -m tests.bench.ppo_beside_grpo [--cells ppo/0 ...] [--steps 40]`.
+
+A cell is a preset and a seed, of the seed's own cold start (made where it is missing, as launch/quickstart.sh does).
+All train on the same prompts and number of samples, by the settings of configs/tiny_moe.yaml, its KL weight among them.
+A cell's figures are appended to OUT/cells.jsonl when it ends, and a cell that stands there is not run again: the bench
+can be broken off, and run in parts.
+
+Prints held-out accuracy by samples (mean over seeds, and their range), seconds of a step (generate, logprob, train),
+the largest memory of a rank's process in TRAIN; and how much more of it PPO has than GRPO, beside what the plan says
+of a critic.
+"""
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from grpo_mp.config import Settings, load_settings
+from grpo_mp.planner.clusters import read_cluster
+from grpo_mp.planner.job import make_job
+from tests.bench.learning_by_schedule import ACCURACY, SEEDS, read
+from tests.bench.quickstart_run import CONFIG, make_model, train
+
+MIB = 2**20
+CRITIC = ("critic.lr=1e-3", "critic.cliprange_value=0.5")  # the policy's rate is 4e-4, rewards go up to 1.5
+PRESETS: dict[str, tuple[str, ...]] = {
+    "grpo": (),
+    "ppo": CRITIC,
+    "rloo": (),
+    "reinforce_pp": (),
+}
+TIMES = ("time/generate_s", "time/logprob_s", "time/train_s")
+MEMORY = "memory/train/host_bytes"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cells = [f"{preset}/{seed}" for seed in SEEDS for preset in PRESETS]
+    parser.add_argument("--cells", nargs="*", choices=cells, default=cells, metavar="PRESET/SEED")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--eval-every", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=Path("runs/ppo_beside_grpo"))
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    results = given.out / "cells.jsonl"
+    for cell in given.cells:
+        if not any(done["cell"] == cell and done["steps"] == given.steps for done in read(results)):
+            done = run(cell, given.steps, given.eval_every, given.out)
+            with results.open("a") as file:
+                file.write(json.dumps(done) + "\n")
+    show([done for done in read(results) if done["steps"] == given.steps], planned_bytes())
+
+
+def overrides(preset: str, steps: int, eval_every: int) -> list[str]:
+    """Return what differs from the settings file in a run."""
+    lengths = [f"run.steps={steps}", f"run.eval_every={eval_every}", "run.export=false"]
+    return [*lengths, f"algorithm.preset={preset}", *PRESETS[preset]]
+
+
+def run(cell: str, steps: int, eval_every: int, out: Path) -> dict[str, Any]:
+    """Train a cell to its end, from its last checkpoint where it was broken off; return what it learned and took."""
+    preset, seed = cell.split("/")
+    folder = out / f"{preset}_seed{seed}_{steps}"
+    train(folder, int(seed), *overrides(preset, steps, eval_every))
+    metrics = read(folder / "metrics.jsonl")
+    samples = load_settings(Path(CONFIG)).samples_per_step
+    curve = {str(int(line["step"]) * samples): line[ACCURACY] for line in metrics if ACCURACY in line}
+    trained = [line for line in metrics if line["step"] > 1]  # the first warms up
+    seconds = {name: statistics.median(line[name] for line in trained) for name in TIMES}
+    return {
+        "cell": cell,
+        "steps": steps,
+        "accuracy": curve,
+        "seconds": seconds,
+        "host_bytes": max(line[MEMORY] for line in trained),
+    }
+
+
+def planned_bytes() -> float:
+    """Return what the plan says that a critic's weights, gradients and optimizer take of a rank."""
+    model, _ = make_model(SEEDS[0])
+    settings: Settings = load_settings(Path(CONFIG), [f"model.path={model}", *overrides("ppo", 1, 0)])
+    job = make_job(settings, settings.model.read_config(), read_cluster("h100-80"), 1, gpus_per_node=2)
+    (count,), each = job.critic_counts, job.per_parameter
+    return count.total * (each.weights + each.gradients) + job.sharded_parameters(count) * each.optimizer
+
+
+def show(cells: Iterable[dict[str, Any]], planned: float) -> None:
+    """Print a row for each preset: means over seeds, accuracies with the range of the seeds."""
+    by_preset = defaultdict[str, list[dict[str, Any]]](list)
+    for cell in cells:
+        by_preset[cell["cell"].split("/")[0]].append(cell)
+    if not by_preset:
+        return
+    samples = list(next(iter(by_preset.values()))[0]["accuracy"])
+    table = Table(
+        *("preset", "seeds", *(f"{int(count):,} samples" for count in samples)),
+        *("generate s", "logprob s", "train s", "a rank's memory, MiB"),
+    )
+    for preset, runs in by_preset.items():
+        columns = zip(*(each["accuracy"].values() for each in runs), strict=True)
+        table.add_row(
+            preset,
+            str(len(runs)),
+            *(f"{statistics.fmean(column):.1%} ({min(column):.1%} to {max(column):.1%})" for column in columns),
+            *(f"{statistics.fmean(each['seconds'][name] for each in runs):.2f}" for name in TIMES),
+            f"{memory_of(runs) / MIB:,.0f}",
+        )
+    Console(width=180).print(table)
+    if {"ppo", "grpo"} <= by_preset.keys():
+        more = (memory_of(by_preset["ppo"]) - memory_of(by_preset["grpo"])) / MIB
+        Console(width=180).print(
+            f"ppo holds {more:,.1f} MiB more than grpo; planned for a critic: {planned / MIB:,.1f}"
+        )
+
+
+def memory_of(runs: Iterable[dict[str, Any]]) -> float:
+    """Return the mean over seeds of the largest memory of a rank."""
+    return statistics.fmean(each["host_bytes"] for each in runs)
+
+
+if __name__ == "__main__":
+    main()
