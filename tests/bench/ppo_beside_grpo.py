@@ -7,7 +7,7 @@ can be broken off, and run in parts.
 
 Prints held-out accuracy by samples (mean over seeds, and their range), seconds of a step (generate, logprob, train),
 the largest memory of a rank's process in TRAIN; and how much more of it PPO has than GRPO, beside what the plan says
-of a critic.
+of a critic: at this size the memory of a process varies by more.
 """
 
 import argparse

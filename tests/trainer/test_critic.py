@@ -21,8 +21,12 @@ from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.value_head import VALUE_HEAD
 from grpo_mp.phases import Residency
+from grpo_mp.planner.clusters import read_cluster
+from grpo_mp.planner.engine_memory import engine_memory
+from grpo_mp.planner.job import make_job
+from grpo_mp.planner.memory import SubPhase, device_memory
 from grpo_mp.policy.critic import Critic, check_critic
-from grpo_mp.policy.offload import PolicyOffloader
+from grpo_mp.policy.offload import PolicyOffloader, device_items
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.job import build_critic
 from grpo_mp.trainer.offload import offload_functions
@@ -192,6 +196,18 @@ def test_a_critic_is_saved_with_the_policy_and_built_from_it(parallel: Parallel,
     for one, other in ((built, critic), (learned(built), learned(critic))):  # the optimizer's state, too
         assert [name for name in one.tensors if not one.tensors[name].equal(other.tensors[name])] == []
     check_replicas(built, 1)
+
+
+def test_a_critic_holds_what_the_plan_says(parallel: Parallel, model: Path) -> None:
+    """Of what is built: buffers of weights and gradients, Adam's state; a buffer is padded at its end."""
+    settings = settings_with(model, {})
+    job = make_job(settings, settings.model.read_config(), read_cluster("h100-80"), 1, gpus_per_node=1)
+    items, planned = device_items(Critic(settings, parallel)), device_memory(job, 0, engine_memory(job))[SubPhase.TRAIN]
+    for kind in ("weights", "gradients", "optimizer"):
+        assert items[kind] == pytest.approx(planned[f"critic {kind}"], rel=0.01)
+    both = device_items(make_policy(model, parallel), Critic(settings, parallel))
+    for kind in ("weights", "gradients", "optimizer"):
+        assert both[kind] == pytest.approx(planned[kind] + planned[f"critic {kind}"], rel=0.01)
 
 
 def test_a_critic_goes_where_the_policy_goes(parallel: Parallel, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
