@@ -138,7 +138,9 @@ class Settings(Section):
                 "critic={lr: 1e-5}"
             )
         if self.critic and self.model.lora:
-            raise ValueError("critic beside model.lora has not been tested: set lora=null, or another algorithm than ppo")
+            raise ValueError(
+                "critic beside model.lora has not been tested: set lora=null, or another algorithm than ppo"
+            )
         if self.run.steps and (problem := self.warmup_problem):
             raise ValueError(problem)
         return self
