@@ -54,19 +54,11 @@ def show(folder: Path, once: bool, every_s: float) -> None:
 
 async def serve(folder: Path, port: int) -> None:
     """Serve the report of a run until Ctrl-C. Raises UserError where the port is taken."""
-    from grpo_mp.monitor.rules import WarningsOfGrowingRun
-    from grpo_mp.report.build import build_report
-    from grpo_mp.report.page import Drawings, live, render, waiting_page
-    from grpo_mp.report.records import RunFolder
-    from grpo_mp.watch.server import LivePage, serving
+    from grpo_mp.report.page import live, waiting_page
+    from grpo_mp.watch.server import LivePage, page_maker, serving
 
-    run, script, drawings = RunFolder(folder, folder.resolve().name), live(), Drawings()
-    warnings = WarningsOfGrowingRun()
-
-    def make(_: Path) -> str:
-        return render(build_report([run.read()], warnings.find), script, drawings)
-
-    page = LivePage(folder, make, page=waiting_page(script))
+    script = live()
+    page = LivePage(folder, page_maker(folder, script), page=waiting_page(script))
     async with serving(page, port) as url:
         print(f"{url}\nOnly this machine reaches it; Ctrl-C ends it.", flush=True)
         await page.follow()

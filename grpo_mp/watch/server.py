@@ -16,13 +16,17 @@ from aiohttp import web
 from grpo_mp.checkpoint.run_state import METRICS
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.monitor.reporter import PLAN
+from grpo_mp.monitor.rules import WarningsOfGrowingRun
+from grpo_mp.report.build import build_report
+from grpo_mp.report.page import Drawings, Live, render
+from grpo_mp.report.records import RunFolder
 
 LOOPBACK = "127.0.0.1"
 SHOWN = (METRICS, "eval", "samples", PLAN)  # whose change makes a new page; scores come behind the metrics of step 0
 LOOK_EVERY_S = 2.0  # at these
 REST = 4.0  # times as long as a page took to make, until the next is made: the run has the processors
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
-MakePage = Callable[[Path], str]
+MakePage = Callable[[], str]
 
 
 @dataclass
@@ -55,7 +59,7 @@ class LivePage:
         if state == self._made_of and not self.problem:
             return
         try:
-            self.page, self.problem = await asyncio.to_thread(self.make, self.folder), ""
+            self.page, self.problem = await asyncio.to_thread(self.make), ""
         except UserError as error:  # there is no step yet, or a line is being written
             self.problem = str(error)
         except (OSError, LookupError, TypeError, ValueError) as error:  # the run's files are not this version's
@@ -79,6 +83,12 @@ class LivePage:
         if request.headers.get("If-None-Match") == tag:
             return web.Response(status=304, headers=HEADERS | {"ETag": tag})
         return web.Response(text=text, content_type="text/html", headers=HEADERS | {"ETag": tag})
+
+
+def page_maker(folder: Path, script: Live | None) -> MakePage:
+    """Return what makes the page of a run folder again and again: what it has read, found and drawn it keeps."""
+    run, warnings, drawings = RunFolder(folder, folder.resolve().name), WarningsOfGrowingRun(), Drawings()
+    return lambda: render(build_report([run.read()], warnings.find), script, drawings)
 
 
 def page_with(page: str, problem: str) -> str:

@@ -7,12 +7,14 @@ import pytest
 
 from grpo_mp.cli.main import main
 from grpo_mp.monitor.appended import COMPARED_BYTES
+from grpo_mp.monitor.rules import Finding, MetricLine, RuleWatch
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.report.build import build_report
 from grpo_mp.report.charts import draw
 from grpo_mp.report.contents import Picture
-from grpo_mp.report.page import Drawings, render
+from grpo_mp.report.page import render
 from grpo_mp.report.records import RunFolder, read_run
+from grpo_mp.watch.server import page_maker
 from tests.report.test_report import make_run
 
 
@@ -20,17 +22,24 @@ def test_a_run_that_goes_on_is_read_on_and_only_what_changed_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "run", 12)
-    folder, drawings, drawn = RunFolder(run, "run"), Drawings(), list[str]()
+    make, drawn, looked = page_maker(run, None), list[str](), list[int]()
+    step = RuleWatch.step
 
     def count(picture: Picture, salt: str) -> str:
         drawn.append(picture.title)
         return draw(picture, salt)
 
+    def look(watch: RuleWatch, line: MetricLine) -> list[Finding]:
+        looked.append(int(line["step"] or 0))
+        return step(watch, line)
+
     monkeypatch.setattr("grpo_mp.report.page.draw", count)
-    first = render(build_report([folder.read()]), drawings=drawings)
+    monkeypatch.setattr(RuleWatch, "step", look)
+    folder, first = RunFolder(run, "run"), make()
+    assert folder.read().metrics
     assert len(drawn) > 30
     drawn.clear()
-    assert render(build_report([folder.read()]), drawings=drawings) == first
+    assert make() == first
     assert drawn == []
     text = (run / "metrics.jsonl").read_bytes()
     with (run / "metrics.jsonl").open("r+b") as lines:  # what was read is not read again
@@ -41,8 +50,8 @@ def test_a_run_that_goes_on_is_read_on_and_only_what_changed_is_drawn(
     timeline = Timeline(run, 1)
     with timeline.span("EVAL"):
         pass
-    followed = folder.read()
-    page = render(build_report([followed]), drawings=drawings)
+    followed, page = folder.read(), make()
+    assert looked == [*range(1, 14)]
     assert drawn[0] == "Entropy"
     assert len(drawn) < 10  # and where a stacked phase is now 0
     (run / "metrics.jsonl").write_bytes(text + line)

@@ -277,7 +277,7 @@ def test_a_real_terminal_that_is_resized_and_left(in_generate: Path) -> None:
         os.close(terminal)
 
 
-def serve(folder: Path, make: Callable[[Path], str], ask: Callable[[str, LivePage], object]) -> None:
+def serve(folder: Path, make: Callable[[], str], ask: Callable[[str, LivePage], object]) -> None:
     async def run() -> None:
         live = LivePage(folder, make)
         async with serving(live) as url:
@@ -293,10 +293,10 @@ def test_the_page_is_for_who_has_the_key(run: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("grpo_mp.watch.server.LOOK_EVERY_S", 0.02)
     made = 0
 
-    def make(folder: Path) -> str:
+    def make() -> str:
         nonlocal made
         made += 1
-        return f"<p>page {made} of {folder.name}</p>"
+        return f"<p>page {made} of {run.name}</p>"
 
     def ask(url: str, live: LivePage) -> None:
         base, _, key = url.partition("?key=")
@@ -337,8 +337,8 @@ def test_the_page_shows_what_is_written_behind_the_metrics(
     monkeypatch.setattr("grpo_mp.watch.server.LOOK_EVERY_S", 0.02)
     (run / "eval").mkdir()
 
-    def make(folder: Path) -> str:
-        return f"<body>{(folder / name).exists()}</body>"
+    def make() -> str:
+        return f"<body>{(run / name).exists()}</body>"
 
     def ask(url: str, live: LivePage) -> None:
         assert httpx.get(url, trust_env=False).text == "<body>False</body>"
@@ -351,7 +351,7 @@ def test_the_page_shows_what_is_written_behind_the_metrics(
 
 
 def test_a_run_without_a_report_yet_says_so(tmp_path: Path) -> None:
-    def make(folder: Path) -> str:
+    def make() -> str:
         raise UserError("no step is <there>")
 
     def ask(url: str, live: LivePage) -> None:
@@ -364,7 +364,7 @@ def test_a_page_that_cannot_be_made_anew_says_so(run: Path, monkeypatch: pytest.
     monkeypatch.setattr("grpo_mp.watch.server.LOOK_EVERY_S", 0.02)
     problems = list[str]()
 
-    def make(folder: Path) -> str:
+    def make() -> str:
         if problems:
             raise UserError(problems[0])
         return "<body>the page</body>"
@@ -388,10 +388,10 @@ def test_a_page_that_cannot_be_made_anew_says_so(run: Path, monkeypatch: pytest.
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     async def twice() -> None:
-        async with serving(LivePage(tmp_path, lambda _: "")) as url:
+        async with serving(LivePage(tmp_path, lambda: "")) as url:
             port = int(re.findall(r":(\d+)/", url)[0])
             with pytest.raises(UserError, match=rf"^--port {port}: .*: choose another"):
-                async with serving(LivePage(tmp_path, lambda _: ""), port):
+                async with serving(LivePage(tmp_path, lambda: ""), port):
                     pass
 
     asyncio.run(twice())
