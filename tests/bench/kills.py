@@ -136,8 +136,9 @@ class Kill:
 
     @classmethod
     def of(cls, folder: Path, run: Path) -> "Kill":
-        """Read what a kill will find now."""
-        return cls(len(begun_episodes(folder)), len(scored_groups(folder)), recorded(run / ROLLOUTS))
+        """Read what a kill will find now: first what is recorded, all of which had begun and been scored before."""
+        found = recorded(run / ROLLOUTS)
+        return cls(len(begun_episodes(folder)), len(scored_groups(folder)), found)
 
     def repeated(self, folder: Path) -> list[str]:
         """Return what was generated after it, though it was recorded before."""
