@@ -105,7 +105,7 @@ MUTATIONS = (
         "planner",
         "the optimizer takes no memory",
         "planner/memory.py",
-        '"optimizer": resident.optimizer * job.sharded_parameters(count) * per_parameter.optimizer,',
+        '"optimizer": resident.optimizer * job.sharded_parameters(trained) * per_parameter.optimizer,',
         '"optimizer": 0.0,',
     ),
     Mutation(
