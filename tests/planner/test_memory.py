@@ -215,7 +215,7 @@ def test_every_kind_on_the_device_is_measured_and_planned() -> None:
     }  # tests/rollout/test_reward_servers.py
     planned |= {"draft weights", "draft KV cache"}  # test_speculation.py
     assert sorted(planned) == sorted(kind for kinds in MEASURED.values() for kind in kinds)
-    policy = SimpleNamespace(chunks=[], optimizer=SimpleNamespace(chained_optimizers=[]))
+    policy = SimpleNamespace(chunks=[], optimizer=SimpleNamespace(chained_optimizers=[]), tensors={}, lora=None)
     assert device_items(cast(Policy, policy)).keys() == MEASURED.keys()
 
 
