@@ -64,6 +64,11 @@ class Settings(Section):
     @model_validator(mode="after")
     def _check_training(self) -> "Settings":
         check_training(self)
+        kl = self.algorithm.kl
+        if self.model.lora and kl.ref_update_every and kl.ref_update_mix < 1:
+            raise ValueError(
+                f"model.lora: kl.ref_update_mix={kl.ref_update_mix:g} would mix A and B, not what they add: set it to 1"
+            )
         return self
 
     @model_validator(mode="after")

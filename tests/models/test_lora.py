@@ -72,6 +72,14 @@ def test_settings_that_cannot_be_are_refused(
         check_settings(tree | {"model": {"path": "x", "lora": lora, "mtp_loss_scaling_factor": mtp}}, "test")
 
 
+def test_a_reference_cannot_be_mixed_of_adapters() -> None:
+    kl = {"coef": 0.1, "ref_update_every": 2}
+    tree = MINIMAL_SETTINGS | {"model": {"path": "x", "lora": {"rank": 8, "alpha": 16.0}}}
+    with pytest.raises(UserError, match=r"kl\.ref_update_mix=0\.6 would mix A and B"):
+        check_settings(tree | {"algorithm": {"kl": kl}}, "test")
+    check_settings(tree | {"algorithm": {"kl": kl | {"ref_update_mix": 1.0}}}, "test")
+
+
 def test_dense_layers_beside_experts_are_named_by_their_weights() -> None:
     lora, modules = LoraConfig(rank=8, alpha=16), ("self_attn.o_proj", "mlp.up_proj", "mlp.experts.0.up_proj")
     names = [f"model.layers.0.{module}.lora_A.weight" for module in modules]

@@ -6,7 +6,20 @@ import pytest
 
 from grpo_mp.monitor.metrics import TABLE, find_metric, metric_name
 
-GROUPS = {"distill", "reward", "rollout", "sft", "train", "mismatch", "sync", "time", "speed", "memory", "eval"}
+GROUPS = {
+    "critic",
+    "distill",
+    "reward",
+    "rollout",
+    "sft",
+    "train",
+    "mismatch",
+    "sync",
+    "time",
+    "speed",
+    "memory",
+    "eval",
+}
 
 
 def test_rows_are_complete_and_unique() -> None:
