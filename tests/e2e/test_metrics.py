@@ -30,6 +30,15 @@ OF_OTHER_RUNS = {
     "distill/reverse_kl/mean",
     "distill/reverse_kl/max",
     "distill/clipped_ratio",
+    # Of a critic, see tests/e2e/test_ppo.py.
+    "critic/value_loss",
+    "critic/vf_clipfrac",
+    "critic/explained_variance",
+    "critic/value_mean",
+    "critic/return_mean",
+    "critic/grad_norm",
+    "critic/lr",
+    "critic/skipped_updates",
     # Of supervised fine-tuning, see tests/e2e/test_sft.py.
     "sft/loss",
     "sft/length/mean",
