@@ -13,6 +13,8 @@ from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.types import MicroBatch, PerToken, Sample
 
 FP8_ROWS = {"blockwise": 16, "tensorwise": 16, "mxfp8": 32}  # Megatron's get_fp8_align_size
+# Of tensor-parallel ranks, so that tiles of 128 tokens are those of the gathered rows, and FP8 is what is gathered.
+GATHERED_FP8_ROWS = {"blockwise": 128, "tensorwise": 16, "mxfp8": 32}
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,11 @@ def alignment(layout: LayoutConfig) -> int:
 
 
 def padding_multiple(layout: LayoutConfig, training: TrainingConfig) -> int:
-    """Return what the tokens of a micro-batch are a multiple of: FP8 products need FP8_ROWS of them on each rank."""
-    return FP8_ROWS[training.fp8_recipe] * layout.tensor * layout.context if training.fp8_format else 1
+    """Return what the tokens of a micro-batch are a multiple of: FP8 products need so many of them on each rank."""
+    if not training.fp8_format:
+        return 1
+    rows = GATHERED_FP8_ROWS if layout.tensor > 1 else FP8_ROWS
+    return rows[training.fp8_recipe] * layout.tensor * layout.context
 
 
 def microbatches(

@@ -5,6 +5,13 @@ from typing import Protocol
 from grpo_mp.config.monitor_section import MonitorConfig
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 
+NOT_WITH_LORA = {  # Megatron's fields, and what they do
+    "moe_shared_expert_overlap": "lets layers run in parts, where adapters do not see their inputs",
+    "use_transformer_engine_op_fuser": "lets experts run without their layers, where adapters do not see their inputs",
+    "delay_wgrad_compute": "stores gradients of the weights, which are frozen",
+    "moe_router_bias_update_rate": "changes a bias of the routers, which checkpoints of adapters leave out",
+}
+
 
 class TrainerSettings(Protocol):
     """Settings of a run that trains a policy."""
@@ -61,11 +68,9 @@ def check_training(settings: TrainerSettings) -> None:
         )
     if lora and settings.training.fp8_format:
         raise ValueError("training.fp8_format with model.lora has not been tested: set fp8_format=null, or lora=null")
-    if lora and megatron.get("moe_shared_expert_overlap"):
-        raise ValueError(
-            "model.lora: training.megatron_args.moe_shared_expert_overlap lets layers run in parts, where adapters do "
-            "not see their inputs: leave it out, or set lora=null"
-        )
+    for field, reason in NOT_WITH_LORA.items():
+        if lora and megatron.get(field):
+            raise ValueError(f"model.lora: training.megatron_args.{field} {reason}: leave it out, or set lora=null")
     if settings.optimizer.offload == "host" and not settings.model.offloads:
         raise ValueError(
             f"optimizer.offload=host needs model.dtype=bfloat16: an optimizer in {settings.model.dtype} works on the "

@@ -38,6 +38,19 @@ def adapter_params(params: Mapping[str, Param], rank: int, targets: Sequence[str
     return {param.name: param for adapter in adapters for param in (adapter.a, adapter.b)}
 
 
+def check_adapters(
+    params: Mapping[str, Param], targets: Sequence[str] | None, tensor: int, expert: int, expert_tensor: int
+) -> None:
+    """Raise UserError where the targets are none of the model's, or are of experts alone that ranks divide."""
+    check_targets(params.values(), targets)
+    is_divided = expert > 1 or expert_tensor != tensor
+    if is_divided and all(param.experts for param in params.values() if adapters_of(param, 1, targets)):
+        raise UserError(
+            f"model.lora.target_modules: with layout.expert={expert}, expert_tensor={expert_tensor} and "
+            f"tensor={tensor} Megatron's optimizer needs adapters outside of experts, too: add o_proj, for one"
+        )
+
+
 def check_targets(params: Collection[Param], targets: Sequence[str] | None) -> None:
     """Raise UserError where a target is the name of no projection, or of a part of what peft has as one."""
     if targets is None:

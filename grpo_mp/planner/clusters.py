@@ -58,7 +58,7 @@ class Cluster:
         if fp8 and self.fp8_tflops is None:
             raise UserError(
                 f"cluster {self.name}: the plan needs fp8_tflops, which the profile lacks: these GPUs may compute no "
-                "FP8; remove engine.args.quantization, or state the number"
+                "FP8; remove engine.args.quantization and training.fp8_format, or state the number"
             )
         return (self.fp8_tflops if fp8 else self.bf16_tflops) or self.bf16_tflops
 

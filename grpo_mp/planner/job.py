@@ -14,7 +14,7 @@ from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import ModelShape, check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.lora import check_targets
+from grpo_mp.models.lora import check_adapters
 from grpo_mp.planner.clusters import OVERHEADS, Cluster
 from grpo_mp.planner.parameter_count import (
     ParameterCount,
@@ -315,7 +315,8 @@ def make_job(
     counts, lora = local_parameter_counts(hf, layout, stage_layers), settings.model.lora
     trained = counts
     if lora:
-        check_targets(family_of(hf).params(hf).values(), lora.targets)
+        sizes = (layout.tensor, layout.expert, layout.expert_tensor)
+        check_adapters(family_of(hf).params(hf), lora.targets, *sizes)
         trained = adapter_counts(hf, layout, stage_layers, lora)
         counts = tuple(map(add, counts, trained))
     return PlannedJob(

@@ -127,6 +127,11 @@ def load_policy(policy: TrainedModel, folder: Path, piece_bytes: int = PIECE_BYT
             f"{folder}: the checkpoint's adapters are for other weights than model.path has now: restore those, or "
             "start with another run.folder"
         )
+    if common.get("adapters", "") != policy.adapters:
+        raise UserError(
+            f"{folder}: the checkpoint's adapters are {common.get('adapters') or 'none'}, model.lora asks for "
+            f"{policy.adapters or 'none'}: set it as it was, or start with another run.folder"
+        )
     groups = _optimizer_groups(common["optimizer_groups"])
     parts = policy.optimizer.chained_optimizers
     with state_dict_without_copies(parts):
@@ -154,6 +159,7 @@ def _common(policy: TrainedModel) -> dict[str, Any]:
         "schedule": policy.lr_scheduler.state_dict(),
         "main_weights": _main_weight_format(policy),
         "base": policy.base_digest,
+        "adapters": policy.adapters,
     }
 
 

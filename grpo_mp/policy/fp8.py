@@ -7,7 +7,9 @@ from grpo_mp.distributed.shards import tp_size
 from grpo_mp.errors import UserError
 from grpo_mp.models.mapping import Param
 
-FEATURES = 16  # what both sizes of a matrix are multiples of (TransformerEngine's assert_dim_for_fp8_exec)
+# What both sizes of a matrix are multiples of: TransformerEngine's assert_dim_for_fp8_exec, blocks of MXFP8.
+FEATURES = {"blockwise": 16, "tensorwise": 16, "mxfp8": 32}
+BEYOND_MXFP8 = 12.0  # compute capability from which TransformerEngine has none (its quantization.py)
 CAPABILITY = {  # of the GPUs that have a recipe's products, as TransformerEngine asks for it
     "blockwise": (9.0, "H100 or newer"),
     "tensorwise": (8.9, "L40 or newer"),
@@ -35,17 +37,19 @@ def check_fp8(
             f"training.fp8_recipe={recipe} needs GPUs of compute capability {least:g} ({gpus}), these have "
             f"{capability:g}: set training.fp8_format=null"
         )
+    if capability is not None and recipe == "mxfp8" and capability >= BEYOND_MXFP8:
+        raise UserError(f"training.fp8_recipe=mxfp8: TransformerEngine has none for compute capability {capability:g}")
     if capability is not None and dtype != "bfloat16":
         raise UserError(f"{setting} needs model.dtype=bfloat16 on a GPU, not {dtype}")
     for param in params:
         if param.is_projection:
-            _check_sizes(param, tp_size(param, layout), setting)
+            _check_sizes(param, tp_size(param, layout), FEATURES[recipe], setting)
 
 
-def _check_sizes(param: Param, parts: int, setting: str) -> None:
+def _check_sizes(param: Param, parts: int, features: int, setting: str) -> None:
     local = param.local_shape(parts)
-    if any(size % FEATURES for size in local):
+    if any(size % features for size in local):
         raise UserError(
-            f"{setting} needs matrices whose sizes on a rank are multiples of {FEATURES}, {param.name} has {local} "
+            f"{setting} needs matrices whose sizes on a rank are multiples of {features}, {param.name} has {local} "
             f"with {parts} tensor-parallel parts: choose a smaller layout.tensor or layout.expert_tensor"
         )

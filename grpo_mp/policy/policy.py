@@ -19,7 +19,7 @@ from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.lora import adapter_params, check_targets
+from grpo_mp.models.lora import adapter_params, check_adapters
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, is_of_mtp
 from grpo_mp.policy.expert_load import ExpertLoad
 from grpo_mp.policy.forward import LossFunction, forward_only
@@ -62,7 +62,8 @@ class Policy(TrainedModel):
                 clear_weights(base, self.base_params)
 
         super().__init__(settings, parallel, hf, self.base_params | adapters, load)
-        self.base_digest = base_digest(settings.model.path) if self.lora else ""
+        if self.lora:
+            self.base_digest, self.adapters = base_digest(settings.model.path), self.lora.words
         self.expert_load = ExpertLoad(self.models(), self.config.num_layers, self.config.num_moe_experts or 0)
         self.mtp_loss = MtpLoss(settings.model.mtp_loss_scaling_factor) if settings.model.trains_mtp else None
         if settings.training.router_replay != "none":
@@ -173,7 +174,8 @@ def check_policy(
     if training.router_replay != "none":
         check_router_replay(config)
     if model.lora:
-        check_targets(family_of(hf).params(hf).values(), model.lora.targets)
+        sizes = (layout.tensor, layout.expert, layout.expert_tensor)
+        check_adapters(family_of(hf).params(hf), model.lora.targets, *sizes)
     with open_weights(model.path, family=model.family) as reader:
         check_tensors(reader, family_of(hf).params(hf).values())
         check_layers(reader.names, hf)

@@ -44,6 +44,7 @@ class TrainedModel:
 
     reference: Reference | None = None  # a second set of weights for the same model
     base_digest = ""  # of frozen weights, which checkpoints leave out
+    adapters = ""  # beside them, in words
     replay: RoutingReplay | None = None
 
     def __init__(

@@ -1,6 +1,7 @@
 """What the loops of RL and of supervised fine-tuning do alike: guards, checkpoints, exports."""
 
 from pathlib import Path
+from shutil import rmtree
 
 from grpo_mp.checkpoint.hf_writer import incomplete_folder
 from grpo_mp.checkpoint.run_state import EXPORTS, METRICS
@@ -72,9 +73,13 @@ def export(ctx: PolicyContext, folder: Path) -> None:
     settings = ctx.settings
     with ctx.phases.phase(Phase.SAVE, "export"):
         if settings.model.lora:
-            adapters = folder.with_name(f"{folder.name}_adapter")
-            export_adapters(ctx.policy, adapters, settings.model.path, settings.bucket_bytes)
+            export_adapters(ctx.policy, adapter_folder(folder), settings.model.path, settings.bucket_bytes)
         export_policy(ctx.policy, folder, settings.model.path, settings.bucket_bytes, settings.run.export_fp8)
+
+
+def adapter_folder(export: Path) -> Path:
+    """Return the folder for peft beside an export."""
+    return export.with_name(f"{export.name}_adapter")
 
 
 def export_step(ctx: PolicyContext, step: int) -> None:
@@ -83,6 +88,9 @@ def export_step(ctx: PolicyContext, step: int) -> None:
     try:
         export(ctx, folder)
     except DiskError as error:
+        if ctx.parallel.rank == 0:  # nothing stands beside an export that is not there
+            for half in (incomplete_folder(adapter_folder(folder)), adapter_folder(folder)):
+                rmtree(half, ignore_errors=True)
         ctx.saver.failed_exports.add(error, incomplete_folder(folder), last=False)
     else:
         ctx.saver.failed_exports.forget()

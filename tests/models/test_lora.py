@@ -11,7 +11,7 @@ from grpo_mp.config.lora_section import LoraConfig
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.lora import adapter_params, check_targets
+from grpo_mp.models.lora import adapter_params, check_adapters, check_targets
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.models.published import PUBLISHED
 
@@ -51,6 +51,16 @@ def test_targets_that_cannot_be_are_refused(targets: tuple[str, ...], sentence: 
         check_targets(params_of("qwen3-30b-a3b").values(), targets)
 
 
+@pytest.mark.parametrize(("tensor", "expert", "expert_tensor"), [(1, 2, 1), (2, 1, 1)])
+def test_adapters_of_divided_experts_alone_are_refused(tensor: int, expert: int, expert_tensor: int) -> None:
+    """Megatron makes an optimizer without parameters then, which has no state to save."""
+    params, experts = params_of("qwen3-30b-a3b"), ("gate_proj", "up_proj", "down_proj")
+    with pytest.raises(UserError, match=r"needs adapters outside of experts, too: add o_proj"):
+        check_adapters(params, experts, tensor, expert, expert_tensor)
+    check_adapters(params, experts, 1, 1, 1)
+    check_adapters(params, (*experts, "o_proj"), tensor, expert, expert_tensor)
+
+
 @pytest.mark.parametrize(
     ("model", "megatron_args", "sentence"),
     [
@@ -58,6 +68,8 @@ def test_targets_that_cannot_be_are_refused(targets: tuple[str, ...], sentence: 
         ({"target_modules": "all"}, {}, "model.lora.target_modules"),
         ({"rank": 0}, {}, "model.lora.rank"),
         ({"dropout": 0.1}, {}, "model.lora.dropout"),
+        ({}, {"moe_router_bias_update_rate": 0.1}, "moe_router_bias_update_rate changes a bias of the routers"),
+        ({}, {"delay_wgrad_compute": True}, "delay_wgrad_compute stores gradients of the weights"),
         ({}, {"moe_shared_expert_overlap": True}, "model.lora: training.megatron_args.moe_shared_expert_overlap"),
         (None, {}, "model.lora has no adapters for the multi-token-prediction layer"),
     ],

@@ -77,6 +77,7 @@ DEFAULT, TENSOR_2 = LayoutConfig(), LayoutConfig(tensor=2)
     [
         ({"fp8_recipe": "mxfp8"}, "bfloat16", None, r"fp8_recipe=mxfp8 needs GPUs \(B200 .*on a CPU set .*=blockwise"),
         ({"fp8_recipe": "mxfp8"}, "bfloat16", 9.0, r"compute capability 10 \(B200 or newer\), these have 9: set"),
+        ({"fp8_recipe": "mxfp8"}, "bfloat16", 12.0, "TransformerEngine has none for compute capability 12"),
         ({}, "bfloat16", 8.0, r"fp8_recipe=blockwise needs GPUs of compute capability 9 \(H100 or newer\)"),
         ({}, "float32", 9.0, "needs model.dtype=bfloat16 on a GPU, not float32"),
         ({"megatron_args": {"first_last_layers_bf16": True}}, "bfloat16", None, "leave out .*first_last_layers_bf16"),
