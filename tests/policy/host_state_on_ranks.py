@@ -224,7 +224,9 @@ def as_on_a_device() -> Iterator[None]:
     from grpo_mp.policy import megatron_config
 
     with pytest.MonkeyPatch.context() as patch:
-        answers = SimpleNamespace(on_cuda=lambda: True, megatron_fields=platform.megatron_fields)
+        answers = SimpleNamespace(
+            on_cuda=lambda: True, megatron_fields=platform.megatron_fields, fp8_fields=platform.fp8_fields
+        )
         patch.setattr(megatron_config, "platform", answers)
         yield
 
