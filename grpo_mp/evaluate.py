@@ -87,7 +87,8 @@ def read_command(args: argparse.Namespace) -> EvaluationJob:
         # All ranks have engines.
         "schedule": "colocated",
         "engine": settings.engine.model_copy(update={"ranks": 0}),
-        # No reference is needed.
+        # Neither reference nor critic is needed.
+        "critic": None,
         "algorithm": settings.algorithm.model_copy(update={"kl": KLConfig()}),
     }
     step = read_manifest(checkpoint).step if checkpoint else 0

@@ -149,7 +149,8 @@ def read_command(args: argparse.Namespace) -> SamplingJob:
         # All ranks have engines.
         "schedule": "colocated",
         "engine": settings.engine.model_copy(update=deterministic),
-        # Nothing is trained: no reference, no experts to replay.
+        # Nothing is trained: no reference, no critic, no experts to replay.
+        "critic": None,
         "algorithm": settings.algorithm.model_copy(update={"kl": KLConfig()}),
         "training": settings.training.model_copy(update={"router_replay": "none"}),
     }

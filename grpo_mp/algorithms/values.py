@@ -46,8 +46,8 @@ def make_value_loss(cliprange_value: float) -> ValueLoss:
         if batch.values is None or batch.returns is None:
             raise ValueError("the micro-batch has no values of the old critic: compute them before the update")
         learned = batch.mask.bool()
-        new = values.double().where(learned, 0.0)  # what is elsewhere reaches neither loss nor gradient
-        old, returns = batch.values.double(), batch.returns.double()
+        # What is elsewhere reaches neither loss nor gradient.
+        new, old, returns = (one.double().where(learned, 0.0) for one in (values, batch.values, batch.returns))
         clipped = new.clamp(old - cliprange_value, old + cliprange_value)
         squared, squared_clipped = (new - returns).square(), (clipped - returns).square()
         total = (0.5 * torch.max(squared, squared_clipped) * batch.loss_weights).sum()

@@ -170,7 +170,8 @@ def logprob_tokens(updates: Sequence[Sequence[MicroBatch]], parallel: Parallel) 
     count = torch.zeros((), dtype=torch.float64)
     if parallel.is_reporting_rank:
         for batch in (batch for update in updates for batch in update):
-            forwards = (batch.old_logprobs is not None) + (batch.reference_logprobs is not None)
+            computed = (batch.old_logprobs, batch.reference_logprobs, batch.values)
+            forwards = sum(values is not None for values in computed)
             shared = sum(rows.count for rows in set(batch.prompt_rows))
             count += forwards * ((batch.sequence_index >= 0).sum() + shared)
     dist.all_reduce(count, group=parallel.cpu_group)

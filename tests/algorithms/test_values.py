@@ -67,7 +67,7 @@ def test_the_value_loss_is_the_larger_square_and_its_gradient_stops_at_the_clip(
     new, old, returns = ([draw.uniform(-1, 1) for _ in range(count)] for _ in range(3))
     mask = [float(draw.random() < 0.7) for _ in range(count)]
     weights = [draw.random() * m for m in mask]
-    new[mask.index(0.0)] = float("inf")  # reaches nothing
+    new[mask.index(0.0)] = old[mask.index(0.0)] = float("inf")  # reaches nothing
     values = torch.tensor(new, dtype=torch.float64, requires_grad=True)
     loss, sums = make_value_loss(clip)(values, batch_of(mask, weights, old, returns))
     loss.backward()

@@ -164,6 +164,11 @@ def test_a_policy_is_built_where_engines_cannot_read_the_folder(
     assert read_command(command).needs_policy == needed
 
 
+def test_no_critic_is_built(tiny_run: TinyRun) -> None:
+    command = evaluate_parser().parse_intermixed_args([str(tiny_run.config), "algorithm=ppo"])
+    assert read_command(command).settings.critic is None
+
+
 def change_config(folder: Path, **values: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | values))

@@ -42,6 +42,7 @@ def test_settings_of_a_training_run_are_those_of_a_sampling(tiny_run: TinyRun) -
     assert job.folder == tiny_run.folder / "run" / "sample" / "model"
     assert len(job.prompts(preflight(job))) == TRAIN_PROMPTS
     assert not command(tiny_run.config, "sample.deterministic=false").settings.engine.deterministic
+    assert command(tiny_run.config, "algorithm=ppo").settings.critic is None
 
 
 REFUSED = [

@@ -190,7 +190,11 @@ def test_logprobs_of_a_shared_prompt_are_computed_once(parallel: Parallel) -> No
     (update,) = plan_updates([16] * 3, 1, LayoutConfig(), 1, 4096, 64, prompts=[SamplePrompt(7, 11)] * 3)
     (batch,) = microbatches(update, dict(enumerate(samples)), [1.0] * 3, [1.0] * 3, LayoutConfig(), 0, 0)
     assert logprob_tokens([[batch]], parallel) == 0
-    assert logprob_tokens([[replace(batch, old_logprobs=batch.rollout_logprobs)]], parallel) == 10 + 3 * 6
+    scored = replace(batch, old_logprobs=batch.rollout_logprobs)
+    assert logprob_tokens([[scored]], parallel) == 10 + 3 * 6
+    assert logprob_tokens([[replace(scored, values=batch.rollout_logprobs)]], parallel) == 2 * (
+        10 + 3 * 6
+    )  # a critic's
 
 
 def test_kl_is_the_mean_over_the_updates_that_measured_it(parallel: Parallel) -> None:
