@@ -35,7 +35,7 @@ class LoraConfig(Section):
         return None if self.target_modules == ALL_LINEAR else tuple(self.target_modules)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Return what adapters learned for: another factor or other modules would make another model of them."""
         modules = self.target_modules if self.targets is None else " ".join(sorted(self.targets))
         return f"of rank {self.rank} and alpha {self.alpha:g} on {modules}"

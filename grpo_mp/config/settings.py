@@ -142,6 +142,11 @@ class Settings(Section):
                 "algorithm.advantage.baseline=critic takes the values of a critic, and critic is null: set it, e.g. "
                 "critic={lr: 1e-5}"
             )
+        if self.critic and self.model.trains_mtp and "pipeline_model_parallel_layout" in self.training.megatron_args:
+            raise ValueError(
+                "training.megatron_args.pipeline_model_parallel_layout places a multi-token-prediction layer, which a "
+                "critic lacks: leave it out, or set mtp_loss_scaling_factor=0"
+            )
         if self.critic and self.model.lora:
             raise ValueError(
                 "critic beside model.lora has not been tested: set lora=null, or another algorithm than ppo"

@@ -20,7 +20,8 @@ from grpo_mp.distributed.ports import claim_ports
 from grpo_mp.distributed.rendezvous import rendezvous
 
 Value = TypeVar("Value")
-WAITED_PHASES = 4  # of ranks that train, for which those of the engines wait in one: LOGPROB, TRAIN, SAVE, SYNC
+# Of ranks that train, for which those of the engines wait in one: LOGPROB, TRAIN of policy and critic, SAVE, SYNC.
+WAITED_PHASES = 5
 
 
 @dataclass(frozen=True)

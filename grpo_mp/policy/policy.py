@@ -63,7 +63,7 @@ class Policy(TrainedModel):
 
         super().__init__(settings, parallel, hf, self.base_params | adapters, load)
         if self.lora:
-            self.base_digest, self.adapters = base_digest(settings.model.path), self.lora.words
+            self.base_digest, self.adapters = base_digest(settings.model.path), self.lora.description
         self.expert_load = ExpertLoad(self.models(), self.config.num_layers, self.config.num_moe_experts or 0)
         self.mtp_loss = MtpLoss(settings.model.mtp_loss_scaling_factor) if settings.model.trains_mtp else None
         if settings.training.router_replay != "none":
@@ -73,12 +73,12 @@ class Policy(TrainedModel):
         decoder = {name: tensor for name, tensor in trained if not is_of_mtp(self.params[name], hf)}
         self.reference = Reference(decoder) if with_reference else None
 
-    def _prepare(self, models: list[PolicyModel]) -> None:
+    def _add_adapters(self, models: list[PolicyModel]) -> None:
         if self.lora:
             add_adapters(models, self.base_params, self.parallel.coords, self.parallel.layout, self.lora)
 
-    def _mark(self) -> None:
-        super()._mark()
+    def _mark_tensor_parallel(self) -> None:
+        super()._mark_tensor_parallel()
         adapters = {name: param for name, param in self.params.items() if name not in self.base_params}
         initialize(self.tensors, adapters, self.parallel.coords, self.parallel.layout, self._seed)
 

@@ -64,21 +64,21 @@ class TrainedModel:
         dtype, megatron_args = settings.model.dtype, settings.training.megatron_args
         self.config = transformer_config(settings.layout, settings.training, dtype, hf)
         models = build_chunks(self.config, hf, settings.training, settings.temperature, model_class)
-        self._prepare(models)
+        self._add_adapters(models)
         self.chunks = wrap_for_training(settings.layout, megatron_args, self.config, models)
         self.tensors = local_tensors(models, params, parallel.coords, settings.layout.expert)
         load(self.tensors)
-        self._mark()
+        self._mark_tensor_parallel()
         self.optimizer, self.lr_scheduler = build_optimizer(
             settings.optimizer, dtype, megatron_args, settings.total_updates, self.chunks
         )
         self.padding_multiple = padding_multiple(settings.layout, settings.training)
         self._skip_grad_norm = settings.optimizer.skip_grad_norm or math.inf
 
-    def _prepare(self, models: list[PolicyModel]) -> None:
-        """Change what was built before Megatron wraps it for training."""
+    def _add_adapters(self, models: list[PolicyModel]) -> None:
+        """Add low-rank adapters to what was built, before Megatron wraps it for training."""
 
-    def _mark(self) -> None:
+    def _mark_tensor_parallel(self) -> None:
         """Tell Megatron which tensors ranks divide: it counts unmarked ones in the gradient's norm on one rank only."""
         for name, tensor in self.tensors.items():
             tensor.tensor_model_parallel = self.params[name].tp_dim is not None  # type: ignore[attr-defined]

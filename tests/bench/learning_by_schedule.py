@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("runs/learning_by_schedule"))
     given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    results = given.out / "cells.jsonl"
-    for cell in given.cells:
-        if not any(done["cell"] == cell and done["steps"] == given.steps for done in read(results)):
-            done = run(cell, given.steps, given.out)
+    show(run_cells(given.cells, given.steps, given.out, lambda cell: run(cell, given.steps, given.out)))
+
+
+def run_cells(
+    cells: Sequence[str], steps: int, out: Path, run_cell: Callable[[str], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Run what OUT/cells.jsonl lacks of the cells, and append each when it ends; return all of so many steps there."""
+    out.mkdir(parents=True, exist_ok=True)
+    results = out / "cells.jsonl"
+    for cell in cells:
+        if not any(done["cell"] == cell and done["steps"] == steps for done in read(results)):
+            done = run_cell(cell)
             with results.open("a") as file:
                 file.write(json.dumps(done) + "\n")
-    show([done for done in read(results) if done["steps"] == given.steps])
+    return [done for done in read(results) if done["steps"] == steps]
 
 
 def read(file: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ of a critic: at this size the memory of a process varies by more.
 """
 
 import argparse
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
@@ -24,7 +23,7 @@ from rich.table import Table
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
-from tests.bench.learning_by_schedule import ACCURACY, SEEDS, read
+from tests.bench.learning_by_schedule import ACCURACY, SEEDS, read, run_cells
 from tests.bench.quickstart_run import CONFIG, make_model, train
 
 MIB = 2**20
@@ -48,14 +47,10 @@ def main() -> None:
     parser.add_argument("--eval-every", type=int, default=10)
     parser.add_argument("--out", type=Path, default=Path("runs/ppo_beside_grpo"))
     given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    results = given.out / "cells.jsonl"
-    for cell in given.cells:
-        if not any(done["cell"] == cell and done["steps"] == given.steps for done in read(results)):
-            done = run(cell, given.steps, given.eval_every, given.out)
-            with results.open("a") as file:
-                file.write(json.dumps(done) + "\n")
-    show([done for done in read(results) if done["steps"] == given.steps], planned_bytes())
+    done = run_cells(
+        given.cells, given.steps, given.out, lambda cell: run(cell, given.steps, given.eval_every, given.out)
+    )
+    show(done, planned_bytes())
 
 
 def overrides(preset: str, steps: int, eval_every: int) -> list[str]:

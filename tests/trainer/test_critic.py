@@ -223,3 +223,17 @@ def test_a_critic_goes_where_the_policy_goes(parallel: Parallel, model: Path, mo
     models, stays = ("Policy", "Critic"), ("policy_weights", "gradients")
     expected = [(name, part, True) for part in (*stays, "optimizer") for name in models]
     assert moved == [*expected, *((name, part, False) for part in stays for name in models)]
+
+
+@pytest.mark.parametrize(
+    ("of_model", "sentence"),
+    [
+        ({"mtp_loss_scaling_factor": 0.1}, "places a multi-token-prediction layer, which a critic lacks: leave it out"),
+        ({"lora": {"rank": 2, "alpha": 4}}, "critic beside model.lora has not been tested"),
+    ],
+)
+def test_models_that_a_critic_is_not_beside_are_refused(model: Path, of_model: dict[str, Any], sentence: str) -> None:
+    layout = {"megatron_args": {"pipeline_model_parallel_layout": "Et*3|t*3mL"}}
+    tree = BASE | {"algorithm": "ppo", "training": layout, "model": {"path": str(model)} | of_model}
+    with pytest.raises(UserError, match=sentence):
+        check_settings(tree, "test")
