@@ -262,13 +262,16 @@ def test_failed_exports_leave_nothing_and_count_only_in_a_row(
 ) -> None:
     settings = load_settings(tiny_run.config, [f"run.folder={tmp_path}", "run.max_failed_saves=1"])
     exports = FailedSaves(settings.run.max_failed_saves, rank=0)
-    ctx: Any = SimpleNamespace(settings=settings, saver=SimpleNamespace(failed_exports=exports))
+    ctx: Any = SimpleNamespace(
+        settings=settings, saver=SimpleNamespace(failed_exports=exports), parallel=SimpleNamespace(rank=0)
+    )
     fails = True
 
     def export(_: object, folder: Path) -> None:
         begin_hf(folder)
         (incomplete_folder(folder) / "shard-0-0").write_bytes(b"half of it")
         if fails:
+            loop.adapter_folder(folder).mkdir()  # its adapters were whole before the disk was full
             raise DiskError(f"{folder} cannot be written")
         incomplete_folder(folder).rename(folder)
 
