@@ -45,7 +45,7 @@ from grpo_mp.trainer.loop import (
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step
 from grpo_mp.trainer.replica_check import check_replicas
-from grpo_mp.trainer.skipped_updates import keep_skipped, skipped_critic_updates
+from grpo_mp.trainer.skipped_updates import keep_skipped, note_skipped_by_critic
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord, disk_may_be_full, sync_metrics
 from grpo_mp.trainer.update import critic_step, train_step, update_reference
 from grpo_mp.weight_sync.update import largest_report
@@ -214,8 +214,7 @@ def update_critic(ctx: TrainContext, updates: UpdateBatches, step: int) -> list[
         if replicas_every and step % replicas_every == 0:
             check_replicas(ctx.critic, step)
         reports = critic_step(ctx.critic, updates, ctx.settings.critic, ctx.settings.training.epochs)
-    if any(report.skipped for report in reports):
-        ctx.progress.note(f"warning: step {step}: {skipped_critic_updates(reports)}")
+    ctx.state = replace(ctx.state, critic_skipped_in_a_row=note_skipped_by_critic(ctx, reports, step))
     return reports
 
 
@@ -244,6 +243,7 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatc
         adaptive_coefs=adaptive_coefs,
         reference_updated=state.reference_updated or updated,
         skipped_in_a_row=skipped_in_a_row,
+        critic_skipped_in_a_row=ctx.state.critic_skipped_in_a_row,
     )
     return reports
 

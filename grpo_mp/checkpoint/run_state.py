@@ -48,7 +48,7 @@ RENAMED_STATE = {
     "solve_streak": "solved_streak",
 }
 REMOVED_STATE = {"weight_version"}
-COUNTS = ("step", "optimizer_step", "samples_seen", "groups_launched", "skipped_in_a_row")
+COUNTS = ("step", "optimizer_step", "samples_seen", "groups_launched", "skipped_in_a_row", "critic_skipped_in_a_row")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class TrainState:
     adaptive_coefs: dict[str, float] = field(default_factory=dict)  # current values of adaptive weights
     reference_updated: bool = False  # the checkpoint has a reference of its own
     skipped_in_a_row: int = 0  # the last optimizer updates, whose gradients were not finite or too large
+    critic_skipped_in_a_row: int = 0  # the same of the critic's
 
 
 def checkpoint_folder(run_folder: Path, step: int) -> Path:

@@ -385,8 +385,8 @@ class OptimizerConfig(Section):
     max_skipped_updates: int = Field(
         3,
         ge=0,
-        description="skipped updates in a row after which the run stops; the samples of each step that has one are "
-        "kept in RUN/rollouts_dump; 0: never",
+        description="skipped updates in a row, of the policy or of a critic, after which the run stops; the samples of "
+        "each step that has one of the policy are kept in RUN/rollouts_dump; 0: never",
     )
     offload: Literal["none", "step", "host"] = Field(
         "step",

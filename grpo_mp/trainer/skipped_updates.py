@@ -70,10 +70,21 @@ def note_skipped(ctx: PolicyContext, reports: Sequence[UpdateReport], step: int,
     return counts[-1]
 
 
-def skipped_critic_updates(reports: Sequence[UpdateReport]) -> str:
-    """Return what to say of a critic's skipped updates; the policy's own, not these, stop a run. Pure."""
+def note_skipped_by_critic(ctx: PolicyContext, reports: Sequence[UpdateReport], step: int) -> int:
+    """Warn of a critic's skipped updates, and return how many of its last were.
+
+    Raises UserError after `optimizer.max_skipped_updates` of them in a row.
+    """
+    if not any(report.skipped for report in reports):
+        return 0
+    counts = count_in_a_row(ctx.state.critic_skipped_in_a_row, reports)
     norms = ", ".join(f"{report.grad_norm:.3g}" for report in reports if report.skipped)
-    return f"update of the critic skipped: gradient norm {norms}: lower critic.lr"
+    text = f"step {step}: update of the critic skipped, {max(counts)} in a row: gradient norm {norms}: lower critic.lr"
+    limit = ctx.settings.optimizer.max_skipped_updates
+    if limit and max(counts) >= limit:
+        raise UserError(f"{text}; the run stops after optimizer.max_skipped_updates={limit}")
+    ctx.progress.note(f"warning: {text}")
+    return counts[-1]
 
 
 def describe(step: int, count: int, reports: Sequence[UpdateReport], names: Sequence[str], folder: Path) -> str:

@@ -165,6 +165,7 @@ WRITTEN: dict[str, dict[str, tuple[float | None, float | None]]] = {
     "clip_share": {"train/pg_clipfrac": (0.05, 0.4)},
     "effective_sample_size": {"train/ess": (0.95, 0.5)},
     "skipped_updates": {"train/skipped_updates": (0.0, 1.0)},
+    "critic_skipped_updates": {"critic/skipped_updates": (0.0, 1.0)},
     "lost_logprobs": {"mismatch/tokens_without_rollout_logprob": (0.0, 3.0)},
     "lost_routes": {"rollout/samples_without_routed_experts": (0.0, 9.0)},
     "sync_check": {"sync/check/logprob_abs_diff/mean": (0.01, 0.5)},

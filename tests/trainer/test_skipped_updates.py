@@ -25,7 +25,13 @@ from grpo_mp.rollout.dump import read_groups
 from grpo_mp.rollout.journal import GroupJournal
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step, open_replay, step_file
-from grpo_mp.trainer.skipped_updates import count_in_a_row, describe, keep_skipped, with_sent_experts
+from grpo_mp.trainer.skipped_updates import (
+    count_in_a_row,
+    describe,
+    keep_skipped,
+    note_skipped_by_critic,
+    with_sent_experts,
+)
 from grpo_mp.trainer.update import train_step
 from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
@@ -162,6 +168,19 @@ def test_the_samples_of_a_skipped_update_are_kept_once_and_the_run_stops_after_s
     assert keep_skipped(ctx, batch, [done], 6) == 0
     with pytest.raises(UserError, match=r"^step 7: update skipped, 3 in a row: .*max_skipped_updates=3: look at them$"):
         keep_skipped(ctx, batch, [skipped, skipped], 7)
+
+
+def test_a_critic_whose_updates_are_skipped_in_a_row_stops_the_run(tiny_run: TinyRun) -> None:
+    settings, notes = load_settings(tiny_run.config, ["optimizer.max_skipped_updates=3"]), list[str]()
+    ctx: Any = SimpleNamespace(settings=settings, state=TrainState(), progress=SimpleNamespace(note=notes.append))
+    done, skipped = UpdateReport([], 1.0, 0.1, False), UpdateReport([], torch.nan, 0.1, True)
+    assert note_skipped_by_critic(ctx, [done], 4) == 0
+    assert note_skipped_by_critic(ctx, [skipped, done, skipped], 5) == 1
+    sentence = "update of the critic skipped, 1 in a row: gradient norm nan, nan: lower critic.lr"
+    assert notes == [f"warning: step 5: {sentence}"]
+    ctx.state = replace(ctx.state, critic_skipped_in_a_row=1)
+    with pytest.raises(UserError, match=r"^step 6: update of the critic skipped, 3 in a row: .*max_skipped_updates=3$"):
+        note_skipped_by_critic(ctx, [skipped, skipped], 6)
 
 
 def test_the_sentence_names_norm_parameters_and_samples() -> None:
