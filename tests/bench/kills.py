@@ -164,7 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_json(file, found.as_json())
         expected = evidence(undisturbed)
         while found.kills.total() < given.kills:
-            run, random = folder / f"run_{time.time_ns()}", Random(f"{given.seed}/{found.kills.total()}")
+            run = folder / f"run_{time.time_ns()}"
+            random = Random(f"{given.seed}/{found.runs}")  # another moment where a run was done before the kill was due
             forget(folder)
             found_by = disturb(folder, [*settings, f"run.folder={run}"], run, random, found, given.kills)
             found.runs += 1
