@@ -47,7 +47,8 @@ def forward_bytes(job: PlannedJob, stage: int) -> float:
 def logits_bytes(job: PlannedJob, stage: int, backward: bool) -> float:
     """Return the bytes of the output head, which is on the last stage.
 
-    One chunk of logits with its copies; with `backward` also the gradient of the output layer.
+    One chunk of logits with its copies; with `backward` also the gradient of the output layer, which has none where
+    adapters alone learn.
     """
     if stage != len(job.stage_layers) - 1:
         return 0.0
@@ -57,7 +58,8 @@ def logits_bytes(job: PlannedJob, stage: int, backward: bool) -> float:
     # Logits and probabilities in float32; backwards also their gradient, and the gradient of the chunk before.
     chunk = rows * columns * (12 + dtype_bytes if backward else 8 + dtype_bytes % 4)
     hidden = job.microbatch_tokens / layout.context * model.hidden_size * dtype_bytes
-    return chunk + hidden + backward * (hidden + columns * model.hidden_size * 4)
+    weights = 0 if job.settings.model.lora else columns * model.hidden_size * 4
+    return chunk + hidden + backward * (hidden + weights)
 
 
 def layer_bytes(job: PlannedJob, layer: int) -> float:

@@ -15,6 +15,7 @@ from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import EngineMemory, engine_memory
 from grpo_mp.planner.job import PlannedJob
+from grpo_mp.planner.parameter_count import largest_adapted
 from grpo_mp.planner.reward_memory import reward_memory, teacher_memory
 from grpo_mp.planner.weight_traffic import check_lengths
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
@@ -78,6 +79,7 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
         "export rounds",
         "quantization",
         "fingerprints",
+        "merged weights",
     ),
     "kept by the allocator": ("fragments",),
     "engine, communicators and contexts": (
@@ -264,14 +266,22 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
             "activations": max(0.0, scored - staged),
             "quantization": QUANTIZATION_BYTES * job.engine_uses_fp8,
             "fingerprints": job.sends_changes * (FACTOR_BYTES + max(0.0, FINGERPRINT_BYTES - max(scored, staged))),
+            "merged weights": _merged_bytes(job),
         }
     if sub_phase is SubPhase.SAVE and _exports(job.settings):
         # As the sync's, but no engine reads them; one rank has all that it writes.
         return {
             "export rounds": _sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE * (job.train_ranks > 1),
             "quantization": QUANTIZATION_BYTES * job.settings.run.export_fp8,
+            "merged weights": _merged_bytes(job),
         }
     return {}
+
+
+def _merged_bytes(job: PlannedJob) -> float:
+    """Return the bytes of the largest weight while adapters are added to it: it and the sum in float32."""
+    lora = job.settings.model.lora
+    return 2.0 * 4 * largest_adapted(job.hf, job.settings.layout, lora) if lora else 0.0
 
 
 def _sync_round_bytes(job: PlannedJob) -> float:

@@ -111,6 +111,15 @@ def adapter_counts(
     return tuple(sum((by_layer[layer] for layer in layers), ZERO) for layers in stage_layers)
 
 
+def largest_adapted(hf: HfConfig, layout: LayoutConfig, lora: LoraConfig) -> int:
+    """Return the elements, on one rank, of the largest weight that adapters add to."""
+    return max(
+        prod(rule.example().local_shape(layout.expert_tensor if rule.experts else layout.tensor))
+        for rule in family_of(hf).rules(hf)
+        if not rule.applies_to_no_layer and adapters_of(rule.example(), lora.rank, lora.targets)
+    )
+
+
 def rule_parameters(rule: Rule, tensor: int, expert: int, expert_tensor: int) -> ParameterCount:
     """Count what one rank holds of a mapping rule in one layer."""
     size = prod(rule.example().local_shape(expert_tensor if rule.experts else tensor))
