@@ -21,6 +21,8 @@ from grpo_mp.report.records import read_runs
 from grpo_mp.report.times import memory_tables
 from tests.conftest import TinyRun
 from tests.e2e.jobs import Job, read_jsonl
+from tests.parallel import peft_model
+from tests.parallel.full_model import exceeding, relative_errors
 from tests.report.chromium import wait_until
 
 SFT = (sys.executable, "-m", "grpo_mp", "sft", "--ranks", "2")
@@ -180,6 +182,23 @@ def test_the_report_has_its_losses_and_settings(runs: Runs) -> None:
     charts = {chart.title: chart for section in build_report(records).sections for chart in section.charts}
     assert [series.name for series in charts["Supervised loss"].series] == ["train", "held out"]
     assert len(charts["Supervised loss"].series[0].values) == STEPS
+
+
+@pytest.mark.slow
+def test_adapters_alone_learn_and_peft_loads_them(config: Path, tiny_run: TinyRun, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    lora = ("model.lora={rank: 8, alpha: 32}", "optimizer.lr=0.01", "optimizer.lr_schedule=constant", "sft.epochs=2")
+    job = Job(tmp_path, [str(config), f"run.folder={run}", "run.eval_every=0", "run.export_every=0", *lora], SFT)
+    try:
+        assert job.wait() == 0, job.err
+    finally:
+        job.end()
+    losses = [line["sft/loss"] for line in read_jsonl(run / "metrics.jsonl") if "sft/loss" in line]
+    assert losses[-1] < 0.8 * losses[0]
+    by_peft = peft_model.merged_state(peft_model.load_peft(tiny_run.model, run / "final_adapter"))
+    final = dict(peft_model.load(run / "final").state_dict())
+    assert not exceeding(relative_errors(final, dict(by_peft)), 1e-6)
+    assert exceeding(relative_errors(final, dict(peft_model.load(tiny_run.model).state_dict())), 1e-6)
 
 
 def test_gradients_above_the_limit_are_skipped_and_their_rows_named(config: Path, tmp_path: Path) -> None:
