@@ -146,18 +146,6 @@ SICKNESSES = {
         ("optimizer.skip_grad_norm=0.05", "optimizer.max_skipped_updates=99"),
         steps=8,
     ),
-    "clip_share": Sickness(
-        "Eight updates of a step at a high rate: the later ones begin where most tokens are beyond the clip already.",
-        "clip_share",
-        ("training.updates_per_step=8", "optimizer.lr=2e-3", "rollout.prompts_per_step=16"),
-        steps=15,
-    ),
-    "slow_engine": Sickness(
-        "One of two engines gets a third of the time of its core, as on a GPU that another process uses.",
-        "slow_engine",
-        (f"algorithm.curriculum={{function: '{PARTS}:slow_engine'}}", "rollout.prompts_per_step=16"),
-        steps=15,
-    ),
     "staleness": Sickness(
         "Engines run up to three steps ahead of a trainer that makes eight updates in each.",
         "staleness",
