@@ -24,6 +24,7 @@ from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.trainer.load_models import policy_tensors, transformers_model
 
 EMBEDDING = "embedding"
+OUTPUT = "final norm and output layer"  # of which the logprobs are compared
 START_TIMEOUT_S = 1800.0  # a large folder is read from a slow disk
 REQUEST_TIMEOUT_S = 600.0
 Question = Callable[[EngineClient], Awaitable[Any]]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_mp.doctor.activations import EMBEDDING, Activations, attention_point, layer_point
+from grpo_mp.doctor.activations import EMBEDDING, OUTPUT, Activations, attention_point, layer_point
 from grpo_mp.findings import Finding, Level
 
 FLOAT32_TOLERANCE = 1e-4  # of a point's relative error; sums in another order differ by less
@@ -66,7 +66,11 @@ def distances(model: Activations, reference: Activations, layers: int) -> dict[s
         point = layer_point(layer)
         found[point] = Distance(relative_error(model.points[point][kept], reference.points[point][kept]), rerouted)
         if not kept.any():
-            break
+            return found
+    sequences = len(kept) - len(reference.logprobs)
+    scored = kept.view(sequences, -1)[:, :-1].flatten()  # by the place before a token: its logprob is computed there
+    if scored.any():
+        found[OUTPUT] = Distance(relative_error(model.logprobs[scored], reference.logprobs[scored]))
     return found
 
 
@@ -128,6 +132,10 @@ def advice(point: str) -> str:
     """Return what to look at where a model parts from transformers."""
     if point == EMBEDDING:
         return "compare the weights of the embedding, and the padding of its vocabulary"
+    if point == OUTPUT:
+        return (
+            "compare the final norm and the output layer; look at whether it is tied to the embedding, and at soft caps"
+        )
     if point.endswith("attention"):
         return "compare the weights of that layer's attention; look at rope settings, norms of q and k, biases, scale"
     return "compare the weights of that layer's MLP; look at its router (bias, scale, groups) and its shared experts"

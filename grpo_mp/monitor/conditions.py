@@ -31,6 +31,7 @@ class Condition:
     much. `errors`: the change is more than so many standard errors, too: of `error`, the metric that has the standard
     error of a value, or of the mean by the metric's own noise. `same_time`: what was before is what was when the rule's
     first condition had its value before. `negated`: the change is not there, since that time, or the start of the run.
+    `optional`: a run that has no such metric is not asked.
 
     `creeps`: it rises by this share over the last `within` values, or the whole, half or quarter of the run's blocks,
     and by half an even part of that in each third of them.
@@ -48,6 +49,7 @@ class Condition:
     same_time: bool = False
     negated: bool = False
     whole_run: bool = True
+    optional: bool = False
     steps: int = 5
     within: int = 40
 

@@ -140,6 +140,8 @@ class RuleWatch:
 
     def _evidences(self, pattern: str, condition: Condition, since: int | None) -> Iterator[bool]:
         """Yield for each metric of this name whether the condition holds for it."""
+        if condition.optional and pattern not in self._values:
+            yield True
         for name in [pattern] if "*" not in pattern else [*self._values]:
             if name in self._values and (match := _pattern(pattern).fullmatch(name)):
                 yield self._evidence(name, "".join(match.groups()), condition, since) is not None

@@ -11,7 +11,13 @@ from grpo_mp.report.records import RunRecords
 from grpo_mp.report.times import last_steps, memory_tables, plan_tables, rank_tables
 
 FindWarnings = Callable[[Sequence[MetricLine]], Sequence[Finding]]
-PICTURED = ("Reward", "Response length", "Entropy", "Phases of a step")  # beside scores; of several runs, with a name
+PICTURED = (
+    "Reward",
+    "Response length",
+    "Supervised loss",
+    "Entropy",
+    "Phases of a step",
+)  # beside scores; of several runs, with a name
 
 
 def build_report(runs: Sequence[RunRecords], find: FindWarnings = find_warnings) -> Report:
@@ -19,7 +25,7 @@ def build_report(runs: Sequence[RunRecords], find: FindWarnings = find_warnings)
 
     `find`: for one run that is built again and again, a `WarningsOfGrowingRun`'s.
     """
-    scores = scores_table(runs)
+    scores, (no_scores, no_samples) = scores_table(runs), _missing(runs)
     answers = tuple(answer for place, run in enumerate(runs) for answer in choose_answers(run, place))
     sections = (
         Section("run", "What was run", tables=(summary_table(runs), *settings_tables(runs))),
@@ -28,7 +34,7 @@ def build_report(runs: Sequence[RunRecords], find: FindWarnings = find_warnings)
             "Before and after",
             score_charts(runs),
             (scores,) if scores.rows else (),
-            missing="No evaluation was run: data.eval and run.eval_every ask for it.",
+            missing=no_scores,
         ),
         Section("reward", "Reward", (*charts_of("reward", runs), *solve_rate_maps(runs))),
         Section("lengths", "Lengths", charts_of("lengths", runs)),
@@ -40,11 +46,22 @@ def build_report(runs: Sequence[RunRecords], find: FindWarnings = find_warnings)
             (time_table(runs), *rank_tables(runs), *plan_tables(runs)),
         ),
         Section("memory", "Memory", charts_of("memory", runs), memory_tables(runs)),
-        Section(
-            "samples", "Answers to read", answers=answers, missing="No samples: monitor.samples_per_step asks for them."
-        ),
+        Section("samples", "Answers to read", answers=answers, missing=no_samples),
     )
     return Report(tuple(run.name for run in runs), sections, find_all_warnings(runs, find))
+
+
+def _missing(runs: Sequence[RunRecords]) -> tuple[str, str]:
+    """Return what to say where there are no scores, and no answers."""
+    if all(any("sft/loss" in line for line in run.metrics) for run in runs):
+        return (
+            "Supervised fine-tuning scores no answers: its loss on held-out rows stands under Policy and engine.",
+            "Supervised fine-tuning generates no answers.",
+        )
+    return (
+        "No evaluation was run: data.eval and run.eval_every ask for it.",
+        "No samples: monitor.samples_per_step asks for them.",
+    )
 
 
 def main_charts(runs: Sequence[RunRecords]) -> tuple[Chart, ...]:

@@ -59,11 +59,19 @@ def _labels(curve: Curve, runs: Sequence[RunRecords]) -> dict[str, int]:
 def _names(curve: Curve, run: RunRecords) -> list[tuple[str, str]]:
     known = {name: None for line in run.metrics for name in line}
     return [
-        (label or name.rsplit("/", 1)[-1], name)
+        (_label(label, pattern, name), name)
         for label, pattern in curve.patterns.items()
         for name in known
         if fnmatchcase(name, pattern)
     ]
+
+
+def _label(label: str, pattern: str, name: str) -> str:
+    """Return what a line is called: its label, and with `*` in the pattern what that stands for."""
+    before, star, after = pattern.partition("*")
+    if not label:
+        return name.rsplit("/", 1)[-1]
+    return f"{label} {name.removeprefix(before).removesuffix(after)}" if star else label
 
 
 def _lines(curve: Curve, run: RunRecords, labels: dict[str, int]) -> Iterator[Series]:

@@ -145,6 +145,9 @@ def _score_rows(run: RunRecords) -> Iterator[tuple[str, ...]]:
         first = dict(_measures(before[name])) if name in before else {}
         for measure, estimate in _measures(score):
             known = first.get(measure)
+            if len(run.scores) == 1:
+                yield run.name, name, measure, percent(known), "", ""
+                continue
             change = f"{100 * (estimate.value - known.value):+.1f} points" if known else ""
             yield run.name, name, measure, percent(known), percent(estimate), change
 

@@ -152,10 +152,9 @@ def picture_table(picture: Picture) -> Table:
         )
         return Table(f"{picture.title}, s", ("rank", *picture.kinds), rows)
     lines = [dict(zip(series.x, series.values, strict=True)) for series in picture.series]
-    # Steps that all lines have, where there are such: runs of their own lengths have others.
-    common = set.intersection(*map(set, lines)) if lines else set()
-    last = {max(line) for line in lines}
-    places = _last_among(sorted(common | last if len(common) > 1 else {x for line in lines for x in line}))
+    ends = {end(line) for line in lines if line for end in (min, max)}
+    steps = ({x for line in lines for x in line}, {x for line in lines if len(line) <= ROWS for x in line})
+    places = sorted(ends.union(*(_last_among(sorted(one)) for one in steps)))  # of a line with few points all
     rows = tuple(
         (f"{place:g}", *(in_words(line[place]) if place in line else "" for line in lines)) for place in places
     )

@@ -28,6 +28,16 @@ from grpo_mp.types import EpisodeState, MicroBatch, PerToken, SampleInfo
 SOLVE_BINS = ("none", "to_25", "to_50", "to_75", "to_99", "all")  # in percent of a group's answers
 
 
+def group_differences(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return how rewards differ within groups of several samples; nothing where there is no such group."""
+    if not rewards:
+        return {}
+    return {
+        "reward/group_std": statistics.fmean(map(statistics.pstdev, rewards)),
+        "reward/zero_std_ratio": statistics.fmean(len(set(group)) == 1 for group in rewards),
+    }
+
+
 def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[str, float]:
     """Summarize rewards and lengths of all samples of a step."""
     rewards, lengths = [info.reward for info in infos], [info.all_response_tokens for info in infos]
@@ -48,8 +58,7 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
         "reward/std": statistics.pstdev(rewards),
         "reward/min": min(rewards),
         "reward/max": max(rewards),
-        "reward/group_std": statistics.fmean(statistics.pstdev(group) for group in by_group.values()),
-        "reward/zero_std_ratio": statistics.fmean(len(set(group)) == 1 for group in by_group.values()),
+        **group_differences([group for group in by_group.values() if len(group) > 1]),
         **{metric_name("reward/term/{name}", name=term): statistics.fmean(values) for term, values in by_term.items()},
         "rollout/response_length/mean": statistics.fmean(lengths),
         **{

@@ -356,18 +356,25 @@ def recorded(journals: Path) -> set[str]:
     """
     found = set[str]()
     for file in journals.glob("**/*.journal"):
-        for record in read_records(file):
-            with file.open("rb") as stream:
-                stream.seek(record.offset)
-                with pa.ipc.open_stream(stream.read(record.size)) as reader:
-                    rows = reader.read_all().to_pylist()
-            _, prompt, epoch = record.key
-            step = int(file.parent.name.removeprefix("step_"))
-            is_evaluation = journals / EVALUATIONS in file.parents
-            name = f"eval/{step}/{prompt}" if is_evaluation else f"train/{prompt}/{epoch}"
-            found |= {f"{name}/{row['index']}" for row in rows if row["state"]}
-            if record.extent.finished and not is_evaluation:
-                found.add(sha256(repr([row["text"] for row in rows]).encode()).hexdigest())
+        with suppress(FileNotFoundError):  # the run has just removed those of an older step
+            found |= recorded_in(file, is_evaluation=journals / EVALUATIONS in file.parents)
+    return found
+
+
+def recorded_in(file: Path, is_evaluation: bool) -> set[str]:
+    """Return what one journal has."""
+    found = set[str]()
+    for record in read_records(file):
+        with file.open("rb") as stream:
+            stream.seek(record.offset)
+            with pa.ipc.open_stream(stream.read(record.size)) as reader:
+                rows = reader.read_all().to_pylist()
+        _, prompt, epoch = record.key
+        step = int(file.parent.name.removeprefix("step_"))
+        name = f"eval/{step}/{prompt}" if is_evaluation else f"train/{prompt}/{epoch}"
+        found |= {f"{name}/{row['index']}" for row in rows if row["state"]}
+        if record.extent.finished and not is_evaluation:
+            found.add(sha256(repr([row["text"] for row in rows]).encode()).hexdigest())
     return found
 
 

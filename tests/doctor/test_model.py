@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.cli.main import main
-from grpo_mp.doctor.activations import Activations, point_names, run_engine, run_policy, run_transformers
+from grpo_mp.doctor.activations import OUTPUT, Activations, point_names, run_engine, run_policy, run_transformers
 from grpo_mp.doctor.compare_models import fp8_folders
 from grpo_mp.doctor.model import diagnose_model, expert_agreement, point_errors, random_tokens
 from grpo_mp.doctor.weights import check_engine_weights, check_policy_weights, params_of
@@ -62,7 +62,7 @@ def test_every_family_is_compared_at_every_point(family: str, make_model: MakeMo
     policy = run_policy(folder, tokens, "float32")
     assert set(reference.points) == set(policy.points) == set(POINTS)
     errors = point_errors(policy, reference, None, LAYERS)
-    assert [each.point for each in errors] == POINTS
+    assert [each.point for each in errors] == [*POINTS, OUTPUT]
     assert all(each.model.error < 1e-5 for each in errors)
     assert set(expert_agreement(policy, reference).values()) <= {1.0}
     assert set(policy.experts) == set(reference.experts)
@@ -78,6 +78,7 @@ def test_every_family_is_compared_at_every_point(family: str, make_model: MakeMo
         ("model.layers.1.self_attn.o_proj.weight", "layer 1, after attention"),
         ("model.layers.2.mlp.experts.3.down_proj.weight", "layer 2, after its MLP"),
         ("model.layers.1.mlp.gate.weight", "layer 1, after its MLP"),
+        ("lm_head.weight", "final norm and output layer"),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -110,6 +111,8 @@ def test_a_value_that_is_not_finite_is_an_error(make_model: MakeModel) -> None:
         {name: values * float("nan") for name, values in reference.points.items()}, {}, reference.logprobs
     )
     assert diagnose_model("engine", broken, reference, None, LAYERS)[0].level is Level.ERROR
+    no_logprobs = Activations(reference.points, {}, reference.logprobs * float("nan"))
+    assert diagnose_model("engine", no_logprobs, reference, None, LAYERS)[0].level is Level.ERROR
 
 
 def test_a_weight_that_the_policy_holds_otherwise_is_named(make_model: MakeModel, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from grpo_mp.config import Settings
+from grpo_mp.config import Settings, SftSettings
 from grpo_mp.monitor.conditions import Condition
 from grpo_mp.monitor.history import History
 from grpo_mp.monitor.metrics import TABLE, find_metric
@@ -23,7 +23,7 @@ def lines(name: str, values: list[float | None]) -> list[dict[str, float | None]
 
 
 def setting_exists(name: str) -> bool:
-    section: Any = Settings
+    section: Any = SftSettings if name.startswith("sft.") else Settings
     for part in name.split("."):
         found = section.model_fields.get(part) if hasattr(section, "model_fields") else None
         if found is None:
@@ -137,6 +137,9 @@ LAG = "rollout/weight_version_lag/mean"
 WRITTEN: dict[str, dict[str, tuple[float | None, float | None]]] = {
     "engine_differs": {"mismatch/token_mult_prob_error": (1.0, 1.8), LAG: (0.0, 0.0)},
     "not_finite": {"train/loss": (0.01, None)},
+    "supervised_loss_not_finite": {"sft/loss": (0.9, None)},
+    "critic_not_finite": {"critic/value_loss": (0.2, None)},
+    "held_out_loss_rises": {"eval/chats/loss": (1.0, 1.2), "sft/loss": (0.9, 0.6)},
     "metric_not_finite": {"train/kl_loss": (0.01, None)},
     "ratio_not_finite": {"train/ratio/max": (1.2, None)},
     "gradient_exploded": {"train/grad_norm": (1.0, 2e4)},
@@ -226,7 +229,11 @@ def test_a_gap_neither_hides_a_sickness_nor_is_one(rule: str, gap: float | None)
         }
         for step in range(1, 41)
     ]
-    assert {found.rule for found in find_warnings(steps[:20])} <= {"metric_not_finite", "ratio_not_finite"}
+    assert {found.rule for found in find_warnings(steps[:20])} <= {
+        "metric_not_finite",
+        "ratio_not_finite",
+        "supervised_loss_not_finite",
+    }
     assert rule in {found.rule for found in find_warnings(steps)}
 
 

@@ -37,6 +37,7 @@ RAMPS: dict[str, dict[str, tuple[float, float]]] = {
     "reward_term_falls": {"reward/term/polite": (0.9, 0.4), "reward/mean": (1.0, 1.6)},
     "reward_by_length": {"rollout/response_length/mean": (300.0, 700.0), "reward/mean": (0.5, 0.9)},
     "held_out_reward_falls": {"eval/chats/reward": (0.6, 0.3), "reward/mean": (0.5, 0.9)},
+    "held_out_loss_rises": {"eval/chats/loss": (1.0, 1.6), "sft/loss": (0.9, 0.5)},
 }
 # No correctness is defined: these look at a reward that only judges give.
 JUDGED = ("reward_term_falls", "reward_by_length", "held_out_reward_falls")

@@ -444,8 +444,9 @@ def test_the_picture_of_the_readme_is_drawn_by_the_report(tmp_path: Path) -> Non
     picture = root / re.findall(r"--picture (\S+\.svg)", (root / "README.md").read_text())[0]
     assert f"]({picture.relative_to(root)})" in (root / "README.md").read_text()
     texts = {text.strip() for text in ElementTree.parse(picture).getroot().itertext()}
-    drawn = main_charts([read_run(make_run(tmp_path / "run", 13), "run")])
-    assert {chart.title.replace("held_out", "arithmetic") for chart in drawn} <= texts
+    drawn = {chart.title for chart in main_charts([read_run(make_run(tmp_path / "run", 13), "run")])}
+    drawn.remove("Supervised loss")  # this made-up run has it, too
+    assert {title.replace("held_out", "arithmetic") for title in drawn} <= texts
     assert picture.stat().st_size < 200_000
 
 
