@@ -274,22 +274,50 @@ class TeacherConfig(ServedModelConfig):
 
 
 class DistillationConfig(Section):
-    """On-policy distillation: a teacher scores the policy's own tokens; minus the reverse KL is their advantage."""
+    """On-policy distillation: a teacher scores the policy's own tokens; minus the reverse KL is their advantage.
+
+    With topk their loss is the divergence from the teacher's most likely tokens instead.
+    """
 
     teacher: TeacherConfig = Field(description="the model that is learned from")
     coef: float = Field(
         1.0,
         gt=0,
-        description="weight of teacher logprob minus policy logprob in a token's advantage (slime opd_kl_coef)",
+        description="weight of teacher logprob minus policy logprob in a token's advantage, with topk of the "
+        "divergence in the loss (slime opd_kl_coef)",
     )
     advantage: Literal["replace", "add"] = Field(
         "replace",
         description="replace: the teacher alone is learned from, rewards are only measured; add: its part is added to "
-        "the advantage that rewards give",
+        "the advantage that rewards give, with topk to their loss",
     )
     clip: float | None = Field(
         None, gt=0, description="largest difference of the two logprobs that counts, in nats; null: none is cut"
     )
+    topk: int | None = Field(
+        None,
+        ge=1,
+        description="how many of the teacher's most likely tokens the policy is compared with in each place, and all "
+        "others together; the divergence is a loss (NeMo-RL topk_logits_k, verl topk). null: the sampled token alone",
+    )
+    kl_type: Literal["reverse", "forward", "mixed"] = Field(
+        "reverse",
+        description="which divergence topk computes. reverse: KL(policy || teacher); forward: KL(teacher || policy); "
+        "mixed: a mean of both (NeMo-RL kl_type)",
+    )
+    mixed_kl_weight: float = Field(
+        0.5, gt=0, lt=1, description="weight of the forward KL with kl_type=mixed (NeMo-RL mixed_kl_weight)"
+    )
+
+    @model_validator(mode="after")
+    def _check_topk(self) -> "DistillationConfig":
+        if self.topk is None and self.kl_type != "reverse":
+            raise ValueError(f"kl_type={self.kl_type} needs more of the teacher than one logprob: set topk, e.g. 64")
+        if self.topk is not None and self.clip is not None:
+            raise ValueError("clip cuts the difference of sampled tokens, and topk learns from none: leave out clip")
+        if self.kl_type != "mixed" and self.mixed_kl_weight != 0.5:
+            raise ValueError(f"mixed_kl_weight has no effect with kl_type={self.kl_type}: set kl_type=mixed")
+        return self
 
     @property
     def replaces_rewards(self) -> bool:
@@ -465,13 +493,8 @@ def _distillation_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
     distillation = algorithm.distillation
     if distillation is None:
         return
-    if algorithm.ratio in ("sequence", "product"):
-        yield f"distillation differs by token, ratio={algorithm.ratio} does not: set ratio=token or sequence_token"
-    if not policy_loss_entry(algorithm.policy_loss).token_advantages:
-        yield (
-            f"distillation differs by token, policy_loss={algorithm.policy_loss} averages over them: set "
-            "policy_loss=clip or unclipped"
-        )
+    if distillation.topk is None:
+        yield from _sampled_token_contradictions(algorithm)
     if not distillation.replaces_rewards:
         return
     if algorithm.kl.coef and algorithm.kl.apply_to == "reward":
@@ -480,4 +503,14 @@ def _distillation_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield (
             f"distillation.advantage=replace learns from every group, and filter.zero_std={algorithm.filter.zero_std} "
             "keeps those whose rewards differ: set filter.zero_std=keep, or distillation.advantage=add"
+        )
+
+
+def _sampled_token_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
+    if algorithm.ratio in ("sequence", "product"):
+        yield f"distillation differs by token, ratio={algorithm.ratio} does not: set ratio=token or sequence_token"
+    if not policy_loss_entry(algorithm.policy_loss).token_advantages:
+        yield (
+            f"distillation differs by token, policy_loss={algorithm.policy_loss} averages over them: set "
+            "policy_loss=clip or unclipped"
         )

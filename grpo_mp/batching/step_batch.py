@@ -207,14 +207,14 @@ def kl_costs(batch: MicroBatch, algorithm: AlgorithmConfig, kl_coef: float) -> t
 
 
 def with_distillation(updates: UpdateBatches, distillation: DistillationConfig) -> UpdateBatches:
-    """Add the teacher's part to the advantages, or put it in their place.
+    """Add the teacher's part to the advantages, or put it in their place; with topk it is in the loss alone.
 
     The policy's logprobs are those of the old policy, by the trainer where the step computes them, else the engine's.
     """
 
     def distill(mb: MicroBatch) -> MicroBatch:
         kept = torch.zeros_like(mb.advantages) if distillation.replaces_rewards else mb.advantages
-        if mb.teacher_logprobs is None:  # padding alone
+        if mb.teacher_logprobs is None or distillation.topk is not None:  # None: padding alone
             return replace(mb, advantages=kept)
         policy = student_logprobs(mb)
         part = distillation_advantages(policy, mb.teacher_logprobs, distillation)
