@@ -38,6 +38,15 @@ class TopLogprobs:
     ids: npt.NDArray[np.int32]  # [tokens, k]; NO_TOKEN: one that the policy does not have
     logprobs: npt.NDArray[np.float32]  # [tokens, k]
 
+    @property
+    def k(self) -> int:
+        """Return how many tokens each place has."""
+        return self.ids.shape[1]
+
+    def first(self, k: int) -> "TopLogprobs":
+        """Return the k most likely of them."""
+        return TopLogprobs(self.ids[:, :k], self.logprobs[:, :k])
+
 
 @dataclass(frozen=True)
 class Prompt:

@@ -35,7 +35,7 @@ def pack(
     """
     sequences = _lay_out_sequences(plan, align, pad_to)
     total = sum(sequence.length for sequence in sequences)
-    topk = next((topk.ids.shape[1] for i in plan.samples if (topk := samples[i].teacher_topk)), None)
+    topk = next((topk.k for i in plan.samples if (topk := samples[i].teacher_topk)), None)
     batch = MicroBatch(
         tokens=torch.zeros(total, dtype=torch.int64),
         positions=torch.cat([torch.arange(sequence.length) + sequence.prompt.count for sequence in sequences]),

@@ -25,7 +25,7 @@ from grpo_mp.batching.updates import UpdatePlan, microbatches, padding_multiple,
 from grpo_mp.config import Settings
 from grpo_mp.distributed.coordinates import data_parallel_size, model_parallel_ranks
 from grpo_mp.distributed.process_groups import Job, Parallel, sum_over_context
-from grpo_mp.types import MicroBatch, PerToken, SampleGroup, SampleInfo
+from grpo_mp.types import MicroBatch, PerToken, Sample, SampleGroup, SampleInfo
 
 UpdateBatches = list[list[MicroBatch]]
 
@@ -80,7 +80,8 @@ def assemble_step_batch(
     }
     samples = redistribute(groups, keys_by_rank, parallel.cpu_group, parallel.replica, parallel.replica_source)
     place, index_of = (parallel.coords.data, parallel.coords.context), {info.key: i for i, info in enumerate(sequences)}
-    local_samples = {index_of[key]: sample for key, sample in samples.items()}
+    topk = settings.algorithm.distillation.topk if settings.algorithm.distillation else None
+    local_samples = {index_of[key]: _with_topk(sample, topk) for key, sample in samples.items()}
     updates = []
     for update in plan:
         numbers = list(dict.fromkeys(sample_of[i] for i in update.samples))  # those of a sample follow each other
@@ -145,6 +146,11 @@ def _plan(
         [len(infos[number].sequences) for number in order],
         padding_multiple(settings.layout, settings.training),
     )
+
+
+def _with_topk(sample: Sample, topk: int | None) -> Sample:
+    """Leave a sample as many of the teacher's tokens as are learned from: a replayed one may have more."""
+    return replace(sample, teacher_topk=sample.teacher_topk.first(topk) if sample.teacher_topk and topk else None)
 
 
 def _by_sequence(values: Sequence[PerToken], tokens: Sequence[Sequence[int]]) -> list[PerToken]:

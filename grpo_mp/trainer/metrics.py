@@ -138,7 +138,11 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: i
         **{name: statistics.fmean(m[name] for m in by_update if name in m) for name in names},
         # Engine and policy hold the same weights only in the first update of the step.
         **{name: value for name, value in by_update[0].items() if name.startswith("mismatch/")},
-        "train/ratio/max": max(measured["train/ratio/max"] for measured in by_update),
+        **{
+            name: max(measured[name] for measured in by_update if name in measured)
+            for name in ("train/ratio/max", "distill/kl/max")
+            if name in names
+        },
         "train/grad_norm": statistics.fmean(report.grad_norm for report in reports),
         "train/lr": reports[-1].lr,
         "train/updates": len(reports),
@@ -203,7 +207,7 @@ def distillation_metrics(
     return {
         "distill/reverse_kl/mean": total / count,
         "distill/reverse_kl/max": float(largest),
-        "distill/clipped_ratio": clipped / count,
+        **({} if distillation.topk else {"distill/clipped_ratio": clipped / count}),
     }
 
 
