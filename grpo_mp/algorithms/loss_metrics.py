@@ -27,8 +27,8 @@ TOTALS = ("train/loss", "train/pg_loss", "mismatch/tokens_without_rollout_logpro
 PROBABILITIES = ("engine_p", "policy_p", "engine_p2", "policy_p2", "both_p")
 DISTILL_MEANS = {
     "distill/kl/mean": "divergence",
-    "distill/topk_mass": "teacher_mass",
-    "distill/policy_topk_mass": "policy_mass",
+    "distill/teacher_mass": "teacher_mass",
+    "distill/student_mass": "policy_mass",
 }
 SUMS = (*MEANS, *TOTALS, *PROBABILITIES, *DISTILL_MEANS, "ratio2", "tokens", "kl", "kl_tokens", "topk_tokens")
 MAXIMA = ("train/ratio/max", "mismatch/logprob_abs_diff/max", "distill/kl/max")

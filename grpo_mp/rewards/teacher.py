@@ -120,8 +120,8 @@ class TeacherClient(ServedModelClient):
             )
         except (ValueError, TypeError, KeyError) as error:
             raise RewardError(
-                f"{endpoint} returned no top logprobs in flat arrays: serve the teacher by SGLang of a version that has "
-                "return_flat_raw_top_logprobs_b64, or set algorithm.distillation.topk=null"
+                f"{endpoint} returned no top logprobs in flat arrays: serve the teacher by a version of SGLang that "
+                "knows return_flat_raw_top_logprobs_b64, or set algorithm.distillation.topk=null"
             ) from error
         shape = len(sequence.tokens), self._topk
         if not math.prod(shape) == len(ids) == len(logprobs):
@@ -130,7 +130,9 @@ class TeacherClient(ServedModelClient):
                 "asked for: it may have a smaller vocabulary; lower algorithm.distillation.topk"
             )
         ids, logprobs = ids.reshape(shape), logprobs.reshape(shape)
-        if not np.isfinite(logprobs).all() or np.exp(logprobs).sum(1).max() > 1 + TOPK_TOLERANCE:
+        with np.errstate(over="ignore"):
+            mass = np.exp(logprobs).sum(1)
+        if not np.isfinite(logprobs).all() or mass.max() > 1 + TOPK_TOLERANCE:
             raise RewardError(f"{endpoint} returned top logprobs that are of no distribution: the teacher computes NaN")
         if not np.diff(np.sort(ids)).all():
             raise RewardError(f"{endpoint} returned a token twice among the most likely ones of one place")
