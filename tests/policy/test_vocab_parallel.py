@@ -109,15 +109,14 @@ def test_bfloat16_weights_give_float32_logprobs_and_bfloat16_gradients() -> None
 
 
 def others_of(case: Case, vocabulary: int, count: int) -> Tensor:
-    """[T, count] different tokens of each row, some of which the vocabulary does not have."""
-    generator = torch.Generator().manual_seed(5)
-    others = torch.stack([torch.randperm(vocabulary, generator=generator)[:count] for _ in case.targets]).int()
-    others[::3, 0] = -1
+    """[T, count] the most likely tokens of each row, some of which the vocabulary does not have."""
+    others = (case.hidden @ case.weight[:vocabulary].t()).topk(count).indices.int()
+    others[::3, -1] = -1
     return others
 
 
 @pytest.mark.parametrize("chunk", [3, 20])
-@pytest.mark.parametrize(("scale", "count"), [(1.0, 4), (1.0, 12), (6.0, 4)])
+@pytest.mark.parametrize(("scale", "count"), [(1.0, 4), (1.0, 12), (6.0, 8)])
 def test_other_tokens_and_all_the_rest_against_log_softmax(scale: float, count: int, chunk: int) -> None:
     """With a scale of 6 nearly all probability is often in few tokens, and the rest far below rounding error of 1."""
     vocabulary, padding, temperature = 13, 2, 0.7
