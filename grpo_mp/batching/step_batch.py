@@ -15,8 +15,9 @@ from grpo_mp.algorithms.advantages import (
     estimate_advantages,
     outcome_advantages,
 )
+from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.algorithms.losses import estimate_kl, token_weights
-from grpo_mp.algorithms.settings import AlgorithmConfig, DistillationConfig
+from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import redistribute
 from grpo_mp.batching.packing import context_index
 from grpo_mp.batching.routed_experts import exchange_routed_experts
@@ -80,8 +81,7 @@ def assemble_step_batch(
     }
     samples = redistribute(groups, keys_by_rank, parallel.cpu_group, parallel.replica, parallel.replica_source)
     place, index_of = (parallel.coords.data, parallel.coords.context), {info.key: i for i, info in enumerate(sequences)}
-    topk = settings.algorithm.distillation.topk if settings.algorithm.distillation else None
-    local_samples = {index_of[key]: _with_topk(sample, topk) for key, sample in samples.items()}
+    local_samples = {index_of[key]: _with_topk(sample, settings.algorithm) for key, sample in samples.items()}
     updates = []
     for update in plan:
         numbers = list(dict.fromkeys(sample_of[i] for i in update.samples))  # those of a sample follow each other
@@ -148,8 +148,9 @@ def _plan(
     )
 
 
-def _with_topk(sample: Sample, topk: int | None) -> Sample:
+def _with_topk(sample: Sample, algorithm: AlgorithmConfig) -> Sample:
     """Leave a sample as many of the teacher's tokens as are learned from: a replayed one may have more."""
+    topk = algorithm.distillation.topk if algorithm.distillation else None
     return replace(sample, teacher_topk=sample.teacher_topk.first(topk) if sample.teacher_topk and topk else None)
 
 

@@ -11,8 +11,8 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
+from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.algorithms.loss_metrics import MAXIMA, SUMS, merge_reports
-from grpo_mp.algorithms.settings import DistillationConfig
 from grpo_mp.batching.step_batch import StepBatch, student_logprobs
 from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.evaluation.score import EvalScore

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from grpo_mp.algorithms.settings import TeacherConfig
+from grpo_mp.algorithms.distillation_settings import TeacherConfig
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens, check_topk, first_difference, same_tokens

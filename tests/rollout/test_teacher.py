@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mp.algorithms.settings import TeacherConfig
+from grpo_mp.algorithms.distillation_settings import TeacherConfig
 from grpo_mp.rewards.teacher import TeacherClient
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.types import Prompt, Sample, SampleGroup

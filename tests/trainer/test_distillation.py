@@ -12,8 +12,9 @@ import torch
 
 from grpo_mp.algorithms.advantages import distillation_advantages
 from grpo_mp.algorithms.distillation import topk_terms
+from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.algorithms.losses import token_weights
-from grpo_mp.algorithms.settings import AlgorithmConfig, DistillationConfig
+from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.microbatches import plan_microbatches
 from grpo_mp.batching.packing import gather_responses, pack
 from grpo_mp.batching.step_batch import with_distillation
