@@ -14,6 +14,9 @@ PerToken = float | torch.Tensor  # one number for all response tokens of a sampl
 
 ExpertIds = npt.NDArray[np.integer[Any]]  # uint8 where all experts of a layer fit, else int16
 
+LEAST_LOGPROB = -128.0  # in place of anything smaller: exp() of it is 0 in float32, and 0 * infinity would be NaN
+NO_TOKEN = -1  # in place of a token that the policy does not have
+
 Message = dict[str, Any]  # of a chat: role, content, and what the template reads beside them
 
 EpisodeState = Literal["completed", "truncated", "timeout", "error"]  # how an episode ended
@@ -26,6 +29,23 @@ StepRewards = tuple[tuple[int, float], ...]  # (index of a step's last token in 
 def expert_id_bytes(num_experts: int) -> int:
     """Return the bytes of an expert's number in ExpertIds."""
     return 1 if num_experts <= 256 else 2
+
+
+@dataclass(frozen=True)
+class TopLogprobs:
+    """The k tokens that a teacher finds most likely in each place of a response, and their logprobs."""
+
+    ids: npt.NDArray[np.int32]  # [tokens, k]; NO_TOKEN: one that the policy does not have
+    logprobs: npt.NDArray[np.float32]  # [tokens, k]
+
+    @property
+    def k(self) -> int:
+        """Return how many tokens each place has."""
+        return self.ids.shape[1]
+
+    def first(self, k: int) -> "TopLogprobs":
+        """Return the k most likely of them."""
+        return TopLogprobs(self.ids[:, :k], self.logprobs[:, :k])
 
 
 @dataclass(frozen=True)
@@ -69,6 +89,7 @@ class Sample:
     # What played the episode, for reward functions; one process's own: gone when they have judged it.
     environment: Any = field(default=None, compare=False, repr=False)
     teacher_logprobs: tuple[float, ...] = ()  # of `tokens`, by algorithm.distillation.teacher; (): none was asked
+    teacher_topk: TopLogprobs | None = field(default=None, compare=False, repr=False)  # with distillation.topk
     # Experts that the engine chose, [total tokens - 1, MoE layers, top-k]: the last token was not computed. None: the
     # run does not ask for them, or the engine did not return them.
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
@@ -86,6 +107,8 @@ class Sample:
             raise ValueError(f"sample {self.group_id}/{self.index}: tokens and their mask differ in length")
         if self.teacher_logprobs and len(self.teacher_logprobs) != len(self.tokens):
             raise ValueError(f"sample {self.group_id}/{self.index}: tokens and the teacher's logprobs differ in length")
+        if self.teacher_topk and not len(self.tokens) == len(self.teacher_topk.ids) == len(self.teacher_topk.logprobs):
+            raise ValueError(f"sample {self.group_id}/{self.index}: tokens and the teacher's top k differ in length")
 
     @classmethod
     def from_tokens(
@@ -254,6 +277,11 @@ class MicroBatch:
     old_logprobs: torch.Tensor | None = None  # float32; None: the logprobs of the first update are the old ones
     reference_logprobs: torch.Tensor | None = None  # float32
     teacher_logprobs: torch.Tensor | None = None  # float32; None: no teacher scored its samples
+    # The teacher's most likely tokens, int32 [T, k], NO_TOKEN where there is none, and their logprobs, float32 [T, k].
+    teacher_topk_ids: torch.Tensor | None = None
+    teacher_topk_logprobs: torch.Tensor | None = None
+    # In a loss: the policy's logprobs of these tokens, and of all others together, float32 [k + 1, T] with a gradient.
+    topk_logprobs: torch.Tensor | None = None
     # Of a critic: value of the state before each target, float32; the return that it learns, float64.
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None

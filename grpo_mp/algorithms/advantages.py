@@ -7,8 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.algorithms.registries import ADVANTAGE_ESTIMATORS
-from grpo_mp.algorithms.settings import AdvantageConfig, DistillationConfig
+from grpo_mp.algorithms.settings import AdvantageConfig
 from grpo_mp.errors import UserError
 from grpo_mp.types import PerToken, SampleInfo
 

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from grpo_mp.algorithms.distillation import TopkTerms
 from grpo_mp.algorithms.policy_losses import TokenTerms
 from grpo_mp.algorithms.settings import ClipConfig
 from grpo_mp.types import MicroBatch
@@ -24,13 +25,24 @@ MEANS = (  # metrics that are means over the response tokens
 )
 TOTALS = ("train/loss", "train/pg_loss", "mismatch/tokens_without_rollout_logprob")
 PROBABILITIES = ("engine_p", "policy_p", "engine_p2", "policy_p2", "both_p")
-SUMS = (*MEANS, *TOTALS, *PROBABILITIES, "ratio2", "tokens", "kl", "kl_tokens")
-MAXIMA = ("train/ratio/max", "mismatch/logprob_abs_diff/max")
+DISTILL_MEANS = {
+    "distill/kl/mean": "divergence",
+    "distill/teacher_mass": "teacher_mass",
+    "distill/student_mass": "policy_mass",
+}
+SUMS = (*MEANS, *TOTALS, *PROBABILITIES, *DISTILL_MEANS, "ratio2", "tokens", "kl", "kl_tokens", "topk_tokens")
+MAXIMA = ("train/ratio/max", "mismatch/logprob_abs_diff/max", "distill/kl/max")
 MAX_SQUARED_LOG_RATIO = 300.0  # the square of its exponential is still a float64
 
 
 def loss_report(
-    batch: MicroBatch, terms: TokenTerms, entropy: Tensor, kl: Tensor, on_policy: Tensor, clip: ClipConfig
+    batch: MicroBatch,
+    terms: TokenTerms,
+    entropy: Tensor,
+    kl: Tensor,
+    on_policy: Tensor,
+    clip: ClipConfig,
+    topk: TopkTerms | None = None,
 ) -> dict[str, Tensor]:
     """Compute SUMS but the losses, and MAXIMA, over the response tokens of one micro-batch; inputs: [T] in float64.
 
@@ -64,8 +76,17 @@ def loss_report(
         "tokens": torch.ones_like(mask),
         "kl": kl,
         "kl_tokens": torch.full_like(mask, batch.reference_logprobs is not None),
+        "topk_tokens": torch.full_like(mask, topk is not None),
+        **{
+            name: torch.zeros_like(mask) if topk is None else vars(topk)[part].detach()
+            for name, part in DISTILL_MEANS.items()
+        },
     }
-    maxima = {"train/ratio/max": (ratio * mask).max(), "mismatch/logprob_abs_diff/max": abs_difference.max()}
+    maxima = {
+        "train/ratio/max": (ratio * mask).max(),
+        "mismatch/logprob_abs_diff/max": abs_difference.max(),
+        "distill/kl/max": (by_token["distill/kl/mean"] * mask).max(),
+    }
     return {name: (values * mask).sum() for name, values in by_token.items()} | maxima
 
 
@@ -75,10 +96,12 @@ def compute_metrics(sums: dict[str, float]) -> dict[str, float]:
     covariance = mean["both_p"] - mean["engine_p"] * mean["policy_p"]
     variances = (mean["engine_p2"] - mean["engine_p"] ** 2) * (mean["policy_p2"] - mean["policy_p"] ** 2)
     kl = {"train/kl_loss": sums["kl"] / sums["kl_tokens"]} if sums["kl_tokens"] else {}
+    distill = {name: sums[name] / sums["topk_tokens"] for name in DISTILL_MEANS} if sums["topk_tokens"] else {}
     return {
         **kl,
+        **(distill and distill | {"distill/kl/max": sums["distill/kl/max"]}),
         **{name: mean[name] for name in MEANS},
-        **{name: sums[name] for name in (*TOTALS, *MAXIMA)},
+        **{name: sums[name] for name in (*TOTALS, "train/ratio/max", "mismatch/logprob_abs_diff/max")},
         "train/pg_clipfrac": mean["train/pg_clipfrac_low"] + mean["train/pg_clipfrac_high"],
         "train/ess": mean["train/ratio/mean"] ** 2 / mean["ratio2"] if mean["ratio2"] > 0 else 1.0,
         "mismatch/band": mismatch_band(mean["mismatch/token_mult_prob_error"]),

@@ -1,4 +1,4 @@
-"""The loss of each micro-batch: policy loss, corrections, KL and entropy; and the weight of each token in it."""
+"""The loss of each micro-batch: policy loss, corrections, KL, entropy, distillation; and each token's weight in it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_mp.algorithms.distillation import topk_terms
 from grpo_mp.algorithms.loss_metrics import loss_report
 from grpo_mp.algorithms.policy_losses import PolicyLoss, TokenTerms
 from grpo_mp.algorithms.registries import POLICY_LOSSES, policy_loss_entry
@@ -40,6 +41,7 @@ def make_loss(
     update of a rollout: the old policy is the present one.
     """
     kl_coefficient = coefficients.kl if algorithm.kl.apply_to == "loss" else 0.0
+    distillation = algorithm.distillation
 
     def loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         batch = _mask_logprobs(batch.to(logprobs.device))
@@ -59,9 +61,12 @@ def make_loss(
         kl = _kl(terms, batch, algorithm.kl, algorithm.kl.level) * has_rollout_logprob
         kl_loss = kl_coefficient * (kl * batch.loss_weights).sum() if kl_coefficient else 0.0  # 0 x inf would be NaN
         entropy_bonus = (entropy * entropy_mask * batch.mask).sum() * batch.entropy_weight
+        topk = topk_terms(batch, distillation) if distillation else None
         total = weighted_policy_loss + kl_loss - coefficients.entropy * entropy_bonus
+        if topk and distillation:
+            total = total + distillation.coef * (topk.divergence * batch.loss_weights).sum()
         token_kl = _kl(terms, batch, algorithm.kl, "token").detach() * has_rollout_logprob
-        report = loss_report(batch, terms, entropy.detach(), token_kl, on_policy, algorithm.clip)
+        report = loss_report(batch, terms, entropy.detach(), token_kl, on_policy, algorithm.clip, topk)
         return total.to(logprobs.dtype), report | {
             "train/loss": total.detach(),
             "train/pg_loss": weighted_policy_loss.detach(),

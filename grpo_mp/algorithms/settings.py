@@ -1,11 +1,11 @@
 """The `algorithm` section: independent parts, each with its choices. A preset (presets.py) sets any of them."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.registries import (
     ADVANTAGE_ESTIMATORS,
@@ -15,7 +15,7 @@ from grpo_mp.algorithms.registries import (
     policy_loss_entry,
 )
 from grpo_mp.errors import did_you_mean
-from grpo_mp.section import Section, ServedModelConfig
+from grpo_mp.section import Section
 
 RatioLevel = Literal["token", "sequence", "sequence_token", "product"]
 
@@ -255,48 +255,6 @@ class CurriculumConfig(Section):
         return self
 
 
-class TeacherConfig(ServedModelConfig):
-    """The model that the policy learns from: a server at `url`, or those that the job itself starts on a `folder`."""
-
-    folder: Path | None = Field(
-        None,
-        description="instead of url: a Hugging Face folder with the policy's tokenizer, which the job serves on its "
-        "own devices (TRL teacher_model_name_or_path, slime opd_teacher_load). The servers sleep but in SCORE, where "
-        "they score the step's tokens; with schedule=colocated",
-    )
-    timeout_s: float = Field(300.0, gt=0, description="time limit of one call for one group, in seconds")
-
-    @model_validator(mode="after")
-    def _is_somewhere(self) -> "TeacherConfig":
-        if (self.url is None) == (self.folder is None):
-            raise ValueError("set url, where the teacher is served, or folder, which the job serves; not both")
-        return self
-
-
-class DistillationConfig(Section):
-    """On-policy distillation: a teacher scores the policy's own tokens; minus the reverse KL is their advantage."""
-
-    teacher: TeacherConfig = Field(description="the model that is learned from")
-    coef: float = Field(
-        1.0,
-        gt=0,
-        description="weight of teacher logprob minus policy logprob in a token's advantage (slime opd_kl_coef)",
-    )
-    advantage: Literal["replace", "add"] = Field(
-        "replace",
-        description="replace: the teacher alone is learned from, rewards are only measured; add: its part is added to "
-        "the advantage that rewards give",
-    )
-    clip: float | None = Field(
-        None, gt=0, description="largest difference of the two logprobs that counts, in nats; null: none is cut"
-    )
-
-    @property
-    def replaces_rewards(self) -> bool:
-        """Return whether nothing is learned from rewards."""
-        return self.advantage == "replace"
-
-
 class AlgorithmConfig(Section):
     """The algorithm by its parts. `algorithm: dapo` selects a preset; any part of it can be overridden."""
 
@@ -465,13 +423,8 @@ def _distillation_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
     distillation = algorithm.distillation
     if distillation is None:
         return
-    if algorithm.ratio in ("sequence", "product"):
-        yield f"distillation differs by token, ratio={algorithm.ratio} does not: set ratio=token or sequence_token"
-    if not policy_loss_entry(algorithm.policy_loss).token_advantages:
-        yield (
-            f"distillation differs by token, policy_loss={algorithm.policy_loss} averages over them: set "
-            "policy_loss=clip or unclipped"
-        )
+    if distillation.topk is None:
+        yield from _sampled_token_contradictions(algorithm)
     if not distillation.replaces_rewards:
         return
     if algorithm.kl.coef and algorithm.kl.apply_to == "reward":
@@ -480,4 +433,14 @@ def _distillation_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield (
             f"distillation.advantage=replace learns from every group, and filter.zero_std={algorithm.filter.zero_std} "
             "keeps those whose rewards differ: set filter.zero_std=keep, or distillation.advantage=add"
+        )
+
+
+def _sampled_token_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
+    if algorithm.ratio in ("sequence", "product"):
+        yield f"distillation differs by token, ratio={algorithm.ratio} does not: set ratio=token or sequence_token"
+    if not policy_loss_entry(algorithm.policy_loss).token_advantages:
+        yield (
+            f"distillation differs by token, policy_loss={algorithm.policy_loss} averages over them: set "
+            "policy_loss=clip or unclipped"
         )

@@ -88,6 +88,7 @@ def _without_text(sample: Sample) -> Sample:
         truncated=sample.truncated,
         generated=sample.generated,
         teacher_logprobs=sample.teacher_logprobs,
+        teacher_topk=sample.teacher_topk,
         part=sample.part,
     )
 

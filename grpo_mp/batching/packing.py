@@ -13,7 +13,7 @@ import torch
 
 from grpo_mp.batching.microbatches import MicroBatchPlan, SharedPrompt
 from grpo_mp.platform.packed_attention import zigzag_positions
-from grpo_mp.types import MicroBatch, PerToken, RowRange, Sample
+from grpo_mp.types import NO_TOKEN, MicroBatch, PerToken, RowRange, Sample
 
 NO_PROMPT = RowRange()
 
@@ -35,6 +35,7 @@ def pack(
     """
     sequences = _lay_out_sequences(plan, align, pad_to)
     total = sum(sequence.length for sequence in sequences)
+    topk = next((topk.k for i in plan.samples if (topk := samples[i].teacher_topk)), None)
     batch = MicroBatch(
         tokens=torch.zeros(total, dtype=torch.int64),
         positions=torch.cat([torch.arange(sequence.length) + sequence.prompt.count for sequence in sequences]),
@@ -47,6 +48,8 @@ def pack(
         loss_weights=torch.zeros(total, dtype=torch.float64),
         rollout_logprobs=torch.zeros(total),
         teacher_logprobs=torch.zeros(total) if any(samples[i].teacher_logprobs for i in plan.samples) else None,
+        teacher_topk_ids=None if topk is None else torch.full((total, topk), NO_TOKEN, dtype=torch.int32),
+        teacher_topk_logprobs=None if topk is None else torch.zeros(total, topk),
         prompt_rows=tuple(sequence.prompt for sequence in sequences) if plan.prompts else (),
     )
     for sequence in sequences:
@@ -128,6 +131,9 @@ def _write_sample(batch: MicroBatch, sequence: _Sequence, sample: Sample, prompt
     batch.rollout_logprobs[response] = torch.tensor(sample.rollout_logprobs)
     if batch.teacher_logprobs is not None:
         batch.teacher_logprobs[response] = torch.tensor(sample.teacher_logprobs)
+    if batch.teacher_topk_ids is not None and batch.teacher_topk_logprobs is not None and sample.teacher_topk:
+        batch.teacher_topk_ids[response] = torch.tensor(sample.teacher_topk.ids)
+        batch.teacher_topk_logprobs[response] = torch.tensor(sample.teacher_topk.logprobs)
     return response
 
 

@@ -15,8 +15,9 @@ from grpo_mp.algorithms.advantages import (
     estimate_advantages,
     outcome_advantages,
 )
+from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.algorithms.losses import estimate_kl, token_weights
-from grpo_mp.algorithms.settings import AlgorithmConfig, DistillationConfig
+from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import redistribute
 from grpo_mp.batching.packing import context_index
 from grpo_mp.batching.routed_experts import exchange_routed_experts
@@ -25,7 +26,7 @@ from grpo_mp.batching.updates import UpdatePlan, microbatches, padding_multiple,
 from grpo_mp.config import Settings
 from grpo_mp.distributed.coordinates import data_parallel_size, model_parallel_ranks
 from grpo_mp.distributed.process_groups import Job, Parallel, sum_over_context
-from grpo_mp.types import MicroBatch, PerToken, SampleGroup, SampleInfo
+from grpo_mp.types import MicroBatch, PerToken, Sample, SampleGroup, SampleInfo
 
 UpdateBatches = list[list[MicroBatch]]
 
@@ -80,7 +81,7 @@ def assemble_step_batch(
     }
     samples = redistribute(groups, keys_by_rank, parallel.cpu_group, parallel.replica, parallel.replica_source)
     place, index_of = (parallel.coords.data, parallel.coords.context), {info.key: i for i, info in enumerate(sequences)}
-    local_samples = {index_of[key]: sample for key, sample in samples.items()}
+    local_samples = {index_of[key]: _with_topk(sample, settings.algorithm) for key, sample in samples.items()}
     updates = []
     for update in plan:
         numbers = list(dict.fromkeys(sample_of[i] for i in update.samples))  # those of a sample follow each other
@@ -147,6 +148,12 @@ def _plan(
     )
 
 
+def _with_topk(sample: Sample, algorithm: AlgorithmConfig) -> Sample:
+    """Leave a sample as many of the teacher's tokens as are learned from: a replayed one may have more."""
+    topk = algorithm.distillation.topk if algorithm.distillation else None
+    return replace(sample, teacher_topk=sample.teacher_topk.first(topk) if sample.teacher_topk and topk else None)
+
+
 def _by_sequence(values: Sequence[PerToken], tokens: Sequence[Sequence[int]]) -> list[PerToken]:
     """Give each sequence the value of its sample: the number, or its part of the values of all `tokens`."""
     parts = list[PerToken]()
@@ -207,14 +214,14 @@ def kl_costs(batch: MicroBatch, algorithm: AlgorithmConfig, kl_coef: float) -> t
 
 
 def with_distillation(updates: UpdateBatches, distillation: DistillationConfig) -> UpdateBatches:
-    """Add the teacher's part to the advantages, or put it in their place.
+    """Add the teacher's part to the advantages, or put it in their place; with topk it is in the loss alone.
 
     The policy's logprobs are those of the old policy, by the trainer where the step computes them, else the engine's.
     """
 
     def distill(mb: MicroBatch) -> MicroBatch:
         kept = torch.zeros_like(mb.advantages) if distillation.replaces_rewards else mb.advantages
-        if mb.teacher_logprobs is None:  # padding alone
+        if mb.teacher_logprobs is None or distillation.topk is not None:  # None: padding alone
             return replace(mb, advantages=kept)
         policy = student_logprobs(mb)
         part = distillation_advantages(policy, mb.teacher_logprobs, distillation)

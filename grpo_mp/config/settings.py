@@ -26,6 +26,8 @@ from grpo_mp.errors import did_you_mean
 from grpo_mp.rewards.settings import COSINE, RewardConfig
 from grpo_mp.section import Section
 
+MAX_TOPK_VALUES = 2**24  # of a teacher's logprobs of one response, which come in one reply of 180 MB
+
 
 class Settings(Section):
     """All settings of a run."""
@@ -217,6 +219,12 @@ class Settings(Section):
                 f"{section}.teacher.folder={distillation.teacher.folder} is served in SCORE on the devices of all "
                 f"ranks, which schedule={self.schedule} has no phase for: set schedule=colocated, or serve it "
                 f"elsewhere and set {section}.teacher.url"
+            )
+        values = (distillation.topk or 0) * self.rollout.max_response_tokens
+        if values > MAX_TOPK_VALUES:
+            raise ValueError(
+                f"{section}.topk={distillation.topk} of rollout.max_response_tokens={self.rollout.max_response_tokens} "
+                f"are {values:,} logprobs of one response, above the limit of {MAX_TOPK_VALUES:,}: lower one of them"
             )
         if temperature != 1:
             raise ValueError(

@@ -69,6 +69,12 @@ CURVES: dict[str, tuple[Curve, ...]] = {
             {"mean": "distill/reverse_kl/mean"},
             "Per token that the policy wrote (algorithm.distillation).",
         ),
+        Curve(
+            "Divergence from the teacher's top k",
+            "nats",
+            {"mean": "distill/kl/mean"},
+            "With algorithm.distillation.topk.",
+        ),
         Curve("Loss of the critic", "reward^2", {"value": "critic/value_loss"}, "With algorithm: ppo."),
         Curve(
             "What the critic explains",

@@ -59,7 +59,14 @@ def logits_bytes(job: PlannedJob, stage: int, backward: bool) -> float:
     chunk = rows * columns * (12 + dtype_bytes if backward else 8 + dtype_bytes % 4)
     hidden = job.microbatch_tokens / layout.context * model.hidden_size * dtype_bytes
     weights = 0 if job.settings.model.lora else columns * model.hidden_size * 4
-    return chunk + hidden + backward * (hidden + weights)
+    return chunk + hidden + backward * (hidden + weights + _topk_bytes(job))
+
+
+def _topk_bytes(job: PlannedJob) -> float:
+    """Return the bytes of logprobs of a teacher's top k tokens, and of what the divergence keeps in float64."""
+    distillation = job.settings.algorithm.distillation
+    topk = distillation.topk or 0 if distillation else 0
+    return topk * job.microbatch_tokens / job.settings.layout.context * (4 * 4 + 8 * 8)
 
 
 def layer_bytes(job: PlannedJob, layer: int) -> float:

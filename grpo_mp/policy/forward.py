@@ -91,15 +91,22 @@ def _forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
         packed = shared_prompt_params(batch.lengths, batch.prompt_rows, batch.positions, device)
     else:
         packed = packed_sequences(batch.lengths, device)
-    targets = (batch.targets,) if batch.mtp_targets is None else (batch.targets, batch.mtp_targets)
     output: Tensor = model(
         batch.tokens[None].to(device),
         batch.positions[None].to(device),
         None,
-        labels=torch.stack(targets).to(device),
+        labels=_labels(batch).to(device),
         packed_seq_params=packed,
     )
     return output
+
+
+def _labels(batch: MicroBatch) -> Tensor:
+    """Return the tokens whose logprobs a model computes, as `PolicyModel` takes them."""
+    if batch.teacher_topk_ids is not None and torch.is_grad_enabled():
+        after = batch.targets if batch.mtp_targets is None else batch.mtp_targets
+        return torch.cat([torch.stack([batch.targets, after]), batch.teacher_topk_ids.t().to(batch.targets.dtype)])
+    return torch.stack([batch.targets] if batch.mtp_targets is None else [batch.targets, batch.mtp_targets])
 
 
 @torch.no_grad()

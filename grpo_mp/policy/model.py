@@ -36,9 +36,10 @@ class Head:
 class PolicyModel(GPTModel):
     """One pipeline chunk of the policy. With `labels`, the last stage returns [2, T]: logprobs and entropies.
 
-    Labels are [1, T], each token's next one, or [2, T], that and the one after it: where gradients are computed, a
-    third row then holds its logprobs by the multi-token-prediction layer. No gradient of those reaches the decoder,
-    the embedding or the output layer.
+    Labels are [1, T], each token's next one, or [2, T], that and the one after it: where gradients are computed, the
+    last row then holds its logprobs by the multi-token-prediction layer. No gradient of those reaches the decoder,
+    the embedding or the output layer. Labels of [2 + k, T] have k other tokens for the place of the next one, too:
+    k + 1 rows after the second hold their logprobs and that of all the rest, see `token_logprobs`.
     """
 
     head: Head
@@ -50,7 +51,8 @@ class PolicyModel(GPTModel):
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         if labels is None:
             return self._gathered(hidden_states) @ weight.t()
-        output = self._token_logprobs(hidden_states, weight, labels[0])
+        others = labels[2:].t() if len(labels) > 2 else None
+        output = self._token_logprobs(hidden_states, weight, labels[0], others)
         if not self.mtp_process or len(labels) == 1 or not torch.is_grad_enabled():
             return output
         (layer,) = self.mtp.layers
@@ -68,8 +70,8 @@ class PolicyModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         return hidden.squeeze(1)
 
-    def _token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Return logprobs and entropies [2, T] of hidden states [T, 1, H], or [T / tensor, 1, H]."""
+    def _token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, others: Tensor | None = None) -> Tensor:
+        """Return `token_logprobs` of hidden states [T, 1, H], or [T / tensor, 1, H]."""
         group = self.pg_collection.tp
         shard = VocabularyShard(
             start=group.rank() * weight.shape[0],
@@ -77,7 +79,7 @@ class PolicyModel(GPTModel):
             group=group if group.size() > 1 else None,
         )
         temperature, chunk_tokens = self.head.temperature, self.head.chunk_tokens
-        return token_logprobs(self._gathered(hidden), weight, targets, shard, temperature, chunk_tokens)
+        return token_logprobs(self._gathered(hidden), weight, targets, shard, temperature, chunk_tokens, others)
 
 
 class ValueHead(torch.nn.Module):

@@ -133,9 +133,11 @@ class Policy(TrainedModel):
         """Compute the gradient of the summed loss over all ranks into the gradient buffers."""
 
         def of_output(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Any]:
+            if batch.teacher_topk_ids is not None:
+                batch = replace(batch, topk_logprobs=output[2 : 3 + batch.teacher_topk_ids.shape[1]])
             value, report = loss(output[0], output[1], batch)
             if self.mtp_loss:
-                value = value + self.mtp_loss(output[2], batch).to(value.dtype)
+                value = value + self.mtp_loss(output[-1], batch).to(value.dtype)
             return value, report
 
         return self._gradients(microbatches, of_output)

@@ -3,6 +3,10 @@
 Logits of at most `chunk_tokens` tokens exist at once. Backward recomputes them from the hidden states and the saved
 normalizer: the maximum logit and the log of the sum relative to it, saved separately because their float32 sum would
 lose precision.
+
+Of each distribution the logprobs of more tokens than the target can be had, and that of all the rest together: its
+probability is summed over the other columns, since 1 minus the sum of the known ones would be rounding error where
+these have nearly all of it.
 """
 
 from collections.abc import Iterator
@@ -12,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-NO_PROBABILITY = -128.0  # exp() of anything smaller is 0 in float32, and 0 * infinity would be NaN
+from grpo_mp.types import LEAST_LOGPROB
 
 
 @dataclass(frozen=True)
@@ -25,45 +29,57 @@ class VocabularyShard:
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabularyShard, temperature: float, chunk_tokens: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    shard: VocabularyShard,
+    temperature: float,
+    chunk_tokens: int,
+    others: Tensor | None = None,
 ) -> Tensor:
     """Return the log-probability of each target and the entropy of each distribution, at the sampling temperature.
 
     hidden [T, H], weight [V/tensor, H], targets [T] -> float32 [2, T]: row 0 logprobs, row 1 entropies in nats.
+    With `others` [T, k], different tokens of each row or NO_TOKEN, k + 1 rows follow: their logprobs, then that of all
+    tokens but these; none is below LEAST_LOGPROB, and there the gradient is 0.
     The gradient of `hidden` is this rank's part only: the caller sums it over the tensor-parallel group.
     """
-    result: Tensor = _TokenLogprobs.apply(hidden, weight, targets, shard, temperature, chunk_tokens)
+    result: Tensor = _TokenLogprobs.apply(hidden, weight, targets, shard, temperature, chunk_tokens, others)
     return result
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, shard, temperature, chunk_tokens):  # type: ignore[no-untyped-def]
-        result = torch.empty(2, len(targets), dtype=torch.float32, device=hidden.device)
-        norm = torch.empty_like(result)
+    def forward(ctx, hidden, weight, targets, shard, temperature, chunk_tokens, others):  # type: ignore[no-untyped-def]
+        rows = 2 if others is None else 3 + others.shape[1]
+        result = torch.empty(rows, len(targets), dtype=torch.float32, device=hidden.device)
+        norm = torch.empty_like(result[:2])
         for chunk in _chunks(len(targets), chunk_tokens):
             logits = _logits(hidden[chunk], weight, shard, temperature)
-            result[:, chunk], norm[:, chunk] = _forward_chunk(logits, targets[chunk], shard)
-        ctx.save_for_backward(hidden, weight, targets, norm, result[1])
+            result[:, chunk], norm[:, chunk] = _forward_chunk(
+                logits, targets[chunk], shard, None if others is None else others[chunk]
+            )
+        ctx.save_for_backward(hidden, weight, targets, norm, result[1:], others)
         ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens
         return result
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        hidden, weight, targets, norm, entropy = ctx.saved_tensors
+        hidden, weight, targets, norm, known, others = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         learns = ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         for chunk in _chunks(len(targets), ctx.chunk_tokens):
             logits = _logits(hidden[chunk], weight, ctx.shard, ctx.temperature)
             grad_logits = _backward_chunk(
-                logits, targets[chunk], norm[:, chunk], entropy[chunk], grad[:, chunk], ctx.shard
+                *(logits, targets[chunk], norm[:, chunk], known[:, chunk], grad[:, chunk], ctx.shard),
+                None if others is None else others[chunk],
             )
             grad_logits = grad_logits.div_(ctx.temperature).to(weight.dtype)
             grad_hidden[chunk] = grad_logits @ weight
             if learns:
                 grad_weight += grad_logits.t() @ hidden[chunk]
-        return grad_hidden, grad_weight.to(weight.dtype) if learns else None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype) if learns else None, *(None,) * 5
 
 
 def _chunks(total: int, size: int) -> Iterator[slice]:
@@ -78,37 +94,79 @@ def _logits(hidden: Tensor, weight: Tensor, shard: VocabularyShard, temperature:
     return logits
 
 
-def _forward_chunk(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Return [2, T] logprobs and entropies, and [2, T] maximum and log of the sum relative to it."""
+def _forward_chunk(
+    logits: Tensor, targets: Tensor, shard: VocabularyShard, others: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the rows that `token_logprobs` describes, and [2, T] maximum and log of the sum relative to it."""
     maximum = logits.amax(dim=1)
     if shard.group is not None:
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=shard.group)
     shifted = logits.sub_(maximum[:, None])
-    columns, is_local = _local_columns(targets, shard, shifted.shape[1])
-    target_logits = shifted.gather(1, columns[:, None])[:, 0].where(is_local, 0.0)
+    columns, is_local = _local_columns(_tokens(targets, others), shard, shifted.shape[1])
+    token_logits = shifted.gather(1, columns).where(is_local, 0.0)
     exp = shifted.exp()
-    sums = torch.stack([exp.sum(1), exp.mul_(shifted.clamp_(min=NO_PROBABILITY)).sum(1), target_logits])
+    sums = [exp.sum(1)]
+    if others is not None:
+        sums.append(_zero(exp.clone(), columns[:, 1:], is_local[:, 1:]).sum(1))
+    sums.append(exp.mul_(shifted.clamp_(min=LEAST_LOGPROB)).sum(1))
+    reduced = torch.cat([torch.stack(sums), token_logits.t()])
     if shard.group is not None:
-        dist.all_reduce(sums, group=shard.group)
-    log_sum = sums[0].log()
-    return torch.stack([sums[2] - log_sum, log_sum - sums[1] / sums[0]]), torch.stack([maximum, log_sum])
+        dist.all_reduce(reduced, group=shard.group)
+    total, weighted, picked = reduced[0], reduced[len(sums) - 1], reduced[len(sums) :]
+    log_sum = total.log()
+    result = [picked[0] - log_sum, log_sum - weighted / total]
+    if others is not None:
+        logprobs = (picked[1:] - log_sum).masked_fill(others.t() < 0, LEAST_LOGPROB)
+        result += [*logprobs.clamp_(min=LEAST_LOGPROB), (reduced[1].log() - log_sum).clamp_(min=LEAST_LOGPROB)]
+    return torch.stack(result), torch.stack([maximum, log_sum])
 
 
 def _backward_chunk(
-    logits: Tensor, targets: Tensor, norm: Tensor, entropy: Tensor, grad: Tensor, shard: VocabularyShard
+    logits: Tensor,
+    targets: Tensor,
+    norm: Tensor,
+    known: Tensor,
+    grad: Tensor,
+    shard: VocabularyShard,
+    others: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the logits: d logprob = onehot - p; d entropy = -p (log p + entropy)."""
+    """Return the gradient of the logits: d logprob = onehot - p; d entropy = -p (log p + entropy).
+
+    Of the rest r, all tokens but `others`: d log r = p / r - p for a token of it, else -p. `known`: entropies, then the
+    rows of `others` and of the rest.
+    """
+    grad_tokens, grad_rest = grad[:1], None
+    if others is not None:
+        learned = grad[2:].where(known[1:] > LEAST_LOGPROB, 0.0)
+        grad_tokens, grad_rest = torch.cat([grad_tokens, learned[:-1]]), learned[-1][:, None]
     log_p = logits.sub_(norm[0][:, None]).sub_(norm[1][:, None])
-    p = log_p.exp()
-    slope = (log_p.clamp_(min=NO_PROBABILITY) + entropy[:, None]).mul_(grad[1][:, None])
-    result = slope.add_(grad[0][:, None]).mul_(p).neg_()
-    columns, is_local = _local_columns(targets, shard, logits.shape[1])
-    result.scatter_add_(1, columns[:, None], grad[0].where(is_local, 0.0)[:, None])
+    columns, is_local = _local_columns(_tokens(targets, others), shard, logits.shape[1])
+    p, share = log_p.exp(), None
+    if grad_rest is not None:
+        share = log_p.sub(known[-1][:, None]).clamp_(max=0.0).exp_()
+        share = _zero(share, columns[:, 1:], is_local[:, 1:]).mul_(grad_rest)
+    slope = (log_p.clamp_(min=LEAST_LOGPROB) + known[0][:, None]).mul_(grad[1][:, None])
+    total = grad_tokens.sum(0)[:, None] if grad_rest is None else grad_tokens.sum(0)[:, None] + grad_rest
+    result = slope.add_(total).mul_(p).neg_()
+    if share is not None:
+        result.add_(share)
+    result.scatter_add_(1, columns, grad_tokens.t().where(is_local, 0.0))
     return result
 
 
-def _local_columns(targets: Tensor, shard: VocabularyShard, width: int) -> tuple[Tensor, Tensor]:
-    """Return each target's column on this rank (0 where it has none), and whether it has one."""
-    columns = targets - shard.start
-    is_local = (columns >= 0) & (columns < width)
+def _tokens(targets: Tensor, others: Tensor | None) -> Tensor:
+    """Return the target and the others of each row, [T, 1 + k]."""
+    return targets[:, None] if others is None else torch.cat([targets[:, None], others.to(targets.dtype)], 1)
+
+
+def _zero(values: Tensor, columns: Tensor, is_local: Tensor) -> Tensor:
+    """Set the columns of each row that are this rank's to 0, in place; `values` [T, V/tensor] are not negative."""
+    zeros = torch.zeros_like(columns, dtype=values.dtype).masked_fill_(~is_local, float("inf"))
+    return values.scatter_reduce_(1, columns, zeros, "amin")
+
+
+def _local_columns(tokens: Tensor, shard: VocabularyShard, width: int) -> tuple[Tensor, Tensor]:
+    """Return each token's column on this rank (0 where it has none), and whether it has one."""
+    columns = tokens - shard.start
+    is_local = (tokens >= 0) & (columns >= 0) & (columns < width)
     return columns.where(is_local, 0), is_local

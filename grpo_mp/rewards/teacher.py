@@ -1,22 +1,34 @@
-"""The teacher of on-policy distillation behind HTTP: an SGLang server gives the logprob of each sampled token."""
+"""The teacher of on-policy distillation behind HTTP: an SGLang server gives the logprob of each sampled token.
 
+And with algorithm.distillation.topk those of the k most likely tokens in each place.
+"""
+
+import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.rewards.base import RewardError
 from grpo_mp.rewards.reward_model import ServedModelClient
 from grpo_mp.section import ServedModelConfig
-from grpo_mp.types import Sample, SampleGroup
+from grpo_mp.types import NO_TOKEN, Sample, SampleGroup, TopLogprobs
 
 PATH, DETOKENIZE = "/generate", "/v1/detokenize"
 CHECK_LIMIT_S = 30.0
 SECTION = "algorithm.distillation.teacher"  # of the settings
+MAX_TOPK_VALUES = 2**22  # of the sequences that one request asks for, 11 bytes each in the reply
+TOPK_REQUEST = {"return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
+TOPK_TOLERANCE = 1e-3  # how far the sum of some probabilities may be above 1: those of a bfloat16 teacher are rounded
+TOPK_ARRAYS = {  # part of the name in a reply -> type
+    "idx": np.dtype("<i4"),
+    "val": np.dtype("<f4"),
+}
 
 
 class TeacherClient(ServedModelClient):
@@ -24,34 +36,56 @@ class TeacherClient(ServedModelClient):
 
     section = SECTION
 
+    def __init__(self, settings: ServedModelConfig, topk: int | None = None, vocab_size: int = 0) -> None:
+        """Open no connection yet, as `ServedModelClient`.
+
+        topk: how many tokens are asked for in each place, None: none; vocab_size: of the policy.
+        """
+        super().__init__(settings)
+        self._topk, self._vocab_size = topk, vocab_size
+
     def score_group(self, group: SampleGroup) -> SampleGroup:
-        """Return the group with the teacher's logprob of each token of its responses, in one call.
+        """Return the group with what the teacher says of each token of its responses, in one call or a few large ones.
 
         Raises UserError where the teacher gives no answer, or one that is not of these tokens.
         """
         sequences = [sequence for sample in group.samples for sequence in sample.sequences]
         try:
-            logprobs = iter(self._logprobs(sequences))
+            scored = iter([one for part in self._requests(sequences) for one in self._score(part)])
         except RewardError as failure:
             raise UserError(f"{SECTION}: prompt {group.prompt.index}: {failure}") from failure
         samples = []
         for sample in group.samples:
-            parts = [replace(part, teacher_logprobs=next(logprobs)) for part in sample.sequences]
+            parts = [next(scored) for _ in sample.sequences]
             samples.append(replace(parts[-1], earlier=tuple(parts[:-1])))
         return replace(group, samples=tuple(samples))
 
-    def _logprobs(self, sequences: Sequence[Sample]) -> list[tuple[float, ...]]:
-        """Return the logprobs of each sequence's response at temperature 1, given its prompt. Raises RewardError."""
+    def _requests(self, sequences: Sequence[Sample]) -> Iterator[list[Sample]]:
+        """Divide sequences so that the reply to each part has at most MAX_TOPK_VALUES logprobs, or is of one alone."""
+        part, values = list[Sample](), 0
+        for sequence in sequences:
+            own = len(sequence.tokens) * (self._topk or 0)
+            if part and values + own > MAX_TOPK_VALUES:
+                yield part
+                part, values = [], 0
+            part.append(sequence)
+            values += own
+        yield part
+
+    def _score(self, sequences: Sequence[Sample]) -> list[Sample]:
+        """Return sequences with logprobs of their responses at temperature 1, given prompts. Raises RewardError."""
         body = {
             "input_ids": [[*part.prompt_tokens, *part.tokens] for part in sequences],
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             # The entry of the last prompt token is null; those behind it are of the response.
             "logprob_start_len": [len(part.prompt_tokens) - 1 for part in sequences],
+            **({} if self._topk is None else TOPK_REQUEST | {"top_logprobs_num": self._topk}),
         }
         endpoint, reply, shown = self._post(PATH, body)
         try:
-            tables = [output["meta_info"]["input_token_logprobs"][1:] for output in reply.json()]
+            metas: list[dict[str, Any]] = [output["meta_info"] for output in reply.json()]
+            tables = [meta["input_token_logprobs"][1:] for meta in metas]
             found = [[(float(logprob), int(token)) for logprob, token, *_ in table] for table in tables]
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
             raise RewardError(
@@ -66,7 +100,44 @@ class TeacherClient(ServedModelClient):
             )
         if not all(math.isfinite(logprob) for table in found for logprob, _ in table):
             raise RewardError(f"{endpoint} returned a logprob that is not finite: the teacher computes NaN, or never 0")
-        return [tuple(logprob for logprob, _ in table) for table in found]
+        topk = [self._read_topk(endpoint, *pair) for pair in zip(sequences, metas, strict=True)]
+        return [
+            replace(part, teacher_logprobs=tuple(logprob for logprob, _ in table), teacher_topk=top)
+            for part, table, top in zip(sequences, found, topk, strict=True)
+        ]
+
+    def _read_topk(self, endpoint: str, sequence: Sample, meta: Mapping[str, Any]) -> TopLogprobs | None:
+        """Return the top k of a response from SGLang's flat arrays (0.5.23, tokenizer_manager.py). Raises RewardError.
+
+        Tokens that the policy does not have become NO_TOKEN: some families pad vocabularies to different sizes.
+        """
+        if self._topk is None:
+            return None
+        try:
+            ids, logprobs = (
+                np.frombuffer(base64.b64decode(meta[f"input_top_logprobs_{name}_flat_b64"], validate=True), dtype)
+                for name, dtype in TOPK_ARRAYS.items()
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise RewardError(
+                f"{endpoint} returned no top logprobs in flat arrays: serve the teacher by a version of SGLang that "
+                "knows return_flat_raw_top_logprobs_b64, or set algorithm.distillation.topk=null"
+            ) from error
+        shape = len(sequence.tokens), self._topk
+        if not math.prod(shape) == len(ids) == len(logprobs):
+            raise RewardError(
+                f"{endpoint} returned {len(logprobs)} top logprobs for {shape[0]} tokens, {self._topk} of each were "
+                "asked for: it may have a smaller vocabulary; lower algorithm.distillation.topk"
+            )
+        ids, logprobs = ids.reshape(shape), logprobs.reshape(shape)
+        with np.errstate(over="ignore"):
+            mass = np.exp(logprobs).sum(1)
+        if not np.isfinite(logprobs).all() or mass.max() > 1 + TOPK_TOLERANCE:
+            raise RewardError(f"{endpoint} returned top logprobs that are of no distribution: the teacher computes NaN")
+        if not np.diff(np.sort(ids)).all():
+            raise RewardError(f"{endpoint} returned a token twice among the most likely ones of one place")
+        known = (ids >= 0) & (ids < self._vocab_size)
+        return TopLogprobs(np.where(known, ids, NO_TOKEN).astype(np.int32), logprobs.astype(np.float32))
 
 
 def same_tokens(sent: Sequence[Sequence[int]], echoed: Sequence[Sequence[int]]) -> bool:
@@ -80,6 +151,15 @@ def same_tokens(sent: Sequence[Sequence[int]], echoed: Sequence[Sequence[int]]) 
     pairs = {pair for one, other in zip(sent, echoed, strict=True) for pair in zip(one, other, strict=True)}
     different = {(token, shown) for token, shown in pairs if token != shown}
     return not different or (len(different) == 1 and all(shown == 0 for _, shown in different))
+
+
+def check_topk(topk: int, vocab_size: int) -> None:
+    """Raise UserError where no token would be left beside the k most likely ones."""
+    if topk >= vocab_size:
+        raise UserError(
+            f"algorithm.distillation.topk={topk}: the policy has {vocab_size} tokens, and one at least must be left "
+            "beside the most likely ones: lower it"
+        )
 
 
 def check_served_tokens(settings: ServedModelConfig, tokenizer: PreTrainedTokenizerBase) -> str:

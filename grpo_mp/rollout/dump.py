@@ -19,7 +19,7 @@ from pyarrow import parquet
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.files import as_json, encodable, file_digest, incomplete, sync_to_disk, write_atomically
 from grpo_mp.reading import check_regular, read_bytes
-from grpo_mp.types import ExpertIds, Message, Prompt, Sample, SampleGroup
+from grpo_mp.types import ExpertIds, Message, Prompt, Sample, SampleGroup, TopLogprobs
 
 FACTS = b"grpo_mp"  # key of the file's own metadata
 TOKENS, NUMBERS = pa.list_(pa.int32()), pa.map_(pa.string(), pa.float64())
@@ -39,6 +39,8 @@ SCHEMA = pa.schema(
         "generated": pa.list_(pa.bool_()),  # empty: all
         "rollout_logprobs": pa.list_(pa.float32()),  # as the trainer takes them
         "teacher_logprobs": pa.list_(pa.float32()),  # of algorithm.distillation; empty: none
+        "teacher_topk_ids": pa.large_binary(),  # int32 [tokens, distillation.topk]; null: none
+        "teacher_topk_logprobs": pa.large_binary(),  # float32, likewise
         "weight_versions": TOKENS,
         "text": pa.string(),
         "truncated": pa.bool_(),
@@ -130,7 +132,7 @@ def rows_of(group: SampleGroup, selected: bool) -> list[Row]:
 
 
 def _row_of(group: SampleGroup, sample: Sample, selected: bool) -> Row:
-    prompt, experts = group.prompt, sample.routed_experts
+    prompt, experts, topk = group.prompt, sample.routed_experts, sample.teacher_topk
     return {name: vars(sample)[name] for name in (*LISTS, *OTHERS, "part")} | {
         "selected": selected,
         "finished": group.finished,
@@ -139,6 +141,8 @@ def _row_of(group: SampleGroup, sample: Sample, selected: bool) -> Row:
         "answer": None if prompt.answer is None else encodable(prompt.answer),
         "group_prompt_tokens": None if prompt.tokens == sample.prompt_tokens else prompt.tokens,
         "teacher_logprobs": sample.teacher_logprobs,
+        "teacher_topk_ids": topk and topk.ids.tobytes(),
+        "teacher_topk_logprobs": topk and topk.logprobs.tobytes(),
         "text": encodable(sample.text),
         "error": encodable(sample.error),
         "reward_terms": list(sample.reward_terms.items()),
@@ -173,6 +177,7 @@ def _sample(row: Row, part: int = 0) -> Sample:
     return Sample(
         **same,
         teacher_logprobs=tuple(row.get("teacher_logprobs") or ()),  # older versions have no such column
+        teacher_topk=_topk(row.get("teacher_topk_ids"), row.get("teacher_topk_logprobs"), len(row["tokens"])),
         text=row["text"],
         error=row["error"],
         reward_terms=dict(row["reward_terms"]),
@@ -184,6 +189,14 @@ def _sample(row: Row, part: int = 0) -> Sample:
         routed_experts=experts_of(row["routed_experts"], row["routed_experts_shape"]),
         part=part,
     )
+
+
+def _topk(ids: bytes | None, logprobs: bytes | None, tokens: int) -> TopLogprobs | None:
+    """Return a teacher's top k as they were written; raise ValueError where they are not of so many tokens."""
+    if ids is None or logprobs is None:
+        return None
+    of_ids, of_logprobs = np.frombuffer(ids, np.int32), np.frombuffer(logprobs, np.float32)
+    return TopLogprobs(of_ids.reshape(tokens, -1).copy(), of_logprobs.reshape(tokens, -1).copy())
 
 
 def experts_of(content: bytes | None, shape: list[int] | None) -> ExpertIds | None:

@@ -11,8 +11,8 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
+from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.algorithms.loss_metrics import MAXIMA, SUMS, merge_reports
-from grpo_mp.algorithms.settings import DistillationConfig
 from grpo_mp.batching.step_batch import StepBatch, student_logprobs
 from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.evaluation.score import EvalScore
@@ -147,7 +147,11 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: i
         **{name: statistics.fmean(m[name] for m in by_update if name in m) for name in names},
         # Engine and policy hold the same weights only in the first update of the step.
         **{name: value for name, value in by_update[0].items() if name.startswith("mismatch/")},
-        "train/ratio/max": max(measured["train/ratio/max"] for measured in by_update),
+        **{
+            name: max(measured[name] for measured in by_update if name in measured)
+            for name in ("train/ratio/max", "distill/kl/max")
+            if name in names
+        },
         "train/grad_norm": statistics.fmean(report.grad_norm for report in reports),
         "train/lr": reports[-1].lr,
         "train/updates": len(reports),
@@ -212,7 +216,7 @@ def distillation_metrics(
     return {
         "distill/reverse_kl/mean": total / count,
         "distill/reverse_kl/max": float(largest),
-        "distill/clipped_ratio": clipped / count,
+        **({} if distillation.topk else {"distill/clipped_ratio": clipped / count}),
     }
 
 

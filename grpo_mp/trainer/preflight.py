@@ -37,7 +37,7 @@ from grpo_mp.policy.parameter_bytes import disk_need
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens
+from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens, check_topk
 from grpo_mp.rollout.determinism import check_determinism
 from grpo_mp.rollout.engine_args import check_arguments, check_tool_parser, known_arguments
 from grpo_mp.rollout.engine_parallelism import EXPERT_LOCATION_ARGS, check_engine_parallelism, engine_parallelism
@@ -129,7 +129,9 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     space = check_disk(settings.run.folder, disk_need(settings, hf), probes=os.environ.get("RANK", "0") == "0")
     warnings = (*scorer.warnings, *start_warnings(settings, fp8), *sync_warnings(settings, hf, fp8), *space)
     evals, distillation = _read_evals(settings, tokenizer, tools), settings.algorithm.distillation
-    teacher = TeacherClient(distillation.teacher) if distillation else None
+    if distillation and distillation.topk:
+        check_topk(distillation.topk, hf.int("vocab_size"))
+    teacher = TeacherClient(distillation.teacher, distillation.topk, hf.int("vocab_size")) if distillation else None
     if distillation and distillation.teacher.url and os.environ.get("RANK", "0") == "0":
         warnings = (*warnings, *filter(None, [check_served_tokens(distillation.teacher, tokenizer)]))
     return RunInputs(hf, tokenizer, train, evals, scorer, extensions, warnings, episodes, teacher=teacher)

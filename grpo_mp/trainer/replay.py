@@ -61,6 +61,7 @@ class StepFacts:
     carried: int
     length_bias: float
     distilled: bool = False  # they have a teacher's logprobs
+    topk: int | None = None  # of how many of the teacher's tokens they have logprobs in each place; None: not known
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -99,7 +100,8 @@ def dump_step(folder: Path, step: int, batch: RolloutBatch, shape: RolloutShape,
         batch.reward_stats,
         batch.carried,
         batch.length_bias,
-        all(sample.teacher_logprobs for group in batch.groups for sample in group.samples),
+        all(part.teacher_logprobs for part in sequences),
+        min((part.teacher_topk.k if part.teacher_topk else 0 for part in sequences), default=None),
     )
     selected = {info.group_id for info in batch.infos}
     write_groups(step_file(folder, step, rank), groups, selected, FACTS.dump_json(facts).decode())
@@ -151,13 +153,19 @@ def _read_fitting_facts(folder: Path, settings: Settings, hf: HfConfig, step: in
             f"{folder}: step {step} has no logprobs of a teacher: leave out algorithm.distillation, or take the "
             "dump of a run that had it"
         )
+    topk = settings.algorithm.distillation.topk if settings.algorithm.distillation else None
+    if topk and topk > (facts.topk or 0):
+        raise UserError(
+            f"{folder}: step {step} has logprobs of {facts.topk or 0} of the teacher's most likely tokens: set "
+            f"algorithm.distillation.topk={facts.topk or 'null'}"
+        )
     return facts
 
 
 def _read_step_facts(folder: Path, step: int) -> StepFacts:
     """Read what all files of a step say. Raises UserError where one is missing, damaged, or of another step or run."""
     first = _parse_facts(step_file(folder, step, 0))
-    routed, distilled = first.routed, first.distilled
+    routed, distilled, topk = first.routed, first.distilled, first.topk
     for rank in range(first.files):
         file = step_file(folder, step, rank)
         if not file.is_file():
@@ -167,7 +175,8 @@ def _read_step_facts(folder: Path, step: int) -> StepFacts:
             raise UserError(f"{file}: not of the same step of the same run as rank_0.parquet: copy the folder again")
         routed = routed and of_rank.routed
         distilled = distilled and of_rank.distilled  # a rank without samples says nothing
-    return replace(first, routed=routed, distilled=distilled)
+        topk = min((k for k in (topk, of_rank.topk) if k is not None), default=None)
+    return replace(first, routed=routed, distilled=distilled, topk=topk)
 
 
 def _parse_facts(file: Path) -> StepFacts:

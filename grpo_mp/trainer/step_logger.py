@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from grpo_mp.algorithms.settings import DistillationConfig
+from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.batching.exchange import gather_groups
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.checkpoint.run_state import TrainState

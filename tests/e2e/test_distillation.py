@@ -16,17 +16,16 @@ from tests.e2e.conftest import StartJob, outcome
 from tests.e2e.jobs import read_jsonl
 
 pytestmark = pytest.mark.nightly
-STEPS = 10
+STEPS, TOPK = 10, 8
 
 
 @torch.no_grad()
-def expected_logprobs(folder: Path, rows: list[dict]) -> list[list[float]]:
-    """What transformers says of each response."""
+def expected_tables(folder: Path, rows: list[dict]) -> list[torch.Tensor]:
+    """What transformers says in the place of each token of each response, [tokens, vocabulary]."""
     model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), []
     for row in rows:
         table = model(torch.tensor([[*row["prompt_tokens"], *row["tokens"]]])).logits[0].log_softmax(-1)
-        table = table[len(row["prompt_tokens"]) - 1 : -1]
-        found.append(table.gather(1, torch.tensor(row["tokens"])[:, None])[:, 0].tolist())
+        found.append(table[len(row["prompt_tokens"]) - 1 : -1])
     return found
 
 
@@ -38,8 +37,28 @@ def prefer_some_tokens(folder: Path) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
+def check_topk(rows: list[dict], tables: list[torch.Tensor], line: dict) -> None:
+    """The most likely tokens are those of transformers, and have the share of its probability that was measured."""
+    mass = list[torch.Tensor]()
+    for row, table in zip(rows, tables, strict=True):
+        ids, logprobs = (
+            torch.frombuffer(bytearray(row[name]), dtype=dtype).reshape(-1, TOPK)
+            for name, dtype in (("teacher_topk_ids", torch.int32), ("teacher_topk_logprobs", torch.float32))
+        )
+        torch.testing.assert_close(logprobs, table.topk(TOPK, 1).values, atol=1e-3, rtol=0)
+        torch.testing.assert_close(logprobs, table.gather(1, ids.long()), atol=1e-3, rtol=0)
+        mass.append(logprobs.exp().sum(1))
+    assert line["distill/teacher_mass"] == pytest.approx(float(torch.cat(mass).mean()), abs=5e-3)  # a mean of updates
+    assert 0 < line["distill/student_mass"] < 1
+    assert line["distill/kl/mean"] < line["distill/kl/max"]
+    assert line["train/pg_loss"] == 0
+    assert line["train/loss"] > 0
+    assert "distill/clipped_ratio" not in line
+
+
+@pytest.mark.parametrize("changes", ["clip: 8", f"topk: {TOPK}, kl_type: mixed"], ids=["sampled", "topk"])
 def test_the_policy_comes_nearer_to_a_teacher_that_the_job_serves(
-    start_job: StartJob, tiny_run: TinyRun, tmp_path: Path
+    changes: str, start_job: StartJob, tiny_run: TinyRun, tmp_path: Path
 ) -> None:
     """A dense teacher over both ranks; then the same updates from the dump, where no teacher is asked."""
     teacher, run, again = tmp_path / "teacher", tmp_path / "run", tmp_path / "again"
@@ -47,7 +66,7 @@ def test_the_policy_comes_nearer_to_a_teacher_that_the_job_serves(
     make_tiny(teacher, "qwen3", AutoTokenizer.from_pretrained(tiny_run.model), 1, **shape)
     prefer_some_tokens(teacher)
     settings = (
-        f"algorithm.distillation={{teacher: {{folder: {teacher}, gpus_per_server: 2}}, clip: 8}}",
+        f"algorithm.distillation={{teacher: {{folder: {teacher}, gpus_per_server: 2}}, {changes}}}",
         "algorithm.kl.coef=0",
         "algorithm.aggregation=token_mean",
         "optimizer.lr=5e-3",
@@ -62,20 +81,27 @@ def test_the_policy_comes_nearer_to_a_teacher_that_the_job_serves(
         files = sorted((run / "rollouts_dump" / f"step_{line['step']:06d}").glob("rank_*.parquet"))
         rows = [row for file in files for row in parquet.read_table(file).to_pylist()]
         assert len(rows) == 4 * 4
-        for row, expected in zip(rows, expected_logprobs(teacher, rows), strict=True):
+        tables = expected_tables(teacher, rows)
+        for row, table in zip(rows, tables, strict=True):
+            expected = table.gather(1, torch.tensor(row["tokens"])[:, None])[:, 0].tolist()
             assert row["teacher_logprobs"] == pytest.approx(expected, abs=1e-3)
         own, theirs = (np.concatenate([row[name] for row in rows]) for name in ("rollout_logprobs", "teacher_logprobs"))
         assert line["distill/reverse_kl/mean"] == pytest.approx((own - theirs).mean(), abs=1e-3)
         assert line["distill/reverse_kl/max"] == pytest.approx((own - theirs).max(), abs=1e-2)
-        assert line["distill/clipped_ratio"] == pytest.approx((abs(own - theirs) > 8).mean(), abs=0.01)
-    divergence = [line["distill/reverse_kl/mean"] for line in lines]
-    assert statistics.fmean(divergence[-4:]) < 0.7 * statistics.fmean(divergence[:2]), divergence
+        if "topk" in changes:
+            check_topk(rows, tables, line)
+        else:
+            assert line["distill/clipped_ratio"] == pytest.approx((abs(own - theirs) > 8).mean(), abs=0.01)
+    measured = ["distill/reverse_kl/mean", *(["distill/kl/mean"] if "topk" in changes else [])]
+    for name in measured:
+        divergence = [line[name] for line in lines]
+        assert statistics.fmean(divergence[-4:]) < 0.7 * statistics.fmean(divergence[:2]), divergence
     assert "Prefill batch" in (run / "logs" / "teacher_0.log").read_text()
     assert not (run / "logs" / "teacher_1.log").exists()
 
     replayed = outcome(start_job(f"run.folder={again}", *settings, "--replay", str(run / "rollouts_dump")))
     assert (replayed.status, replayed.err, replayed.left) == (0, "", [])
     for before, after in zip(lines, read_jsonl(again / "metrics.jsonl")[-STEPS:], strict=True):
-        names = ("distill/reverse_kl/mean", "train/loss", "train/grad_norm")
+        names = (*measured, "train/loss", "train/grad_norm")
         assert [after[name] for name in names] == [before[name] for name in names]
     assert not list(again.glob("logs/teacher_*"))

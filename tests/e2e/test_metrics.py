@@ -26,10 +26,14 @@ OF_OTHER_RUNS = {
     # Of a multi-token-prediction layer, see tests/e2e/test_mtp.py.
     "train/mtp_loss",
     "train/mtp_acceptance",
-    # Of a teacher, see tests/trainer/test_distillation.py.
+    # Of a teacher, see tests/e2e/test_distillation.py.
     "distill/reverse_kl/mean",
     "distill/reverse_kl/max",
     "distill/clipped_ratio",
+    "distill/kl/mean",
+    "distill/kl/max",
+    "distill/teacher_mass",
+    "distill/student_mass",
     # Of a critic, see tests/e2e/test_ppo.py.
     "critic/value_loss",
     "critic/vf_clipfrac",

@@ -141,7 +141,9 @@ class Case:
         """Names of the cases whose results this one is compared with."""
         if self.measures == ("converted",):
             return ()
-        alone = next((name for name in ("family", "replayed", "supervised", "critic") if name in self.measures), "")
+        alone = next(
+            (name for name in ("family", "replayed", "supervised", "critic", "distilled") if name in self.measures), ""
+        )
         alone = "critic" if self.measures == ("critic_resumed",) else alone
         alone = "lora" if self.lora else alone
         one = "-".join(filter(None, (self.model, "one", alone)))
@@ -361,6 +363,21 @@ def _critic() -> list[Case]:
     ]
 
 
+# What divides a vocabulary or a sequence, a pipeline's last stage; a padded vocabulary, a layer that predicts ahead.
+DISTILLED = {
+    "qwen3": ("one", "tp2", "cp2", "tp2_pp2"),
+    "odd_vocabulary": ("one", "tp2_pp2_vpp2"),
+    "deepseek_v3_mtp": ("one", "tp2_cp2"),
+}
+
+
+def _distilled() -> list[Case]:
+    """From a teacher's top k."""
+    return [
+        Case(model, layout, ("distilled",), "distilled") for model, layouts in DISTILLED.items() for layout in layouts
+    ]
+
+
 # A model of each kind in layouts of every pair of sizes, the others in the largest.
 CONVERTED = {
     "deepseek_v3": cover("one", "tp2", "ep2", "tp2_ep2_pp2", "tp2_etp2", "pp2_vpp2"),
@@ -431,6 +448,7 @@ ALL = [
     *_replayed(),
     *_supervised(),
     *_critic(),
+    *_distilled(),
     *BREAKING,
     *DRIFTED,
     *_resumed(),

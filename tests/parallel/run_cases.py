@@ -13,6 +13,7 @@ from grpo_mp.distributed.process_groups import Parallel, start_parallel, stop_pa
 from tests.parallel import lora
 from tests.parallel.cases import CASES, Case
 from tests.parallel.critic_measures import CRITIC_MEASURES
+from tests.parallel.distill_measures import DISTILL_MEASURES
 from tests.parallel.inputs import settings_of
 from tests.parallel.measures import MEASURES, Bench
 
@@ -68,7 +69,7 @@ class CaseRunner:
             self.layout = case.layout
         bench = Bench(case, settings, self.parallel, given, self.root / "checkpoints")
         for measure in case.measures:
-            results[measure] = (MEASURES | CRITIC_MEASURES | lora.MEASURES)[measure](bench)
+            results[measure] = (MEASURES | CRITIC_MEASURES | DISTILL_MEASURES | lora.MEASURES)[measure](bench)
 
     def _all_succeeded(self, case: Case, succeeded: bool) -> bool:
         self.store.set(f"{case.name}/{self.rank}", str(succeeded))

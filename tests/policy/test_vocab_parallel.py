@@ -1,6 +1,6 @@
 """Chunked logprobs and entropies against log_softmax in float64, and their memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_mp.policy.vocab_parallel import VocabularyShard, token_logprobs
+from grpo_mp.types import LEAST_LOGPROB
 from tests.policy.logprob_error_bounds import error_bounds
 
 
@@ -35,10 +36,13 @@ def random_case(tokens: int, hidden: int, vocabulary: int, padding: int, seed: i
     return Case(scale * normal(tokens, hidden), normal(vocabulary + padding, hidden), targets, normal(2, tokens))
 
 
-def chunked(case: Case, vocabulary: int, temperature: float, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+def chunked(
+    case: Case, vocabulary: int, temperature: float, chunk: int, others: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return output, gradient of hidden, gradient of weight."""
     hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
-    out = token_logprobs(hidden, weight, case.targets, VocabularyShard(0, vocabulary, None), temperature, chunk)
+    shard = VocabularyShard(0, vocabulary, None)
+    out = token_logprobs(hidden, weight, case.targets, shard, temperature, chunk, others)
     return (out.detach(), *torch.autograd.grad(out, (hidden, weight), case.cotangent))
 
 
@@ -104,6 +108,42 @@ def test_bfloat16_weights_give_float32_logprobs_and_bfloat16_gradients() -> None
         assert float((tensor - expected_tensor).norm()) <= 0.01 * float(expected_tensor.norm())
 
 
+def others_of(case: Case, vocabulary: int, count: int) -> Tensor:
+    """[T, count] the most likely tokens of each row, some of which the vocabulary does not have."""
+    others = (case.hidden @ case.weight[:vocabulary].t()).topk(count).indices.int()
+    others[::3, -1] = -1
+    return others
+
+
+@pytest.mark.parametrize("chunk", [3, 20])
+@pytest.mark.parametrize(("scale", "count"), [(1.0, 4), (1.0, 12), (6.0, 8)])
+def test_other_tokens_and_all_the_rest_against_log_softmax(scale: float, count: int, chunk: int) -> None:
+    """With a scale of 6 nearly all probability is often in few tokens, and the rest far below rounding error of 1."""
+    vocabulary, padding, temperature = 13, 2, 0.7
+    case = random_case(11, 6, vocabulary, padding, scale=scale)
+    case = replace(case, cotangent=torch.randn(3 + count, 11, generator=torch.Generator().manual_seed(6)))
+    others = others_of(case, vocabulary, count)
+    found = chunked(case, vocabulary, temperature, chunk, others)
+
+    exact_hidden, exact_weight = case.hidden.double().requires_grad_(), case.weight.double().requires_grad_()
+    logits = exact_hidden @ exact_weight[:vocabulary].t() / temperature
+    logprobs = logits.log_softmax(-1)
+    picked = logprobs.gather(1, others.clamp(min=0).long()).where(others >= 0, LEAST_LOGPROB)
+    is_rest = torch.ones_like(logprobs, dtype=torch.bool)
+    for row, own in zip(is_rest, others.tolist(), strict=True):
+        row[[token for token in own if token >= 0]] = False
+    rest = logprobs.masked_fill(~is_rest, -torch.inf).logsumexp(1)
+    entropy = -(logprobs.exp() * logprobs).sum(1)
+    own = logprobs.gather(1, case.targets[:, None])[:, 0]
+    expected = torch.cat([torch.stack([own, entropy]), picked.clamp(min=LEAST_LOGPROB).t(), rest[None]])
+    assert rest.min() > -80  # exp() of it is no subnormal number of float32
+    gradients = torch.autograd.grad(expected, (exact_hidden, exact_weight), case.cotangent.double())
+    for tensor, expected_tensor in zip(found, (expected.detach(), *gradients), strict=True):
+        torch.testing.assert_close(tensor.double(), expected_tensor, rtol=2e-4, atol=2e-4 * scale)
+    assert found[0][-1].min() < (-20 if scale > 1 else 0)
+    assert not found[2][vocabulary:].any()
+
+
 class LargestTensor(TorchDispatchMode):
     """Records the number of elements of the largest tensor that any operation read or returned."""
 
@@ -118,12 +158,20 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("count", [None, 3])
 @pytest.mark.parametrize("chunk", [4, 16, 64])
-def test_no_tensor_is_larger_than_a_chunk_of_logits(chunk: int) -> None:
+def test_no_tensor_is_larger_than_a_chunk_of_logits(chunk: int, count: int | None) -> None:
     tokens, vocabulary = 128, 640
     case = random_case(tokens, 1, vocabulary, 0)
+    others = None if count is None else others_of(case, vocabulary, count)
     with LargestTensor() as chunked_largest:
-        chunked(case, vocabulary, 1.0, chunk)
+        chunked(
+            replace(case, cotangent=torch.ones(2 if count is None else 3 + count, tokens)),
+            vocabulary,
+            1.0,
+            chunk,
+            others,
+        )
     assert chunked_largest.elements == chunk * vocabulary
     with LargestTensor() as reference_largest:
         reference(case, vocabulary, 1.0)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mp.algorithms.settings import TeacherConfig
+from grpo_mp.algorithms.distillation_settings import TeacherConfig
 from grpo_mp.config.sections import ExportServers
 from grpo_mp.errors import UserError
 from grpo_mp.redact import mask_headers, split_login, without_secrets

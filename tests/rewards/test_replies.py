@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from grpo_mp.algorithms.settings import TeacherConfig
+from grpo_mp.algorithms.distillation_settings import TeacherConfig
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.rewards.scorer import Scorer

@@ -1,17 +1,20 @@
 """The teacher's client against a real HTTP server that answers in the shape of SGLang's own."""
 
+import base64
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from grpo_mp.algorithms.settings import TeacherConfig
+from grpo_mp.algorithms.distillation_settings import TeacherConfig
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tokenizer
-from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens, first_difference, same_tokens
+from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens, check_topk, first_difference, same_tokens
 from grpo_mp.types import SampleGroup
 from tests.http_server import JsonServer, Reply
 
@@ -31,7 +34,21 @@ class Server(JsonServer):
         if self.reply:
             return self.reply
         starts = zip(body["input_ids"], body["logprob_start_len"], strict=True)
-        return 200, json.dumps([{"meta_info": {"input_token_logprobs": entries(*pair)}} for pair in starts])
+        k = body.get("top_logprobs_num")
+        return 200, json.dumps(
+            [{"meta_info": {"input_token_logprobs": entries(*pair)} | (flat(*pair, k) if k else {})} for pair in starts]
+        )
+
+
+def flat(tokens: list[int], start: int, k: int) -> dict[str, Any]:
+    """SGLang's arrays: token n at place i is followed by its neighbors, each half as likely as the one before."""
+    places = [(i, token) for i, token in enumerate(tokens) if i > start]
+    ids = np.array([[token + j for j in range(k)] for _, token in places], np.int32)
+    logprobs = np.array([[-(j + 1) * math.log(2) - i / 1000 for j in range(k)] for i, _ in places], np.float32)
+    return {
+        f"input_top_logprobs_{name}_flat_b64": base64.b64encode(array.tobytes()).decode()
+        for name, array in (("idx", ids), ("val", logprobs))
+    }
 
 
 def entries(tokens: list[int], start: int) -> list[list[Any]]:
@@ -68,6 +85,79 @@ def test_every_token_of_every_response_has_its_logprob(
         }
     ]
     assert server.paths == ["/generate"]
+
+
+@pytest.fixture
+def topk_teacher(server: Server) -> Iterator[TeacherClient]:
+    client = TeacherClient(TeacherConfig(url=server.url, retries=0), topk=3, vocab_size=101)
+    yield client
+    client.close()
+
+
+def test_every_place_has_its_most_likely_tokens(
+    server: Server, topk_teacher: TeacherClient, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In requests of no more values than the limit, but for a sequence that has more; without unknown tokens."""
+    monkeypatch.setattr("grpo_mp.rewards.teacher.MAX_TOPK_VALUES", 6)
+    scored = topk_teacher.score_group(make_group(["a", "b", "bcd", "c"])).samples
+    assert [[ids[2:] for ids in body["input_ids"]] for body in server.bodies] == [[[97], [98]], [[98, 99, 100]], [[99]]]
+    assert all(
+        body.items()
+        >= {
+            "top_logprobs_num": 3,
+            "return_flat_raw_top_logprobs": True,
+            "return_flat_raw_top_logprobs_b64": True,
+        }.items()
+        for body in server.bodies
+    )
+    topk = scored[2].teacher_topk
+    assert topk is not None
+    assert topk.ids.tolist() == [[98, 99, 100], [99, 100, -1], [100, -1, -1]]
+    expected = [[-(j + 1) * math.log(2) - i / 1000 for j in range(3)] for i in (2, 3, 4)]
+    assert np.allclose(topk.logprobs, expected, atol=1e-6)
+    assert (topk.ids.dtype, topk.logprobs.dtype) == (np.int32, np.float32)
+    assert [len(sample.teacher_logprobs) for sample in scored] == [1, 1, 3, 1]
+
+
+def b64(values: list[Any], dtype: type) -> str:
+    return base64.b64encode(np.array(values, dtype).tobytes()).decode()
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "sentence"),
+    [
+        (None, None, "no top logprobs in flat arrays: serve the teacher by a version of SGLang that knows return_flat"),
+        ("?", "?", "no top logprobs in flat arrays"),
+        (
+            b64([1, 2], np.int32),
+            b64([-1, -2], np.float32),
+            "returned 2 top logprobs for 1 tokens, 3 of each were asked",
+        ),
+        (b64([1, 2, 2], np.int32), b64([-1, -2, -2], np.float32), "a token twice"),
+        (b64([1, 2, 3], np.int32), b64([-1, -2, math.nan], np.float32), "of no distribution"),
+        (b64([1, 2, 3], np.int32), b64([-1, 2000, -1], np.float32), "of no distribution"),
+    ],
+)
+def test_broken_top_logprobs(
+    ids: str | None,
+    logprobs: str | None,
+    sentence: str,
+    server: Server,
+    topk_teacher: TeacherClient,
+    make_group: MakeGroup,
+) -> None:
+    named = {"input_top_logprobs_idx_flat_b64": ids, "input_top_logprobs_val_flat_b64": logprobs}
+    meta = {"input_token_logprobs": entries([1, 2, 97], 1)} | {name: one for name, one in named.items() if one}
+    server.reply = 200, json.dumps([{"meta_info": meta}])
+    with pytest.raises(UserError, match=r"^algorithm.distillation.teacher: prompt 12: http") as raised:
+        topk_teacher.score_group(make_group(["a"]))
+    assert sentence in str(raised.value)
+
+
+def test_as_many_tokens_as_the_policy_has_are_refused() -> None:
+    check_topk(99, 100)
+    with pytest.raises(UserError, match=r"^algorithm.distillation.topk=100: the policy has 100 tokens, and one at"):
+        check_topk(100, 100)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import xxhash
 
 from grpo_mp.errors import UserError
 from grpo_mp.rollout.dump import checksum_file, read_facts, read_groups, write_groups
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.types import Prompt, Sample, SampleGroup, TopLogprobs
 
 PROMPT = Prompt(7, "How much?", (1, 2), "3")
 LOGPROB = float(np.float32(-0.1))
@@ -62,6 +62,19 @@ def test_routed_experts_come_back_in_their_type(dtype: type, tmp_path: Path) -> 
     assert read is not None
     assert read.dtype == dtype
     assert np.array_equal(read, experts)
+
+
+def test_a_teachers_top_k_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    topk = TopLogprobs(np.array([[3, -1, 5], [7, 8, 2**30]], np.int32), np.array([[-0.1, -2, -3]] * 2, np.float32))
+    samples = (replace(PLAIN, teacher_logprobs=(-1.0, -2.0), teacher_topk=topk), replace(PLAIN, index=1))
+    write_groups(tmp_path / "x", [SampleGroup(PROMPT, samples)], {}, "")
+    ((group, _),) = read_groups(tmp_path / "x")
+    read, none = (sample.teacher_topk for sample in group.samples)
+    assert none is None
+    assert read is not None
+    for ours, theirs in ((read.ids, topk.ids), (read.logprobs, topk.logprobs)):
+        assert ours.dtype == theirs.dtype
+        assert np.array_equal(ours, theirs)
 
 
 def test_a_logprob_that_is_not_finite_stays_so(tmp_path: Path) -> None:

@@ -129,6 +129,9 @@ def teaching(folder: str = "teacher", **algorithm: Any) -> dict[str, Any]:
 ADDED = {"distillation": {"advantage": "add"}}
 
 
+URL: dict[str, Any] = {"teacher": {"url": "http://x"}}
+
+
 @pytest.mark.parametrize(
     ("sections", "sentence"),
     [
@@ -155,11 +158,21 @@ ADDED = {"distillation": {"advantage": "add"}}
             teaching(distillation={"teacher": {"url": "http://x", "timeout_s": 10**6}}),
             "monitor.phase_timeout_s=.* is shorter than algorithm.distillation.teacher.timeout_s",
         ),
+        (teaching(distillation=URL | {"kl_type": "forward"}), "kl_type=forward needs more of the teacher than one"),
+        (teaching(distillation=URL | {"topk": 8, "clip": 2}), "topk learns from none: leave out clip"),
+        (teaching(distillation=URL | {"topk": 8, "mixed_kl_weight": 0.3}), "has no effect with kl_type=reverse: set"),
+        (teaching(distillation=URL | {"topk": 0}), "algorithm.distillation.topk"),
+        (teaching(distillation=URL | {"topk": 10**6}), "logprobs of one response, above the limit of 16,777,216"),
     ],
 )
 def test_settings_that_contradict_a_teacher(sections: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         settings({"answer": 1.0}, **sections)
+
+
+def test_a_loss_over_the_top_k_allows_ratios_of_sequences() -> None:
+    changes = teaching(distillation=URL | {"topk": 8, "kl_type": "mixed"}, ratio="sequence")
+    assert settings({"answer": 1.0}, **changes).algorithm.ratio == "sequence"
 
 
 def test_what_a_teacher_allows() -> None:

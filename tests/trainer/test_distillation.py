@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,16 @@ import pytest
 import torch
 
 from grpo_mp.algorithms.advantages import distillation_advantages
+from grpo_mp.algorithms.distillation import topk_terms
+from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.algorithms.losses import token_weights
-from grpo_mp.algorithms.settings import AlgorithmConfig, DistillationConfig
+from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.microbatches import plan_microbatches
 from grpo_mp.batching.packing import gather_responses, pack
 from grpo_mp.batching.step_batch import with_distillation
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.trainer.metrics import distillation_metrics
-from grpo_mp.types import MicroBatch, Sample
+from grpo_mp.types import NO_TOKEN, MicroBatch, Sample, TopLogprobs
 from tests.algorithms.objective import LIMIT, loss_of, scatter_responses
 
 LENGTHS = (5, 1, 9, 3)
@@ -159,3 +162,96 @@ def test_metrics_are_of_the_tokens_that_the_policy_wrote(parallel: Parallel) -> 
     )
     assert 0 < found["distill/clipped_ratio"] < 1
     assert distillation_metrics([packed(samples)], distillation(), parallel)["distill/clipped_ratio"] == 0
+    assert "distill/clipped_ratio" not in distillation_metrics([packed(samples)], distillation(topk=3), parallel)
+
+
+def with_topk(samples: Sequence[Sample], vocabulary: int, k: int) -> list[Sample]:
+    """The samples with the k most likely tokens of a random teacher."""
+    generator, found = np.random.default_rng(7), []
+    for sample in samples:
+        logits = torch.from_numpy(2 * generator.standard_normal((len(sample.tokens), vocabulary)))
+        logprobs, ids = logits.log_softmax(-1).topk(k)
+        found.append(replace(sample, teacher_topk=TopLogprobs(ids.int().numpy(), logprobs.float().numpy())))
+    return found
+
+
+def topk_rows(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The policy's logprobs [k + 1, T] of these tokens [T, k] and of all others, by logits [T, V]."""
+    ids = ids.long().clamp(min=0)
+    rest = logits.log_softmax(-1).scatter(1, ids, -torch.inf).logsumexp(-1)
+    return torch.cat([logits.log_softmax(-1).gather(1, ids), rest[:, None]], 1).t()
+
+
+@pytest.mark.parametrize("changes", [{"kl_type": "reverse"}, {"kl_type": "forward"}, {"kl_type": "mixed"}])
+def test_the_divergence_over_buckets_is_a_lower_bound(changes: dict[str, Any]) -> None:
+    """It grows with k up to that of the whole vocabulary, of which k = V - 1 leaves a bucket of one token."""
+    vocabulary, kind = 9, changes["kl_type"]
+    policy, teacher = (2 * torch.randn(40, vocabulary, dtype=torch.float64) for _ in range(2))
+    log_p, log_q = policy.log_softmax(-1), teacher.log_softmax(-1)
+    reverse, forward = (log_p.exp() * (log_p - log_q)).sum(-1), (log_q.exp() * (log_q - log_p)).sum(-1)
+    whole = {"reverse": reverse, "forward": forward, "mixed": (reverse + forward) / 2}[kind]
+    found = []
+    for k in (1, 3, 6, vocabulary - 1):
+        logprobs, ids = log_q.topk(k)
+        (batch,) = packed([Sample.from_tokens(0, (1,), range(40))], max_tokens=100)
+        rows = slice(0, 40)
+        for name, values in (("teacher_topk_ids", ids), ("teacher_topk_logprobs", logprobs)):
+            setattr(batch, name, torch.zeros(batch.total_tokens, k, dtype=values.dtype))
+            getattr(batch, name)[rows] = values
+        batch.topk_logprobs = torch.zeros(k + 1, batch.total_tokens, dtype=torch.float64)
+        batch.topk_logprobs[:, rows] = topk_rows(policy, ids)
+        terms = topk_terms(batch, distillation(topk=k, **changes))
+        assert terms is not None
+        assert not terms.divergence[40:].any()
+        torch.testing.assert_close(terms.teacher_mass[rows], logprobs.exp().sum(-1))
+        found.append(terms.divergence[rows])
+    for lower, higher in pairwise(found):
+        assert bool((lower <= higher + 1e-12).all())
+    assert float(found[0].mean()) < 0.7 * float(whole.mean())
+    torch.testing.assert_close(found[-1], whole, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("advantage", ["replace", "add"])
+def test_the_loss_is_that_of_rewards_and_the_weighted_divergence(advantage: str) -> None:
+    """What was given or padded has neither, and no gradient; a micro-batch of padding alone has no teacher."""
+    k, vocabulary = 3, 12
+    samples, old = draw(5)
+    samples = with_topk(samples, vocabulary, k)
+    config = distillation(topk=k, advantage=advantage, coef=0.4)
+    algorithm = AlgorithmConfig.model_validate({"aggregation": "token_mean", "distillation": config.model_dump()})
+    alone = AlgorithmConfig(aggregation="token_mean")
+    before = [with_old(batch, old) for batch in packed(samples)]
+    ((*batches,),) = with_distillation([before], config)
+    total = sum(len(values) for values in old)
+    for batch, undistilled in zip(batches, before, strict=True):
+        assert batch.old_logprobs is not None
+        assert batch.teacher_topk_ids is not None
+        assert bool((batch.teacher_topk_ids[batch.sequence_index < 0] == NO_TOKEN).all())
+        kept = undistilled.advantages if advantage == "add" else torch.zeros_like(batch.advantages)
+        assert torch.equal(batch.advantages, kept)
+        logits = torch.randn(batch.total_tokens, vocabulary, requires_grad=True)
+        rows = topk_rows(logits, batch.teacher_topk_ids)
+        rows.retain_grad()
+        logprobs, zeros = batch.old_logprobs + 0.1, torch.zeros(batch.total_tokens)
+        loss, report = loss_of(algorithm)(logprobs, zeros, replace(batch, topk_logprobs=rows))
+        loss.backward()
+        of_rewards, _ = loss_of(alone)(logprobs, zeros, replace(batch, advantages=kept))
+        written = torch.zeros((), dtype=torch.float64)
+        of_samples = zip(batch.sample_ids, _own_rows(rows.detach(), batch), strict=True)
+        for i, own in of_samples:
+            topk, mask = samples[i].teacher_topk, samples[i].generated or (True,) * len(samples[i].tokens)
+            assert topk is not None
+            for log_p, teacher in zip(own.double(), topk.logprobs[list(mask)], strict=True):
+                q = [math.exp(value) for value in teacher]
+                written += sum(p.exp() * (p - math.log(one)) for p, one in zip(log_p, [*q, 1 - sum(q)], strict=True))
+        assert float(loss.detach()) == pytest.approx(float(of_rewards) + 0.4 * float(written) / total, abs=1e-6)
+        assert float(report["train/pg_loss"]) == pytest.approx(float(of_rewards), abs=1e-6)
+        assert rows.grad is not None
+        assert not rows.grad[:, batch.mask == 0].any()
+        assert bool(rows.grad[:, batch.mask == 1].any(0).all())
+
+
+def _own_rows(rows: torch.Tensor, batch: MicroBatch) -> list[torch.Tensor]:
+    """[generated tokens, k + 1] of each sample."""
+    by_row = [gather_responses(row, batch) for row in rows]
+    return [torch.stack(list(of_sample), 1) for of_sample in zip(*by_row, strict=True)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -31,7 +32,7 @@ from grpo_mp.trainer.replay import (
     replay_settings,
     step_file,
 )
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.types import Prompt, Sample, SampleGroup, TopLogprobs
 from tests.conftest import TinyRun
 
 STATE = TrainState(1, cursor=Cursor(1, 2, 3, (4, 5)), groups_launched=8, solved_streak={3: 1}, skipped_until={4: 9})
@@ -56,10 +57,26 @@ def folder(settings: Settings, hf: HfConfig, tmp_path: Path) -> Path:
     return tmp_path / "dump"
 
 
-def write(folder: Path, step: int, shape: RolloutShape, teacher: Sequence[tuple[float, ...]] = ((), ())) -> None:
+def write(
+    folder: Path,
+    step: int,
+    shape: RolloutShape,
+    teacher: Sequence[tuple[float, ...]] = ((), ()),
+    topk: Sequence[int] = (0, 0),
+) -> None:
     prompt = Prompt(0, "?", (1,))
     samples = [
-        Sample(10 * step + rank, 0, (1,), (2,), (-1.0,), (0,), False, teacher_logprobs=teacher[rank])
+        Sample(
+            10 * step + rank,
+            0,
+            (1,),
+            (2,),
+            (-1.0,),
+            (0,),
+            False,
+            teacher_logprobs=teacher[rank],
+            teacher_topk=top(topk[rank]),
+        )
         for rank in range(2)
     ]
     groups = [SampleGroup(prompt, (sample,)) for sample in samples]
@@ -67,6 +84,10 @@ def write(folder: Path, step: int, shape: RolloutShape, teacher: Sequence[tuple[
     for rank, group in enumerate(groups):
         batch = RolloutBatch([group], infos, infos, Counter(surplus=1), STATS, 0, 1.0, STATE)
         dump_step(folder, step, batch, shape, rank, ranks=2)
+
+
+def top(k: int) -> TopLogprobs | None:
+    return TopLogprobs(np.arange(k, dtype=np.int32)[None], np.full((1, k), -5.0, np.float32)) if k else None
 
 
 def test_what_the_trainer_needs_to_know_comes_back(folder: Path, settings: Settings, hf: HfConfig) -> None:
@@ -122,6 +143,24 @@ def test_distillation_needs_what_the_teacher_said_of_all_ranks_samples(
     assert sentence in refusal(folder, settings, hf)
     write(folder, 2, RolloutShape.of(settings, hf), ((-2.0,), (-3.0,)))
     assert open_replay(folder, settings, hf, first=1).facts[2].distilled
+
+
+def test_distillation_needs_as_many_tokens_of_the_teacher(folder: Path, tiny_run: TinyRun, hf: HfConfig) -> None:
+    """Fewer than were written are the most likely of them."""
+
+    def settings(topk: int) -> Settings:
+        changes = ["run.steps=2", f"algorithm.distillation={{teacher: {{url: 'http://x'}}, topk: {topk}}}"]
+        return load_settings(tiny_run.config, changes)
+
+    for step, written in ((1, (4, 4)), (2, (4, 3))):
+        write(folder, step, RolloutShape.of(settings(3), hf), ((-2.0,), (-3.0,)), written)
+    assert refusal(folder, settings(4), hf) == (
+        f"{folder}: step 2 has logprobs of 3 of the teacher's most likely tokens: set algorithm.distillation.topk=3"
+    )
+    facts = open_replay(folder, settings(3), hf, first=1).facts
+    assert [facts[step].topk for step in (1, 2)] == [4, 3]
+    write(folder, 2, RolloutShape.of(settings(3), hf), ((-2.0,), (-3.0,)), (0, 3))
+    assert refusal(folder, settings(3), hf).endswith("set algorithm.distillation.topk=null")
 
 
 def refusal(folder: Path, settings: Settings, hf: HfConfig) -> str:

@@ -1,0 +1,78 @@
+"""Settings of on-policy distillation."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from grpo_mp.section import Section, ServedModelConfig
+
+
+class TeacherConfig(ServedModelConfig):
+    """The model that the policy learns from: a server at `url`, or those that the job itself starts on a `folder`."""
+
+    folder: Path | None = Field(
+        None,
+        description="instead of url: a Hugging Face folder with the policy's tokenizer, which the job serves on its "
+        "own devices (TRL teacher_model_name_or_path, slime opd_teacher_load). The servers sleep but in SCORE, where "
+        "they score the step's tokens; with schedule=colocated",
+    )
+    timeout_s: float = Field(300.0, gt=0, description="time limit of one call for one group, in seconds")
+
+    @model_validator(mode="after")
+    def _is_somewhere(self) -> "TeacherConfig":
+        if (self.url is None) == (self.folder is None):
+            raise ValueError("set url, where the teacher is served, or folder, which the job serves; not both")
+        return self
+
+
+class DistillationConfig(Section):
+    """On-policy distillation: a teacher scores the policy's own tokens; minus the reverse KL is their advantage.
+
+    With topk their loss is the divergence from the teacher's most likely tokens instead.
+    """
+
+    teacher: TeacherConfig = Field(description="the model that is learned from")
+    coef: float = Field(
+        1.0,
+        gt=0,
+        description="weight of teacher logprob minus policy logprob in a token's advantage, with topk of the "
+        "divergence in the loss (slime opd_kl_coef)",
+    )
+    advantage: Literal["replace", "add"] = Field(
+        "replace",
+        description="replace: the teacher alone is learned from, rewards are only measured; add: its part is added to "
+        "the advantage that rewards give, with topk to their loss",
+    )
+    clip: float | None = Field(
+        None, gt=0, description="largest difference of the two logprobs that counts, in nats; null: none is cut"
+    )
+    topk: int | None = Field(
+        None,
+        ge=1,
+        description="how many of the teacher's most likely tokens the policy is compared with in each place, and all "
+        "others together; the divergence is a loss (NeMo-RL topk_logits_k, verl topk). null: the sampled token alone",
+    )
+    kl_type: Literal["reverse", "forward", "mixed"] = Field(
+        "reverse",
+        description="which divergence topk computes. reverse: of the policy from the teacher; forward: of the teacher "
+        "from the policy; mixed: a mean of both (NeMo-RL kl_type)",
+    )
+    mixed_kl_weight: float = Field(
+        0.5, gt=0, lt=1, description="weight of the forward KL with kl_type=mixed (NeMo-RL mixed_kl_weight)"
+    )
+
+    @model_validator(mode="after")
+    def _check_topk(self) -> "DistillationConfig":
+        if self.topk is None and self.kl_type != "reverse":
+            raise ValueError(f"kl_type={self.kl_type} needs more of the teacher than one logprob: set topk, e.g. 64")
+        if self.topk is not None and self.clip is not None:
+            raise ValueError("clip cuts the difference of sampled tokens, and topk learns from none: leave out clip")
+        if self.kl_type != "mixed" and self.mixed_kl_weight != 0.5:
+            raise ValueError(f"mixed_kl_weight has no effect with kl_type={self.kl_type}: set kl_type=mixed")
+        return self
+
+    @property
+    def replaces_rewards(self) -> bool:
+        """Return whether nothing is learned from rewards."""
+        return self.advantage == "replace"

@@ -1,0 +1,65 @@
+"""What is measured of distillation from a teacher's top k in a layout, as in measures.py."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from grpo_mp.algorithms.advantages import load_estimator
+from grpo_mp.algorithms.loss_metrics import compute_metrics
+from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.batching.exchange import all_gather_sample_info
+from grpo_mp.batching.step_batch import assemble_step_batch
+from grpo_mp.distributed.process_groups import context_reduction
+from grpo_mp.policy.trained_model import UpdateReport
+from grpo_mp.trainer.logprobs import compute_logprobs
+from grpo_mp.trainer.metrics import reduce_report
+from grpo_mp.types import NO_TOKEN, Sample, TopLogprobs
+from tests.algorithms.objective import loss_of
+from tests.parallel.cases import SMALL
+from tests.parallel.measures import Bench, Result, _gradients, _groups, _held
+
+TOPK = 5
+COEF, FORWARD = 0.7, 0.3
+DISTILLATION = {
+    "teacher": {"url": "http://localhost:1"},
+    "coef": COEF,
+    "topk": TOPK,
+    "kl_type": "mixed",
+    "mixed_kl_weight": FORWARD,
+}
+
+
+def teacher_topk(sample: Sample, vocabulary: int) -> TopLogprobs:
+    """The top k of a random teacher; the policy does not have the last token of every third place."""
+    generator = np.random.default_rng((sample.group_id, sample.index))
+    logits = 3 * generator.standard_normal((len(sample.tokens), vocabulary))
+    logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    ids = logits.argsort(1)[:, : -TOPK - 1 : -1].astype(np.int32)
+    logprobs = np.take_along_axis(logprobs, ids, 1).astype(np.float32)
+    ids[::3, -1] = NO_TOKEN
+    return TopLogprobs(ids, logprobs)
+
+
+def distilled(bench: Bench) -> Result:
+    """Gradient, loss and metrics of one update, by the teacher alone, through all between groups and loss."""
+    policy, parallel = bench.policy, bench.parallel
+    vocabulary, given = policy.hf.int("vocab_size"), bench.given
+    samples = [replace(one, teacher_topk=teacher_topk(one, vocabulary)) for one in given.samples]
+    groups = _groups(bench, [samples[i] for i in given.first_update])
+    infos = all_gather_sample_info(groups, parallel.cpu_group)
+    algorithm = AlgorithmConfig.model_validate({"distillation": DISTILLATION})
+    training = bench.settings.training.model_copy(update={"updates_per_step": 1})
+    settings = bench.settings.model_copy(update={"algorithm": algorithm, "training": training})
+    estimator = load_estimator(algorithm.advantage)
+    batch = assemble_step_batch(groups, infos, {}, settings, parallel, SMALL["hidden_size"], 1, estimator)
+    (update,) = compute_logprobs(policy, batch, algorithm, training.epochs, adaptive_coefs={}, seed="0/0")
+    losses = policy.compute_gradients(update, loss_of(algorithm, reduce=context_reduction(parallel)))
+    return {
+        "shards": _gradients(policy),
+        "held": _held(policy),
+        "metrics": compute_metrics(reduce_report(UpdateReport(losses, 0.0, 0.0, skipped=False), parallel)),
+    }
+
+
+DISTILL_MEASURES: dict[str, Callable[[Bench], Result]] = {"distilled": distilled}
