@@ -49,4 +49,5 @@ def read_plan(file: Path) -> Mapping[str, Any]:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
-        raise UserError(f"{file}: no plan of a run ({place}: {one_line(first['msg'])}): remove it") from error
+        says, _, _ = one_line(first["msg"]).partition(" or instance of ")
+        raise UserError(f"{file}: no plan of a run ({place}: {says}): remove it") from error
