@@ -92,10 +92,10 @@ def diagnose_stuck(run_folder: Path, timeout_s: float, over_s: float, full: bool
 
 def diagnose_machine(config: Path | None, overrides: Sequence[str], quick: bool) -> int:
     """Print what is found about this machine; return the exit status. Raises UserError for wrong settings."""
-    from grpo_mp.config import load_settings
+    from grpo_mp.config import load_any_settings
     from grpo_mp.doctor.machine import examine, examine_quickly
 
-    findings = [*(examine_quickly() if quick else examine(load_settings(config, [*overrides]) if config else None))]
+    findings = [*(examine_quickly() if quick else examine(load_any_settings(config, [*overrides]) if config else None))]
     print(render(findings))
     return exit_status(findings)
 
@@ -113,6 +113,8 @@ def diagnose_run_folder(folder: Path) -> int:
 
 def diagnose_model_folder(folder: Path, dtype: str, without: Sequence[str], sequences: int, length: int) -> int:
     """Print where the policy and an engine part from transformers; return the exit status. Raises UserError."""
+    if {*without} >= {"policy", "engine"}:
+        raise UserError("--without policy --without engine: nothing is left to compare: leave out one of them")
     from grpo_mp.checkpoint.hf_reader import has_hf_weights
     from grpo_mp.doctor.compare_models import compare_models
     from grpo_mp.doctor.model import random_tokens

@@ -6,6 +6,7 @@ Warnings, settings, scores, curves, times, memory and answers of the run folders
 --picture FILE.svg draws scores, reward, length, entropy and phases in place of the page, for a page of your own.
 """
 
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,12 +28,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the main curves there: FILE.svg")
     parser.add_argument("--trace", action="store_true", help="also write the timeline, RUN/trace.json")
     args = parser.parse_args(arguments)
+    _check_arguments(args)
     if args.export:
         return _export(args.runs, args.export)
     if args.picture:
         return _draw(args.runs, args.picture)
     out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
-    if not out.parent.is_dir():
+    if args.out and not out.parent.is_dir():
         raise UserError(f"--out {out}: its folder does not exist: make it first")
     if out.is_dir():
         raise UserError(f"{out} is a folder: give --out a file for the page")
@@ -51,6 +53,16 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"{error.filename}: its folder was removed meanwhile: no page is written") from error
     print(f"{out}: {len(page.encode()) / 2**20:.1f} MiB")
     return 0
+
+
+def _check_arguments(args: Namespace) -> None:
+    """Raise UserError for a run folder that does not exist, and for what is not written in one call."""
+    for folder in args.runs:
+        if not folder.exists():
+            raise UserError(f"{folder}: the run folder does not exist: give the run.folder of a run")
+    given = [f"--{name}" for name in ("export", "picture", "out", "trace") if vars(args)[name]]
+    if (args.export or args.picture) and len(given) > 1:
+        raise UserError(f"{' and '.join(given)}: only one of them is written: call grpo-mp report once for each")
 
 
 def _export(folders: Sequence[Path], file: Path) -> int:

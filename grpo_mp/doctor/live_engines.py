@@ -39,12 +39,16 @@ class EngineServer:
 
 @dataclass(frozen=True)
 class EngineWeights:
-    """What an engine holds. `checksums` is None where it may not be asked now, `failure` says what went wrong."""
+    """What an engine holds. `checksums` is None where it may not be asked now, `failure` says what went wrong.
+
+    `changed`: a sync gave it the weights of `version` while it was asked, so its checksums say nothing.
+    """
 
     index: int
     version: str = ""
     checksums: Mapping[str, str] | None = None
     failure: str = ""
+    changed: bool = False
 
 
 def find_servers(run_folder: Path) -> list[EngineServer]:
@@ -91,7 +95,7 @@ def ask_weights(server: EngineServer) -> EngineWeights:
             checksums = asyncio.run(_checksums(server))
             after = _version(http)
         if after != version:
-            return EngineWeights(server.index, after)  # a sync has gone on meanwhile
+            return EngineWeights(server.index, after, changed=True)
         return EngineWeights(server.index, version, checksums)
     except (httpx.HTTPError, ValueError, KeyError, TypeError, EngineError, UserError) as error:
         return EngineWeights(server.index, failure=str(error) or type(error).__name__)

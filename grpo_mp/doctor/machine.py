@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from grpo_mp import platform
-from grpo_mp.config import Settings
+from grpo_mp.config import Settings, SftSettings
 from grpo_mp.distributed.ports import claim_ports
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.findings import Finding, Level
@@ -39,7 +39,7 @@ from grpo_mp.platform.machine_check import (
     shared_memory_free,
     tested_versions,
 )
-from grpo_mp.policy.parameter_bytes import disk_need
+from grpo_mp.policy.parameter_bytes import DiskNeed, disk_need, policy_disk_need
 from grpo_mp.rollout.server import check_temporary_folder
 from grpo_mp.trainer.disk_check import check_disk
 
@@ -68,7 +68,7 @@ RING = re.compile(r"Channel (\d+)/\d+ : +([\d ]+)$", re.MULTILINE)  # of NCCL's 
 TRANSPORT = re.compile(r"Channel \d+(?:/\d+)? : \d+\[\w+\] -> \d+\[\w+\].* via (\w+)")
 
 
-def examine(settings: Settings | None, exchange: bool = True) -> Iterator[Finding]:
+def examine(settings: Settings | SftSettings | None, exchange: bool = True) -> Iterator[Finding]:
     """Yield what is found about this machine, for a run of `settings` or for any.
 
     `exchange` False: nothing is sent between GPUs.
@@ -199,13 +199,13 @@ def _memory() -> Iterator[Finding]:
         yield Finding(Level.OK, f"{sentence}, {SHARED_MEMORY} has {shared / GIB:.1f} GiB")
 
 
-def _disk(settings: Settings | None) -> Iterator[Finding]:
+def _disk(settings: Settings | SftSettings | None) -> Iterator[Finding]:
     """Yield whether the disk of the run folder, or of this folder, is large and fast enough, and of the same time."""
     folder = settings.run.folder if settings else Path()
     place = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     try:
         check_temporary_folder()
-        need = disk_need(settings, settings.model.read_config()) if settings else None
+        need = _disk_need(settings) if settings else None
         small = [*check_disk(folder, need)] if need else []
     except UserError as error:
         yield Finding(Level.ERROR, str(error))
@@ -233,6 +233,12 @@ def _disk(settings: Settings | None) -> Iterator[Finding]:
     is_slow = seconds > settings.monitor.phase_timeout_s
     advice = "take a faster disk, or raise monitor.phase_timeout_s" if is_slow else ""
     yield Finding(Level.WARNING if is_slow else Level.OK, sentence, (), advice)
+
+
+def _disk_need(settings: Settings | SftSettings) -> DiskNeed:
+    """Return what a run may write. Raises UserError where its model cannot be read."""
+    hf = settings.model.read_config()
+    return disk_need(settings, hf) if isinstance(settings, Settings) else policy_disk_need(settings, hf)
 
 
 def measure_disk(folder: Path) -> tuple[float, float]:

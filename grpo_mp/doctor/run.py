@@ -10,29 +10,37 @@ from typing import Any
 from grpo_mp.checkpoint.run_state import METRICS, SETTINGS
 from grpo_mp.doctor.live_engines import EngineWeights
 from grpo_mp.errors import UserError
-from grpo_mp.files import read_json
 from grpo_mp.findings import Finding, Level
 from grpo_mp.monitor.engine_load import EngineLoad, read_loads
 from grpo_mp.monitor.loggers import read_metrics
+from grpo_mp.monitor.plan_file import PLAN, read_plan
 from grpo_mp.monitor.rules import MetricLine
 from grpo_mp.monitor.run_warnings import run_warnings
 from grpo_mp.monitor.timeline import Event, rank_traces
-from grpo_mp.phases import WAIT, Phase
-from grpo_mp.reading import read_yaml
+from grpo_mp.phases import MOVE, SAVE_WAIT, WAIT, Phase
+from grpo_mp.reading import check_regular, read_yaml, refuse_unreadable
 from grpo_mp.weight_sync.compare import TOLERANCE
 
-PLAN = "plan.json"
 LAST_STEPS = 20  # whose times count
+BETWEEN = (Phase.SAVE, Phase.EVAL)  # steps
 SLOW_PHASE = 1.5  # times the plan's
-SLOW_RANK, SLOW_ENGINE = 1.2, 0.7  # times the median: of a rank's work, of an engine's speed
+SLOW_RANK, SLOW_ENGINE = 1.2, 0.7  # times the median: of a rank's work, of an engine's speed; of two the better
 MOST_IDLE, MOST_OVERHEAD = 0.5, 0.1  # shares of a step
 MOST_EMPTY = 0.3  # share of the time in which an engine has nothing to do and another one has
+# What to do about time outside the phases that count as work, by the name of the time.
+OVERHEADS = {
+    Phase.SCORE.lower(): "make the reward functions faster, or give reward models more devices",
+    SAVE_WAIT.lower(): "save less often (run.save_every), or to a faster disk",
+}
 CHECK_MEAN, CHECK_TOKENS = "sync/check/logprob_abs_diff/mean", "sync/check/tokens"
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run folder says. `traces`: the last events of each rank; `plan`: seconds of a step by phase, {}: none."""
+    """What a run folder says. `traces`: the last events of each rank; `plan`: seconds of a step by phase, {}: none.
+
+    `plan_problem`: why the plan is not one, "" where it is.
+    """
 
     folder: Path
     settings: Mapping[str, Any]
@@ -40,19 +48,40 @@ class RunFacts:
     loads: Mapping[int, Sequence[EngineLoad]] = field(default_factory=dict)
     traces: Mapping[int, Sequence[Event]] = field(default_factory=dict)
     plan: Mapping[str, float] = field(default_factory=dict)
+    plan_problem: str = ""
 
 
 def read_run(folder: Path) -> RunFacts:
-    """Read a run folder. Raises UserError where it is none, or has no step yet."""
+    """Read a run folder. Raises UserError where it is none, has no step yet, or a file of it cannot be read."""
     if not (folder / SETTINGS).is_file():
         raise UserError(f"{folder}: no run folder, it has no {SETTINGS}: give the run.folder of a run")
-    metrics = read_metrics(folder / METRICS)
-    if not metrics:
-        raise UserError(f"{folder}: no step is in {METRICS} yet: wait, or ask grpo-mp doctor stuck {folder}")
-    phases = read_json(folder / PLAN).get("phases", {})
-    plan = {name: phase["seconds"] for name, phase in phases.items() if phase["seconds"]}
     settings = read_yaml(folder / SETTINGS)
-    return RunFacts(folder, settings, metrics, read_loads(folder), rank_traces(folder), plan)
+    if not isinstance(settings, dict):
+        raise UserError(f"{folder / SETTINGS}: no settings of a run: copy it again")
+    with refuse_unreadable(folder):
+        metrics = _read_metrics(folder / METRICS)
+        if not metrics:
+            raise UserError(f"{folder}: no step is in {METRICS} yet: wait, or ask grpo-mp doctor stuck {folder}")
+        loads, traces = read_loads(folder), rank_traces(folder)
+    try:
+        phases, problem = read_plan(folder / PLAN).get("phases", {}), ""
+    except UserError as error:
+        phases, problem = {}, str(error)
+    plan = {name: phase["seconds"] for name, phase in phases.items() if phase["seconds"]}
+    return RunFacts(folder, settings, metrics, loads, traces, plan, problem)
+
+
+def _read_metrics(file: Path) -> list[dict[str, float | None]]:
+    """Return the lines of the steps. Raises UserError for a file that is none, or of which no line can be read."""
+    if not file.exists():
+        return []
+    lines = read_metrics(check_regular(file))
+    if not lines:
+        *complete, rest = file.read_bytes().split(b"\n")
+        # The first line of a run may still be written.
+        if any(line.strip() for line in complete) or not b"{".startswith(rest[:1]):
+            raise UserError(f"{file}: it is damaged, no line of it is that of a step: copy it again from the run")
+    return lines
 
 
 def diagnose_run(facts: RunFacts, engines: Sequence[EngineWeights] = ()) -> list[Finding]:
@@ -61,10 +90,16 @@ def diagnose_run(facts: RunFacts, engines: Sequence[EngineWeights] = ()) -> list
         *check_sync(facts.metrics, facts.settings),
         *check_live(engines),
         *run_warnings(facts.metrics),
+        *_unplanned(facts.plan_problem),
         *check_times(facts.metrics, facts.plan),
         *check_ranks(facts.traces),
         *check_engines(facts.loads),
     ]
+
+
+def _unplanned(problem: str) -> Iterable[Finding]:
+    if problem:
+        yield Finding(Level.WARNING, "times are not compared with the plan, which cannot be read", (problem,))
 
 
 def check_sync(lines: Sequence[MetricLine], settings: Mapping[str, Any]) -> Iterable[Finding]:
@@ -73,10 +108,42 @@ def check_sync(lines: Sequence[MetricLine], settings: Mapping[str, Any]) -> Iter
     if not checked:
         yield Finding(Level.OK, "no weight sync was checked: the run has no engines, as a replay")
         return
-    is_fp8 = "fp8" in str(settings["engine"]["args"].get("quantization", "")) or settings.get("training", {}).get(
-        "fp8_format"
+    yield from _judge_checks(checked, sync_tolerance(settings))
+    last = lines[-1]
+    served, made = last.get("sync/weight_version"), last.get("train/optimizer_step")
+    if served is not None and made is not None and served != made:
+        sentence = f"the engines serve the weights of update {served:g}, the policy is at {made:g}"
+        yield Finding(Level.ERROR, sentence, (), "a defect of the program: report it with the rank's log")
+    working = [line["sync/engines"] for line in lines if line.get("sync/engines") is not None]
+    if working and (working[-1] or 0) < max(number or 0 for number in working):
+        sentence = f"{working[-1]:g} engines take the weights, there were {max(n or 0 for n in working):g}"
+        yield Finding(
+            Level.WARNING, sentence, (), "read logs/engine_*_lost_*.log: these engines start again, or have left"
+        )
+
+
+def sync_tolerance(settings: Mapping[str, Any]) -> float | None:
+    """Return how far the engines' logprobs may be from the policy's, in nats; None where the settings do not say."""
+    engine, sync, model, training = (
+        section if isinstance(section := settings.get(name), Mapping) else {}
+        for name in ("engine", "sync", "model", "training")
     )
-    tolerance = settings["sync"]["check_tolerance"] or TOLERANCE["fp8" if is_fp8 else settings["model"]["dtype"]]
+    own, args = sync.get("check_tolerance"), engine.get("args")
+    if own is not None or not isinstance(args, Mapping):
+        return float(own) if type(own) in (int, float) and own else None
+    is_fp8 = "fp8" in str(args.get("quantization", "")) or training.get("fp8_format")
+    return TOLERANCE.get("fp8" if is_fp8 else str(model.get("dtype")))
+
+
+def _judge_checks(
+    checked: Sequence[tuple[float | None, float | None, float | None]], tolerance: float | None
+) -> Iterable[Finding]:
+    """Yield what the checks of the syncs say: step, mean |logprob difference| and compared tokens of each."""
+    if tolerance is None:
+        says = f"not judged: {SETTINGS} does not say model.dtype, engine.args and sync.check_tolerance"
+        sentence = f"whether the engines had the policy's model after {len(checked)} weight syncs is {says}"
+        yield Finding(Level.WARNING, sentence, (), f"copy {SETTINGS} again from the run")
+        return
     far = [(step, mean) for step, mean, _ in checked if mean is None or not mean <= tolerance]
     fewest = min(tokens or 0 for _, _, tokens in checked)
     again = [step for step, _, tokens in checked if (tokens or 0) > fewest]
@@ -92,17 +159,6 @@ def check_sync(lines: Sequence[MetricLine], settings: Mapping[str, Any]) -> Iter
     else:
         sentence = f"after each of {len(checked)} weight syncs the engines computed the policy's logprobs"
         yield Finding(Level.OK, sentence, evidence)
-    last = lines[-1]
-    served, made = last.get("sync/weight_version"), last.get("train/optimizer_step")
-    if served is not None and made is not None and served != made:
-        sentence = f"the engines serve the weights of update {served:g}, the policy is at {made:g}"
-        yield Finding(Level.ERROR, sentence, (), "a defect of the program: report it with the rank's log")
-    working = [line["sync/engines"] for line in lines if line.get("sync/engines") is not None]
-    if working and (working[-1] or 0) < max(number or 0 for number in working):
-        sentence = f"{working[-1]:g} engines take the weights, there were {max(n or 0 for n in working):g}"
-        yield Finding(
-            Level.WARNING, sentence, (), "read logs/engine_*_lost_*.log: these engines start again, or have left"
-        )
 
 
 def check_live(engines: Sequence[EngineWeights]) -> Iterable[Finding]:
@@ -119,9 +175,10 @@ def check_live(engines: Sequence[EngineWeights]) -> Iterable[Finding]:
     versions = {engine.index: engine.version for engine in asked}
     evidence = [f"engine {index}: update {version}" for index, version in versions.items()]
     known = [engine for engine in asked if engine.checksums is not None]
-    unasked = [engine.index for engine in asked if engine.checksums is None]
-    if unasked:
-        evidence.append(f"without checksums, since they sleep or are idle: engine {_some(unasked)}")
+    for changed, reason in ((False, "they sleep or are idle"), (True, "a sync changed their weights meanwhile")):
+        without = [engine.index for engine in asked if engine.checksums is None and engine.changed == changed]
+        if without:
+            evidence.append(f"without checksums, since {reason}: engine {_some(without)}")
     differing = [
         (known[0].index, other.index, name)
         for other in known[1:]
@@ -171,8 +228,19 @@ def check_times(lines: Sequence[MetricLine], plan: Mapping[str, float]) -> Itera
         )
         yield Finding(Level.WARNING, f"ranks wait for others in {idle:.0%} of a step", (), advice)
     if overhead > MOST_OVERHEAD:
-        advice = "slow rewards or data: look at time/score_s and at the gaps in trace.json"
-        yield Finding(Level.WARNING, f"{overhead:.0%} of a step are outside its phases", (), advice)
+        yield Finding(Level.WARNING, f"{overhead:.0%} of a step are outside its phases", *_overhead(last))
+
+
+def _overhead(lines: Sequence[MetricLine]) -> tuple[Sequence[str], str]:
+    """Return what the time outside the phases that count as work was most of, as evidence, and what to do."""
+    inside = {phase.lower() for phase in Phase if phase.is_work or phase in BETWEEN}
+    known = {name[5:-2] for line in lines for name in line if name.startswith("time/") and name.endswith("_s")}
+    seconds = {name: _mean(lines, f"time/{name}_s") for name in known - inside - {"step", WAIT.lower(), MOVE.lower()}}
+    most = max(sorted(seconds), key=lambda name: seconds[name], default="")
+    if not most or not seconds[most]:
+        return (), "no time has a name there, as of slow data: look at the gaps in trace.json"
+    advice = OVERHEADS.get(most, "open trace.json and look at it")
+    return [f"most of it: time/{most}_s, {seconds[most]:.2f} s"], advice
 
 
 def check_ranks(traces: Mapping[int, Sequence[Event]]) -> Iterable[Finding]:
@@ -187,7 +255,7 @@ def check_ranks(traces: Mapping[int, Sequence[Event]]) -> Iterable[Finding]:
         seconds = {rank: phases[phase] for rank, phases in of_kind.items() if phases.get(phase)}
         if len(seconds) < 2:
             continue
-        slowest, median = max(seconds, key=lambda rank: seconds[rank]), statistics.median(seconds.values())
+        slowest, median = max(seconds, key=lambda rank: seconds[rank]), statistics.median_low(seconds.values())
         says = f"works {seconds[slowest]:.2f} s, the median rank {median:.2f} s"
         evidence.append(f"{phase.lower():8} rank {slowest} {says}")
         if seconds[slowest] > SLOW_RANK * median and phase.is_work and phase is not Phase.GENERATE:
@@ -225,7 +293,7 @@ def check_engines(loads: Mapping[int, Sequence[EngineLoad]]) -> Iterable[Finding
     if not speeds:
         return
     evidence = [f"engine {number}: {speed:.0f} tokens/s while it generates" for number, speed in speeds.items()]
-    slowest, median = min(speeds, key=lambda number: speeds[number]), statistics.median(speeds.values())
+    slowest, median = min(speeds, key=lambda number: speeds[number]), statistics.median_high(speeds.values())
     if speeds[slowest] < SLOW_ENGINE * median:
         advice = "compare its GPU's clocks: grpo-mp doctor machine on its node; read its log"
         sentence = f"engine {slowest} decodes {speeds[slowest]:.0f} tokens/s, the median engine {median:.0f}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mp.errors import DISK_ERRORS
+from grpo_mp.monitor.metric_lines import finite
 
 LOGGER = logging.getLogger(__name__)
 FOLDER = "engines"
@@ -93,9 +94,13 @@ def _loads(file: Path) -> Iterable[EngineLoad]:
 def parse_load(line: str | bytes) -> EngineLoad | None:
     """Return what a line says; None where it was torn by a kill, or is of another version."""
     try:
-        return EngineLoad(**json.loads(line))
-    except (ValueError, TypeError):
+        values = json.loads(line)
+        load = EngineLoad(**values)
+    except (ValueError, TypeError, RecursionError):
         return None
+    numbers = [value for name, value in values.items() if name != "state" and value is not None]
+    whole = load.time_s is not None and isinstance(load.state, str) and all(finite(one) is not None for one in numbers)
+    return load if whole else None
 
 
 def read_sglang_loads(reply: Any, now_s: float, before: EngineLoad | None) -> EngineLoad:

@@ -20,6 +20,7 @@ from grpo_mp.config.registries import LOGGERS
 from grpo_mp.errors import UserError
 from grpo_mp.files import PatientFile, write_atomically
 from grpo_mp.monitor.curves import tensorboard_layout
+from grpo_mp.monitor.metric_lines import parse_metrics
 from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.redact import without_secrets
 
@@ -187,22 +188,10 @@ def read_metrics(path: Path) -> list[dict[str, float | None]]:
     if not path.exists():
         return []
     *complete, _ = path.read_bytes().split(b"\n")
-    lines = [_line(line) for line in complete]
+    lines = [parse_metrics(line) for line in complete]
     if damaged := [number for number, line in enumerate(lines, 1) if line is None]:
         LOGGER.warning("%s: line %s is damaged and left out", path, ", ".join(map(str, damaged[:MOST_NAMED])))
     return [line for line in lines if line is not None]
-
-
-def _line(content: bytes) -> dict[str, float | None] | None:
-    """Return the line of a step; None where it is none."""
-    try:
-        line = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(line, dict) or type(line.get("step")) is not int:
-        return None
-    numbers = all(value is None or type(value) in (int, float) for value in line.values())
-    return line if numbers else None
 
 
 def drop_later_steps(path: Path, first_step: int) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 from types import TracebackType
 
 from grpo_mp.checkpoint.run_state import METRICS
+from grpo_mp.monitor.plan_file import PLAN
 from grpo_mp.monitor.side_process import LIMIT_S, NICENESS, SideProcess
 
-PLAN, REPORT = "plan.json", "report.html"
+REPORT = "report.html"
 EARLY_LIMIT_S = 20.0  # of a run that ends early: torchrun kills its ranks 30 s after the first one fails
 
 

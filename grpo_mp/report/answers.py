@@ -91,7 +91,7 @@ def _number(value: float | None) -> float:
 
 def token_classes(token: Token) -> str:
     """Return the classes of a token on the page: p0 to p4 by probability, m by mismatch, a by advantage."""
-    values = {"probability": math.exp(token.engine), "advantage": token.advantage, "mismatch": token.mismatch}
+    values = {"probability": math.exp(min(token.engine, 0.0)), "advantage": token.advantage, "mismatch": token.mismatch}
     known = {name: value for name, value in values.items() if value is not None and not math.isnan(value)}
     return " ".join(f"{name[0]}{sum(value > limit for limit in LIMITS[name])}" for name, value in known.items())
 

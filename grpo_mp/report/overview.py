@@ -6,9 +6,10 @@ from math import isfinite
 from statistics import fmean
 from typing import Any
 
-from grpo_mp.algorithms.presets import with_preset
+from grpo_mp.algorithms.presets import PRESETS, with_preset
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.config import Settings, SftSettings
+from grpo_mp.errors import UserError
 from grpo_mp.evaluation.pass_at_k import Estimate
 from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.report.contents import Chart, Series, Table
@@ -50,6 +51,8 @@ def preset_settings(preset: str) -> dict[str, str]:
 
     What sections ask of each other is not checked: a preset may need sizes that only a run has.
     """
+    if preset != SUPERVISED and preset not in PRESETS:
+        raise UserError(f"algorithm.preset: there is no preset {preset!r}: correct it in the run's settings.yaml")
     if preset == SUPERVISED:
         return _defaults(SftSettings, REQUIRED_SFT, REQUIRED_SFT)
     return _defaults(Settings, REQUIRED, with_preset({**REQUIRED, "algorithm": {"preset": preset}}))

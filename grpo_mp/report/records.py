@@ -5,26 +5,29 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar
 
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.score import EvalScore, read_scores
 from grpo_mp.monitor.appended import AppendedLines, ChangedFiles
-from grpo_mp.monitor.samples import evenly_spaced
+from grpo_mp.monitor.metric_lines import finite
+from grpo_mp.monitor.plan_file import PLAN, read_plan
+from grpo_mp.monitor.samples import STEP_FILE, evenly_spaced, read_sample
 from grpo_mp.monitor.timeline import Span, parse_event
 from grpo_mp.reading import check_regular, parse_json, read_text, read_yaml, refuse_unreadable
 from grpo_mp.redact import without_secrets
 
 SAMPLE_FILES = 40  # that are read of a run: at even distances, the last among them
 RANKS = 16  # whose traces are read
-STEP_FILE = re.compile(r"(?:step|eval)_(\d+)\.json(?:l)?$")
 Line = Mapping[str, Any]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class RunRecords:
-    """Records of a run. `settings`: without secrets; `metrics`: a mapping for each step, by name, null as NaN.
+    """Records of a run. `settings`: without secrets; `metrics`: a mapping for each step, by name, null as NaN,
+    and so what is beyond LARGEST of monitor/metric_lines.py.
 
     `scores`: of the eval sets by step; `samples`: lines of samples/, of some steps, by step; `eval_samples`: answers to
     some eval prompts, likewise; `plan`: what was planned for it; `traces`: spans of some ranks, by rank.
@@ -75,9 +78,10 @@ class RunFolder:
             raise UserError(
                 f"{folder}: no step is in metrics.jsonl yet: wait for the first one, or log with jsonl, too"
             )
-        scores = {_step(file): self._read(file, read_scores) for file in sorted((folder / "eval").glob("step_*.json"))}
-        samples, evals = (self._by_step((folder / "samples").glob(f"{kind}_*.jsonl")) for kind in ("step", "eval"))
-        plan = self._read(folder / "plan.json", _read_plan) if (folder / "plan.json").exists() else {}
+        evaluated = _by_step((folder / "eval").glob("step_*.json"))
+        scores = {step: self._read(file, read_scores) for step, file in evaluated.items()}
+        samples, evals = (self._samples((folder / "samples").glob(f"{kind}_*.jsonl")) for kind in ("step", "eval"))
+        plan = self._read(folder / PLAN, read_plan) if (folder / PLAN).exists() else {}
         self._changed.forget_others()
         return RunRecords(
             self._name, without_secrets(settings), metrics, scores, samples, evals, plan, self._read_traces()
@@ -87,8 +91,9 @@ class RunFolder:
         with refuse_unreadable(file):
             return self._changed.read(file, parse)
 
-    def _by_step(self, files: Iterable[Path]) -> dict[int, tuple[Line, ...]]:
-        return {_step(file): self._read(file, _objects) for file in _last_among(sorted(files))}
+    def _samples(self, files: Iterable[Path]) -> dict[int, tuple[Line, ...]]:
+        steps = _by_step(files)
+        return {step: self._read(steps[step], _objects) for step in _last_among([*steps])}
 
     def _read_traces(self) -> dict[int, tuple[Span, ...]]:
         """Return the spans of at most RANKS ranks, evenly spaced."""
@@ -136,9 +141,9 @@ class MetricLines:
             line = parse_json(text.decode("utf-8-sig"), place)
         if not isinstance(line, dict):
             raise UserError(f"{self._file}: a line is no JSON object: remove it, or copy the file again")
-        values = {name: math.nan if value is None else value for name, value in line.items()}
-        if line.get("step") is None or any(type(value) not in (int, float) for value in values.values()):
+        if finite(line.get("step")) is None or not all(type(one) in (int, float, NoneType) for one in line.values()):
             raise UserError(f"{place}: no metrics of a step: remove that line")
+        values = {name: math.nan if finite(value) is None else value for name, value in line.items()}
         self._by_step[int(values["step"])] = values
 
 
@@ -192,13 +197,6 @@ def read_metric_lines(file: Path) -> tuple[Mapping[str, float], ...]:
     return MetricLines(file).read()
 
 
-def _read_plan(file: Path) -> Mapping[str, Any]:
-    plan = parse_json(read_text(file), str(file))
-    if not isinstance(plan, dict):
-        raise UserError(f"{file}: no plan of a run: remove it")
-    return plan
-
-
 def _rank(file: Path) -> re.Match[str] | None:
     return re.fullmatch(r"rank_(\d+)\.json", file.name)
 
@@ -209,15 +207,14 @@ def _objects(file: Path) -> tuple[Line, ...]:
     objects = [parse_json(line, f"{file}:{number}") for number, line in enumerate(complete.split("\n"), 1) if line]
     if not all(isinstance(line, dict) for line in objects):
         raise UserError(f"{file}: a line is no JSON object: remove it, or copy the file again")
-    return tuple(objects)
+    return tuple(map(read_sample, objects))
 
 
-def _last_among(files: Sequence[Path]) -> list[Path]:
-    return evenly_spaced(files[::-1], SAMPLE_FILES)[::-1]
+def _last_among(steps: Sequence[int]) -> list[int]:
+    return evenly_spaced(steps[::-1], SAMPLE_FILES)[::-1]
 
 
-def _step(file: Path) -> int:
-    match = STEP_FILE.fullmatch(file.name)
-    if not match:
-        raise UserError(f"{file}: no file of a run: remove it")
-    return int(match.group(1))
+def _by_step(files: Iterable[Path]) -> dict[int, Path]:
+    """Return the files of a run by step, ascending; others, as a user's copies, are passed over."""
+    steps = {int(match[1]): file for file in files if (match := STEP_FILE.fullmatch(file.name))}
+    return dict(sorted(steps.items()))

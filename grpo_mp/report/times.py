@@ -138,7 +138,8 @@ def memory_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
 
 def ranks_per_node(run: RunRecords) -> str:
     """Return how many ranks a node of the plan has."""
-    return f"{run.plan['ranks'] // run.plan['nodes']}" if run.plan.get("nodes") else "some"
+    ranks, nodes = run.plan.get("ranks"), run.plan.get("nodes")
+    return f"{ranks // nodes}" if ranks and nodes else "some"
 
 
 def _plan_note(run: RunRecords, measured: str) -> str:

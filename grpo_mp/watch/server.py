@@ -15,7 +15,7 @@ from aiohttp import web
 
 from grpo_mp.checkpoint.run_state import METRICS
 from grpo_mp.errors import UserError, one_line
-from grpo_mp.monitor.reporter import PLAN
+from grpo_mp.monitor.plan_file import PLAN
 from grpo_mp.monitor.rules import WarningsOfGrowingRun
 from grpo_mp.report.build import build_report
 from grpo_mp.report.page import Drawings, Live, render
@@ -26,6 +26,8 @@ SHOWN = (METRICS, "eval", "samples", PLAN)  # whose change makes a new page; sco
 LOOK_EVERY_S = 2.0  # at these
 REST = 4.0  # times as long as a page took to make, until the next is made: the run has the processors
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+# What may be raised for files that are not this version's.
+UNREADABLE = (OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 MakePage = Callable[[], str]
 
 
@@ -62,7 +64,7 @@ class LivePage:
             self.page, self.problem = await asyncio.to_thread(self.make), ""
         except UserError as error:  # there is no step yet, or a line is being written
             self.problem = str(error)
-        except (OSError, LookupError, TypeError, ValueError) as error:  # the run's files are not this version's
+        except UNREADABLE as error:
             self.problem = f"the page cannot be made: {type(error).__name__}: {one_line(error)}"
         self._made_of = state
 

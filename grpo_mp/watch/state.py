@@ -19,9 +19,11 @@ from grpo_mp.monitor.appended import AppendedLines, ChangedFiles
 from grpo_mp.monitor.engine_load import FILE as ENGINE_FILE
 from grpo_mp.monitor.engine_load import FOLDER as ENGINES
 from grpo_mp.monitor.engine_load import EngineLoad, parse_load
+from grpo_mp.monitor.metric_lines import parse_metrics
 from grpo_mp.monitor.rank_dump import read_process
 from grpo_mp.monitor.rules import MetricLine, WarningsOfGrowingRun
 from grpo_mp.monitor.run_warnings import to_findings
+from grpo_mp.monitor.samples import read_sample
 from grpo_mp.monitor.timeline import RANK_TRACE, TAIL_BYTES, Event, parse_event
 from grpo_mp.reading import read_yaml
 
@@ -74,14 +76,17 @@ class MetricFile:
         self._lines: dict[int, MetricLine] = {}
 
     def read(self) -> list[MetricLine]:
-        """Return the lines by step; of a step that is there twice, the last. A line that is being written waits."""
+        """Return the lines by step; of a step that is there twice, the last.
+
+        A line that is being written waits; one that is no line of a step, as a damaged one, is left out.
+        """
         appended = self._appended.read()
         if appended.anew:
             self._lines = {}
         for text in appended.lines:
-            line = _object(text)
-            if isinstance(line.get("step"), int):
-                self._lines[line["step"]] = line
+            line = parse_metrics(text)
+            if line is not None:
+                self._lines[int(line["step"] or 0)] = line
         return [self._lines[step] for step in sorted(self._lines)]
 
 
@@ -192,7 +197,7 @@ def _numbered(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
 
 def _samples(file: Path) -> list[Mapping[str, Any]]:
     lines = [_object(line) for line in file.read_bytes().splitlines()]
-    return [line for line in lines if "response" in line]
+    return [read_sample(line) for line in lines if "response" in line]
 
 
 def open_events(events: Sequence[Event]) -> list[Event]:
@@ -248,6 +253,6 @@ def _object(text: bytes) -> dict[str, Any]:
     """Return a line's object; an empty one of what is torn, or something else."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -13,6 +13,7 @@ import torch
 
 from grpo_mp import platform
 from grpo_mp.cli.main import main
+from grpo_mp.config import load_sft_settings
 from grpo_mp.doctor import machine
 from grpo_mp.doctor.machine import (
     Exchange,
@@ -299,6 +300,26 @@ def test_a_full_disk_is_an_error(small_disk: Callable[[int], Path], monkeypatch:
     (finding,) = machine._disk(None)
     assert (finding.level, "cannot be written to (No space left on device)" in finding.sentence) == (Level.ERROR, True)
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.skipif(platform.on_cuda(), reason="there is a GPU")
+def test_the_disk_for_supervised_fine_tuning(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of a machine is looked at but what takes long, and is the same whatever the settings are of."""
+    for name in ("_packages", "_kernels", "_memory", "_ports"):
+        monkeypatch.setattr(machine, name, lambda: ())
+    monkeypatch.setattr(machine, "examine_exchange", lambda _: ())
+    config = tmp_path / "sft.yaml"
+    config.write_text(
+        f"run: {{folder: {tmp_path / 'run'}, save_every: 4}}\nmodel: {{path: {tiny_run.model}, dtype: float32}}\n"
+        f"data: {{train: {tiny_run.train}}}\nsft: {{batch_size: 4, epochs: 1, max_tokens: 64}}\n"
+        "optimizer: {lr: 1.0e-3}\n"
+    )
+    assert main(["doctor", "machine", str(config)]) == 0
+    need = machine._disk_need(load_sft_settings(config))
+    assert f"a checkpoint of {need.checkpoint / GIB:.1f} GiB takes " in capsys.readouterr().out
+    assert need.checkpoint > 12 * 1000  # weights and both moments of thousands of parameters
 
 
 def test_a_disk_of_another_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

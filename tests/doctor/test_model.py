@@ -215,6 +215,7 @@ def test_policy_and_engine_agree_with_transformers(
     [
         (["missing"], "missing"),
         (["--length", "1"], "--length 1: the model takes 2 to 1024 tokens"),
+        (["--without", "policy", "--without", "engine"], "nothing is left to compare: leave out one of them"),
         (["--length", "5000"], "--length 5000: the model takes 2 to 1024 tokens"),
     ],
 )

@@ -79,6 +79,9 @@ def test_live_engines_are_compared_with_each_other() -> None:
     assert finding.sentence.startswith("engines are between two weight versions")
     (finding,) = check_live([one, EngineWeights(1, "7")])
     assert "without checksums, since they sleep or are idle: engine 1" in finding.evidence
+    (finding,) = check_live([one, EngineWeights(1, "8", changed=True)])
+    assert "without checksums, since a sync changed their weights meanwhile: engine 1" in finding.evidence
+    assert "idle" not in str(finding.evidence)
     assert of(Level.WARNING, [*check_live([EngineWeights(1, failure="gone")])]) == [
         "engine 1 does not say what it holds: gone"
     ]
@@ -107,6 +110,24 @@ def test_time_beside_the_plan() -> None:
     assert "planned" not in str([*check_times(lines, {})])
 
 
+@pytest.mark.parametrize(
+    ("times", "evidence", "advice"),
+    [
+        ({"time/score_s": 2.0, "time/save_wait_s": 0.5}, "most of it: time/score_s, 2.00 s", "reward functions faster"),
+        ({"time/score_s": 0.5, "time/save_wait_s": 2.0}, "most of it: time/save_wait_s, 2.00 s", "save less often"),
+        ({"time/mine_s": 2.0, "time/save_s": 9.0, "time/wait_s": 5.0}, "most of it: time/mine_s, 2.00 s", "trace.json"),
+        ({"time/save_s": 9.0, "time/eval_s": 9.0, "time/move_s": 3.0}, None, "no time has a name there"),
+    ],
+    ids=str,
+)
+def test_time_outside_the_phases_is_named(times: dict[str, float], evidence: str | None, advice: str) -> None:
+    """As of supervised fine-tuning, which has no rewards."""
+    lines = [{"step": 1, "time/step_s": 10.0, "time/train_s": 7.5, "time/overhead_share": 0.25} | times]
+    (finding,) = (one for one in check_times(lines, {}) if "outside" in one.sentence)
+    assert [*finding.evidence] == ([evidence] if evidence else [])
+    assert advice in finding.advice
+
+
 def spans(*those: tuple[str, str, float]) -> list[Event]:
     return [{"ph": kind, "name": name, "ts": second * 1e6} for kind, name, second in those]
 
@@ -126,6 +147,7 @@ def test_the_slowest_rank_is_the_one_that_does_not_wait() -> None:
     found = [*check_ranks({0: trace(4.0, 6.0), 1: trace(10.0, 0.0), 2: trace(5.0, 5.0)})]
     assert of(Level.WARNING, found) == ["in train all wait for rank 1: it works 10.00 s, the median rank 5.00 s"]
     assert not of(Level.WARNING, [*check_ranks({0: trace(9.0, 1.0), 1: trace(10.0, 0.0)})])
+    assert of(Level.WARNING, [*check_ranks({0: trace(1.0, 1.0), 1: trace(1.45, 0.0)})])  # of two the median is no mean
     assert [*check_ranks({0: trace(4.0, 6.0)})] == []
 
 
@@ -139,7 +161,7 @@ def test_ranks_of_engines_are_not_compared_with_ranks_that_train() -> None:
     found = [*check_ranks(trainers | {2: sync(9.0), 3: sync(9.0)})]
     assert not of(Level.WARNING, found)
     assert of(Level.WARNING, [*check_ranks(trainers | {2: sync(9.0), 3: sync(1.0)})]) == [
-        "in sync all wait for rank 2: it works 9.00 s, the median rank 5.00 s"
+        "in sync all wait for rank 2: it works 9.00 s, the median rank 1.00 s"
     ]
 
 
@@ -154,6 +176,9 @@ def test_the_slowest_engine_and_one_that_has_nothing_to_do() -> None:
     ]
     assert found[1].evidence == ["engine 2: 60% of the time of the busiest"]
     assert not of(Level.WARNING, [*check_engines({0: loads(100.0, 10), 1: loads(90.0, 9)})])
+    assert of(Level.WARNING, [*check_engines({0: loads(100.0, 10), 1: loads(55.0, 10)})]) == [
+        "engine 1 decodes 55 tokens/s, the median engine 100"
+    ]
     assert [*check_engines({0: loads(0.0, 0)}), *check_engines({})] == []
 
 

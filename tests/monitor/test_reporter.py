@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from grpo_mp.errors import UserError
-from grpo_mp.monitor.reporter import PLAN, REPORT, Reporter
+from grpo_mp.monitor.plan_file import PLAN
+from grpo_mp.monitor.reporter import REPORT, Reporter
 from grpo_mp.monitor.side_process import NICENESS
 
 STAND_IN = """

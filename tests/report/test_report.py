@@ -461,7 +461,7 @@ def test_a_picture_that_cannot_be_written_is_refused(
 
 def test_a_page_does_not_take_a_folders_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["report", str(tmp_path / "run"), "--out", str(tmp_path)])
+        main(["report", str(tmp_path), "--out", str(tmp_path)])
     assert f"{tmp_path} is a folder: give --out a file" in capsys.readouterr().err
 
 
