@@ -216,7 +216,7 @@ def test_real_ranks_that_hang(
     assert main(["doctor", "stuck", str(tmp_path), "--over-s", "0"]) == 1
     said = capsys.readouterr().out
     assert "error: rank 2: its process has ended" in said
-    assert "holds up" not in said
+    assert "rank 2 holds up" not in said  # rank 1's collective breaks off: it may be on its way out, and hold up rank 0
 
 
 def test_a_rank_that_ends_while_files_are_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
