@@ -55,8 +55,8 @@ class DistillationConfig(Section):
     )
     kl_type: Literal["reverse", "forward", "mixed"] = Field(
         "reverse",
-        description="which divergence topk computes. reverse: of the policy from the teacher; forward: of the teacher "
-        "from the policy; mixed: a mean of both (NeMo-RL kl_type)",
+        description="which divergence topk computes. reverse: KL(policy, teacher), which seeks modes; forward: "
+        "KL(teacher, policy), which covers them; mixed: a mean of both (NeMo-RL kl_type)",
     )
     mixed_kl_weight: float = Field(
         0.5, gt=0, lt=1, description="weight of the forward KL with kl_type=mixed (NeMo-RL mixed_kl_weight)"

@@ -11,13 +11,8 @@ from grpo_mp.report.records import RunRecords
 from grpo_mp.report.times import last_steps, memory_tables, plan_tables, rank_tables
 
 FindWarnings = Callable[[Sequence[MetricLine]], Sequence[Finding]]
-PICTURED = (
-    "Reward",
-    "Response length",
-    "Supervised loss",
-    "Entropy",
-    "Phases of a step",
-)  # beside scores; of several runs, with a name
+# Beside scores; of several runs, with a name.
+PICTURED = ("Reward", "Response length", "Supervised loss", "Entropy", "Phases of a step")
 
 
 def build_report(runs: Sequence[RunRecords], find: FindWarnings = find_warnings) -> Report:

@@ -132,7 +132,7 @@ class TeacherClient(ServedModelClient):
         ids, logprobs = ids.reshape(shape), logprobs.reshape(shape)
         with np.errstate(over="ignore"):
             mass = np.exp(logprobs).sum(1)
-        if not np.isfinite(logprobs).all() or mass.max() > 1 + TOPK_TOLERANCE:
+        if not np.isfinite(logprobs).all() or mass.max(initial=0.0) > 1 + TOPK_TOLERANCE:
             raise RewardError(f"{endpoint} returned top logprobs that are of no distribution: the teacher computes NaN")
         if not np.diff(np.sort(ids)).all():
             raise RewardError(f"{endpoint} returned a token twice among the most likely ones of one place")
