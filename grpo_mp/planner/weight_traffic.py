@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import prod
+from math import gcd, prod
 
 import torch
 
+from grpo_mp.distributed.layout import divisors
 from grpo_mp.distributed.shards import shard_holders, tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8
@@ -25,6 +26,8 @@ from grpo_mp.weight_sync.plan import (
 )
 from grpo_mp.weight_sync.wire import WireFormat
 
+MANY_TRANSFERS = 40_000  # of experts: to plan more takes too long, and they are even enough for a sample of experts
+SAMPLED_EXPERTS = 64  # of a layer, at least: enough for every receiver of a node to have several
 PROMPTS = 4  # as in weight_sync/engine_check.py, which needs Megatron
 
 
@@ -42,13 +45,22 @@ class SyncTraffic:
 
 
 def sync_traffic(job: PlannedJob) -> SyncTraffic:
-    """Return the traffic of a whole sync, from the plan of one layer of each kind and pipeline stage."""
+    """Return the traffic of a whole sync, from the plan of one layer of each kind and pipeline stage.
+
+    Where there are many, every n-th of its experts is planned, so that each rank has one for n that it holds or loads.
+    """
     params = {name: param for name, param in family_of(job.hf).params(job.hf).items() if not param.alias}
     counts = _layers_like(job)
-    sample = {name: param for name, param in params.items() if param.layer is None or param.layer in counts}
+    alike = _experts_alike(job, sum(map(job.is_moe_layer, counts)))
+    sample = {
+        name: param
+        for name, param in params.items()
+        if (param.layer is None or param.layer in counts) and (param.expert or 0) % alike == 0
+    }
     plan, wire = plan_job_sync(job, sample)
     transfers = [transfer for round_ in plan.rounds for transfer in round_]
-    weights = [counts.get(_layer(params[transfer.names[0]]), 1) for transfer in transfers]
+    first = [params[transfer.names[0]] for transfer in transfers]
+    weights = [counts.get(_layer(param), 1) * (1 if param.expert is None else alike) for param in first]
     network, nvlink, loaded, shards = busiest(transfers, weights, wire, job.gpus_per_node)
     tensors: dict[int, int] = {}
     tensors_of = cache(lambda name: len(wire.specs(Piece(name))))
@@ -160,6 +172,22 @@ def _layers_like(job: PlannedJob) -> dict[int, int]:
             alike = [layer for layer in layers if job.is_moe_layer(layer) == is_moe]
             counts |= {alike[0]: len(alike)} if alike else {}
     return counts
+
+
+def _experts_alike(job: PlannedJob, layers: int) -> int:
+    """Return n, so that every n-th expert stands for the n that share its ranks in the policy and in an engine.
+
+    As few as make less than MANY_TRANSFERS, of `layers` to each node.
+    """
+    experts, engine = job.engine_parallelism.num_experts, job.engine_parallelism
+    if not experts:
+        return 1
+    of_engine = experts if engine.moves_experts else experts // engine.expert
+    counts = [
+        n for n in divisors(gcd(experts // job.settings.layout.expert, of_engine)) if experts // n >= SAMPLED_EXPERTS
+    ]
+    transfers = layers * experts * job.world_size // job.gpus_per_node
+    return next((n for n in counts if transfers // n < MANY_TRANSFERS), max(counts, default=1))
 
 
 def _layer(param: Param) -> int:
