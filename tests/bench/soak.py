@@ -4,24 +4,27 @@ The run of tests.bench.kills, without evaluations and exports. A job that ends i
 Before each kill, memory, threads, open files and sockets of its ranks are measured, and the files in shared memory and
 of temporary folders. When the time is over the run is told to stop, and an undisturbed one of as many steps follows.
 Printed are the means of the first and of the last third, and what metrics differ; the last line begins with PASSED or
-FAILED, and the status says the same. `--minutes 3 --every 20` is the short form.
+FAILED, and the status says the same. `--minutes 3 --every 20` is the short form. With `--folder F` a soak that was
+killed itself goes on there, in the same run, until all its parts are as long; so does the undisturbed run.
 """
 
 import argparse
+import json
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from statistics import fmean
 
 import psutil
 
-from tests.bench.kills import SCHEDULES, children_of, evidence, make_inputs, processes, rank_of
+from grpo_mp.files import write_json
+from tests.bench.kills import FOUND, SCHEDULES, children_of, evidence, make_inputs, processes, rank_of
 from tests.e2e.jobs import Job, read_jsonl, spans
 
 TARGETS = ("rank 0", "rank 1", "engine", "engine's child")
@@ -39,22 +42,28 @@ class Soak:
     kills: int = 0
     starts: int = 0
     left: list[str] = field(default_factory=list)
+    seconds: float = 0.0  # of jobs, until the last kill
+    ended: bool = False  # the run was told to stop
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; see the text above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=240.0)
     parser.add_argument("--every", type=float, default=60.0, help="seconds from a step after a start to a kill")
     parser.add_argument("--schedule", choices=list(SCHEDULES), default="partial")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    parser.add_argument("--folder", type=Path, help="keep all there, and go on with what is there")
+    given = parser.parse_args(arguments)
+    with ExitStack() as stack:
+        folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
         settings = [*make_inputs(folder, given.schedule, MANY, MANY), *SETTINGS]
-        run, undisturbed, soak = folder / "run", folder / "undisturbed", Soak()
-        deadline = time.monotonic() + 60 * given.minutes
-        disturb(folder, [*settings, f"run.folder={run}"], run, deadline, given.every, Random(given.seed), soak)
+        run, undisturbed, file = folder / "run", folder / "undisturbed", folder / FOUND
+        soak = Soak(**json.loads(file.read_text())) if file.exists() else Soak()
+        if not soak.ended:
+            random = Random(f"{given.seed}/{soak.starts}")
+            disturb(folder, [*settings, f"run.folder={run}"], run, 60 * given.minutes, given.every, random, soak)
         steps = int(read_jsonl(run / "metrics.jsonl")[-1]["step"])
         job = Job(folder, [*settings, f"run.folder={undisturbed}", f"run.steps={steps}"])
         try:
@@ -72,31 +81,39 @@ def of_steps(found: Mapping[str, object]) -> dict[str, object]:
 
 
 def disturb(
-    folder: Path, settings: Sequence[str], run: Path, deadline: float, every_s: float, random: Random, soak: Soak
+    folder: Path, settings: Sequence[str], run: Path, seconds: float, every_s: float, random: Random, soak: Soak
 ) -> None:
-    """Start the run again and again, kill a process of it each time, and tell it to stop when the time is over."""
+    """Start the run again and again, kill a process of it each time, and tell it to stop after `seconds` of jobs.
+
+    What was found is kept in `folder` after each kill.
+    """
     while True:
+        begun, before = time.monotonic(), soak.seconds
         job, done = Job(folder, settings), spans(run, 0, "TRAIN")
         soak.starts += 1
         try:
             job.wait_until(lambda done=done: spans(run, 0, "TRAIN") > done + 1)
-            while time.monotonic() < deadline:
-                time.sleep(min(every_s, max(0.0, deadline - time.monotonic())))
+            while (left_s := seconds - before - (time.monotonic() - begun)) > 0:
+                time.sleep(min(every_s, left_s))
                 soak.usages.append(usage(job))
-                if (victims := processes(job, random.choice(TARGETS))) and time.monotonic() < deadline:
+                if left_s > every_s and (victims := processes(job, random.choice(TARGETS))):
                     with suppress(psutil.NoSuchProcess):
                         random.choice(victims).kill()
                     soak.kills += 1
                     time.sleep(1.0)  # a launcher sees that its rank is gone
+                soak.seconds = before + time.monotonic() - begun
+                write_json(folder / FOUND, asdict(soak))
                 if job.poll() is not None or len(ranks_of(job)) < 2:
                     job.wait()
                     break
             else:
                 job.signal(signal.SIGUSR1)
                 assert job.wait() == 0, job.err
-                soak.left += job.left()
-                return
+                soak.ended = True
             soak.left += job.left()
+            write_json(folder / FOUND, asdict(soak))
+            if soak.ended:
+                return
         finally:
             job.end()
 
