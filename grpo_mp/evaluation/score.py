@@ -1,6 +1,5 @@
 """The score of one eval set: made of its samples, written to a file, plotted over k."""
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -8,6 +7,8 @@ from io import StringIO
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.pass_at_k import Estimate, k_values, maj_at_k, mean_over_problems, pass_at_k
@@ -38,6 +39,11 @@ class EvalScore:
     pass_at: Mapping[int, Estimate] = field(default_factory=dict)  # by k; empty for one sample
     maj_at: Mapping[int, Estimate] = field(default_factory=dict)
     reward_terms: Mapping[str, float] = field(default_factory=dict)  # by name, unweighted; mean where it applies
+
+
+@dataclass(frozen=True)
+class _ScoreFile:
+    sets: dict[str, EvalScore]
 
 
 def score_eval_set(infos: Sequence[SampleInfo], votes: Votes | None = None) -> EvalScore:
@@ -112,13 +118,10 @@ def write_scores(file: Path, scores: Mapping[str, EvalScore], **metadata: Any) -
 def read_scores(file: Path) -> dict[str, EvalScore]:
     """Read what `write_scores` wrote. Raises UserError for another file."""
     try:
-        sets = json.loads(file.read_text(encoding="utf-8"))["sets"]
-        for tree in sets.values():
-            for kind in ("pass_at", "maj_at"):
-                tree[kind] = {int(k): Estimate(**estimate) for k, estimate in tree[kind].items()}
-        return {name: EvalScore(**tree) for name, tree in sets.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file}: no scores of an evaluation ({error!r}): remove it") from error
+        return TypeAdapter(_ScoreFile).validate_json(file.read_bytes(), strict=True).sets
+    except (OSError, ValidationError) as error:
+        found = str(error) if isinstance(error, OSError) else error.errors()[0]["msg"]
+        raise UserError(f"{file}: no scores of an evaluation ({found}): remove it") from error
 
 
 def plot_pass_at_k(before: Mapping[str, EvalScore], after: Mapping[str, EvalScore]) -> "Figure | None":

@@ -105,9 +105,19 @@ def test_scores_are_read_back_from_their_file(tmp_path: Path) -> None:
     write_scores(file, scores, step=20)
     assert read_scores(file) == scores
     assert json.loads(file.read_text())["step"] == 20
-    file.write_text("{}")
-    with pytest.raises(UserError, match=r"step_000020\.json: no scores of an evaluation"):
-        read_scores(file)
+    sets = json.loads(file.read_text())["sets"]
+    point = sets["a"]["pass_at"]["2"]
+    for text in (
+        "{}",
+        "[",
+        json.dumps({"sets": {"a": sets["a"] | {"accuracy": "0.5"}}}),
+        json.dumps({"sets": {"a": sets["a"] | {"samples": None}}}),
+        json.dumps({"sets": {"a": sets["a"] | {"pass_at": {"two": point}}}}),
+        json.dumps({"sets": {"a": sets["a"] | {"pass_at": {"2": point | {"value": []}}}}}),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=r"step_000020\.json: no scores of an evaluation"):
+            read_scores(file)
 
 
 def test_the_plot_has_lines_for_before_and_after(tmp_path: Path) -> None:
