@@ -60,6 +60,13 @@ class TeacherClient(ServedModelClient):
             samples.append(replace(parts[-1], earlier=tuple(parts[:-1])))
         return replace(group, samples=tuple(samples))
 
+    def check_reply(self) -> None:
+        """Ask for one token as a step does. Raises UserError where the reply is not what a step needs."""
+        try:
+            self._score([Sample(0, 0, (0,), (0,), (0.0,), (0,), truncated=False)])
+        except RewardError as failure:
+            raise UserError(f"{SECTION}: {failure}") from failure
+
     def _requests(self, sequences: Sequence[Sample]) -> Iterator[list[Sample]]:
         """Divide sequences so that the reply to each part has at most MAX_TOPK_VALUES logprobs, or is of one alone."""
         part, values = list[Sample](), 0

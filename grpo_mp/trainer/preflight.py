@@ -132,8 +132,11 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     if distillation and distillation.topk:
         check_topk(distillation.topk, hf.int("vocab_size"))
     teacher = TeacherClient(distillation.teacher, distillation.topk, hf.int("vocab_size")) if distillation else None
-    if distillation and distillation.teacher.url and os.environ.get("RANK", "0") == "0":
-        warnings = (*warnings, *filter(None, [check_served_tokens(distillation.teacher, tokenizer)]))
+    if distillation and teacher and distillation.teacher.url and os.environ.get("RANK", "0") == "0":
+        if unasked := check_served_tokens(distillation.teacher, tokenizer):
+            warnings = (*warnings, unasked)
+        else:  # it is there
+            teacher.check_reply()
     return RunInputs(hf, tokenizer, train, evals, scorer, extensions, warnings, episodes, teacher=teacher)
 
 

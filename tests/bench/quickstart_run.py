@@ -14,11 +14,11 @@ def grpo_mp(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "grpo_mp", *arguments], env=environment, check=True)
 
 
-def make_model(seed: int) -> tuple[Path, Path]:
+def make_model(seed: int, family: str = "deepseek_v3") -> tuple[Path, Path]:
     """Return a seed's cold-started model and its data, made where they are missing as launch/quickstart.sh does."""
-    model, data = Path(f"checkpoints/tiny_deepseek_v3_seed{seed}"), Path(f"data/arithmetic_seed{seed}")
+    model, data = Path(f"checkpoints/tiny_{family}_seed{seed}"), Path(f"data/arithmetic_seed{seed}")
     if not (model / "config.json").exists():
-        made = ["--family", "deepseek_v3", "--out", str(model), "--data", str(data), "--seed", str(seed)]
+        made = ["--family", family, "--out", str(model), "--data", str(data), "--seed", str(seed)]
         grpo_mp("make-tiny", *made, "--cold-start", "0.4")
     return model, data
 

@@ -19,6 +19,7 @@ SEED = 0
 DATA = f"data/arithmetic_seed{SEED}"
 EVALUATED = f"data.eval={{arithmetic: {{path: {DATA}/eval.jsonl, samples: 4}}}}"
 UNSOLVABLE = f"{DATA}/unsolvable.jsonl"
+BALANCED_BY_LOSS = f"checkpoints/tiny_qwen3_moe_seed{SEED}"
 PARTS = "tests/bench/sick_parts.py"
 HEALTHY = "healthy"
 BASE = (
@@ -110,6 +111,20 @@ SICKNESSES = {
         ),
         steps=15,
     ),
+    "clip_share": Sickness(
+        "Ratios of whole answers with their narrow clip, and eight updates of a step at a rate for one: after the "
+        "first update most answers are beyond the clip.",
+        "clip_share",
+        ("algorithm=gspo", "training.updates_per_step=8", "rollout.prompts_per_step=16", "rollout.group_size=8"),
+        steps=10,
+    ),
+    "expert_collapse": Sickness(
+        "The auxiliary loss of the routers, of a model that balances by it, has the wrong sign: experts that have more "
+        "tokens than others get still more.",
+        "expert_collapse",
+        (f"model.path={BALANCED_BY_LOSS}", "training.megatron_args={moe_aux_loss_coeff: -0.1}"),
+        steps=20,
+    ),
     "truncation": Sickness(
         "The limit of the answers is shorter than what the policy has to say.",
         "truncation",
@@ -188,9 +203,12 @@ def with_names(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def run(name: str, out: Path) -> list[MetricLine]:
     """Train, unless the run is there and complete; return its metrics."""
     sickness, folder = SICKNESSES[name], out / name
-    if UNSOLVABLE in " ".join(sickness.overrides):
+    overrides = " ".join(sickness.overrides)
+    if UNSOLVABLE in overrides:
         _, data = make_model(SEED)
         write_unsolvable(data)
+    if BALANCED_BY_LOSS in overrides:
+        make_model(SEED, "qwen3_moe")
     if len(read_metrics(folder / "metrics.jsonl")) <= sickness.steps:  # there is a line of step 0, too
         train(folder, SEED, *BASE, f"run.steps={sickness.steps}", *sickness.overrides)
     return list(read_metrics(folder / "metrics.jsonl"))

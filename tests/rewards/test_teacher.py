@@ -154,6 +154,13 @@ def test_broken_top_logprobs(
     assert sentence in str(raised.value)
 
 
+def test_a_start_asks_for_what_a_step_needs(server: Server, topk_teacher: TeacherClient) -> None:
+    topk_teacher.check_reply()
+    server.reply = 200, json.dumps([{"meta_info": {"input_token_logprobs": entries([0, 0], 0)}}])
+    with pytest.raises(UserError, match=r"^algorithm.distillation.teacher: http.* returned no top logprobs in flat"):
+        topk_teacher.check_reply()
+
+
 def test_as_many_tokens_as_the_policy_has_are_refused() -> None:
     check_topk(99, 100)
     with pytest.raises(UserError, match=r"^algorithm.distillation.topk=100: the policy has 100 tokens, and one at"):
