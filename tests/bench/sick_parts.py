@@ -1,10 +1,13 @@
 """Rewards and a curriculum that make a run sick: parts of tests/bench/sicknesses.py."""
 
 import os
+import threading
 import time
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
+import psutil
 import torch
 
 LEAK: list[bytes] = []  # what the leaking reward never gives back
@@ -49,6 +52,30 @@ def slow_rank(samples: Any, step: int) -> dict[int, int]:
     if os.environ["RANK"] == "1":
         slow_down_forwards()
     return {}
+
+
+def slow_engine(samples: Any, step: int) -> dict[int, int]:
+    """Let the engine of rank 1 stand still for nine tenths of the time from now on, and skip no prompt."""
+    if os.environ["RANK"] == "1":
+        hold_up_engine()
+    return {}
+
+
+@cache
+def hold_up_engine() -> None:
+    """Stop the scheduler of this process's engine for ninety of each hundred milliseconds."""
+    below = psutil.Process().children(recursive=True)
+    schedulers = [one for one in below if "sglang::scheduler" in " ".join(one.cmdline())]
+
+    def alternate() -> None:
+        with suppress(psutil.NoSuchProcess):
+            while True:
+                for stop, seconds in ((True, 0.09), (False, 0.01)):
+                    for one in schedulers:
+                        (one.suspend if stop else one.resume)()
+                    time.sleep(seconds)
+
+    threading.Thread(target=alternate, daemon=True).start()
 
 
 @cache

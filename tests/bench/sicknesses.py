@@ -11,6 +11,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
+from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.monitor.loggers import read_metrics
 from grpo_mp.monitor.rules import MetricLine, find_warnings
 from tests.bench.quickstart_run import make_model, train
@@ -19,7 +22,7 @@ SEED = 0
 DATA = f"data/arithmetic_seed{SEED}"
 EVALUATED = f"data.eval={{arithmetic: {{path: {DATA}/eval.jsonl, samples: 4}}}}"
 UNSOLVABLE = f"{DATA}/unsolvable.jsonl"
-BALANCED_BY_LOSS = f"checkpoints/tiny_qwen3_moe_seed{SEED}"
+MANY_EXPERTS = "checkpoints/tiny_many_experts"
 PARTS = "tests/bench/sick_parts.py"
 HEALTHY = "healthy"
 BASE = (
@@ -112,17 +115,23 @@ SICKNESSES = {
         steps=15,
     ),
     "clip_share": Sickness(
-        "Ratios of whole answers with their narrow clip, and eight updates of a step at a rate for one: after the "
-        "first update most answers are beyond the clip.",
+        "Ratios of whole answers, whose clip is narrow, and eight updates of a step: after the first of them most "
+        "answers are beyond the clip.",
         "clip_share",
-        ("algorithm=gspo", "training.updates_per_step=8", "rollout.prompts_per_step=16", "rollout.group_size=8"),
+        (
+            "algorithm=gspo",
+            "training.updates_per_step=8",
+            "optimizer.lr=1e-4",
+            "rollout.prompts_per_step=16",
+            "rollout.group_size=8",
+        ),
         steps=10,
     ),
     "expert_collapse": Sickness(
-        "The auxiliary loss of the routers, of a model that balances by it, has the wrong sign: experts that have more "
-        "tokens than others get still more.",
+        "What balances the routers has the wrong sign: experts that have more tokens than others get still more. The "
+        "model, with sixteen of which a token takes two, is a random one.",
         "expert_collapse",
-        (f"model.path={BALANCED_BY_LOSS}", "training.megatron_args={moe_aux_loss_coeff: -0.1}"),
+        (f"model.path={MANY_EXPERTS}", _paid("long", 1), "training.megatron_args={moe_router_bias_update_rate: -0.02}"),
         steps=20,
     ),
     "truncation": Sickness(
@@ -160,6 +169,12 @@ SICKNESSES = {
         "skipped_updates",
         ("optimizer.skip_grad_norm=0.05", "optimizer.max_skipped_updates=99"),
         steps=8,
+    ),
+    "slow_engine": Sickness(
+        "One of two engines gets a tenth of the time of its core, as on a GPU that another process uses.",
+        "slow_engine",
+        (f"algorithm.curriculum={{function: '{PARTS}:slow_engine'}}", "rollout.prompts_per_step=16"),
+        steps=15,
     ),
     "staleness": Sickness(
         "Engines run up to three steps ahead of a trainer that makes eight updates in each.",
@@ -203,12 +218,10 @@ def with_names(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def run(name: str, out: Path) -> list[MetricLine]:
     """Train, unless the run is there and complete; return its metrics."""
     sickness, folder = SICKNESSES[name], out / name
-    overrides = " ".join(sickness.overrides)
-    if UNSOLVABLE in overrides:
-        _, data = make_model(SEED)
-        write_unsolvable(data)
-    if BALANCED_BY_LOSS in overrides:
-        make_model(SEED, "qwen3_moe")
+    model, data = make_model(SEED)
+    write_unsolvable(data)
+    experts = {"n_routed_experts": 16, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    make_tiny(Path(MANY_EXPERTS), "deepseek_v3", AutoTokenizer.from_pretrained(model), SEED, **experts)
     if len(read_metrics(folder / "metrics.jsonl")) <= sickness.steps:  # there is a line of step 0, too
         train(folder, SEED, *BASE, f"run.steps={sickness.steps}", *sickness.overrides)
     return list(read_metrics(folder / "metrics.jsonl"))
