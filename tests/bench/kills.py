@@ -11,6 +11,7 @@ says the same. With `--folder F` a bench that was stopped goes on there after it
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -355,8 +356,10 @@ def recorded(journals: Path) -> set[str]:
     Those of evaluations have none: one may answer what an earlier one has.
     """
     found = set[str]()
-    for file in journals.glob("**/*.journal"):
-        with suppress(FileNotFoundError):  # the run has just removed those of an older step
+    # The run may just remove those of an older step: os.walk passes over a folder that is gone, Path.glob does not.
+    files = [Path(folder) / name for folder, _, names in os.walk(journals) for name in names]
+    for file in (file for file in files if file.suffix == ".journal"):
+        with suppress(FileNotFoundError):
             found |= recorded_in(file, is_evaluation=journals / EVALUATIONS in file.parents)
     return found
 
