@@ -259,7 +259,10 @@ def sync_weights(ctx: RolloutContext) -> dict[str, float]:
         reports = ctx.recovery.update_weights(ctx.weight_sync, ctx.state.optimizer_step)
         ctx.collector.synced_step = ctx.state.step
     ctx.engine_check.check_unchanged(ctx.state.step, ctx.state.optimizer_step)
-    return sync_metrics(largest_report(reports), ctx.engine_check.run(ctx.state.optimizer_step))
+    check = ctx.engine_check.run(ctx.state.optimizer_step)
+    if not check.tokens and ctx.recovery.run():  # no engine was left, and one is there again
+        check = ctx.engine_check.run(ctx.state.optimizer_step)
+    return sync_metrics(largest_report(reports), check)
 
 
 def keep_rollouts(ctx: RolloutContext) -> None:

@@ -253,7 +253,11 @@ def disk_may_be_full(what: str) -> Iterator[None]:
 
 
 def sync_metrics(sync: SyncReport, check: CheckReport) -> dict[str, float]:
-    """Return what the last sync moved, and how far the engines are from the policy after it."""
+    """Return what the last sync moved, and how far the engines are from the policy after it, where one was there."""
+    distance = {
+        "sync/check/logprob_abs_diff/mean": check.mean,
+        "sync/check/logprob_abs_diff/max": check.largest,
+    }
     return {
         "sync/weight_version": sync.version,
         "sync/engines": sync.engines,
@@ -262,7 +266,6 @@ def sync_metrics(sync: SyncReport, check: CheckReport) -> dict[str, float]:
         "sync/rounds": sync.rounds,
         "sync/largest_round_bytes": sync.largest_round,
         "sync/bytes_per_s": sync.staged / sync.seconds,
-        "sync/check/logprob_abs_diff/mean": check.mean,
-        "sync/check/logprob_abs_diff/max": check.largest,
+        **(distance if check.tokens else {}),
         "sync/check/tokens": check.tokens,
     }

@@ -17,7 +17,10 @@ EngineChecksums = Mapping[str, str]  # of an engine's tensors, by its own names
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Hold mean and largest |engine - policy| logprob difference over `tokens` tokens, in nats."""
+    """Hold mean and largest |engine - policy| logprob difference over `tokens` tokens, in nats.
+
+    No tokens: no engine was there to be compared.
+    """
 
     mean: float
     largest: float
@@ -26,6 +29,9 @@ class CheckReport:
     def passes(self, tolerance: float) -> bool:
         """Tell whether the mean is within the tolerance; False where it is NaN."""
         return self.mean <= tolerance
+
+
+NOT_COMPARED = CheckReport(0.0, 0.0, 0)
 
 
 def comparison_sequences(
@@ -52,7 +58,7 @@ def compare(engine: Sequence[Sequence[float]], policy: Sequence[Sequence[float]]
 def pool_reports(reports: Sequence[CheckReport]) -> CheckReport:
     """Return one report over the tokens of all reports."""
     tokens = sum(report.tokens for report in reports)
-    mean = sum(report.mean * report.tokens for report in reports) / tokens
+    mean = sum(report.mean * report.tokens for report in reports) / max(1, tokens)
     return CheckReport(mean, max(report.largest for report in reports), tokens)
 
 
@@ -67,9 +73,10 @@ def trimmed_mean(reports: Sequence[CheckReport]) -> float:
 
 
 def worst_report(reports: Sequence[CheckReport]) -> CheckReport:
-    """Return the largest values of several engines' reports on the same tokens."""
+    """Return the largest values of several engines' reports on the same tokens, of those that were compared."""
+    compared = [report for report in reports if report.tokens] or [NOT_COMPARED]
     return CheckReport(
-        max(report.mean for report in reports), max(report.largest for report in reports), reports[0].tokens
+        max(report.mean for report in compared), max(report.largest for report in compared), compared[0].tokens
     )
 
 

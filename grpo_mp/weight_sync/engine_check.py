@@ -58,9 +58,10 @@ class EngineCheck:
     def run(self, version: int) -> CheckReport:
         """Return the worst engine's distance from the policy, just synced as `version`. Every rank must call this.
 
-        An engine is lost when its mean is beyond the tolerance on the fixed tokens, and is so again on those and many
-        more without the few farthest: tokens at a routing tie do not decide (see compare.py). Raises
-        EngineDisagreesError, on its rank, where it may not be lost.
+        Engines that are lost, also meanwhile, do not count: without any other the report is of no tokens. An engine is
+        given up when its mean is beyond the tolerance on the fixed tokens, and is so again on those and many more
+        without the few farthest: tokens at a routing tie do not decide (see compare.py). Raises EngineDisagreesError,
+        on its rank, where it may not be given up.
         """
         in_fp8 = self.weight_sync.resharder.wire.fp8 or self.settings.training.fp8_format
         dtype = "fp8" if in_fp8 else self.settings.model.dtype
@@ -71,7 +72,10 @@ class EngineCheck:
         more = [self._compare_engines(number) for number in range(1, RECHECK_SETS)]
         by_engine = list(zip(reports, *more, strict=True))
         for engine, sets in enumerate(by_engine):
-            report, mean = pool_reports(sets), trimmed_mean(sets)
+            report = pool_reports([one for one in sets if one.tokens])
+            if not report.tokens:
+                continue
+            mean = trimmed_mean([one for one in sets if one.tokens])
             if not mean <= tolerance:  # so that what is no number does not pass
                 host = self.engines.host_ranks[engine]
                 error = EngineDisagreesError(
@@ -131,17 +135,16 @@ class EngineCheck:
         with self.phases.phase(Phase.SYNC, "policy logprobs"):
             expected = sequence_logprobs(self.policy, sequences) if self.policy else []
             expected = broadcast(expected, job.group)
-        differences = torch.zeros(job.world_size, 2, dtype=torch.float64)
+        differences = torch.zeros(job.world_size, 3, dtype=torch.float64)
         with self.phases.phase(Phase.CHECK):
             with engines.losing_engine() as client:
                 if client:
                     report = compare(engines.call(client.score(sequences)), expected)
-                    differences[job.rank] = torch.tensor([report.mean, report.largest], dtype=torch.float64)
+                    measured = [report.mean, report.largest, report.tokens]
+                    differences[job.rank] = torch.tensor(measured, dtype=torch.float64)
             dist.all_reduce(differences, group=job.group)
-        tokens = sum(map(len, expected))
-        return [
-            CheckReport(float(differences[rank, 0]), float(differences[rank, 1]), tokens) for rank in engines.host_ranks
-        ]
+        of_engines = [differences[rank].tolist() for rank in engines.host_ranks]
+        return [CheckReport(mean, largest, int(tokens)) for mean, largest, tokens in of_engines]
 
     def _find_wrong_tensor(self, host: int, version: int) -> str:
         """Push again and look which tensors of the engine of rank `host` change.

@@ -97,15 +97,19 @@ def asynchronous(start: Start) -> Outcome:
 
 
 @pytest.mark.nightly
-def test_the_only_engine_that_is_killed_changes_nothing(asynchronous: Outcome, start: Start, folder: Path) -> None:
-    """It is started again with the weights that it had, which the policy may have no more."""
+@pytest.mark.parametrize(("phase", "begun"), [("TRAIN", 1), ("SYNC", 4)])
+def test_the_only_engine_that_is_killed_changes_nothing(
+    phase: str, begun: int, asynchronous: Outcome, start: Start, folder: Path
+) -> None:
+    """It is started again with the weights that it had, which the policy may have no more, or is waited for."""
     assert asynchronous.status == 0
-    job = start("async_engine", ASYNC)
-    job.wait_until(lambda: spans(folder / "async_engine", 0, "TRAIN") == 1)
+    name = f"async_engine_{phase}"
+    job = start(name, ASYNC)
+    job.wait_until(lambda: spans(folder / name, 0, phase) >= begun)
     job.kill_engine(0)
     ended = outcome(job)
     assert (ended.status, ended.left) == (0, [])
-    assert evidence(folder / "async_engine") == evidence(folder / "async")
+    assert evidence(folder / name) == evidence(folder / "async")
 
 
 @pytest.mark.nightly

@@ -15,10 +15,11 @@ from grpo_mp.errors import EngineError
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
+from grpo_mp.trainer.step_logger import sync_metrics
 from grpo_mp.weight_sync import engine_check
-from grpo_mp.weight_sync.compare import RECHECK_SETS, CheckReport
+from grpo_mp.weight_sync.compare import NOT_COMPARED, RECHECK_SETS, CheckReport
 from grpo_mp.weight_sync.engine_check import EngineCheck, EngineDisagreesError, sequence_logprobs
-from grpo_mp.weight_sync.update import WeightSync
+from grpo_mp.weight_sync.update import SyncReport, WeightSync
 from tests.conftest import TinyRun
 
 PROMPTS = [(5, 6, 7, 8), (9, 10, 11)]
@@ -186,3 +187,30 @@ def test_an_engine_that_agrees_keeps_its_weights_while_another_is_looked_at(
     monkeypatch.setattr(engine_check, "all_gather", lambda own, _: [gathered.append(own) or own, "no sync updates b"])
     check.run(3)
     assert (engine.overwritten, lost, len(gathered)) == (0, [], 1)
+
+
+def test_engines_that_are_lost_do_not_count(
+    settings: Settings, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any the check says nothing, least of all that there is no difference."""
+    engine = Engine(policy, [0.0])
+    check = make_check(settings, policy, engine)
+    monkeypatch.setattr(Engine, "losing_engine", lambda _: nullcontext(None))
+    nothing = check.run(3)
+    assert (nothing.tokens, engine.sets) == (0, [])
+    sync = SyncReport(3, 0, 0, 0, 1, 0, 1.0)
+    assert "sync/check/logprob_abs_diff/mean" not in sync_metrics(sync, nothing)
+    assert sync_metrics(sync, CheckReport(0.5, 0.6, 7))["sync/check/logprob_abs_diff/max"] == 0.6
+    assert sync_metrics(sync, nothing)["sync/check/tokens"] == 0
+
+    monkeypatch.setattr(Engine, "host_ranks", (0, 1))
+    right = CheckReport(1e-7, 1e-6, 100)
+    monkeypatch.setattr(EngineCheck, "_compare_engines", lambda *_: [NOT_COMPARED, right])
+    assert check.run(3) == right
+    lost = list[str]()
+    monkeypatch.setattr(Engine, "lose_engine", lambda _, error: lost.append(str(error)))
+    sets = iter([[CheckReport(0.5, 0.6, 100), right], *[[NOT_COMPARED, right]] * RECHECK_SETS])
+    monkeypatch.setattr(EngineCheck, "_compare_engines", lambda *_: next(sets))
+    monkeypatch.setattr(engine_check, "all_gather", lambda own, _: [own, own])
+    check.run(3)
+    assert len(lost) == 1  # by what it answered before
