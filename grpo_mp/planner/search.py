@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from grpo_mp.config import Settings
+from grpo_mp.config.megatron_fields import FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS, PIPELINE_LAYOUT
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import divisors, layout_violations
@@ -16,9 +17,6 @@ from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import SubPhase, total_bytes
 from grpo_mp.planner.parameter_count import parameter_table
 from grpo_mp.planner.pipeline_layout import (
-    FIRST_STAGE_LAYERS,
-    LAST_STAGE_LAYERS,
-    PIPELINE_LAYOUT,
     balance_layers,
     format_pipeline_layout,
 )

@@ -105,7 +105,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     hf = settings.model.read_config()
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     check_policy(hf, settings.model, settings.layout, settings.training, world_size - settings.engine.ranks)
-    check_critic(settings, hf)
+    check_critic(settings, hf, world_size - settings.engine.ranks)
     _check_critic_tokens(settings, tokenizer)
     check_export(settings.run, settings.model)
     episodes = load_episodes(settings, tokenizer)
@@ -155,7 +155,7 @@ def run_replay_preflight(folder: Path, settings: Settings, world_size: int, rank
         raise UserError(f"{folder} is of the run in {settings.run.folder} itself: choose another run.folder")
     check_device_for(settings.sync.transport, settings.model.dtype, settings.layout.context)
     check_policy(hf, settings.model, settings.layout, settings.training, world_size)
-    check_critic(settings, hf)
+    check_critic(settings, hf, world_size)
     check_bucket(settings, hf, fp8=False)  # of the exports
     check_export(settings.run, settings.model)
     replay = open_replay(folder, settings, hf, first=saved_step(settings.run.folder) + 1)
