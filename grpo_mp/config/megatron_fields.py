@@ -1,4 +1,4 @@
-"""Fields of Megatron's TransformerConfig that place the layers on pipeline stages, as training.megatron_args has them."""
+"""Fields of Megatron's TransformerConfig that place the layers on pipeline stages, as in training.megatron_args."""
 
 FIRST_STAGE_LAYERS = "num_layers_in_first_pipeline_stage"
 LAST_STAGE_LAYERS = "num_layers_in_last_pipeline_stage"

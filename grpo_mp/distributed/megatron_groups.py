@@ -5,7 +5,7 @@ arguments, too, but parts of each (routers, rotary embeddings, gradients of norm
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,7 +17,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.moe import moe_utils
 
 STATE = re.compile(r"_[A-Z][A-Z_]*")
-SHARED = {"_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"}  # scratch memory: whoever uses it writes it first
+# Scratch memory: whoever uses it writes it first.
+SHARED = frozenset({"_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"})
 ROUTER_LOSSES = re.compile(r"_MOE_[A-Z_]+_TRACKER")  # by layer of one model; from 0.19 on in a module of its own
 MOE_LOGGING = "megatron.core.transformer.moe.moe_logging"
 
@@ -63,7 +64,7 @@ def groups_set_aside() -> Iterator[None]:
     if not parallel_state.model_parallel_is_initialized():
         yield
         return
-    outer, outer_states = _read(), get_cuda_rng_tracker().get_states()
+    outer, outer_states = _read(leave_out=frozenset()), get_cuda_rng_tracker().get_states()
     _write({place: {} if isinstance(value, dict) else None for place, value in outer.items()})
     try:
         yield
@@ -80,12 +81,12 @@ def _modules() -> dict[str, tuple[ModuleType, re.Pattern[str]]]:
     return {module.__name__: (module, names) for module, names in modules}
 
 
-def _read() -> Values:
+def _read(leave_out: Set[str] = SHARED) -> Values:
     return {
         (place, name): value
         for place, (module, names) in _modules().items()
         for name, value in vars(module).items()
-        if names.fullmatch(name) and name not in SHARED
+        if names.fullmatch(name) and name not in leave_out
     }
 
 

@@ -32,8 +32,9 @@ class Critic(TrainedModel):
     def __init__(self, settings: Settings, parallel: Parallel, load_weights: bool = True) -> None:
         """Build the model and load this rank's shards of the folder that `critic` names, else of the policy's.
 
-        `parallel`: of the critic's layout. A value head that the folder lacks begins at zero. Without `load_weights` all is zero: a checkpoint will bring
-        it. Raises UserError where a file differs from its checksum, ValueError without section critic.
+        `parallel`: of the critic's layout. A value head that the folder lacks begins at zero. Without `load_weights`
+        all is zero: a checkpoint will bring it. Raises UserError where a file differs from its checksum, ValueError
+        without section critic.
         """
         settings = settings.for_critic()
         hf = critic_config(settings.model.read_config())
