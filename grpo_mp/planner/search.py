@@ -43,7 +43,7 @@ def search_layouts(job: PlannedJob, count: int = 5) -> SearchResult:
     Raises UserError where the settings' own engine arguments leave no engine that holds the model.
     """
     engines = _fitting_engines(job)
-    candidates = [_with_engine(_with_layout(job, layout), engines[0]) for layout in valid_layouts(job)]
+    candidates = [_with_engine(one, engines[0]) for one in _with_layouts(job)]
     fitting = _fitting(candidates)
     combined = [
         _with_engine(plan.job, engine)
@@ -130,6 +130,15 @@ def _engine_candidates(job: PlannedJob) -> Iterator[dict[str, Any]]:
 def _with_engine(job: PlannedJob, engine: dict[str, Any]) -> PlannedJob:
     engine_settings = job.settings.engine.model_copy(update=engine)
     return _with_settings(job, job.settings.model_copy(update={"engine": engine_settings}))
+
+
+def _with_layouts(job: PlannedJob) -> Iterator[PlannedJob]:
+    """Yield the job in every layout that its policy allows, and its critic where that has the policy's."""
+    for layout in valid_layouts(job):
+        try:
+            yield _with_layout(job, layout)
+        except UserError:
+            continue  # sizes that do not divide the critic
 
 
 def _with_layout(job: PlannedJob, layout: LayoutConfig) -> PlannedJob:

@@ -429,6 +429,12 @@ def _describe_prompts(train: PromptSet) -> str:
     return f"{len(train)} ({', '.join(left_out)} left out){mixed}"
 
 
+def _describe_critic(settings: Settings, train_ranks: int) -> Iterator[str]:
+    if settings.critic:
+        own = settings.for_critic()
+        yield f"critic: {own.model.path}; layout: {describe_parallelism(own.layout, train_ranks)}"
+
+
 def describe_run(settings: Settings, inputs: RunInputs, world_size: int, ranks_per_node: int) -> str:
     """Return the resolved settings as YAML, then the facts that follow from them, for a dry run."""
     rollout, training = settings.rollout, settings.training
@@ -452,6 +458,7 @@ def describe_run(settings: Settings, inputs: RunInputs, world_size: int, ranks_p
         ]
     facts = [
         f"ranks: {world_size}, {ranks_per_node} on each node; layout: {layout}",
+        *_describe_critic(settings, world_size - settings.engine.ranks),
         *source,
         *inputs.overlaps(),
         settings.step_summary,
