@@ -77,6 +77,7 @@ def test_a_critic_of_its_own_size_and_layout_takes_what_it_holds_there() -> None
         assert kept["critic weights"] == pytest.approx(SEVEN_B / 2 * 2, rel=norms)
         assert kept["critic gradients"] == pytest.approx(SEVEN_B / 2 * 4, rel=norms)
         assert kept["critic optimizer"] == pytest.approx(SEVEN_B / 2 / 64 * 12, rel=norms)
+        assert job.trained_share(stage) - large().trained_share(stage) == pytest.approx(SEVEN_B / 2 / 64, rel=norms)
     # Data, tensor and the whole: the groups of a dense model in this layout.
     one = communicator_bytes(job_of("qwen2.5-7b", "h100-80", 1))[0] / 3
     assert communicator_bytes(job)[0] - communicator_bytes(large())[0] == pytest.approx(3 * one)
