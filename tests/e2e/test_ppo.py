@@ -55,7 +55,7 @@ def settings_of(folder: Path) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("changes", "make"),
     [
-        pytest.param((), make_critic, id=""),
+        pytest.param((), make_critic, marks=pytest.mark.nightly, id=""),
         pytest.param((OWN_LAYOUT,), make_dense_critic, id="own_layout"),
         pytest.param(ASYNC, make_critic, marks=pytest.mark.nightly, id="async"),
     ],
@@ -97,6 +97,7 @@ def test_a_run_with_a_critic_resumes_with_the_same_numbers(
     assert [name for name in final if not torch.equal(final[name], weights[name])] == []
 
 
+@pytest.mark.nightly
 def test_a_critic_in_another_layout_learns_the_same_of_the_same_rollouts(
     start_job: StartJob, tiny_run: TinyRun, tmp_path: Path
 ) -> None:

@@ -157,6 +157,8 @@ class Case:
             return True
         if self.lora:
             return (self.model, self.layout) not in QUICK_LORA
+        if self.beside[0]:
+            return (self.layout, self.beside[1]) not in QUICK_BESIDE
         return "family" in self.measures and (self.layout, self.variant) not in QUICK_FAMILY
 
 
@@ -360,6 +362,8 @@ BESIDE = (
     *(("qwen3_moe", "tp2_ep2_pp2", "qwen3_moe", "tp2_cp2"), ("qwen3_moe", "ep4", "qwen3", "tp2_pp2_vpp2")),
     ("deepseek_v3", "cp2_ep2", "qwen3_moe", "tp2_dp2"),
 )
+
+QUICK_BESIDE = (("ep2", "tp2"), ("pp2_vpp2", "cp2"))
 
 
 def _critic() -> list[Case]:
