@@ -203,9 +203,11 @@ class PlannedJob:
         )
         assert settings.critic
         own = settings.for_critic()
-        hf = critic_config(
-            replace(find_config(own.model.path)[0], family=own.model.family) if settings.critic.path else self.hf
-        )
+        hf = self.hf
+        if settings.critic.path:
+            hf, _ = find_config(own.model.path, None, "critic.path", "give a folder with its config.json")
+            hf = replace(hf, family=own.model.family)
+        hf = critic_config(hf)
         model, megatron = model_shape(hf), own.training.megatron_args
         check_layout(own.layout, model, self.train_ranks, sets_pipeline_layout(megatron), "critic.layout")
         stage_layers = layers_of_stages(model.num_layers, own.layout, megatron)

@@ -101,19 +101,26 @@ def test_a_run_with_a_critic_resumes_with_the_same_numbers(
 def test_a_critic_in_another_layout_learns_the_same_of_the_same_rollouts(
     start_job: StartJob, tiny_run: TinyRun, tmp_path: Path
 ) -> None:
-    """The updates of a run, once more with the critic in the policy's layout."""
+    """The updates of a run, again with the critic in the policy's layout, and from a checkpoint of that in a third."""
     make_critic(tiny_run.model, tmp_path / "critic")
-    settings = (*settings_of(tmp_path), "run.save_every=0", "run.export=false")
+    settings = (*settings_of(tmp_path), "run.export=false")
     first = outcome(start_job(*settings, OWN_LAYOUT, "rollout.dump=true"))
     assert (first.status, first.err, first.left) == (0, "", []), first.err
     again = (*settings, f"run.folder={tmp_path / 'again'}", "--replay", str(tmp_path / "run" / "rollouts_dump"))
     second = outcome(start_job(*again))
     assert (second.status, second.err, second.left) == (0, "", []), second.err
     own, shared = (read_jsonl(tmp_path / name / "metrics.jsonl")[-STEPS:] for name in ("run", "again"))
+    for step in range(2, STEPS + 1):
+        shutil.rmtree(checkpoint_folder(tmp_path / "again", step))
+    third = outcome(start_job(*again, "critic.layout={pipeline: 2}"))
+    assert (third.status, third.err) == (0, ""), third.err
+    assert "resumes after step 1" in third.out
+    resumed = read_jsonl(tmp_path / "again" / "metrics.jsonl")[-STEPS:]
+    assert resumed[0] == shared[0]
     names = [name for name in own[-1] if name.startswith(("train/", "critic/")) and own[-1][name] is not None]
     assert len(names) > 25
-    for one, other in zip(own, shared, strict=True):
+    for one, other in (*zip(own, shared, strict=True), *zip(resumed[1:], shared[1:], strict=True)):
         for name in (name for name in names if name in one and not name.endswith(COUNTED)):
-            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), (one["step"], name)
+            assert one[name] == pytest.approx(other[name], rel=2e-4, abs=1e-5), (one["step"], name)
     assert own[0]["critic/value_mean"] == pytest.approx(shared[0]["critic/value_mean"], rel=1e-5)
-    assert own[0]["critic/grad_norm"] == pytest.approx(shared[0]["critic/grad_norm"], rel=1e-5)
+    assert own[0]["critic/grad_norm"] == pytest.approx(shared[0]["critic/grad_norm"], rel=5e-5)

@@ -130,6 +130,13 @@ def test_a_layout_that_does_not_fit_the_critic_is_refused_in_a_plan() -> None:
         job_of("qwen3-30b-a3b", "h100-80", 1, layout={"expert": 8}, **PPO, critic={"path": "Qwen2.5-7B"})
 
 
+def test_a_critic_that_is_not_there_is_refused_in_a_plan() -> None:
+    with pytest.raises(
+        UserError, match=r"^critic.path=no-such is not on this machine, .*: give a folder with its conf"
+    ):
+        job_of("qwen2.5-7b", "h100-80", 1, **PPO, critic={"path": "no-such"})
+
+
 def test_a_search_keeps_the_critic_s_layout() -> None:
     job = job_of("qwen2.5-7b", "h100-80", 1, **PPO, critic={"path": "Qwen2.5-1.5B", "layout": {"tensor": 2}})
     best = search_layouts(job, count=2).best
