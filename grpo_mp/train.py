@@ -10,7 +10,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
     end_with_launcher()
 
-from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch, send_routed_experts
+from grpo_mp.batching.critic_layout import critic_updates
+from grpo_mp.batching.step_batch import StepBatch, Trainee, UpdateBatches, assemble_step_batch, send_routed_experts
 from grpo_mp.checkpoint.run_state import FINAL, METRICS, complete_checkpoints
 from grpo_mp.config import Settings
 from grpo_mp.distributed.layout import model_shape
@@ -74,7 +75,7 @@ def train(ctx: TrainContext, reporter: Reporter) -> None:
         dump_rollouts(ctx, rollouts, step)
         batch = compute_advantages(ctx, rollouts, step)
         updates = compute_logprobs_and_values(ctx, batch)
-        critic_reports = update_critic(ctx, updates, step)  # none without a critic
+        critic_reports = update_critic(ctx, batch, updates, step)  # none without a critic
         reports = update_policy(ctx, rollouts, updates, step)
         synced = sync_weights(ctx)
 
@@ -180,10 +181,21 @@ def send_experts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None
 def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> StepBatch:
     """Turn rewards into advantages, and bring samples to the ranks that train on them, packed in micro-batches."""
     weights, hidden_size = ctx.settings.reward.weights, ctx.policy.config.hidden_size
-    estimator, layers = ctx.inputs.extensions.estimator, ctx.policy.moe_layers
+    estimator, layers, critic = ctx.inputs.extensions.estimator, ctx.policy.moe_layers, None
+    if ctx.critic and ctx.critic.parallel is not ctx.parallel:
+        critic = Trainee(ctx.settings.for_critic(), ctx.critic.parallel, ctx.critic.config.hidden_size)
     with ctx.phases.phase(Phase.SCORE):
         return assemble_step_batch(
-            rollouts.groups, rollouts.infos, weights, ctx.settings, ctx.parallel, hidden_size, step, estimator, layers
+            rollouts.groups,
+            rollouts.infos,
+            weights,
+            ctx.settings,
+            ctx.parallel,
+            hidden_size,
+            step,
+            estimator,
+            layers,
+            critic,
         )
 
 
@@ -204,7 +216,7 @@ def compute_logprobs_and_values(ctx: TrainContext, batch: StepBatch) -> UpdateBa
         )
 
 
-def update_critic(ctx: TrainContext, updates: UpdateBatches, step: int) -> list[UpdateReport]:
+def update_critic(ctx: TrainContext, batch: StepBatch, updates: UpdateBatches, step: int) -> list[UpdateReport]:
     """Let the critic learn the step's returns."""
     if not (ctx.critic and ctx.settings.critic):
         return []
@@ -213,6 +225,7 @@ def update_critic(ctx: TrainContext, updates: UpdateBatches, step: int) -> list[
     with ctx.phases.phase(Phase.TRAIN, "critic"):
         if replicas_every and step % replicas_every == 0:
             check_replicas(ctx.critic, step)
+        updates = critic_updates(batch, updates, ctx.critic.parallel, ctx.parallel)
         reports = critic_step(ctx.critic, updates, ctx.settings.critic, ctx.settings.training.epochs)
     ctx.state = replace(ctx.state, critic_skipped_in_a_row=note_skipped_by_critic(ctx, reports, step))
     return reports

@@ -32,6 +32,23 @@ UpdateBatches = list[list[MicroBatch]]
 
 
 @dataclass(frozen=True)
+class Trainee:
+    """A model that trains on the step's samples, as their division into micro-batches sees it."""
+
+    settings: Settings  # of the model itself, see `Settings.for_critic`
+    parallel: Parallel  # of its layout
+    hidden_size: int
+
+
+@dataclass(frozen=True)
+class CriticBatch:
+    """This rank's micro-batches of each update in a layout of the critic's own: the same samples, divided anew."""
+
+    plan: tuple[UpdatePlan, ...]
+    updates: tuple[tuple[MicroBatch, ...], ...]
+
+
+@dataclass(frozen=True)
 class StepBatch:
     """Infos of all sequences of the step, and this rank's micro-batches of each update.
 
@@ -46,6 +63,7 @@ class StepBatch:
     updates: tuple[tuple[MicroBatch, ...], ...]
     unrouted_samples: int | None = None  # without the experts that routing replay R3 replays; None: no such replay
     sample_of: tuple[int, ...] = ()  # by sequence: which of the step's samples it is of
+    critic: CriticBatch | None = None  # None: the critic, if there is one, trains on the policy's micro-batches
 
 
 def assemble_step_batch(
@@ -58,11 +76,13 @@ def assemble_step_batch(
     step: int,
     estimator: AdvantageEstimator,
     moe_layers: Sequence[int] = (),
+    critic: Trainee | None = None,
 ) -> StepBatch:
     """Plan the updates, the same on every rank, and send each sample to the rank that trains on it.
 
     groups: of this rank's engine; infos: of the full step, the same on every rank; step: seeds the shuffle;
-    moe_layers: of this rank, for routing replay R3, which takes the experts out of `groups`.
+    moe_layers: of this rank, for routing replay R3, which takes the experts out of `groups`; critic: where it has a
+    layout of its own, for which the same samples of each update are packed once more.
     """
     of_samples = estimate_advantages(estimator, infos, settings.algorithm.advantage, reward_weights)
     unlearned = {"error", "timeout"} if settings.rollout.failed == "mask" else set[str]()
@@ -72,7 +92,38 @@ def assemble_step_batch(
     sample_of = tuple(i for i, info in enumerate(infos) for _ in info.sequences)
     in_loss = tuple(learns[i] for i in sample_of)
     advantages = _by_sequence(of_samples, [[part.response_tokens for part in info.sequences] for info in infos])
-    plan = _plan(sequences, infos, settings, parallel.dp_size, hidden_size, step)
+    step_samples = _StepSamples(infos, learns, advantages, step)
+    plan, updates = _pack(groups, step_samples, Trainee(settings, parallel, hidden_size))
+    critic_batch = CriticBatch(*_pack(groups, step_samples, critic)) if critic else None
+    unrouted_samples = None
+    if settings.training.router_replay == "R3":
+        unrouted_samples = sum(not info.has_routed_experts for info in sequences)
+        routed = exchange_routed_experts(groups, sequences, plan, moe_layers, parallel.layout, parallel.job)
+        updates = tuple(
+            tuple(replace(batch, routed_experts=experts) for batch, experts in zip(*pair, strict=True))
+            for pair in zip(updates, routed, strict=True)
+        )
+    return StepBatch(sequences, in_loss, tuple(advantages), plan, updates, unrouted_samples, sample_of, critic_batch)
+
+
+@dataclass(frozen=True)
+class _StepSamples:
+    """The samples of a step: which of them learn, and the advantages of their sequences; `step` seeds the shuffle."""
+
+    infos: Sequence[SampleInfo]
+    learns: Sequence[bool]
+    advantages: Sequence[PerToken]
+    step: int
+
+
+def _pack(
+    groups: list[SampleGroup], step: _StepSamples, model: Trainee
+) -> tuple[tuple[UpdatePlan, ...], tuple[tuple[MicroBatch, ...], ...]]:
+    """Plan the updates of one model, bring its samples to this rank, and pack its micro-batches of each update."""
+    infos, settings, parallel = step.infos, model.settings, model.parallel
+    sequences = tuple(sequence for info in infos for sequence in info.sequences)
+    sample_of = tuple(i for i, info in enumerate(infos) for _ in info.sequences)
+    plan = _plan(sequences, infos, settings, parallel.dp_size, model.hidden_size, step.step)
     keys_by_rank = {
         model_parallel_ranks(data, parallel.layout, parallel.world_size)[0]: [
             sequences[i].key for update in plan for i in update.samples_of(data)
@@ -86,28 +137,20 @@ def assemble_step_batch(
     for update in plan:
         numbers = list(dict.fromkeys(sample_of[i] for i in update.samples))  # those of a sample follow each other
         tokens = [[part.generated_tokens for part in infos[number].sequences] for number in numbers]
-        totals, included = [sum(of_sample) for of_sample in tokens], [learns[number] for number in numbers]
+        totals, included = [sum(of_sample) for of_sample in tokens], [step.learns[number] for number in numbers]
         weights = token_weights(totals, included, settings.algorithm, settings.rollout.max_response_tokens)
         loss_tokens = sum(total for total, is_included in zip(totals, included, strict=True) if is_included)
         batches = microbatches(
             update,
             local_samples,
-            advantages,
+            step.advantages,
             _by_sequence(weights, tokens),
             settings.layout,
             *place,
             settings.model.trains_mtp,
         )
         updates.append(tuple(replace(batch, entropy_weight=1.0 / max(1, loss_tokens)) for batch in batches))
-    unrouted_samples = None
-    if settings.training.router_replay == "R3":
-        unrouted_samples = sum(not info.has_routed_experts for info in sequences)
-        routed = exchange_routed_experts(groups, sequences, plan, moe_layers, parallel.layout, parallel.job)
-        updates = [
-            tuple(replace(batch, routed_experts=experts) for batch, experts in zip(*pair, strict=True))
-            for pair in zip(updates, routed, strict=True)
-        ]
-    return StepBatch(sequences, in_loss, tuple(advantages), plan, tuple(updates), unrouted_samples, sample_of)
+    return plan, tuple(updates)
 
 
 def send_routed_experts(
@@ -193,14 +236,14 @@ def with_kl_in_reward(
     if parallel.is_reporting_rank:
         for update, plan in plans:
             for mb in update:
-                kl_by_sequence.index_add_(0, _sequence_of_token(mb, plan), cost(mb))
+                kl_by_sequence.index_add_(0, sequence_of_token(mb, plan), cost(mb))
     dist.all_reduce(kl_by_sequence, group=parallel.cpu_group)
     samples, sample_of = [info for info in batch.infos if not info.part], torch.tensor(batch.sample_of)
     kl_by_sample = torch.zeros(len(samples), dtype=torch.float64).index_add(0, sample_of, kl_by_sequence)
     rewards = [info.reward - float(kl) for info, kl in zip(samples, kl_by_sample, strict=True)]
     ids = [info.group_id for info in samples]
     advantages = torch.tensor(outcome_advantages(rewards, ids, algorithm.advantage), dtype=torch.float64)[sample_of]
-    return [[_with_advantages(mb, advantages[_sequence_of_token(mb, plan)]) for mb in update] for update, plan in plans]
+    return [[_with_advantages(mb, advantages[sequence_of_token(mb, plan)]) for mb in update] for update, plan in plans]
 
 
 def kl_costs(batch: MicroBatch, algorithm: AlgorithmConfig, kl_coef: float) -> torch.Tensor:
@@ -239,7 +282,7 @@ def _with_advantages(batch: MicroBatch, advantages: torch.Tensor) -> MicroBatch:
     return replace(batch, advantages=advantages * batch.mask)
 
 
-def _sequence_of_token(batch: MicroBatch, plan: UpdatePlan) -> torch.Tensor:
+def sequence_of_token(batch: MicroBatch, plan: UpdatePlan) -> torch.Tensor:
     """Return [T], the index in the step of each token's sequence; arbitrary at padding."""
     return torch.tensor([plan.samples[i] for i in batch.sample_ids] or [0])[batch.sequence_index.clamp(min=0)]
 

@@ -26,10 +26,10 @@ SETTINGS = "settings.yaml"
 # Settings that may change between two attempts of a run: what ends it and what it writes, and where it computes.
 CHANGEABLE = re.compile(
     r"run\.(steps|epochs|save_every|eval_every|resume|keep_checkpoints|max_failed_saves|async_save|piece_bytes|export\w*)"
-    r"|(layout|engine|sync|monitor|sample)\..+|rollout\.dump"
+    r"|(layout|critic\.layout|engine|sync|monitor|sample)\..+|critic\.layout|rollout\.dump"
     r"|training\.(max_tokens_per_microbatch|recompute|logprob_chunk_tokens|suspend_communicators)"
     r"|optimizer\.(offload|piece_bytes|skip_grad_norm|max_skipped_updates)"
-    r"|sft\.epochs|training\.megatron_args\.(num_layers_in_\w+|pipeline_model_parallel_layout)"
+    r"|sft\.epochs|(training|critic)\.megatron_args\.(num_layers_in_\w+|pipeline_model_parallel_layout)"
 )
 FINAL = "final"  # the exported Hugging Face folder
 ROLLOUTS = "rollouts"  # what was generated since the last checkpoints

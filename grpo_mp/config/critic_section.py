@@ -1,23 +1,40 @@
 """The `critic` section: PPO's value model."""
 
 from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.models.families import MODEL_FAMILIES
 from grpo_mp.section import Section
 
 
 class CriticConfig(Section):
-    """The value model of algorithm ppo, trained beside the policy on its ranks and in its layout.
+    """The value model of algorithm ppo, trained beside the policy on its ranks.
 
-    Micro-batches, updates of a step and all of `optimizer` but the learning rate are the policy's.
+    It may be of another family and size than the policy, and in another layout. Updates of a step, and all of
+    `optimizer` but the learning rate, are the policy's.
     """
 
     path: Path | None = Field(
         None,
-        description="a Hugging Face or converted folder of the policy's family and vocabulary, a reward model for "
-        "sequence classification too, whose score.weight becomes the value head (verl critic.model.path, TRL "
-        "reward_model_path); null: model.path, with a head of zeros",
+        description="a Hugging Face or converted folder of any family and size, with the policy's vocabulary; a reward "
+        "model for sequence classification too, whose score.weight becomes the value head (verl critic.model.path, "
+        "TRL reward_model_path); null: model.path, with a head of zeros",
+    )
+    family: Annotated[str, AfterValidator(MODEL_FAMILIES.check_name)] | None = Field(
+        None, description="as model.family, of the critic's folder; null: what model.family says"
+    )
+    layout: LayoutConfig | None = Field(
+        None,
+        description="parallelism of the critic over the ranks that train, as `layout` is of the policy; null: the "
+        "policy's",
+    )
+    megatron_args: dict[str, Any] = Field(
+        {},
+        description="Megatron's fields over training.megatron_args, as they are to be for the critic; null takes one "
+        "away. With a layout of its own it has none of those that place the policy's layers on pipeline stages",
     )
     lr: float = Field(
         1e-5, gt=0, description="highest learning rate, on the schedule of optimizer (verl critic.optim.lr)"

@@ -9,6 +9,7 @@ from grpo_mp.algorithms.registries import needs_correctness
 from grpo_mp.algorithms.settings import AlgorithmConfig, needs_old_logprobs
 from grpo_mp.config.critic_section import CriticConfig
 from grpo_mp.config.data_sections import DataConfig, EvalSetConfig
+from grpo_mp.config.megatron_fields import PLACEMENT_FIELDS
 from grpo_mp.config.monitor_section import MonitorConfig
 from grpo_mp.config.sample_section import SampleConfig
 from grpo_mp.config.sections import (
@@ -144,10 +145,16 @@ class Settings(Section):
                 "algorithm.advantage.baseline=critic takes the values of a critic, and critic is null: set it, e.g. "
                 "critic={lr: 1e-5}"
             )
-        if self.critic and self.model.trains_mtp and "pipeline_model_parallel_layout" in self.training.megatron_args:
+        critic = self.for_critic() if self.critic else None
+        if critic and self.model.trains_mtp and "pipeline_model_parallel_layout" in critic.training.megatron_args:
             raise ValueError(
                 "training.megatron_args.pipeline_model_parallel_layout places a multi-token-prediction layer, which a "
-                "critic lacks: leave it out, or set mtp_loss_scaling_factor=0"
+                "critic lacks: leave it out, or set mtp_loss_scaling_factor=0, or a critic.layout"
+            )
+        if critic and critic.training.share_prompts and critic.layout.context > 1:
+            raise ValueError(
+                "training.share_prompts does not work with context parallelism "
+                f"(critic.layout.context={critic.layout.context}): set share_prompts=false, or critic.layout.context=1"
             )
         if self.critic and self.model.lora:
             raise ValueError(
@@ -390,12 +397,24 @@ class Settings(Section):
         """Return the settings that build the critic as they build a policy. Raises ValueError where there is none."""
         if self.critic is None:
             raise ValueError("the settings have no critic")
-        model = {"path": self.critic.path or self.model.path, "mtp_loss_scaling_factor": 0.0, "lora": None}
+        family = self.critic.family or self.model.family
+        model: dict[str, Any] = {
+            "path": self.critic.path or self.model.path,
+            "family": family,
+            "mtp_loss_scaling_factor": 0.0,
+        }
+        megatron = {
+            name: value
+            for name, value in self.training.megatron_args.items()
+            if self.critic.layout is None or name not in PLACEMENT_FIELDS
+        } | self.critic.megatron_args
+        megatron = {name: value for name, value in megatron.items() if value is not None}
         return self.model_copy(
             update={
-                "model": self.model.model_copy(update=model),
+                "model": self.model.model_copy(update=model | {"lora": None}),
+                "layout": self.critic.layout or self.layout,
                 "optimizer": self.optimizer.model_copy(update={"lr": self.critic.lr}),
-                "training": self.training.model_copy(update={"router_replay": "none"}),
+                "training": self.training.model_copy(update={"router_replay": "none", "megatron_args": megatron}),
                 "critic": None,
             }
         )

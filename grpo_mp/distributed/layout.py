@@ -6,23 +6,12 @@ from itertools import product
 from math import lcm, prod
 from typing import Any
 
+from grpo_mp.config.megatron_fields import PLACEMENT_FIELDS
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-
-FIRST_STAGE_LAYERS = "num_layers_in_first_pipeline_stage"
-LAST_STAGE_LAYERS = "num_layers_in_last_pipeline_stage"
-PIPELINE_LAYOUT = "pipeline_model_parallel_layout"
-# Fields of Megatron's TransformerConfig that place the layers.
-PLACEMENT_FIELDS = {
-    FIRST_STAGE_LAYERS,
-    LAST_STAGE_LAYERS,
-    PIPELINE_LAYOUT,
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-}
 
 
 @dataclass(frozen=True)
@@ -123,7 +112,9 @@ def layout_violations(
         yield f"expert_tensor={layout.expert_tensor} does not divide the expert width {model.moe_ffn_hidden_size}"
 
 
-def check_layout(layout: LayoutConfig, model: ModelShape, world_size: int, uneven_pipeline: bool = False) -> None:
+def check_layout(
+    layout: LayoutConfig, model: ModelShape, world_size: int, uneven_pipeline: bool = False, setting: str = "layout"
+) -> None:
     """Raise UserError naming the first broken rule, and the nearest valid layout or how many ranks to start."""
     violation = next(layout_violations(layout, model, world_size, uneven_pipeline), None)
     if violation is None:
@@ -133,7 +124,7 @@ def check_layout(layout: LayoutConfig, model: ModelShape, world_size: int, uneve
     min_ranks = lcm(layout.model_parallel, layout.expert_tensor * layout.expert * layout.pipeline)
     if world_size == 1 < min_ranks:  # nobody said how many to start
         advice = f"start {min_ranks} ranks or a multiple (grpo-mp train CONFIG --ranks {min_ranks}), or {advice}"
-    raise UserError(f"layout: {violation}; {advice}")
+    raise UserError(f"{setting}: {violation}; {advice}")
 
 
 def nearest_layout(layout: LayoutConfig, model: ModelShape, world_size: int) -> LayoutConfig | None:

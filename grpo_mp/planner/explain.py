@@ -67,6 +67,13 @@ def _placement(job: PlannedJob) -> Iterator[str]:
         f"the optimizer of dense parameters over {job.dense_shards} ranks, of experts over {job.expert_shards}; "
         f"layers of the stages: {', '.join(str(len(layers)) for layers in job.stage_layers)}"
     )
+    if job.has_critic:
+        critic = job.critic
+        yield (
+            f"critic: {critic.parameters:,} parameters of {critic.settings.model.path}, on the same GPUs; "
+            f"{describe_parallelism(critic.settings.layout, job.train_ranks)}; "
+            f"layers of the stages: {', '.join(str(len(layers)) for layers in critic.stage_layers)}"
+        )
     hosts = engine_host_ranks(engine_placements(engine, job.world_size, job.gpus_per_node))
     replicas = parallelism.replicas
     yield (

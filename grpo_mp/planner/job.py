@@ -8,15 +8,18 @@ from statistics import NormalDist, fmean
 
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import padded_size, padding_multiple, plan_update
-from grpo_mp.config import Settings
+from grpo_mp.config import CriticConfig, Settings
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import ModelShape, check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import check_adapters
+from grpo_mp.models.value_head import critic_config
 from grpo_mp.planner.clusters import OVERHEADS, Cluster
+from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.parameter_count import (
+    ZERO,
     ParameterCount,
     adapter_counts,
     critic_parameter_counts,
@@ -181,7 +184,8 @@ class PlannedJob:
     @property
     def trained_parameters(self) -> int:
         """Return those that have an optimizer and are in a checkpoint, the critic's too, counted likewise."""
-        return self._full_count(self.trained_counts)
+        of_critic = self.critic._full_count(self.critic_counts) if self.has_critic else 0
+        return self._full_count(self.policy_trained_counts) + of_critic
 
     def _full_count(self, counts: tuple[ParameterCount, ...]) -> int:
         layout = self.settings.layout
@@ -189,27 +193,68 @@ class PlannedJob:
         return sum(count.dense for count in counts) * layout.tensor + experts
 
     @cached_property
+    def critic(self) -> "PlannedJob":
+        """Return the job of the critic alone, with its model and layout; a run without one would have the policy's.
+
+        Raises UserError where its config.json is not found, or its layout does not fit.
+        """
+        settings = (
+            self.settings if self.settings.critic else self.settings.model_copy(update={"critic": CriticConfig()})
+        )
+        assert settings.critic
+        own = settings.for_critic()
+        hf = self.hf
+        if settings.critic.path:
+            hf, _ = find_config(own.model.path, None, "critic.path", "give a folder with its config.json")
+            hf = replace(hf, family=own.model.family)
+        hf = critic_config(hf)
+        model, megatron = model_shape(hf), own.training.megatron_args
+        check_layout(own.layout, model, self.train_ranks, sets_pipeline_layout(megatron), "critic.layout")
+        stage_layers = layers_of_stages(model.num_layers, own.layout, megatron)
+        counts = critic_parameter_counts(hf, own.layout, stage_layers)
+        return replace(
+            self,
+            settings=own,
+            hf=hf,
+            model=model,
+            stage_layers=stage_layers,
+            parameter_counts=counts,
+            policy_trained_counts=counts,
+            per_parameter=bytes_per_parameter(own.model.dtype, megatron, own.optimizer.offload),
+        )
+
+    def critic_stages(self, stage: int) -> range:
+        """Return the critic's stages that are on the ranks of a stage of the policy's."""
+        ranks, of_critic = (
+            self.train_ranks // pipeline
+            for pipeline in (self.settings.layout.pipeline, self.critic.settings.layout.pipeline)
+        )
+        return range(stage * ranks // of_critic, ((stage + 1) * ranks - 1) // of_critic + 1)
+
+    def critic_count(self, stage: int) -> ParameterCount:
+        """Return the most that a rank of a stage of the policy's holds of the critic; nothing without one."""
+        if not self.has_critic:
+            return ZERO
+        return max((self.critic_counts[one] for one in self.critic_stages(stage)), key=lambda count: count.total)
+
+    @property
     def critic_counts(self) -> tuple[ParameterCount, ...]:
-        """Return what one rank of each pipeline stage would hold of a critic, whether the run has one or not."""
-        return critic_parameter_counts(self.hf, self.settings.layout, self.stage_layers)
+        """Return what one rank of each of its stages would hold of a critic, whether the run has one or not."""
+        return self.critic.parameter_counts
 
     @property
     def has_critic(self) -> bool:
         """Return whether the run trains a critic beside the policy."""
         return self.settings.critic is not None
 
-    @property
-    def trained_counts(self) -> tuple[ParameterCount, ...]:
-        """Return what one rank of each pipeline stage trains: of the policy, or its adapters, and of a critic."""
-        return self._with_critic(self.policy_trained_counts)
+    def held(self, stage: int) -> int:
+        """Return the parameters that one rank of a pipeline stage holds of policy and critic."""
+        return self.parameter_counts[stage].total + self.critic_count(stage).total
 
-    @property
-    def held_counts(self) -> tuple[ParameterCount, ...]:
-        """Return what one rank of each pipeline stage holds of policy and critic, without adapters."""
-        return self._with_critic(self.parameter_counts)
-
-    def _with_critic(self, counts: tuple[ParameterCount, ...]) -> tuple[ParameterCount, ...]:
-        return tuple(map(ParameterCount.__add__, counts, self.critic_counts)) if self.has_critic else counts
+    def trained_share(self, stage: int) -> float:
+        """Return the parameters whose optimizer state a rank of a stage keeps: policy's, or adapters', and critic's."""
+        own = self.sharded_parameters(self.policy_trained_counts[stage])
+        return own + (self.critic.sharded_parameters(self.critic_count(stage)) if self.has_critic else 0.0)
 
     @property
     def num_engines(self) -> int:
@@ -319,7 +364,7 @@ def make_job(
         check_adapters(family_of(hf).params(hf), lora.targets, *sizes)
         trained = adapter_counts(hf, layout, stage_layers, lora)
         counts = tuple(map(add, counts, trained))
-    return PlannedJob(
+    job = PlannedJob(
         settings=settings,
         hf=hf,
         model=model,
@@ -338,3 +383,6 @@ def make_job(
         ),
         acceptance_length=acceptance_length,
     )
+    if job.has_critic:
+        _ = job.critic  # is refused now, if it is
+    return job

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from grpo_mp.checkpoint.hf_writer import SHARD_BYTES
 from grpo_mp.config import Settings
-from grpo_mp.distributed.communicators import PIPELINE, communicators
+from grpo_mp.distributed.communicators import PIPELINE, WORLD, communicators
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.models.fp8 import AT_ONCE
@@ -71,6 +71,7 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("optimizer", "critic optimizer"),
     "activations and buffers": (
         "activations",
+        "critic activations",
         "logits",
         "reference",
         "float32 gradients",
@@ -162,14 +163,28 @@ def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Sub
 
 
 def _critic_memory(job: PlannedJob, stage: int, resident: Residency) -> dict[str, float]:
-    """Return what is of a critic on the device: it goes with the policy. Its passes need less than the policy's."""
-    count, per_parameter = job.critic_counts[stage], job.per_parameter
-    sizes = {
+    """Return what is of a critic on the device: it goes with the policy."""
+    if not job.has_critic:
+        return {}
+    count, per_parameter = job.critic_count(stage), job.critic.per_parameter
+    sharded = job.critic.sharded_parameters(count)
+    return {
         "critic weights": resident.policy_weights * count.total * per_parameter.weights,
         "critic gradients": resident.gradients * count.total * per_parameter.gradients,
-        "critic optimizer": resident.optimizer * job.sharded_parameters(count) * per_parameter.optimizer,
+        "critic optimizer": resident.optimizer * sharded * per_parameter.optimizer,
     }
-    return sizes if job.has_critic else {}
+
+
+def _beyond_the_policy(job: PlannedJob, stage: int, sub_phase: SubPhase, passes: BytesByKind) -> dict[str, float]:
+    """Return what passes of a critic hold beyond those of the policy, `passes`, which come before or after them."""
+    if not job.has_critic:
+        return {}
+    needs = {
+        SubPhase.LOGPROB: lambda one: forward_bytes(job.critic, one),
+        SubPhase.TRAIN: lambda one: activation_bytes(job.critic, one, 0.0),
+    }
+    most = max((needs[sub_phase](one) for one in job.critic_stages(stage)), default=0.0)
+    return {"critic activations": max(0.0, most - total_bytes(passes))}
 
 
 def _resident(job: PlannedJob, sub_phase: SubPhase) -> Residency:
@@ -227,8 +242,15 @@ def communicator_bytes(job: PlannedJob) -> tuple[float, float]:
     layout, in_use, suspended = job.settings.layout, 0.0, 0.0
     if not job.settings.shares_devices:
         in_use += OVERHEADS.communicator  # of all ranks of the job: to send weights
-    for group in communicators(layout, job.train_ranks, bool(job.model.num_experts), job.has_copied_embedding):
-        in_pairs = group.group == PIPELINE and layout.virtual_pipeline is not None  # to the stages before and after
+    groups = communicators(layout, job.train_ranks, bool(job.model.num_experts), job.has_copied_embedding)
+    layouts = [layout]
+    if job.has_critic and job.critic.settings.layout != layout:
+        layouts.append(job.critic.settings.layout)
+        experts = bool(job.critic.model.num_experts)
+        groups += tuple(one for one in communicators(layouts[1], job.train_ranks, experts, False) if one.group != WORLD)
+    for group in groups:
+        # To the stages before and after; they are named alike in both layouts, and treated so.
+        in_pairs = group.group == PIPELINE and any(one.virtual_pipeline for one in layouts)
         size = OVERHEADS.communicator * (2 if in_pairs else 1)
         in_node = group.fits_in(job.gpus_per_node)
         in_use += size
@@ -247,12 +269,14 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
         reference = swapped * per_parameter.weights if job.has_reference else 0.0
         layer, head = forward_bytes(job, stage), logits_bytes(job, stage, backward=False)
         # What the layers make is gone when the head begins.
-        return {"activations": max(0.0, layer - head), "logits": head, "reference": reference}
+        passes = {"activations": max(0.0, layer - head), "logits": head, "reference": reference}
+        return passes | _beyond_the_policy(job, stage, sub_phase, passes)
     if sub_phase is SubPhase.TRAIN:
         head = logits_bytes(job, stage, backward=True)
-        return {"activations": activation_bytes(job, stage, head), "logits": head}
+        passes = {"activations": activation_bytes(job, stage, head), "logits": head}
+        return passes | _beyond_the_policy(job, stage, sub_phase, passes)
     if sub_phase is SubPhase.OPTIMIZER:
-        sharded = job.sharded_parameters(job.trained_counts[stage])
+        sharded = job.trained_share(stage)
         piece = min(job.settings.optimizer.piece_bytes, sharded * per_parameter.host_optimizer)
         return {"float32 gradients": sharded * per_parameter.fp32_gradients, "optimizer pieces": 2 * piece}
     if sub_phase is SubPhase.SYNC:
@@ -367,8 +391,8 @@ def _critic_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int) -> dic
     """Return what a rank keeps of a critic on the host, as of the policy."""
     if not job.has_critic:
         return {}
-    count, per_parameter = job.critic_counts[stage], job.per_parameter
-    sharded, has_begun = job.sharded_parameters(count), sub_phase not in (SubPhase.START, SubPhase.LOAD)
+    count, per_parameter = job.critic_count(stage), job.critic.per_parameter
+    sharded, has_begun = job.critic.sharded_parameters(count), sub_phase not in (SubPhase.START, SubPhase.LOAD)
     moves = has_begun and job.optimizer_offload == "step" and job.offloads
     state = per_parameter.host_optimizer * (sub_phase is not SubPhase.START) + per_parameter.optimizer * moves
     return {

@@ -30,13 +30,16 @@ def check_parameter_counts(job: PlannedJob) -> None:
     from grpo_mp.policy.megatron_config import check_overrides
 
     check_overrides(job.settings.training.megatron_args)
-    counted: list[tuple[str, tuple[ParameterCount, ...], dict[str, bool]]] = [("model", job.parameter_counts, {})]
+    counted: list[tuple[str, PlannedJob, tuple[ParameterCount, ...], dict[str, bool]]] = [
+        ("model", job, job.parameter_counts, {})
+    ]
     if job.settings.model.lora:
-        counted.append(("adapters", job.policy_trained_counts, {"trained": True}))
+        counted.append(("adapters", job, job.policy_trained_counts, {"trained": True}))
     if job.has_critic:
-        counted.append(("critic", job.critic_counts, {"critic": True}))
-    for what, expected, options in counted:
-        counts = megatron_parameter_counts(job.settings, job.hf, job.train_ranks, **options)
+        check_overrides(job.critic.settings.training.megatron_args)
+        counted.append(("critic", job.critic, job.critic_counts, {"critic": True}))
+    for what, of, expected, options in counted:
+        counts = megatron_parameter_counts(of.settings, of.hf, job.train_ranks, **options)
         assert counts == expected, f"Megatron's {what} holds {counts}, the closed form says {expected}"
 
 

@@ -15,10 +15,15 @@ PUBLISHED = Path(__file__).with_name("published")
 NAMES = Path(__file__).with_name("names.yaml")
 NUMBER_FORMATS = ("-bf16", "-fp8", "-fp8-dynamic")  # endings of a name that say how the same model is stored
 NEAREST = 5  # names that an error lists
+GIVE_CONFIG = "give a config.json with --model-config FILE"
 
 
-def find_config(model_path: Path, override: Path | None = None) -> tuple[HfConfig, str]:
+def find_config(
+    model_path: Path, override: Path | None = None, setting: str = "model.path", remedy: str = GIVE_CONFIG
+) -> tuple[HfConfig, str]:
     """Return the config and where it was found; `override`: a config.json or its folder, used instead.
+
+    `setting`, `remedy`: what an error names, and says to do.
 
     Raises UserError where neither has one and none is published under the name of `model_path`.
     """
@@ -32,10 +37,10 @@ def find_config(model_path: Path, override: Path | None = None) -> tuple[HfConfi
         found = difflib.get_close_matches(path.name.lower(), by_lower, n=NEAREST, cutoff=0.0)
         nearest = [by_lower[name] for name in found]
         raise UserError(
-            f"model.path={path} is not on this machine, and no config published under that name is known; the "
-            f"nearest known: {', '.join(nearest)}: give a config.json with --model-config FILE"
+            f"{setting}={path} is not on this machine, and no config published under that name is known; the "
+            f"nearest known: {', '.join(nearest)}: {remedy}"
         )
-    return HfConfig(path, named_config(name).values), f"the published {name} (model.path is not on this machine)"
+    return HfConfig(path, named_config(name).values), f"the published {name} ({setting} is not on this machine)"
 
 
 def published_names() -> tuple[str, ...]:

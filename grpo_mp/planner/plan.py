@@ -113,14 +113,13 @@ def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
 def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
     per_parameter = job.per_parameter
     stage = largest_stage(job)
-    trained, algorithm = job.trained_counts[stage], job.settings.algorithm
+    algorithm = job.settings.algorithm
     passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + algorithm.kl.measured_share
     swap = 4 * job.policy_trained_counts[stage].total * per_parameter.weights * job.has_reference
-    sharded = job.sharded_parameters(trained)
-    weights = 2 * job.held_counts[stage].total * per_parameter.weights * job.offloads
+    weights = 2 * job.held(stage) * per_parameter.weights * job.offloads
     communicators = 2 * _suspended_bytes(job)
     moves = job.offloads and job.optimizer_offload == "step"
-    state = sharded * per_parameter.optimizer * 2 * moves  # there and back
+    state = job.trained_share(stage) * per_parameter.optimizer * 2 * moves  # there and back
     return {
         SubPhase.START: ResourceUse(),  # engines read no weights
         SubPhase.LOAD: resume_use(job, stage),
@@ -146,7 +145,7 @@ def largest_stage(job: PlannedJob) -> int:
 
 def load_use(job: PlannedJob, stage: int) -> ResourceUse:
     """Return the use of one GPU that reading the model's folder takes, in bfloat16."""
-    weights = job.held_counts[stage].total * 2
+    weights = job.held(stage) * 2
     return ResourceUse(disk_bytes=weights * min(job.gpus_per_node, job.train_ranks), host_link_bytes=weights)
 
 
@@ -157,8 +156,8 @@ def resume_use(job: PlannedJob, stage: int) -> ResourceUse:
     reference's too, as do its replicas on the node, and its share of the state.
     """
     per_parameter = job.per_parameter
-    weights = job.held_counts[stage].total * per_parameter.weights
-    state = job.sharded_parameters(job.trained_counts[stage]) * per_parameter.saved_state
+    weights = job.held(stage) * per_parameter.weights
+    state = job.trained_share(stage) * per_parameter.saved_state
     reference = job.policy_trained_counts[stage].total * per_parameter.weights * job.has_reference
     own = weights + reference + state
     checked = job.trained_parameters * per_parameter.saved / max(1.0, job.train_ranks / job.gpus_per_node)
@@ -177,7 +176,7 @@ def save_uses(job: PlannedJob) -> tuple[ResourceUse, ResourceUse]:
     weights = ResourceUse(disk_bytes=job.trained_parameters * waits_for / nodes)
     rest = ResourceUse(
         disk_bytes=job.trained_parameters * (per_parameter.saved_state + per_parameter.saved) / nodes,
-        host_copy_bytes=max(map(job.sharded_parameters, job.trained_counts))
+        host_copy_bytes=max(map(job.trained_share, range(len(job.stage_layers))))
         * (per_parameter.weights + per_parameter.saved_state),
     )
     return weights, rest
@@ -191,7 +190,7 @@ def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> Resource
     beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)  # a trainer that waits is not slower
     hidden_s = sum(estimate_time(uses[sub_phase], job.cluster).expected_s for sub_phase in beside)
     share = 1 - hidden_s / estimate_time(rest, job.cluster).expected_s if job.settings.run.async_save else 1.0
-    stage_weights = job.held_counts[largest_stage(job)].total * job.per_parameter.weights
+    stage_weights = job.held(largest_stage(job)) * job.per_parameter.weights
     moves = save_moves_use(job, stage_weights, _suspended_bytes(job))
     parts = (Part("the trainer comes back and leaves", moves),) if job.offloads else ()
     return replace(weights + rest.scaled(max(0.0, share)), parts=parts)

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from grpo_mp.config import Settings
+from grpo_mp.config.megatron_fields import FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS, PIPELINE_LAYOUT
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import divisors, layout_violations
@@ -16,9 +17,6 @@ from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import SubPhase, total_bytes
 from grpo_mp.planner.parameter_count import parameter_table
 from grpo_mp.planner.pipeline_layout import (
-    FIRST_STAGE_LAYERS,
-    LAST_STAGE_LAYERS,
-    PIPELINE_LAYOUT,
     balance_layers,
     format_pipeline_layout,
 )
@@ -45,7 +43,7 @@ def search_layouts(job: PlannedJob, count: int = 5) -> SearchResult:
     Raises UserError where the settings' own engine arguments leave no engine that holds the model.
     """
     engines = _fitting_engines(job)
-    candidates = [_with_engine(_with_layout(job, layout), engines[0]) for layout in valid_layouts(job)]
+    candidates = [_with_engine(one, engines[0]) for one in _with_layouts(job)]
     fitting = _fitting(candidates)
     combined = [
         _with_engine(plan.job, engine)
@@ -132,6 +130,15 @@ def _engine_candidates(job: PlannedJob) -> Iterator[dict[str, Any]]:
 def _with_engine(job: PlannedJob, engine: dict[str, Any]) -> PlannedJob:
     engine_settings = job.settings.engine.model_copy(update=engine)
     return _with_settings(job, job.settings.model_copy(update={"engine": engine_settings}))
+
+
+def _with_layouts(job: PlannedJob) -> Iterator[PlannedJob]:
+    """Yield the job in every layout that its policy allows, and its critic where that has the policy's."""
+    for layout in valid_layouts(job):
+        try:
+            yield _with_layout(job, layout)
+        except UserError:
+            continue  # sizes that do not divide the critic
 
 
 def _with_layout(job: PlannedJob, layout: LayoutConfig) -> PlannedJob:

@@ -49,13 +49,12 @@ def ppo_models(plan: Plan) -> tuple[ModelMemory, ...]:
 
 
 def _trained_model(plan: Plan, model: str) -> ModelMemory:
-    """Count the policy, or a critic, which differs in its head: one column."""
-    job, per_parameter = plan.job, plan.job.per_parameter
+    """Count the policy, or a critic, in its own layout, on the fullest rank of each."""
+    job = plan.job if model == "policy" else plan.job.critic
+    per_parameter = job.per_parameter
     device, host, moves = 0.0, 0.0, job.optimizer_offload == "step"
     on_node, on_host = min(job.gpus_per_node, job.train_ranks), job.settings.shares_devices
     counts = zip(job.parameter_counts, job.policy_trained_counts, strict=True)
-    if model == "critic":
-        counts = zip(job.critic_counts, job.critic_counts, strict=True)
     for stage, (count, trained) in enumerate(counts):
         sharded = job.sharded_parameters(trained)
         state = sharded * per_parameter.optimizer

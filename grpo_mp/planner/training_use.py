@@ -10,7 +10,8 @@ from grpo_mp.planner.flops import (
     mtp_flops_per_token,
 )
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.resource_use import ResourceUse, Wait
+from grpo_mp.planner.parameter_count import ParameterCount
+from grpo_mp.planner.resource_use import ResourceUse, Wait, estimate_time
 
 ACTIVATION_BYTES = 2  # of an element that is sent
 
@@ -27,10 +28,13 @@ class LayerTraffic:
 
 def logprob_use(job: PlannedJob, passes: float) -> ResourceUse:
     """Return `passes` forward passes over the samples of a step, and a critic's; a fraction goes over that share."""
-    traffic = _traffic_use(job, _layer_traffic(job))
-    forward = (_forward_products(job) + traffic).scaled(passes)
-    values = (_critic_products(job) + traffic).scaled(job.has_critic)
-    return replace(forward + values, bubble=_bubble(job))
+    forward = (_forward_products(job) + _traffic_use(job, _layer_traffic(job))).scaled(passes)
+    forward = replace(forward, bubble=_bubble(job))
+    if not job.has_critic:
+        return forward
+    critic = job.critic
+    values = _critic_products(critic) + _traffic_use(critic, _layer_traffic(critic))
+    return _one_after_the_other(job, forward, replace(values, bubble=_bubble(critic)))
 
 
 def train_use(job: PlannedJob) -> ResourceUse:
@@ -39,19 +43,35 @@ def train_use(job: PlannedJob) -> ResourceUse:
     A backward pass has twice a forward pass's FLOPs; it passes keys, values and their gradients around the ring, and
     gathers the inputs of divided matrices once more. Full recomputation does the forward pass twice.
     """
+    policy = _passes_of_an_epoch(job, _forward_products(job)).scaled(job.settings.training.epochs)
+    policy = replace(policy, bubble=_bubble(job))
+    if not job.has_critic:
+        return policy
+    critic = job.critic
+    values = _passes_of_an_epoch(critic, _critic_products(critic)).scaled(job.settings.training.epochs)
+    return _one_after_the_other(job, policy, replace(values, bubble=_bubble(critic)))
+
+
+def _one_after_the_other(job: PlannedJob, policy: ResourceUse, critic: ResourceUse) -> ResourceUse:
+    """Return both uses as one: each second of their work waits for a pipeline as it does on average."""
+    busy = [estimate_time(replace(use, bubble=0.0), job.cluster).expected_s for use in (policy, critic)]
+    waiting = busy[0] * policy.bubble + busy[1] * critic.bubble
+    return replace(policy + critic, bubble=waiting / sum(busy) if sum(busy) else policy.bubble)
+
+
+def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
+    """Return forward and backward passes of a model; `products`: those of a forward pass."""
     training, traffic = job.settings.training, _layer_traffic(job)
     forwards = 1 + (training.recompute == "full")
     backward = replace(traffic, ring=2 * traffic.ring, gathers=1.5 * traffic.gathers)
     between_stages = ResourceUse(network_bytes=traffic.between_stages * (1 - forwards))  # is not computed again
     use = _traffic_use(job, traffic).scaled(forwards) + _traffic_use(job, backward) + between_stages
     ahead = mtp_flops_per_token(job.model, job.hf, job.attention_context) * _computed_tokens(job) / job.train_ranks
-    use = use.scaled(1 + job.has_critic)
-    products = _forward_products(job) + ResourceUse(flops=ahead) + _critic_products(job).scaled(job.has_critic)
-    use += products.scaled(forwards + 2)
+    use += (products + ResourceUse(flops=ahead)).scaled(forwards + 2)
     if job.settings.model.lora:  # no gradient of the weights
         spared = 2.0 * active_parameters(job.model, job.hf) * _computed_tokens(job) / job.train_ranks
         use += ResourceUse(flops=-spared)
-    return replace(use.scaled(training.epochs), bubble=_bubble(job))
+    return use
 
 
 def lone_pass_use(job: PlannedJob, tokens: float, context_tokens: float) -> ResourceUse:
@@ -79,7 +99,13 @@ def optimizer_use(job: PlannedJob, stage: int) -> ResourceUse:
 
     State on the host goes through the device: there and back count one after the other, although they overlap.
     """
-    count, layout, per_parameter = job.trained_counts[stage], job.settings.layout, job.per_parameter
+    updates = _updates_use(job, job.policy_trained_counts[stage])
+    return updates + _updates_use(job.critic, job.critic_count(stage)) if job.has_critic else updates
+
+
+def _updates_use(job: PlannedJob, count: ParameterCount) -> ResourceUse:
+    """Return the updates of one model, of which a rank trains `count`."""
+    layout, per_parameter = job.settings.layout, job.per_parameter
     model_bytes = per_parameter.gradients + per_parameter.weights
     dense = count.dense * model_bytes * (1 - 1 / job.dense_shards)
     expert = count.expert * model_bytes * (1 - 1 / job.expert_shards)

@@ -111,6 +111,11 @@ def load_policy(policy: TrainedModel, folder: Path, piece_bytes: int = PIECE_BYT
     What goes to a device goes through `piece_bytes` of the host.
     Raises UserError where the checkpoint is incomplete or belongs to another model.
     """
+    with policy.parallel.in_use():
+        _load_policy(policy, folder, piece_bytes)
+
+
+def _load_policy(policy: TrainedModel, folder: Path, piece_bytes: int) -> None:
     if is_torch_dist_of_megatron(folder):
         common = read_torch_dist(policy, folder)
     else:
@@ -152,7 +157,7 @@ def load_reference(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES)
 
 def _common(policy: TrainedModel) -> dict[str, Any]:
     """Return what is saved beside tensors: steps and learning rates, and the format of the main weights."""
-    with state_dict_without_copies(policy.optimizer.chained_optimizers):
+    with policy.parallel.in_use(), state_dict_without_copies(policy.optimizer.chained_optimizers):
         states = [part.state_dict() for part in policy.optimizer.chained_optimizers]
     return {
         "optimizer_groups": [group for part in states for group in part["optimizer"]["param_groups"]],

@@ -1,4 +1,4 @@
-"""PPO's critic on one rank: a model as the policy's with a value head, in the policy's layout."""
+"""PPO's critic on one rank: a model of any family and size with a value head, in a layout of its own."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,21 +6,23 @@ from typing import Any
 
 from torch import Tensor
 
+from grpo_mp import platform
 from grpo_mp.algorithms.values import ValueLoss
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.hf_reader import check_layers, check_tensors
 from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.config import Settings
-from grpo_mp.distributed.layout import model_shape
+from grpo_mp.config.sections import ModelConfig
+from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.value_head import STORED_HEAD, VALUE_HEAD, critic_config, critic_params
-from grpo_mp.policy.forward import forward_only
+from grpo_mp.policy.fp8 import check_fp8
+from grpo_mp.policy.megatron_config import check_overrides, transformer_config
 from grpo_mp.policy.model import ValueModel
 from grpo_mp.policy.trained_model import TrainedModel, UpdateReport
 from grpo_mp.policy.weights import clear_weights, load_hf
-from grpo_mp.reading import shorten
 from grpo_mp.types import MicroBatch
 
 
@@ -30,8 +32,9 @@ class Critic(TrainedModel):
     def __init__(self, settings: Settings, parallel: Parallel, load_weights: bool = True) -> None:
         """Build the model and load this rank's shards of the folder that `critic` names, else of the policy's.
 
-        A value head that the folder lacks begins at zero. Without `load_weights` all is zero: a checkpoint will bring
-        it. Raises UserError where a file differs from its checksum, ValueError without section critic.
+        `parallel`: of the critic's layout. A value head that the folder lacks begins at zero. Without `load_weights`
+        all is zero: a checkpoint will bring it. Raises UserError where a file differs from its checksum, ValueError
+        without section critic.
         """
         settings = settings.for_critic()
         hf = critic_config(settings.model.read_config())
@@ -54,7 +57,7 @@ class Critic(TrainedModel):
 
         At each position that of the sequence up to its token: the state in which the next one is drawn.
         """
-        return forward_only(self.chunks, _without_replay(microbatches))
+        return self._outputs(_without_replay(microbatches))
 
     def compute_gradients(self, microbatches: Sequence[MicroBatch], loss: ValueLoss) -> list[Any]:
         """Compute the gradient of the summed loss over all ranks into the gradient buffers."""
@@ -69,33 +72,58 @@ def _without_replay(microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
     return [replace(batch, routed_experts=None, mtp_targets=None) for batch in microbatches]
 
 
-def check_critic(settings: Settings, policy: HfConfig) -> None:
-    """Check the folder of the critic before process groups exist; nothing where it is the policy's, or there is none.
+def check_critic(settings: Settings, policy: HfConfig, world_size: int) -> None:
+    """Check folder and layout of the critic before process groups exist, on so many ranks that train; or nothing.
 
-    Raises UserError: another family, vocabulary or size than the policy's, missing or wrong tensors.
+    Raises UserError: another vocabulary than the policy's, too few positions, a layout that its model does not divide
+    into, what Megatron refuses, missing or wrong tensors.
     """
-    if settings.critic is None or settings.critic.path is None:
+    if settings.critic is None:
         return
-    where, model = f"critic.path={settings.critic.path}", settings.for_critic().model
-    hf, policy = critic_config(model.read_config()), critic_config(policy)
-    for key in ("model_type", "vocab_size"):
-        if hf.get(key) != policy.get(key):
-            raise UserError(
-                f"{where}: its {key} is {hf.get(key)}, the policy's {policy.get(key)}: take a critic of the policy's "
-                "family and vocabulary, or leave critic.path out"
-            )
+    own = settings.for_critic()
+    hf = critic_config(own.model.read_config())
+    _check_size(settings, hf, policy)
+    uneven = sets_pipeline_layout(own.training.megatron_args)
+    check_layout(own.layout, model_shape(hf), world_size, uneven, "critic.layout")
+    _check_megatron(settings, hf)
+    if settings.critic.path:
+        _check_tensors(own.model, hf, f"critic.path={settings.critic.path}")
+
+
+def _check_size(settings: Settings, hf: HfConfig, policy: HfConfig) -> None:
+    """Check what the critic must have as the policy has it: it reads the same tokens."""
+    where, vocabulary = f"critic.path={settings.for_critic().model.path}", hf.int("vocab_size")
+    if vocabulary != policy.int("vocab_size"):
+        raise UserError(
+            f"{where}: its vocab_size is {vocabulary}, the policy's {policy.int('vocab_size')}: take a critic of the "
+            "policy's vocabulary, or leave critic.path out"
+        )
     positions = hf.int("max_position_embeddings")
     if positions < settings.rollout.max_sequence_tokens:
         raise UserError(
             f"{where}: it has {positions} positions, and a prompt with its response up to "
             f"{settings.rollout.max_sequence_tokens}: lower rollout.max_response_tokens"
         )
-    own, expected = ({"num_layers": shape.num_layers, **vars(shape)} for shape in map(model_shape, (hf, policy)))
-    if different := next((name for name in expected if own[name] != expected[name]), None):
-        raise UserError(
-            f"{where}: its {different} is {shorten(repr(own[different]))}, the policy's "
-            f"{shorten(repr(expected[different]))}: take a critic of the policy's size, or leave critic.path out"
-        )
+
+
+def _check_megatron(settings: Settings, hf: HfConfig) -> None:
+    """Check that Megatron takes the critic's model, layout and fields."""
+    assert settings.critic
+    own, fields = settings.for_critic(), settings.critic.megatron_args
+    for name in (name for name, value in fields.items() if value is None):
+        if name not in settings.training.megatron_args:
+            raise UserError(
+                f"critic.megatron_args.{name} is null, and training.megatron_args has none to take away: leave it out"
+            )
+    check_overrides(own.training.megatron_args)
+    try:
+        transformer_config(own.layout, own.training, own.model.dtype, hf)
+    except UserError as error:
+        raise UserError(f"critic: {error}; critic.megatron_args changes a field for the critic alone") from error
+    check_fp8(own.training, own.model.dtype, own.layout, critic_params(hf).values(), platform.compute_capability())
+
+
+def _check_tensors(model: ModelConfig, hf: HfConfig, where: str) -> None:
     params = critic_params(hf)
     with open_weights(model.path, family=model.family) as reader:
         has_head = STORED_HEAD in reader.names

@@ -175,7 +175,8 @@ class PolicyOffloader:
         if onload:
             platform.free_device_memory()  # the allocator's cache would count as taken
             self._wait_for_memory(part)
-        self._parts[part](onload)
+        with self._policy.parallel.in_use():
+            self._parts[part](onload)
         platform.synchronize()
         if not onload:
             platform.free_device_memory()

@@ -92,9 +92,10 @@ def disk_need(settings: Settings, hf: HfConfig) -> DiskNeed:
     steps = min(behind + 1, run.steps) + settings.rollout.max_staleness
     rollout_steps = steps + run.steps * settings.rollout.dump
     updated = settings.algorithm.kl.ref_update_every > 0
-    return policy_disk_need(
-        settings, hf, recorded_bytes(settings, hf), rollout_steps, updated, settings.critic is not None
-    )
+    critic = None
+    if settings.critic:
+        critic = critic_config(settings.for_critic().model.read_config() if settings.critic.path else hf)
+    return policy_disk_need(settings, hf, recorded_bytes(settings, hf), rollout_steps, updated, critic)
 
 
 def policy_disk_need(
@@ -103,12 +104,12 @@ def policy_disk_need(
     rollouts: int = 0,
     rollout_steps: int = 0,
     updated_reference: bool = False,
-    critic: bool = False,
+    critic: HfConfig | None = None,
 ) -> DiskNeed:
     """Return the most that a run needs: of checkpoints, one more than is kept while it is written; exports.
 
     `rollouts`: bytes of one step's, of which those of so many steps are there at a time. `updated_reference`: whether
-    checkpoints have the weights of a reference, too; `critic`: whether they have one.
+    checkpoints have the weights of a reference, too; `critic`: that of one which they have.
     """
     params, lora = family_of(hf).params(hf), settings.model.lora
     count = trained = _count(params)
@@ -118,7 +119,7 @@ def policy_disk_need(
     size = bytes_per_parameter(settings.model.dtype, megatron_args, offload, updated_reference)
     run = settings.run
     if critic:
-        trained += sum(param.num_elements for param in critic_params(critic_config(hf)).values())
+        trained += sum(param.num_elements for param in critic_params(critic).values())
     checkpoint, export = trained * size.saved, count * (1 if run.export_fp8 else size.weights)
     export += trained * size.weights if lora else 0
     checkpoints = min(run.keep_checkpoints + 1, run.steps // run.save_every + 1 if run.save_every else 1)

@@ -22,7 +22,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import adapter_params, check_adapters
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, is_of_mtp
 from grpo_mp.policy.expert_load import ExpertLoad
-from grpo_mp.policy.forward import LossFunction, forward_only
+from grpo_mp.policy.forward import LossFunction
 from grpo_mp.policy.fp8 import check_fp8
 from grpo_mp.policy.lora import MergedWeights, add_adapters, initialize
 from grpo_mp.policy.megatron_config import check_overrides, transformer_config
@@ -96,7 +96,7 @@ class Policy(TrainedModel):
 
     def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return [2, T] logprobs and entropies of every micro-batch; an empty list on all but the last stage."""
-        return forward_only(self.chunks, microbatches, self.replay)
+        return self._outputs(microbatches)
 
     def record_routing(self, microbatches: Sequence[MicroBatch]) -> tuple[list[torch.Tensor], list[MicroBatch]]:
         """Return their logprobs, and the micro-batches with the experts that the routers chose for them."""

@@ -14,7 +14,7 @@ from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.distributed.shards import tensor_part, tp_size
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
-from grpo_mp.policy.forward import OutputLoss, forward_backward
+from grpo_mp.policy.forward import OutputLoss, forward_backward, forward_only
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.model import PolicyModel, build_chunks
 from grpo_mp.policy.optimizer import build_optimizer, wrap_for_training
@@ -40,7 +40,7 @@ LoadWeights = Callable[[dict[str, Tensor]], None]  # takes the tensors of this r
 
 
 class TrainedModel:
-    """Megatron model and optimizer of this rank."""
+    """Megatron model and optimizer of this rank. Megatron uses the groups of its layout for whatever it computes."""
 
     reference: Reference | None = None  # a second set of weights for the same model
     base_digest = ""  # of frozen weights, which checkpoints leave out
@@ -62,16 +62,17 @@ class TrainedModel:
         """
         self.parallel, self.hf, self.params = parallel, hf, params
         dtype, megatron_args = settings.model.dtype, settings.training.megatron_args
-        self.config = transformer_config(settings.layout, settings.training, dtype, hf)
-        models = build_chunks(self.config, hf, settings.training, settings.temperature, model_class)
-        self._add_adapters(models)
-        self.chunks = wrap_for_training(settings.layout, megatron_args, self.config, models)
-        self.tensors = local_tensors(models, params, parallel.coords, settings.layout.expert)
-        load(self.tensors)
-        self._mark_tensor_parallel()
-        self.optimizer, self.lr_scheduler = build_optimizer(
-            settings.optimizer, dtype, megatron_args, settings.total_updates, self.chunks
-        )
+        with parallel.in_use():
+            self.config = transformer_config(settings.layout, settings.training, dtype, hf)
+            models = build_chunks(self.config, hf, settings.training, settings.temperature, model_class)
+            self._add_adapters(models)
+            self.chunks = wrap_for_training(settings.layout, megatron_args, self.config, models)
+            self.tensors = local_tensors(models, params, parallel.coords, settings.layout.expert)
+            load(self.tensors)
+            self._mark_tensor_parallel()
+            self.optimizer, self.lr_scheduler = build_optimizer(
+                settings.optimizer, dtype, megatron_args, settings.total_updates, self.chunks
+            )
         self.padding_multiple = padding_multiple(settings.layout, settings.training)
         self._skip_grad_norm = settings.optimizer.skip_grad_norm or math.inf
 
@@ -88,21 +89,28 @@ class TrainedModel:
         """Return what checkpoints have of this rank."""
         return self.tensors
 
+    def _outputs(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return what the last stage computes of every micro-batch; an empty list on all other stages."""
+        with self.parallel.in_use():
+            return forward_only(self.chunks, microbatches, self.replay)
+
     def _gradients(self, microbatches: Sequence[MicroBatch], loss: OutputLoss) -> list[Any]:
         """Compute the gradient of the summed loss over all ranks into the gradient buffers."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        return forward_backward(self.chunks, microbatches, loss, self.replay)
+        with self.parallel.in_use():
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            return forward_backward(self.chunks, microbatches, loss, self.replay)
 
     def _step(self, losses: list[Any]) -> UpdateReport:
         """Do one optimizer update; skip it, and report so, where the gradient is not finite or too large."""
         lr = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())  # over the job: all ranks skip, or none
-        skipped = not (math.isfinite(grad_norm) and grad_norm <= self._skip_grad_norm)
-        if not skipped:
-            self.optimizer.step()
+        with self.parallel.in_use():
+            self.optimizer.prepare_grads()
+            grad_norm = float(self.optimizer.get_grad_norm())  # over the job: all ranks skip, or none
+            skipped = not (math.isfinite(grad_norm) and grad_norm <= self._skip_grad_norm)
+            if not skipped:
+                self.optimizer.step()
         self.lr_scheduler.step(1)
         return UpdateReport(losses, grad_norm, lr, skipped, self._bad_gradients() if skipped else ())
 

@@ -35,6 +35,7 @@ from grpo_mp.trainer.job import (
     build_critic,
     build_policy,
     join_run,
+    make_critic_parallel,
     open_monitors,
     show_notes,
 )
@@ -121,7 +122,8 @@ def open_context(
         limit_s = settings.monitor.phase_timeout_s
         parallel = make_parallel(job, settings.layout, settings.run.seed, limit_s) if job.trains else None
         has_reference = settings.algorithm.kl.measured_share > 0
-        build = partial(_build_models, settings, parallel, resumed, has_reference) if parallel else None
+        of_critic = make_critic_parallel(settings, parallel, limit_s) if parallel and settings.critic else None
+        build = partial(_build_models, settings, parallel, of_critic, resumed, has_reference) if parallel else None
         policy, critic = _start(runtime, settings.engine.start_timeout_s, offload, build)
         if rollout.client:
             progress.note(rollout.call(rollout.client.capabilities()).sentence)
@@ -162,10 +164,12 @@ def open_context(
         phases.end()
 
 
-def _build_models(settings: Settings, parallel: Parallel, resumed: Resumed, with_reference: bool) -> Models:
-    """Build the policy, and the critic where the algorithm has one."""
+def _build_models(
+    settings: Settings, parallel: Parallel, of_critic: Parallel | None, resumed: Resumed, with_reference: bool
+) -> Models:
+    """Build the policy, and the critic in `of_critic` where the algorithm has one."""
     policy = build_policy(settings, parallel, resumed.state, resumed.checkpoint, with_reference)
-    return policy, build_critic(settings, parallel, resumed.checkpoint) if settings.critic else None
+    return policy, build_critic(settings, of_critic, resumed.checkpoint) if of_critic else None
 
 
 def _make_collector(
@@ -197,7 +201,8 @@ def _make_phases(
     """Make the phases, which with `offload` move policy, critic and engine."""
     functions = None
     if offload and policy:
-        nccl = NcclMemory(settings.layout) if settings.training.suspend_communicators else None
+        layouts = {model.parallel.layout for model in (policy, critic) if model}
+        nccl = NcclMemory(*layouts) if settings.training.suspend_communicators else None
         moves = settings.optimizer.offload == "step"
         functions = offload_functions(policy, runtime.rollout, settings.sync.timeout_s, moves, nccl, critic)
     return PhaseManager(

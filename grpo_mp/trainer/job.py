@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from grpo_mp.checkpoint.run_state import TrainState, claim_run_folder, read_manifest
 from grpo_mp.config import Settings, TrainerSettings
-from grpo_mp.distributed.process_groups import Job, Parallel, join_job, stop_parallel
+from grpo_mp.distributed.process_groups import Job, Parallel, join_job, make_parallel, stop_parallel
 from grpo_mp.log import log_file, logging_to
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.rank_dump import RankDumper
@@ -128,8 +128,19 @@ def build_policy(
     return policy
 
 
+def make_critic_parallel(settings: Settings, parallel: Parallel, timeout_s: float) -> Parallel:
+    """Create the process groups of a critic beside the policy's; they are those where both have one layout.
+
+    Every rank that trains must call this. Raises ValueError where the settings have no critic.
+    """
+    layout = settings.for_critic().layout
+    if layout == parallel.layout:
+        return parallel
+    return make_parallel(parallel.job, layout, settings.run.seed, timeout_s)
+
+
 def build_critic(settings: Settings, parallel: Parallel, checkpoint: Path | None) -> Critic:
-    """Build the critic and load a checked checkpoint where there is one."""
+    """Build the critic, in the layout of `parallel`, and load a checked checkpoint where there is one."""
     critic = Critic(settings, parallel, load_weights=checkpoint is None)
     if checkpoint:
         load_policy(critic, checkpoint / CRITIC, settings.run.piece_bytes)

@@ -105,7 +105,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     hf = settings.model.read_config()
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     check_policy(hf, settings.model, settings.layout, settings.training, world_size - settings.engine.ranks)
-    check_critic(settings, hf)
+    _check_critic(settings, hf, world_size - settings.engine.ranks)
     _check_critic_tokens(settings, tokenizer)
     check_export(settings.run, settings.model)
     episodes = load_episodes(settings, tokenizer)
@@ -140,6 +140,14 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     return RunInputs(hf, tokenizer, train, evals, scorer, extensions, warnings, episodes, teacher=teacher)
 
 
+def _check_critic(settings: Settings, hf: HfConfig, train_ranks: int) -> None:
+    """Check folder and layout of the critic, if there is one. Raises UserError."""
+    check_critic(settings, hf, train_ranks)
+    if settings.critic and settings.critic.layout:
+        context = settings.critic.layout.context
+        check_device_for(settings.sync.transport, settings.model.dtype, context, "critic.layout")
+
+
 def _check_critic_tokens(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UserError where the critic's folder has another tokenizer than the policy's; it may have none."""
     path = settings.critic.path if settings.critic else None
@@ -158,7 +166,7 @@ def run_replay_preflight(folder: Path, settings: Settings, world_size: int, rank
         raise UserError(f"{folder} is of the run in {settings.run.folder} itself: choose another run.folder")
     check_device_for(settings.sync.transport, settings.model.dtype, settings.layout.context)
     check_policy(hf, settings.model, settings.layout, settings.training, world_size)
-    check_critic(settings, hf)
+    _check_critic(settings, hf, world_size)
     check_bucket(settings, hf, fp8=False)  # of the exports
     check_export(settings.run, settings.model)
     replay = open_replay(folder, settings, hf, first=saved_step(settings.run.folder) + 1)
@@ -329,14 +337,14 @@ def _wire_format(settings: Settings, hf: HfConfig, fp8: bool) -> WireFormat:
     return WireFormat(params, tp_sizes, DTYPES[settings.model.dtype], fp8)
 
 
-def check_device_for(transport: str, dtype: str, context: int) -> None:
+def check_device_for(transport: str, dtype: str, context: int, layout: str = "layout") -> None:
     """Raise UserError for settings that this machine's device cannot compute."""
     if transport == "ipc" and not platform.on_cuda():
         raise UserError("sync.transport=ipc needs CUDA, and this machine computes on its CPU: set auto or host")
     if platform.on_cuda() and dtype == "float32" and context > 1:
         raise UserError(
-            f"layout.context={context}: no attention kernel divides float32 sequences on a GPU: set "
-            "model.dtype=bfloat16 or layout.context=1"
+            f"{layout}.context={context}: no attention kernel divides float32 sequences on a GPU: set "
+            f"model.dtype=bfloat16 or {layout}.context=1"
         )
 
 
@@ -432,6 +440,12 @@ def _describe_prompts(train: PromptSet) -> str:
     return f"{len(train)} ({', '.join(left_out)} left out){mixed}"
 
 
+def _describe_critic(settings: Settings, train_ranks: int) -> Iterator[str]:
+    if settings.critic:
+        own = settings.for_critic()
+        yield f"critic: {own.model.path}; layout: {describe_parallelism(own.layout, train_ranks)}"
+
+
 def describe_run(settings: Settings, inputs: RunInputs, world_size: int, ranks_per_node: int) -> str:
     """Return the resolved settings as YAML, then the facts that follow from them, for a dry run."""
     rollout, training = settings.rollout, settings.training
@@ -455,6 +469,7 @@ def describe_run(settings: Settings, inputs: RunInputs, world_size: int, ranks_p
         ]
     facts = [
         f"ranks: {world_size}, {ranks_per_node} on each node; layout: {layout}",
+        *_describe_critic(settings, world_size - settings.engine.ranks),
         *source,
         *inputs.overlaps(),
         settings.step_summary,

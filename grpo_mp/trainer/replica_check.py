@@ -28,7 +28,7 @@ def check_replicas(policy: TrainedModel, step: int) -> None:
     """
     experts = {name for name, tensor in policy.tensors.items() if not getattr(tensor, "allreduce", True)}
     drifted = dict[int, list[str]]()
-    for group, names in zip(replica_groups(), (policy.tensors.keys() - experts, experts), strict=True):
+    for group, names in zip(replica_groups(policy.parallel), (policy.tensors.keys() - experts, experts), strict=True):
         drifted |= _drifted_in(group, _tensors(policy, names), drifted)
     by_rank = {rank: names for found in all_gather(drifted, policy.parallel.cpu_group) for rank, names in found.items()}
     if by_rank:

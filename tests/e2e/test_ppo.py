@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,17 @@ from tests.e2e.conftest import REWARD, StartJob, outcome
 from tests.e2e.jobs import read_jsonl
 from tests.parallel.full_model import file_tensors
 from tests.parallel.inputs import fixed_head
+from tests.reward_models import make_reward_model
 
 pytestmark = pytest.mark.slow
+COUNTED = ("_seconds", "_s", "tokens_per_second")
 WEIGHTS, STEPS = "model.safetensors", 3
 METRICS = ("value_loss", "vf_clipfrac", "explained_variance", "value_mean", "return_mean", "grad_norm", "lr")
+
+
+def make_dense_critic(model: Path, folder: Path) -> None:
+    """A reward model of another family and size than the policy, without experts."""
+    make_reward_model(folder, model)
 
 
 def make_critic(model: Path, folder: Path) -> None:
@@ -29,25 +37,39 @@ def make_critic(model: Path, folder: Path) -> None:
 
 
 ASYNC = ("schedule=async", "rollout.max_staleness=1", "engine.ranks=1", "layout={}")
+OWN_LAYOUT = "critic.layout={tensor: 2}"  # the policy's: its experts are divided
+
+
+def settings_of(folder: Path) -> tuple[str, ...]:
+    """Settings of a run in `folder`, whose critic is in it, too."""
+    (folder / "reward.py").write_text(REWARD)  # in which samples of any model differ
+    return (
+        *("algorithm=ppo", "algorithm.lam=0.9", "rollout.group_size=1", "rollout.prompts_per_step=16"),
+        f"critic={{path: {folder / 'critic'}, lr: 0.003, cliprange_value: 0.5, warmup_steps: 1}}",
+        *(f"run.folder={folder / 'run'}", f"run.steps={STEPS}", "run.save_every=1", "run.keep_checkpoints=4"),
+        *("data.eval={}", "engine.deterministic=true", "optimizer.lr_schedule=constant"),
+        f"reward={{functions: {{{folder / 'reward.py'}:letters: 1.0}}}}",
+    )
 
 
 @pytest.mark.parametrize(
-    "schedule", [(), pytest.param(ASYNC, marks=pytest.mark.nightly)], ids=lambda schedule: "async" if schedule else ""
+    ("changes", "make"),
+    [
+        pytest.param((), make_critic, marks=pytest.mark.nightly, id=""),
+        pytest.param((OWN_LAYOUT,), make_dense_critic, id="own_layout"),
+        pytest.param(ASYNC, make_critic, marks=pytest.mark.nightly, id="async"),
+    ],
 )
 def test_a_run_with_a_critic_resumes_with_the_same_numbers(
-    start_job: StartJob, tiny_run: TinyRun, tmp_path: Path, schedule: tuple[str, ...]
+    start_job: StartJob,
+    tiny_run: TinyRun,
+    tmp_path: Path,
+    changes: tuple[str, ...],
+    make: Callable[[Path, Path], None],
 ) -> None:
-    run = tmp_path / "run"
-    make_critic(tiny_run.model, tmp_path / "critic")
-    (tmp_path / "reward.py").write_text(REWARD)  # in which samples of any model differ
-    settings = (
-        *("algorithm=ppo", "algorithm.lam=0.9", "rollout.group_size=1", "rollout.prompts_per_step=16"),
-        f"critic={{path: {tmp_path / 'critic'}, lr: 0.003, cliprange_value: 0.5, warmup_steps: 1}}",
-        *(f"run.folder={run}", f"run.steps={STEPS}", "run.save_every=1", "run.keep_checkpoints=4"),
-        *("data.eval={}", "engine.deterministic=true", "optimizer.lr_schedule=constant"),
-        f"reward={{functions: {{{tmp_path / 'reward.py'}:letters: 1.0}}}}",
-        *schedule,
-    )
+    run, schedule = tmp_path / "run", changes is ASYNC
+    make(tiny_run.model, tmp_path / "critic")
+    settings = (*settings_of(tmp_path), *changes)
     result = outcome(start_job(*settings))
     assert (result.status, result.err, result.left) == (0, "", []), f"{result.out[-2000:]}\n{result.err}"
     steps = read_jsonl(run / "metrics.jsonl")[1:]
@@ -73,3 +95,32 @@ def test_a_run_with_a_critic_resumes_with_the_same_numbers(
     assert [{name: step[f"critic/{name}"] for name in METRICS} for step in resumed] == critic
     weights = file_tensors(run / "final")
     assert [name for name in final if not torch.equal(final[name], weights[name])] == []
+
+
+@pytest.mark.nightly
+def test_a_critic_in_another_layout_learns_the_same_of_the_same_rollouts(
+    start_job: StartJob, tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    """The updates of a run, again with the critic in the policy's layout, and from a checkpoint of that in a third."""
+    make_critic(tiny_run.model, tmp_path / "critic")
+    settings = (*settings_of(tmp_path), "run.export=false")
+    first = outcome(start_job(*settings, OWN_LAYOUT, "rollout.dump=true"))
+    assert (first.status, first.err, first.left) == (0, "", []), first.err
+    again = (*settings, f"run.folder={tmp_path / 'again'}", "--replay", str(tmp_path / "run" / "rollouts_dump"))
+    second = outcome(start_job(*again))
+    assert (second.status, second.err, second.left) == (0, "", []), second.err
+    own, shared = (read_jsonl(tmp_path / name / "metrics.jsonl")[-STEPS:] for name in ("run", "again"))
+    for step in range(2, STEPS + 1):
+        shutil.rmtree(checkpoint_folder(tmp_path / "again", step))
+    third = outcome(start_job(*again, "critic.layout={pipeline: 2}"))
+    assert (third.status, third.err) == (0, ""), third.err
+    assert "resumes after step 1" in third.out
+    resumed = read_jsonl(tmp_path / "again" / "metrics.jsonl")[-STEPS:]
+    assert resumed[0] == shared[0]
+    names = [name for name in own[-1] if name.startswith(("train/", "critic/")) and own[-1][name] is not None]
+    assert len(names) > 25
+    for one, other in (*zip(own, shared, strict=True), *zip(resumed[1:], shared[1:], strict=True)):
+        for name in (name for name in names if name in one and not name.endswith(COUNTED)):
+            assert one[name] == pytest.approx(other[name], rel=2e-4, abs=1e-5), (one["step"], name)
+    assert own[0]["critic/value_mean"] == pytest.approx(shared[0]["critic/value_mean"], rel=1e-5)
+    assert own[0]["critic/grad_norm"] == pytest.approx(shared[0]["critic/grad_norm"], rel=5e-5)

@@ -24,7 +24,7 @@ def test_closed_form_equals_what_megatron_builds(values: dict[str, Any]) -> None
     check_parameter_counts(job)
     assert all(
         trained.total < 0.03 * all_.total
-        for trained, all_ in zip(job.trained_counts, job.parameter_counts, strict=True)
+        for trained, all_ in zip(job.policy_trained_counts, job.parameter_counts, strict=True)
     )
 
 
@@ -33,7 +33,7 @@ def test_gradients_optimizer_and_checkpoints_are_of_adapters_alone() -> None:
     full = make_plan(job_of("moonlight-16b-a3b", "h100-80", 2, **options), with_sync=False)
     adapted = make_plan(job_of("moonlight-16b-a3b", "h100-80", 2, **options, model=lora()), with_sync=False)
     job, size = adapted.job, bytes_per_parameter("bfloat16", {})
-    for stage, (trained, held) in enumerate(zip(job.trained_counts, job.parameter_counts, strict=True)):
+    for stage, (trained, held) in enumerate(zip(job.policy_trained_counts, job.parameter_counts, strict=True)):
         phase = next(phase for phase in adapted.memory.device[stage] if phase.name == "TRAIN")
         device = adapted.memory.device[stage][phase]
         assert device["weights"] == held.total * size.weights

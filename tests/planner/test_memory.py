@@ -206,7 +206,8 @@ def test_every_kind_on_the_device_is_measured_and_planned() -> None:
     fp8 = {"folder": "run", "steps": 1, "export_every": 1, "export_fp8": True}
     kept = {"args": {"enable_weights_cpu_backup": True, "quantization": "fp8"}}
     jobs.append(job_of("qwen3-30b-a3b", "h100-80", 1, layout={"expert": 8}, run=fp8, engine=kept))
-    jobs.append(job_of("qwen2.5-7b", "h100-80", 1, algorithm={"preset": "ppo"}, critic={}))
+    ppo: dict[str, Any] = {"algorithm": {"preset": "ppo"}, "critic": {"layout": {"tensor": 1}}}
+    jobs.append(job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4}, **ppo))
     jobs.append(job_of("qwen2.5-7b", "h100-80", 1, model={"path": "qwen2.5-7b", "lora": {"rank": 8, "alpha": 8}}))
     planned = {kind for job in jobs for sizes in plan_memory(job).device[0].values() for kind in sizes}
     planned |= {

@@ -74,7 +74,7 @@ def values_of(critic: Critic, batch: MicroBatch) -> list[float]:
 def test_a_reward_model_gives_the_scores_of_transformers(parallel: Parallel, model: Path, tmp_path: Path) -> None:
     make_reward_model(tmp_path, model)
     settings = settings_with(model, {"path": str(tmp_path)})
-    check_critic(settings, settings.model.read_config())
+    check_critic(settings, settings.model.read_config(), 1)
     values = values_of(Critic(settings, parallel), packed(SEQUENCES))
     assert values == pytest.approx(expected_scores(tmp_path, SEQUENCES), rel=1e-5)
     assert len({round(value, 3) for value in values}) == len(values)
@@ -106,14 +106,8 @@ def drop_tensor(folder: Path, name: str) -> None:
 
 
 WRONG = {
-    "its model_type is qwen2, the policy's llama: take a critic of the policy's family": partial(
-        change_config, model_type="qwen2", architectures=["Qwen2ForCausalLM"]
-    ),
     "its vocab_size is 77, the policy's": partial(change_config, vocab_size=77),
-    "its num_layers is 3, the policy's 2: take a critic of the policy's size": partial(
-        change_config, num_hidden_layers=3
-    ),
-    "its ffn_hidden_size is 64, the policy's 128": partial(change_config, intermediate_size=64),
+    "9 tensors are missing, the first is model.layers.2.": partial(change_config, num_hidden_layers=3),
     "it has 15 positions, and a prompt with its response up to 16": partial(change_config, max_position_embeddings=15),
     "1 tensors are missing, the first is model.norm.weight": partial(drop_tensor, name="model.norm.weight"),
 }
@@ -126,16 +120,78 @@ def test_a_critic_of_another_model_is_refused(model: Path, tmp_path: Path, sente
     WRONG[sentence](folder)
     settings = settings_with(model, {"path": str(folder)})
     with pytest.raises(UserError) as refused:
-        check_critic(settings, settings.model.read_config())
+        check_critic(settings, settings.model.read_config(), 1)
     assert sentence in str(refused.value)
     assert str(folder) in str(refused.value)
+
+
+def test_a_critic_of_another_family_and_size_gives_its_own_scores(
+    parallel: Parallel, model: Path, tmp_path: Path
+) -> None:
+    """A dense reward model beside a policy of experts."""
+    policy, reward = tmp_path / "policy", tmp_path / "reward"
+    make_tiny(policy, "qwen3_moe", make_tokenizer(["apples"]), num_hidden_layers=3, hidden_size=32)
+    make_reward_model(reward, policy)
+    settings = settings_with(policy, {"path": str(reward)})
+    check_critic(settings, settings.model.read_config(), 1)
+    values = values_of(Critic(settings, parallel), packed(SEQUENCES))
+    assert values == pytest.approx(expected_scores(reward, SEQUENCES), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("critic", "ranks", "sentence"),
+    [
+        ({"layout": {"tensor": 3}}, 3, r"^critic.layout: tensor=3 does not divide the 4 attention heads; the nearest"),
+        (
+            {"layout": {"expert": 2}},
+            2,
+            "^critic.layout: expert and expert_tensor must be 1: the model has no experts; ",
+        ),
+        (
+            {"layout": {"pipeline": 2}},
+            3,
+            "^critic.layout: .* = 2 does not divide the 3 ranks; the nearest valid layout",
+        ),
+        (
+            {"megatron_args": {"pipeline_model_parallel_layout": "Et*3|L"}},
+            1,
+            r"^critic: Megatron refuses .*; critic.megatron_args changes",
+        ),
+        ({"megatron_args": {"moe_pad": 1}}, 1, "megatron_args.moe_pad: no field of Megatron's configs"),
+        (
+            {"megatron_args": {"moe_router_fusion": None}},
+            1,
+            "moe_router_fusion is null, and training.megatron_args has",
+        ),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_critic_is_refused(
+    model: Path, critic: dict[str, Any], ranks: int, sentence: str
+) -> None:
+    settings = settings_with(model, critic)
+    with pytest.raises(UserError, match=sentence):
+        check_critic(settings, settings.model.read_config(), ranks)
+
+
+def test_a_layout_of_its_own_has_none_of_the_policy_s_stages(model: Path) -> None:
+    fields = {"num_layers_in_first_pipeline_stage": 1, "moe_router_fusion": True, "moe_permute_fusion": True}
+    changes: dict[str, Any] = {"layout": {"pipeline": 2}, "training": {"megatron_args": fields}}
+
+    def of(**critic: Any) -> Settings:
+        return settings_with(model, critic, **changes).for_critic()
+
+    assert of().layout.pipeline == 2
+    assert of().training.megatron_args == fields
+    own = of(layout={"tensor": 2}, megatron_args={"moe_router_fusion": None, "moe_permute_fusion": False})
+    assert (own.layout.tensor, own.layout.pipeline) == (2, 1)
+    assert own.training.megatron_args == {"moe_permute_fusion": False}
 
 
 def test_several_labels_are_no_value(model: Path, tmp_path: Path) -> None:
     make_reward_model(tmp_path, model, labels=2)
     settings = settings_with(model, {"path": str(tmp_path)})
     with pytest.raises(UserError, match=r"score\.weight has shape \[2, 64\], and a critic has one value: take a model"):
-        check_critic(settings, settings.model.read_config())
+        check_critic(settings, settings.model.read_config(), 1)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +200,11 @@ def test_several_labels_are_no_value(model: Path, tmp_path: Path) -> None:
         ({"algorithm": "grpo"}, "critic trains a value model, and algorithm.advantage.baseline=group_mean takes none"),
         ({"critic": None}, "takes the values of a critic, and critic is null: set it"),
         ({"critic": {"warmup_steps": 3}}, "critic.warmup_steps=3 leaves none of 3 steps to the policy: lower it"),
+        (
+            {"critic": {"layout": {"context": 2}}, "training": {"share_prompts": True}},
+            "share_prompts does not work with context parallelism (critic.layout.context=2)",
+        ),
+        ({"critic": {"layout": {"tensors": 2}}}, "unknown setting critic.layout.tensors (did you mean"),
         ({"critic": {"lr": 0}}, "critic.lr: Input should be greater than 0"),
         ({"critic": {"clip": 0.2}}, "unknown setting critic.clip"),
         ({"algorithm": {"preset": "ppo", "advantage": {"scale": "batch_std"}}}, "advantage.scale=batch_std divides"),
