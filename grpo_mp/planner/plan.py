@@ -117,7 +117,7 @@ def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resour
     passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + algorithm.kl.measured_share
     swap = 4 * job.policy_trained_counts[stage].total * per_parameter.weights * job.has_reference
     sharded = job.sharded_parameters(trained)
-    weights = 2 * job.held_counts[stage].total * per_parameter.weights * job.offloads
+    weights = 2 * job.held_weight_bytes[stage] * job.offloads
     communicators = 2 * _suspended_bytes(job)
     moves = job.offloads and job.optimizer_offload == "step"
     state = sharded * per_parameter.optimizer * 2 * moves  # there and back
@@ -157,7 +157,7 @@ def resume_use(job: PlannedJob, stage: int) -> ResourceUse:
     reference's too, as do its replicas on the node, and its share of the state.
     """
     per_parameter = job.per_parameter
-    weights = job.held_counts[stage].total * per_parameter.weights
+    weights = job.held_weight_bytes[stage]
     state = job.sharded_parameters(job.trained_counts[stage]) * per_parameter.saved_state
     reference = job.policy_trained_counts[stage].total * per_parameter.weights * job.has_reference
     own = weights + reference + state
@@ -191,7 +191,7 @@ def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> Resource
     beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)  # a trainer that waits is not slower
     hidden_s = sum(estimate_time(uses[sub_phase], job.cluster).expected_s for sub_phase in beside)
     share = 1 - hidden_s / estimate_time(rest, job.cluster).expected_s if job.settings.run.async_save else 1.0
-    stage_weights = job.held_counts[largest_stage(job)].total * job.per_parameter.weights
+    stage_weights = job.held_weight_bytes[largest_stage(job)]
     moves = save_moves_use(job, stage_weights, _suspended_bytes(job))
     parts = (Part("the trainer comes back and leaves", moves),) if job.offloads else ()
     return replace(weights + rest.scaled(max(0.0, share)), parts=parts)

@@ -86,9 +86,7 @@ def _read(param: Param, reader: WeightsReader, count: int, part: int) -> torch.T
     return fuse(param, shards)
 
 
-def _stored_fp8(
-    param: Param, reader: WeightsReader, count: int, part: int
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _stored_fp8(param: Param, reader: WeightsReader, count: int, part: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return FP8 bytes and factors of one of `count` parts as they are stored; None where its blocks are not those.
 
     Factors are fused as the rows that they are of: where all rows of a block come with the same, it is theirs.
