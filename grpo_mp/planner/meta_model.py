@@ -37,7 +37,9 @@ def check_parameter_counts(job: PlannedJob) -> None:
         counted.append(("critic", job.critic_counts, {"critic": True}))
     if job.settings.model.lora and job.settings.model.lora.base_dtype:
         sizes = megatron_weight_bytes(job.settings, job.hf, job.train_ranks)
-        assert sizes == job.weight_bytes, f"Megatron's weights take {sizes} bytes, the closed form says {job.weight_bytes}"
+        assert sizes == job.weight_bytes, (
+            f"Megatron's weights take {sizes} bytes, the closed form says {job.weight_bytes}"
+        )
     for what, expected, options in counted:
         counts = megatron_parameter_counts(job.settings, job.hf, job.train_ranks, **options)
         assert counts == expected, f"Megatron's {what} holds {counts}, the closed form says {expected}"

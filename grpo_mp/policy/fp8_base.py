@@ -1,6 +1,6 @@
 """Frozen weights in blockwise FP8 beside adapters: what is kept, and how linear layers compute with it.
 
-A projection's parameter holds float8_e4m3fn; its float32 factors, one for each 128 x 128 block of this rank's shard, are
+A projection's parameter holds float8_e4m3fn; its float32 factors, one for each 128 x 128 block of the shard, are
 its attribute `weight_scale_inv`. Its layer sees values of the compute dtype while it runs. What autograd would keep of
 them for the backward pass are the FP8 parameter and a view's geometry: values are made again where they are needed.
 """
