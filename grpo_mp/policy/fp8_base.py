@@ -36,7 +36,7 @@ def hold_in_fp8(
                 if param and param.is_projection:
                     names.append(name.rpartition(".")[2])
                     factors = tensor.new_ones(scale_shape(tuple(tensor.shape)), dtype=torch.float32)
-                    tensor.weight_scale_inv = factors  # type: ignore[attr-defined]
+                    tensor.weight_scale_inv = factors
                     tensor.data = torch.empty_like(tensor, dtype=FP8)
             if names:
                 module.forward = _WithValues(module, module.forward, tuple(names), dtype)
@@ -44,7 +44,7 @@ def hold_in_fp8(
 
 def factors_of(tensor: Tensor) -> Tensor | None:
     """Return the factors of a parameter in FP8; None of any other."""
-    return tensor.weight_scale_inv if tensor.dtype == FP8 else None  # type: ignore[attr-defined, no-any-return]
+    return tensor.weight_scale_inv if tensor.dtype == FP8 else None  # type: ignore[attr-defined]
 
 
 def with_factors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ class _SavedView:
     name: str
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 @dataclass(frozen=True)
