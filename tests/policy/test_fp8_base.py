@@ -30,7 +30,7 @@ from tests.save_policy import save_policy
 
 LORA = {"rank": 2, "alpha": 4.0}
 # Whole blocks, also of one part of two, and blocks that an edge cuts.
-SHAPE = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128}
+SHAPE = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 256}
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_bits_and_factors_of_an_fp8_folder_are_taken_over(fp8_model: Path, paral
     assert compared > 20
 
 
-@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("parts", [2])
 def test_parts_take_bits_over_where_their_blocks_are_whole(parts: int, fp8_model: Path, parallel: Parallel) -> None:
     params = policy_of(fp8_model, parallel).base_params
     whole: dict[bool, int] = {True: 0, False: 0}
@@ -85,8 +85,8 @@ def test_parts_take_bits_over_where_their_blocks_are_whole(parts: int, fp8_model
             aligned = all(shape[param.tp_dim] // parts % 128 == 0 for shape in param.shapes)
             for part in range(parts):
                 found = _stored_fp8(param, reader, parts, part)
-                if aligned:
-                    assert found
+                assert found or not aligned
+                if found:
                     assert torch.equal(dequantize(*found, torch.float32), values(param, reader, parts, part))
                 whole[found is not None] += 1
     assert min(whole.values()) > 0
