@@ -102,9 +102,22 @@ class HfReader:
 
         Raises UserError for an FP8 tensor whose factors are missing or not those of 128 x 128 blocks.
         """
-        stored = self.read_stored(name, axis, start, stop)
-        if stored.dtype != FP8:
-            return stored
+        if self.dtype(name) != FP8:
+            return self.read_stored(name, axis, start, stop)
+        origin = (start if axis == 0 else 0, start if axis == 1 else 0)
+        return dequantize(self.read_stored(name, axis, start, stop), self._factors(name), self.dequantize_to, origin)
+
+    def read_fp8(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> tuple[Tensor, Tensor]:
+        """Return an FP8 tensor, or [start, stop) along `axis`, as stored, and the float32 factors of its blocks.
+
+        The first block may begin before `start`. Raises as `read`.
+        """
+        stored, scale = self.read_stored(name, axis, start, stop), self._factors(name).float()
+        if axis is not None:
+            scale = scale.narrow(axis, start // BLOCK, -(-stop // BLOCK) - start // BLOCK)
+        return stored, scale
+
+    def _factors(self, name: str) -> Tensor:
         scale = name + SCALE
         if scale not in self._file_of:
             raise UserError(f"{self.folder}: the FP8 tensor {name} has no {scale}: only blockwise FP8 is read")
@@ -113,8 +126,7 @@ class HfReader:
             raise UserError(
                 f"{self.folder}: {scale} has shape {list(shape)}, {BLOCK} x {BLOCK} blocks need {list(needed)}"
             )
-        origin = (start if axis == 0 else 0, start if axis == 1 else 0)
-        return dequantize(stored, self.read_stored(scale), self.dequantize_to, origin)
+        return self.read_stored(scale)
 
     def read_stored(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
         """Return the full tensor, or a slice, in its stored dtype: FP8 stays FP8."""

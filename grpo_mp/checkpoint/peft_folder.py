@@ -15,6 +15,11 @@ from grpo_mp.config.lora_section import LoraConfig
 from grpo_mp.files import sync_to_disk, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+NOTE = "README.md"
+BASE_NOTE = """The projections of the base model were in blockwise FP8 while these adapters learned beside them
+(lora.base_dtype=fp8): float8_e4m3fn with a float32 factor for each block of 128 x 128, max|block| / 448, or as the base
+model has them. On a base in another precision the model is not exactly the one that was trained.
+"""
 SAMPLES, SAMPLE_BYTES = 16, 4096  # of a file of weights
 PREFIX = "base_model.model."  # of every name
 
@@ -73,7 +78,9 @@ def write_peft(folder: Path, tensors: Iterable[tuple[str, Tensor]], base: Path, 
     except SafetensorError as error:  # is no OSError
         raise OSError(f"{WEIGHTS}: {error}") from error
     write_json(incomplete / CONFIG, adapter_config(lora, base, own))
-    for path in (incomplete / WEIGHTS, incomplete / CONFIG, incomplete):
+    if lora.base_dtype:
+        (incomplete / NOTE).write_text(BASE_NOTE)
+    for path in (*incomplete.iterdir(), incomplete):
         sync_to_disk(path)
     shutil.rmtree(folder, ignore_errors=True)
     incomplete.rename(folder)

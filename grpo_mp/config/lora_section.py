@@ -29,6 +29,14 @@ class LoraConfig(Section):
         "and experts. Embeddings, norms, routers and the output layer have none",
     )
 
+    base_dtype: Literal["fp8"] | None = Field(
+        None,
+        description="precision in which the frozen projections of attention, dense layers and experts are kept. fp8: "
+        "float8_e4m3fn with a float32 factor for each 128 x 128 block (DeepSeek-V3, arXiv 2412.19437, 3.3), converted "
+        "to model.dtype where a layer computes; bits of an FP8 checkpoint stay as they are where its blocks lie in a "
+        "rank's shard as in the file. null: model.dtype",
+    )
+
     @property
     def targets(self) -> tuple[str, ...] | None:
         """Return the names of the modules with adapters; None: all projections."""
@@ -38,7 +46,8 @@ class LoraConfig(Section):
     def description(self) -> str:
         """Return what adapters learned for: another factor or other modules would make another model of them."""
         modules = self.target_modules if self.targets is None else " ".join(sorted(self.targets))
-        return f"of rank {self.rank} and alpha {self.alpha:g} on {modules}"
+        base = f" beside weights in {self.base_dtype}" if self.base_dtype else ""
+        return f"of rank {self.rank} and alpha {self.alpha:g} on {modules}{base}"
 
     @property
     def scale(self) -> float:

@@ -79,6 +79,18 @@ def sets_pipeline_layout(megatron: Mapping[str, Any]) -> bool:
     return not PLACEMENT_FIELDS.isdisjoint(megatron)
 
 
+def check_stages(layout: LayoutConfig, count: int) -> None:
+    """Raise UserError where a layout of so many stages is not one of this pipeline with its virtual stages."""
+    virtual = count // layout.pipeline
+    if count != layout.pipeline * (layout.virtual_pipeline or 1):
+        raise UserError(
+            f"training.megatron_args places the layers on {count} stages, layout.pipeline={layout.pipeline} with "
+            f"layout.virtual_pipeline={layout.virtual_pipeline or 'null'} has "
+            f"{layout.pipeline * (layout.virtual_pipeline or 1)}: write as many stages"
+            + (f", or set layout.virtual_pipeline={virtual if virtual > 1 else 'null'}" if virtual else "")
+        )
+
+
 def layout_violations(
     layout: LayoutConfig, model: ModelShape, world_size: int, uneven_pipeline: bool = False
 ) -> Iterator[str]:

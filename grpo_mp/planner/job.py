@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import exp
-from operator import add
+from operator import add, sub
 from statistics import NormalDist, fmean
 
 from grpo_mp.batching.shared_prompts import SamplePrompt
@@ -23,6 +23,7 @@ from grpo_mp.planner.parameter_count import (
     ParameterCount,
     adapter_counts,
     critic_parameter_counts,
+    fp8_base_savings,
     local_parameter_counts,
 )
 from grpo_mp.planner.pipeline_layout import StageLayers, layers_of_stages, with_mtp_layer
@@ -114,6 +115,24 @@ class PlannedJob:
     mean_response_tokens: float  # assumed
     per_parameter: BytesPerParameter
     acceptance_length: float | None = None  # measured, of speculative decoding; None: assumed
+
+    @cached_property
+    def weight_bytes(self) -> tuple[float, ...]:
+        """Return the bytes of the policy's weights on one rank of each pipeline stage, adapters among them."""
+        weights, lora = self.per_parameter.weights, self.settings.model.lora
+        whole = tuple(float(count.total * weights) for count in self.parameter_counts)
+        if not (lora and lora.base_dtype):
+            return whole
+        saved = fp8_base_savings(self.hf, self.settings.layout, self.stage_layers, weights)
+        return tuple(map(sub, whole, saved))
+
+    @cached_property
+    def held_weight_bytes(self) -> tuple[float, ...]:
+        """Return the same with a critic's, where there is one."""
+        critic = (
+            self.critic_count(stage).total * self.per_parameter.weights for stage in range(len(self.stage_layers))
+        )
+        return tuple(map(add, self.weight_bytes, critic))
 
     @property
     def world_size(self) -> int:

@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from grpo_mp.checkpoint.hf_writer import SHARD_BYTES
 from grpo_mp.config import Settings
+from grpo_mp.config.lora_section import LoraConfig
 from grpo_mp.distributed.communicators import PIPELINE, WORLD, communicators
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.layout import ModelShape
@@ -15,7 +16,7 @@ from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import EngineMemory, engine_memory
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.parameter_count import largest_adapted
+from grpo_mp.planner.parameter_count import largest_adapted, largest_layer
 from grpo_mp.planner.reward_memory import reward_memory, teacher_memory
 from grpo_mp.planner.weight_traffic import check_lengths
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
@@ -59,6 +60,7 @@ FACTOR_BYTES = 1.0 * WORD_BYTES * CHUNK_WORDS  # of fingerprints: random numbers
 FINGERPRINT_BYTES = 3 * FACTOR_BYTES  # three times a chunk, before anything is sent
 CHECKSUM_BYTES = 12  # of an element of FP8, while SGLang hashes its tensor: itself, its factor and both in float32
 QUANTIZATION_BYTES = 2.0 * 4 * AT_ONCE  # of what is quantized at a time: twice in float32
+COMPUTING = (SubPhase.LOGPROB, SubPhase.TRAIN, SubPhase.SYNC)
 NOT_OF_A_TRAINER = (SubPhase.GENERATE, SubPhase.OFFLOAD)
 ROUNDS_OF_AN_ENGINE = ROUNDS_IN_MEMORY - 1  # what arrives, is joined, and is read; it sends none
 ROUNDS_OF_A_TRAINER = 2  # what it sends, and has packed to send next
@@ -81,6 +83,7 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
         "quantization",
         "fingerprints",
         "merged weights",
+        "weights of a layer",
     ),
     "kept by the allocator": ("fragments",),
     "engine, communicators and contexts": (
@@ -128,7 +131,7 @@ def total_bytes(sizes: BytesByKind) -> float:
 
 def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
     """Return what is on the device of a rank that trains, in each sub-phase."""
-    count, trained, per_parameter = job.parameter_counts[stage], job.policy_trained_counts[stage], job.per_parameter
+    trained, per_parameter = job.policy_trained_counts[stage], job.per_parameter
     in_use, suspended = communicator_bytes(job)
     memory: dict[SubPhase, BytesByKind] = {}
     shared, reward, teacher = job.settings.shares_devices, reward_memory(job), teacher_memory(job)
@@ -137,11 +140,13 @@ def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Sub
             continue
         resident = _resident(job, sub_phase)
         trainer = {
-            "weights": resident.policy_weights * count.total * per_parameter.weights,
+            "weights": resident.policy_weights * _weight_bytes(job, stage, sub_phase),
             "gradients": resident.gradients * trained.total * per_parameter.gradients,
             "optimizer": resident.optimizer * job.sharded_parameters(trained) * per_parameter.optimizer,
             **_critic_memory(job, stage, resident),
         } | _temporary_memory(job, stage, sub_phase)
+        if sub_phase in COMPUTING and _fp8_base(job):
+            trainer["weights of a layer"] = _layer_values_bytes(job)
         communication = in_use if resident.communicators else suspended
         sizes = {
             "contexts": (1 + shared + reward.servers + teacher.servers) * OVERHEADS.cuda_context,
@@ -160,6 +165,25 @@ def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Sub
         sizes["teacher's cache"] = resident.reward_model * teacher.kv_cache
         memory[sub_phase] = {kind: size for kind, size in sizes.items() if size}
     return memory
+
+
+def _fp8_base(job: PlannedJob) -> bool:
+    lora = job.settings.model.lora
+    return lora is not None and lora.base_dtype is not None
+
+
+def _weight_bytes(job: PlannedJob, stage: int, sub_phase: SubPhase) -> float:
+    """Return the policy's weights on a device. Megatron builds them in the model's dtype before any are in FP8."""
+    if sub_phase is SubPhase.LOAD and _fp8_base(job):
+        return float(job.parameter_counts[stage].total * job.per_parameter.weights)
+    return job.weight_bytes[stage]
+
+
+def _layer_values_bytes(job: PlannedJob) -> float:
+    """Return what a linear layer, or all its experts, takes as values of FP8: these, and the largest in float32."""
+    layout = job.settings.layout
+    largest = largest_adapted(job.hf, layout, LoraConfig(rank=1, alpha=1))
+    return float(job.per_parameter.weights * largest_layer(job.hf, layout) + 4 * largest)
 
 
 def _critic_memory(job: PlannedJob, stage: int, resident: Residency) -> dict[str, float]:
@@ -356,12 +380,12 @@ def _stage_of(job: PlannedJob, rank: int) -> int | None:
 
 def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: EngineMemory) -> dict[str, float]:
     """Return the memory of a rank that trains, with that of its engine where it hosts one."""
-    count, per_parameter, shared = job.parameter_counts[stage], job.per_parameter, job.settings.shares_devices
+    per_parameter, shared = job.per_parameter, job.settings.shares_devices
     trained, reward, teacher = job.policy_trained_counts[stage], reward_memory(job), teacher_memory(job)
     sharded = job.sharded_parameters(trained)
     sizes = {
         "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process * (shared + reward.servers + teacher.servers),
-        "weights": count.total * per_parameter.host_copies * shared,
+        "weights": job.weight_bytes[stage] * shared * bool(per_parameter.host_copies),
         "reference": trained.total * per_parameter.weights * job.has_reference,
         "former weights": trained.total * per_parameter.weights * job.settings.keeps_former_weights,
         "optimizer": sharded * per_parameter.host_optimizer * (sub_phase is not SubPhase.START),

@@ -38,9 +38,27 @@ def check_parameter_counts(job: PlannedJob) -> None:
     if job.has_critic:
         check_overrides(job.critic.settings.training.megatron_args)
         counted.append(("critic", job.critic, job.critic_counts, {"critic": True}))
+    if job.settings.model.lora and job.settings.model.lora.base_dtype:
+        sizes = megatron_weight_bytes(job.settings, job.hf, job.train_ranks)
+        assert sizes == job.weight_bytes, (
+            f"Megatron's weights take {sizes} bytes, the closed form says {job.weight_bytes}"
+        )
     for what, of, expected, options in counted:
         counts = megatron_parameter_counts(of.settings, of.hf, job.train_ranks, **options)
         assert counts == expected, f"Megatron's {what} holds {counts}, the closed form says {expected}"
+
+
+def megatron_weight_bytes(settings: TrainerSettings, hf: HfConfig, world_size: int) -> tuple[int, ...]:
+    """Return the bytes of weights, and of factors of those in FP8, on one rank of each pipeline stage."""
+    prepare()
+    from grpo_mp.policy.fp8_base import with_factors
+
+    per_stage, sizes = world_size // settings.layout.pipeline, []
+    for stage in range(settings.layout.pipeline):
+        with built_on_meta(settings, hf, world_size, stage * per_stage) as chunks:
+            held = [with_factors(dict(chunk.named_parameters())) for chunk in chunks]
+            sizes.append(sum(tensor.nbytes for of_chunk in held for tensor in of_chunk.values()))
+    return tuple(sizes)
 
 
 def megatron_parameter_counts(
@@ -75,6 +93,7 @@ def built_on_meta(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from grpo_mp.distributed.process_groups import megatron_sizes
+    from grpo_mp.policy.fp8_base import hold_in_fp8
     from grpo_mp.policy.lora import add_adapters
     from grpo_mp.policy.megatron_config import transformer_config
     from grpo_mp.policy.model import PolicyModel, ValueModel, build_chunks
@@ -92,7 +111,10 @@ def built_on_meta(
             )
         if settings.model.lora and not critic:
             coords = coordinates(rank, settings.layout, world_size)
-            add_adapters(chunks, family_of(hf).params(hf), coords, settings.layout, settings.model.lora)
+            params, layout = family_of(hf).params(hf), settings.layout
+            add_adapters(chunks, params, coords, layout, settings.model.lora)
+            if settings.model.lora.base_dtype:
+                hold_in_fp8(chunks, params, coords.expert, layout.expert, config.params_dtype)
         yield chunks
     finally:
         parallel_state.destroy_model_parallel()

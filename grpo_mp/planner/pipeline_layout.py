@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo_mp.config.megatron_fields import FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS, PIPELINE_LAYOUT
 from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.distributed.layout import check_stages
 from grpo_mp.errors import UserError, read_number
 from grpo_mp.models.hf_config import HfConfig
 
@@ -28,6 +29,7 @@ def layers_of_stages(num_layers: int, layout: LayoutConfig, megatron: Mapping[st
             f"training.megatron_args places {sum(chunks)} layers on {len(chunks)} stages {chunks}, the model has "
             f"{num_layers} and layout.pipeline={layout.pipeline}: make the numbers equal"
         )
+    check_stages(layout, len(chunks))
     bounds = list(pairwise(accumulate(chunks, initial=0)))
     return tuple(
         tuple(layer for start, end in bounds[stage :: layout.pipeline] for layer in range(start, end))

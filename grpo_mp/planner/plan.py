@@ -116,7 +116,7 @@ def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resour
     algorithm = job.settings.algorithm
     passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + algorithm.kl.measured_share
     swap = 4 * job.policy_trained_counts[stage].total * per_parameter.weights * job.has_reference
-    weights = 2 * job.held(stage) * per_parameter.weights * job.offloads
+    weights = 2 * job.held_weight_bytes[stage] * job.offloads
     communicators = 2 * _suspended_bytes(job)
     moves = job.offloads and job.optimizer_offload == "step"
     state = job.trained_share(stage) * per_parameter.optimizer * 2 * moves  # there and back
@@ -156,7 +156,7 @@ def resume_use(job: PlannedJob, stage: int) -> ResourceUse:
     reference's too, as do its replicas on the node, and its share of the state.
     """
     per_parameter = job.per_parameter
-    weights = job.held(stage) * per_parameter.weights
+    weights = job.held_weight_bytes[stage]
     state = job.trained_share(stage) * per_parameter.saved_state
     reference = job.policy_trained_counts[stage].total * per_parameter.weights * job.has_reference
     own = weights + reference + state
@@ -190,7 +190,7 @@ def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> Resource
     beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)  # a trainer that waits is not slower
     hidden_s = sum(estimate_time(uses[sub_phase], job.cluster).expected_s for sub_phase in beside)
     share = 1 - hidden_s / estimate_time(rest, job.cluster).expected_s if job.settings.run.async_save else 1.0
-    stage_weights = job.held(largest_stage(job)) * job.per_parameter.weights
+    stage_weights = job.held_weight_bytes[largest_stage(job)]
     moves = save_moves_use(job, stage_weights, _suspended_bytes(job))
     parts = (Part("the trainer comes back and leaves", moves),) if job.offloads else ()
     return replace(weights + rest.scaled(max(0.0, share)), parts=parts)

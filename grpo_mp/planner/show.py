@@ -60,7 +60,7 @@ def _trained_model(plan: Plan, model: str) -> ModelMemory:
         state = sharded * per_parameter.optimizer
         host_state = sharded * per_parameter.host_optimizer
         logits = logits_bytes(job, stage, backward=True) if model == "policy" else 0.0
-        weights = count.total * per_parameter.weights
+        weights = count.total * per_parameter.weights if model == "critic" else job.weight_bytes[stage]
         gradients = trained.total * per_parameter.gradients
         device = max(device, weights + gradients + state + activation_bytes(job, stage, logits) + logits)
         host = max(host, on_node * (weights * on_host + host_state + state * moves))

@@ -84,7 +84,7 @@ def lone_pass_use(job: PlannedJob, tokens: float, context_tokens: float) -> Reso
         tokens * job.dp_size * layout.pipeline / _computed_tokens(job)
     )
     per_token = forward_flops_per_token(job.model, job.hf, context_tokens)
-    weights = sum(count.total for count in job.parameter_counts) * job.per_parameter.weights
+    weights = sum(job.weight_bytes)
     share = tokens / layout.tensor / layout.context
     one = traffic + _products(job, share * per_token, share)
     one += ResourceUse(

@@ -26,6 +26,7 @@ from grpo_mp.distributed.shards import tensor_part, tp_size
 from grpo_mp.models.lora import A, Adapter, B, adapters_of
 from grpo_mp.models.mapping import Param, fuse, shard_range
 from grpo_mp.platform.te_layers import grouped_matmul
+from grpo_mp.policy.fp8_base import values_of
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.policy.weights import full_name
 
@@ -64,10 +65,15 @@ class MergedWeights(Mapping[str, Tensor]):
     """This rank's weights by name with what adapters add: W + alpha / rank B A, computed where one is taken."""
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], params: Mapping[str, Param], layout: LayoutConfig, lora: LoraConfig
+        self,
+        tensors: Mapping[str, Tensor],
+        params: Mapping[str, Param],
+        layout: LayoutConfig,
+        lora: LoraConfig,
+        dtype: torch.dtype,
     ) -> None:
-        """Take all tensors of this rank, adapters too; `params`: of the model without them."""
-        self._tensors, self._scale = tensors, lora.scale
+        """Take all tensors of this rank, adapters too; `params`: of the model without them, `dtype`: its."""
+        self._tensors, self._scale, self._dtype = tensors, lora.scale, dtype
         self._factors = {
             name: Factors(
                 params[name], adapters_of(params[name], lora.rank, lora.targets), tp_size(params[name], layout)
@@ -77,8 +83,8 @@ class MergedWeights(Mapping[str, Tensor]):
         }
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a weight. A sum in float32 is rounded once."""
-        weight, factors = self._tensors[name].detach(), self._factors[name]
+        """Return a weight; what is kept in FP8 in the model's dtype. A sum in float32 is rounded once."""
+        weight, factors = values_of(self._tensors[name], self._dtype), self._factors[name]
         if not factors.adapters:
             return weight
         a = factors.a([self._tensors[one.a.name].detach().float() for one in factors.adapters])

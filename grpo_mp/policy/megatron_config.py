@@ -13,6 +13,7 @@ from grpo_mp import platform
 from grpo_mp.config import sections
 from grpo_mp.config.megatron_fields import PIPELINE_LAYOUT
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
+from grpo_mp.distributed.layout import check_stages
 from grpo_mp.distributed.process_groups import megatron_sizes
 from grpo_mp.errors import UserError, did_you_mean
 from grpo_mp.models.families import family_of
@@ -91,6 +92,8 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
         config = config_class(**values)
     except (ValueError, AssertionError, TypeError) as error:
         raise UserError(f"Megatron refuses this model, layout and training.megatron_args: {error}") from error
+    if config.virtual_pipeline_model_parallel_size != layout.virtual_pipeline:  # a layout of stages may set it
+        check_stages(layout, layout.pipeline * (config.virtual_pipeline_model_parallel_size or 1))
     if hf.trains_mtp:
         _check_last_stage(config)
     return config

@@ -24,6 +24,7 @@ from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, is_of_mtp
 from grpo_mp.policy.expert_load import ExpertLoad
 from grpo_mp.policy.forward import LossFunction
 from grpo_mp.policy.fp8 import check_fp8
+from grpo_mp.policy.fp8_base import hold_in_fp8
 from grpo_mp.policy.lora import MergedWeights, add_adapters, initialize
 from grpo_mp.policy.megatron_config import check_overrides, transformer_config
 from grpo_mp.policy.model import PolicyModel
@@ -54,6 +55,9 @@ class Policy(TrainedModel):
 
         def load(tensors: dict[str, Tensor]) -> None:
             base = {name: tensor for name, tensor in tensors.items() if name in self.base_params}
+            if self.lora and self.lora.base_dtype:
+                coords, experts = parallel.coords, parallel.layout.expert
+                hold_in_fp8(self.models(), self.base_params, coords.expert, experts, self.config.params_dtype)
             if load_weights or self.lora:  # checkpoints have adapters alone
                 Checksums.of_conversion(settings.model.path).check_share(parallel.rank, parallel.world_size)
                 with open_weights(settings.model.path, family=settings.model.family) as reader:
@@ -92,7 +96,7 @@ class Policy(TrainedModel):
         """Return this rank's weights by name as engines and exports get them, with what adapters add."""
         if not self.lora:
             return self.tensors
-        return MergedWeights(self.tensors, self.base_params, self.parallel.layout, self.lora)
+        return MergedWeights(self.tensors, self.base_params, self.parallel.layout, self.lora, self.config.params_dtype)
 
     def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return [2, T] logprobs and entropies of every micro-batch; an empty list on all but the last stage."""

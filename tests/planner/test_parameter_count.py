@@ -13,8 +13,9 @@ from grpo_mp.planner.meta_model import megatron_parameter_counts
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.planner.parameter_count import critic_parameter_counts, local_parameter_counts
 from grpo_mp.planner.pipeline_layout import balance_layers, format_pipeline_layout, layers_of_stages, with_mtp_layer
+from grpo_mp.policy.megatron_config import transformer_config
 from tests.models.published import PUBLISHED
-from tests.planner.jobs import settings_of
+from tests.planner.jobs import job_of, settings_of
 
 LAST = "num_layers_in_last_pipeline_stage"
 FREE = "pipeline_model_parallel_layout"
@@ -132,3 +133,24 @@ def test_balanced_pipeline_is_optimal() -> None:
     assert a + b + c == len(sizes)
     assert max(5 + sum(sizes[:a]), sum(sizes[a : a + b]), 7 + sum(sizes[a + b :])) == best
     assert format_pipeline_layout([2, 1]) == "Et*2|t*1L"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stages", "words"),
+    [
+        (
+            {"pipeline": 2},
+            "Et*7|t*7|t*7|t*7L",
+            r"on 4 stages, .*virtual_pipeline=null has 2: .* layout.virtual_pipeline=2",
+        ),
+        ({"pipeline": 4, "virtual_pipeline": 2}, "Et*7|t*7|t*7|t*7L", r"=2 has 8: .*set layout.virtual_pipeline=null"),
+    ],
+)
+def test_stages_that_are_not_those_of_the_layout_are_refused(sizes: dict[str, int], stages: str, words: str) -> None:
+    """By a plan, and by what a job makes of the settings: Megatron takes the number of virtual stages from the text."""
+    megatron = {"megatron_args": {FREE: stages}}
+    with pytest.raises(UserError, match=words):
+        job_of("qwen2.5-7b", "h100-80", 1, layout=sizes, training=megatron)
+    settings = settings_of(layout=sizes, training=megatron)
+    with pytest.raises(UserError, match=words if "null has" in words else "virtual_pipeline_model_parallel_size"):
+        transformer_config(settings.layout, settings.training, "bfloat16", published_config("qwen2.5-7b"))
