@@ -8,7 +8,7 @@ own job sends over loopback, authenticated by the run's secret.
 import base64
 import io
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,28 +49,24 @@ class EngineLink:
 
     def begin(self) -> None:
         """Begin a weight update; requests of the engine wait meanwhile."""
-        with self._paused() as client:
-            if client:
-                self.rollout.call(client.begin_weight_update(self.with_draft))
+        self._call_paused(lambda client: client.begin_weight_update(self.with_draft))
 
     def overwrite_weights(self) -> None:
         """Fill the engine's weights with random values; its requests wait until an update has ended."""
-        with self._paused() as client:
-            if client:
-                self.rollout.call(client.overwrite_weights(self.with_draft))
+        self._call_paused(lambda client: client.overwrite_weights(self.with_draft))
 
     def checksums(self) -> dict[str, str]:
         """Return the checksums of what an update brings to the engine; none on ranks that are not its host."""
         client = self.rollout.client
         return self.rollout.call(client.checksums(self.with_draft)) if client else {}
 
-    @contextmanager
-    def _paused(self) -> Iterator[EngineClient | None]:
-        """Yield the engine's client, if any, whose requests wait from now on."""
+    def _call_paused(self, request: Callable[[EngineClient], Coroutine[Any, Any, object]]) -> None:
+        """Ask something of the engine, if there is one, whose requests wait from now on; one that fails is lost."""
         with self.rollout.losing_engine() as client:
             if client and self.pause:
                 self.rollout.call(client.pause_generation(self.pause))
-            yield client
+            if client:
+                self.rollout.call(request(client))
 
     @contextmanager
     def loading(self, round_: RankRound, staged: NamedTensors) -> Iterator[None]:

@@ -5,7 +5,7 @@ import base64
 import pickle
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import make_groups, single_rank_environment, start_parallel, stop_parallel
-from grpo_mp.errors import PhaseTimeout
+from grpo_mp.errors import EngineError, PhaseTimeout
 from grpo_mp.models.mapping import Rule, expand
 from grpo_mp.rollout.packed_tensors import NamedTensors, TensorSpec, packed_bytes, specs_of
 from grpo_mp.rollout.shared_memory import LOADER, Export, as_tensor, export_to_host, load_weights, open_exports, select
@@ -185,6 +185,28 @@ def test_no_request_computes_with_overwritten_weights(group: dist.ProcessGroup) 
     link.begin()
     link.end(7)
     assert client.calls == ["pause in_place", "overwrite", "pause in_place", "begin", "end 7", "continue"]
+
+
+def test_an_engine_that_dies_before_it_pauses_is_lost_and_not_the_run(group: dist.ProcessGroup) -> None:
+    class DyingClient(RecordingClient):
+        async def pause_generation(self, mode: str) -> None:
+            raise EngineError("engine 0: the connection failed")
+
+    client, lost = DyingClient(), list[str]()
+
+    @contextmanager
+    def losing_engine() -> Iterator[Any]:
+        try:
+            yield client
+        except EngineError as error:
+            lost.append(str(error))
+
+    rollout = rollout_of(client)
+    rollout.losing_engine = losing_engine
+    link = EngineLink(rollout, HostTransport(WIRE, group, 0), group, group, 60.0, pause="retract")
+    link.begin()
+    link.overwrite_weights()
+    assert (lost, client.calls) == (["engine 0: the connection failed"] * 2, [])
 
 
 def test_an_engine_that_does_not_answer_ends_the_sync(group: dist.ProcessGroup) -> None:
