@@ -102,11 +102,16 @@ def complete_hf(folder: Path, shards: Sequence[Shard], like: Path, fp8: bool = F
     for other in set(incomplete.iterdir()) - {incomplete / name for name in weight_map.values()}:
         sync_to_disk(other)
     sync_to_disk(incomplete)
+    replace_folder(incomplete, folder)
+
+
+def replace_folder(complete: Path, folder: Path) -> None:
+    """Give a folder whose files are on disk its name; a former one of this name is whole as long as it has it."""
     former = folder.with_name(folder.name + ".former")
     shutil.rmtree(former, ignore_errors=True)
-    if folder.exists():  # it is whole as long as it has its name
+    if folder.exists():
         folder.rename(former)
-    incomplete.rename(folder)
+    complete.rename(folder)
     sync_to_disk(folder.parent)
     shutil.rmtree(former, ignore_errors=True)
 

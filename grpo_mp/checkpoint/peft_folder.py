@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_mp.checkpoint.hf_writer import incomplete_folder
+from grpo_mp.checkpoint.hf_writer import incomplete_folder, replace_folder
 from grpo_mp.config.lora_section import LoraConfig
 from grpo_mp.files import sync_to_disk, write_json
 
@@ -82,6 +82,4 @@ def write_peft(folder: Path, tensors: Iterable[tuple[str, Tensor]], base: Path, 
         (incomplete / NOTE).write_text(BASE_NOTE)
     for path in (*incomplete.iterdir(), incomplete):
         sync_to_disk(path)
-    shutil.rmtree(folder, ignore_errors=True)
-    incomplete.rename(folder)
-    sync_to_disk(folder.parent)
+    replace_folder(incomplete, folder)

@@ -56,6 +56,7 @@ class HeldOutChatsConfig(Section):
 
     path: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
     source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
+    system_prompt: str | None = Field(None, description="system message before its chats; null: data.system_prompt")
     max_samples: int | None = Field(
         None, gt=0, description="use only the first samples, up to this number; null: data.max_eval_samples"
     )

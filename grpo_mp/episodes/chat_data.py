@@ -139,7 +139,7 @@ def load_held_out_chats(data: ChatDataConfig, sft: SftConfig, encoder: ChatEncod
     """Check and measure the sets of `data.eval`. Raises UserError as `load_train_chats`."""
     sets = {}
     for name, held_out in data.eval.items():
-        own = data.model_copy(update={"source": held_out.source or data.source})
+        own = data.model_copy(update=held_out.model_dump(include={"source", "system_prompt"}, exclude_none=True))
         part = check_chats(held_out.path, ChatReader(own, sft, encoder), held_out.max_samples or data.max_eval_samples)
         sets[name] = ChatSet(held_out.path, (part,), 0)
     return sets

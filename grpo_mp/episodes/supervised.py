@@ -72,6 +72,20 @@ class ChatEncoder:
     loss_on: LossOn
     stops: frozenset[int]
 
+    def __post_init__(self) -> None:
+        """Raise UserError where nothing could end an answer."""
+        if self._end is None:
+            raise UserError(
+                "the tokenizer has no eos_token, and the model's generation_config.json no eos_token_id: nothing would "
+                "end an answer: set eos_token in tokenizer_config.json"
+            )
+
+    @property
+    def _end(self) -> int | None:
+        """Return the token that ends an answer where the template writes none."""
+        eos = self.tokenizer.eos_token_id
+        return int(eos) if isinstance(eos, int) else min(self.stops, default=None)
+
     def render(self, chat: Chat) -> LearnedText:
         """Return the chat as the template writes it, and what of it is learned.
 
@@ -84,7 +98,9 @@ class ChatEncoder:
         turns = turns[-1:] if self.loss_on == "last" else turns
         if self.loss_on == "all":
             text = renderer.render(chat.messages, asks=False)
-            return LearnedText(text, ((0, len(text)),))
+            whole = LearnedText(text, ((0, len(text)),))
+            _check_whole(whole, [chat.messages[turns[-1]]])  # templates may leave out what earlier ones thought
+            return whole
         template = self.tokenizer.get_chat_template(tools=list(chat.tools) or None)
         learned = (
             self._marked(renderer, template, chat.messages, turns[0])
@@ -146,7 +162,8 @@ class ChatEncoder:
             if after < len(turns) and tokens[after] in self.stops:
                 learned[after] = True
             elif after == len(turns) == len(tokens):
-                tokens.append(int(self.tokenizer.eos_token_id))
+                assert self._end is not None  # see above
+                tokens.append(self._end)
                 learned = np.append(learned, True)
         learned[:1] = False  # nothing stands before it that could predict it
         return LearnedTokens(tuple(tokens), learned)

@@ -11,7 +11,14 @@ from datasets import Dataset
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
 from grpo_mp.data.cursor import Cursor, take
 from grpo_mp.data.rows import Row
-from grpo_mp.episodes.chat_data import ChatReader, ChatSet, check_chats, load_train_chats, read_chat
+from grpo_mp.episodes.chat_data import (
+    ChatReader,
+    ChatSet,
+    check_chats,
+    load_held_out_chats,
+    load_train_chats,
+    read_chat,
+)
 from grpo_mp.episodes.supervised import ChatEncoder
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tokenizer
@@ -85,6 +92,18 @@ def test_a_system_prompt_stands_before_chats_without_one(tmp_path: Path) -> None
     texts = [encoder().tokenizer.decode(list(samples[i].prompt_tokens)) for i in range(2)]
     assert [text[:11] for text in texts] == ["<|system|>A", "<|system|>S"]
     assert samples.learned.tolist() == [2, 2]
+
+
+def test_a_held_out_set_has_its_own_system_prompt(tmp_path: Path) -> None:
+    rows, file = [{"prompt": "1+2?", "completion": "3"}], tmp_path / "chats.jsonl"
+    expected = load(file, rows, {"system_prompt": "Sum"})[0]
+    data = ChatDataConfig(
+        train=str(file),
+        eval={"own": {"path": str(file), "system_prompt": "Sum"}, "other": str(file)},
+        system_prompt="Add",
+    )
+    sets = load_held_out_chats(data, SftConfig(batch_size=1, max_tokens=64), encoder())
+    assert sets["own"][0].prompt_tokens == expected.prompt_tokens != sets["other"][0].prompt_tokens
 
 
 def test_nulls_of_parquet_and_tools_as_json_are_read(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """What is learned of a chat, over the chat templates of the supported families: marked, or shown by prompts."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
@@ -146,8 +148,9 @@ def test_a_template_that_cuts_an_answer_is_refused(name: str) -> None:
 
 def test_reasoning_that_a_template_does_not_write_is_missed() -> None:
     thinks: Message = {**ANSWER, "reasoning_content": "Three and four."}
-    with pytest.raises(UserError, match=r"cuts the assistant's reasoning_content 'Three and four\."):
-        encode(make_encoder("qwen2_5"), Chat((ASK, thinks)))
+    for loss_on in get_args(LossOn):
+        with pytest.raises(UserError, match=r"cuts the assistant's reasoning_content 'Three and four\."):
+            encode(make_encoder("qwen2_5", loss_on), Chat((ASK, thinks)))
     encoder = make_encoder("qwen3", "last")
     assert turns(encoder, encode(encoder, Chat((ASK, thinks)))) == [
         "<think>\nThree and four.\n</think>\n\nSeven.<|im_end|>\n"
@@ -177,3 +180,14 @@ def test_a_sample_is_the_prompt_and_what_follows_up_to_the_last_learned_token() 
     assert sample is not None
     assert (sample.prompt_tokens, sample.tokens, sample.generated) == ((1, 2), (3, 4, 5), (True, False, True))
     assert LearnedTokens((1, 2), np.array([False, False])).sample(0) is None
+
+
+def test_a_tokenizer_without_an_end_takes_that_of_the_generation_config() -> None:
+    tokenizer = make_renderer("qwen2_5", tools=False).tokenizer
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokenizer.eos_token = None
+    learned = encode(ChatEncoder(tokenizer, "assistant", frozenset([stop])), Chat((ASK, ANSWER)))
+    assert (learned.tokens[-1], bool(learned.learned[-1])) == (stop, True)
+    with pytest.raises(UserError, match=r"no eos_token, .* set eos_token in tokenizer_config\.json"):
+        ChatEncoder(tokenizer, "assistant", frozenset())
