@@ -3,7 +3,7 @@
 FILE has `folder` and `stages`, each a run of grpo-mp train, sft or sample with a settings file, and settings laid over
 it; '{NAME}/final' is what the stage NAME ended with. The model that each stage ends with is scored as `evaluation`
 says. The same command goes on where an earlier one was stopped or killed. --dry-run checks all settings, and shows
-what would run.
+what would run. The exit status is 0 when all stages are done, 75 when the pipeline was stopped before.
 """
 
 import shlex

@@ -182,3 +182,13 @@ class HfConfig:
 def _numbers_in(value: Any) -> list[Any]:
     """Return a value that may be a list, or missing, as a list."""
     return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def check_positions(hf: HfConfig, tokens: int, setting: str) -> None:
+    """Raise UserError where a model has no position for each of so many tokens, which `setting` asks for."""
+    positions = hf.int("max_position_embeddings")
+    if tokens > positions:
+        raise UserError(
+            f"{setting} = {tokens}, but the model has only {positions} positions (max_position_embeddings of "
+            f"{hf.path / hf.file}): lower it"
+        )

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from grpo_mp.config import PipelineSettings, Settings, SftSettings, load_settings, load_sft_settings
 from grpo_mp.errors import UserError
-from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.hf_config import HfConfig, check_positions
 from grpo_mp.pipeline.stages import EVALUATE, StageJob, make_jobs
 from grpo_mp.planner.clusters import Cluster
 from grpo_mp.planner.job import make_job
@@ -95,7 +95,10 @@ def _plan_stage(stage_job: StageJob, rows: int | None, models: dict[Path, HfConf
     hf = _model(settings.model.path, models)
     models[stage_job.folder / "final"] = hf
     if isinstance(settings, SftSettings):
+        check_positions(hf, settings.sft.max_tokens, "sft.max_tokens")
         return _plan_sft(stage_job, settings, hf, rows, machines)
+    lengths = "rollout.max_prompt_tokens + rollout.max_response_tokens"
+    check_positions(hf, settings.rollout.max_sequence_tokens, lengths)
     job = make_job(settings, hf, machines.cluster, machines.nodes, machines.gpus_per_node, machines.mean_tokens)
     check_parameter_counts(job)
     plan, samples = make_plan(job), stage_job.command == "sample"

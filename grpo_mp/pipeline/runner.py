@@ -1,5 +1,6 @@
 """Run the jobs of a pipeline one after another, and go on where an earlier start ended."""
 
+import fcntl
 import signal
 import subprocess
 import sys
@@ -14,11 +15,12 @@ from typing import Any
 from grpo_mp.config import PipelineSettings, load_settings, load_sft_settings
 from grpo_mp.errors import UserError
 from grpo_mp.files import write_json
-from grpo_mp.pipeline.stages import Record, StageJob, check_records, digests
+from grpo_mp.pipeline.stages import Record, StageJob, check_records, digests, present_records
 from grpo_mp.processes import PR_SET_PDEATHSIG, prctl
 from grpo_mp.reading import read_json, read_text
 
-RECORDS = "pipeline.json"
+RECORDS, LOCK = "pipeline.json", "pipeline.lock"
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # which let a run save and end
 
 
@@ -45,7 +47,7 @@ class Pipeline:
         self.settings, self.jobs = settings, jobs
         self._digests = digests(jobs, check_jobs(jobs))
         self._file = settings.folder / RECORDS
-        self.records = read_records(self._file) if self._file.exists() else {}
+        self.records = present_records(jobs, read_records(self._file)) if self._file.exists() else {}
         check_records(jobs, self._digests, self.records)
 
     def state(self, job: StageJob) -> str:
@@ -54,7 +56,14 @@ class Pipeline:
         return "to do" if record is None else "done" if record.done and job.result.exists() else "begun"
 
     def run(self, ranks: int | None) -> int:
-        """Run what is not done; return the exit status: of the first job that fails, or 0, also after a stop."""
+        """Run what is not done; return the exit status: 0 when all is, STOPPED, or that of the first job that fails.
+
+        Raises UserError where another process runs them.
+        """
+        with self._locked():
+            return self._run_jobs(ranks)
+
+    def _run_jobs(self, ranks: int | None) -> int:
         for job in self.jobs:
             if self.state(job) == "done":
                 continue
@@ -69,8 +78,21 @@ class Pipeline:
             if not done:
                 how = "was stopped" if stopped or status == 0 else f"ended with status {status}"
                 print(f"pipeline: {job.name} {how}: the same command goes on with it", flush=True)
-                return status
+                return status or STOPPED
         return 0
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other processes from running the same jobs."""
+        self.settings.folder.mkdir(parents=True, exist_ok=True)
+        with (self.settings.folder / LOCK).open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"{self.settings.folder}: another grpo-mp pipeline runs there: wait for it, or stop it"
+                ) from error
+            yield
 
     def _keep(self, job: StageJob, record: Record) -> None:
         self.records[job.name] = record

@@ -66,10 +66,10 @@ def make_jobs(settings: PipelineSettings, file: Path) -> list[StageJob]:
     """
     jobs, folders = list[StageJob](), dict[str, Path]()
     if settings.base and settings.evaluation:
-        jobs.append(_evaluation(settings, file, BASE, settings.base, {}))
+        jobs.append(_evaluation(settings, file, BASE, settings.base, {}, folders))
     for name, stage in settings.stages.items():
         where, folder = f"{file}: stages.{name}", settings.folder / name
-        found, needs = _resolve(dict(stage.settings), folders, where)
+        found, needs = _resolve(dict(stage.settings), folders, where, tuple(settings.stages))
         reserved = {"run.folder"} & found.keys()
         if reserved:
             raise UserError(f"{where}: run.folder is the stage's, {folder}: leave it out")
@@ -79,22 +79,35 @@ def make_jobs(settings: PipelineSettings, file: Path) -> list[StageJob]:
         jobs.append(StageJob(name, stage.command, file.parent / stage.config, folder, found, options, needs))
         folders[name] = folder
         if settings.evaluation and is_run and stage.evaluation is not None:
-            jobs.append(_evaluation(settings, file, name, folder / "final", stage.evaluation))
+            jobs.append(_evaluation(settings, file, name, folder / "final", stage.evaluation, folders))
     return jobs
 
 
-def _evaluation(settings: PipelineSettings, file: Path, name: str, model: Path, more: Mapping[str, Any]) -> StageJob:
+def _evaluation(
+    settings: PipelineSettings,
+    file: Path,
+    name: str,
+    model: Path,
+    more: Mapping[str, Any],
+    folders: Mapping[str, Path],
+) -> StageJob:
     assert settings.evaluation
     folder = settings.folder / EVALUATE / name
-    found = {"run.folder": str(settings.folder / EVALUATE), **settings.evaluation.settings, **more}
+    given = {**settings.evaluation.settings, **more}
+    resolved, taken = _resolve(given, folders, f"{file}: evaluation of {name}", tuple(settings.stages))
+    found = {"run.folder": str(settings.folder / EVALUATE), **resolved}
     options = ("--model", str(model), "--out", str(folder))
-    needs = () if name == BASE else (name,)
+    needs = tuple(dict.fromkeys([*([] if name == BASE else [name]), *taken]))
     config = file.parent / settings.evaluation.config
     return StageJob(f"{EVALUATE} {name}", EVALUATE, config, folder, found, options, needs, name)
 
 
-def _resolve(value: Any, folders: Mapping[str, Path], where: str) -> tuple[Any, tuple[str, ...]]:
-    """Return a value with the folders of the stages that its texts begin with, and the names of those."""
+def _resolve(value: Any, folders: Mapping[str, Path], where: str, stages: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
+    """Return a value with the folders of the stages that its texts begin with, and the names of those.
+
+    `folders`: of the stages before it; `stages`: all there are. Raises UserError for one that no stage before it is,
+    and where a stage is named elsewhere in a text.
+    """
     needs: dict[str, None] = {}
 
     def resolve(value: Any, path: str) -> Any:
@@ -102,7 +115,15 @@ def _resolve(value: Any, folders: Mapping[str, Path], where: str) -> tuple[Any, 
             return {key: resolve(inner, f"{path}.{key}" if path else str(key)) for key, inner in value.items()}
         if isinstance(value, list):
             return [resolve(inner, path) for inner in value]
-        if not isinstance(value, str) or not (match := REFERENCE.match(value)):
+        if not isinstance(value, str):
+            return value
+        match = REFERENCE.match(value)
+        if inside := next((name for name in stages if f"{{{name}}}" in value[match.end() if match else 0 :]), None):
+            raise UserError(
+                f"{where}: {path} takes {value}, in which {{{inside}}} stands for no folder: a path begins with it, as "
+                f"{{{inside}}}/final"
+            )
+        if not match:
             return value
         name = match[1]
         if name not in folders:
@@ -129,6 +150,27 @@ def digests(jobs: Sequence[StageJob], texts: Mapping[Path, str]) -> dict[str, st
         ]
         found[job.name] = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
     return found
+
+
+def present_records(jobs: Sequence[StageJob], records: Mapping[str, Record]) -> dict[str, Record]:
+    """Return the records of jobs whose folders are there: what was removed is to be done anew.
+
+    Raises UserError where something is left that was made of what was removed.
+    """
+    present = {job.name: records[job.name] for job in jobs if job.name in records and job.folder.exists()}
+    gone, left = dict[str, Path](), list[Path]()
+    for job in jobs:
+        if job.name in present and not gone.keys().isdisjoint(job.needs):
+            left.append(job.folder)
+        if job.name in records and (job.name not in present or job.folder in left):
+            gone[job.name] = job.folder
+    if left:
+        removed = next(folder for folder in gone.values() if folder not in left)
+        raise UserError(
+            f"{removed} was removed, and {', '.join(map(str, left))} follows from it: remove "
+            f"{'them' if len(left) > 1 else 'it'}, too, or take another folder"
+        )
+    return present
 
 
 def check_records(jobs: Sequence[StageJob], known: Mapping[str, str], records: Mapping[str, Record]) -> None:

@@ -11,7 +11,7 @@ from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.episodes.chat_data import ChatSet, load_held_out_chats, load_train_chats, stop_tokens
 from grpo_mp.episodes.supervised import ChatEncoder
 from grpo_mp.errors import UserError
-from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.hf_config import HfConfig, check_positions
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.policy.parameter_bytes import policy_disk_need
 from grpo_mp.policy.policy import check_policy
@@ -43,12 +43,7 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> tuple[SftSettin
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
     check_device_for("auto", settings.model.dtype, settings.layout.context)
     tokenizer = read_tokenizer(settings.model.path, hf)
-    positions = hf.int("max_position_embeddings")
-    if settings.sft.max_tokens > positions:
-        raise UserError(
-            f"sft.max_tokens={settings.sft.max_tokens}, but the model has only {positions} positions "
-            f"(max_position_embeddings of {settings.model.path / 'config.json'}): lower it"
-        )
+    check_positions(hf, settings.sft.max_tokens, "sft.max_tokens")
     check_policy(hf, settings.model, settings.layout, settings.training, world_size)
     check_export(settings.run, settings.model)
     if settings.run.export_servers:

@@ -10,6 +10,7 @@ import yaml
 from pyarrow import parquet
 
 from grpo_mp.examples.arithmetic import make_problems, worked_response, write_rows
+from grpo_mp.pipeline.runner import STOPPED
 from tests.conftest import TinyRun
 from tests.e2e.jobs import Job, read_jsonl, spans
 
@@ -67,7 +68,7 @@ def test_a_pipeline_goes_on_where_it_was_stopped_or_killed(
         stopped = start()
         stopped.wait_until(lambda: (out / "rl").exists() and spans(out / "rl", 0, "TRAIN") >= 1)
         stopped.signal(signal.SIGTERM)
-        assert (stopped.wait(), stopped.err) == (0, "")
+        assert (stopped.wait(), stopped.err) == (STOPPED, "")
         assert "pipeline: rl was stopped: the same command goes on with it" in stopped.out
         assert stopped.left() == []
         trained = (out / "start/final/config.json").stat().st_mtime_ns

@@ -84,6 +84,23 @@ def test_a_stage_that_does_not_fit_is_named(file: Path, capsys: pytest.CaptureFi
         main([*arguments, "--times"])
 
 
+@pytest.mark.parametrize(
+    ("stage", "settings", "words"),
+    [
+        ("start", {"sft.max_tokens": 4097}, r"sft\.max_tokens = 4097"),
+        ("rl", {"rollout.max_response_tokens": 4000}, r"max_response_tokens = 5024"),
+    ],
+)
+def test_a_stage_that_its_model_has_no_positions_for_is_refused(
+    file: Path, stage: str, settings: dict[str, int], words: str
+) -> None:
+    rollout = {"prompts_per_step": 8, "group_size": 8, "max_prompt_tokens": 1024, "max_response_tokens": 1024}
+    (file.parent / "rl.yaml").write_text(yaml.safe_dump(RL | {"rollout": rollout}))
+    stages = STAGES | {stage: {**STAGES[stage], "settings": STAGES[stage]["settings"] | settings}}
+    with pytest.raises(UserError, match=rf"^stage {stage}: .*{words}.* but the model has only 4096 positions"):
+        plan_pipeline(load_pipeline(write(file.parent, stages)), file, NODE)
+
+
 @pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.stem)
 def test_a_pipeline_of_the_repository_loads(path: Path) -> None:
     assert load_pipeline(path).stages

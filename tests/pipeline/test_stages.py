@@ -1,6 +1,8 @@
 """What a pipeline runs, from settings that are written out here; and what it refuses before anything starts."""
 
 import json
+import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from grpo_mp.config import load_pipeline
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.pass_at_k import Estimate
 from grpo_mp.evaluation.score import EvalScore
+from grpo_mp.pipeline import runner
 from grpo_mp.pipeline.runner import RECORDS, Pipeline
 from grpo_mp.pipeline.scores import plot_scores, score_table
 from grpo_mp.pipeline.stages import Record, StageJob, digests, make_jobs
@@ -103,6 +106,11 @@ def test_a_stage_takes_what_former_ones_made(folder: Path) -> None:
             r"stages.rl: model.path takes {strat}/final, and no stage before it is strat \(did you mean start\?\)",
         ),
         ("start", {"settings": {"model.path": "{rl}/final"}}, "and no stage before it is rl.*: it is the first"),
+        (
+            *("rl", {"settings": {"model.path": "{start}_x/final"}}),
+            r"stages.rl: model.path takes {start}_x/final, in which {start} stands for no folder: .* {start}/final",
+        ),
+        ("rl", {"settings": {"model.path": "x/{start}/final"}}, "in which {start} stands for no folder"),
         ("rl", {"settings": {"run.folder": "x"}}, "run.folder is the stage's"),
         ("rl", {"settings": {"optimiser.lr": 1}}, "stage rl: .*unknown setting optimiser"),
         ("rl", {"config": "sft.yaml", "settings": {}}, "stage rl: .*these are settings of supervised fine-tuning"),
@@ -149,6 +157,7 @@ def test_a_stage_that_was_begun_with_other_settings_is_refused(folder: Path, don
     (folder / "out" / RECORDS).write_text(json.dumps({name: asdict(record) for name, record in records.items()}))
     (folder / "out/start/final").mkdir(parents=True)
     (folder / "out/start/final/config.json").touch()
+    (folder / "out/rl").mkdir()
     again = open_pipeline(file)
     states = [again.state(job) for job in again.jobs]
     assert states == ["done" if done else "begun", "begun", "to do", "to do"]  # of rl the result is not there
@@ -159,6 +168,61 @@ def test_a_stage_that_was_begun_with_other_settings_is_refused(folder: Path, don
     (folder / "sft.yaml").write_text(yaml.safe_dump({**SFT, "optimizer": {"lr": 1e-4}}))
     with pytest.raises(UserError, match=rf"stage start was {state} with another .*sft.yaml"):
         open_pipeline(write(folder, STAGES))
+
+
+def record_all(file: Path) -> None:
+    """Let all stages be done."""
+    pipeline = open_pipeline(file)
+    digest, out = pipeline._digests, file.parent / "out"
+    for job in pipeline.jobs:
+        job.result.parent.mkdir(parents=True)
+        job.result.touch()
+    records = {job.name: asdict(Record(digest[job.name], dict(job.settings), True)) for job in pipeline.jobs}
+    (out / RECORDS).write_text(json.dumps(records))
+    assert {open_pipeline(file).state(job) for job in pipeline.jobs} == {"done"}
+
+
+def test_a_stage_that_is_removed_is_done_anew_and_what_follows_from_it_too(folder: Path) -> None:
+    """As the refusal of other settings advises."""
+    file, out = write(folder, STAGES), folder / "out"
+    record_all(file)
+    shutil.rmtree(out / "rl")
+    with pytest.raises(
+        UserError, match=rf"^{out}/rl was removed, and {out}/found, {out}/student follows .*: remove them"
+    ):
+        open_pipeline(file)
+    for name in ("found", "student"):
+        shutil.rmtree(out / name)
+    again = open_pipeline(file)
+    assert [again.state(job) for job in again.jobs] == ["done", "to do", "to do", "to do"]
+    shutil.rmtree(out / "start")
+    other = write(folder, {**STAGES, "start": {**STAGES["start"], "settings": {"optimizer.lr": 2e-3}}})
+    assert {open_pipeline(other).state(job) for job in again.jobs} == {"to do"}
+
+
+def test_evaluations_take_what_stages_made(folder: Path) -> None:
+    evaluation = {"config": "rl.yaml", "settings": {"tokenizer.path": "{start}/final"}}
+    stages = {**STAGES, "start": {**STAGES["start"], "evaluation": None}}
+    by_name = {job.name: job for job in jobs_of(write(folder, stages, evaluation=evaluation))}
+    assert by_name["evaluate rl"].settings["tokenizer.path"] == f"{folder}/out/start/final"
+    assert by_name["evaluate rl"].needs == ("rl", "start")
+    with pytest.raises(UserError, match=r"evaluation of base: tokenizer.path takes {start}/final, and no stage before"):
+        jobs_of(write(folder, stages, base="m", evaluation=evaluation))
+
+
+def test_a_stop_is_no_success_and_two_do_not_run_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline, runs = open_pipeline(write(folder, STAGES)), list[str]()
+
+    def run(arguments: Sequence[str]) -> tuple[int, bool]:
+        runs.append(arguments[0])
+        with pytest.raises(UserError, match=r"out: another grpo-mp pipeline runs there: wait for it, or stop it"):
+            open_pipeline(folder / "pipeline.yaml").run(None)
+        return 0, True
+
+    monkeypatch.setattr(runner, "_run", run)
+    assert (pipeline.run(None), runs) == (runner.STOPPED, ["sft"])
+    monkeypatch.setattr(runner, "_run", lambda _: (3, False))
+    assert pipeline.run(None) == 3
 
 
 def test_the_table_has_a_row_for_each_stage_and_set() -> None:
