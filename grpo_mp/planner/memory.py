@@ -385,7 +385,7 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
     sharded = job.sharded_parameters(trained)
     sizes = {
         "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process * (shared + reward.servers + teacher.servers),
-        "weights": job.weight_bytes[stage] * shared * bool(per_parameter.host_copies),
+        "weights": job.weight_bytes[stage] * (per_parameter.host_copies / per_parameter.weights) * shared,
         "reference": trained.total * per_parameter.weights * job.has_reference,
         "former weights": trained.total * per_parameter.weights * job.settings.keeps_former_weights,
         "optimizer": sharded * per_parameter.host_optimizer * (sub_phase is not SubPhase.START),

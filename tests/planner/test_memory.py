@@ -193,6 +193,9 @@ def test_communicators_leave_the_device_while_engines_generate() -> None:
     assert two_nodes["communication"] == pytest.approx((3 * 0.5 + 0.1) * 0.56 * GIB + 1 * GIB)
 
 
+LORA = {"rank": 8, "alpha": 8, "base_dtype": "fp8"}
+
+
 def test_every_kind_on_the_device_is_measured_and_planned() -> None:
     """With every kind in some phase of a job: a reference, float32 copies of gradients, an engine's graphs, FP8.
 
@@ -208,7 +211,7 @@ def test_every_kind_on_the_device_is_measured_and_planned() -> None:
     jobs.append(job_of("qwen3-30b-a3b", "h100-80", 1, layout={"expert": 8}, run=fp8, engine=kept))
     ppo: dict[str, Any] = {"algorithm": {"preset": "ppo"}, "critic": {"layout": {"tensor": 1}}}
     jobs.append(job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4}, **ppo))
-    jobs.append(job_of("qwen2.5-7b", "h100-80", 1, model={"path": "qwen2.5-7b", "lora": {"rank": 8, "alpha": 8}}))
+    jobs.append(job_of("qwen2.5-7b", "h100-80", 1, model={"path": "qwen2.5-7b", "lora": LORA}))
     planned = {kind for job in jobs for sizes in plan_memory(job).device[0].values() for kind in sizes}
     planned |= {
         "reward model",
