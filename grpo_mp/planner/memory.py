@@ -6,7 +6,6 @@ from enum import StrEnum
 
 from grpo_mp.checkpoint.hf_writer import SHARD_BYTES
 from grpo_mp.config import Settings
-from grpo_mp.config.lora_section import LoraConfig
 from grpo_mp.distributed.communicators import PIPELINE, WORLD, communicators
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.layout import ModelShape
@@ -182,7 +181,7 @@ def _weight_bytes(job: PlannedJob, stage: int, sub_phase: SubPhase) -> float:
 def _layer_values_bytes(job: PlannedJob) -> float:
     """Return what a linear layer, or all its experts, takes as values of FP8: these, and the largest in float32."""
     layout = job.settings.layout
-    largest = largest_adapted(job.hf, layout, LoraConfig(rank=1, alpha=1))
+    largest = largest_adapted(job.hf, layout)
     return float(job.per_parameter.weights * largest_layer(job.hf, layout) + 4 * largest)
 
 
@@ -329,7 +328,7 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
 def _merged_bytes(job: PlannedJob) -> float:
     """Return the bytes of the largest weight while adapters are added to it: it and the sum in float32."""
     lora = job.settings.model.lora
-    return 2.0 * 4 * largest_adapted(job.hf, job.settings.layout, lora) if lora else 0.0
+    return 2.0 * 4 * largest_adapted(job.hf, job.settings.layout, lora.targets) if lora else 0.0
 
 
 def _sync_round_bytes(job: PlannedJob) -> float:

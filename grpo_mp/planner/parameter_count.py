@@ -140,12 +140,12 @@ def largest_layer(hf: HfConfig, layout: LayoutConfig) -> int:
     return max(sizes)
 
 
-def largest_adapted(hf: HfConfig, layout: LayoutConfig, lora: LoraConfig) -> int:
-    """Return the elements, on one rank, of the largest weight that adapters add to."""
+def largest_adapted(hf: HfConfig, layout: LayoutConfig, targets: tuple[str, ...] | None = None) -> int:
+    """Return the elements, on one rank, of the largest weight that adapters of `targets` add to; None: projections."""
     return max(
         prod(rule.example().local_shape(layout.expert_tensor if rule.experts else layout.tensor))
         for rule in family_of(hf).rules(hf)
-        if not rule.applies_to_no_layer and adapters_of(rule.example(), lora.rank, lora.targets)
+        if not rule.applies_to_no_layer and adapters_of(rule.example(), 1, targets)
     )
 
 

@@ -54,13 +54,12 @@ def _trained_model(plan: Plan, model: str) -> ModelMemory:
     per_parameter = job.per_parameter
     device, host, moves = 0.0, 0.0, job.optimizer_offload == "step"
     on_node, on_host = min(job.gpus_per_node, job.train_ranks), job.settings.shares_devices
-    counts = zip(job.parameter_counts, job.policy_trained_counts, strict=True)
-    for stage, (count, trained) in enumerate(counts):
+    for stage, trained in enumerate(job.policy_trained_counts):
         sharded = job.sharded_parameters(trained)
         state = sharded * per_parameter.optimizer
         host_state = sharded * per_parameter.host_optimizer
         logits = logits_bytes(job, stage, backward=True) if model == "policy" else 0.0
-        weights = count.total * per_parameter.weights if model == "critic" else job.weight_bytes[stage]
+        weights = job.weight_bytes[stage]
         gradients = trained.total * per_parameter.gradients
         device = max(device, weights + gradients + state + activation_bytes(job, stage, logits) + logits)
         host = max(host, on_node * (weights * on_host + host_state + state * moves))
