@@ -11,7 +11,7 @@ if __name__ == "__main__":
     end_with_launcher()
 
 from grpo_mp.batching.critic_layout import critic_updates
-from grpo_mp.batching.step_batch import StepBatch, Trainee, UpdateBatches, assemble_step_batch, send_routed_experts
+from grpo_mp.batching.step_batch import PackingSpec, StepBatch, UpdateBatches, assemble_step_batch, send_routed_experts
 from grpo_mp.checkpoint.run_state import FINAL, METRICS, complete_checkpoints
 from grpo_mp.config import Settings
 from grpo_mp.distributed.layout import model_shape
@@ -183,7 +183,7 @@ def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> 
     weights, hidden_size = ctx.settings.reward.weights, ctx.policy.config.hidden_size
     estimator, layers, critic = ctx.inputs.extensions.estimator, ctx.policy.moe_layers, None
     if ctx.critic and ctx.critic.parallel is not ctx.parallel:
-        critic = Trainee(ctx.settings.for_critic(), ctx.critic.parallel, ctx.critic.config.hidden_size)
+        critic = PackingSpec(ctx.settings.for_critic(), ctx.critic.parallel, ctx.critic.config.hidden_size)
     with ctx.phases.phase(Phase.SCORE):
         return assemble_step_batch(
             rollouts.groups,

@@ -18,14 +18,14 @@ from grpo_mp.types import MicroBatch, SampleInfo
 
 
 @dataclass(frozen=True)
-class _Places:
+class _TokenOffsets:
     """Where each response token of a step is in one row of all, sequence after sequence."""
 
     starts: Tensor  # int64 [sequences]: place of position 0 of each, before that of its first response token
     total: int
 
     @classmethod
-    def of(cls, infos: Sequence[SampleInfo]) -> "_Places":
+    def of(cls, infos: Sequence[SampleInfo]) -> "_TokenOffsets":
         ends = list(accumulate(info.response_tokens for info in infos))
         # The position before a response token predicts it.
         starts = [end - info.response_tokens - (info.prompt_tokens - 1) for end, info in zip(ends, infos, strict=True)]
@@ -54,7 +54,7 @@ def values_on_policy(
         [replace(one, values=value.cpu()) for one, value in zip(update, of_update, strict=True)] if of_update else []
         for update, of_update in zip(batch.critic.updates, values, strict=True)
     ]
-    places = _Places.of(batch.infos)
+    places = _TokenOffsets.of(batch.infos)
     row = _on_every_rank(batches, batch.critic.plan, places, lambda one: one.values, critic)
     if not _is_last_stage(policy):
         return updates
@@ -71,7 +71,7 @@ def critic_updates(batch: StepBatch, updates: UpdateBatches, critic: Parallel, p
     """
     if batch.critic is None:
         return updates
-    places = _Places.of(batch.infos)
+    places = _TokenOffsets.of(batch.infos)
     values = _on_every_rank(updates, batch.plan, places, lambda one: one.values, policy)
     returns = _on_every_rank(updates, batch.plan, places, lambda one: one.returns, policy)
     if not _is_last_stage(critic):
@@ -92,7 +92,7 @@ def _is_last_stage(parallel: Parallel) -> bool:
 def _on_every_rank(
     updates: Sequence[Sequence[MicroBatch]],
     plans: Sequence[UpdatePlan],
-    places: _Places,
+    places: _TokenOffsets,
     number_of: Callable[[MicroBatch], Tensor | None],
     parallel: Parallel,
 ) -> Tensor:
@@ -111,7 +111,7 @@ def _on_every_rank(
     return row
 
 
-def _take(row: Tensor, batch: MicroBatch, plan: UpdatePlan, places: _Places) -> Tensor:
+def _take(row: Tensor, batch: MicroBatch, plan: UpdatePlan, places: _TokenOffsets) -> Tensor:
     """Return the numbers of a micro-batch's tokens, float64 [T], 0 but at generated ones."""
     numbers = torch.zeros(batch.total_tokens, dtype=torch.float64)
     numbers[batch.mask.bool()] = row[places.of_generated(batch, plan)]

@@ -32,8 +32,8 @@ UpdateBatches = list[list[MicroBatch]]
 
 
 @dataclass(frozen=True)
-class Trainee:
-    """A model that trains on the step's samples, as their division into micro-batches sees it."""
+class PackingSpec:
+    """What packs the samples of a step for one model: its settings, layout and size."""
 
     settings: Settings  # of the model itself, see `Settings.for_critic`
     parallel: Parallel  # of its layout
@@ -76,7 +76,7 @@ def assemble_step_batch(
     step: int,
     estimator: AdvantageEstimator,
     moe_layers: Sequence[int] = (),
-    critic: Trainee | None = None,
+    critic: PackingSpec | None = None,
 ) -> StepBatch:
     """Plan the updates, the same on every rank, and send each sample to the rank that trains on it.
 
@@ -93,7 +93,7 @@ def assemble_step_batch(
     in_loss = tuple(learns[i] for i in sample_of)
     advantages = _by_sequence(of_samples, [[part.response_tokens for part in info.sequences] for info in infos])
     step_samples = _StepSamples(infos, learns, advantages, step)
-    plan, updates = _pack(groups, step_samples, Trainee(settings, parallel, hidden_size))
+    plan, updates = _pack(groups, step_samples, PackingSpec(settings, parallel, hidden_size))
     critic_batch = CriticBatch(*_pack(groups, step_samples, critic)) if critic else None
     unrouted_samples = None
     if settings.training.router_replay == "R3":
@@ -117,7 +117,7 @@ class _StepSamples:
 
 
 def _pack(
-    groups: list[SampleGroup], step: _StepSamples, model: Trainee
+    groups: list[SampleGroup], step: _StepSamples, model: PackingSpec
 ) -> tuple[tuple[UpdatePlan, ...], tuple[tuple[MicroBatch, ...], ...]]:
     """Plan the updates of one model, bring its samples to this rank, and pack its micro-batches of each update."""
     infos, settings, parallel = step.infos, model.settings, model.parallel

@@ -51,12 +51,12 @@ def check_parameter_counts(job: PlannedJob) -> None:
 def megatron_weight_bytes(settings: TrainerSettings, hf: HfConfig, world_size: int) -> tuple[int, ...]:
     """Return the bytes of weights, and of factors of those in FP8, on one rank of each pipeline stage."""
     prepare()
-    from grpo_mp.policy.fp8_base import with_factors
+    from grpo_mp.policy.fp8_base import with_scales
 
     per_stage, sizes = world_size // settings.layout.pipeline, []
     for stage in range(settings.layout.pipeline):
         with built_on_meta(settings, hf, world_size, stage * per_stage) as chunks:
-            held = [with_factors(dict(chunk.named_parameters())) for chunk in chunks]
+            held = [with_scales(dict(chunk.named_parameters())) for chunk in chunks]
             sizes.append(sum(tensor.nbytes for of_chunk in held for tensor in of_chunk.values()))
     return tuple(sizes)
 

@@ -15,7 +15,7 @@ from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING
 from grpo_mp.models.value_head import critic_config, critic_rules
 from grpo_mp.planner.pipeline_layout import StageLayers
 
-FACTOR_BYTES = 4  # of a block
+SCALE_BYTES = 4  # of the scale of a block
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def fp8_base_savings(hf: HfConfig, layout: LayoutConfig, stage_layers: StageLaye
         if example is None or not example.is_projection:
             continue
         shape = example.local_shape(layout.expert_tensor if rule.experts else layout.tensor)
-        saved = prod(shape) * (width - 1) - prod(scale_shape(shape)) * FACTOR_BYTES
+        saved = prod(shape) * (width - 1) - prod(scale_shape(shape)) * SCALE_BYTES
         saved *= rule.experts // layout.expert if rule.experts else 1
         by_layer |= {layer: by_layer.get(layer, 0) + saved for layer in rule.layers or ()}
     return tuple(sum(by_layer[layer] for layer in layers) for layers in stage_layers)

@@ -1,6 +1,6 @@
 """Frozen weights in blockwise FP8 beside adapters: what is kept, and how linear layers compute with it.
 
-A projection's parameter holds float8_e4m3fn; its float32 factors, one for each 128 x 128 block of the shard, are
+A projection's parameter holds float8_e4m3fn; its float32 scales, one for each 128 x 128 block of the shard, are
 its attribute `weight_scale_inv`. Its layer sees values of the compute dtype while it runs. What autograd would keep of
 them for the backward pass are the FP8 parameter and a view's geometry: values are made again where they are needed.
 """
@@ -35,27 +35,27 @@ def hold_in_fp8(
                 param = params.get(full_name(name, chunk, params, expert_rank, expert_parallel))
                 if param and param.is_projection:
                     names.append(name.rpartition(".")[2])
-                    factors = tensor.new_ones(scale_shape(tuple(tensor.shape)), dtype=torch.float32)
-                    tensor.weight_scale_inv = factors
+                    scale = tensor.new_ones(scale_shape(tuple(tensor.shape)), dtype=torch.float32)
+                    tensor.weight_scale_inv = scale
                     tensor.data = torch.empty_like(tensor, dtype=FP8)
             if names:
-                module.forward = _WithValues(module, module.forward, tuple(names), dtype)
+                module.forward = _DequantizingForward(module, module.forward, tuple(names), dtype)
 
 
-def factors_of(tensor: Tensor) -> Tensor | None:
-    """Return the factors of a parameter in FP8; None of any other."""
+def scale_of(tensor: Tensor) -> Tensor | None:
+    """Return the scale of a parameter in FP8; None of any other."""
     return tensor.weight_scale_inv if tensor.dtype == FP8 else None  # type: ignore[attr-defined]
 
 
-def with_factors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors and, by names of their own, the factors of those in FP8: all that a rank holds of them."""
-    factors = {f"{name}_scale_inv": factors_of(tensor) for name, tensor in tensors.items()}
-    return {**tensors, **{name: tensor for name, tensor in factors.items() if tensor is not None}}
+def with_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors and, by names of their own, the scales of those in FP8: all that a rank holds of them."""
+    scales = {f"{name}_scale_inv": scale_of(tensor) for name, tensor in tensors.items()}
+    return {**tensors, **{name: tensor for name, tensor in scales.items() if tensor is not None}}
 
 
 def values_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what a parameter stands for: itself, or the values of FP8 in `dtype`."""
-    scale = factors_of(tensor)
+    scale = scale_of(tensor)
     if scale is None:
         return tensor.detach()
     convert = dequantize if tensor.device.type == "cpu" else dequantize_at_once
@@ -73,7 +73,7 @@ class _SavedView:
 
 
 @dataclass(frozen=True)
-class _WithValues:
+class _DequantizingForward:
     """The forward pass of a linear layer that finds values under the names of its FP8 parameters while it runs."""
 
     module: nn.Module

@@ -10,7 +10,7 @@ from grpo_mp import platform
 from grpo_mp.distributed.nccl_memory import NcclMemory
 from grpo_mp.errors import PhaseTimeout
 from grpo_mp.platform.pinned import PinnedBuffer
-from grpo_mp.policy.fp8_base import with_factors
+from grpo_mp.policy.fp8_base import with_scales
 from grpo_mp.policy.trained_model import TrainedModel
 
 POLL_S = 0.05
@@ -127,7 +127,7 @@ class FrozenWeights:
 def frozen_weights(model: TrainedModel) -> list[torch.Tensor]:
     """Return the weights that are in none of Megatron's buffers, and their factors: adapters learn beside them."""
     frozen = {name: tensor for name, tensor in model.tensors.items() if name not in model.trained_tensors}
-    return list(with_factors(frozen).values())
+    return list(with_scales(frozen).values())
 
 
 class PolicyOffloader:

@@ -13,7 +13,7 @@ from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.algorithms.values import make_value_loss
 from grpo_mp.batching.critic_layout import critic_updates, values_on_policy
 from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.step_batch import StepBatch, Trainee, assemble_step_batch
+from grpo_mp.batching.step_batch import PackingSpec, StepBatch, assemble_step_batch
 from grpo_mp.batching.values import with_generalized_advantages, with_values
 from grpo_mp.config import CriticConfig, Settings
 from grpo_mp.config.sections import LayoutConfig
@@ -123,9 +123,9 @@ def _assembled(bench: Bench, settings: Settings, critic: Critic) -> StepBatch:
     groups, parallel = _groups(bench, bench.given.samples), bench.parallel
     infos = all_gather_sample_info(groups, parallel.cpu_group)
     estimator = load_estimator(settings.algorithm.advantage)
-    trainee = Trainee(settings.for_critic(), critic.parallel, critic.config.hidden_size)
+    packing = PackingSpec(settings.for_critic(), critic.parallel, critic.config.hidden_size)
     width = SMALL["hidden_size"]
-    return assemble_step_batch(groups, infos, {}, settings, parallel, width, 1, estimator, critic=trainee)
+    return assemble_step_batch(groups, infos, {}, settings, parallel, width, 1, estimator, critic=packing)
 
 
 def critic_resumed(bench: Bench) -> Result:

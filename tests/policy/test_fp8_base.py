@@ -68,7 +68,7 @@ def test_bits_and_factors_of_an_fp8_folder_are_taken_over(fp8_model: Path, paral
         factors = [stored[f"{one}_scale_inv"] for one in param.hf]
         if any(one.shape[0] % 128 for one in rows[:-1]):
             continue  # a block holds rows of two tensors
-        own, scale = policy.tensors[name].view(torch.uint8), fp8_base.factors_of(policy.tensors[name])
+        own, scale = policy.tensors[name].view(torch.uint8), fp8_base.scale_of(policy.tensors[name])
         assert torch.equal(own, torch.cat(rows))
         assert scale is not None
         assert torch.equal(scale, torch.cat(factors))
@@ -124,7 +124,7 @@ class Saved:
 
 
 def saved_bytes(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> int:
-    saved = Saved(fp8_base.with_factors(policy.tensors).values())  # type: ignore[arg-type]
+    saved = Saved(fp8_base.with_scales(policy.tensors).values())  # type: ignore[arg-type]
 
     def inner(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> saved_tensors_hooks:
         return saved_tensors_hooks(lambda tensor: saved.count(pack(tensor)), unpack)
