@@ -58,7 +58,7 @@ def test_a_dry_run_shows_the_data_and_what_is_learned_of_it(start: Start) -> Non
         ("sft.batch_sise=4", "unknown setting sft.batch_sise (did you mean sft.batch_size?)"),
         ("rollout.group_size=4", "rollout belongs to RL"),
         ("sft.batch_size=9", "8 samples fit, a step takes sft.batch_size=9"),
-        ("sft.max_tokens=4096", "sft.max_tokens=4096, but the model has only 1024 positions"),
+        ("sft.max_tokens=4096", "sft.max_tokens = 4096, but the model has only 1024 positions"),
         ("sft.max_tokens=8", "all 8 chats are longer than sft.max_tokens=8: raise it"),
         ("data.train=none.jsonl", "none.jsonl: no such file: set data.train or data.eval to an existing one"),
         ("data.prompt_column=question", "no column messages"),
