@@ -67,6 +67,7 @@ class TrainState:
     reference_updated: bool = False  # the checkpoint has a reference of its own
     skipped_in_a_row: int = 0  # the last optimizer updates, whose gradients were not finite or too large
     critic_skipped_in_a_row: int = 0  # the same of the critic's
+    data: str = ""  # digest of the train set, in which the cursor and the prompts' indices are
 
 
 def checkpoint_folder(run_folder: Path, step: int) -> Path:
@@ -126,10 +127,14 @@ def saved_step(run_folder: Path) -> int:
 
     It passes over damaged ones, as the run does that resumes.
     """
+    return _saved_state(run_folder).step
+
+
+def _saved_state(run_folder: Path) -> TrainState:
     for checkpoint in reversed(complete_checkpoints(run_folder)):
         with suppress(UserError):
-            return read_manifest(checkpoint).step
-    return 0
+            return read_manifest(checkpoint)
+    return TrainState()
 
 
 def checkpoint_step(folder: Path) -> int:
@@ -179,6 +184,16 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
         raise UserError(f"{run_folder} has checkpoints of this run: set run.resume=auto to resume it, or move it away")
     if checkpoint:
         _check_any_manifest(complete_checkpoints(run_folder))
+
+
+def check_same_data(run_folder: Path, data: str) -> None:
+    """Raise UserError where a run would resume on other data than its checkpoint's; `data`: digest of the train set."""
+    state = _saved_state(run_folder)
+    if state.data not in ("", data):  # older versions: none
+        raise UserError(
+            f"{run_folder}: the rows of data.train are no longer those of the run's first {state.step} steps, or the "
+            "model's template is not: take those, or another run.folder"
+        )
 
 
 def _check_any_manifest(checkpoints: Sequence[Path]) -> None:

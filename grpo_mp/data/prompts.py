@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.cursor import Mixture, mix_sets
+from grpo_mp.data.digest import RowsDigest, joined_digest
 from grpo_mp.data.messages import as_template_reads, read_message
 from grpo_mp.data.pass_rates import within_pass_rates
 from grpo_mp.data.rows import Row, Rows, read_rows
@@ -81,6 +82,7 @@ class RowPrompts:
     rows: Rows
     numbers: npt.NDArray[np.int64]
     reader: PromptReader
+    content: RowsDigest  # of all rows
 
     def texts(self) -> Iterator[str]:
         """Yield the prompts as the user wrote them."""
@@ -121,6 +123,7 @@ class PromptSet:
     num_too_long: int  # rows whose prompt has more tokens than the limit
     mixture: Mixture = ()  # how sets are mixed
     num_filtered: int = 0  # prompts that are left out for their pass rate
+    digest: str = ""  # of what its rows say; "": of a set that is not trained on
 
     @property
     def epoch_size(self) -> int:
@@ -167,6 +170,7 @@ def load_train_prompts(
         num_too_long,
         mix_sets(sizes, weights) if len(sizes) > 1 else (),
         num_filtered,
+        joined_digest(part.content.of(part.numbers) for part in parts),
     )
 
 
@@ -199,16 +203,19 @@ def check_rows(source: str, reader: PromptReader, max_prompt_tokens: int) -> Row
     if not len(rows):
         raise UserError(f"{source}: no rows: give a file with at least one prompt")
     reader.check_template(rows[0])
-    fits = np.zeros(len(rows), dtype=bool)
+    fits, content = np.zeros(len(rows), dtype=bool), RowsDigest()
     for start in range(0, len(rows), ROWS_AT_ONCE):
-        texts = [reader.check(rows[number]) for number in range(start, min(start + ROWS_AT_ONCE, len(rows)))]
+        chunk = [rows[number] for number in range(start, min(start + ROWS_AT_ONCE, len(rows)))]
+        texts = [reader.check(row) for row in chunk]
+        for row, text in zip(chunk, texts, strict=True):
+            content.add(text, row.columns)
         fits[start : start + len(texts)] = [len(tokens) <= max_prompt_tokens for tokens in reader.tokenize(texts)]
     if not fits.any():
         raise UserError(
             f"{source}: all {len(rows)} prompts are longer than rollout.max_prompt_tokens={max_prompt_tokens}: "
             "raise it or give shorter prompts"
         )
-    return RowPrompts(rows, np.flatnonzero(fits), reader)
+    return RowPrompts(rows, np.flatnonzero(fits), reader, content)
 
 
 def final_answer(text: str) -> str:

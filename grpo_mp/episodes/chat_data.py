@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
 from grpo_mp.data.cursor import Mixture, mix_sets
+from grpo_mp.data.digest import RowsDigest, joined_digest
 from grpo_mp.data.messages import read_message
 from grpo_mp.data.rows import Row, Rows, read_rows, without_nulls
 from grpo_mp.episodes.supervised import Chat, ChatEncoder, LearnedText, LearnedTokens
@@ -64,6 +65,7 @@ class ChatRows:
     numbers: npt.NDArray[np.int64]  # of rows
     lengths: npt.NDArray[np.int64]  # tokens of each sample
     learned: npt.NDArray[np.int64]  # of them, those that have a loss
+    digest: str  # of what the rows say
 
     def read(self, place: int, number: int) -> Sample:
         """Return a sample. Raises UserError where the data changed since the start."""
@@ -84,6 +86,7 @@ class ChatSet:
     parts: tuple[ChatRows, ...]
     too_long: int
     mixture: Mixture = ()
+    digest: str = ""  # of what its rows say; "": of a set that is not trained on
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -132,7 +135,13 @@ def load_train_chats(data: ChatDataConfig, sft: SftConfig, encoder: ChatEncoder)
         parts.append(part)
     sizes, weights = [len(part.numbers) for part in parts], [one.weight for one in data.train.values()]
     mixture = mix_sets(sizes, weights) if len(sizes) > 1 else ()
-    return ChatSet(", ".join(part.rows.name for part in parts), tuple(parts), too_long, mixture)
+    return ChatSet(
+        ", ".join(part.rows.name for part in parts),
+        tuple(parts),
+        too_long,
+        mixture,
+        joined_digest(part.digest for part in parts),
+    )
 
 
 def load_held_out_chats(data: ChatDataConfig, sft: SftConfig, encoder: ChatEncoder) -> dict[str, ChatSet]:
@@ -162,11 +171,12 @@ def check_chats(source: str, reader: ChatReader, count: int | None = None) -> Ch
     with time_limit(TEMPLATE_LIMIT_S, f"{reader.encoder.tokenizer.name_or_path or 'model.path'}: the chat template"):
         reader.render(rows[0])
     numbers, lengths, learned = list[int](), list[int](), list[int]()
-    sft, end = reader.sft, min(len(rows), count or len(rows))
+    sft, end, content = reader.sft, min(len(rows), count or len(rows)), RowsDigest()
     for start in range(0, end, ROWS_AT_ONCE):
         chunk = [rows[number] for number in range(start, min(start + ROWS_AT_ONCE, end))]
         for number, (row, tokens) in enumerate(zip(chunk, reader.encode(chunk), strict=True), start):
             sample = tokens.sample(number)
+            content.add_tokens(tokens.tokens, tokens.learned)
             if sample is None or sample.total_tokens > sft.max_tokens:
                 if sft.too_long == "refuse":
                     raise UserError(
@@ -180,7 +190,8 @@ def check_chats(source: str, reader: ChatReader, count: int | None = None) -> Ch
             learned.append(count_learned)
     if not numbers:
         raise UserError(f"{source}: all {end} chats are longer than sft.max_tokens={sft.max_tokens}: raise it")
-    return ChatRows(rows, reader, *(np.array(values, dtype=np.int64) for values in (numbers, lengths, learned)))
+    kept, sizes, losses = (np.array(values, dtype=np.int64) for values in (numbers, lengths, learned))
+    return ChatRows(rows, reader, kept, sizes, losses, content.of(kept))
 
 
 def _sizes(sample: Sample) -> tuple[int, int]:

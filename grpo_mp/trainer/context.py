@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -42,7 +42,7 @@ from grpo_mp.trainer.job import (
 from grpo_mp.trainer.machine_notes import machine_notes
 from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_engines_first
 from grpo_mp.trainer.preflight import RunInputs
-from grpo_mp.trainer.recorded import drop_groups_of_changed_code
+from grpo_mp.trainer.recorded import drop_groups_of_changed_inputs
 from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.trainer.replay import ReplayCollector
 from grpo_mp.trainer.save import CheckpointSaver
@@ -111,11 +111,12 @@ def open_context(
     Yields a TrainContext on a rank that trains. Engines end when the body does, however it ends.
     """
     with _open_job(settings, inputs, settings.run.steps, checkpoints) as (runtime, resumed), ExitStack() as stack:
-        job, rollout, progress, state = runtime.job, runtime.rollout, runtime.progress, resumed.state
+        job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
+        state = replace(resumed.state, data=inputs.train.digest)
         preemption = PreemptionHandler()
         overlaps = () if greeting else inputs.overlaps()
         greeting = greeting or _greeting(settings, inputs, job, state)
-        dropped = () if inputs.replay else drop_groups_of_changed_code(settings, job)
+        dropped = () if inputs.replay else drop_groups_of_changed_inputs(settings, inputs.train.digest, job)
         warnings = (*resumed.damages, *dropped, *inputs.warnings, *runtime.machine)
         show_notes(progress, job.rank, greeting, overlaps, warnings)
         offload = platform.on_cuda() and settings.shares_devices and settings.model.offloads and not inputs.replay

@@ -17,7 +17,7 @@ from grpo_mp.algorithms.losses import load_policy_loss
 from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.registries import policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig
-from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, saved_step
+from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, check_same_data, saved_step
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RunConfig
 from grpo_mp.data.overlap import find_overlaps
@@ -112,6 +112,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     tools = episodes.schemas_of if episodes else no_tools
     longest = settings.rollout.max_prompt_tokens
     train = load_train_prompts(settings.data, tokenizer, longest, tools)
+    check_same_data(settings.run.folder, train.digest)
     settings = settings.with_steps(train.epoch_size)
     if problem := settings.warmup_problem:
         raise UserError(problem)

@@ -15,25 +15,26 @@ from grpo_mp.files import read_json, write_json
 from grpo_mp.rollout.journal import Extent, GroupKey, Record, best_records, read_records
 from grpo_mp.user_code import file_digests
 
-CODE = "code.json"  # beside the groups: checksums of the users' files that had a part in them
+INPUTS = "code.json"  # beside the groups: checksums of the users' files that had a part in them, and of the data
+DATA = "data.train"
 
 
-def drop_groups_of_changed_code(settings: Settings, job: Job) -> list[str]:
-    """Remove all recorded groups where a file of users' code has changed since, and record the files that there are.
+def drop_groups_of_changed_inputs(settings: Settings, data: str, job: Job) -> list[str]:
+    """Remove all recorded groups where users' code or the data have changed since, and record what there is.
 
-    Returns a sentence where that was so. Every rank must call this, once the files are loaded and before any group is
-    read. The order and the weights of repeated steps follow from losses, filters and advantages, too: only what
-    nothing trained follows from is left out.
+    `data`: digest of the train set. Returns a sentence where that was so. Every rank must call this, once the files
+    are loaded and before any group is read. The order and the weights of repeated steps follow from losses, filters
+    and advantages, too: only what nothing trained follows from is left out.
     """
     sentences: list[str] = []
     if job.rank == 0:
         folder = settings.run.folder / ROLLOUTS
-        before = read_json(folder / CODE)  # older versions: none
-        now = file_digests(settings.model_dump(mode="json", exclude={"monitor", "sample"}))
+        before = read_json(folder / INPUTS)  # older versions: none
+        now = file_digests(settings.model_dump(mode="json", exclude={"monitor", "sample"})) | {DATA: data}
         if changed := [name for name in before if name in now and before[name] != now[name]]:
             groups = {(file.parent, r.key) for file in folder.rglob("*.journal") for r in read_records(file)}
             for path in folder.iterdir():
-                if path.is_dir():  # not CODE: a start which is killed here finds the difference again
+                if path.is_dir():  # not INPUTS: a start which is killed here finds the difference again
                     shutil.rmtree(path)
             if groups:
                 names, has = ", ".join(changed), "has" if len(changed) == 1 else "have"
@@ -43,7 +44,7 @@ def drop_groups_of_changed_code(settings: Settings, job: Job) -> list[str]:
                 ]
         if before != now:
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / CODE, now)
+            write_json(folder / INPUTS, now)
     return broadcast(sentences, job.group)
 
 

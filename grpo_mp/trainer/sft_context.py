@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -44,7 +44,11 @@ def open_sft_context(
         join_run(settings, dump_settings(settings), checkpoints) as (job, resumed),
         open_monitors(run.folder, job.rank, run.steps, resumed.state.step) as monitors,
     ):
-        preemption, state, progress = PreemptionHandler(), resumed.state, monitors.progress
+        preemption, state, progress = (
+            PreemptionHandler(),
+            replace(resumed.state, data=inputs.train.digest),
+            monitors.progress,
+        )
         start = f"resumes after step {state.step}" if state.step else "starts"
         greeting = (
             f"{run.folder}: {start}; {settings.model.path} on {job.world_size} ranks, "

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_mp.checkpoint.run_state import check_run_folder
+from grpo_mp.checkpoint.run_state import check_run_folder, check_same_data
 from grpo_mp.config import SftSettings, dump_settings
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.episodes.chat_data import ChatSet, load_held_out_chats, load_train_chats, stop_tokens
@@ -50,6 +50,7 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> tuple[SftSettin
         read_servers(settings.run.export_servers)
     encoder = ChatEncoder(tokenizer, settings.sft.loss_on, stop_tokens(settings.model.path, tokenizer))
     train = load_train_chats(settings.data, settings.sft, encoder)
+    check_same_data(settings.run.folder, train.digest)
     if train.epoch_size < settings.sft.batch_size:
         raise UserError(
             f"{train.source}: {train.epoch_size} samples fit, a step takes sft.batch_size={settings.sft.batch_size}"

@@ -19,6 +19,7 @@ from grpo_mp.report.build import build_report
 from grpo_mp.report.overview import settings_tables
 from grpo_mp.report.records import read_runs
 from grpo_mp.report.times import memory_tables
+from grpo_mp.sft import main
 from tests.conftest import TinyRun
 from tests.e2e.jobs import Job, read_jsonl
 from tests.parallel import peft_model
@@ -136,6 +137,21 @@ def test_a_killed_run_goes_on_with_the_same_numbers(runs: Runs) -> None:
     assert one.keys() == other.keys()
     assert len(one) > 20
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_is_not_resumed_on_other_rows(runs: Runs, config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data, again = config.parent / "train.jsonl", [str(config), f"run.folder={runs.undisturbed}"]
+    rows = data.read_text()
+    main([*again, "--dry-run", "--ranks", "2"])
+    assert capfd.readouterr().err == ""
+    try:
+        data.write_text(rows.replace("1", "2"))
+        with pytest.raises(SystemExit) as end:
+            main([*again, "--dry-run", "--ranks", "2"])
+    finally:
+        data.write_text(rows)
+    assert end.value.code == 2
+    assert "the rows of data.train are no longer those of the run's first 5 steps" in capfd.readouterr().err
 
 
 def test_it_learns_all_of_the_data_once(runs: Runs) -> None:

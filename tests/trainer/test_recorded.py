@@ -23,7 +23,7 @@ from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.trainer import collect as collect_module
 from grpo_mp.trainer import recorded as recorded_module
 from grpo_mp.trainer.collect import RolloutCollector
-from grpo_mp.trainer.recorded import RecordedGroups, drop_groups_of_changed_code
+from grpo_mp.trainer.recorded import RecordedGroups, drop_groups_of_changed_inputs
 from grpo_mp.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 from tests.rollout.fake_engine import FakeEngine
@@ -301,7 +301,7 @@ CODE = {
 
 
 @pytest.mark.parametrize("settings", CODE.values(), ids=CODE)
-def test_groups_of_other_code_are_dropped(
+def test_groups_of_other_code_or_data_are_dropped(
     tiny_run: TinyRun, one_rank_job: Any, tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
     """By one sentence, which names the file; of the same code, or where a logger's has changed, they stay."""
@@ -311,11 +311,11 @@ def test_groups_of_other_code_are_dropped(
     job: Any = SimpleNamespace(rank=0, group=one_rank_job.group)
     sample = Sample(0, 0, (1,), (5, 6), (-1.0, -1.0), (0, 0), False)
 
-    def start(code: str, logs: str = "") -> tuple[list[str], int]:
+    def start(code: str, logs: str = "", data: str = "d1") -> tuple[list[str], int]:
         """Return what a job says, and how many groups it finds; it then records three, one of them twice."""
         file.write_text(code)
         logger.write_text(logs)
-        said = drop_groups_of_changed_code(load_settings(tiny_run.config, own), job)
+        said = drop_groups_of_changed_inputs(load_settings(tiny_run.config, own), data, job)
         found = len({r.key for one in folder.rglob("*.journal") for r in read_records(one)})
         for kind, group_id in (("", 0), ("", 1), ("", 1), ("eval/sums", 0)):
             journal = GroupJournal(folder / "rollouts" / kind, 0)
@@ -328,6 +328,9 @@ def test_groups_of_other_code_are_dropped(
     assert found == 0
     assert sentence.startswith(f"{file} has changed since {folder / 'rollouts'} was written: 3 recorded groups")
     assert start("a = 2") == ([], 2)
+    (sentence,), found = start("a = 2", data="d2")
+    assert found == 0
+    assert sentence.startswith("data.train has changed since ")
 
 
 @pytest.mark.parametrize("updates", [0, 1, 3])

@@ -16,7 +16,9 @@ from grpo_mp.checkpoint.run_state import (
     write_manifest,
 )
 from grpo_mp.config import dump_settings, load_settings
+from grpo_mp.data.prompts import load_train_prompts
 from grpo_mp.train import main
+from grpo_mp.trainer.preflight import read_tokenizer
 from tests.conftest import TinyRun
 from tests.trainer.conftest import Refuse
 
@@ -55,6 +57,22 @@ def test_a_torn_checkpoint_to_resume_from(refuse: Refuse, saved_run: Path, damag
 def test_a_manifest_of_something_else(refuse: Refuse, saved_run: Path) -> None:
     (saved_run / "checkpoints" / "step_000002" / "manifest.json").write_text("{}")
     assert "manifest.json: not a checkpoint manifest" in refuse()
+
+
+def test_other_rows_than_those_of_the_steps_before(
+    refuse: Refuse, saved_run: Path, tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A start on the same rows is taken: the digest that it would be compared with is that of the data."""
+    settings = load_settings(tiny_run.config)
+    tokenizer = read_tokenizer(settings.model.path, settings.model.read_config())
+    train = load_train_prompts(settings.data, tokenizer, settings.rollout.max_prompt_tokens)
+    for data in (train.digest, "another"):
+        checkpoint = saved_run / "checkpoints" / "step_000002"
+        write_manifest(checkpoint, TrainState(step=2, data=data), own_checksums(checkpoint, 0, 1))
+        if data == train.digest:
+            main([str(tiny_run.config), f"run.folder={saved_run}", "--dry-run", "--ranks", "2"])
+            assert capfd.readouterr().err == ""
+    assert refuse().startswith(f"{saved_run}: the rows of data.train are no longer those of the run's first 2 steps")
 
 
 def test_an_export_that_would_take_the_place_of_its_source(refuse: Refuse, tiny_run: TinyRun, tmp_path: Path) -> None:
