@@ -198,6 +198,19 @@ def run(job: SamplingJob, inputs: RunInputs) -> None:
             engines.progress.stop()
             engines.progress.note(note)
         dist.barrier(group=group)
+    check_answered(job, len(recorded), len(prompts))
+
+
+def check_answered(job: SamplingJob, answered: int, prompts: int) -> None:
+    """Raise UserError where more of the prompts than allowed have no answers: what follows would miss them."""
+    allowed = job.settings.sample.max_unanswered
+    missing = prompts - answered
+    if missing > allowed * prompts:
+        raise UserError(
+            f"{job.folder}: {missing:,} of {prompts:,} prompts have no answers after rollout.group_timeout_s="
+            f"{job.settings.rollout.group_timeout_s:g}, and sample.max_unanswered={allowed:g}: the same command asks "
+            "them again; raise either"
+        )
 
 
 @contextmanager

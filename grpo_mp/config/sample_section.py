@@ -18,6 +18,13 @@ class SampleConfig(Section):
         "failed episode), language {scripts, min_share}, distinct (texts of a prompt), first {count}, or your own "
         "'file.py:function'; also one name, or a list",
     )
+    max_unanswered: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="share of the prompts that may stay without answers, as those that take longer than "
+        "rollout.group_timeout_s; where more do, the files are written, and the command fails",
+    )
     max_prompts: int | None = Field(None, gt=0, description="answer only the first prompts, up to this number")
     deterministic: bool = Field(
         True,

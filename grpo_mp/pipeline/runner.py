@@ -1,6 +1,7 @@
 """Run the jobs of a pipeline one after another, and go on where an earlier start ended."""
 
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -12,12 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.config import PipelineSettings, load_settings, load_sft_settings
+from grpo_mp.config import PipelineSettings, Settings, SftSettings, load_settings, load_sft_settings
 from grpo_mp.errors import UserError
-from grpo_mp.files import write_json
-from grpo_mp.pipeline.stages import Record, StageJob, check_records, digests, present_records
+from grpo_mp.files import file_digest, write_json
+from grpo_mp.models.folder_digest import model_digest
+from grpo_mp.pipeline.stages import EVALUATE, Record, StageJob, check_inputs, check_records, digests, present_records
 from grpo_mp.processes import PR_SET_PDEATHSIG, prctl
 from grpo_mp.reading import read_json, read_text
+from grpo_mp.user_code import file_digests
 
 RECORDS, LOCK = "pipeline.json", "pipeline.lock"
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
@@ -30,13 +33,38 @@ def check_jobs(jobs: Sequence[StageJob]) -> dict[Path, str]:
     for job in jobs:
         texts[job.config] = read_text(job.config)
         try:
-            load = load_sft_settings if job.command == "sft" else load_settings
-            settings = load(job.config, job.overrides)
+            settings = load_job_settings(job)
         except UserError as error:
             raise UserError(f"stage {job.name}: {error}") from error
         if job.command in ("train", "sft") and not settings.run.export:
             raise UserError(f"stage {job.name}: run.export=false leaves no model for the next stage: leave it out")
     return texts
+
+
+def load_job_settings(job: StageJob) -> Settings | SftSettings:
+    """Return the settings that a job runs with. Raises UserError."""
+    load = load_sft_settings if job.command == "sft" else load_settings
+    return load(job.config, job.overrides)
+
+
+def input_digests(job: StageJob) -> dict[str, str]:
+    """Return the digests of what a job reads and that is there: files of data and code, and the model, by path."""
+    settings = load_job_settings(job)
+    unread = {EVALUATE: {"train"}, "sample": {"eval"}}.get(job.command, set())
+    texts = set(_texts(settings.data.model_dump(mode="json", exclude=unread)))
+    found = {text: file_digest(Path(text)) for text in sorted(texts) if os.path.isfile(text)}
+    if settings.model.path.is_dir():
+        found[str(settings.model.path)] = model_digest(settings.model.path)
+    return found | file_digests(settings.model_dump(mode="json", exclude={"data", "monitor"}))
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    """Yield every text of nested settings."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict | list):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _texts(part)
 
 
 class Pipeline:
@@ -49,6 +77,9 @@ class Pipeline:
         self._file = settings.folder / RECORDS
         self.records = present_records(jobs, read_records(self._file)) if self._file.exists() else {}
         check_records(jobs, self._digests, self.records)
+        for job in jobs:
+            if self.state(job) == "done":
+                check_inputs(job, self.records[job.name].inputs, input_digests(job))
 
     def state(self, job: StageJob) -> str:
         """Return how far a job is, in a word."""
@@ -68,7 +99,8 @@ class Pipeline:
             if self.state(job) == "done":
                 continue
             begun = self.records.get(job.name) or Record(self._digests[job.name], job.settings)
-            self._keep(job, replace(begun, done=False))
+            begun = replace(begun, inputs=input_digests(job), done=False)
+            self._keep(job, begun)
             print(f"pipeline: {job.name}", flush=True)
             started = time.monotonic()
             status, stopped = _run(job.arguments(ranks))

@@ -51,12 +51,16 @@ class StageJob:
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a job that was begun: the digest of all that decides what it makes, and its settings."""
+    """What is known of a job that was begun: a digest of all that its settings file and stage say, and its settings.
+
+    `inputs`: digests of the data, code and model that it read, by path, when it was last started.
+    """
 
     digest: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     done: bool = False
     seconds: float = 0.0
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
 
 def make_jobs(settings: PipelineSettings, file: Path) -> list[StageJob]:
@@ -183,6 +187,15 @@ def check_records(jobs: Sequence[StageJob], known: Mapping[str, str], records: M
                 f"stage {job.name} was {state} with {_difference(record.settings, job)}: take these, or another "
                 f"folder, or remove {job.folder} and what follows from it"
             )
+
+
+def check_inputs(job: StageJob, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise UserError where a job was done with other files than those that are there now; what is gone may be."""
+    if changed := next((path for path in before if path in now and before[path] != now[path]), None):
+        raise UserError(
+            f"stage {job.name} was done with another {changed}: put that back, or take another folder, or remove "
+            f"{job.folder} and what follows from it"
+        )
 
 
 def _difference(before: Mapping[str, Any], job: StageJob) -> str:

@@ -12,12 +12,11 @@ from grpo_mp.checkpoint.run_state import METRICS, complete_checkpoints
 from grpo_mp.config import Settings
 from grpo_mp.errors import UserError
 from grpo_mp.files import file_digest, write_json
+from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.reading import read_json
 from grpo_mp.user_code import file_digests
 
 FILE = "identity.json"
-PARTS, PART_BYTES = 16, 2**16  # of a file of weights that is read
-MODEL_FILES = ("*.safetensors", "*.distcp", "config.json", "tokenizer*.json", "chat_template.jinja", "manifest.json")
 SECTIONS = {
     "run": {"seed"},
     "model": {"family", "dtype"},
@@ -86,20 +85,3 @@ def _dotted(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, value in tree.items():
         yield from _dotted(value, f"{name}.{key}".removeprefix("."))
-
-
-def model_digest(folder: Path) -> str:
-    """Return a checksum of a model's files: of small ones all, of weights the size and some parts at even distances.
-
-    It differs where training has changed the weights, without reading terabytes.
-    """
-    digest = xxhash.xxh3_128()
-    for file in sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.is_file()}):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        last = max(0, size - PART_BYTES)
-        with file.open("rb") as stream:
-            for start in sorted({last * part // (PARTS - 1) for part in range(PARTS)}):
-                stream.seek(start)
-                digest.update(stream.read(PART_BYTES))
-    return digest.hexdigest()

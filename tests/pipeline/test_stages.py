@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,56 @@ def test_a_stage_that_is_removed_is_done_anew_and_what_follows_from_it_too(folde
     shutil.rmtree(out / "start")
     other = write(folder, {**STAGES, "start": {**STAGES["start"], "settings": {"optimizer.lr": 2e-3}}})
     assert {open_pipeline(other).state(job) for job in again.jobs} == {"to do"}
+
+
+def write_inputs(folder: Path) -> dict[str, Path]:
+    """Write what the stages read: chats, prompts, code of a reward, the model."""
+    (folder / "m").mkdir()
+    files = {
+        name: folder / name for name in ("chats.jsonl", "prompts.jsonl", "held_out.jsonl", "my.py", "m/config.json")
+    }
+    for file in files.values():
+        file.write_text("1")
+    train = {"data.train": str(files["prompts.jsonl"]), "data.eval": {"held": str(files["held_out.jsonl"])}}
+    reward = {"reward.functions": {f"{files['my.py']}:brief": 1.0}}
+    stages = deepcopy(STAGES)
+    stages["start"]["settings"] |= {"data.train": str(files["chats.jsonl"]), "model.path": str(folder / "m")}
+    for name in ("rl", "found"):
+        stages[name]["settings"] |= train | reward
+    write(folder, stages)
+    return files
+
+
+@pytest.mark.parametrize(
+    ("changed", "stage"),
+    [
+        *(("chats.jsonl", "start"), ("m/config.json", "start"), ("prompts.jsonl", "rl"), ("my.py", "rl")),
+        *(("held_out.jsonl", "rl"), ("out/found/samples.parquet", "student"), ("out/rl/final/config.json", "found")),
+    ],
+)
+def test_a_stage_that_was_done_with_other_files_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, changed: str, stage: str
+) -> None:
+    write_inputs(folder)
+    pipeline = open_pipeline(folder / "pipeline.yaml")
+    results = iter([job.result for job in pipeline.jobs])
+
+    def run(_: Sequence[str]) -> tuple[int, bool]:
+        file = next(results)
+        file.parent.mkdir(parents=True)
+        file.touch()
+        return 0, False
+
+    monkeypatch.setattr(runner, "_run", run)
+    assert pipeline.run(None) == 0
+    assert open_pipeline(folder / "pipeline.yaml").run(None) == 0  # nothing is run again: there is no next result
+    (folder / changed).write_text("2")
+    named = Path(changed).parent if changed.endswith("config.json") else changed
+    with pytest.raises(UserError, match=rf"^stage {stage} was done with another {folder / named}: put that back, or"):
+        open_pipeline(folder / "pipeline.yaml")
+    (folder / changed).unlink()  # to save room
+    if named == changed:
+        open_pipeline(folder / "pipeline.yaml")
 
 
 def test_evaluations_take_what_stages_made(folder: Path) -> None:

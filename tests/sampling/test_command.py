@@ -11,12 +11,13 @@ from pyarrow import parquet
 from grpo_mp.checkpoint.run_state import METRICS, SETTINGS
 from grpo_mp.errors import UserError
 from grpo_mp.files import read_json, write_json
+from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.parsers import sample_parser
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.journal import GroupJournal
-from grpo_mp.sample import GENERATED, SamplingJob, read_command, run
+from grpo_mp.sample import GENERATED, SamplingJob, check_answered, read_command, run
 from grpo_mp.sampling.farm import Throughput
-from grpo_mp.sampling.identity import check_folder, model_digest
+from grpo_mp.sampling.identity import check_folder
 from grpo_mp.sampling.results import GROUPS, SAMPLES, SUMMARY
 from grpo_mp.trainer.preflight import run_sampling_preflight
 from grpo_mp.types import SampleGroup
@@ -122,6 +123,15 @@ def test_a_folder_of_a_run_is_refused(tiny_run: TinyRun, tmp_path: Path) -> None
     (tmp_path / METRICS).touch()
     with pytest.raises(UserError, match="holds a training run: choose another --out"):
         check_folder(tmp_path, command(tiny_run.config).identity)
+
+
+def test_a_sampling_that_leaves_more_prompts_unanswered_than_allowed_fails(tiny_run: TinyRun) -> None:
+    check_answered(command(tiny_run.config), 990, 1000)
+    check_answered(command(tiny_run.config, "sample.max_unanswered=0.5"), 5, 10)
+    with pytest.raises(UserError, match=r"sample/model: 11 of 1,000 prompts have no answers after .* asks them again"):
+        check_answered(command(tiny_run.config), 989, 1000)
+    with pytest.raises(UserError, match="1 of 1,000 prompts have no answers.*sample.max_unanswered=0:"):
+        check_answered(command(tiny_run.config, "sample.max_unanswered=0"), 999, 1000)
 
 
 def test_large_files_of_weights_are_not_read_as_a_whole(tmp_path: Path) -> None:
