@@ -130,7 +130,7 @@ def test_a_sampling_that_leaves_more_prompts_unanswered_than_allowed_fails(tiny_
     check_answered(command(tiny_run.config, "sample.max_unanswered=0.5"), 5, 10)
     with pytest.raises(UserError, match=r"sample/model: 11 of 1,000 prompts have no answers after .* asks them again"):
         check_answered(command(tiny_run.config), 989, 1000)
-    with pytest.raises(UserError, match="1 of 1,000 prompts have no answers.*sample.max_unanswered=0:"):
+    with pytest.raises(UserError, match=r"1 of 1,000 prompts have no answers.*sample.max_unanswered=0:"):
         check_answered(command(tiny_run.config, "sample.max_unanswered=0"), 999, 1000)
 
 
