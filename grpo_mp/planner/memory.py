@@ -352,16 +352,18 @@ def host_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesBy
     nodes, hosts = set(), engine_host_ranks(engine_placements(job.settings.engine, job.world_size, job.gpus_per_node))
     for start in range(0, job.world_size, job.gpus_per_node):
         ranks = range(start, start + job.gpus_per_node)
-        nodes.add((tuple(_stage_of(job, rank) for rank in ranks), len(set(ranks).intersection(hosts))))
+        nodes.add((tuple(_stage_of(job, rank) for rank in ranks), len(set(ranks).intersection(hosts)), start == 0))
 
-    def node_memory(node: tuple[tuple[int | None, ...], int], sub_phase: SubPhase) -> BytesByKind:
-        stages, hosted = node
+    def node_memory(node: tuple[tuple[int | None, ...], int, bool], sub_phase: SubPhase) -> BytesByKind:
+        stages, hosted, is_first = node
         by_rank = [
             _engine_host_memory(job, engine) if stage is None else _rank_host_memory(job, sub_phase, stage, engine)
             for stage in stages
         ]
         if job.settings.training.router_replay == "R3":
             by_rank.append({"routed experts": hosted * _kept_by_an_engines_host(job, sub_phase)})
+        if is_first and sub_phase is SubPhase.SAVE and job.settings.model.lora and _exports(job.settings):
+            by_rank.append({"export": _more_for_adapters(job)})
         kinds = dict.fromkeys(kind for sizes in by_rank for kind in sizes)
         return {kind: sum(sizes.get(kind, 0) for sizes in by_rank) for kind in kinds}
 
@@ -433,6 +435,11 @@ def _export_host_bytes(job: PlannedJob) -> float:
     weights = job.per_parameter.weights
     tensor = _largest_tensor(job.model, 1) * weights
     return min(2 * max(SHARD_BYTES, tensor) + tensor, max(tensor, job.parameters * weights / job.train_ranks))
+
+
+def _more_for_adapters(job: PlannedJob) -> float:
+    """Return what rank 0, which holds all adapters before the weights are exported, needs beyond those."""
+    return max(0.0, job.trained_parameters * job.per_parameter.weights - _export_host_bytes(job))
 
 
 def _engine_host_memory(job: PlannedJob, engine: EngineMemory) -> dict[str, float]:
