@@ -201,6 +201,11 @@ class PlannedJob:
         return self._full_count(self.parameter_counts)
 
     @property
+    def adapters(self) -> int:
+        """Return the parameters of low-rank adapters, counted likewise."""
+        return self._full_count(self.policy_trained_counts) if self.settings.model.lora else 0
+
+    @property
     def trained_parameters(self) -> int:
         """Return those that have an optimizer and are in a checkpoint, the critic's too, counted likewise."""
         of_critic = self.critic._full_count(self.critic_counts) if self.has_critic else 0

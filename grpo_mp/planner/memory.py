@@ -432,14 +432,15 @@ def _exports(settings: Settings) -> bool:
 
 def _export_host_bytes(job: PlannedJob) -> float:
     """Return what a rank holds of the folder that it exports: two shards and the tensor after them, or less."""
-    weights = job.per_parameter.weights
-    tensor = _largest_tensor(job.model, 1) * weights
-    return min(2 * max(SHARD_BYTES, tensor) + tensor, max(tensor, job.parameters * weights / job.train_ranks))
+    tensor, folder = (
+        count * job.per_parameter.weights for count in (_largest_tensor(job.model, 1), job.parameters - job.adapters)
+    )
+    return min(2 * max(SHARD_BYTES, tensor) + tensor, max(tensor, folder / job.train_ranks))
 
 
 def _more_for_adapters(job: PlannedJob) -> float:
     """Return what rank 0, which holds all adapters before the weights are exported, needs beyond those."""
-    return max(0.0, job.trained_parameters * job.per_parameter.weights - _export_host_bytes(job))
+    return max(0.0, job.adapters * job.per_parameter.weights - _export_host_bytes(job))
 
 
 def _engine_host_memory(job: PlannedJob, engine: EngineMemory) -> dict[str, float]:
