@@ -432,9 +432,8 @@ def _exports(settings: Settings) -> bool:
 
 def _export_host_bytes(job: PlannedJob) -> float:
     """Return what a rank holds of the folder that it exports: two shards and the tensor after them, or less."""
-    tensor, folder = (
-        count * job.per_parameter.weights for count in (_largest_tensor(job.model, 1), job.parameters - job.adapters)
-    )
+    weights = job.per_parameter.weights
+    tensor, folder = _largest_tensor(job.model, 1) * weights, (job.parameters - job.adapters) * weights
     return min(2 * max(SHARD_BYTES, tensor) + tensor, max(tensor, folder / job.train_ranks))
 
 
