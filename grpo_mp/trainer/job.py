@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from grpo_mp.checkpoint.run_lock import run_lock
 from grpo_mp.checkpoint.run_state import TrainState, claim_run_folder, read_manifest
 from grpo_mp.config import Settings, TrainerSettings
 from grpo_mp.distributed.process_groups import Job, Parallel, join_job, make_parallel, stop_parallel
@@ -83,6 +84,7 @@ def join_run(
         folder, rank = settings.run.folder, job.rank
         stack.enter_context(report_error_once(rank, job.store))
         if rank == 0:
+            stack.enter_context(run_lock(folder))
             claim_run_folder(folder, resolved)
         dist.barrier(group=job.group)
         checkpoint, damages = find_whole_checkpoint(checkpoints, job)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mp.checkpoint.run_lock import run_lock
 from grpo_mp.doctor.live_engines import EngineWeights, ask_weights, find_servers
+from grpo_mp.errors import UserError
 from grpo_mp.watch.state import RunReader, RunState
 from tests.conftest import TinyRun
 from tests.e2e.jobs import LAUNCH, Job, read_jsonl, spans
@@ -65,6 +67,7 @@ class FinishedRun:
     answers: dict[int, bytes]  # of each port, to another user without a key; empty where this is not root's
     watched: RunState  # then
     engines: list[EngineWeights]  # then
+    second_job: str  # what a job is told that would write there, too
 
 
 @pytest.fixture(scope="session")
@@ -94,6 +97,8 @@ def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) 
     listening = job.listening()
     watched, engines = RunReader(run).read(), [ask_weights(server) for server in find_servers(run)]
     answers = job.answers_to_strangers() if os.geteuid() == 0 else {}
+    with pytest.raises(UserError) as refusal, run_lock(run, wait_s=0.0):
+        pass
     (folder / "go").touch()
     job.wait_until(lambda: spans(run, 1, "TRAIN") >= 2)
     job.signal(signal.SIGUSR1, rank=1)
@@ -101,7 +106,9 @@ def finished_run(start_job: StartJob, tmp_path_factory: pytest.TempPathFactory) 
     stopped_after = len(read_jsonl(run / "metrics.jsonl")) - 1  # besides the line of step 0
     page = (run / "report.html").read_text() if (run / "report.html").exists() else ""
     second = outcome(start_job(*settings, f"run.steps={LAST_STEP}"))
-    return FinishedRun(folder, first, second, stopped_after, page, listening, answers, watched, engines)
+    return FinishedRun(
+        folder, first, second, stopped_after, page, listening, answers, watched, engines, str(refusal.value)
+    )
 
 
 def finished_settings(folder: Path) -> tuple[str, ...]:

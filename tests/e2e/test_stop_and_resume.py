@@ -68,6 +68,10 @@ def test_prompts_match_uninterrupted_run(finished_run: FinishedRun, tiny_run: Ti
         assert {sample["group_id"] // PROMPTS_PER_STEP for sample in samples} <= {step - 1}
 
 
+def test_a_second_job_beside_it_is_refused(finished_run: FinishedRun) -> None:
+    assert f"{finished_run.folder / 'run'}: another job writes there (host " in finished_run.second_job
+
+
 def test_no_process_is_left(finished_run: FinishedRun) -> None:
     assert finished_run.first.left == finished_run.second.left == []
 

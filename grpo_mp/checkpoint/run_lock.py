@@ -1,0 +1,59 @@
+"""One job at a time writes into a run folder."""
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from grpo_mp.errors import UserError
+
+LOCK = "job.lock"
+WAIT_S = 120.0  # the locks of a dead host on NFS stay for its lease of 90 s
+POLL_S = 0.2
+UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+HELD = frozenset({errno.EACCES, errno.EAGAIN})
+LOGGER = logging.getLogger(__name__)
+
+
+@contextmanager
+def run_lock(folder: Path, wait_s: float = WAIT_S) -> Iterator[None]:
+    """Keep other jobs out of a run folder while the body runs; it ends with the process, however that ends.
+
+    A job that was killed may need a moment to be gone: waits up to `wait_s` seconds. Raises UserError where another
+    one stays there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+") as file:
+        deadline_s = time.monotonic() + wait_s
+        while not _take(file):
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            if time.monotonic() > deadline_s:
+                raise UserError(f"{folder}: another job writes there ({holder}): stop it, or choose another run.folder")
+            if deadline_s - time.monotonic() > wait_s - POLL_S:
+                LOGGER.warning("%s: another job writes there (%s): waiting up to %g s for it", folder, holder, wait_s)
+            time.sleep(POLL_S)
+        file.truncate(0)
+        job = os.environ.get("SLURM_JOB_ID")
+        file.write(f"host {socket.gethostname()}, process {os.getpid()}{f', Slurm job {job}' if job else ''}\n")
+        file.flush()
+        yield
+
+
+def _take(file: IO[str]) -> bool:
+    """Try to lock a file: a record lock, which children do not hold, and network file systems know."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in HELD:
+            return False
+        if error.errno not in UNSUPPORTED:
+            raise
+        LOGGER.warning("%s: the file system has no locks: start no second job there", file.name)
+    return True
