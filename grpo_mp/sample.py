@@ -11,7 +11,7 @@ import shutil
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
     end_with_launcher()
 
+import numpy as np
 import torch.distributed as dist
 
 from grpo_mp.algorithms.settings import KLConfig
+from grpo_mp.checkpoint.run_lock import run_lock
 from grpo_mp.checkpoint.run_state import MANIFEST, claim_run_folder
 from grpo_mp.config import Settings, dump_settings, load_settings
 from grpo_mp.distributed.process_groups import Job, all_gather
@@ -72,6 +74,7 @@ class SamplingJob:
     settings: Settings
     checkpoint: Path | None  # of a run; None: the model of the settings
     filters: Mapping[str, SampleFilter]
+    prompts_digest: str = ""  # once they are read
 
     @property
     def name(self) -> Path:
@@ -91,7 +94,7 @@ class SamplingJob:
     @cached_property
     def identity(self) -> SamplingIdentity:
         """Return what the answers follow from."""
-        return SamplingIdentity.of(self.settings, self.name)
+        return SamplingIdentity.of(self.settings, self.name, self.prompts_digest)
 
     @property
     def has_episodes(self) -> bool:
@@ -115,8 +118,8 @@ class FirstPrompts(Sequence[Prompt]):
         return self.length
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a prompt."""
-        return self.prompts[index]
+        """Return a prompt. Raises IndexError."""
+        return self.prompts[range(self.length)[index]]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -128,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         job = read_command(args)
         with started_job(args.ranks) as (world_size, ranks_per_node):
             inputs = run_sampling_preflight(job.settings, world_size, ranks_per_node, job.needs_policy)
+            job = replace(job, prompts_digest=inputs.train.digest)
             check_folder(job.folder, job.identity)
             run(job, inputs)
 
@@ -182,11 +186,11 @@ def run(job: SamplingJob, inputs: RunInputs) -> None:
             job.identity.write(job.folder)
             (job.folder / GENERATED).unlink(missing_ok=True)
             shutil.rmtree(job.folder / PARTS, ignore_errors=True)
-        done = _all_recorded(job, len(prompts), engines.job)
+        done = _answered(job, len(prompts), engines.job)
         if done:
             engines.progress.note(f"{len(done):,} of {len(prompts):,} prompts were answered before")
         journal = GroupJournal(job.folder / GROUPS, rank)
-        throughput = SampleFarm(job.settings, prompts, engines, journal).run(done.keys())
+        throughput = SampleFarm(job.settings, prompts, engines, journal).run(done)
         with engines.phases.phase(Phase.SAVE, "answers"):
             recorded = _all_recorded(job, len(prompts), engines.job)
             if rank == 0 and len(recorded) == len(prompts):
@@ -220,11 +224,18 @@ def _engines(job: SamplingJob, inputs: RunInputs) -> Iterator[EngineContext]:
     greeting = f"{job.name}: {count:,} prompts x {settings.rollout.group_size}; starting the engines"
     if job.needs_policy:
         with open_context(settings, inputs, [job.checkpoint] if job.checkpoint else [], greeting) as ctx:
+            ctx.preemption.release()  # answers are on disk: nothing is to be saved first
             sync_weights(ctx)
             yield ctx.engines
     else:
         with open_engines_only(settings, inputs, greeting) as engines:
             yield engines
+
+
+def _answered(job: SamplingJob, prompts: int, ranks: Job) -> set[int]:
+    """Return which of so many prompts all ranks find in the journal. Every rank must call this."""
+    numbers = np.fromiter(recorded_share(job.folder, ranks.rank, ranks.world_size), dtype=np.int64)
+    return {number for share in all_gather(numbers[numbers < prompts], ranks.group) for number in share.tolist()}
 
 
 def _all_recorded(job: SamplingJob, prompts: int, ranks: Job) -> Recorded:
@@ -254,6 +265,7 @@ def _finish(job: SamplingJob, prompts: int, counts: Counts, parts: int, throughp
         "filters": job.settings.sample.filters,
         "prompts": prompts,
     }
+    (job.folder / SUMMARY).unlink(missing_ok=True)  # it would vouch for other rows
     join(job.folder, parts, job.has_episodes, json.dumps(facts))
     speed = throughput.to_dict()
     summary = counts.to_dict()
@@ -293,12 +305,18 @@ def _filter_again(job: SamplingJob, prompts: Sequence[Prompt], throughput: Throu
     if same and all(map(Path.is_file, files)):
         print(f"{job.folder}: done before\n{_describe(job, len(prompts), summary, speed)}")
         return
-    shutil.rmtree(job.folder / PARTS, ignore_errors=True)
-    claim_run_folder(job.folder, dump_settings(job.settings))
-    recorded = recorded_share(job.folder, 0, 1)
-    asked = {prompt: record for prompt, record in recorded.items() if prompt < len(prompts)}
-    counts = _write_part(job, prompts, asked, 0, 1)
-    print(_finish(job, len(prompts), counts, 1, throughput))
+    with run_lock(job.folder):
+        asked = {prompt: record for prompt, record in recorded_share(job.folder, 0, 1).items() if prompt < len(prompts)}
+        if missing := len(prompts) - len(asked):
+            (job.folder / GENERATED).unlink()
+            raise UserError(
+                f"{job.folder / GROUPS}: the answers to {missing:,} of {len(prompts):,} prompts are gone or damaged: "
+                f"the same command asks these again; {SAMPLES} is as it was"
+            )
+        shutil.rmtree(job.folder / PARTS, ignore_errors=True)
+        claim_run_folder(job.folder, dump_settings(job.settings))
+        counts = _write_part(job, prompts, asked, 0, 1)
+        print(_finish(job, len(prompts), counts, 1, throughput))
 
 
 if __name__ == "__main__":

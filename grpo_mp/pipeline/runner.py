@@ -24,6 +24,10 @@ from grpo_mp.user_code import file_digests
 
 RECORDS, LOCK = "pipeline.json", "pipeline.lock"
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
+UNREAD: Mapping[str, dict[str, Any]] = {  # settings that a command does not read, or takes from its options
+    EVALUATE: {"data": {"train"}, "model": {"path"}},
+    "sample": {"data": {"eval"}},
+}
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # which let a run save and end
 
 
@@ -48,14 +52,16 @@ def load_job_settings(job: StageJob) -> Settings | SftSettings:
 
 
 def input_digests(job: StageJob) -> dict[str, str]:
-    """Return the digests of what a job reads and that is there: files of data and code, and the model, by path."""
-    settings = load_job_settings(job)
-    unread = {EVALUATE: {"train"}, "sample": {"eval"}}.get(job.command, set())
-    texts = set(_texts(settings.data.model_dump(mode="json", exclude=unread)))
-    found = {text: file_digest(Path(text)) for text in sorted(texts) if os.path.isfile(text)}
-    if settings.model.path.is_dir():
-        found[str(settings.model.path)] = model_digest(settings.model.path)
-    return found | file_digests(settings.model_dump(mode="json", exclude={"data", "monitor"}))
+    """Return the digests of what a job reads and that is there: files of data and code, and models, by path."""
+    unread = {"run": True, "monitor": True} | UNREAD.get(job.command, {})
+    tree = load_job_settings(job).model_dump(mode="json", exclude=unread)
+    found = file_digests(tree)
+    for text in {*_texts(tree), *job.options}:
+        if os.path.isfile(text):
+            found[text] = file_digest(Path(text))
+        elif os.path.isfile(os.path.join(text, "config.json")):
+            found[text] = model_digest(Path(text))
+    return dict(sorted(found.items()))
 
 
 def _texts(tree: Any) -> Iterator[str]:
@@ -78,7 +84,7 @@ class Pipeline:
         self.records = present_records(jobs, read_records(self._file)) if self._file.exists() else {}
         check_records(jobs, self._digests, self.records)
         for job in jobs:
-            if self.state(job) == "done":
+            if job.name in self.records and self.records[job.name].done:
                 check_inputs(job, self.records[job.name].inputs, input_digests(job))
 
     def state(self, job: StageJob) -> str:
@@ -96,7 +102,8 @@ class Pipeline:
 
     def _run_jobs(self, ranks: int | None) -> int:
         for job in self.jobs:
-            if self.state(job) == "done":
+            if self.state(job) == "done":  # after a former job was done anew
+                check_inputs(job, self.records[job.name].inputs, input_digests(job))
                 continue
             begun = self.records.get(job.name) or Record(self._digests[job.name], job.settings)
             begun = replace(begun, inputs=input_digests(job), done=False)
@@ -110,7 +117,7 @@ class Pipeline:
             if not done:
                 how = "was stopped" if stopped or status == 0 else f"ended with status {status}"
                 print(f"pipeline: {job.name} {how}: the same command goes on with it", flush=True)
-                return status or STOPPED
+                return STOPPED if stopped else status or STOPPED
         return 0
 
     @contextmanager

@@ -131,8 +131,8 @@ class First:
 
 
 def response_tokens(sample: Sample) -> int:
-    """Return the tokens of a response that the policy generated."""
-    return len(sample.tokens) - sample.given_tokens
+    """Return the tokens of a response that the policy generated, of an episode in all its sequences."""
+    return sum(len(sequence.tokens) - sequence.given_tokens for sequence in sample.sequences)
 
 
 def written_text(sample: Sample) -> str:

@@ -1,6 +1,7 @@
 """What the answers of a sampling follow from: settings, weights and data. A folder holds the answers of one of them."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,16 +18,25 @@ from grpo_mp.reading import read_json
 from grpo_mp.user_code import file_digests
 
 FILE = "identity.json"
-SECTIONS = {
+SECTIONS: dict[str, Any] = {
     "run": {"seed"},
     "model": {"family", "dtype"},
     "data": {"train", "source", "prompt_column", "answer_column", "system_prompt"},
     "rollout": {
         *("group_size", "max_prompt_tokens", "max_response_tokens", "temperature", "top_p", "stop"),
-        *("tools", "tool_parser", "function", "function_args", "limits", "failed"),
+        *("tools", "tool_args", "tool_environment", "tool_parser", "environment_factory"),
+        *("function", "function_args", "limits", "failed"),
     },
-    "engine": {"deterministic"},
+    "engine": {"deterministic", "args", "speculative"},
+    "reward": True,
 }
+# Of them what says where and how fast answers are computed and scored, not which they are.
+NEUTRAL = re.compile(
+    r"reward\..*(url|api_key_env|retries|gpus_per_server)"
+    r"|reward(\.(model|judge|steps))?\.timeout_s"
+    r"|rollout\.limits\.(tool_processes|episodes)"
+    r"|engine\.args\.(mem_fraction_static|max_running_requests|max_total_tokens|chunked_prefill_size|log_level)"
+)
 
 
 @dataclass(frozen=True)
@@ -36,15 +46,17 @@ class SamplingIdentity:
     settings: Mapping[str, Any]  # by dotted name
     model: str  # digest of its files
     data: Mapping[str, str]  # digest of each file, by its path; of users' code, too
+    prompts: str  # digest of what was read of them
 
     @classmethod
-    def of(cls, settings: Settings, model: Path) -> "SamplingIdentity":
+    def of(cls, settings: Settings, model: Path, prompts: str) -> "SamplingIdentity":
         """Read what identifies a sampling by the weights in `model`, a folder or a checkpoint."""
-        chosen = settings.model_dump(mode="json", include=dict(SECTIONS) | {"reward": True})
+        chosen = settings.model_dump(mode="json", include=SECTIONS)
         files = {Path(train_set.path) for train_set in settings.data.train.values()}
         data = {str(file): file_digest(file) for file in sorted(files) if file.is_file()}
         data |= file_digests(chosen)
-        return cls(dict(_dotted(chosen)), model_digest(model), data)
+        decisive = {name: value for name, value in _dotted(chosen) if not NEUTRAL.fullmatch(name)}
+        return cls(decisive, model_digest(model), data, prompts)
 
     @property
     def settings_digest(self) -> str:
@@ -74,7 +86,8 @@ def _difference(old: Any, new: Mapping[str, Any]) -> str:
             kind, _, rest = name.partition(".")
             if kind == "settings":
                 return f"{rest} was {before.get(name)!r}, is now {now.get(name)!r}"
-            return "the model's files differ" if kind == "model" else f"the file {rest} differs"
+            differences = {"model": "the model's files differ", "prompts": "the prompts, or their answers, differ"}
+            return differences.get(kind) or f"the file {rest} differs"
     return ""
 
 

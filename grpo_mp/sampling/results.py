@@ -120,7 +120,7 @@ class PartWriter:
 
     def write(self, records: Iterable[Record]) -> Counts:
         """Write the kept answers and all pass rates; return what became of them. Holds one group at a time."""
-        counts, stats = Counts(dropped=Counter(dict.fromkeys(self.filters, 0))), list[RewardStats]()
+        counts = Counts(dropped=Counter(dict.fromkeys(self.filters, 0)))
         file, rates_file = part_files(self.folder, self.rank)
         with open_part(file, schema_of(self.has_episodes)) as part, rates_file.open("w", encoding="utf-8") as rates:
             for record in records:
@@ -129,10 +129,9 @@ class PartWriter:
                 rows: list[Row] = [row_of(group.prompt, sample, self.source) for sample in kept]
                 part.write(rows)
                 counts.add(group, len(rows))
-                stats.append(of_group)
+                counts.rewards = sum_stats([counts.rewards, of_group])
                 if judged := _verdicts(group):
                     rates.write(_rate_line(group.prompt, judged))
-        counts.rewards = sum_stats(stats)
         return counts
 
     def _load(self, record: Record) -> tuple[SampleGroup, RewardStats]:

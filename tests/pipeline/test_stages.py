@@ -201,54 +201,94 @@ def test_a_stage_that_is_removed_is_done_anew_and_what_follows_from_it_too(folde
     assert {open_pipeline(other).state(job) for job in again.jobs} == {"to do"}
 
 
-def write_inputs(folder: Path) -> dict[str, Path]:
-    """Write what the stages read: chats, prompts, code of a reward, the model."""
-    (folder / "m").mkdir()
-    files = {
-        name: folder / name for name in ("chats.jsonl", "prompts.jsonl", "held_out.jsonl", "my.py", "m/config.json")
+def write_inputs(folder: Path) -> None:
+    """Write what the stages read: chats, prompts, code of a reward and of a source, models."""
+    for name in (
+        "chats.jsonl",
+        "prompts.jsonl",
+        "held_out.jsonl",
+        "my.py",
+        "source.py",
+        "m/config.json",
+        "b/config.json",
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("1")
+    train = {
+        "data.train": str(folder / "prompts.jsonl"),
+        "data.eval": {"held": str(folder / "held_out.jsonl")},
+        "data.source": f"{folder / 'source.py'}:read",
+        "reward.functions": {f"{folder / 'my.py'}:brief": 1.0},
     }
-    for file in files.values():
-        file.write_text("1")
-    train = {"data.train": str(files["prompts.jsonl"]), "data.eval": {"held": str(files["held_out.jsonl"])}}
-    reward = {"reward.functions": {f"{files['my.py']}:brief": 1.0}}
     stages = deepcopy(STAGES)
-    stages["start"]["settings"] |= {"data.train": str(files["chats.jsonl"]), "model.path": str(folder / "m")}
+    stages["start"]["settings"] |= {"data.train": str(folder / "chats.jsonl"), "model.path": str(folder / "m")}
     for name in ("rl", "found"):
-        stages[name]["settings"] |= train | reward
-    write(folder, stages)
-    return files
+        stages[name]["settings"] |= train
+    evaluation = {"config": "rl.yaml", "settings": {"model.path": str(folder / "m")}}
+    write(folder, stages, base=str(folder / "b"), evaluation=evaluation)
 
 
-@pytest.mark.parametrize(
-    ("changed", "stage"),
-    [
-        *(("chats.jsonl", "start"), ("m/config.json", "start"), ("prompts.jsonl", "rl"), ("my.py", "rl")),
-        *(("held_out.jsonl", "rl"), ("out/found/samples.parquet", "student"), ("out/rl/final/config.json", "found")),
-    ],
-)
-def test_a_stage_that_was_done_with_other_files_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, changed: str, stage: str
-) -> None:
+@pytest.fixture
+def finished(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a pipeline whose stages are done, each with its name as result."""
     write_inputs(folder)
-    pipeline = open_pipeline(folder / "pipeline.yaml")
-    results = iter([job.result for job in pipeline.jobs])
+    file = folder / "pipeline.yaml"
 
-    def run(_: Sequence[str]) -> tuple[int, bool]:
-        file = next(results)
-        file.parent.mkdir(parents=True)
-        file.touch()
+    def run(arguments: Sequence[str]) -> tuple[int, bool]:
+        job = next(job for job in jobs_of(file) if job.arguments(None) == list(arguments))
+        job.result.parent.mkdir(parents=True, exist_ok=True)
+        job.result.write_text(job.name)
         return 0, False
 
     monkeypatch.setattr(runner, "_run", run)
-    assert pipeline.run(None) == 0
-    assert open_pipeline(folder / "pipeline.yaml").run(None) == 0  # nothing is run again: there is no next result
-    (folder / changed).write_text("2")
-    named = Path(changed).parent if changed.endswith("config.json") else changed
-    with pytest.raises(UserError, match=rf"^stage {stage} was done with another {folder / named}: put that back, or"):
-        open_pipeline(folder / "pipeline.yaml")
-    (folder / changed).unlink()  # to save room
-    if named == changed:
-        open_pipeline(folder / "pipeline.yaml")
+    assert open_pipeline(file).run(None) == 0
+    monkeypatch.setattr(runner, "_run", lambda _: pytest.fail("all is done"))
+    assert open_pipeline(file).run(None) == 0
+    monkeypatch.setattr(runner, "_run", run)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("changed", "job"),
+    [
+        *(("chats.jsonl", "start"), ("m/config.json", "start"), ("b/config.json", "evaluate base")),
+        *(("prompts.jsonl", "rl"), ("my.py", "rl"), ("source.py", "rl")),
+        *(("held_out.jsonl", "rl"), ("out/found/samples.parquet", "student")),
+        *(("out/rl/final/config.json", "evaluate rl"), ("out/start/final/config.json", "evaluate start")),
+    ],
+)
+def test_a_stage_that_was_done_with_other_files_is_refused(finished: Path, changed: str, job: str) -> None:
+    file = finished.parent / changed
+    file.write_text("2")
+    named = file.parent if file.name == "config.json" else file
+    with pytest.raises(UserError, match=rf"^stage {job} was done with another {named}: put that back, or"):
+        open_pipeline(finished)
+    if named == file:
+        file.unlink()  # to save room
+        open_pipeline(finished)
+
+
+def test_a_stage_whose_result_is_gone_is_done_anew_of_the_same_and_for_the_same(finished: Path) -> None:
+    out = finished.parent / "out"
+    result = out / "start/final/config.json"
+    result.unlink()
+    chats = finished.parent / "chats.jsonl"
+    chats.write_text("2")
+    with pytest.raises(UserError, match=rf"^stage start was done with another {chats}"):
+        open_pipeline(finished)
+    chats.write_text("1")
+    assert open_pipeline(finished).run(None) == 0
+    result.unlink()
+    pipeline = open_pipeline(finished)
+
+    def other(arguments: Sequence[str]) -> tuple[int, bool]:
+        result.write_text("another")
+        return 0, False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "_run", other)
+        with pytest.raises(UserError, match=r"^stage evaluate start was done with another .*start/final"):
+            pipeline.run(None)
 
 
 def test_evaluations_take_what_stages_made(folder: Path) -> None:
@@ -272,6 +312,8 @@ def test_a_stop_is_no_success_and_two_do_not_run_at_once(folder: Path, monkeypat
 
     monkeypatch.setattr(runner, "_run", run)
     assert (pipeline.run(None), runs) == (runner.STOPPED, ["sft"])
+    monkeypatch.setattr(runner, "_run", lambda _: (143, True))  # by the signal
+    assert pipeline.run(None) == runner.STOPPED
     monkeypatch.setattr(runner, "_run", lambda _: (3, False))
     assert pipeline.run(None) == 3
 

@@ -1,7 +1,8 @@
 """The command before any engine starts: what it makes of settings, and which folders it refuses."""
 
+import re
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +77,24 @@ CHANGES = {
     "run.seed=1": "run.seed was 0, is now 1",
     "reward.boxed=0.25": "reward.boxed was 0.5, is now 0.25",
     "sample.deterministic=false": "engine.deterministic was True, is now False",
+    "engine.args={quantization: fp8}": "engine.args.quantization was None, is now 'fp8'",
+    "rollout.tool_args={a.py:f: {b: 1}}": "rollout.tool_args.a.py:f.b was None, is now 1",
+    "rollout.environment_factory=a.py:E && rollout.tool_parser=qwen25": "environment_factory was None, is now 'a.py:E'",
+    "rollout.limits.turns=3": "rollout.limits.turns was 8, is now 3",
 }
-SAME = ("engine.concurrent_groups=3", "sample.filters=[right]", "sample.max_prompts=5", "run.steps=9", "optimizer.lr=1")
+SAME = (
+    *("engine.concurrent_groups=3", "sample.filters=[right]", "sample.max_prompts=5", "run.steps=9", "optimizer.lr=1"),
+    *("engine.args={mem_fraction_static: 0.5}", "rollout.limits.tool_processes=3", "reward.timeout_s=99"),
+)
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_folder_of_other_settings_is_refused(own_run: TinyRun, tmp_path: Path, change: str) -> None:
     begun = command(own_run.config, "--out", str(tmp_path))
     begun.identity.write(tmp_path)
-    with pytest.raises(UserError, match=rf"holds answers of another sampling \({CHANGES[change]}\): choose another"):
-        check_folder(tmp_path, command(own_run.config, "--out", str(tmp_path), change).identity)
+    sentence = rf"holds answers of another sampling \(.*{re.escape(CHANGES[change])}\): choose another"
+    with pytest.raises(UserError, match=sentence):
+        check_folder(tmp_path, command(own_run.config, "--out", str(tmp_path), *change.split(" && ")).identity)
     check_folder(tmp_path, command(own_run.config, *SAME).identity)
 
 
@@ -106,6 +115,22 @@ def test_a_folder_of_other_weights_or_data_is_refused(own_run: TinyRun, tmp_path
     (copy / weights.name).write_bytes(content)
     with pytest.raises(UserError, match="the model's files differ"):
         check_folder(tmp_path, command(own_run.config, "--model", str(copy)).identity)
+
+
+def test_a_folder_of_other_prompts_is_refused(own_run: TinyRun, tmp_path: Path) -> None:
+    """As of a data set by name, a source of users' own, or after pass_rates have left out others."""
+    job = command(own_run.config)
+    replace(job, prompts_digest="1").identity.write(tmp_path)
+    with pytest.raises(UserError, match=r"another sampling \(the prompts, or their answers, differ\): choose another"):
+        check_folder(tmp_path, replace(job, prompts_digest="2").identity)
+
+
+def test_servers_of_rewards_may_move(own_run: TinyRun, tmp_path: Path) -> None:
+    def at(port: int) -> SamplingJob:
+        return command(own_run.config, f"reward.model={{url: http://localhost:{port}, weight: 1.0}}")
+
+    at(1).identity.write(tmp_path)
+    check_folder(tmp_path, at(2).identity)
 
 
 def test_a_folder_of_other_code_is_refused(own_run: TinyRun, tmp_path: Path) -> None:
@@ -166,4 +191,13 @@ def test_other_filters_need_no_engine(tiny_run: TinyRun, tmp_path: Path, capsys:
     said, summary, rows = sample("right", "{first: {count: 1}}")
     assert (rows, summary["dropped"]) == ([(0, 0), (1, 0), (2, 0)], {"right": 6, "first": 3})
     assert "done before" not in said
+    rows_before = (tmp_path / SAMPLES).read_bytes()
+    (journal,) = (tmp_path / GROUPS).rglob("*.journal")
+    content = bytearray(journal.read_bytes())
+    content[-9] ^= 1
+    journal.write_bytes(content)
+    with pytest.raises(UserError, match=r"answers to 1 of 3 prompts are gone or damaged: the same command asks these"):
+        sample("right")
+    assert (tmp_path / SAMPLES).read_bytes() == rows_before
+    assert not (tmp_path / GENERATED).exists()  # the next start has engines
     assert "count: 1" in (tmp_path / SETTINGS).read_text()

@@ -59,6 +59,13 @@ def test_only_tokens_that_the_policy_generated_count() -> None:
     assert kept(samples, {"tokens": {"max": 2}}) == [0]
 
 
+def test_an_episode_is_as_long_as_all_its_sequences() -> None:
+    samples = [answer(0, 2, earlier=(answer(0, 7, generated=(True,) * 6 + (False,)),)), answer(1, 3)]
+    assert kept(samples, {"tokens": {"max": 7}}) == [1]
+    assert kept(samples, {"tokens": {"min": 8}}) == [0]
+    assert kept(samples, {"best": {"k": 1}}) == [1]
+
+
 def test_right_are_those_that_are_judged_right() -> None:
     for verdicts in product((True, False, None), repeat=3):
         samples = [answer(index, is_correct=verdict) for index, verdict in enumerate(verdicts)]
