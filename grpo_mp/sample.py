@@ -25,7 +25,6 @@ if __name__ == "__main__":
 import numpy as np
 import torch.distributed as dist
 
-from grpo_mp.algorithms.settings import KLConfig
 from grpo_mp.checkpoint.run_lock import run_lock
 from grpo_mp.checkpoint.run_state import MANIFEST, claim_run_folder
 from grpo_mp.config import Settings, dump_settings, load_settings
@@ -54,6 +53,7 @@ from grpo_mp.sampling.results import (
     share_of_prompts,
     sum_counts,
 )
+from grpo_mp.sampling.settings import sampling_settings
 from grpo_mp.sampling.table import Source
 from grpo_mp.train import sync_weights
 from grpo_mp.trainer.command_line import started_job
@@ -144,23 +144,15 @@ def read_command(args: argparse.Namespace) -> SamplingJob:
     model = args.model or settings.model.path
     out = args.out or settings.run.folder / "sample" / (checkpoint or model).absolute().name
     group_size = args.samples or settings.rollout.group_size
-    deterministic = {"ranks": 0, "deterministic": settings.sample.deterministic}
+    sampling = sampling_settings(settings)
     updates = {
         "run": settings.run.model_copy(update={"folder": out}),
         "model": settings.model.model_copy(update={"path": model}),
-        "data": settings.data.model_copy(update={"eval": {}}),
-        "rollout": settings.rollout.model_copy(update={"group_size": group_size, "max_staleness": 0}),
-        # All ranks have engines.
-        "schedule": "colocated",
-        "engine": settings.engine.model_copy(update=deterministic),
-        # Nothing is trained: no reference, no critic, no experts to replay.
-        "critic": None,
-        "algorithm": settings.algorithm.model_copy(update={"kl": KLConfig()}),
-        "training": settings.training.model_copy(update={"router_replay": "none"}),
+        "rollout": sampling.rollout.model_copy(update={"group_size": group_size}),
     }
     knows_correct = settings.reward.correctness_rule is not None
     filters = load_sample_filters(settings.sample.filters, group_size, knows_correct)
-    job = SamplingJob(settings.model_copy(update=updates), checkpoint, filters)
+    job = SamplingJob(sampling.model_copy(update=updates), checkpoint, filters)
     if job.settings.reward.own_models and job.needs_policy:
         raise UserError(
             f"{job.name}: a policy gives engines these weights, and no room is left for reward models that the job "

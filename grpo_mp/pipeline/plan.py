@@ -16,9 +16,10 @@ from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.meta_model import check_parameter_counts
 from grpo_mp.planner.model_configs import find_config
-from grpo_mp.planner.plan import check_fits, make_plan
+from grpo_mp.planner.plan import check_engines_fit, check_fits, make_plan
 from grpo_mp.planner.sft import make_sft_plan, sft_job
 from grpo_mp.planner.show import table_of
+from grpo_mp.sampling.settings import sampling_settings
 
 COLUMNS = ("stage", "command", "fits", "steps", "s a step", "hours", "GPU hours")
 
@@ -99,10 +100,12 @@ def _plan_stage(stage_job: StageJob, rows: int | None, models: dict[Path, HfConf
         return _plan_sft(stage_job, settings, hf, rows, machines)
     lengths = "rollout.max_prompt_tokens + rollout.max_response_tokens"
     check_positions(hf, settings.rollout.max_sequence_tokens, lengths)
+    samples = stage_job.command == "sample"
+    settings = sampling_settings(settings) if samples else settings
     job = make_job(settings, hf, machines.cluster, machines.nodes, machines.gpus_per_node, machines.mean_tokens)
     check_parameter_counts(job)
-    plan, samples = make_plan(job), stage_job.command == "sample"
-    fits = check_fits(plan)
+    plan = make_plan(job)
+    fits = check_engines_fit(plan) if samples else check_fits(plan)
     step_s = plan.times[SubPhase.GENERATE].expected_s if samples else plan.step_s
     steps = _steps(settings, rows, samples)
     return StagePlan(stage_job.name, stage_job.command, fits.fits, fits.sentence, steps, step_s, job.world_size)

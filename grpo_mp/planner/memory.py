@@ -119,7 +119,7 @@ def plan_memory(job: PlannedJob) -> MemoryPlan:
     """Plan the memory of a job."""
     engine = engine_memory(job)
     device = tuple(device_memory(job, stage, engine) for stage in range(len(job.stage_layers)))
-    engine_device = {} if job.settings.shares_devices else _engine_device_memory(job, engine)
+    engine_device = {} if job.settings.shares_devices else engine_device_memory(job, engine)
     return MemoryPlan(device, engine_device, host_memory(job, engine), engine)
 
 
@@ -220,7 +220,7 @@ def _resident(job: PlannedJob, sub_phase: SubPhase) -> Residency:
     return Residency(communicators=True) if sub_phase is SubPhase.START else ONLY_TRAINER
 
 
-def _engine_device_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
+def engine_device_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
     """Return what is on a device that only an engine uses: its rank has a process there, for the weight sync."""
     staged = _sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE
     sizes = {
@@ -357,7 +357,7 @@ def host_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesBy
     def node_memory(node: tuple[tuple[int | None, ...], int, bool], sub_phase: SubPhase) -> BytesByKind:
         stages, hosted, is_first = node
         by_rank = [
-            _engine_host_memory(job, engine) if stage is None else _rank_host_memory(job, sub_phase, stage, engine)
+            engine_host_memory(job, engine) if stage is None else _rank_host_memory(job, sub_phase, stage, engine)
             for stage in stages
         ]
         if job.settings.training.router_replay == "R3":
@@ -442,7 +442,7 @@ def _more_for_adapters(job: PlannedJob) -> float:
     return max(0.0, job.adapters * job.per_parameter.weights - _export_host_bytes(job))
 
 
-def _engine_host_memory(job: PlannedJob, engine: EngineMemory) -> dict[str, float]:
+def engine_host_memory(job: PlannedJob, engine: EngineMemory) -> dict[str, float]:
     """Return the memory of a rank that only hosts an engine."""
     processes = OVERHEADS.trainer_process + OVERHEADS.engine_process
     sizes = {"processes": processes, "engine weights": _backup_bytes(job, engine)}

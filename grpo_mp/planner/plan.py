@@ -13,6 +13,8 @@ from grpo_mp.planner.memory import (
     MemoryPlan,
     SubPhase,
     communicator_bytes,
+    engine_device_memory,
+    engine_host_memory,
     plan_memory,
     total_bytes,
 )
@@ -268,12 +270,27 @@ def check_fits(plan: Plan) -> Feasibility:
     device = MemoryPeak.of(place, sub_phase, places[place][sub_phase], job.cluster.gpu_bytes)
     sub_phase = max(memory.host, key=lambda sub_phase: total_bytes(memory.host[sub_phase]))
     host = MemoryPeak.of("a node's host", sub_phase, memory.host[sub_phase], job.cluster.host_bytes)
-    # The KV cache of each replica of an engine must hold at least one of the longest sequences.
-    tokens, kv_cache_problem = memory.engine.kv_cache_tokens // job.engine_parallelism.replicas, ""
-    if tokens < job.settings.max_request_tokens:
-        kv_cache_problem = (
-            f"the engine's cache holds {tokens:,} tokens beside {memory.engine.weights / GIB:.1f} GiB of weights, the "
-            f"longest sequence has {job.settings.max_request_tokens:,}: raise engine.gpus_per_engine or "
-            f"engine.args.mem_fraction_static"
-        )
-    return Feasibility(device, host, kv_cache_problem)
+    return Feasibility(device, host, _kv_cache_problem(plan))
+
+
+def check_engines_fit(plan: Plan) -> Feasibility:
+    """Compare the memory of engines on all devices, without a trainer, with that of the machines."""
+    job, engine, sub_phase = plan.job, plan.memory.engine, SubPhase.GENERATE
+    sizes = engine_device_memory(job, engine)[sub_phase]
+    device = MemoryPeak.of("rank 0 (an engine)", sub_phase, sizes, job.cluster.gpu_bytes)
+    of_node = {kind: size * job.gpus_per_node for kind, size in engine_host_memory(job, engine).items()}
+    host = MemoryPeak.of("a node's host", sub_phase, of_node, job.cluster.host_bytes)
+    return Feasibility(device, host, _kv_cache_problem(plan))
+
+
+def _kv_cache_problem(plan: Plan) -> str:
+    """Say why the KV cache of each replica of an engine does not hold one of the longest sequences; "": it does."""
+    job, engine = plan.job, plan.memory.engine
+    tokens = engine.kv_cache_tokens // job.engine_parallelism.replicas
+    if tokens >= job.settings.max_request_tokens:
+        return ""
+    return (
+        f"the engine's cache holds {tokens:,} tokens beside {engine.weights / GIB:.1f} GiB of weights, the longest "
+        f"sequence has {job.settings.max_request_tokens:,}: raise engine.gpus_per_engine or "
+        "engine.args.mem_fraction_static"
+    )

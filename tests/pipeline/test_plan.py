@@ -65,6 +65,24 @@ def test_hours_are_those_of_the_stages_steps(file: Path) -> None:
     assert all(plan.fits for plan in (start, rl, found))
 
 
+def test_a_sampling_has_engines_alone_on_all_devices(file: Path) -> None:
+    """What is trained by the same settings does not fit on one device, and leaves engines half of eight."""
+    one = Machines(NODE.cluster, 1, gpus_per_node=1)
+    stages = {name: {**STAGES["rl" if name == "rl" else "found"]} for name in ("rl", "found")}
+    for name, stage in stages.items():
+        stage["settings"] = {"model.path": f"checkpoints/{MODEL}", "layout": {}}
+        plans = plan_pipeline(load_pipeline(write(file.parent, {name: stage})), file, one)
+        assert [plan.fits for plan in plans] == [name == "found"]
+        assert ("optimizer" in plans[0].why) == (name == "rl")
+    divided = {"schedule": "async", "engine.ranks": 4, "algorithm.kl.coef": 0.1}
+    for more in ({}, divided):
+        stages[f"found_{len(more)}"] = {**stages["found"], "settings": stages["found"]["settings"] | more}
+    (whole, half) = plan_pipeline(
+        load_pipeline(write(file.parent, {name: stages[name] for name in ("found_0", "found_3")})), file, NODE
+    )
+    assert whole.step_s == half.step_s
+
+
 @pytest.mark.parametrize("stage", ["start", "found"])
 def test_a_length_that_follows_from_data_must_be_said(file: Path, stage: str) -> None:
     stages = {name: {key: one[key] for key in one if (name, key) != (stage, "rows")} for name, one in STAGES.items()}
