@@ -237,10 +237,11 @@ class Scorer:
         mean = statistics.fmean(rewards or [0.0])
         with self._lock:
             self._stats.unscored += has_reward.count(False) if weights else 0
-        samples = zip(group.samples, has_reward, strict=True)
-        return replace(
-            group, samples=tuple(sample if counts else replace(sample, reward=mean) for sample, counts in samples)
+        filled = (
+            sample if counts else replace(sample, reward=mean, is_scored=not weights)
+            for sample, counts in zip(group.samples, has_reward, strict=True)
         )
+        return replace(group, samples=tuple(filled))
 
     def _cosine_rewards(self, group: SampleGroup, verdicts: Sequence[bool | None]) -> Values:
         """Return the reward by length of each sample; None where nothing says whether it is right."""

@@ -48,6 +48,7 @@ SCHEMA = pa.schema(
         "error": pa.string(),
         "reward": pa.float64(),
         "reward_terms": NUMBERS,
+        "is_scored": pa.bool_(),
         "step_rewards": pa.list_(pa.struct({"token": pa.int32(), "reward": pa.float64()})),
         "turn_ends": pa.list_(pa.struct({"token": pa.int32(), "turn": pa.int32()})),  # of an episode that forked
         "is_correct": pa.bool_(),
@@ -145,6 +146,7 @@ def _row_of(group: SampleGroup, sample: Sample, selected: bool) -> Row:
         "teacher_topk_logprobs": topk and topk.logprobs.tobytes(),
         "text": encodable(sample.text),
         "error": encodable(sample.error),
+        "is_scored": sample.is_scored,
         "reward_terms": list(sample.reward_terms.items()),
         "metrics": list(sample.metrics.items()),
         "step_rewards": [{"token": token, "reward": reward} for token, reward in sample.step_rewards],
@@ -180,6 +182,7 @@ def _sample(row: Row, part: int = 0) -> Sample:
         teacher_topk=_topk(row.get("teacher_topk_ids"), row.get("teacher_topk_logprobs"), len(row["tokens"])),
         text=row["text"],
         error=row["error"],
+        is_scored=row.get("is_scored", True),  # nor this one
         reward_terms=dict(row["reward_terms"]),
         metrics=dict(row["metrics"]),
         step_rewards=tuple((step["token"], step["reward"]) for step in row["step_rewards"]),

@@ -39,20 +39,24 @@ class Right:
 
 @dataclass(frozen=True, config=STRICT)
 class Best:
-    """Keeps the k of the highest reward; of equal ones the shorter, then the one of the lower index."""
+    """Keeps the k of the highest reward; of equal ones the shorter, then the one of the lower index.
+
+    What has no reward of its own, as its scoring failed, is not kept.
+    """
 
     k: Count = 1
 
     def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[bool]:
         """Return whether each is among the best."""
-        ordered = sorted(samples, key=lambda sample: (-sample.reward, response_tokens(sample), sample.index))
+        scored = [sample for sample in samples if sample.is_scored]
+        ordered = sorted(scored, key=lambda sample: (-sample.reward, response_tokens(sample), sample.index))
         best = {sample.index for sample in ordered[: self.k]}
         return [sample.index in best for sample in samples]
 
 
 @dataclass(frozen=True, config=STRICT)
 class Reward:
-    """Keeps rewards in a range, ends included; None: no end."""
+    """Keeps rewards in a range, ends included; None: no end. What has no reward of its own is not kept."""
 
     min: float | None = None
     max: float | None = None
@@ -62,7 +66,7 @@ class Reward:
 
     def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[bool]:
         """Return whether the reward of each is in the range."""
-        return [_within(sample.reward, self.min, self.max) for sample in samples]
+        return [sample.is_scored and _within(sample.reward, self.min, self.max) for sample in samples]
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -27,6 +27,7 @@ COLUMNS = {
     "answer": pa.string(),
     "columns": JSON_TEXT,  # the whole data row
     "reward": pa.float64(),
+    "is_scored": pa.bool_(),  # false: the reward is the mean of the prompt's others
     "reward_terms": JSON_TEXT,  # by name, unweighted
     "is_correct": pa.bool_(),
     "truncated": pa.bool_(),
@@ -78,6 +79,7 @@ def row_of(prompt: Prompt, sample: Sample, source: Source) -> Row:
         "answer": None if prompt.answer is None else encodable(prompt.answer),
         "columns": _json(prompt.columns),
         "reward": sample.reward,
+        "is_scored": sample.is_scored,
         "reward_terms": _json(sample.reward_terms),
         "is_correct": sample.is_correct,
         "truncated": sample.truncated,

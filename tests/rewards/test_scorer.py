@@ -137,7 +137,9 @@ def test_none_means_that_a_part_does_not_apply(scorer: Callable[..., Scorer], ma
 
 def test_samples_to_which_nothing_applies_get_the_mean(scorer: Callable[..., Scorer], make_group: MakeGroup) -> None:
     built = scorer({"second": 1.0, "never": 1.0})
-    assert rewards(built.score_group(make_group(["a", "b", "c"]))) == [2.0, 1.0, 3.0]
+    scored = built.score_group(make_group(["a", "b", "c"]))
+    assert rewards(scored) == [2.0, 1.0, 3.0]
+    assert [sample.is_scored for sample in scored.samples] == [False, True, True]
     assert built.take_stats().unscored == 1
     assert rewards(scorer({"never": 1.0}).score_group(make_group(["a", "b"]))) == [0.0, 0.0]
 
@@ -290,6 +292,7 @@ def test_a_sample_of_a_failing_reward_may_count_as_one_without(
     built = scorer({"raises": 2.0, "answer": 1.0, "even": 1.0}, on_error="skip")
     scored = built.score_group(make_group(["a", "b"]))
     assert rewards(scored) == [0.0, 0.0]
+    assert not any(sample.is_scored for sample in scored.samples)
     assert [sample.reward_terms for sample in scored.samples] == [{"answer": 3.0, "even": 2.0}, {"answer": 3.0}]
     assert (built.take_stats().unscored, built.take_stats().failures) == (2, {})
 

@@ -77,7 +77,7 @@ def test_steps_alone_leave_no_sample_unscored(score: Callable[..., Any]) -> None
     group, scorer = score("later")
     assert steps(group) == [((0, 2.0),)] * 2
     assert [type(number) for number in group.samples[0].step_rewards[0]] == [int, float]
-    assert (scorer.take_stats().unscored, group.samples[0].reward) == (0, 0.0)
+    assert (scorer.take_stats().unscored, group.samples[0].reward, group.samples[0].is_scored) == (0, 0.0, True)
 
 
 def test_without_steps(score: Callable[..., Any]) -> None:

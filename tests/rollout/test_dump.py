@@ -26,6 +26,7 @@ EPISODE = Sample(
     text="\udc80 half a surrogate",
     reward=-1.0,
     reward_terms={"boxed": 1.0, "answer": 0.0},
+    is_scored=False,
     step_rewards=((0, 0.5), (2, -0.25)),
     extra={"first": ["word"]},
     verify_steps=2,

@@ -59,6 +59,14 @@ def test_only_tokens_that_the_policy_generated_count() -> None:
     assert kept(samples, {"tokens": {"max": 2}}) == [0]
 
 
+def test_what_was_not_scored_is_not_among_the_best() -> None:
+    """Its reward is the mean of the others, for advantages."""
+    samples = [answer(0, reward=0.0), answer(1, reward=0.5, is_scored=False), answer(2, reward=1.0)]
+    assert kept(samples, {"best": {"k": 2}}) == [0, 2]
+    assert kept(samples, {"best": {"k": 3}}) == [0, 2]
+    assert kept(samples, {"reward": {"min": 0.2}}) == [2]
+
+
 def test_an_episode_is_as_long_as_all_its_sequences() -> None:
     samples = [answer(0, 2, earlier=(answer(0, 7, generated=(True,) * 6 + (False,)),)), answer(1, 3)]
     assert kept(samples, {"tokens": {"max": 7}}) == [1]

@@ -37,6 +37,7 @@ EPISODE = answer(
     text="\\boxed{3}",
     generated=(True, False, False, True),
     state="completed",
+    is_scored=False,
     messages=TURNS,
     metrics={"turns": 2.0, "odd": math.nan},
     step_rewards=((3, 0.25),),
@@ -77,7 +78,7 @@ def test_an_episode_keeps_its_turns_and_what_was_given(tmp_path: Path) -> None:
     assert [message["role"] for message in row["messages"]] == ["user", "assistant", "tool", "assistant"]
     assert [json.loads(row["messages"][1]["tool_calls"]), row["messages"][2]["tool_call_id"]] == [[CALL], "1"]
     assert row["messages"][2]["content"] == "3 ?"  # half a character is none
-    assert (row["state"], row["episode_reward"]) == ("completed", 0.5)
+    assert (row["state"], row["episode_reward"], row["is_scored"]) == ("completed", 0.5, False)
     assert (json.loads(row["metrics"]), row["step_rewards"]) == (
         {"turns": 2.0, "odd": None},
         [{"token": 3, "reward": 0.25}],
