@@ -9,8 +9,10 @@ from typing import Any
 
 from grpo_mp.checkpoint.run_state import METRICS, SETTINGS
 from grpo_mp.doctor.live_engines import EngineWeights
-from grpo_mp.errors import UserError
+from grpo_mp.doctor.live_ranks import has_processes
+from grpo_mp.errors import UserError, one_line
 from grpo_mp.findings import Finding, Level
+from grpo_mp.log import log_file
 from grpo_mp.monitor.engine_load import EngineLoad, read_loads
 from grpo_mp.monitor.loggers import read_metrics
 from grpo_mp.monitor.plan_file import PLAN, read_plan
@@ -49,6 +51,8 @@ class RunFacts:
     traces: Mapping[int, Sequence[Event]] = field(default_factory=dict)
     plan: Mapping[str, float] = field(default_factory=dict)
     plan_problem: str = ""
+    goes_on: bool = True
+    last_words: str = ""  # the last line of rank 0's log
 
 
 def read_run(folder: Path) -> RunFacts:
@@ -68,7 +72,9 @@ def read_run(folder: Path) -> RunFacts:
     except UserError as error:
         phases, problem = {}, str(error)
     plan = {name: phase["seconds"] for name, phase in phases.items() if phase["seconds"]}
-    return RunFacts(folder, settings, metrics, loads, traces, plan, problem)
+    log = log_file(folder, 0)
+    words = log.read_text(errors="replace").strip().rpartition("\n")[2] if log.is_file() else ""
+    return RunFacts(folder, settings, metrics, loads, traces, plan, problem, has_processes(folder), words)
 
 
 def _read_metrics(file: Path) -> list[dict[str, float | None]]:
@@ -87,6 +93,7 @@ def _read_metrics(file: Path) -> list[dict[str, float | None]]:
 def diagnose_run(facts: RunFacts, engines: Sequence[EngineWeights] = ()) -> list[Finding]:
     """Return what is found; `engines`: those that answer now."""
     return [
+        *check_end(facts),
         *check_sync(facts.metrics, facts.settings),
         *check_live(engines),
         *run_warnings(facts.metrics),
@@ -95,6 +102,15 @@ def diagnose_run(facts: RunFacts, engines: Sequence[EngineWeights] = ()) -> list
         *check_ranks(facts.traces),
         *check_engines(facts.loads),
     ]
+
+
+def check_end(facts: RunFacts) -> Iterable[Finding]:
+    """Yield that a run has stopped before its last step, where it has."""
+    last, steps = facts.metrics[-1]["step"] or 0, (facts.settings.get("run") or {}).get("steps")
+    if isinstance(steps, int) and last < steps and not facts.goes_on:
+        evidence = [f"the log of rank 0 ends with: {one_line(facts.last_words, 300)}"] if facts.last_words else []
+        sentence = f"the run stopped after step {last:g} of {steps}, and none of its processes is there"
+        yield Finding(Level.WARNING, sentence, evidence, "start the same command again: it goes on there")
 
 
 def _unplanned(problem: str) -> Iterable[Finding]:

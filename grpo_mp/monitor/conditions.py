@@ -1,7 +1,7 @@
 """What must hold of a metric for a rule to find something: limits, changes, creeping. Pure."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_mp.monitor.history import History, Past, creeps, mean, noise_of
@@ -31,7 +31,8 @@ class Condition:
     much. `errors`: the change is more than so many standard errors, too: of `error`, the metric that has the standard
     error of a value, or of the mean by the metric's own noise. `same_time`: what was before is what was when the rule's
     first condition had its value before. `negated`: the change is not there, since that time, or the start of the run.
-    `optional`: a run that has no such metric is not asked.
+    `every`: each of the last values is changed so, not only their mean. `optional`: a run that has no such metric is
+    not asked.
 
     `creeps`: it rises by this share over the last `within` values, or the whole, half or quarter of the run's blocks,
     and by half an even part of that in each third of them.
@@ -48,6 +49,7 @@ class Condition:
     error: str = ""
     same_time: bool = False
     negated: bool = False
+    every: bool = False
     whole_run: bool = True
     optional: bool = False
     steps: int = 5
@@ -88,7 +90,13 @@ class Condition:
         if self.creeps is not None:
             return self._find_creeping(values, self.creeps)
         now = mean(finite)
-        return self._find_change(values, now, since, errors) if self.looks_back else Evidence(now, now)
+        if not self.looks_back:
+            return Evidence(now, now)
+        found = self._find_change(values, now, since, errors)
+        return found if found and (not self.every or self._all_changed(finite, found.before)) else None
+
+    def _all_changed(self, values: Sequence[float], before: float) -> bool:
+        return all(CHANGES[name](value, before, limit) for name, limit in self.changes.items() for value in values)
 
     def _find_creeping(self, values: History, share: float) -> Evidence | None:
         spans = [values.last_finite(self.within + 1)]

@@ -14,16 +14,21 @@ def run_warnings(lines: Iterable[MetricLine]) -> list[Finding]:
     return to_findings(find_warnings(lines))
 
 
-def to_findings(warnings: Iterable[Warning]) -> list[Finding]:
+def to_findings(warnings: Iterable[Warning], step: int | None = None) -> list[Finding]:
     """Return warnings with what each means and what to do, in their order.
 
-    Those of weight SPOILS or more are errors, also where they have passed: what was spoiled then is in the weights.
+    `step`: the last of a run that is watched: what no longer holds then comes last, and says until when it did. Those
+    of weight SPOILS or more are errors, also where they have passed: what was spoiled then is in the weights.
     """
     findings = []
-    for warning in warnings:
-        seen = f"from step {warning.first_step} to {warning.last_step}"
+    for warning in warnings if step is None else sorted(warnings, key=lambda one: one.last_step < step):
+        seen = f"at step {warning.first_step}"
+        if warning.last_step > warning.first_step:
+            seen = f"at {warning.steps} of the steps {warning.first_step} to {warning.last_step}"
         evidence = [warning.meaning, f"{seen}; the rule is from {warning.source}", f"weight {warning.weight} of 100"]
         advice = f"{warning.action} ({warning.setting})" if warning.setting else warning.action
         level = Level.ERROR if warning.weight >= SPOILS else Level.WARNING
-        findings.append(Finding(level, warning.sentence, evidence, advice))
+        has_passed = step is not None and warning.last_step < step
+        sentence = f"{warning.sentence} (until step {warning.last_step})" if has_passed else warning.sentence
+        findings.append(Finding(level, sentence, evidence, advice))
     return findings

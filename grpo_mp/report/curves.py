@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from statistics import fmean
 
 from grpo_mp.monitor.curves import CURVES, SOLVE_RATES, Curve
+from grpo_mp.report.charts import LINES
 from grpo_mp.report.contents import Chart, HeatMap, Series
 from grpo_mp.report.records import RunRecords
 
@@ -43,7 +44,8 @@ def chart_of(curve: Curve, runs: Sequence[RunRecords], first: int = 0) -> Chart:
     for place, run in enumerate(runs):
         for one in _lines(curve, run, labels):
             number = labels[one.name]
-            color, dash = (place, number) if len(runs) > 1 else (number, number)
+            more = len(labels) * (place // LINES)  # runs whose colours come again
+            color, dash = (place, number + more) if len(runs) > 1 else (number, number)
             name = f"{run.name} {one.name}".strip() if len(runs) > 1 else one.name
             series.append(replace(one, name=name, run=first + place, color=color, dash=dash))
     return Chart(curve.title, curve.unit, tuple(series), curve.note, stacked=curve.stacked)

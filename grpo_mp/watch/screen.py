@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.panel import Panel
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +20,8 @@ from grpo_mp.watch.state import RankPhase, RunState
 BARS = "▁▂▃▄▅▆▇█"
 LEAST_BARS, MOST_BARS = 8, 60
 MOST_RANKS, MOST_ENGINES, MOST_WARNINGS = 12, 12, 4  # rows
+LEAST_ROWS, FRAME = 2, 2  # of a part in a low terminal: its own, and those of the frame around it
+BESIDE_BARS = 64  # columns of a curve's name and numbers, and of frames
 STALE_S = 30.0  # an engine's last line that is older is shown as old
 PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 160, 400
 # Names of metrics with what they are called here, and how their values are written.
@@ -49,10 +52,11 @@ class Frame:
     state: RunState
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the parts, which take the width of the terminal."""
+        """Yield the parts, which take the width of the terminal, and its height where there is one."""
         state, width = self.state, options.max_width
-        yield header(state)
-        bars = min(MOST_BARS, max(LEAST_BARS, width - 36))
+        top = console.render_lines(header(state), options.update(height=None), pad=False)
+        yield Rows(top)
+        bars = min(MOST_BARS, max(LEAST_BARS, width - BESIDE_BARS))
         parts: list[tuple[str, RenderableType | None]] = [
             ("curves", curves(state.metrics, bars)),
             ("ranks", ranks(state.ranks, state.time_s)),
@@ -60,9 +64,46 @@ class Frame:
             ("warnings", warnings(state)),
             (f"samples of step {state.sample_step}", samples(state.samples)),
         ]
-        for title, part in parts:
-            if part is not None:
-                yield Panel(part, title=title, title_align="left", border_style="dim", width=width)
+        inside = options.update(width=width - 4, height=None)
+        lines = [(title, console.render_lines(part, inside, pad=False)) for title, part in parts if part is not None]
+        height = None if options.height is None else options.height - len(top)
+        rows = share_rows([len(of_part) for _, of_part in lines], height)
+        for (title, of_part), count in zip(lines, rows, strict=True):
+            if count:
+                yield Panel(Rows(of_part[:count]), title=title, title_align="left", border_style="dim", width=width)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Lines that are rendered already."""
+
+    lines: Sequence[Sequence[Segment]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines as they are."""
+        for line in self.lines:
+            yield from line
+            yield Segment.line()
+
+
+def share_rows(needed: Sequence[int], height: int | None) -> list[int]:
+    """Return how many rows each part shows so that all, with a frame around each, are at most `height` high.
+
+    Each has at first LEAST_ROWS or what it needs; the first parts get more of what is left, the last have none where
+    even that is too much.
+    """
+    if height is None:
+        return list(needed)
+    shown: list[int] = []
+    for rows in needed:
+        least = min(rows, LEAST_ROWS)
+        shown.append(least if height >= least + FRAME else 0)
+        height -= least + FRAME if shown[-1] else 0
+    for place, rows in enumerate(needed):
+        more = min(rows - shown[place], height) if shown[place] else 0
+        shown[place] += more
+        height -= more
+    return shown
 
 
 def header(state: RunState) -> Text:
@@ -91,7 +132,7 @@ def curves(metrics: Sequence[MetricLine], bars: int) -> Table | None:
                 continue
             shown = label.format(name.split("/")[1])
             last = "no number" if values[-1] is None else form.format(values[-1])
-            low, high = (form.format(each(numbers)) for each in (min, max))
+            low, high = form.format(min(numbers)).partition(" ")[0], form.format(max(numbers))
             table.add_row(
                 shown, Text(sparkline(values, bars), style="cyan"), last, Text(f"{low} - {high}", style="dim")
             )
@@ -151,13 +192,17 @@ def engines(loads: Mapping[int, Sequence[EngineLoad]], now_s: float, bars: int, 
         lines, last = known[number], known[number][-1]
         age_s = now_s - last.time_s
         note = last.state if not last.works else f"{duration(age_s)} ago" if goes_on and age_s > STALE_S else ""
+        now = [
+            _number(value if goes_on else None, form)
+            for value, form in (
+                *((last.running, "{}"), (last.queued, "{}")),
+                *((last.cache_share, "{:.0%}"), (last.tokens_per_s, "{:.0f}")),
+            )
+        ]
         speeds = [line.tokens_per_s for line in lines]
         table.add_row(
             str(number),
-            _number(last.running, "{}"),
-            _number(last.queued, "{}"),
-            _number(last.cache_share, "{:.0%}"),
-            _number(last.tokens_per_s, "{:.0f}"),
+            *now,
             Text(sparkline(speeds, bars), style="cyan"),
             Text(note, style="yellow"),
         )

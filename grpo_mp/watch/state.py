@@ -1,8 +1,8 @@
 """What a run does at this moment, read from its folder: it may not have begun, go on, or have ended."""
 
 import json
+import math
 import re
-import socket
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from grpo_mp.checkpoint.run_state import METRICS, PROCESSES, SETTINGS
+from grpo_mp.checkpoint.run_state import METRICS, SETTINGS
+from grpo_mp.doctor.live_ranks import has_processes, is_silent
 from grpo_mp.errors import UserError
 from grpo_mp.findings import Finding
 from grpo_mp.monitor.appended import AppendedLines, ChangedFiles
@@ -20,7 +19,6 @@ from grpo_mp.monitor.engine_load import FILE as ENGINE_FILE
 from grpo_mp.monitor.engine_load import FOLDER as ENGINES
 from grpo_mp.monitor.engine_load import EngineLoad, parse_load
 from grpo_mp.monitor.metric_lines import parse_metrics
-from grpo_mp.monitor.rank_dump import read_process
 from grpo_mp.monitor.rules import MetricLine, WarningsOfGrowingRun
 from grpo_mp.monitor.run_warnings import to_findings
 from grpo_mp.monitor.samples import read_sample
@@ -28,8 +26,6 @@ from grpo_mp.monitor.timeline import RANK_TRACE, TAIL_BYTES, Event, parse_event
 from grpo_mp.reading import read_yaml
 
 LAST_LOADS = 400  # of an engine
-CREATION_SLACK_S = 2.0  # a process begins before it writes its file
-RANK_FILE = re.compile(r"rank_(\d+)\.json")
 SAMPLE_FILE = re.compile(r"step_(\d+)\.jsonl")
 
 
@@ -44,7 +40,11 @@ class RankPhase:
 
 @dataclass(frozen=True)
 class RunState:
-    """A run at `time_s`. `status`: "not started", "starts", "runs", "ended" (all steps are done) or "stopped"."""
+    """A run at `time_s`.
+
+    `status`: "not started", "starts", "runs", "ended" (all steps are done), "stopped", or "silent": of processes on
+    other hosts, which have written nothing for longer than a phase may take.
+    """
 
     folder: Path
     status: str
@@ -143,7 +143,9 @@ class RunReader:
         if (self.folder / SETTINGS).is_file():
             last = int(metrics[-1]["step"] or 0) if metrics else 0
             ended = "ended" if steps and last >= steps else "stopped"
-            status = ("runs" if metrics else "starts") if _has_processes(self.folder) else ended
+            status = ("runs" if metrics else "starts") if has_processes(self.folder) else ended
+            if status != ended and is_silent(self.folder, now_s, self._phase_limit_s()):
+                status = "silent"
         step, samples = self._last_samples()
         return RunState(
             folder=self.folder,
@@ -151,11 +153,11 @@ class RunReader:
             steps=steps,
             time_s=now_s,
             metrics=metrics,
-            ranks=self._rank_phases() if status in ("starts", "runs") else (),
+            ranks=self._rank_phases() if status in ("starts", "runs", "silent") else (),
             engines=self._engine_loads(),
             sample_step=step,
             samples=samples,
-            warnings=to_findings(self._warnings.find(metrics)),
+            warnings=to_findings(self._warnings.find(metrics), int(metrics[-1]["step"] or 0) if metrics else 0),
         )
 
     def _rank_phases(self) -> list[RankPhase]:
@@ -182,11 +184,19 @@ class RunReader:
         return step, samples
 
     def _steps(self) -> int:
-        try:
-            steps = self._settings.read(self.folder / SETTINGS, read_yaml)["run"]["steps"]
-        except (OSError, UserError, KeyError, TypeError):
-            return 0
+        steps = self._setting("run", "steps")
         return steps if isinstance(steps, int) else 0
+
+    def _phase_limit_s(self) -> float:
+        limit_s = self._setting("monitor", "phase_timeout_s")
+        return float(limit_s) if isinstance(limit_s, int | float) else math.inf
+
+    def _setting(self, section: str, name: str) -> Any:
+        """Return a setting of the run; None where it has none, or they cannot be read."""
+        try:
+            return self._settings.read(self.folder / SETTINGS, read_yaml)[section][name]
+        except (OSError, UserError, KeyError, TypeError):
+            return None
 
 
 def _numbered(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
@@ -227,26 +237,6 @@ def _open_spans(events: Sequence[Event]) -> list[Event]:
         if event["ph"] == "M" and event.get("name") == "process_name":
             spans = []  # a run that resumed
     return spans
-
-
-def _has_processes(folder: Path) -> bool:
-    """Return whether a rank of the run is there: on other hosts, as far as its file says."""
-    for file in (folder / PROCESSES).glob("rank_*.json"):
-        match = RANK_FILE.fullmatch(file.name)
-        try:
-            process = read_process(folder, int(match[1])) if match else None
-            if process and (process.host != socket.gethostname() or _is_alive(process.pid, process.started_s)):
-                return True
-        except UserError:
-            continue  # something else wrote it
-    return False
-
-
-def _is_alive(pid: int, started_s: float) -> bool:
-    try:
-        return psutil.Process(pid).create_time() < started_s + CREATION_SLACK_S
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _object(text: bytes) -> dict[str, Any]:

@@ -79,7 +79,12 @@ def best_answers(records: RunRecords) -> list[dict[str, Any]]:
     ends = {step: records.samples[step] for step in (min(records.samples), max(records.samples))}
     best = [one for one in choose_answers(replace(records, samples=ends, eval_samples={}), 0) if one.why == "best"]
     texts = ("prompt", "expected", "response")
-    return [{"step": one.step} | {name: getattr(one, name)[:CHARACTERS] for name in texts} for one in best]
+    return [{"step": one.step} | {name: printable(getattr(one, name)[:CHARACTERS]) for name in texts} for one in best]
+
+
+def printable(text: str) -> str:
+    """Return a model's text without control characters, which a terminal would obey."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
 
 
 def read_recorded(name: str) -> RunRecords:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,17 @@ import pytest
 
 from grpo_mp.cli.main import main
 from grpo_mp.doctor.live_engines import EngineServer, EngineWeights, ask_weights, read_server
-from grpo_mp.doctor.run import check_engines, check_live, check_ranks, check_sync, check_times, worked_seconds
+from grpo_mp.doctor.run import (
+    RunFacts,
+    check_end,
+    check_engines,
+    check_live,
+    check_ranks,
+    check_sync,
+    check_times,
+    diagnose_run,
+    worked_seconds,
+)
 from grpo_mp.findings import Finding, Level
 from grpo_mp.monitor.engine_load import EngineLoad
 from grpo_mp.monitor.rules import find_warnings
@@ -40,6 +51,18 @@ def test_engines_that_had_the_policys_model() -> None:
         "mean |logprob difference|: at most 0.02, 0.05 is allowed",
         "compared on more tokens, for a tie of two experts or more, at step 2",
     ]
+
+
+def test_a_run_that_stopped_before_its_end() -> None:
+    facts = RunFacts(Path("r"), SETTINGS, [line(4, 0.0)], goes_on=False, last_words="a  note")
+    (finding,) = check_end(facts)
+    assert (finding.level, finding.sentence) == (
+        Level.WARNING,
+        "the run stopped after step 4 of 9, and none of its processes is there",
+    )
+    assert finding.evidence == ["the log of rank 0 ends with: a note"]
+    assert finding in diagnose_run(facts)
+    assert not [*check_end(replace(facts, goes_on=True)), *check_end(replace(facts, metrics=[line(9, 0.0)]))]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +213,7 @@ def test_a_run_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     said = capsys.readouterr().out
     assert said.startswith("error: after 1 of 1 weight syncs the engines' logprobs were not the policy's")
     (warning,) = find_warnings([line(1, 0.5)])
-    assert f"error: {warning.sentence}\n    {warning.meaning}\n    from step 1 to 1; the rule is from " in said
+    assert f"error: {warning.sentence}\n    {warning.meaning}\n    at step 1; the rule is from " in said
     assert f"what to do: {warning.action} ({warning.setting})\n" in said
 
 

@@ -215,6 +215,17 @@ def test_a_written_sickness_is_found_when_it_begins_and_not_before(rule: str) ->
     assert rule in {found.rule for found in find_warnings(steps)}
 
 
+def test_an_engine_that_comes_back_is_not_lost() -> None:
+    """Only where each of the last values is lower: an engine is away for a step or two when it starts again."""
+    engines = [2, 2, 2, 2, 2, 1, 2, 2, 1, 1, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1]
+    steps: list[dict[str, float | None]] = [
+        {"step": step, "sync/engines": float(count)} for step, count in enumerate(engines, 1)
+    ]
+    assert find_warnings(steps) == ()
+    (lost,) = find_warnings([*steps, {"step": 21, "sync/engines": 1.0}])
+    assert (lost.rule, lost.sentence) == ("replicas_of_engine_lost", "1 of 2 engines take part")
+
+
 @pytest.mark.parametrize("gap", [None, INF, -INF])
 @pytest.mark.parametrize("rule", WRITTEN)
 def test_a_gap_neither_hides_a_sickness_nor_is_one(rule: str, gap: float | None) -> None:

@@ -40,7 +40,12 @@ def defined_names(file: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
+LINKED_PAGES = [
+    page for page in PAGES if page.parent.name != "page_templates"
+]  # their links count from the filled page
+
+
+@pytest.mark.parametrize("page", LINKED_PAGES, ids=[str(page.relative_to(ROOT)) for page in LINKED_PAGES])
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
     missing = [

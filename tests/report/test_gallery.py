@@ -17,6 +17,12 @@ PAGE = gallery.PAGE.read_text(encoding="utf-8")
 NAMES = re.findall(r"`python -m tests\.bench\.sicknesses (\w+)`", PAGE)
 
 
+def test_the_page_has_no_control_characters() -> None:
+    """A model's answer may have them, and a terminal obeys them."""
+    assert not [letter for letter in PAGE if not letter.isprintable() and letter != "\n"]
+    assert gallery.printable("a\x1b[2Jé\n") == "a\ufffd[2Jé\n"
+
+
 def test_the_page_is_that_of_the_recorded_runs() -> None:
     assert gallery.page(gallery.recorded_names()) == PAGE, "run python -m tests.bench.gallery"
 

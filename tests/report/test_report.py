@@ -25,9 +25,8 @@ from grpo_mp.monitor.samples import write_samples
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.report.answers import CHARACTERS, TIMES, shortened, token_classes
 from grpo_mp.report.build import build_report, main_charts
-from grpo_mp.report.charts import legend, write_charts
-from grpo_mp.report.contents import Chart, Series, Token
-from grpo_mp.report.curves import POINTS, downsample
+from grpo_mp.report.charts import legend
+from grpo_mp.report.contents import Chart, Token
 from grpo_mp.report.export import check_export
 from grpo_mp.report.overview import preset_settings, settings_tables
 from grpo_mp.report.page import picture_table, render
@@ -294,18 +293,6 @@ def test_what_is_no_run_is_a_sentence(tmp_path: Path, kind: str, sentence: str) 
     assert "\n" not in str(error.value)
 
 
-def test_downsampling_keeps_ends_extremes_and_gaps() -> None:
-    values = [float(index % 97) for index in range(5000)]
-    values[1234], values[4321], values[2500] = -50.0, 500.0, math.nan
-    other = [0.0] * 5000
-    other[777] = 1.0
-    kept = downsample([values, other], POINTS)
-    assert len(kept) <= POINTS
-    assert kept == sorted({*kept})
-    assert {0, 777, 1234, 2500, 4321, 4999} <= {*kept}
-    assert downsample([values[:POINTS]], POINTS) == list(range(POINTS))
-
-
 def charts_by_title(runs: list[Path]) -> dict[str, Chart]:
     charts = [one for section in build_report(read_runs(runs)).sections for one in section.charts]
     return {one.title: one for one in charts if isinstance(one, Chart)}
@@ -484,13 +471,6 @@ def test_a_run_folder_that_is_removed_meanwhile_does_not_come_back(
         main(["report", str(run), *options])
     assert "its folder was removed meanwhile: no page is written" in capsys.readouterr().err
     assert not run.exists()
-
-
-def test_charts_of_the_same_lines_share_a_key(tmp_path: Path) -> None:
-    chart = Chart("A", "nats", (Series("first", (1, 2), (3.0, 4.0)), Series("second", (), ())))
-    write_charts([chart, replace(chart, title="B")], tmp_path / "both.svg")
-    texts = [text.strip() for text in ElementTree.parse(tmp_path / "both.svg").getroot().itertext()]
-    assert [texts.count(text) for text in ("A", "B", "first", "second")] == [1, 1, 1, 1]
 
 
 def test_long_texts_are_cut_in_the_middle() -> None:

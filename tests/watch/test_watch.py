@@ -12,6 +12,7 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import httpx
@@ -26,9 +27,9 @@ from grpo_mp.monitor.appended import COMPARED_BYTES
 from grpo_mp.monitor.engine_load import EngineLoad, EngineLoadFile, load_file
 from grpo_mp.monitor.rules import Finding as Warning
 from grpo_mp.monitor.rules import MetricLine, RuleWatch, find_warnings
-from grpo_mp.monitor.run_warnings import run_warnings
+from grpo_mp.monitor.run_warnings import to_findings
 from grpo_mp.monitor.timeline import Timeline, read_trace, trace_path
-from grpo_mp.watch.screen import Frame, name_ranges, sparkline
+from grpo_mp.watch.screen import Frame, name_ranges, share_rows, sparkline
 from grpo_mp.watch.server import LivePage, serving
 from grpo_mp.watch.state import MetricFile, RankPhase, RunReader, RunState, current_phase
 
@@ -80,9 +81,9 @@ def in_generate(run: Path) -> Iterator[Path]:
         yield run
 
 
-def shown(state: RunState, width: int = 200) -> str:
+def shown(state: RunState, width: int = 200, height: int | None = None) -> str:
     console = Console(width=width, record=True, file=open(os.devnull, "w"), highlight=False)  # noqa: SIM115
-    console.print(Frame(state))
+    console.print(Frame(state), height=height)
     return console.export_text()
 
 
@@ -112,6 +113,56 @@ def test_a_run_that_goes_on(
 def test_a_frame_has_the_width_of_the_terminal(in_generate: Path, width: int) -> None:
     lines = shown(RunReader(in_generate).read(), width).splitlines()
     assert max(map(len, lines)) == width
+
+
+def test_a_low_terminal_shows_some_of_all(in_generate: Path) -> None:
+    """As a terminal of 80 by 24, with names and values whole."""
+    state = RunReader(in_generate).read()
+    many = replace(state, metrics=[line | {f"eval/set{i}/accuracy": 0.5 for i in range(40)} for line in state.metrics])
+    for one in (state, many):
+        said = shown(one, 80, 24)
+        lines = said.splitlines()
+        assert len(lines) <= 24
+        assert re.search(r"reward +[▁-█]{8,} +1\.000 +0\.033 - 1\.000", said)
+        for part in ("curves", "ranks", "engines", "warnings", "samples of step 30", "GENERATE", "asked"):
+            assert part in said
+    assert len(shown(many, 80, 60).splitlines()) == 60 > len(shown(state, 80, 60).splitlines())
+    assert len(shown(many, 80).splitlines()) > 60  # on no screen all of it
+    assert "samples" not in shown(many, 80, 20)
+
+
+def test_rows_are_shared_by_all_parts() -> None:
+    for needed in product(range(1, 5), repeat=3):
+        assert share_rows(needed, None) == list(needed)
+        for height in range(30):
+            rows = share_rows(needed, height)
+            assert sum(count + 2 for count in rows if count) <= height
+            assert all(count <= most for count, most in zip(rows, needed, strict=True))
+            if height >= sum(needed) + 6:
+                assert rows == list(needed)
+            if height >= 12:
+                assert all(count >= min(2, most) for count, most in zip(rows, needed, strict=True))
+
+
+def test_a_run_of_other_hosts_that_writes_nothing_any_more_is_silent(run: Path) -> None:
+    (run / "processes" / "rank_0.json").write_text(json.dumps({"host": "another", "pid": 1, "started_s": 1.0}))
+    (run / "settings.yaml").write_text("run: {steps: 40}\nmonitor: {phase_timeout_s: 600}\n")
+    assert RunReader(run).read().status == "runs"
+    for file in run.rglob("*"):
+        os.utime(file, (time.time() - 700,) * 2)
+    silent = RunReader(run).read()
+    assert (silent.status, silent.goes_on) == ("silent", False)
+    assert not re.search(r"about .* left", shown(silent))
+    load_file(run, 2).touch()
+    assert RunReader(run).read().status == "runs"
+
+
+def test_what_no_longer_holds_comes_last_and_says_until_when(run: Path) -> None:
+    early = Warning("a", 90, "a", "it was bad", "m", "do", "", "s", 3, 9, 2)
+    late = Warning("b", 50, "b", "it is bad", "m", "do", "", "s", 4, 30, 7)
+    assert [one.sentence for one in to_findings([early, late], 30)] == ["it is bad", "it was bad (until step 9)"]
+    assert [one.sentence for one in to_findings([early, late])] == ["it was bad", "it is bad"]
+    assert to_findings([early])[0].evidence[1] == "at 2 of the steps 3 to 9; the rule is from s"
 
 
 def test_runs_that_do_not_go_on(run: Path, tmp_path: Path) -> None:
@@ -164,7 +215,7 @@ def test_rules_look_at_each_line_once(run: Path, monkeypatch: pytest.MonkeyPatch
             lines.write("\n" + json.dumps(metrics_of(end)) + "\n")
         for _ in range(2):
             state = reader.read()
-            looks, found = [*looked], run_warnings(state.metrics)
+            looks, found = [*looked], to_findings(find_warnings(state.metrics), end)
             looked[:] = looks
             assert state.warnings == found != []
     assert looked == [*range(1, 34)]
@@ -238,6 +289,8 @@ def test_engines_that_are_silent_or_many(run: Path) -> None:
     assert re.search(r" 4 .*silent", said)
     assert re.search(r" 19 +19 .*1 min 00 s ago", said)
     assert "and 8 more" in said
+    ended = shown(replace(state, engines=loads, status="ended"))
+    assert not re.search(r" 19 +19 ", ended)  # what it did last is not what it does
 
 
 def read_until(terminal: int, what: str, seen: bytearray) -> None:

@@ -1,0 +1,39 @@
+"""The lines of charts: which points are kept, what tells them apart."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+from grpo_mp.monitor.curves import Curve
+from grpo_mp.report.charts import DASHES, LINES, write_charts
+from grpo_mp.report.contents import Chart, Series
+from grpo_mp.report.curves import POINTS, chart_of, downsample
+from grpo_mp.report.records import RunRecords
+
+
+def test_downsampling_keeps_ends_extremes_and_gaps() -> None:
+    values = [float(index % 97) for index in range(5000)]
+    values[1234], values[4321], values[2500] = -50.0, 500.0, math.nan
+    other = [0.0] * 5000
+    other[777] = 1.0
+    kept = downsample([values, other], POINTS)
+    assert len(kept) <= POINTS
+    assert kept == sorted({*kept})
+    assert {0, 777, 1234, 2500, 4321, 4999} <= {*kept}
+    assert downsample([values[:POINTS]], POINTS) == list(range(POINTS))
+
+
+def test_many_runs_are_told_apart() -> None:
+    """By colour and dash, also where there are more runs than colours."""
+    lines = ({"step": 1.0, "a/x": 1.0, "a/y": 2.0}, {"step": 2.0, "a/x": 1.0, "a/y": 2.0})
+    runs = [RunRecords(f"run{i}", {}, lines, {}, {}) for i in range(20)]
+    series = chart_of(Curve("a", "", {"": "a/*"}), runs).series
+    assert len(series) == len({(one.color % LINES, one.dash % len(DASHES)) for one in series}) == 40
+
+
+def test_charts_of_the_same_lines_share_a_key(tmp_path: Path) -> None:
+    chart = Chart("A", "nats", (Series("first", (1, 2), (3.0, 4.0)), Series("second", (), ())))
+    write_charts([chart, replace(chart, title="B")], tmp_path / "both.svg")
+    texts = [text.strip() for text in ElementTree.parse(tmp_path / "both.svg").getroot().itertext()]
+    assert [texts.count(text) for text in ("A", "B", "first", "second")] == [1, 1, 1, 1]
