@@ -68,6 +68,18 @@ def is_known_notice(record: logging.LogRecord) -> bool:
     return any(f"{record.name}.".startswith(f"{name}.") and message.startswith(text) for name, text in KNOWN_MESSAGES)
 
 
+def server_log(name: str) -> logging.Logger:
+    """Return the log of an aiohttp server, without requests that are not HTTP: their sender gets status 400."""
+    log = logging.getLogger(name)
+    log.addFilter(_is_of_a_request)
+    return log
+
+
+def _is_of_a_request(record: logging.LogRecord) -> bool:
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or kind.__module__ != "aiohttp.http_exceptions"  # by name: no import for every command
+
+
 def log_file(run_folder: Path, rank: int) -> Path:
     """Return the path of a rank's log."""
     return run_folder / "logs" / f"rank_{rank}.log"

@@ -26,6 +26,7 @@ from grpo_mp.episodes.openai_requests import (
 from grpo_mp.episodes.openai_responses import as_events, read_response_request, response
 from grpo_mp.episodes.protocol import EpisodeLimitError, Policy, Turn
 from grpo_mp.errors import EngineError, UserError
+from grpo_mp.log import server_log
 from grpo_mp.types import Message
 
 LOGGER = logging.getLogger(__name__)
@@ -104,7 +105,9 @@ async def _listen(sessions: Mapping[str, Session]) -> tuple[web.AppRunner, str]:
     app.router.add_post("/v1/responses", partial(_serve, _read_response, sessions))
     app.router.add_get("/v1/models", partial(_models, sessions))
     # A client that hangs up ends its turn: it will ask again, or not at all.
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        app, access_log=None, logger=server_log(__name__), handler_cancellation=True, shutdown_timeout=1.0
+    )
     await runner.setup()
     await web.TCPSite(runner, LOOPBACK, 0).start()
     return runner, f"http://{LOOPBACK}:{runner.addresses[0][1]}/v1"

@@ -100,7 +100,8 @@ def describe_token(token: Token) -> str:
     """Say a token's numbers."""
     policy = "" if token.policy is None else f", policy {token.policy:.3g}"
     advantage = "" if token.advantage is None else f", advantage {token.advantage:.3g}"
-    return f"engine {token.engine:.3g}{policy}{advantage}"
+    differ = "" if token.mismatch is None else f", they differ by {token.mismatch:.3g}"
+    return f"engine {token.engine:.3g}{policy}{differ}{advantage}"
 
 
 def striking_tokens(answer: Answer, count: int = 5) -> list[Token]:

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from grpo_mp.checkpoint.run_state import METRICS
 from grpo_mp.errors import UserError, one_line
+from grpo_mp.log import server_log
 from grpo_mp.monitor.plan_file import PLAN
 from grpo_mp.monitor.rules import WarningsOfGrowingRun
 from grpo_mp.report.build import build_report
@@ -77,7 +78,7 @@ class LivePage:
 
     async def answer(self, request: web.Request) -> web.Response:
         """Return the page to who has the key."""
-        if not hmac.compare_digest(request.query.get("key", "").encode(), self.key.encode()):
+        if not hmac.compare_digest(request.query.get("key", "").encode(errors="replace"), self.key.encode()):
             raise web.HTTPUnauthorized(text="the key is missing or wrong: open the URL that grpo-mp watch printed\n")
         self._asked = True
         text = page_with(self.page, self.problem)
@@ -110,7 +111,7 @@ async def serving(live: LivePage, port: int = 0) -> AsyncIterator[str]:
     """
     app = web.Application()
     app.router.add_get("/", live.answer)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(app, access_log=None, logger=server_log(__name__), shutdown_timeout=1.0)
     await runner.setup()
     await live.refresh()
     try:

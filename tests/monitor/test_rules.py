@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args
@@ -43,7 +44,7 @@ def test_a_row_names_what_exists(rule: Rule) -> None:
     assert 1 <= rule.weight <= 100
     assert "{" not in rule.sentence.format(value=1.0, before=1.0, name="x")
     assert all(text[-1] in ".:" for text in (rule.meaning, rule.action))
-    assert rule.source
+    assert re.search(r"arXiv \d{4}\.\d{5}|\w#\d+", rule.source)  # a paper, or an issue of a peer
 
 
 def test_names_of_rules_are_unique() -> None:

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -401,6 +402,19 @@ def test_the_page_shows_what_is_written_behind_the_metrics(
             assert time.monotonic() < deadline
 
     serve(run, make, ask)
+
+
+@pytest.mark.parametrize("path", [b"/?key=%FF%C3", b"/?key=\xff\xfe", b"/\xff", b"/?key=" + b"a" * 20_000])
+def test_a_request_that_is_none_is_refused_without_a_word(
+    run: Path, path: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ask(url: str, live: LivePage) -> None:
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), LIMIT_S) as connection:
+            connection.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: here\r\n\r\n")
+            assert re.match(rb"HTTP/1\.[01] 40[01] ", connection.recv(100))
+
+    serve(run, lambda: "", ask)
+    assert not caplog.records
 
 
 def test_a_run_without_a_report_yet_says_so(tmp_path: Path) -> None:
