@@ -176,6 +176,7 @@ class SampleInfo:
     earlier: tuple["SampleInfo", ...] = ()  # of an episode that forked, see Sample
     part: int = 0
     turn_ends: TurnEnds = ()  # as in Sample
+    is_scored: bool = True  # as in Sample
 
     @property
     def generated_tokens(self) -> int:
@@ -295,6 +296,11 @@ class MicroBatch:
     mtp_targets: torch.Tensor | None = None
     mtp_weights: torch.Tensor | None = None
     mtp_rollout_logprobs: torch.Tensor | None = None
+
+    @property
+    def in_loss(self) -> torch.Tensor:
+        """Return which tokens train: those that the policy generated, of samples that no mask takes out: [T] bool."""
+        return self.mask.bool() & (self.loss_weights != 0)
 
     @property
     def total_tokens(self) -> int:

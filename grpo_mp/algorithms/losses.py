@@ -60,7 +60,7 @@ def make_loss(
         weighted_policy_loss = (token_losses * batch.loss_weights).sum()
         kl = _kl(terms, batch, algorithm.kl, algorithm.kl.level) * has_rollout_logprob
         kl_loss = kl_coefficient * (kl * batch.loss_weights).sum() if kl_coefficient else 0.0  # 0 x inf would be NaN
-        entropy_bonus = (entropy * entropy_mask * batch.mask).sum() * batch.entropy_weight
+        entropy_bonus = (entropy * entropy_mask * batch.in_loss).sum() * batch.entropy_weight
         topk = topk_terms(batch, distillation) if distillation else None
         total = weighted_policy_loss + kl_loss - coefficients.entropy * entropy_bonus
         if topk and distillation:
@@ -182,12 +182,13 @@ def off_policy_mask(
 ) -> Tensor:
     """Return 0 for tokens of sequences with a negative advantage and a mean of rollout - new above the limit, else 1.
 
-    Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556, eq. 9.
+    Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556, eq. 9. Where advantages differ by token, their mean
+    is the sequence's: it trains as a whole or not at all.
     """
     if limit is None:
         return torch.ones_like(new)
     drift = sequences.means((rollout - new.detach()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
-    return ((advantages >= 0) | (drift <= limit)).double()
+    return ((sequences.means(advantages) >= 0) | (drift <= limit)).double()
 
 
 def _masked(values: Tensor, mask: Tensor) -> Tensor:

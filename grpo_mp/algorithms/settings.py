@@ -311,6 +311,11 @@ class AlgorithmConfig(Section):
     filter: FilterConfig = Field(FilterConfig(), description="which groups and samples a step trains on")
     curriculum: CurriculumConfig = Field(CurriculumConfig(), description="which prompts are skipped")
 
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Return whether rewards are learned from, not only measured."""
+        return not (self.distillation and self.distillation.replaces_rewards)
+
     @field_validator("preset")
     @classmethod
     def _preset_exists(cls, value: str) -> str:
@@ -429,6 +434,8 @@ def _distillation_contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
         return
     if algorithm.kl.coef and algorithm.kl.apply_to == "reward":
         yield "distillation.advantage=replace learns from no reward, so none can bear the KL: set kl.apply_to=loss"
+    if algorithm.advantage.whiten:
+        yield "distillation.advantage=replace learns from no reward, so none is whitened: set advantage.whiten=false"
     if algorithm.filter.zero_std != "keep":
         yield (
             f"distillation.advantage=replace learns from every group, and filter.zero_std={algorithm.filter.zero_std} "

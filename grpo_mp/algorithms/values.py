@@ -9,7 +9,7 @@ from grpo_mp.types import MicroBatch
 
 ValueLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
 LOSS_SUMS = ("value_loss", "vf_clipped", "tokens")  # of a micro-batch: its share of the loss; counts of tokens
-RETURN_SUMS = ("tokens", "values", "returns", "returns2", "errors", "errors2")  # of generated tokens; error: R - V
+RETURN_SUMS = ("tokens", "values", "returns", "returns2", "errors", "errors2")  # of tokens that train; error: R - V
 
 
 def discounted_sums(values: Tensor, discount: float) -> Tensor:
@@ -45,7 +45,7 @@ def make_value_loss(cliprange_value: float) -> ValueLoss:
         batch = batch.to(values.device)
         if batch.values is None or batch.returns is None:
             raise ValueError("the micro-batch has no values of the old critic: compute them before the update")
-        learned = batch.mask.bool()
+        learned = batch.in_loss
         # What is elsewhere reaches neither loss nor gradient.
         new, old, returns = (one.double().where(learned, 0.0) for one in (values, batch.values, batch.returns))
         clipped = new.clamp(old - cliprange_value, old + cliprange_value)
@@ -63,7 +63,7 @@ def return_sums(batches: Sequence[MicroBatch]) -> Tensor:
     sums = torch.zeros(len(RETURN_SUMS), dtype=torch.float64)
     for batch in batches:
         if batch.values is not None and batch.returns is not None:
-            learned = batch.mask.bool()
+            learned = batch.in_loss
             values, returns = batch.values[learned].double(), batch.returns[learned].double()
             errors = returns - values
             rows = (torch.ones_like(values), values, returns, returns.square(), errors, errors.square())

@@ -85,9 +85,7 @@ def assemble_step_batch(
     layout of its own, for which the same samples of each update are packed once more.
     """
     of_samples = estimate_advantages(estimator, infos, settings.algorithm.advantage, reward_weights)
-    unlearned = {"error", "timeout"} if settings.rollout.failed == "mask" else set[str]()
-    mask_truncated = settings.algorithm.filter.truncated == "mask"
-    learns = [not ((mask_truncated and info.truncated) or info.state in unlearned) for info in infos]
+    learns = [not is_masked(info, settings) for info in infos]
     sequences = tuple(sequence for info in infos for sequence in info.sequences)
     sample_of = tuple(i for i, info in enumerate(infos) for _ in info.sequences)
     in_loss = tuple(learns[i] for i in sample_of)
@@ -104,6 +102,19 @@ def assemble_step_batch(
             for pair in zip(updates, routed, strict=True)
         )
     return StepBatch(sequences, in_loss, tuple(advantages), plan, updates, unrouted_samples, sample_of, critic_batch)
+
+
+def is_masked(info: SampleInfo, settings: Settings) -> bool:
+    """Return whether a sample is left out of the loss: cut off, failed, or without a reward that says anything of it.
+
+    The reward of a sample that was not scored is the mean of its group, which is no advantage where groups are
+    compared, and none at all where they are not.
+    """
+    algorithm = settings.algorithm
+    failed = settings.rollout.failed == "mask" and info.state in ("error", "timeout")
+    truncated = algorithm.filter.truncated == "mask" and info.truncated
+    compares_groups = algorithm.advantage.compares_groups or not algorithm.learns_from_rewards
+    return failed or truncated or not (info.is_scored or compares_groups)
 
 
 @dataclass(frozen=True)
@@ -297,11 +308,11 @@ def _sum_to_end(values: torch.Tensor, batch: MicroBatch, parallel: Parallel) -> 
 
 
 def whiten(updates: UpdateBatches, parallel: Parallel) -> UpdateBatches:
-    """Set advantages to (A - mean) / (std + 1e-8) over all response tokens of the step (REINFORCE++, eq. 8)."""
+    """Set advantages to (A - mean) / (std + 1e-8) over all tokens of the step that train (REINFORCE++, eq. 8)."""
     sums = torch.zeros(3, dtype=torch.float64)
     if parallel.is_reporting_rank:
         for batch in (batch for update in updates for batch in update):
-            mask, values = batch.mask.double(), batch.advantages
+            mask, values = batch.in_loss.double(), batch.advantages
             sums += torch.stack([mask.sum(), (values * mask).sum(), (values.square() * mask).sum()])
     dist.all_reduce(sums, group=parallel.cpu_group)
     count, mean = sums[0].clamp(min=1), sums[1] / sums[0].clamp(min=1)

@@ -149,7 +149,7 @@ class Scorer:
         Reward models that the job serves are left to `finish_group`; until then NaN is the reward of a failed term.
 
         A sample to which no term applies, or one failed under `on_error: skip`, gets the mean of its group: its
-        advantage is 0 and changes no other's.
+        advantage is 0 and changes no other's. Where groups are not compared it is left out of the loss.
         Rewards of steps are kept in `step_rewards`; only their mean is shown among the terms. `is_correct` is set by
         the term that the settings name; None where that term failed or does not apply.
         Raises UserError for a failing reward under `on_error: stop`.

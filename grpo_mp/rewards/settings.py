@@ -292,7 +292,7 @@ class RewardConfig(Section):
     on_error: Literal["stop", "skip"] | float = Field(
         "stop",
         description="where a term fails: stop the run, score this value, or skip: the sample counts as one without "
-        "reward, which gets its group's mean",
+        "reward, which gets its group's mean, and does not train where groups are not compared",
     )
 
     @property

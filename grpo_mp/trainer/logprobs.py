@@ -62,9 +62,9 @@ def compute_logprobs(
         updates = with_generalized_advantages(updates, algorithm, kl_coef, parallel)
     elif kl.apply_to == "reward" and kl.coef > 0:
         updates = with_kl_in_reward(updates, batch, algorithm, kl_coef, parallel)
-    if algorithm.distillation:
-        updates = with_distillation(updates, algorithm.distillation)
-    return whiten(updates, parallel) if algorithm.advantage.whiten else updates
+    if algorithm.advantage.whiten:
+        updates = whiten(updates, parallel)
+    return with_distillation(updates, algorithm.distillation) if algorithm.distillation else updates
 
 
 def _with_values(updates: UpdateBatches, batch: StepBatch, critic: Critic, parallel: Parallel) -> UpdateBatches:

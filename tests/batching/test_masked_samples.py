@@ -1,0 +1,100 @@
+"""Samples that are left out of the loss: which are, and that nothing else counts them."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_mp.algorithms.losses import off_policy_mask
+from grpo_mp.algorithms.sequences import Sequences
+from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.algorithms.values import LOSS_SUMS, RETURN_SUMS, make_value_loss, return_sums
+from grpo_mp.batching.microbatches import plan_microbatches
+from grpo_mp.batching.packing import pack
+from grpo_mp.batching.step_batch import is_masked, whiten
+from grpo_mp.config import Settings
+from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.types import MicroBatch, Sample, SampleInfo
+from tests.algorithms.objective import loss_of
+from tests.minimal_settings import MINIMAL_SETTINGS
+
+LENGTHS, ADVANTAGES, WEIGHTS = (4, 3, 20), (1.0, -1.0, 50.0), (0.25, 0.25, 0.0)  # the last is left out
+TRAINED = torch.tensor([1.0] * 4 + [-1.0] * 3, dtype=torch.float64)
+
+
+def packed(*advantages: Any) -> MicroBatch:
+    samples = [
+        Sample(0, i, (1, 2), tuple(range(length)), (-1.0,) * length, (0,) * length, truncated=False)
+        for i, length in enumerate(LENGTHS)
+    ]
+    (plan,) = plan_microbatches([sample.total_tokens for sample in samples], 1, 64, align=4).ranks[0]
+    return pack(samples, advantages or ADVANTAGES, WEIGHTS, plan, align=4)
+
+
+def settings(**algorithm: Any) -> Settings:
+    return Settings.model_validate(MINIMAL_SETTINGS | {"algorithm": algorithm})
+
+
+def test_whitening_is_over_the_tokens_that_train(parallel: Parallel) -> None:
+    batch = packed()
+    ((whitened,),) = whiten([[batch]], parallel)
+    expected = (TRAINED - TRAINED.mean()) / (TRAINED.std() + 1e-8)
+    torch.testing.assert_close(whitened.advantages[batch.in_loss].sort().values, expected.sort().values)
+
+
+def test_the_entropy_bonus_is_a_mean_over_the_tokens_that_train() -> None:
+    algorithm = AlgorithmConfig.model_validate({"entropy": {"coef": 0.5}})
+    batch = replace(packed(), entropy_weight=1 / 7)
+    logprobs = batch.rollout_logprobs.clone()
+    entropy = torch.where(batch.in_loss, 2.0, 9.0)
+    losses = [loss_of(algorithm)(logprobs, entropy * scale, batch)[0] for scale in (0, 1)]
+    assert float(losses[1] - losses[0]) == pytest.approx(-0.5 * 2.0)
+
+
+def test_a_critics_numbers_are_of_the_tokens_that_train() -> None:
+    batch = packed()
+    values = torch.where(batch.in_loss, 1.0, 5.0)
+    batch = replace(batch, values=values, returns=torch.where(batch.in_loss, 1.0, 100.0).double())
+    sums = dict(zip(RETURN_SUMS, return_sums([batch]).tolist(), strict=True))
+    assert (sums["tokens"], sums["returns"], sums["errors2"]) == (7, 7, 0)
+    _, loss_sums = make_value_loss(0.2)(values + 3.0, batch)
+    found = dict(zip(LOSS_SUMS, loss_sums.tolist(), strict=True))
+    assert (found["tokens"], found["vf_clipped"]) == (7, 0)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "info", "masked"),
+    [
+        ({}, {}, False),
+        ({}, {"truncated": True}, False),
+        ({"filter": {"truncated": "mask"}}, {"truncated": True}, True),
+        ({}, {"state": "error"}, True),
+        ({}, {"is_scored": False}, False),  # the mean of its group: its advantage is 0
+        ({"advantage": {"baseline": "leave_one_out"}}, {"is_scored": False}, False),
+        ({"advantage": {"baseline": "none", "scale": "none"}}, {"is_scored": False}, True),
+        ({"advantage": {"baseline": "none", "scale": "none"}}, {}, False),
+        ({"distillation": {"teacher": {"folder": "teacher"}}}, {"is_scored": False}, False),
+    ],
+)
+def test_which_samples_are_left_out(algorithm: dict[str, Any], info: dict[str, Any], masked: bool) -> None:
+    values: dict[str, Any] = {"truncated": False} | info
+    sample = SampleInfo(0, 0, 3, 4, 0.5, values.pop("truncated"), 0, **values)
+    assert is_masked(sample, settings(**algorithm)) is masked
+
+
+def test_a_response_that_drifted_is_left_out_as_a_whole() -> None:
+    """By the mean of its tokens' advantages, which a critic or a teacher gives."""
+    negative, positive = torch.tensor([0.5, -2.0, 0.2, -0.1]), torch.tensor([-0.5, 2.0, -0.2])
+    batch = packed(negative, positive, 0.0)
+    drift, sequences = batch.mask.double() * -3.0, Sequences.from_batch(batch, lambda sums: sums)
+    kept = off_policy_mask(drift, torch.zeros_like(drift), batch.advantages, sequences, limit=1.0)
+    of_sequence = [kept[(batch.sequence_index == i) & batch.mask.bool()] for i in range(3)]
+    by_sample = dict(zip(batch.sample_ids, (values.tolist() for values in of_sequence), strict=True))
+    assert (by_sample[0], by_sample[1]) == ([0.0] * 4, [1.0] * 3)
+
+
+def test_what_a_teacher_gives_is_not_whitened() -> None:
+    distillation = {"teacher": {"folder": "teacher"}}
+    with pytest.raises(ValueError, match=r"set advantage\.whiten=false"):
+        AlgorithmConfig.model_validate({"distillation": distillation, "advantage": {"whiten": True}})
