@@ -104,7 +104,7 @@ def run(job: EvaluationJob, inputs: RunInputs) -> None:
     )
     greeting = f"{job.name}: {problems}; starting the engines"
     if job.needs_policy:
-        with open_context(settings, inputs, [job.checkpoint] if job.checkpoint else [], greeting) as ctx:
+        with open_context(settings, inputs, lambda: [job.checkpoint] if job.checkpoint else [], greeting) as ctx:
             ctx.preemption.release()  # nothing is to be saved first
             sync_weights(ctx)
             evaluate_and_report(job, ctx.evaluator)

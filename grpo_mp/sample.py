@@ -215,7 +215,7 @@ def _engines(job: SamplingJob, inputs: RunInputs) -> Iterator[EngineContext]:
     settings, count = job.settings, len(job.prompts(inputs))
     greeting = f"{job.name}: {count:,} prompts x {settings.rollout.group_size}; starting the engines"
     if job.needs_policy:
-        with open_context(settings, inputs, [job.checkpoint] if job.checkpoint else [], greeting) as ctx:
+        with open_context(settings, inputs, lambda: [job.checkpoint] if job.checkpoint else [], greeting) as ctx:
             ctx.preemption.release()  # answers are on disk: nothing is to be saved first
             sync_weights(ctx)
             yield ctx.engines

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from grpo_mp.processes import end_with_launcher
 
@@ -10,7 +11,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
     end_with_launcher()
 
-from grpo_mp.checkpoint.run_state import FINAL, METRICS, complete_checkpoints
+from grpo_mp.checkpoint.run_state import FINAL, METRICS, resumable_checkpoints
 from grpo_mp.config import SftSettings
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.monitor.loggers import open_loggers, read_metrics
@@ -190,8 +191,8 @@ def finish(ctx: SftContext) -> None:
 
 def run(settings: SftSettings, inputs: SftInputs) -> None:
     """Fine-tune as one rank of a started job. Raises UserError for what a user can fix."""
-    newest_first = complete_checkpoints(settings.run.folder)[::-1] if settings.run.resume == "auto" else []
-    with open_sft_context(settings, inputs, newest_first) as ctx, make_reporter(ctx) as reporter:
+    checkpoints = partial(resumable_checkpoints, settings.run.folder, inputs.train.digest)
+    with open_sft_context(settings, inputs, checkpoints) as ctx, make_reporter(ctx) as reporter:
         fine_tune(ctx, reporter)
 
 

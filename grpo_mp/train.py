@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from grpo_mp.processes import end_with_launcher
 
@@ -12,7 +13,7 @@ if __name__ == "__main__":
 
 from grpo_mp.batching.critic_layout import critic_updates
 from grpo_mp.batching.step_batch import PackingSpec, StepBatch, UpdateBatches, assemble_step_batch, send_routed_experts
-from grpo_mp.checkpoint.run_state import FINAL, METRICS, complete_checkpoints
+from grpo_mp.checkpoint.run_state import FINAL, METRICS, resumable_checkpoints
 from grpo_mp.config import Settings
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import broadcast
@@ -301,8 +302,8 @@ def finish(ctx: TrainContext, first: Evaluation, last: Evaluation) -> None:
 
 def run(settings: Settings, inputs: RunInputs) -> None:
     """Train as one rank of a started job. Raises UserError for what a user can fix."""
-    newest_first = complete_checkpoints(settings.run.folder)[::-1] if settings.run.resume == "auto" else []
-    with open_context(settings, inputs, newest_first) as ctx:
+    checkpoints = partial(resumable_checkpoints, settings.run.folder, inputs.train.digest)
+    with open_context(settings, inputs, checkpoints) as ctx:
         if isinstance(ctx, TrainContext):
             with make_reporter(ctx) as reporter:
                 train(ctx, reporter)

@@ -196,6 +196,15 @@ def check_same_data(run_folder: Path, data: str) -> None:
         )
 
 
+def resumable_checkpoints(run_folder: Path, data: str) -> list[Path]:
+    """Return the checkpoints from which a run of these data may resume, newest first; `data`: see `check_same_data`.
+
+    Raises UserError where a run of other data has saved them.
+    """
+    check_same_data(run_folder, data)
+    return complete_checkpoints(run_folder)[::-1]
+
+
 def _check_any_manifest(checkpoints: Sequence[Path]) -> None:
     """Raise the newest checkpoint's UserError where no manifest is as it should be, and the files that it names."""
     errors = []

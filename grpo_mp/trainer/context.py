@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -29,6 +28,7 @@ from grpo_mp.trainer.collect import Collector, RolloutCollector
 from grpo_mp.trainer.evaluation import Evaluator
 from grpo_mp.trainer.exit import PreemptionHandler
 from grpo_mp.trainer.job import (
+    FindCheckpoints,
     PolicyContext,
     Resumed,
     RunContext,
@@ -104,13 +104,13 @@ class RankRuntime:
 
 @contextmanager
 def open_context(
-    settings: Settings, inputs: RunInputs, checkpoints: Sequence[Path] = (), greeting: str = ""
+    settings: Settings, inputs: RunInputs, find_checkpoints: FindCheckpoints = tuple, greeting: str = ""
 ) -> Iterator[RolloutContext]:
-    """Join the job, start this rank's engine, build the policy, resume from the first whole one of `checkpoints`.
+    """Join the job, start this rank's engine, build the policy, resume from the first whole one of the checkpoints.
 
     Yields a TrainContext on a rank that trains. Engines end when the body does, however it ends.
     """
-    with _open_job(settings, inputs, settings.run.steps, checkpoints) as (runtime, resumed), ExitStack() as stack:
+    with _open_job(settings, inputs, settings.run.steps, find_checkpoints) as (runtime, resumed), ExitStack() as stack:
         job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
         state = replace(resumed.state, data=inputs.train.digest)
         preemption = PreemptionHandler()
@@ -237,7 +237,7 @@ def _open_job(
     settings: Settings,
     inputs: RunInputs,
     steps: int,
-    checkpoints: Sequence[Path] = (),
+    find_checkpoints: FindCheckpoints = tuple,
     load_weights: bool = False,
 ) -> Iterator[tuple[RankRuntime, Resumed]]:
     """Make the process groups, claim the run folder, place the engines, open the monitors; end all of it in any case.
@@ -245,7 +245,7 @@ def _open_job(
     Also yields where the run stands. Errors are reported by one rank.
     """
     resolved = dump_settings(settings)
-    with join_run(settings, resolved, checkpoints, settings.engine.ranks) as (job, resumed), ExitStack() as stack:
+    with join_run(settings, resolved, find_checkpoints, settings.engine.ranks) as (job, resumed), ExitStack() as stack:
         machine = machine_notes(job)
         rollout = Rollout(
             settings,

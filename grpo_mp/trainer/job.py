@@ -5,12 +5,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from grpo_mp.checkpoint.run_lock import run_lock
-from grpo_mp.checkpoint.run_state import TrainState, claim_run_folder, read_manifest
+from grpo_mp.checkpoint.run_state import TrainState, check_run_folder, claim_run_folder, read_manifest
 from grpo_mp.config import Settings, TrainerSettings
-from grpo_mp.distributed.process_groups import Job, Parallel, join_job, make_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import Job, Parallel, broadcast, join_job, make_parallel, stop_parallel
 from grpo_mp.log import log_file, logging_to
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.rank_dump import RankDumper
@@ -23,6 +21,8 @@ from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, report_error_once
 from grpo_mp.trainer.resume import find_whole_checkpoint
 from grpo_mp.trainer.save import CRITIC, CheckpointSaver
+
+FindCheckpoints = Callable[[], Sequence[Path]]
 
 
 @dataclass(frozen=True)
@@ -73,21 +73,24 @@ class PolicyContext(RunContext):
 
 @contextmanager
 def join_run(
-    settings: TrainerSettings, resolved: str, checkpoints: Sequence[Path] = (), engine_ranks: int = 0
+    settings: TrainerSettings, resolved: str, find_checkpoints: FindCheckpoints = tuple, engine_ranks: int = 0
 ) -> Iterator[tuple[Job, Resumed]]:
-    """Make the process groups, claim the run folder, and yield the job and the first whole one of `checkpoints`.
+    """Make the process groups, claim the run folder, and yield the job and the first whole one of its checkpoints.
 
-    `resolved`: the settings as YAML. Errors are reported by one rank.
+    `resolved`: the settings as YAML; `find_checkpoints`: asked by rank 0 when no other job writes into the folder any
+    more. Errors are reported by one rank.
     """
     with ExitStack() as stack:
         job = join_job(settings.monitor.phase_timeout_s, engine_ranks)
         folder, rank = settings.run.folder, job.rank
         stack.enter_context(report_error_once(rank, job.store))
+        checkpoints: Sequence[Path] = ()
         if rank == 0:
             stack.enter_context(run_lock(folder))
+            check_run_folder(folder, resolved, settings.run.resume == "auto")  # by what the former job wrote at its end
             claim_run_folder(folder, resolved)
-        dist.barrier(group=job.group)
-        checkpoint, damages = find_whole_checkpoint(checkpoints, job)
+            checkpoints = find_checkpoints()
+        checkpoint, damages = find_whole_checkpoint(broadcast(checkpoints, job.group), job)
         stack.enter_context(logging_to(log_file(folder, rank), settings.monitor.log_level))
         yield job, Resumed(read_manifest(checkpoint) if checkpoint else TrainState(), checkpoint, damages)
 

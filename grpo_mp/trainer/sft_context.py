@@ -1,10 +1,9 @@
 """Open and close a job of supervised fine-tuning: join the ranks, build the policy, and end all of it in any case."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -15,7 +14,7 @@ from grpo_mp.policy.offload import device_items
 from grpo_mp.scheduler.memory import explain_out_of_memory
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.exit import PreemptionHandler
-from grpo_mp.trainer.job import PolicyContext, build_policy, join_run, open_monitors, show_notes
+from grpo_mp.trainer.job import FindCheckpoints, PolicyContext, build_policy, join_run, open_monitors, show_notes
 from grpo_mp.trainer.machine_notes import machine_notes
 from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.trainer.sft_preflight import SftInputs
@@ -33,15 +32,15 @@ class SftContext(PolicyContext):
 
 @contextmanager
 def open_sft_context(
-    settings: SftSettings, inputs: SftInputs, checkpoints: Sequence[Path] = ()
+    settings: SftSettings, inputs: SftInputs, find_checkpoints: FindCheckpoints = tuple
 ) -> Iterator[SftContext]:
-    """Join the job, build the policy, resume from the first whole one of `checkpoints`.
+    """Join the job, build the policy, resume from the first whole one of the checkpoints.
 
     The device is the policy's alone: no phase moves anything.
     """
     run, limit_s = settings.run, settings.monitor.phase_timeout_s
     with (
-        join_run(settings, dump_settings(settings), checkpoints) as (job, resumed),
+        join_run(settings, dump_settings(settings), find_checkpoints) as (job, resumed),
         open_monitors(run.folder, job.rank, run.steps, resumed.state.step) as monitors,
     ):
         preemption, state, progress = (
