@@ -30,7 +30,7 @@ from grpo_mp.rollout.groups import EndedGroup, PausedGroup
 from grpo_mp.types import Prompt, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
-HEADER = struct.Struct("<II")
+HEADER = struct.Struct("<QI")  # bytes of a record, which may be above 4 GiB with routed experts; its checksum
 LOGPROBS = SCHEMA.get_field_index("rollout_logprobs")
 # Logprobs as the engine gave them: metrics are of these.
 RECORD_SCHEMA = SCHEMA.set(LOGPROBS, pa.field("rollout_logprobs", pa.list_(pa.float64())))

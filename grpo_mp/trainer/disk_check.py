@@ -7,14 +7,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from grpo_mp.checkpoint.run_state import CHECKPOINTS, EXPORTS, FINAL, ROLLOUTS
+from grpo_mp.checkpoint.run_state import CHECKPOINTS, EXPORTS, FINAL, ROLLOUTS, complete_checkpoints
 from grpo_mp.errors import UserError
 from grpo_mp.policy.parameter_bytes import DiskNeed
 from grpo_mp.trainer.replay import FOLDER
 
 PROBE_BYTES, LEAST_PROBE_BYTES = 2**24, 2**20  # that a start writes to see how fast the disk is
 SLOW_BYTES_PER_S = 20e6
-KEPT = (CHECKPOINTS, EXPORTS, FINAL, ROLLOUTS, FOLDER)
+KEPT = (EXPORTS, FINAL, ROLLOUTS, FOLDER)  # and the checkpoints that are whole
 
 
 def check_disk(folder: Path, need: DiskNeed, probes: bool = False) -> Iterator[str]:
@@ -22,13 +22,16 @@ def check_disk(folder: Path, need: DiskNeed, probes: bool = False) -> Iterator[s
 
     Raises UserError where it is too small for one checkpoint, or takes nothing.
     """
-    kept = [file for name in KEPT for file in (folder / name).glob("**/*")]
-    missing = need.run - sum(file.stat().st_size for file in kept if file.is_file())
+    missing = need.run - _bytes_of(*complete_checkpoints(folder), *(folder / name for name in KEPT))
     place = next(path for path in (folder / CHECKPOINTS, folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
     says = f"run.folder: the disk of {place} has {free:,} bytes free"
     if free < min(need.checkpoint, missing):
-        raise UserError(f"{says}, and a checkpoint takes {need.checkpoint:,}: make room, or choose another folder")
+        damaged = sorted((folder / CHECKPOINTS).glob("*.damaged"))
+        unread = f" (no run reads {', '.join(map(str, damaged))}: {_bytes_of(*damaged):,} bytes)" if damaged else ""
+        raise UserError(
+            f"{says}, and a checkpoint takes {need.checkpoint:,}: make room{unread}, or choose another folder"
+        )
     if free < missing:
         lower = "make room, lower run.keep_checkpoints, raise run.export_every, or set rollout.dump=false"
         yield f"{says}, and this run may take {missing:,}: {lower}"
@@ -41,6 +44,10 @@ def check_disk(folder: Path, need: DiskNeed, probes: bool = False) -> Iterator[s
                 f"{need.checkpoint:,} bytes in {need.checkpoint / rate:,.0f} s: name another run.folder, or raise "
                 "run.save_every"
             )
+
+
+def _bytes_of(*folders: Path) -> int:
+    return sum(file.stat().st_size for folder in folders for file in folder.glob("**/*") if file.is_file())
 
 
 def _write_s(folder: Path, size: int) -> float:

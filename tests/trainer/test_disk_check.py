@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from grpo_mp.checkpoint.run_state import MANIFEST
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.errors import UserError
@@ -35,13 +36,18 @@ def test_too_small_for_the_run_is_a_warning_until_it_has_what_it_keeps(small_dis
     folder = small_disk(6_000_000)
     (warning,) = check_disk(folder, NEED)
     assert "bytes free, and this run may take 6,500,000: make room" in warning
-    (folder / "checkpoints").mkdir()
-    (folder / "checkpoints" / "weights").write_bytes(bytes(2_000_000))
+    checkpoint = folder / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / MANIFEST).touch()
+    (checkpoint / "weights").write_bytes(bytes(2_000_000))
     (warning,) = check_disk(folder, NEED)
-    (folder / "checkpoints" / "weights").write_bytes(bytes(5_900_000))
+    (checkpoint / "weights").write_bytes(bytes(5_900_000))
     with pytest.raises(UserError):
         list(check_disk(folder, NEED))
     assert list(check_disk(folder, DiskNeed(2_000_000, 0, 0, 5_900_000))) == []
+    checkpoint.rename(f"{checkpoint}.damaged")  # which the run does not keep
+    with pytest.raises(UserError, match=r"make room \(no run reads .*step_000001\.damaged: 5,900,000 bytes\), or"):
+        list(check_disk(folder, DiskNeed(2_000_000, 0, 0, 5_900_000)))
 
 
 @pytest.mark.parametrize(
