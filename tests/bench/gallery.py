@@ -42,10 +42,13 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args = with_names(parser)
-    found = [make(name, args.out) for name in dict.fromkeys((HEALTHY, *(args.names or SICKNESSES)))]
+    beside = () if HEALTHY in recorded_names() else (HEALTHY,)  # what the others are drawn beside
+    made = dict.fromkeys((*beside, *(args.names or SICKNESSES)))
+    found = [make(name, args.out) for name in made]
     names = recorded_names()
     for name in names:
-        draw(name)
+        if name in made or HEALTHY in made:
+            draw(name)
     PAGE.write_text(page(names), encoding="utf-8")
     return 0 if all(found) else 1
 

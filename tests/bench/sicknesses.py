@@ -189,6 +189,29 @@ SICKNESSES = {
         ),
         steps=15,
     ),
+    "mismatch_by_fp8": Sickness(
+        "The policy's linear layers compute in FP8, those of the engines in float32, and answers are sampled at a high "
+        "temperature, so that there are many rare tokens.",
+        "mismatch",
+        ("training.fp8_format=e4m3", "model.dtype=bfloat16", "rollout.temperature=2.5", "sync.check_tolerance=1.0"),
+        steps=12,
+    ),
+    "mismatch_by_routing": Sickness(
+        "Experts are replayed that routers chose up to three steps of eight updates ago, at a high rate.",
+        "routing_mismatch",
+        (
+            "schedule=async",
+            "engine.ranks=1",
+            "layout={expert: 1}",
+            "rollout.max_staleness=3",
+            "training.updates_per_step=8",
+            "training.router_replay=R3",
+            "sync.pause=in_place",
+            "algorithm.rollout_correction={kind: truncate, high: 2.0}",
+            "optimizer.lr=2e-3",
+        ),
+        steps=15,
+    ),
 }
 
 
