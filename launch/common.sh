@@ -93,12 +93,19 @@ choose_size() {
 }
 
 # choose_nodes COUNT: so many of the allocation's that are up and were not found bad, in $nodes; all: as many as there are.
+# Does not return where they are too few: by --no-kill Slurm does not requeue the job that lost them, so it is done here.
 choose_nodes() {
   local unfit
   unfit=$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format='%N %T' | sed -En 's/ (down|fail|.*\*$).*//p')
   nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -Fxv "$unfit"$'\n'"${bad//,/$'\n'}" || true)
   count=$(wc -w <<<"$nodes")
-  [ "$count" -ge "$size" ] || fail "of $SLURM_JOB_NODELIST $count nodes are up and fit, the job needs $size"
+  if [ "$count" -lt "$size" ]; then
+    local too_few="of $SLURM_JOB_NODELIST $count nodes are up and fit, the job needs $size"
+    if [ -n "$bad" ]; then echo "$too_few" && resubmit_without_bad_nodes; fi # a requeued job may get them again
+    [ "$restarts" != 0 ] || fail "$too_few"
+    requeue "$too_few"
+    exit
+  fi
   if [ "$1" != all ]; then count=$1; fi
   nodes=$(head -n "$count" <<<"$nodes" | paste -sd,)
 }
@@ -250,8 +257,9 @@ has_steps_left() {
   "$python" -m grpo_mp.launch.job has-steps-left "$config" "${arguments[@]}"
 }
 
+# requeue [REASON]
 requeue() {
-  echo "saved before the time limit, or for another job: resumes in a new attempt"
+  echo "${1:-saved before the time limit, or for another job}: resumes in a new attempt"
   status=0
   scontrol requeue "$SLURM_JOB_ID"
 }

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         return start_ranks(args.ranks, rest, "grpo_mp.evaluate" if args.evaluate else _module_of(rest))
     parser = settings_parser("launch", __doc__, local)
     parser.add_argument("--nodes", type=number_of_ranks, help="number of nodes (default: that of the script)")
-    spares = "more nodes, which take the place of bad or lost ones"
+    spares = "more nodes, which take the place of bad or lost ones; only the loss of the first ends the job"
     parser.add_argument("--spares", type=count_up_to(MAX_RANKS), default=0, help=spares)
     parser.add_argument("--dry-run", action="store_true", help="show what would be submitted")
     args, unknown = parser.parse_known_intermixed_args(arguments)  # unknown: also settings that follow such an option

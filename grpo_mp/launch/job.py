@@ -4,7 +4,6 @@ COMMAND: show, folder, begin, has-steps-left, may-restart, crashed-check, failur
 """
 
 import argparse
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from grpo_mp.config.sections import EngineConfig, LayoutConfig
 from grpo_mp.distributed.finish_markers import ranks_without_marker, silent_exit_message
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.errors import USER_STATUS, UserError, exit_with
-from grpo_mp.files import last_lines
+from grpo_mp.files import last_lines, read_json, write_atomically
 from grpo_mp.rollout.placement import engine_placements
 
 NO = 1  # status of a question
@@ -112,21 +111,39 @@ def last_metrics(folder: Path) -> str:
     return "\n".join(last_lines(folder / METRICS, 2))
 
 
+def write_for_attempt(file: Path, text: str) -> None:
+    """Write a file of an attempt's folder atomically. Raises UserError where the disk does not take it."""
+    try:
+        write_atomically(file, text)
+    except OSError as error:
+        raise UserError(
+            f"{file}: {error.strerror}: the job writes there: see that run.folder has room and is writable"
+        ) from error
+
+
+def begun_after(attempt: Path, present_step: int) -> int:
+    """Return the step after which an attempt began; `present_step` where its file does not say, as after a crash."""
+    try:
+        return int((attempt / SAVED_STEP).read_text())
+    except (OSError, ValueError):
+        return present_step  # no progress is known of it
+
+
 def begin_attempt(attempt: Path, run_folder: Path, restarts: int) -> None:
     """Make the folder of an attempt, with what `may_restart` compares.
 
-    Raises UserError where `restarts` others of the same job, and one more, have begun after the same step, too.
+    Raises UserError where `restarts` others of the same job, and one more, have begun after the same step, too, and
+    where the folder cannot be written.
     """
     step, job = saved_step(run_folder), attempt.name.split(".")[0]
-    others = [int(file.read_text()) for file in attempt.parent.glob(f"{job}.*/{SAVED_STEP}")]
+    others = [begun_after(file.parent, step) for file in attempt.parent.glob(f"{job}.*/{SAVED_STEP}")]
     if others.count(step) > restarts:
         raise UserError(
             f"{others.count(step)} attempts of job {job} began after step {step}, and none came to its next checkpoint "
             f"(run.save_every): see {attempt.parent}; RESTARTS={restarts} are allowed"
         )
-    attempt.mkdir(parents=True, exist_ok=True)
-    (attempt / METRICS_BEFORE).write_text(last_metrics(run_folder))
-    (attempt / SAVED_STEP).write_text(str(step))
+    write_for_attempt(attempt / METRICS_BEFORE, last_metrics(run_folder))
+    write_for_attempt(attempt / SAVED_STEP, str(step))
 
 
 def may_restart(attempt: Path, run_folder: Path) -> bool:
@@ -140,8 +157,17 @@ def may_restart(attempt: Path, run_folder: Path) -> bool:
     metrics = last_metrics(run_folder)
     steps = STEP_LOGGED.findall(metrics)
     # A checkpoint that the run found to be damaged has been set aside, and it resumed from the one before.
-    begun_after = min(int((attempt / SAVED_STEP).read_text()), saved_step(run_folder))
-    return metrics != (attempt / METRICS_BEFORE).read_text() and bool(steps) and int(steps[-1]) > begun_after
+    present_step = saved_step(run_folder)
+    resumed_after = min(begun_after(attempt, present_step), present_step)
+    return metrics != metrics_before(attempt) and bool(steps) and int(steps[-1]) > resumed_after
+
+
+def metrics_before(attempt: Path) -> str | None:
+    """Return the last lines of the run's metrics as they were when an attempt began; None where its file is missing."""
+    try:
+        return (attempt / METRICS_BEFORE).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
 
 
 def name_crashed_node(attempt: Path) -> None:
@@ -153,7 +179,7 @@ def name_crashed_node(attempt: Path) -> None:
         if ended and ended["how"] != "Terminated":  # which srun does to the others
             said = last_lines(attempt / f"check_{ended['rank']}.log", 1)
             print(f"bad node {ended['node']}: its check crashed ({ended['how']}){': ' if said else ''}{''.join(said)}")
-            (attempt / BAD_NODES).write_text(ended["node"])
+            write_for_attempt(attempt / BAD_NODES, ended["node"])
             return
 
 
@@ -172,21 +198,28 @@ class Failure:
         return "\n".join([f"{failed} failed: {self.reason}", *(f"  {line}" for line in self.last_lines)])
 
 
+def reported_error(file: Path) -> str | None:
+    """Return the message in a rank's error file; None where it is torn, as on a full disk."""
+    message = read_json(file).get("message")
+    return str(message["message"]) if isinstance(message, dict) and "message" in message else None
+
+
 def first_failure(attempt: Path) -> Failure:
-    """Return a signal's death that srun saw first, else the oldest error file of a rank, else the end of srun's log.
+    """Return a signal's death that srun saw first, else the oldest error of a rank, else the end of srun's log.
 
     srun ends the other ranks after the first that fails: what they report then is only a consequence.
     """
     srun_log = attempt / "srun.log"
-    finished = SRUN_TASK_ENDED.search(srun_log.read_text()) if srun_log.exists() else None
-    errors = [(file.stat().st_mtime, file) for file in attempt.glob("rank_*.error.json")]
+    # It holds what other programs print, in any encoding.
+    finished = SRUN_TASK_ENDED.search(srun_log.read_text(errors="replace")) if srun_log.exists() else None
+    errors = sorted(attempt.glob("rank_*.error.json"), key=lambda file: (file.stat().st_mtime, file))
+    reported = [(file, reason) for file in errors if (reason := reported_error(file)) is not None]
     killed = bool(finished and not finished["how"].startswith("Exited"))
     if finished and killed:
         rank, reason = int(finished["rank"]), f"{finished['how']} on {finished['node']}"
-    elif errors:
-        _, file = min(errors)
+    elif reported:
+        file, reason = reported[0]
         rank = int(file.name.split("_")[1].split(".")[0])
-        reason = json.loads(file.read_text())["message"]["message"]
     else:
         reason = f"no rank reported an error; last lines of {srun_log}:"
         return Failure(None, reason, last_lines(srun_log, NUM_LAST_LINES))

@@ -21,6 +21,8 @@ SAVE_EVERY = (1, 2, 5, 10, 20, 50)
 class UnreliableJob:
     """A job in seconds. Failures of each kind come at random, independently of each other and of the past.
 
+    They also come while the job waits for a host or starts again: then it starts anew, and waits for all its hosts.
+
     `generate_s`, `train_s`: a step's generation, and the rest, which alone a repeated step takes again; `in_flight_s`:
     of generation, what is not recorded yet when the job ends; `save_s`: of a checkpoint, while the job waits;
     `write_s`: from then until it is whole; `restart_s`: from a failure until the job is where its checkpoint is;
@@ -77,30 +79,62 @@ class _Hosts:
         self._spares, self._repair_s = spares, repair_s
         self._back: list[float] = []
 
-    def replace_at(self, now: float) -> float:
-        """Return the seconds until another host takes the place of one that fails now."""
+    def lose_at(self, now: float) -> None:
+        """Take a host away that fails now, until it is repaired."""
         heapq.heappush(self._back, now + self._repair_s)
-        while self._back[0] <= now:
+
+    def complete_at(self, now: float) -> float:
+        """Return the moment from which the job has all its hosts, if no other fails: now, or when enough are back."""
+        while self._back and self._back[0] <= now:
             heapq.heappop(self._back)
         missing = len(self._back) - self._spares
-        return 0.0 if missing <= 0 else sorted(self._back)[missing - 1] - now
+        return now if missing <= 0 else sorted(self._back)[missing - 1]
+
+
+class _Failures:
+    """The failures of a job, one after the other."""
+
+    def __init__(self, job: UnreliableJob) -> None:
+        self._job, self._random = job, Random(f"job failures {job.seed}")
+        self._rates = {kind: 1 / mean_s for kind, mean_s in job.mtbf_s.items() if mean_s}
+        self._hosts = _Hosts(job.spares, job.repair_s)
+        self.next_at = self._draw_next(0.0)
+
+    def start_again(self, cost: FailureCost) -> float:
+        """Play from the next failure until the job is where its checkpoint is, and return that moment.
+
+        A failure before that makes it start anew. Raises UserError where it never gets there.
+        """
+        while True:
+            now = self.next_at
+            (kind,) = self._random.choices(list(self._rates), weights=list(self._rates.values()))
+            cost.failures[kind] += 1
+            if cost.failures.total() > MAX_FAILURES:
+                every_s = 1 / sum(self._rates.values())
+                raise UserError(f"a job that fails every {every_s:,.0f} s never ends: save more often")
+            if self._random.random() < self._job.repaired.get(kind, 0.0):
+                self._hosts.lose_at(now)
+            starts_at = self._hosts.complete_at(now)
+            self.next_at = self._draw_next(now)
+            cost.lost["waiting for a host"] += min(starts_at, self.next_at) - now
+            cost.lost["restarts"] += min(max(0.0, self.next_at - starts_at), self._job.restart_s)
+            if starts_at + self._job.restart_s <= self.next_at:
+                return starts_at + self._job.restart_s
+
+    def _draw_next(self, now: float) -> float:
+        return now + self._random.expovariate(sum(self._rates.values())) if self._rates else float("inf")
 
 
 def play_failures(job: UnreliableJob) -> FailureCost:
     """Play a run until all its steps are done. Raises UserError where it fails too often to get there."""
-    random, cost, hosts = Random(f"job failures {job.seed}"), FailureCost(job), _Hosts(job.spares, job.repair_s)
-    kinds = {kind: 1 / mean_s for kind, mean_s in job.mtbf_s.items() if mean_s}
-
-    def next_failure(now: float) -> float:
-        return now + random.expovariate(sum(kinds.values())) if kinds else float("inf")
-
+    cost, failures = FailureCost(job), _Failures(job)
     now, done, generated = 0.0, 0, 0.0  # generated: steps, and the recorded part of the one that is not done
     checkpoints = [(0, 0.0)]  # step, and when it is whole
-    fails_at = next_failure(now)
     while done < job.steps:
         generate_s = job.generate_s * min(1.0, 1.0 - min(1.0, generated - done))
         saves = (done + 1) % job.save_every == 0
         end = now + generate_s + job.train_s + job.save_s * saves
+        fails_at = failures.next_at
         if end <= fails_at:
             now, done = end, done + 1
             generated = max(generated, done)
@@ -114,15 +148,7 @@ def play_failures(job: UnreliableJob) -> FailureCost:
         checkpoints = [max(item for item in checkpoints if item[1] <= fails_at)]
         cost.lost["repeated"] += (done - checkpoints[0][0]) * job.train_s
         done = checkpoints[0][0]
-        (kind,) = random.choices(list(kinds), weights=list(kinds.values()))
-        waiting_s = hosts.replace_at(fails_at) if random.random() < job.repaired.get(kind, 0.0) else 0.0
-        cost.lost["waiting for a host"] += waiting_s
-        cost.lost["restarts"] += job.restart_s
-        cost.failures[kind] += 1
-        if cost.failures.total() > MAX_FAILURES:
-            raise UserError(f"a job that fails every {1 / sum(kinds.values()):,.0f} s never ends: save more often")
-        now = fails_at + waiting_s + job.restart_s
-        fails_at = next_failure(now)
+        now = failures.start_again(cost)
     cost.total_s = now
     return cost
 

@@ -8,7 +8,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from grpo_mp.distributed.finish_markers import mark_finished
 from grpo_mp.distributed.rendezvous import FAILURE, is_first_failure
 from grpo_mp.errors import DISK_ERRORS, INTERRUPT_STATUS, DiskError, UserError, exit_with
+from grpo_mp.files import write_atomically
 
 PEER_FAILED_STATUS = 1
 FIRST_RANK_LIMIT_S = 30.0  # the other ranks wait so long for rank 0 to report what every rank finds wrong
@@ -173,9 +175,13 @@ def _ignore_sigterm() -> None:
 
 
 def _report_to_torchrun(message: str) -> None:
-    """Write the error file that torchrun shows as the root cause; it picks the failure with the earliest time."""
+    """Write the error file that torchrun shows as the root cause; it picks the failure with the earliest time.
+
+    A disk that does not take it must not hide the error: it is in the rank's log, too.
+    """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()) - 1)}
-        with open(file, "w") as stream:
-            json.dump({"message": {"message": message, "extraInfo": extra}}, stream)
+        with suppress(OSError):
+            text = json.dumps({"message": {"message": message, "extraInfo": extra}})
+            write_atomically(Path(file), text, make_folder=False)

@@ -1,6 +1,8 @@
 """What a batch script asks before and after an attempt: after which step it begins, and whether another may follow."""
 
+import errno
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -97,6 +99,35 @@ def test_so_many_attempts_begin_after_one_step_and_no_more(restarts: int, ask: A
     assert begin(ask, attempts / "8.0", restarts) == 10  # another job
 
 
+@pytest.mark.parametrize("content", [b"", b"\0\0", b"\xff"])
+def test_an_attempt_whose_step_cannot_be_read_counts_as_one_after_the_present_step(
+    content: bytes, ask: Ask, run_folder: Path
+) -> None:
+    """A host that crashes leaves such files; a job is neither blocked by them nor started for ever."""
+    save(run_folder, 10)
+    attempts = run_folder / "attempts"
+    assert begin(ask, attempts / "7.0", restarts=1) == 10
+    (attempts / "7.0" / job.SAVED_STEP).write_bytes(content)
+    assert begin(ask, attempts / "7.1", restarts=1) == 10
+    with pytest.raises(UserError, match="2 attempts of job 7 began after step 10"):
+        begin(ask, attempts / "7.2", restarts=1)
+
+
+def test_files_of_an_attempt_are_complete_or_absent(
+    ask: Ask, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full from the first byte that must be on it."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    attempt = run_folder / "attempts" / "7.0"
+    with pytest.raises(UserError, match=r"attempts/7\.0/\w+: No space left on device"):
+        begin(ask, attempt)
+    assert list(attempt.iterdir()) == []
+
+
 @pytest.fixture
 def attempt(ask: Ask, run_folder: Path) -> Path:
     """An attempt that begins after step 10, where one before it was killed after step 15, and whose rank failed."""
@@ -124,6 +155,16 @@ def test_steps_after_a_checkpoint_that_the_ranks_set_aside_count(attempt: Path, 
     newest = checkpoint_folder(run_folder, 10)
     newest.rename(newest.with_name(f"{newest.name}.damaged"))
     log_steps(run_folder, 1, range(1, 4), seconds=2.0)
+    assert ask("may-restart", attempt) == 0
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.write_text(""), Path.unlink])
+def test_an_attempt_whose_own_files_are_damaged_may_be_followed_by_another(
+    damage: Callable[[Path], object], attempt: Path, ask: Ask, run_folder: Path
+) -> None:
+    log_steps(run_folder, 11, range(11, 16), seconds=2.0)
+    for name in (job.SAVED_STEP, job.METRICS_BEFORE):
+        damage(attempt / name)
     assert ask("may-restart", attempt) == 0
 
 

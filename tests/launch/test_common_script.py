@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 NODES = ("n1", "n2")
 # Each notes what it was asked. What happens in a step, or while a question is answered, is a test's own.
 COMMANDS = {
-    "sinfo": "",
+    "sinfo": 'if [ -f "$FOLDER/states" ]; then source "$FOLDER/states"; fi',
     "sbatch": 'printf "sbatch %s\\n" "$*" >>"$NOTES"',
     "scontrol": """
         case "$1 $2" in
@@ -46,24 +47,27 @@ COMMANDS = {
 
 
 class Script:
-    """A batch script that runs in an allocation of two nodes of a rank each, whose attempts are in `folder`."""
+    """A batch script that runs in an allocation of nodes of a rank each, whose attempts are in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._notes = folder, folder / "notes"
+    def __init__(self, folder: Path, nodes: Sequence[str] = NODES) -> None:
+        self._folder, self._notes, self._nodes = folder, folder / "notes", nodes
         (folder / "bin").mkdir()
         for name, text in COMMANDS.items():
-            text = text.format(nodes=" ".join(NODES), python=sys.executable) if "{" in text else text
+            text = text.format(nodes=" ".join(nodes), python=sys.executable) if "{" in text else text
             (folder / name).write_text(f"#!/usr/bin/env bash\nset -eu\n{text}\n")
             (folder / name).chmod(0o755)
 
     def when(self, what: str, commands: str) -> None:
-        """Let this happen in a step, `check` or `train`, or while a command of launch/job.py answers."""
+        """Let this happen in a step, `check` or `train`, or while a command of launch/job.py answers.
+
+        `states`: what prints a line for each node, as "n1 down*".
+        """
         (self._folder / what).write_text(commands)
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         allocation = {
             "SLURM_JOB_ID": "12",
-            "SLURM_JOB_NUM_NODES": str(len(NODES)),
+            "SLURM_JOB_NUM_NODES": str(len(self._nodes)),
             "SLURM_JOB_NODELIST": "n[1-2]",
             "SLURM_NTASKS_PER_NODE": "1",
             "SLURM_SUBMIT_DIR": str(ROOT),
@@ -182,3 +186,54 @@ def test_bad_nodes_in_a_row_end(script: Script) -> None:
     process = script.run(RESUBMITS="3")
     assert (process.returncode, "bad nodes in 4 jobs in a row, last n1" in process.stderr) == (2, True)
     assert script.notes == ["check"]
+
+
+@pytest.fixture
+def with_spare(tmp_path: Path) -> Script:
+    """A job of two nodes and a spare, for SPARES=1."""
+    return Script(tmp_path, ("n1", "n2", "n3"))
+
+
+def lost_after(step: str, *nodes: str) -> str:
+    """Return what shows nodes as lost once a step has run."""
+    return f'if grep -q {step} "$NOTES" 2>/dev/null; then printf "%s down*\\n" {" ".join(nodes)}; fi'
+
+
+def test_a_job_that_lost_more_nodes_than_it_has_spares_is_requeued(with_spare: Script) -> None:
+    """Slurm does not requeue it: it was told to keep the nodes that are left."""
+    with_spare.when("states", lost_after("train", "n2", "n3"))
+    with_spare.when("train", "exit 1")
+    process = with_spare.run(SPARES="1")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert with_spare.notes == ["check", "train", "failure", "may-restart", "requeue 12"]
+    assert "1 nodes are up and fit, the job needs 2: resumes in a new attempt\n" in process.stdout
+
+
+def test_one_node_lost_takes_the_spare(with_spare: Script) -> None:
+    with_spare.when("states", lost_after("train", "n2"))
+    with_spare.when("train", FAILS_ONCE)
+    with_spare.when("has-steps-left", "exit 1")
+    process = with_spare.run(SPARES="1")
+    assert (process.returncode, process.stderr) == (0, "")
+    first, second = ["check", "train"], ["check", "train", "check-finished", "has-steps-left"]
+    assert with_spare.notes == [*first, "failure", "may-restart", *second]
+
+
+def test_a_job_without_restarts_ends_where_it_has_too_few_nodes(with_spare: Script) -> None:
+    with_spare.when("states", lost_after("check", "n2", "n3"))
+    process = with_spare.run(SPARES="1", RESTARTS="0")
+    assert (process.returncode, "1 nodes are up and fit, the job needs 2" in process.stderr) == (2, True)
+    assert with_spare.notes == ["check"]
+
+
+def test_a_job_with_too_few_nodes_of_which_one_was_bad_is_replaced(with_spare: Script) -> None:
+    """A requeued one might get the bad node again."""
+    (with_spare._folder / "job").write_text(JOB)
+    with_spare.when("check", "printf n1 >bad_nodes; exit 3")
+    with_spare.when("states", lost_after("train", "n3"))
+    with_spare.when("train", "exit 1")
+    process = with_spare.run(SPARES="1")
+    assert process.returncode == 3, process.stderr
+    *before, line = with_spare.notes
+    assert before == ["check", "train", "failure", "may-restart"]
+    assert "--exclude=n1,n[7-9] --nodes=3 --ntasks-per-node=1 --no-kill launch/tiny_moe.sh" in line

@@ -52,3 +52,22 @@ def test_otherwise_the_end_of_sruns_log_is_shown(tmp_path: Path) -> None:
     (tmp_path / "srun.log").write_text("srun: error: no such file\n")
     failure = first_failure(tmp_path)
     assert (failure.rank, failure.last_lines) == (None, ("srun: error: no such file",))
+
+
+TORN = '{"message": {"message": "error: the eng'
+
+
+def test_an_error_file_that_is_torn_does_not_count(tmp_path: Path) -> None:
+    """The disk was full where its rank ended."""
+    write_error(tmp_path, 2, "ValueError: odd", time=200)
+    for rank, text in enumerate(("", TORN)):
+        Path(error_file(str(tmp_path), str(rank))).write_text(text)
+        os.utime(error_file(str(tmp_path), str(rank)), (100, 100))
+    assert (first_failure(tmp_path).rank, first_failure(tmp_path).reason) == (2, "ValueError: odd")
+    Path(error_file(str(tmp_path), "2")).write_text(TORN)
+    assert first_failure(tmp_path).rank is None
+
+
+def test_srun_may_print_bytes_that_are_no_utf_8(tmp_path: Path) -> None:
+    (tmp_path / "srun.log").write_bytes(b"caf\xe9: warning\n" + SRUN_LOG.encode())
+    assert first_failure(tmp_path).reason == "Killed on n2"

@@ -1,6 +1,6 @@
 """The cost of failures against the expected time of a process that fails at random, written out."""
 
-from math import expm1
+from math import exp, expm1, factorial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ def play(**values: Any) -> FailureCost:
     )
 
 
-@pytest.mark.parametrize("save_s", [0.0, 30.0])
-def test_what_is_repeated_is_what_renewal_theory_expects(save_s: float) -> None:
-    """A segment of length t at rate r with restarts of R takes (e^(rt) - 1) (1/r + R) (Daly 2006, equation 13)."""
-    cost = play(save_s=save_s, restart_s=50.0, mtbf_s={"gpu": 3000.0, "network": 6000.0})
-    segment_s = expm1((500 + save_s) / 2000) * (2000 + 50)
+@pytest.mark.parametrize(("save_s", "restart_s"), [(0.0, 50.0), (30.0, 50.0), (30.0, 1500.0)])
+def test_what_is_repeated_is_what_renewal_theory_expects(save_s: float, restart_s: float) -> None:
+    """A segment of length t at rate r takes e^(rR) (e^(rt) - 1) / r: restarts of R are hit, too (Daly 2006)."""
+    cost = play(save_s=save_s, restart_s=restart_s, mtbf_s={"gpu": 3000.0, "network": 6000.0})
+    segment_s = exp(restart_s / 2000) * expm1((500 + save_s) / 2000) * 2000
     assert cost.total_s / 8000 == pytest.approx(segment_s, rel=0.02)
     assert cost.effective_share == pytest.approx(500 / segment_s, rel=0.02)
     assert cost.failures["gpu"] == pytest.approx(2 * cost.failures["network"], rel=0.1)
@@ -61,36 +61,35 @@ def test_a_checkpoint_counts_once_it_is_whole() -> None:
     assert late.lost["repeated"] > 1.5 * soon.lost["repeated"]
 
 
+def share_above(spares: int, load: float) -> float:
+    """Return the share of the time in which more hosts than `spares` are away, of which `load` are in the mean.
+
+    Whatever a repair takes, their number is Poisson's (a queue with servers for all); of repairs only the mean counts.
+    """
+    return 1 - sum(exp(-load) * load**away / factorial(away) for away in range(spares + 1))
+
+
 def test_spares_save_the_wait_for_a_repair() -> None:
     waits = []
     for spares in (0, 1, 2):
         failing = {"mtbf_s": {"host": 40.0}, "repaired": {"host": 1.0}, "repair_s": 4.0}
         cost = play(train_s=1.0, spares=spares, save_every=1, steps=400_000, **failing)
         waits.append(cost.lost["waiting for a host"] / cost.failures.total())
-    assert waits[0] == pytest.approx(4.0)  # nothing fails while the job waits
-    # A failure so soon after another waits for what is left of the first repair, in the mean 4 (a - 1 + e^-a) / a.
-    assert waits[1] == pytest.approx(4 * (0.1 + expm1(-0.1)) / 0.1, rel=0.15)
+    assert waits[0] == pytest.approx(40.0 * share_above(0, 0.1), rel=0.01)  # a failure every 40 s
+    assert waits[1] == pytest.approx(40.0 * share_above(1, 0.1), rel=0.15)
     assert waits[2] < 0.2 * waits[1]
 
 
-def erlang_loss(servers: int, load: float) -> float:
-    """Erlang's formula of 1917; of service times only the mean counts."""
-    blocked = 1.0
-    for server in range(1, servers + 1):
-        blocked = load * blocked / (server + load * blocked)
-    return blocked
-
-
 @pytest.mark.parametrize("spares", [0, 1, 2])
-def test_gpus_and_hosts_that_are_repaired_keep_a_job_waiting_by_erlangs_formula(spares: int) -> None:
-    """The hosts away are calls in service, and the job that waits is lines that are all taken: no other call comes."""
+def test_gpus_and_hosts_that_are_repaired_keep_a_job_waiting_by_poissons_distribution(spares: int) -> None:
+    """Hosts also fail while the job waits, and it waits for all."""
     share, repair_s = 0.7, 40.0
     mtbf_s = {"gpu": 50.0, "host": 100.0, "network": 30.0}
     failing = {"mtbf_s": mtbf_s, "repaired": {"gpu": share, "host": 1.0}, "repair_s": repair_s}
     cost = play(train_s=0.2, save_every=1, steps=500_000, spares=spares, **failing)
     load = repair_s * (share / mtbf_s["gpu"] + 1 / mtbf_s["host"])
     waiting = cost.lost["waiting for a host"] / cost.total_s
-    assert waiting == pytest.approx(erlang_loss(spares + 1, load), rel=0.1)
+    assert waiting == pytest.approx(share_above(spares, load), rel=0.1)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
@@ -107,10 +106,22 @@ def test_the_share_of_gpus_that_are_repaired_is_a_setting(share: float) -> None:
     )
     cost = play_failures(job)
     load = 1.5 * share
-    assert cost.lost["waiting for a host"] / cost.total_s == pytest.approx(load / (1 + load), rel=0.1, abs=1e-9)
+    assert cost.lost["waiting for a host"] / cost.total_s == pytest.approx(share_above(0, load), rel=0.1, abs=1e-9)
+
+
+def test_a_restart_that_is_hit_begins_anew() -> None:
+    """A restart needs that many seconds without a failure; one in which hosts fail also waits for them."""
+    cost = play(restart_s=4000.0, steps=5_000, mtbf_s={"network": 2000.0})
+    restarts = cost.lost["restarts"] / cost.failures.total()
+    assert restarts == pytest.approx(-expm1(-4000 / 2000) * 2000, rel=0.05)  # the mean of the lesser of two times
+    away = {"mtbf_s": {"host": 2000.0}, "repaired": {"host": 1.0}, "repair_s": 3000.0}
+    waiting = play(restart_s=500.0, steps=5_000, **away)
+    assert waiting.lost["waiting for a host"] / waiting.total_s == pytest.approx(share_above(0, 1.5), rel=0.05)
 
 
 def test_what_never_ends_is_refused() -> None:
+    with pytest.raises(UserError, match="save more often"):
+        play(restart_s=30_000.0, mtbf_s={"gpu": 2000.0})
     with pytest.raises(UserError, match="save more often"):
         play(mtbf_s={"gpu": 10.0})
     with pytest.raises(UserError, match="save_every"):

@@ -1,6 +1,8 @@
 """Which rank reports an error, and with which status a rank exits."""
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -163,6 +165,25 @@ def test_torchrun_shows_the_message_as_the_root_cause(
     summary = ChildFailedError("train", {0: unreported, 1: reported}).format_msg()
     assert f"traceback : {message}\n" in summary.partition("Root Cause")[2]
     assert json.loads(file.read_text())["message"]["message"] == message
+
+
+@pytest.mark.parametrize("broken", ["fsync", "replace"])
+def test_a_disk_that_takes_no_error_file_hides_no_error(
+    broken: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It leaves no torn file either, which would pass for the error."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(os, broken, full)
+    with pytest.raises(SystemExit) as exited, exit_on_error():
+        raise UserError("no such file")
+    assert (exited.value.code, capsys.readouterr().err) == (2, "error: no such file\n")
+    with pytest.raises(ValueError, match="odd"), exit_on_error():
+        raise ValueError("odd")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_thread_that_waits_for_a_peer_does_not_abort_the_rank_that_failed() -> None:
