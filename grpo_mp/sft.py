@@ -190,7 +190,7 @@ def finish(ctx: SftContext) -> None:
 
 
 def run(settings: SftSettings, inputs: SftInputs) -> None:
-    """Fine-tune as one rank of a started job. Raises UserError for what a user can fix."""
+    """Fine-tune as one rank of a started job; `settings`: as loaded. Raises UserError for what a user can fix."""
     checkpoints = partial(resumable_checkpoints, settings.run.folder, inputs.train.digest)
     with open_sft_context(settings, inputs, checkpoints) as ctx, make_reporter(ctx) as reporter:
         fine_tune(ctx, reporter)

@@ -1,7 +1,8 @@
 """Settings of supervised fine-tuning: which file is one, what is refused, and what the run's length follows from."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -15,7 +16,12 @@ from grpo_mp.config import (
     load_sft_settings,
     training_module,
 )
+from grpo_mp.data.cursor import Cursor
+from grpo_mp.episodes.chat_data import ChatSet
 from grpo_mp.errors import UserError
+from grpo_mp.policy.policy import Policy
+from grpo_mp.trainer import sft_step
+from grpo_mp.trainer.sft_step import next_batch
 from tests.minimal_settings import MINIMAL_SETTINGS
 
 MINIMAL: dict[str, Any] = {
@@ -86,3 +92,40 @@ def test_the_run_ends_with_its_epochs_or_its_steps(epochs: int | None, steps: in
     settings = settings_of(sft={"epochs": epochs}, run={"steps": steps}).with_steps(100)
     assert settings.run.steps == settings.total_updates == expected
     assert settings.with_steps(100) == settings
+
+
+@pytest.mark.parametrize(
+    ("epochs", "limit", "done", "seen", "expected"),
+    [
+        (1, 0, 0, 0, 3),
+        (2, 0, 0, 0, 5),
+        (2, 0, 3, 10, 6),  # the last step of the first epoch had two samples
+        (2, 0, 5, 18, 6),
+        (2, 0, 6, 20, 6),
+        (2, 0, 3, 12, 5),  # killed amid two epochs: all of its steps were full
+        (3, 0, 6, 20, 9),
+        (1, 0, 6, 20, 6),  # fewer than were seen
+        (2, 4, 3, 10, 4),
+    ],
+)
+def test_a_resumed_run_has_the_steps_of_what_is_left(
+    epochs: int, limit: int, done: int, seen: int, expected: int
+) -> None:
+    """Of 10 samples, 4 a step."""
+    settings = settings_of(sft={"epochs": epochs, "batch_size": 4}, run={"steps": limit})
+    assert settings.with_steps(10, done, seen).run.steps == expected
+
+
+def test_every_sample_is_seen_once_in_each_epoch_that_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 samples, 4 a step: an epoch, then two more."""
+    monkeypatch.setattr(sft_step, "pack_samples", lambda *_: None)
+    train = cast(ChatSet, SimpleNamespace(epoch_size=10, mixture=()))
+    cursor, step, seen = Cursor(seed=5), 0, list[int]()
+    for epochs, steps in ((1, 3), (2, 6), (3, 9)):
+        settings = settings_of(sft={"epochs": epochs, "batch_size": 4}).with_steps(10, step, len(seen))
+        assert settings.run.steps == steps
+        while step < settings.run.steps:
+            batch = next_batch(settings, train, cursor, len(seen), cast(Policy, None))
+            cursor, step = batch.cursor, step + 1
+            seen += batch.indices
+        assert [sorted(seen[start : start + 10]) for start in range(0, len(seen), 10)] == [list(range(10))] * epochs

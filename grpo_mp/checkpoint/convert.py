@@ -108,7 +108,7 @@ def to_megatron(
 
         source_hash = fingerprint([*reader.files, source / "config.json"], "to-megatron", part_bytes)
         all_parts = [*parts, *non_policy_parts]
-        write_parts(destination, source_hash, all_parts, load, save, finish, report_progress, workers)
+        write_parts(destination, source_hash, all_parts, load, save, finish, report_progress, workers, source)
 
 
 def check_names(reader: HfReader, model: ModelMapping) -> None:

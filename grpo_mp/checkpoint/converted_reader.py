@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo_mp.checkpoint.convert import ModelMapping
-from grpo_mp.checkpoint.describe import is_torch_dist
-from grpo_mp.checkpoint.hf_reader import HfReader, has_hf_weights, open_non_policy_tensors
+from grpo_mp.checkpoint.describe import is_converted
+from grpo_mp.checkpoint.hf_reader import HfReader, open_non_policy_tensors
 from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader
 
 
@@ -72,5 +72,4 @@ def open_weights(folder: Path, verify: bool = False, family: str | None = None) 
 
     `verify`: compare each file that has a checksum with it before it is used. `family`: as in `HfConfig`.
     """
-    converted = is_torch_dist(folder) and not has_hf_weights(folder)
-    return ConvertedReader(folder, verify, family) if converted else HfReader(folder, verify=verify)
+    return ConvertedReader(folder, verify, family) if is_converted(folder) else HfReader(folder, verify=verify)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_mp.checkpoint.hf_reader import HfReader, WeightsReader, check_layers
+from grpo_mp.checkpoint.hf_reader import HfReader, WeightsReader, check_layers, has_hf_weights
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
@@ -49,6 +49,11 @@ class HfSummary:
 def is_torch_dist(folder: Path) -> bool:
     """Return whether the folder is in the torch_dist format, or a checkpoint of a run, which has it in `policy`."""
     return (folder / TORCH_DIST).is_file() or (folder / "policy" / TORCH_DIST).is_file()
+
+
+def is_converted(folder: Path) -> bool:
+    """Return whether the folder's weights are in the torch_dist format alone."""
+    return is_torch_dist(folder) and not has_hf_weights(folder)
 
 
 def describe_hf(folder: Path) -> HfSummary:

@@ -11,6 +11,7 @@ from grpo_mp.files import file_digest, sync_to_disk
 from grpo_mp.reading import check_path, read_json
 
 CONVERSION_RECORD = "conversion.json"  # the source's fingerprint, and size and checksum of every file of every part
+SOURCE_FOLDER = "source_folder"  # key of the record: path of a Hugging Face folder that was converted
 SHARED_FILES = "joint"  # key of the record: files that belong to no single part
 HASH = "xxh3_128"
 Files = Mapping[str, Mapping[str, Any]]  # path below the folder -> {"bytes": size, "xxh3_128": digest}

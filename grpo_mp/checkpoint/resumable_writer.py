@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store, rendezvous
 
-from grpo_mp.checkpoint.manifest import CONVERSION_RECORD, SHARED_FILES, checksums
+from grpo_mp.checkpoint.manifest import CONVERSION_RECORD, SHARED_FILES, SOURCE_FOLDER, checksums
 from grpo_mp.distributed.rendezvous import is_first_failure
 from grpo_mp.errors import PhaseTimeout, UserError
 from grpo_mp.files import read_json, write_json
@@ -117,10 +117,12 @@ def write_parts(
     finish: Callable[[Path], Sequence[str]],
     report_progress: ProgressCallback,
     workers: WorkerGroup | None = None,
+    source_folder: Path | None = None,
 ) -> None:
-    """Load and save the parts that are missing, then `finish`, then rename; does nothing where `destination` exists.
+    """Load and save the parts that are missing, then `finish`, then rename.
 
-    `source` is a fingerprint. `save` gets the path of its part, `finish` the incomplete folder; it returns which files
+    Where `destination` exists it only notes `source_folder`, which the record names, if it is given. `source` is a
+    fingerprint. `save` gets the path of its part, `finish` the incomplete folder; it returns which files
     it wrote need checksums. Up to three parts are in memory. The workers divide the parts by bytes; the first one
     finishes and reports progress. Raises UserError where `destination` or its incomplete folder are of another source,
     and where the disk is too small.
@@ -128,7 +130,11 @@ def write_parts(
     workers = workers or WorkerGroup()
     folder = destination.with_name(destination.name + ".incomplete")
     names = workers.broadcast(lambda: _prepare(destination, folder, source, parts))
+    origin = {SOURCE_FOLDER: str(source_folder.absolute())} if source_folder else {}
     if names is None:
+        record = read_json(destination / CONVERSION_RECORD)
+        if workers.rank == 0 and record != record | origin:  # an older version noted none, or the source has moved
+            write_json(destination / CONVERSION_RECORD, record | origin)
         return
     missing = [part for part in parts if part.name in names]
     own = parts_of_rank(missing, workers.rank, workers.size)
@@ -142,7 +148,7 @@ def write_parts(
         return
     shared = checksums(folder, [folder / name for name in finish(folder)])
     records = {part.name: read_json(_record_file(folder, part)) for part in parts}
-    write_json(folder / CONVERSION_RECORD, {"source": source, "parts": records, SHARED_FILES: shared})
+    write_json(folder / CONVERSION_RECORD, {"source": source, **origin, "parts": records, SHARED_FILES: shared})
     folder.rename(destination)
     shutil.rmtree(destination / PART_RECORDS)
 

@@ -127,10 +127,11 @@ def saved_step(run_folder: Path) -> int:
 
     It passes over damaged ones, as the run does that resumes.
     """
-    return _saved_state(run_folder).step
+    return saved_state(run_folder).step
 
 
-def _saved_state(run_folder: Path) -> TrainState:
+def saved_state(run_folder: Path) -> TrainState:
+    """Return the state after `saved_step`."""
     for checkpoint in reversed(complete_checkpoints(run_folder)):
         with suppress(UserError):
             return read_manifest(checkpoint)
@@ -188,7 +189,7 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
 
 def check_same_data(run_folder: Path, data: str) -> None:
     """Raise UserError where a run would resume on other data than its checkpoint's; `data`: digest of the train set."""
-    state = _saved_state(run_folder)
+    state = saved_state(run_folder)
     if state.data not in ("", data):  # older versions: none
         raise UserError(
             f"{run_folder}: the rows of data.train are no longer those of the run's first {state.step} steps, or the "

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, field_validator
 
 from grpo_mp.section import Section
 
@@ -36,6 +36,13 @@ class LoraConfig(Section):
         "to model.dtype where a layer computes; bits of an FP8 checkpoint stay as they are where its blocks lie in a "
         "rank's shard as in the file. null: model.dtype",
     )
+
+    @field_validator("target_modules")
+    @classmethod
+    def _check_any(cls, modules: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not modules:
+            raise ValueError("no module would have an adapter, and nothing would learn: name some, or leave it out")
+        return modules
 
     @property
     def targets(self) -> tuple[str, ...] | None:

@@ -181,10 +181,15 @@ class SftSettings(Section):
     def bucket_bytes(self) -> None:
         """Let an export take the memory for weights on their way that is usual."""
 
-    def with_steps(self, epoch_size: int) -> "SftSettings":
-        """Return the settings with the steps that the run has on data of so many samples."""
+    def with_steps(self, epoch_size: int, steps_done: int = 0, samples_seen: int = 0) -> "SftSettings":
+        """Return the settings with the steps that the run has on data of so many samples.
+
+        `steps_done` have taken `samples_seen`: fewer than as many full steps, where the run has ended before, with
+        what was left of an epoch.
+        """
         if not self.sft.epochs:
             return self
-        steps = -(-self.sft.epochs * epoch_size // self.sft.batch_size)
+        left = max(0, self.sft.epochs * epoch_size - samples_seen)
+        steps = steps_done + -(-left // self.sft.batch_size)
         run = self.run.model_copy(update={"steps": min(steps, self.run.steps or steps)})
         return self.model_copy(update={"run": run})

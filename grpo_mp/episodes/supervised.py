@@ -5,8 +5,9 @@ prompt to which the policy would answer there; a template that does not keep wha
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -99,15 +100,18 @@ class ChatEncoder:
         if self.loss_on == "all":
             text = renderer.render(chat.messages, asks=False)
             whole = LearnedText(text, ((0, len(text)),))
-            _check_whole(whole, [chat.messages[turns[-1]]])  # templates may leave out what earlier ones thought
+            before = renderer.render(chat.messages[: turns[-1]], asks=False) if turns[-1] else ""
+            last = text[_common_length(text, before) :]  # templates may leave out what earlier ones thought
+            _check_whole(last, chat.messages[turns[-1]])
             return whole
         template = self.tokenizer.get_chat_template(tools=list(chat.tools) or None)
-        learned = (
-            self._marked(renderer, template, chat.messages, turns[0])
-            if MARKS.search(template)
-            else _behind_prompts(renderer, chat.messages, turns)
-        )
-        _check_whole(learned, [chat.messages[turn] for turn in turns])
+        if MARKS.search(template):
+            learned, by_turn = self._marked_turns(renderer, template, chat.messages, turns)
+        else:
+            learned = _behind_prompts(renderer, chat.messages, turns)
+            by_turn = [(span,) for span in learned.spans]
+        for turn, spans in zip(turns, by_turn, strict=True):
+            _check_whole(" ".join(learned.text[start:end] for start, end in spans), chat.messages[turn])
         return learned
 
     def encode(self, texts: Sequence[LearnedText]) -> list[LearnedTokens]:
@@ -121,8 +125,8 @@ class ChatEncoder:
         rows = zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
         return [self._ended(tokens, _turns_of(learned, offsets)) for learned, tokens, offsets in rows]
 
-    def _marked(self, renderer: ChatRenderer, template: str, messages: Sequence[Message], first: int) -> LearnedText:
-        """Return what the template marks, of the message `first` and those after it."""
+    def _marked(self, renderer: ChatRenderer, template: str, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        """Return the text of a conversation and what the template marks of it."""
         (text,), (spans,) = render_jinja_template(
             [as_template_reads(messages, self.tokenizer)],
             tools=list(renderer.tools) or None,
@@ -130,13 +134,25 @@ class ChatEncoder:
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
         )
-        earlier = [message for message in messages[:first] if message["role"] == "assistant"]
-        if earlier:
+        return str(text), spans
+
+    def _marked_turns(
+        self, renderer: ChatRenderer, template: str, messages: Sequence[Message], turns: Sequence[int]
+    ) -> tuple[LearnedText, list[tuple[Span, ...]]]:
+        """Return what the template marks from the first of `turns` on, and the spans of each: it may have several."""
+        text, marked = self._marked(renderer, template, messages)
+        spans, first = tuple(marked), turns[0]
+        if any(message["role"] == "assistant" for message in messages[:first]):
             before = renderer.render(messages[:first], asks=False)
             if not text.startswith(before):
                 raise _changed(first, text, before, is_last=True)
-            spans = [span for span in spans if span[0] >= len(before)]
-        return LearnedText(text, tuple(spans))
+            spans = tuple(span for span in spans if span[0] >= len(before))
+        earlier = len(marked) - len(spans)
+        # A chat that ends with a turn has as many marks as the whole one has up to there, whatever they hold.
+        counts = [len(self._marked(renderer, template, messages[: turn + 1])[1]) for turn in turns[:-1]]
+        ends = (max(0, count - earlier) for count in counts)
+        by_turn = [spans[start:end] for start, end in pairwise((0, *ends, len(spans)))]
+        return LearnedText(text, spans), by_turn
 
     def _by_part(self, learned: LearnedText) -> tuple[list[int], npt.NDArray[np.int64]]:
         """Tokenize by parts, where a tokenizer does not say which characters a token is of."""
@@ -183,9 +199,7 @@ def _behind_prompts(renderer: ChatRenderer, messages: Sequence[Message], turns: 
 
 def _changed(turn: int, text: str, part: str, is_last: bool) -> UserError:
     """Return the error of a template that does not keep what it wrote; `is_last`: of the last message."""
-    at = next(
-        (i for i, pair in enumerate(zip(text, part, strict=False)) if pair[0] != pair[1]), min(len(text), len(part))
-    )
+    at = _common_length(text, part)
     return UserError(
         f"the chat template cuts or changes what it wrote up to message {turn + 1}: {part[at : at + SHOWN]!r} became "
         f"{text[at : at + SHOWN]!r} in the whole chat: use a template that keeps it, such as one with "
@@ -193,22 +207,31 @@ def _changed(turn: int, text: str, part: str, is_last: bool) -> UserError:
     )
 
 
-def _check_whole(learned: LearnedText, answers: Iterable[Message]) -> None:
-    """Raise UserError where a template leaves out a part of an answer; blanks do not count."""
-    text = _without_blanks(" ".join(learned.text[start:end] for start, end in learned.spans))
-    for answer in answers:
-        for part in ("reasoning_content", "content"):
-            said = answer.get(part)
-            if isinstance(said, str) and _without_blanks(said) not in text:
-                raise UserError(
-                    f"the chat template cuts the assistant's {part} {said.strip()[:SHOWN]!r}: use a template that "
-                    "writes it whole"
-                )
-        for name in map(name_of_call, answer.get("tool_calls") or ()):
-            if _without_blanks(name) not in text:
-                raise UserError(
-                    f"the chat template leaves out the assistant's call of {name[:SHOWN]}: use a template with tools"
-                )
+def _common_length(one: str, other: str) -> int:
+    """Return with how many characters both texts begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _check_whole(text: str, answer: Message) -> None:
+    """Raise UserError where a turn's text lacks a part of the answer; blanks do not count."""
+    left = _without_blanks(text)
+    for part in ("reasoning_content", "content"):
+        said = answer.get(part)
+        if not isinstance(said, str):
+            continue
+        if _without_blanks(said) not in left:
+            raise UserError(
+                f"the chat template cuts the assistant's {part} {said.strip()[:SHOWN]!r}: use a template that writes "
+                "it whole"
+            )
+    if isinstance(content := answer.get("content"), str):  # which may name a tool that it does not call
+        left = left.replace(_without_blanks(content), " ", 1)
+    for name in map(name_of_call, answer.get("tool_calls") or ()):
+        if _without_blanks(name) not in left:
+            raise UserError(
+                f"the chat template leaves out the assistant's call of {name[:SHOWN]}: use a template with tools"
+            )
 
 
 def _without_blanks(text: str) -> str:

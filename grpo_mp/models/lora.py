@@ -38,6 +38,11 @@ def adapter_params(params: Mapping[str, Param], rank: int, targets: Sequence[str
     return {param.name: param for adapter in adapters for param in (adapter.a, adapter.b)}
 
 
+def expert_projections(params: Iterable[Param]) -> frozenset[str]:
+    """Return the last names of the projections of a model's routed experts, such as up_proj; none of a dense model."""
+    return frozenset(_leaf(_module(name)) for param in params if param.experts for name in param.hf)
+
+
 def check_adapters(
     params: Mapping[str, Param], targets: Sequence[str] | None, tensor: int, expert: int, expert_tensor: int
 ) -> None:
@@ -52,7 +57,7 @@ def check_adapters(
 
 
 def check_targets(params: Collection[Param], targets: Sequence[str] | None) -> None:
-    """Raise UserError where a target is the name of no projection, or of a part of what peft has as one."""
+    """Raise UserError where a target is the name of no projection, or of what peft does not load by itself."""
     if targets is None:
         return
     modules = {
@@ -60,17 +65,22 @@ def check_targets(params: Collection[Param], targets: Sequence[str] | None) -> N
     }
     for target in targets:
         if not any(_is_in(module, (target,)) for module in modules):
-            leaves = sorted({module.rpartition(".")[2] for module in modules})
+            leaves = sorted(set(map(_leaf, modules)))
             raise UserError(
                 f"model.lora.target_modules: no projection of this model is {target!r}{did_you_mean(target, leaves)}; "
                 f"it has {', '.join(leaves)}"
             )
+    absent = sorted(expert_projections(params) - set(targets))
     for param in params:
         targeted = {name for name in map(_module, param.hf) if _is_in(name, targets)} if param.experts else set()
+        both = " and ".join(_leaf(_module(name)) for name in param.hf)
         if targeted and len(targeted) < len(param.hf):
-            both = " and ".join(_module(name).rpartition(".")[2] for name in param.hf)
             raise UserError(
                 f"model.lora.target_modules: peft has {both} of experts as one: name both of them, or neither"
+            )
+        if len(targeted) > 1 and absent:
+            raise UserError(
+                f"model.lora.target_modules: peft loads {both} of experts only beside {absent[0]}: add it, too"
             )
 
 
@@ -82,10 +92,14 @@ def _module(tensor: str) -> str:
     return tensor.removesuffix(".weight")
 
 
+def _leaf(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
 def _adapter(param: Param, part: int, module: str, rank: int) -> Adapter:
     rows, columns = param.shapes[part]
     linear, _, weight = param.name.rpartition(".")
-    leaf = module.rpartition(".")[2]
+    leaf = _leaf(module)
     plain = replace(param, fuse="none", head_dim=0, load_group="")
 
     def of(kind: str, shape: tuple[int, int], divided: int) -> Param:

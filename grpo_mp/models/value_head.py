@@ -8,6 +8,12 @@ from grpo_mp.models.mapping import Param, Rule, expand
 
 VALUE_HEAD = "output_layer.weight"  # Megatron's name
 STORED_HEAD = "score.weight"  # that of transformers' models for sequence classification, as reward models are
+CLASSIFIER = "ForSequenceClassification"
+
+
+def classifier_name(hf: HfConfig) -> str | None:
+    """Return the architecture by which a folder's config.json says that it has a head; None: a language model."""
+    return next((str(name) for name in hf.get("architectures") or [] if CLASSIFIER in str(name)), None)
 
 
 def critic_config(hf: HfConfig) -> HfConfig:
@@ -15,7 +21,7 @@ def critic_config(hf: HfConfig) -> HfConfig:
 
     Nothing is tied to its head, and it predicts no tokens ahead.
     """
-    names = [str(name).replace("ForSequenceClassification", "ForCausalLM") for name in hf.get("architectures") or []]
+    names = [str(name).replace(CLASSIFIER, "ForCausalLM") for name in hf.get("architectures") or []]
     values = hf.values | {"tie_word_embeddings": False, "architectures": names}
     return replace(hf, values=values, trains_mtp=False)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from grpo_mp.checkpoint.chunk_files import ChunkWriter, WrittenChunks, read_chunks, write_index
 from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER
+from grpo_mp.checkpoint.peft_folder import has_digest
 from grpo_mp.checkpoint.torch_dist import COMMON
 from grpo_mp.config.sections import PIECE_BYTES
 from grpo_mp.distributed.process_groups import all_gather
@@ -119,7 +120,7 @@ def _load_policy(policy: TrainedModel, folder: Path, piece_bytes: int) -> None:
     if is_torch_dist_of_megatron(folder):
         common = read_torch_dist(policy, folder)
     else:
-        common = _read_common(folder)
+        common = read_common(folder)
         read_chunks(local_weight_chunks(policy, policy.trained_tensors), folder, piece_bytes)
     saved, expected = common.get("main_weights", "whole"), _main_weight_format(policy)
     if saved != expected:
@@ -127,16 +128,7 @@ def _load_policy(policy: TrainedModel, folder: Path, piece_bytes: int) -> None:
             f"{folder}: the checkpoint holds main weights as {saved}, training.megatron_args asks for {expected}: set "
             "use_precision_aware_optimizer and store_param_remainders, and optimizer.offload, as they were"
         )
-    if common.get("base", "") != policy.base_digest:
-        raise UserError(
-            f"{folder}: the checkpoint's adapters are for other weights than model.path has now: restore those, or "
-            "start with another run.folder"
-        )
-    if common.get("adapters", "") != policy.adapters:
-        raise UserError(
-            f"{folder}: the checkpoint's adapters are {common.get('adapters') or 'none'}, model.lora asks for "
-            f"{policy.adapters or 'none'}: set it as it was, or start with another run.folder"
-        )
+    check_same_adapters(folder, common, policy.base, policy.adapters)
     groups = _optimizer_groups(common["optimizer_groups"])
     parts = policy.optimizer.chained_optimizers
     with state_dict_without_copies(parts):
@@ -144,6 +136,23 @@ def _load_policy(policy: TrainedModel, folder: Path, piece_bytes: int) -> None:
             part.load_state_dict({"optimizer": {"param_groups": groups}})
     read_chunks(optimizer_chunks(policy), folder / OPTIMIZER_FOLDER, piece_bytes)
     policy.lr_scheduler.load_state_dict(common["schedule"])
+
+
+def check_same_adapters(folder: Path, common: Mapping[str, Any], base: Path | None, adapters: str) -> None:
+    """Raise UserError where a checkpoint has other adapters, or for other weights than those in `base`.
+
+    `common`: what `read_common` returns; without adapters, which are in words, `base` is None.
+    """
+    if (saved := common.get("adapters", "")) != adapters:
+        raise UserError(
+            f"{folder}: the checkpoint's adapters are {saved or 'none'}, model.lora asks for {adapters or 'none'}: set "
+            "it as it was, or start with another run.folder"
+        )
+    if base and not has_digest(base, common.get("base", "")):
+        raise UserError(
+            f"{folder}: the checkpoint's adapters are for other weights than model.path has now: restore those, or "
+            "start with another run.folder"
+        )
 
 
 def load_reference(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
@@ -168,7 +177,8 @@ def _common(policy: TrainedModel) -> dict[str, Any]:
     }
 
 
-def _read_common(folder: Path) -> dict[str, Any]:
+def read_common(folder: Path) -> dict[str, Any]:
+    """Read what is saved beside a model's tensors, and no object of a class. Raises UserError where it cannot be."""
     try:
         common: dict[str, Any] = torch.load(folder / COMMON, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

@@ -17,7 +17,7 @@ from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.value_head import STORED_HEAD, VALUE_HEAD, critic_config, critic_params
+from grpo_mp.models.value_head import STORED_HEAD, VALUE_HEAD, classifier_name, critic_config, critic_params
 from grpo_mp.policy.fp8 import check_fp8
 from grpo_mp.policy.megatron_config import check_overrides, transformer_config
 from grpo_mp.policy.model import ValueModel
@@ -32,9 +32,9 @@ class Critic(TrainedModel):
     def __init__(self, settings: Settings, parallel: Parallel, load_weights: bool = True) -> None:
         """Build the model and load this rank's shards of the folder that `critic` names, else of the policy's.
 
-        `parallel`: of the critic's layout. A value head that the folder lacks begins at zero. Without `load_weights`
-        all is zero: a checkpoint will bring it. Raises UserError where a file differs from its checksum, ValueError
-        without section critic.
+        `parallel`: of the critic's layout. The value head that a language model's folder lacks begins at zero. Without
+        `load_weights` all is zero: a checkpoint will bring it. Raises UserError where a file differs from its checksum,
+        ValueError without section critic.
         """
         settings = settings.for_critic()
         hf = critic_config(settings.model.read_config())
@@ -81,13 +81,14 @@ def check_critic(settings: Settings, policy: HfConfig, world_size: int) -> None:
     if settings.critic is None:
         return
     own = settings.for_critic()
-    hf = critic_config(own.model.read_config())
+    stored = own.model.read_config()
+    hf = critic_config(stored)
     _check_size(settings, hf, policy)
     uneven = sets_pipeline_layout(own.training.megatron_args)
     check_layout(own.layout, model_shape(hf), world_size, uneven, "critic.layout")
     _check_megatron(settings, hf)
     if settings.critic.path:
-        _check_tensors(own.model, hf, f"critic.path={settings.critic.path}")
+        _check_tensors(own.model, stored, f"critic.path={settings.critic.path}")
 
 
 def _check_size(settings: Settings, hf: HfConfig, policy: HfConfig) -> None:
@@ -123,10 +124,17 @@ def _check_megatron(settings: Settings, hf: HfConfig) -> None:
     check_fp8(own.training, own.model.dtype, own.layout, critic_params(hf).values(), platform.compute_capability())
 
 
-def _check_tensors(model: ModelConfig, hf: HfConfig, where: str) -> None:
+def _check_tensors(model: ModelConfig, stored: HfConfig, where: str) -> None:
+    """Check that a folder has all tensors of a critic, the head where it is a reward model; `stored`: its config."""
+    hf, classifier = critic_config(stored), classifier_name(stored)
     params = critic_params(hf)
     with open_weights(model.path, family=model.family) as reader:
         has_head = STORED_HEAD in reader.names
+        if classifier and not has_head:  # lost or renamed: a head of zeros would take the place of what was learned
+            raise UserError(
+                f"{where}: its config.json names {classifier}, but no weights file there holds the head {STORED_HEAD}: "
+                "point critic.path at a whole reward model, or at a language model's folder for a head of zeros"
+            )
         if has_head and reader.shape(STORED_HEAD)[:1] != (1,):
             raise UserError(
                 f"{where}: its {STORED_HEAD} has shape {list(reader.shape(STORED_HEAD))}, and a critic has one value: "

@@ -67,7 +67,8 @@ class Policy(TrainedModel):
 
         super().__init__(settings, parallel, hf, self.base_params | adapters, load)
         if self.lora:
-            self.base_digest, self.adapters = base_digest(settings.model.path), self.lora.description
+            self.base, self.adapters = settings.model.path, self.lora.description
+            self.base_digest = base_digest(self.base)
         self.expert_load = ExpertLoad(self.models(), self.config.num_layers, self.config.num_moe_experts or 0)
         self.mtp_loss = MtpLoss(settings.model.mtp_loss_scaling_factor) if settings.model.trains_mtp else None
         if settings.training.router_replay != "none":

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron.core.utils import unwrap_model
@@ -43,7 +44,8 @@ class TrainedModel:
     """Megatron model and optimizer of this rank. Megatron uses the groups of its layout for whatever it computes."""
 
     reference: Reference | None = None  # a second set of weights for the same model
-    base_digest = ""  # of frozen weights, which checkpoints leave out
+    base: Path | None = None  # folder of frozen weights, which checkpoints leave out
+    base_digest = ""  # of these
     adapters = ""  # beside them, in words
     replay: RoutingReplay | None = None
 

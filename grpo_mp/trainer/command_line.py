@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
+from grpo_mp.checkpoint.run_state import saved_state
 from grpo_mp.config import Settings, SftSettings, load_settings, load_sft_settings
 from grpo_mp.distributed.process_groups import single_rank_environment
 from grpo_mp.errors import UserError
@@ -43,7 +44,10 @@ def run_command(train: Callable[[Settings, RunInputs], None], arguments: Sequenc
 def run_sft_command(
     fine_tune: Callable[[SftSettings, SftInputs], None], arguments: Sequence[str] | None = None
 ) -> None:
-    """Run a command line of supervised fine-tuning, as `run_command` does one of RL."""
+    """Run a command line of supervised fine-tuning, as `run_command` does one of RL.
+
+    The steps that its epochs take depend on the checkpoint from which it resumes: the job counts them.
+    """
     with _ending():
         args = sft_parser().parse_intermixed_args(arguments)
         settings = load_sft_settings(args.config, args.overrides)
@@ -51,14 +55,16 @@ def run_sft_command(
             world_size, ranks_per_node = (
                 (args.ranks, args.ranks_per_node or args.ranks) if args.ranks else local_ranks()
             )
-            settings, inputs = run_sft_preflight(settings, world_size)
+            _, inputs = run_sft_preflight(settings, world_size)
+            state = saved_state(settings.run.folder)
+            settings = settings.with_steps(inputs.train.epoch_size, state.step, state.samples_seen)
             if int(os.environ.get("RANK", 0)) == 0:
                 print(describe_sft(settings, inputs, world_size, ranks_per_node))
         elif args.ranks_per_node:
             raise UserError("--ranks-per-node is for --dry-run: a launcher says how many ranks a node has")
         else:
             with started_job(args.ranks) as (world_size, _):
-                fine_tune(*run_sft_preflight(settings, world_size))
+                fine_tune(settings, run_sft_preflight(settings, world_size)[1])
 
 
 @contextmanager

@@ -48,6 +48,7 @@ from grpo_mp.rollout.reward_servers import TEACHER, check_reward_models, check_t
 from grpo_mp.rollout.routed_experts import check_routed_experts
 from grpo_mp.rollout.server import check_temporary_folder
 from grpo_mp.rollout.speculation import check_speculation, speculative_arguments
+from grpo_mp.trainer.adapter_check import check_adapters
 from grpo_mp.trainer.disk_check import check_disk
 from grpo_mp.trainer.export_servers import read_servers
 from grpo_mp.trainer.replay import ReplayedRollouts, open_replay
@@ -108,6 +109,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     _check_critic(settings, hf, world_size - settings.engine.ranks)
     _check_critic_tokens(settings, tokenizer)
     check_export(settings.run, settings.model)
+    of_adapters = check_adapters(settings)
     episodes = load_episodes(settings, tokenizer)
     tools = episodes.schemas_of if episodes else no_tools
     longest = settings.rollout.max_prompt_tokens
@@ -128,7 +130,8 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     scorer = make_scorer(settings, tokenizer, episodes)
     fp8 = engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
     space = check_disk(settings.run.folder, disk_need(settings, hf), probes=os.environ.get("RANK", "0") == "0")
-    warnings = (*scorer.warnings, *start_warnings(settings, fp8), *sync_warnings(settings, hf, fp8), *space)
+    of_settings = (*start_warnings(settings, fp8), *sync_warnings(settings, hf, fp8))
+    warnings = (*scorer.warnings, *of_settings, *of_adapters, *space)
     evals, distillation = _read_evals(settings, tokenizer, tools), settings.algorithm.distillation
     if distillation and distillation.topk:
         check_topk(distillation.topk, hf.int("vocab_size"))
@@ -170,11 +173,12 @@ def run_replay_preflight(folder: Path, settings: Settings, world_size: int, rank
     _check_critic(settings, hf, world_size)
     check_bucket(settings, hf, fp8=False)  # of the exports
     check_export(settings.run, settings.model)
+    warnings = tuple(check_adapters(settings))
     replay = open_replay(folder, settings, hf, first=saved_step(settings.run.folder) + 1)
     tokenizer = _read_tokenizer(settings, hf)
     # Nothing is scored anew: what `reward` names need not be there.
     scorer = Scorer(RewardConfig(answer=1.0), settings.rollout.max_response_tokens)
-    return RunInputs(hf, tokenizer, PromptSet(str(folder), (), 0), {}, scorer, extensions, replay=replay)
+    return RunInputs(hf, tokenizer, PromptSet(str(folder), (), 0), {}, scorer, extensions, warnings, replay=replay)
 
 
 def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> RunInputs:

@@ -32,6 +32,7 @@ from grpo_mp.config.sections import RunConfig
 from grpo_mp.distributed.process_groups import all_gather, make_groups
 from grpo_mp.errors import DiskError, one_line
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.lora import expert_projections
 from grpo_mp.models.multi_token_prediction import copied_names
 from grpo_mp.phases import Phase
 from grpo_mp.policy.checkpoint import (
@@ -254,9 +255,10 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | 
 
 
 def export_adapters(policy: Policy, folder: Path, like: Path, bucket_bytes: int | None) -> None:
-    """Write the adapters of a policy as a folder that peft loads onto `like`. Every rank must call this.
+    """Write the adapters of a policy as a folder that peft loads onto `like`, or what that was converted from.
 
-    Rank 0 writes, and holds, all of them. Raises UserError, on every rank, where it cannot write.
+    Every rank must call this; rank 0 writes, and holds, all of them. Raises UserError, on every rank, where it cannot
+    write.
     """
     parallel, lora = policy.parallel, policy.lora
     assert lora
@@ -267,7 +269,10 @@ def export_adapters(policy: Policy, folder: Path, like: Path, bucket_bytes: int 
     rounds = plan_rounds(wire, parts, lambda _: {WHOLE: (0,)}, bucket_bytes, group, per_node)
     stages = chain.from_iterable(Resharder(rounds, wire, policy.tensors).stages(rounds))
     tensors = [(name, tensor.to("cpu", copy=True)) for name, tensor in stages]
-    on_all_ranks(lambda: write_peft(folder, tensors, like, lora) if parallel.rank == 0 else None, folder, group)
+    of_experts = expert_projections(policy.base_params.values())
+    on_all_ranks(
+        lambda: write_peft(folder, tensors, like, lora, of_experts) if parallel.rank == 0 else None, folder, group
+    )
 
 
 def _copied_names(like: Path, hf: HfConfig) -> dict[str, str]:

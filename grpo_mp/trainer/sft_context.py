@@ -8,13 +8,23 @@ from functools import partial
 import torch.distributed as dist
 
 from grpo_mp import platform
+from grpo_mp.checkpoint.run_state import SETTINGS
 from grpo_mp.config import SftSettings, dump_settings
-from grpo_mp.distributed.process_groups import make_parallel
+from grpo_mp.distributed.process_groups import Job, make_parallel
+from grpo_mp.files import write_atomically
 from grpo_mp.policy.offload import device_items
 from grpo_mp.scheduler.memory import explain_out_of_memory
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.exit import PreemptionHandler
-from grpo_mp.trainer.job import FindCheckpoints, PolicyContext, build_policy, join_run, open_monitors, show_notes
+from grpo_mp.trainer.job import (
+    FindCheckpoints,
+    PolicyContext,
+    Resumed,
+    build_policy,
+    join_run,
+    open_monitors,
+    show_notes,
+)
 from grpo_mp.trainer.machine_notes import machine_notes
 from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.trainer.sft_preflight import SftInputs
@@ -31,18 +41,33 @@ class SftContext(PolicyContext):
 
 
 @contextmanager
+def _join_run(
+    settings: SftSettings, inputs: SftInputs, find_checkpoints: FindCheckpoints
+) -> Iterator[tuple[SftSettings, Job, Resumed]]:
+    """Join the job as `join_run` does, and yield the settings with the steps from the checkpoint to the end, too."""
+    size = inputs.train.epoch_size
+    with join_run(settings, dump_settings(settings.with_steps(size)), find_checkpoints) as (job, resumed):
+        settings = settings.with_steps(size, resumed.state.step, resumed.state.samples_seen)
+        if job.rank == 0:
+            write_atomically(settings.run.folder / SETTINGS, dump_settings(settings))
+        yield settings, job, resumed
+
+
+@contextmanager
 def open_sft_context(
     settings: SftSettings, inputs: SftInputs, find_checkpoints: FindCheckpoints = tuple
 ) -> Iterator[SftContext]:
     """Join the job, build the policy, resume from the first whole one of the checkpoints.
 
-    The device is the policy's alone: no phase moves anything.
+    `settings`: as loaded; the context's have the steps that their epochs take from there on. The device is the
+    policy's alone: no phase moves anything.
     """
-    run, limit_s = settings.run, settings.monitor.phase_timeout_s
+    limit_s = settings.monitor.phase_timeout_s
     with (
-        join_run(settings, dump_settings(settings), find_checkpoints) as (job, resumed),
-        open_monitors(run.folder, job.rank, run.steps, resumed.state.step) as monitors,
+        _join_run(settings, inputs, find_checkpoints) as (settings, job, resumed),
+        open_monitors(settings.run.folder, job.rank, settings.run.steps, resumed.state.step) as monitors,
     ):
+        run = settings.run
         preemption, state, progress = (
             PreemptionHandler(),
             replace(resumed.state, data=inputs.train.digest),

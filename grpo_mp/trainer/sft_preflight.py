@@ -1,5 +1,6 @@
 """Check and read everything that supervised fine-tuning needs before a process group exists: settings, files, data."""
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from grpo_mp.models.hf_config import HfConfig, check_positions
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.policy.parameter_bytes import policy_disk_need
 from grpo_mp.policy.policy import check_policy
+from grpo_mp.trainer.adapter_check import check_adapters
 from grpo_mp.trainer.disk_check import check_disk
 from grpo_mp.trainer.export_servers import read_servers
 from grpo_mp.trainer.preflight import check_device_for, check_export, check_guards, read_tokenizer
@@ -46,6 +48,7 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> tuple[SftSettin
     check_positions(hf, settings.sft.max_tokens, "sft.max_tokens")
     check_policy(hf, settings.model, settings.layout, settings.training, world_size)
     check_export(settings.run, settings.model)
+    of_adapters = check_adapters(settings)
     if settings.run.export_servers:
         read_servers(settings.run.export_servers)
     encoder = ChatEncoder(tokenizer, settings.sft.loss_on, stop_tokens(settings.model.path, tokenizer))
@@ -58,7 +61,7 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> tuple[SftSettin
     evals = load_held_out_chats(settings.data, settings.sft, encoder)
     settings = settings.with_steps(train.epoch_size)
     need, probes = policy_disk_need(settings, hf), os.environ.get("RANK", "0") == "0"
-    warnings = tuple(check_disk(settings.run.folder, need, probes=probes))
+    warnings = (*of_adapters, *check_disk(settings.run.folder, need, probes=probes))
     return settings, SftInputs(hf, tokenizer, train, evals, make_loggers, warnings)
 
 
@@ -67,14 +70,16 @@ def describe_sft(settings: SftSettings, inputs: SftInputs, world_size: int, rank
     sft, train = settings.sft, inputs.train
     lengths, learned = train.lengths, train.learned.sum() / train.lengths.sum()
     evals = ", ".join(f"{len(held_out)} of {name}" for name, held_out in inputs.evals.items()) or "none"
+    steps = settings.run.steps
+    epochs = min(sft.epochs or math.inf, steps * sft.batch_size / train.epoch_size)  # the last step of all is partial
     facts = [
         f"ranks: {world_size}, {ranks_per_node} on each node; "
         f"layout: {describe_parallelism(settings.layout, world_size)}",
         f"train samples: {len(train)} ({train.too_long} left out, longer than {sft.max_tokens} tokens); "
         f"{lengths.mean():.0f} tokens each, up to {lengths.max()}, {learned:.0%} of them learned; "
         f"eval: {evals}",
-        f"{settings.run.steps} steps of {sft.batch_size} samples: "
-        f"{settings.run.steps * sft.batch_size / train.epoch_size:.2f} epochs; micro-batches of up to "
+        f"{steps} steps of {sft.batch_size} samples: "
+        f"{epochs:.2f} epochs; micro-batches of up to "
         f"{settings.training.max_tokens_per_microbatch} tokens",
         f"first sample, what is learned in [[ ]]: {show_learned(inputs)}",
         *(f"warning: {text}" for text in inputs.warnings),

@@ -218,6 +218,26 @@ def test_adapters_alone_learn_and_peft_loads_them(config: Path, tiny_run: TinyRu
     assert exceeding(relative_errors(final, dict(peft_model.load(tiny_run.model).state_dict())), 1e-6)
 
 
+def test_epochs_that_are_added_have_all_of_the_data(config: Path, tmp_path: Path) -> None:
+    """The last step of the first epoch had four samples: the second has no sample less for it."""
+    run, alone = tmp_path / "run", ("layout.expert=1", "data.eval={}", "run.export_every=0", "monitor.report_every=0")
+    for epochs, steps in ((1, STEPS), (2, 2 * STEPS)):
+        folder = tmp_path / f"job_{epochs}"
+        folder.mkdir()
+        settings = [str(config), f"run.folder={run}", f"sft.epochs={epochs}", *alone]
+        job = Job(folder, settings, (sys.executable, "-m", "grpo_mp.sft"))
+        try:
+            assert job.wait() == 0, job.err
+        finally:
+            job.end()
+        assert yaml.safe_load((run / "settings.yaml").read_text())["run"]["steps"] == steps
+    ends = [(line["train/samples_seen"], line["sft/epoch"]) for line in numbers(run) if line["step"] in (STEPS, steps)]
+    assert ends == [(SAMPLES, 1.0), (2 * SAMPLES, 2.0)]
+    rates = [line["train/lr"] for line in numbers(run) if line["step"] > STEPS]
+    assert rates == sorted(rates, reverse=True)  # one schedule to the new end
+    assert rates[-1] > 0.0
+
+
 def test_gradients_above_the_limit_are_skipped_and_their_rows_named(config: Path, tmp_path: Path) -> None:
     limits = ("optimizer.skip_grad_norm=1e-9", "optimizer.max_skipped_updates=2", "layout.expert=1", "data.eval={}")
     job = Job(tmp_path, [str(config), f"run.folder={tmp_path / 'run'}", *limits], (sys.executable, "-m", "grpo_mp.sft"))

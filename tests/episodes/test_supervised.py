@@ -146,6 +146,69 @@ def test_a_template_that_cuts_an_answer_is_refused(name: str) -> None:
         encode(encoder, Chat((ASK, thinks, MORE, LATER)))
 
 
+STRIPPING_MARKS = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}A: {% generation %}"
+    "{{ m['content'] if loop.last else m['content'].split('=')[-1] }}<|im_end|>{% endgeneration %}"
+    "{% else %}U: {{ m['content'] }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
+)
+
+
+def test_a_cut_answer_that_another_turn_quotes_is_refused() -> None:
+    one: Message = {"role": "assistant", "content": "1+1=2"}
+    quoting: Message = {"role": "assistant", "content": "so 1+1=2 and 2+2=4"}
+    chat = Chat((ASK, one, MORE, quoting))
+    with pytest.raises(UserError, match=r"cuts the assistant's content '1\+1=2'"):
+        encode(make_encoder("qwen2_5", template=STRIPPING_MARKS), chat)
+    keeping = STRIPPING_MARKS.replace(" if loop.last else m['content'].split('=')[-1]", "")
+    encoder = make_encoder("qwen2_5", template=keeping)
+    assert turns(encoder, encode(encoder, chat)) == ["1+1=2<|im_end|>", "so 1+1=2 and 2+2=4<|im_end|>"]
+
+
+SPLIT_MARKS = (  # words and calls of a turn are marked each by itself, empty words are not
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}A: {% if m['content'] %}{% generation %}"
+    "{{ m['content'] if loop.last else m['content'].split('=')[-1] }}{% endgeneration %}{% endif %}"
+    "{% for call in m.tool_calls or () %} calls {% generation %}{{ call.function.name }}{% endgeneration %}{% endfor %}"
+    "<|im_end|>{% else %}U: {{ m['content'] }}\n{% endif %}{% endfor %}"
+)
+
+
+def test_turns_of_several_marks_or_none_are_compared_with_their_own() -> None:
+    call = call_of("qwen2_5")
+    asked: Message = {"role": "assistant", "content": "1+1=2"}
+    quoting: Message = {**call, "content": "so 1+1=2 and more"}
+    silent: Message = {"role": "assistant", "content": ""}
+    keeping = SPLIT_MARKS.replace(" if loop.last else m['content'].split('=')[-1]", "")
+    cut = [(ASK, asked, MORE, quoting), (ASK, silent, MORE, asked, MORE, quoting)]
+    kept = [(ASK, quoting, RESULT, ANSWER), (ASK, silent, MORE, asked), (ASK, ANSWER, MORE, quoting, RESULT, asked)]
+    for messages in (*kept, *cut):
+        for first in (0, 3):
+            encode(make_encoder("qwen2_5", template=keeping), Chat(messages, first, tools=(TOOL,)))
+    for messages in cut:
+        with pytest.raises(UserError, match=r"cuts the assistant's content '1\+1=2'"):
+            encode(make_encoder("qwen2_5", template=SPLIT_MARKS), Chat(messages, tools=(TOOL,)))
+
+
+def test_a_cut_last_answer_that_the_question_quotes_is_refused() -> None:
+    cutting = (
+        "{% for m in messages %}{{ m.content.split('=')[-1] if m.role == 'assistant' else m.content }}{% endfor %}"
+    )
+    question: Message = {"role": "user", "content": "Is 1+1=2?"}
+    chat = Chat((question, {"role": "assistant", "content": "1+1=2"}))
+    with pytest.raises(UserError, match=r"cuts the assistant's content '1\+1=2'"):
+        encode(make_encoder("qwen2_5", "all", cutting), chat)
+    encode(make_encoder("qwen2_5", "all"), chat)
+
+
+def test_a_call_that_only_the_words_name_is_missed() -> None:
+    call: Message = {**call_of("qwen2_5"), "content": "I call add."}
+    without_calls = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    without_calls += "{% if add_generation_prompt %}assistant: {% endif %}"
+    chat = Chat((ASK, call, RESULT, ANSWER), tools=(TOOL,))
+    with pytest.raises(UserError, match="leaves out the assistant's call of add"):
+        encode(make_encoder("qwen2_5", template=without_calls), chat)
+    encode(make_encoder("qwen2_5"), chat)
+
+
 def test_reasoning_that_a_template_does_not_write_is_missed() -> None:
     thinks: Message = {**ANSWER, "reasoning_content": "Three and four."}
     for loss_on in get_args(LossOn):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.checkpoint.peft_folder import adapter_config, base_digest
+from grpo_mp.checkpoint.peft_folder import adapter_config
 from grpo_mp.config import check_settings
 from grpo_mp.config.lora_section import LoraConfig
 from grpo_mp.errors import UserError
@@ -44,6 +44,10 @@ def test_all_projections_and_nothing_else_have_adapters() -> None:
         (("qproj",), r"no projection of this model is 'qproj' \(did you mean q_proj\?\); it has down_proj, gate_proj"),
         (("gate",), "no projection of this model is 'gate'"),  # the router
         (("q_proj", "up_proj"), "peft has gate_proj and up_proj of experts as one: name both of them, or neither"),
+        (
+            ("o_proj", "up_proj", "gate_proj"),
+            "peft loads gate_proj and up_proj of experts only beside down_proj: add it",
+        ),
     ],
 )
 def test_targets_that_cannot_be_are_refused(targets: tuple[str, ...], sentence: str) -> None:
@@ -66,6 +70,11 @@ def test_adapters_of_divided_experts_alone_are_refused(tensor: int, expert: int,
     [
         ({"target_modules": ["experts.0.up_proj"]}, {}, "write the end of a module's name, without numbers"),
         ({"target_modules": "all"}, {}, "model.lora.target_modules"),
+        (
+            {"target_modules": []},
+            {},
+            "^test: model.lora.target_modules: no module would have an adapter, .*: name some",
+        ),
         ({"rank": 0}, {}, "model.lora.rank"),
         ({"dropout": 0.1}, {}, "model.lora.dropout"),
         ({}, {"moe_router_bias_update_rate": 0.1}, "moe_router_bias_update_rate changes a bias of the routers"),
@@ -95,15 +104,7 @@ def test_a_reference_cannot_be_mixed_of_adapters() -> None:
 def test_dense_layers_beside_experts_are_named_by_their_weights() -> None:
     lora, modules = LoraConfig(rank=8, alpha=16), ("self_attn.o_proj", "mlp.up_proj", "mlp.experts.0.up_proj")
     names = [f"model.layers.0.{module}.lora_A.weight" for module in modules]
-    config = adapter_config(lora, Path("base"), names)
+    config = adapter_config(lora, Path("base"), names, {"up_proj"})
     assert config["target_modules"] == ["o_proj", "up_proj"]
     assert config["target_parameters"] == ["mlp.up_proj.weight"]
-    assert adapter_config(lora, Path("base"), names[:2])["target_parameters"] is None
-
-
-def test_the_digest_of_weights_sees_a_changed_value(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(bytes(100))
-    before = base_digest(tmp_path)
-    file.write_bytes(bytes(99) + b"1")
-    assert base_digest(tmp_path) != before
+    assert adapter_config(lora, Path("base"), names[:2], ())["target_parameters"] is None

@@ -29,7 +29,7 @@ def folders(checkpoints: Path, case: str) -> tuple[Path, Path]:
 def adapters(bench: Bench) -> Result:
     """The gradient of adapters with random B, and what is exported of them."""
     policy, like = bench.policy, bench.settings.model.path
-    _fill(policy)
+    fill_b(policy)
     own, merged = folders(bench.checkpoints, bench.case.name)
     export_adapters(policy, own, like, None)
     export_policy(policy, merged, like, None)
@@ -37,7 +37,7 @@ def adapters(bench: Bench) -> Result:
     return gradient(bench) | {"frozen": learned.count(False), "learned": sum(learned)}
 
 
-def _fill(policy: Policy) -> None:
+def fill_b(policy: Policy) -> None:
     """Set B, alike in every layout."""
     for name, tensor in policy.trained_tensors.items():
         if ".lora_B." not in name:
@@ -80,7 +80,7 @@ def fp8_base(bench: Bench) -> Result:
             plain.tensors[name].copy_(rounded(plain.tensors[name]))
     found = []
     for one in (in_fp8, bench):
-        _fill(one.policy)
+        fill_b(one.policy)
         logprobs = one.policy.logprobs(one.updates[0])
         found.append((logprobs, gradient(one)["shards"], dict(one.policy.weights)))
     (logprobs, own, merged), (expected_logprobs, expected, expected_merged) = found

@@ -194,6 +194,30 @@ def test_several_labels_are_no_value(model: Path, tmp_path: Path) -> None:
         check_critic(settings, settings.model.read_config(), 1)
 
 
+@pytest.mark.parametrize("renamed", [{}, {"v_head.weight": "score.weight"}], ids=["lost", "renamed"])
+def test_a_reward_model_without_its_head_is_refused(model: Path, tmp_path: Path, renamed: dict[str, str]) -> None:
+    make_reward_model(tmp_path, model)
+    settings, file = settings_with(model, {"path": str(tmp_path)}), tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    left = {name: tensor for name, tensor in tensors.items() if name != "score.weight"}
+    save_file(left | {new: tensors[name] for new, name in renamed.items()}, file, {"format": "pt"})
+    with pytest.raises(UserError) as refused:
+        check_critic(settings, settings.model.read_config(), 1)
+    assert str(refused.value) == (
+        f"critic.path={tmp_path}: its config.json names LlamaForSequenceClassification, but no weights file there "
+        "holds the head score.weight: point critic.path at a whole reward model, or at a language model's folder for a "
+        "head of zeros"
+    )
+
+
+def test_a_language_model_s_folder_is_taken_without_a_head(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "critic"
+    shutil.copytree(model, folder)
+    settings = settings_with(model, {"path": str(folder)})
+    assert "score.weight" not in load_file(folder / "model.safetensors")
+    check_critic(settings, settings.model.read_config(), 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

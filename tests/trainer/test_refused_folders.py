@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from grpo_mp.checkpoint.peft_folder import base_digest
 from grpo_mp.checkpoint.run_state import (
     TrainState,
     begin_checkpoint,
@@ -73,6 +75,36 @@ def test_other_rows_than_those_of_the_steps_before(
             main([str(tiny_run.config), f"run.folder={saved_run}", "--dry-run", "--ranks", "2"])
             assert capfd.readouterr().err == ""
     assert refuse().startswith(f"{saved_run}: the rows of data.train are no longer those of the run's first 2 steps")
+
+
+LORA = "model.lora={rank: 4, alpha: 8}"
+
+
+def test_adapters_for_other_weights(
+    refuse: Refuse, tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Those for the weights of model.path are taken."""
+    run, (weights,) = tmp_path / "run", tiny_run.model.glob("*.safetensors")
+    settings = load_settings(tiny_run.config, [f"run.folder={run}", LORA])
+    claim_run_folder(run, dump_settings(settings))
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    (changed / weights.name).write_bytes(weights.read_bytes()[:-1] + b"x")
+    checkpoint = checkpoint_folder(run, 2)
+    for base in (tiny_run.model, changed):
+        begin_checkpoint(checkpoint)
+        (checkpoint / "policy").mkdir()
+        assert settings.model.lora
+        adapters = settings.model.lora.description
+        torch.save({"base": base_digest(base), "adapters": adapters}, checkpoint / "policy" / "common.pt")
+        write_manifest(checkpoint, TrainState(step=2), own_checksums(checkpoint, 0, 1))
+        if base == tiny_run.model:
+            main([str(tiny_run.config), f"run.folder={run}", LORA, "--dry-run", "--ranks", "2"])
+            assert capfd.readouterr().err == ""
+    message = refuse(LORA)
+    assert message.startswith(
+        f"{checkpoint / 'policy'}: the checkpoint's adapters are for other weights than model.path"
+    )
 
 
 def test_an_export_that_would_take_the_place_of_its_source(refuse: Refuse, tiny_run: TinyRun, tmp_path: Path) -> None:

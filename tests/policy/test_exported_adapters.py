@@ -1,0 +1,121 @@
+"""Adapters of any targets, and of a converted folder, as peft loads them: its logits are those of the merged model."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+
+from grpo_mp.checkpoint.convert import to_megatron
+from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
+from grpo_mp.config import check_settings
+from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
+from grpo_mp.policy.policy import Policy, check_policy
+from grpo_mp.trainer.adapter_check import check_adapters
+from grpo_mp.trainer.save import export_adapters, export_policy
+from tests.checkpoint.helpers import no_progress
+from tests.parallel import peft_model
+from tests.parallel.lora import fill_b
+from tests.planner.jobs import BASE
+
+SEQUENCE = (3, 5, 7, 9, 11, 2, 4, 6)
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+TARGETS = [
+    tuple(f"mlp.{name}" for name in FEED_FORWARD),
+    tuple(f"shared_experts.{name}" for name in FEED_FORWARD),
+    ("o_proj", "mlp.down_proj"),
+    ("mlp.up_proj",),  # without gate_proj: of experts they are one
+    ("gate_proj", "up_proj", "down_proj"),
+    ("down_proj", "mlp.up_proj"),
+    ("self_attn.o_proj", "kv_b_proj", "shared_experts.gate_proj", "down_proj"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense layer, and layers with routed and shared experts."""
+    folder = tmp_path_factory.mktemp("model") / "deepseek_v3"
+    make_tiny(folder, "deepseek_v3", make_tokenizer(["apples"]), initializer_range=0.1)
+    return folder
+
+
+def settings_of(model: Path, targets: tuple[str, ...] | str) -> Any:
+    lora = {"rank": 4, "alpha": 8.0, "target_modules": targets}
+    return check_settings(BASE | {"model": {"path": str(model), "dtype": "float32", "lora": lora}}, "test")
+
+
+def export(settings: Any, parallel: Parallel, folder: Path) -> tuple[Path, Path]:
+    """Export adapters whose B is not zero, and the merged weights."""
+    check_policy(settings.model.read_config(), settings.model, settings.layout, settings.training, 1)
+    policy = Policy(settings, parallel, with_reference=False)
+    fill_b(policy)
+    adapters, merged = folder / "adapter", folder / "merged"
+    export_adapters(policy, adapters, settings.model.path, None)
+    export_policy(policy, merged, settings.model.path, None)
+    return adapters, merged
+
+
+def check_logits(by_peft: torch.nn.Module, merged: Path, base: Path) -> None:
+    """They are those of the merged weights, which are not those of the base."""
+    own, before = (peft_model.logits(peft_model.load(folder), SEQUENCE) for folder in (merged, base))
+    scale = float(before.abs().max())
+    assert (own - before).abs().max() > 1e-3 * scale
+    assert (peft_model.logits(by_peft, SEQUENCE) - own).abs().max() <= 1e-5 * scale
+
+
+@pytest.mark.parametrize("targets", TARGETS, ids="+".join)
+def test_peft_has_the_logits_of_the_merged_model(
+    targets: tuple[str, ...], model: Path, parallel: Parallel, tmp_path: Path
+) -> None:
+    adapters, merged = export(settings_of(model, targets), parallel, tmp_path)
+    check_logits(peft_model.load_peft(model, adapters), merged, model)
+
+
+def test_the_projections_of_a_dense_model_are_named_as_modules(parallel: Parallel, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    make_tiny(model, "qwen3", make_tokenizer(["apples"]), num_hidden_layers=2, initializer_range=0.1)
+    adapters, merged = export(settings_of(model, ("mlp.down_proj", "q_proj")), parallel, tmp_path)
+    config = json.loads((adapters / "adapter_config.json").read_text())
+    assert (config["target_modules"], config["target_parameters"]) == (["mlp.down_proj", "q_proj"], None)
+    check_logits(peft_model.load_peft(model, adapters), merged, model)
+
+
+def test_adapters_of_a_converted_folder_are_for_what_it_was_converted_from(
+    model: Path, parallel: Parallel, tmp_path: Path
+) -> None:
+    converted = tmp_path / "megatron"
+    to_megatron(model, converted, no_progress)
+    settings = settings_of(converted, "all-linear")
+    assert check_adapters(settings) == []
+    adapters, merged = export(settings, parallel, tmp_path)
+    by_peft = AutoPeftModelForCausalLM.from_pretrained(adapters, dtype=torch.float32).eval()  # onto the base it names
+    check_logits(by_peft, merged, model)
+
+
+def test_a_converted_folder_that_does_not_know_its_source_is_warned_of_until_it_is_converted_again(
+    model: Path, tmp_path: Path
+) -> None:
+    source, converted = tmp_path / "source", tmp_path / "megatron"
+    settings = settings_of(converted, ("o_proj",))
+    shutil.copytree(model, source)
+    to_megatron(source, converted, no_progress)
+    record = json.loads((converted / CONVERSION_RECORD).read_text())
+    older = {key: value for key, value in record.items() if key != "source_folder"}
+    (converted / CONVERSION_RECORD).write_text(json.dumps(older))
+    (warning,) = check_adapters(settings)
+    assert warning.startswith(f"model.path={converted} is a converted folder that does not name its source")
+    to_megatron(source, converted, no_progress)
+    assert json.loads((converted / CONVERSION_RECORD).read_text()) == record
+    assert check_adapters(settings) == []
+    source.rename(tmp_path / "moved")
+    (warning,) = check_adapters(settings)
+    assert warning.startswith(f"model.path={converted} is a converted folder of {source}, which is not there")
+    to_megatron(tmp_path / "moved", converted, no_progress)
+    assert check_adapters(settings) == []
+    exports = settings.run.model_copy(update={"export": False, "export_every": 0})
+    (tmp_path / "moved").rename(source)
+    assert check_adapters(settings.model_copy(update={"run": exports})) == []
