@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate, chain
@@ -133,8 +134,10 @@ def write_parts(
     origin = {SOURCE_FOLDER: str(source_folder.absolute())} if source_folder else {}
     if names is None:
         record = read_json(destination / CONVERSION_RECORD)
-        if workers.rank == 0 and record != record | origin:  # an older version noted none, or the source has moved
-            write_json(destination / CONVERSION_RECORD, record | origin)
+        noted = record.get(SOURCE_FOLDER)
+        if workers.rank == 0 and origin and not (noted and Path(noted).exists()):  # an older version, or it has moved
+            with suppress(OSError):  # adapters alone need it
+                write_json(destination / CONVERSION_RECORD, record | origin)
         return
     missing = [part for part in parts if part.name in names]
     own = parts_of_rank(missing, workers.rank, workers.size)

@@ -188,9 +188,12 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
 
 
 def check_same_data(run_folder: Path, data: str) -> None:
-    """Raise UserError where a run would resume on other data than its checkpoint's; `data`: digest of the train set."""
+    """Raise UserError where a run would resume on other data than its checkpoint's.
+
+    `data`: digest of the train set; "" of a replay, which reads none.
+    """
     state = saved_state(run_folder)
-    if state.data not in ("", data):  # older versions: none
+    if data and state.data not in ("", data):  # older versions: none
         raise UserError(
             f"{run_folder}: the rows of data.train are no longer those of the run's first {state.step} steps, or the "
             "model's template is not: take those, or another run.folder"

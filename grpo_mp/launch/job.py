@@ -47,8 +47,11 @@ def total_steps(settings: Settings | SftSettings) -> float:
     if settings.run.steps or not written.is_file():
         return settings.run.steps or inf
     before = load_any_settings(written)
-    is_known = isinstance(before, Settings) and before.run.epochs == settings.run.epochs
-    return before.run.steps if is_known else inf
+    return before.run.steps if _epochs(before) == _epochs(settings) else inf
+
+
+def _epochs(settings: Settings | SftSettings) -> tuple[str, float | None]:
+    return ("run", settings.run.epochs) if isinstance(settings, Settings) else ("sft", settings.sft.epochs)
 
 
 def run_command(args: argparse.Namespace) -> int:

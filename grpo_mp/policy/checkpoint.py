@@ -128,7 +128,7 @@ def _load_policy(policy: TrainedModel, folder: Path, piece_bytes: int) -> None:
             f"{folder}: the checkpoint holds main weights as {saved}, training.megatron_args asks for {expected}: set "
             "use_precision_aware_optimizer and store_param_remainders, and optimizer.offload, as they were"
         )
-    check_same_adapters(folder, common, policy.base, policy.adapters)
+    check_same_adapters(folder, common, policy.base, policy.adapters, policy.base_digest)
     groups = _optimizer_groups(common["optimizer_groups"])
     parts = policy.optimizer.chained_optimizers
     with state_dict_without_copies(parts):
@@ -138,17 +138,21 @@ def _load_policy(policy: TrainedModel, folder: Path, piece_bytes: int) -> None:
     policy.lr_scheduler.load_state_dict(common["schedule"])
 
 
-def check_same_adapters(folder: Path, common: Mapping[str, Any], base: Path | None, adapters: str) -> None:
+def check_same_adapters(
+    folder: Path, common: Mapping[str, Any], base: Path | None, adapters: str, digest: str = ""
+) -> None:
     """Raise UserError where a checkpoint has other adapters, or for other weights than those in `base`.
 
-    `common`: what `read_common` returns; without adapters, which are in words, `base` is None.
+    `common`: what `read_common` returns; without adapters, which are in words, `base` is None; `digest`: of `base`,
+    where it is known.
     """
     if (saved := common.get("adapters", "")) != adapters:
         raise UserError(
             f"{folder}: the checkpoint's adapters are {saved or 'none'}, model.lora asks for {adapters or 'none'}: set "
             "it as it was, or start with another run.folder"
         )
-    if base and not has_digest(base, common.get("base", "")):
+    saved_digest = common.get("base", "")
+    if base and saved_digest != digest and not has_digest(base, saved_digest):
         raise UserError(
             f"{folder}: the checkpoint's adapters are for other weights than model.path has now: restore those, or "
             "start with another run.folder"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mp import platform
@@ -16,7 +17,7 @@ from grpo_mp.checkpoint.peft_folder import base_digest
 from grpo_mp.config import TrainerSettings
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
-from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.distributed.process_groups import Parallel, broadcast
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import adapter_params, check_adapters
@@ -68,7 +69,9 @@ class Policy(TrainedModel):
         super().__init__(settings, parallel, hf, self.base_params | adapters, load)
         if self.lora:
             self.base, self.adapters = settings.model.path, self.lora.description
-            self.base_digest = base_digest(self.base)
+            first = dist.get_rank(parallel.cpu_group) == 0
+            own = base_digest(self.base) if first else ""  # of a large model it is many small reads
+            self.base_digest = broadcast(own, parallel.cpu_group)
         self.expert_load = ExpertLoad(self.models(), self.config.num_layers, self.config.num_moe_experts or 0)
         self.mtp_loss = MtpLoss(settings.model.mtp_loss_scaling_factor) if settings.model.trains_mtp else None
         if settings.training.router_replay != "none":

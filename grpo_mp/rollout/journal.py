@@ -2,7 +2,8 @@
 
 A file is a sequence of records: size and checksum of what follows (little endian, 4 bytes each; the low half of
 XXH3), then an Arrow stream, a row a response, and the routed experts of the rows as they are: they hardly compress, and
-are most of a record. A file that was cut, or has a flipped bit, is read up to there.
+are most of a record. Where the size is LARGE, the 8 bytes behind the checksum say it. A file that was cut, or has a
+flipped bit, is read up to there.
 """
 
 import json
@@ -30,7 +31,8 @@ from grpo_mp.rollout.groups import EndedGroup, PausedGroup
 from grpo_mp.types import Prompt, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
-HEADER = struct.Struct("<QI")  # bytes of a record, which may be above 4 GiB with routed experts; its checksum
+HEADER, LARGE_SIZE = struct.Struct("<II"), struct.Struct("<Q")
+LARGE = 2**32 - 1  # bytes, which a record reaches with the routed experts of a large group
 LOGPROBS = SCHEMA.get_field_index("rollout_logprobs")
 # Logprobs as the engine gave them: metrics are of these.
 RECORD_SCHEMA = SCHEMA.set(LOGPROBS, pa.field("rollout_logprobs", pa.list_(pa.float64())))
@@ -106,7 +108,7 @@ class GroupJournal:
             file.parent.mkdir(parents=True, exist_ok=True)
             cut_torn_tail(file)
             self._opened.add(file)
-        append_durably(file, [HEADER.pack(sum(part.nbytes for part in parts), _checksum(*parts)), *parts])
+        append_durably(file, [_header(parts), *parts])
         if is_new:
             for folder in (file.parent, self._folder, self._folder.parent):  # which list it
                 sync_to_disk(folder)
@@ -160,7 +162,7 @@ def cut_torn_tail(file: Path) -> None:
     """Cut a file, where there is one, after its last whole record, so that more can be appended."""
     if not file.exists():
         return
-    end = sum(HEADER.size + len(payload) for _, payload in _payloads(file))
+    end = max((offset + len(payload) for offset, payload in _payloads(file)), default=0)
     if end < file.stat().st_size:
         with file.open("r+b") as stream:
             stream.truncate(end)
@@ -277,15 +279,24 @@ def decode(payload: bytes, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | N
 
 def _payloads(file: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
     """Yield the offset and content of each record from `start` up to one that is cut or damaged."""
+    end = file.stat().st_size
     with file.open("rb") as stream:
         stream.seek(start)
         while len(header := stream.read(HEADER.size)) == HEADER.size:
             size, checksum = HEADER.unpack(header)
-            offset, payload = stream.tell(), stream.read(size)
+            if size == LARGE:
+                (size,) = LARGE_SIZE.unpack(stream.read(LARGE_SIZE.size).ljust(LARGE_SIZE.size, b"\0"))
+            offset = stream.tell()
             # No record is empty; a host that goes down may leave zeros.
-            if not size or len(payload) < size or _checksum(payload) != checksum:
+            if not 0 < size <= end - offset or _checksum(payload := stream.read(size)) != checksum:
                 return
             yield offset, payload
+
+
+def _header(parts: Sequence[memoryview]) -> bytes:
+    size = sum(part.nbytes for part in parts)
+    header = HEADER.pack(min(size, LARGE), _checksum(*parts))
+    return header if size < LARGE else header + LARGE_SIZE.pack(size)
 
 
 def _checksum(*parts: bytes | memoryview) -> int:

@@ -1,5 +1,6 @@
 """Compare adapters with those that a run resumes from, and with what peft can load, before anything starts."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from grpo_mp.trainer.save import POLICY
 def check_adapters(settings: TrainerSettings) -> list[str]:
     """Return a warning where peft will not find the base of the adapters that the run exports.
 
-    Raises UserError where the run's newest whole checkpoint has other adapters, or for other weights. It reads samples
-    of model.path, see `base_digest`; nothing without adapters.
+    Raises UserError, on the first rank, where the run's newest whole checkpoint has other adapters, or for other
+    weights. It reads samples of model.path, see `base_digest`; nothing without adapters.
     """
     run, model = settings.run, settings.model
     if model.lora is None:
         return []
-    if saved := _newest_saved(run.folder):
+    is_first = os.environ.get("RANK", "0") == "0"  # that all read the samples would be slow on many hosts
+    if is_first and (saved := _newest_saved(run.folder)):
         check_same_adapters(*saved, model.path, model.lora.description)
     return _peft_warnings(model.path) if run.export or run.export_every else []
 

@@ -112,7 +112,7 @@ def open_context(
     """
     with _open_job(settings, inputs, settings.run.steps, find_checkpoints) as (runtime, resumed), ExitStack() as stack:
         job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
-        state = replace(resumed.state, data=inputs.train.digest)
+        state = replace(resumed.state, data=inputs.train.digest or resumed.state.data)  # a replay reads none
         preemption = PreemptionHandler()
         overlaps = () if greeting else inputs.overlaps()
         greeting = greeting or _greeting(settings, inputs, job, state)

@@ -50,7 +50,7 @@ def compute_logprobs(
         top_quantile = algorithm.entropy.top_quantile
         for number, update in enumerate(updates):
             outputs, batches = policy.record_routing(update) if record_routing else (policy.logprobs(update), update)
-            updates[number] = _with_old(batches, outputs, top_quantile, parallel)
+            updates[number] = with_old_logprobs(batches, outputs, top_quantile, parallel)
     if kl.coef:
         with policy.use_reference_weights():  # the weights are swapped once, not for every update
             updates = [with_logprobs(update, _reference_logprobs(policy, update), REFERENCE) for update in updates]
@@ -80,17 +80,19 @@ def _reference_logprobs(policy: Policy, batches: Sequence[MicroBatch]) -> list[T
     return policy.logprobs([replace(batch, routed_experts=None) for batch in batches])
 
 
-def _with_old(
+def with_old_logprobs(
     update: Sequence[MicroBatch], outputs: Sequence[Tensor], top_quantile: float, parallel: Parallel
 ) -> list[MicroBatch]:
-    """Add old logprobs, and the entropy that `top_quantile` of the update's tokens reach (arXiv 2506.01939)."""
+    """Add old logprobs, and the entropy that `top_quantile` of its tokens that train reach (arXiv 2506.01939)."""
     batches = with_logprobs(update, outputs, "old_logprobs")
     if top_quantile == 1:
         return batches
-    local = [out[1].cpu()[batch.mask.bool()].numpy() for batch, out in zip(update, outputs, strict=False)]
+    local = [out[1].cpu()[batch.in_loss].numpy() for batch, out in zip(update, outputs, strict=False)]
     counts = parallel.is_reporting_rank and local
     own_entropies = np.concatenate(local) if counts else np.empty(0, np.float32)
     entropies = np.concatenate(all_gather(own_entropies, parallel.cpu_group))
+    if not entropies.size:  # every sample is left out of the loss
+        return batches
     floor = float(np.quantile(entropies, 1 - top_quantile))
     share = float((entropies >= floor).mean())
     return [replace(batch, entropy_floor=floor, entropy_weight=batch.entropy_weight / share) for batch in batches]

@@ -1,5 +1,7 @@
 """Samples that are left out of the loss: which are, and that nothing else counts them."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from grpo_mp.batching.packing import pack
 from grpo_mp.batching.step_batch import is_masked, whiten
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.trainer.logprobs import with_old_logprobs
 from grpo_mp.types import MicroBatch, Sample, SampleInfo
 from tests.algorithms.objective import loss_of
 from tests.minimal_settings import MINIMAL_SETTINGS
@@ -23,13 +26,13 @@ LENGTHS, ADVANTAGES, WEIGHTS = (4, 3, 20), (1.0, -1.0, 50.0), (0.25, 0.25, 0.0) 
 TRAINED = torch.tensor([1.0] * 4 + [-1.0] * 3, dtype=torch.float64)
 
 
-def packed(*advantages: Any) -> MicroBatch:
+def packed(*advantages: Any, weights: Sequence[float] = WEIGHTS) -> MicroBatch:
     samples = [
         Sample(0, i, (1, 2), tuple(range(length)), (-1.0,) * length, (0,) * length, truncated=False)
         for i, length in enumerate(LENGTHS)
     ]
     (plan,) = plan_microbatches([sample.total_tokens for sample in samples], 1, 64, align=4).ranks[0]
-    return pack(samples, advantages or ADVANTAGES, WEIGHTS, plan, align=4)
+    return pack(samples, advantages or ADVANTAGES, weights, plan, align=4)
 
 
 def settings(**algorithm: Any) -> Settings:
@@ -92,6 +95,23 @@ def test_a_response_that_drifted_is_left_out_as_a_whole() -> None:
     of_sequence = [kept[(batch.sequence_index == i) & batch.mask.bool()] for i in range(3)]
     by_sample = dict(zip(batch.sample_ids, (values.tolist() for values in of_sequence), strict=True))
     assert (by_sample[0], by_sample[1]) == ([0.0] * 4, [1.0] * 3)
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS, (0.0, 0.0, 0.0)])
+def test_the_tokens_of_high_entropy_are_among_those_that_train(
+    parallel: Parallel, weights: tuple[float, float, float]
+) -> None:
+    batch = packed(weights=weights)
+    entropies = torch.where(batch.in_loss, torch.arange(len(batch.mask)) / 100, 5.0)
+    batch = replace(batch, entropy_weight=1 / 7)
+    (found,) = with_old_logprobs([batch], [torch.stack([batch.rollout_logprobs, entropies])], 0.5, parallel)
+    trained = entropies[batch.in_loss]
+    kept = trained >= found.entropy_floor
+    if len(trained):
+        assert found.entropy_floor == pytest.approx(float(trained.quantile(0.5)))
+        assert found.entropy_weight == pytest.approx(1 / int(kept.sum()))
+    else:
+        assert found.entropy_floor == -math.inf
 
 
 def test_what_a_teacher_gives_is_not_whitened() -> None:

@@ -2,13 +2,22 @@
 
 import errno
 import json
+import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
-from grpo_mp.checkpoint.run_state import MANIFEST, TrainState, checkpoint_folder, own_checksums, write_manifest
+from grpo_mp.checkpoint.run_state import (
+    MANIFEST,
+    SETTINGS,
+    TrainState,
+    checkpoint_folder,
+    own_checksums,
+    write_manifest,
+)
+from grpo_mp.config import dump_settings, load_sft_settings
 from grpo_mp.errors import UserError
 from grpo_mp.launch import job
 from grpo_mp.monitor.loggers import JsonLinesLogger
@@ -171,3 +180,14 @@ def test_an_attempt_whose_own_files_are_damaged_may_be_followed_by_another(
 def test_a_killed_attempt_may_be_followed_by_another(attempt: Path, ask: Ask) -> None:
     (attempt / "srun.log").write_text("srun: error: n2: task 1: Killed\n")
     assert ask("may-restart", attempt) == 0
+
+
+def test_a_fine_tuning_by_epochs_has_the_steps_that_its_folder_says(tmp_path: Path) -> None:
+    """Else a job that has finished would be requeued."""
+    settings = load_sft_settings(Path("configs/tiny_sft.yaml"), [f"run.folder={tmp_path}"])
+    assert settings.run.steps == 0
+    assert job.total_steps(settings) == math.inf
+    (tmp_path / SETTINGS).write_text(dump_settings(settings.with_steps(1000)))
+    assert job.total_steps(settings) == 8
+    more = load_sft_settings(Path("configs/tiny_sft.yaml"), [f"run.folder={tmp_path}", "sft.epochs=2"])
+    assert job.total_steps(more) == math.inf

@@ -151,6 +151,27 @@ def test_a_flipped_bit_is_noticed_and_named(tmp_path: Path, caplog: pytest.LogCa
         assert f"{file} is cut or damaged after {whole} groups" in caplog.text
 
 
+def test_a_large_record_says_its_size_in_more_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = read_records(written(tmp_path / "usual", FINISHED, PAUSED))
+    monkeypatch.setattr("grpo_mp.rollout.journal.LARGE", usual[1].size)
+    file = written(tmp_path, FINISHED, PAUSED)
+    content, records = file.read_bytes(), read_records(file)
+    assert [record.size for record in records] == [record.size for record in usual]
+    assert load(records[1], PROMPT) == (PAUSED, STATS)
+    large = usual[0].size >= usual[1].size, True
+    longer = [record.offset - former.offset for record, former in zip(records, usual, strict=True)]
+    assert longer == [8 * large[0], 8 * sum(large)]
+    start = records[0].offset + records[0].size
+    for place in range(start, records[1].offset):  # of both headers
+        for bit in range(8):
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << bit
+            file.write_bytes(flipped)
+            assert read_records(file) == records[:1]
+    file.write_bytes(content[: start + 10])  # amid the size
+    assert read_records(file) == records[:1]
+
+
 def test_the_record_that_has_most_of_a_group_counts(tmp_path: Path) -> None:
     """Of another prompt with its id, which a step launched that was then repeated, there is another."""
     more = PausedGroup(PROMPT, (output(1, 2, 3),))
