@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-TUNED = (("3e-4", 16), ("1e-3", 16), ("3e-4", 32), ("1e-3", 32), ("1e-3", 64), ("2e-3", 64))  # rate, batch size
+TUNED = (("3e-4", 16), ("5e-4", 16), ("3e-4", 32), ("5e-4", 32), ("1e-3", 32), ("1e-3", 64))  # rate, batch size
 Score = tuple[float, float]  # accuracy and its standard error
 
 
@@ -38,8 +38,8 @@ def main() -> None:
     parser.add_argument("--passes", type=int, nargs="+", default=[1, 3], help="over the samples")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--topk", type=int, default=64)
-    parser.add_argument("--kl-type", choices=("reverse", "forward", "mixed"), default="mixed")
-    parser.add_argument("--rate", default="1e-3", help="of on-policy distillation")
+    parser.add_argument("--kl-type", choices=("reverse", "forward", "mixed"), default="forward")
+    parser.add_argument("--rate", default="5e-4", help="of on-policy distillation")
     parser.add_argument("--out", type=Path, default=Path("runs/distillation"))
     given = parser.parse_args()
     given.out = given.out / f"seed{given.seed}_{given.steps}x{given.prompts}"
