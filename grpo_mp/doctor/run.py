@@ -11,6 +11,7 @@ from grpo_mp.checkpoint.run_state import METRICS, SETTINGS
 from grpo_mp.doctor.live_engines import EngineWeights
 from grpo_mp.doctor.live_ranks import has_processes
 from grpo_mp.errors import UserError, one_line
+from grpo_mp.files import last_lines
 from grpo_mp.findings import Finding, Level
 from grpo_mp.log import log_file
 from grpo_mp.monitor.engine_load import EngineLoad, read_loads
@@ -52,7 +53,7 @@ class RunFacts:
     plan: Mapping[str, float] = field(default_factory=dict)
     plan_problem: str = ""
     goes_on: bool = True
-    last_words: str = ""  # the last line of rank 0's log
+    last_log_line: str = ""  # of rank 0
 
 
 def read_run(folder: Path) -> RunFacts:
@@ -72,9 +73,8 @@ def read_run(folder: Path) -> RunFacts:
     except UserError as error:
         phases, problem = {}, str(error)
     plan = {name: phase["seconds"] for name, phase in phases.items() if phase["seconds"]}
-    log = log_file(folder, 0)
-    words = log.read_text(errors="replace").strip().rpartition("\n")[2] if log.is_file() else ""
-    return RunFacts(folder, settings, metrics, loads, traces, plan, problem, has_processes(folder), words)
+    log = "".join(last_lines(log_file(folder, 0), 1))
+    return RunFacts(folder, settings, metrics, loads, traces, plan, problem, has_processes(folder), log)
 
 
 def _read_metrics(file: Path) -> list[dict[str, float | None]]:
@@ -108,7 +108,7 @@ def check_end(facts: RunFacts) -> Iterable[Finding]:
     """Yield that a run has stopped before its last step, where it has."""
     last, steps = facts.metrics[-1]["step"] or 0, (facts.settings.get("run") or {}).get("steps")
     if isinstance(steps, int) and last < steps and not facts.goes_on:
-        evidence = [f"the log of rank 0 ends with: {one_line(facts.last_words, 300)}"] if facts.last_words else []
+        evidence = [f"the log of rank 0 ends with: {one_line(facts.last_log_line, 300)}"] if facts.last_log_line else []
         sentence = f"the run stopped after step {last:g} of {steps}, and none of its processes is there"
         yield Finding(Level.WARNING, sentence, evidence, "start the same command again: it goes on there")
 

@@ -54,7 +54,7 @@ def test_engines_that_had_the_policys_model() -> None:
 
 
 def test_a_run_that_stopped_before_its_end() -> None:
-    facts = RunFacts(Path("r"), SETTINGS, [line(4, 0.0)], goes_on=False, last_words="a  note")
+    facts = RunFacts(Path("r"), SETTINGS, [line(4, 0.0)], goes_on=False, last_log_line="a  note")
     (finding,) = check_end(facts)
     assert (finding.level, finding.sentence) == (
         Level.WARNING,
