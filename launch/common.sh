@@ -192,8 +192,8 @@ check_nodes() {
     again=yes
     return
   fi
-  # Where a check crashes, it does not come to say which node is bad.
-  [ -s "$attempt/bad_nodes" ] || "$python" -m grpo_mp.launch.job crashed-check "$attempt"
+  # Where a check crashes, it does not come to say which node is bad; the time limit's signal may end a good one.
+  [ -s "$attempt/bad_nodes" ] || [ "$again" = yes ] || "$python" -m grpo_mp.launch.job crashed-check "$attempt"
   if [ -s "$attempt/bad_nodes" ]; then
     bad=$(paste -sd, "$attempt/bad_nodes")${bad:+,$bad}
     [ $((count - $(wc -w <"$attempt/bad_nodes"))) -ge "$size" ] || resubmit_without_bad_nodes

@@ -124,6 +124,13 @@ def test_the_time_limit_before_training(when: str, steps: list[str], script: Scr
     assert script.notes == [*steps, "requeue 12"]
 
 
+def test_a_check_that_the_time_limit_ends_blames_no_node(script: Script) -> None:
+    script.when("check", "kill -USR1 $PPID; exit 138")
+    process = script.run()
+    assert (process.returncode, process.stderr) == (0, "")
+    assert script.notes == ["check", "requeue 12"]
+
+
 def test_the_time_limit_in_training_is_handed_on(script: Script) -> None:
     script.when("train", "trap 'echo told >>\"$NOTES\"; kill %1; exit' USR1; sleep 60 & kill -USR1 $PPID; wait")
     process = script.run()
