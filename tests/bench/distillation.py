@@ -1,48 +1,58 @@
 """On-policy distillation beside fine-tuning on the teacher's answers: `python -m tests.bench.distillation [--seed 0]`.
 
-Both begin with the quickstart's cold start, and learn from what the quickstart has trained (bash launch/quickstart.sh
-makes the two) on the same number of samples, one for each of as many prompts, 1,280 by default. On-policy distillation
-trains on the student's own samples, a step of --prompts, by configs/tiny_moe.yaml with algorithm.distillation;
-rewards are not learned from. Fine-tuning trains on the teacher's answers, unfiltered, by configs/tiny_sft.yaml, with
-each of several rates and batch sizes, of which the best counts. Both are shown with --passes over their
-samples. Accuracy on 200 held-out problems, 4 samples each at temperature 1. What stands in OUT is not run again:
-the bench can be broken off, and run in parts.
+The task is the quickstart's with numbers of three digits, subtraction and two steps: answers of 35 tokens. The teacher,
+a tiny DeepSeek-V3, has learned it from worked examples. The student, a dense model of a tenth of its size, has begun
+to. Both methods get the same number of samples, one for each of as many prompts, 10,240 by default. On-policy distillation trains on the student's own samples, a step of --prompts, by configs/tiny_moe.yaml with
+algorithm.distillation; rewards are not learned from. Fine-tuning trains on the teacher's answers, unfiltered, by
+configs/tiny_sft.yaml, with each of several rates and batch sizes, of which the best counts. Accuracy on 200 held-out
+problems, 4 samples each at temperature 1. What stands in OUT is not run again: the bench can be broken off, and run in
+parts. --teacher, --student and --data name others, as those of the quickstart.
 
-Reach: with the first of --passes on-policy distillation is above the best fine-tuning by more than both standard
-errors, else exit status 1.
+Reach: on-policy distillation is above the best fine-tuning by more than both standard errors, else exit status 1.
 """
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-TUNED = (("3e-4", 16), ("5e-4", 16), ("3e-4", 32), ("5e-4", 32), ("1e-3", 32), ("1e-3", 64))  # rate, batch size
+from grpo_mp.examples.arithmetic import vocabulary_words
+from grpo_mp.examples.cold_start import FILES, cold_start, cold_start_settings
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
+from tests.bench.quickstart_run import grpo_mp
+
+TUNED = (("2e-4", 16), ("3e-4", 16), ("5e-4", 16), ("5e-4", 32), ("1e-3", 32))  # rate, batch size
+PROBLEMS = ("--largest", "999", "--kinds", "add", "subtract", "two_steps", "--train", "20000", "--slips", "0")
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16, "intermediate_size": 128}  # of the student
+LEARNED, BEGUN = 0.85, 0.25  # probability of a worked answer, of the teacher and of the student
+MOST_TOKENS = 96  # of an answer
 Score = tuple[float, float]  # accuracy and its standard error
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--teacher", type=Path, default=Path("runs/quickstart/final"))
-    parser.add_argument("--student", type=Path, default=Path("checkpoints/tiny_deepseek_v3_seed0"))
-    parser.add_argument("--data", type=Path, default=Path("data/arithmetic_seed0"))
-    parser.add_argument("--steps", type=int, default=10, help="of on-policy distillation")
+    parser.add_argument("--teacher", type=Path, help="a folder; made where there is none")
+    parser.add_argument("--student", type=Path, help="a folder; made where there is none")
+    parser.add_argument("--data", type=Path, help="a folder with train and eval.jsonl")
+    parser.add_argument("--steps", type=int, default=80, help="of on-policy distillation")
     parser.add_argument("--prompts", type=int, default=128, help="of such a step, with one sample each")
     parser.add_argument("--updates", type=int, default=8, help="of such a step")
-    parser.add_argument("--passes", type=int, nargs="+", default=[1, 3], help="over the samples")
+    parser.add_argument("--passes", type=int, nargs="+", default=[1], help="over the samples")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--topk", type=int, default=64)
-    parser.add_argument("--kl-type", choices=("reverse", "forward", "mixed"), default="forward")
+    parser.add_argument("--kl-type", choices=("reverse", "forward", "mixed"), default="reverse")
     parser.add_argument("--rate", default="5e-4", help="of on-policy distillation")
     parser.add_argument("--out", type=Path, default=Path("runs/distillation"))
     given = parser.parse_args()
-    given.out = given.out / f"seed{given.seed}_{given.steps}x{given.prompts}"
+    made = given.out / f"seed{given.seed}"
+    given.out = made / f"{given.steps}x{given.prompts}"
+    given.data = given.data or made / "data"
+    given.teacher = given.teacher or make_teacher(made, given.seed)
+    given.student = given.student or make_student(made, given.seed)
     scores = {
         "teacher": evaluate(given, "teacher", given.teacher),
         "student": evaluate(given, "student", given.student),
@@ -64,6 +74,25 @@ def main() -> None:
         )
 
 
+def make_teacher(made: Path, seed: int) -> Path:
+    """Make the task's data and a model that has learned it from worked examples, where they are missing."""
+    folder = made / "teacher"
+    if not (folder / "config.json").exists():
+        drawn = ["--data", str(made / "data"), "--out", str(folder), "--seed", str(seed), *PROBLEMS]
+        grpo_mp("make-tiny", "--cold-start", str(LEARNED), "--steps", "1000", *drawn)
+    return folder
+
+
+def make_student(made: Path, seed: int) -> Path:
+    """Make a small dense model that has begun to learn the task of `made`, where it is missing."""
+    folder, begin = made / "student", made / "student_random"
+    if not (folder / "config.json").exists():
+        make_tiny(begin, "qwen3", make_tokenizer(vocabulary_words()), seed, **SHAPE)
+        examples = (made / "data" / name for name in FILES)
+        cold_start(cold_start_settings(begin, *examples, seed, 1000), folder, BEGUN, lambda step: None)
+    return folder
+
+
 def own_name(passes: int) -> str:
     return f"on-policy distillation, {passes} pass(es)"
 
@@ -74,15 +103,11 @@ def distill(given: argparse.Namespace, passes: int) -> Score:
     if not (folder / "final" / "config.json").exists():
         teacher = f"{{teacher: {{folder: {given.teacher}}}, topk: {given.topk}, kl_type: {given.kl_type}}}"
         run = [f"run.folder={folder}", f"run.seed={given.seed}", f"run.steps={given.steps}", "run.eval_every=0"]
-        run += ["run.save_every=0", f"model.path={given.student}", "algorithm.kl.coef=0"]
-        run += [
-            f"algorithm.distillation={teacher}",
-            f"rollout.prompts_per_step={given.prompts}",
-            "rollout.group_size=1",
-        ]
-        run += [f"training.updates_per_step={given.updates}", f"training.epochs={passes}"]
+        run += ["run.save_every=0", f"model.path={given.student}", "layout={}", "algorithm.kl.coef=0"]
+        run += [f"algorithm.distillation={teacher}", f"rollout.prompts_per_step={given.prompts}"]
+        run += ["rollout.group_size=1", f"training.updates_per_step={given.updates}", f"training.epochs={passes}"]
         run += [f"optimizer.lr={given.rate}", f"optimizer.min_lr={float(given.rate) / 10:g}"]
-        grpo_mp("train", "configs/tiny_moe.yaml", *run, *data(given))
+        grpo_mp("train", "configs/tiny_moe.yaml", "--ranks", "2", *run, *data(given))
     return evaluate(given, f"{folder.name}_scores", folder / "final")
 
 
@@ -90,16 +115,15 @@ def fine_tune(given: argparse.Namespace, rate: str, batch_size: int, passes: int
     """Fine-tune the student on as many answers of the teacher; return the score."""
     answers, folder = given.out / "answers", given.out / f"fine_tuned_{rate}_{batch_size}_{passes}"
     if not (answers / "samples.parquet").exists():
-        count = [f"sample.max_prompts={given.prompts * given.steps}", f"run.seed={given.seed}", *data(given)]
-        drawn = ["--model", str(given.teacher), "--samples", "1", "--out", str(answers)]
-        grpo_mp("sample", "configs/tiny_moe.yaml", *count, *drawn)
+        drawn = [f"sample.max_prompts={given.prompts * given.steps}", f"run.seed={given.seed}", *data(given)]
+        drawn += ["--model", str(given.teacher), "--samples", "1", "--out", str(answers)]
+        grpo_mp("sample", "configs/tiny_moe.yaml", "--ranks", "2", *drawn)
     if not (folder / "final" / "config.json").exists():
-        run = [f"run.folder={folder}", f"run.seed={given.seed}", f"model.path={given.student}", "run.save_every=0"]
+        run = [f"run.folder={folder}", f"run.seed={given.seed}", "run.save_every=0"]
+        run += [f"model.path={given.student}", "layout={}", f"sft.batch_size={batch_size}", f"sft.epochs={passes}"]
         rates = [f"optimizer.lr={rate}", f"optimizer.min_lr={float(rate) / 10:g}"]
         train = [f"data.train={answers}/samples.parquet", "data.eval={}"]
-        grpo_mp(
-            "sft", "configs/tiny_sft.yaml", *run, *rates, *train, f"sft.batch_size={batch_size}", f"sft.epochs={passes}"
-        )
+        grpo_mp("sft", "configs/tiny_sft.yaml", "--ranks", "2", *run, *rates, *train)
     return evaluate(given, f"{folder.name}_scores", folder / "final")
 
 
@@ -107,19 +131,16 @@ def evaluate(given: argparse.Namespace, name: str, model: Path) -> Score:
     """Return a model's held-out score."""
     folder = given.out / name
     if not (folder / "eval.json").exists():
-        grpo_mp("evaluate", "configs/tiny_moe.yaml", "--model", str(model), "--out", str(folder), *data(given))
+        scored = ["--model", str(model), "--out", str(folder), "layout={}", *data(given)]
+        grpo_mp("evaluate", "configs/tiny_moe.yaml", "--ranks", "2", *scored)
     scores = json.loads((folder / "eval.json").read_text())["sets"]["arithmetic"]
     return scores["accuracy"], scores["accuracy_error"]
 
 
 def data(given: argparse.Namespace) -> list[str]:
+    """Return the settings of a task's problems."""
     evaluation = f"data.eval={{arithmetic: {{path: {given.data}/eval.jsonl, samples: 4}}}}"
-    return [f"data.train={given.data}/train.jsonl", evaluation]
-
-
-def grpo_mp(command: str, *arguments: str) -> None:
-    started = [sys.executable, "-m", "grpo_mp", command, *arguments, "--ranks", "2"]
-    subprocess.run(started, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+    return [f"data.train={given.data}/train.jsonl", evaluation, f"rollout.max_response_tokens={MOST_TOKENS}"]
 
 
 def show(scores: dict[str, Score], samples: int) -> None:
