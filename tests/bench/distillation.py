@@ -1,8 +1,9 @@
 """On-policy distillation beside fine-tuning on the teacher's answers: `python -m tests.bench.distillation [--seed 0]`.
 
-The task is the quickstart's with numbers of three digits, subtraction and two steps: answers of 35 tokens. The teacher,
-a tiny DeepSeek-V3, has learned it from worked examples. The student, a dense model of a tenth of its size, has begun
-to. Both methods get the same number of samples, one for each of as many prompts, 10,240 by default. On-policy distillation trains on the student's own samples, a step of --prompts, by configs/tiny_moe.yaml with
+The task is the quickstart's with numbers of three digits, subtraction and two steps: answers of 35 tokens. The
+teacher, a tiny DeepSeek-V3, has learned it from worked examples. The student, a dense model of a tenth of its size,
+has begun to. Both methods get the same number of samples, one for each of as many prompts, 10,240 by default. On-
+policy distillation trains on the student's own samples, a step of --prompts, by configs/tiny_moe.yaml with
 algorithm.distillation; rewards are not learned from. Fine-tuning trains on the teacher's answers, unfiltered, by
 configs/tiny_sft.yaml, with each of several rates and batch sizes, of which the best counts. Accuracy on 200 held-out
 problems, 4 samples each at temperature 1. What stands in OUT is not run again: the bench can be broken off, and run in
