@@ -2,8 +2,8 @@
 
 The task is the quickstart's with numbers of three digits, subtraction and two steps: answers of 35 tokens. The
 teacher, a tiny DeepSeek-V3, has learned it from worked examples. The student, a dense model of a tenth of its size,
-has begun to. Both methods get the same number of samples, one for each of as many prompts, 10,240 by default. On-
-policy distillation trains on the student's own samples, a step of --prompts, by configs/tiny_moe.yaml with
+has begun to. Both methods get the same number of samples, one for each of as many prompts, 10,240 by default. On-policy
+distillation trains on the student's own samples, a step of --prompts, by configs/tiny_moe.yaml with
 algorithm.distillation; rewards are not learned from. Fine-tuning trains on the teacher's answers, unfiltered, by
 configs/tiny_sft.yaml, with each of several rates and batch sizes, of which the best counts. Accuracy on 200 held-out
 problems, 4 samples each at temperature 1. What stands in OUT is not run again: the bench can be broken off, and run in
@@ -26,10 +26,10 @@ from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from tests.bench.quickstart_run import grpo_mp
 
 TUNED = (("2e-4", 16), ("3e-4", 16), ("5e-4", 16), ("5e-4", 32), ("1e-3", 32))  # rate, batch size
-PROBLEMS = ("--largest", "999", "--kinds", "add", "subtract", "two_steps", "--train", "20000", "--slips", "0")
+TASK = ("--largest", "999", "--kinds", "add", "subtract", "two_steps", "--train", "20000", "--slips", "0")
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16, "intermediate_size": 128}  # of the student
-LEARNED, BEGUN = 0.85, 0.25  # probability of a worked answer, of the teacher and of the student
-MOST_TOKENS = 96  # of an answer
+TEACHER_TARGET, STUDENT_TARGET = 0.85, 0.25  # probability of a held-out worked answer that ends the cold start
+MAX_RESPONSE_TOKENS = 96  # of an answer
 Score = tuple[float, float]  # accuracy and its standard error
 
 
@@ -49,18 +49,20 @@ def main() -> None:
     parser.add_argument("--rate", default="5e-4", help="of on-policy distillation")
     parser.add_argument("--out", type=Path, default=Path("runs/distillation"))
     given = parser.parse_args()
-    made = given.out / f"seed{given.seed}"
-    given.out = made / f"{given.steps}x{given.prompts}"
-    given.data = given.data or made / "data"
-    given.teacher = given.teacher or make_teacher(made, given.seed)
-    given.student = given.student or make_student(made, given.seed)
+    if len({given.teacher is None, given.student is None, given.data is None}) > 1:
+        parser.error("give --teacher, --student and --data together, or none of them")
+    seed_folder = given.out / f"seed{given.seed}"
+    given.out = seed_folder / f"{given.steps}x{given.prompts}"
+    given.data = given.data or seed_folder / "data"
+    given.teacher = given.teacher or make_teacher(seed_folder, given.seed)
+    given.student = given.student or make_student(seed_folder, given.seed)
     scores = {
         "teacher": evaluate(given, "teacher", given.teacher),
         "student": evaluate(given, "student", given.student),
     }
     best = dict[int, Score]()
     for passes in given.passes:
-        scores[own_name(passes)] = distill(given, passes)
+        scores[on_policy_name(passes)] = distill(given, passes)
         tuned = {
             f"fine-tuned, rate {rate}, batch {size}, {passes} pass(es)": fine_tune(given, rate, size, passes)
             for rate, size in TUNED
@@ -68,33 +70,33 @@ def main() -> None:
         scores |= tuned
         best[passes] = max(tuned.values())
     show(scores, given.prompts * given.steps)
-    (own, error), (its_own, its_error) = scores[own_name(given.passes[0])], best[given.passes[0]]
+    (own, error), (its_own, its_error) = scores[on_policy_name(given.passes[0])], best[given.passes[0]]
     if own - its_own <= error + its_error:
         sys.exit(
             f"on-policy distillation ({own:.1%}) is not above fine-tuning ({its_own:.1%}) by more than their errors"
         )
 
 
-def make_teacher(made: Path, seed: int) -> Path:
+def make_teacher(seed_folder: Path, seed: int) -> Path:
     """Make the task's data and a model that has learned it from worked examples, where they are missing."""
-    folder = made / "teacher"
+    folder = seed_folder / "teacher"
     if not (folder / "config.json").exists():
-        drawn = ["--data", str(made / "data"), "--out", str(folder), "--seed", str(seed), *PROBLEMS]
-        grpo_mp("make-tiny", "--cold-start", str(LEARNED), "--steps", "1000", *drawn)
+        drawn = ["--data", str(seed_folder / "data"), "--out", str(folder), "--seed", str(seed), *TASK]
+        grpo_mp("make-tiny", "--cold-start", str(TEACHER_TARGET), "--steps", "1000", *drawn)
     return folder
 
 
-def make_student(made: Path, seed: int) -> Path:
-    """Make a small dense model that has begun to learn the task of `made`, where it is missing."""
-    folder, begin = made / "student", made / "student_random"
+def make_student(seed_folder: Path, seed: int) -> Path:
+    """Make a small dense model that has begun to learn the task of `seed_folder`, where it is missing."""
+    folder, begin = seed_folder / "student", seed_folder / "student_random"
     if not (folder / "config.json").exists():
         make_tiny(begin, "qwen3", make_tokenizer(vocabulary_words()), seed, **SHAPE)
-        examples = (made / "data" / name for name in FILES)
-        cold_start(cold_start_settings(begin, *examples, seed, 1000), folder, BEGUN, lambda step: None)
+        examples = (seed_folder / "data" / name for name in FILES)
+        cold_start(cold_start_settings(begin, *examples, seed, 1000), folder, STUDENT_TARGET, lambda step: None)
     return folder
 
 
-def own_name(passes: int) -> str:
+def on_policy_name(passes: int) -> str:
     return f"on-policy distillation, {passes} pass(es)"
 
 
@@ -141,7 +143,7 @@ def evaluate(given: argparse.Namespace, name: str, model: Path) -> Score:
 def data(given: argparse.Namespace) -> list[str]:
     """Return the settings of a task's problems."""
     evaluation = f"data.eval={{arithmetic: {{path: {given.data}/eval.jsonl, samples: 4}}}}"
-    return [f"data.train={given.data}/train.jsonl", evaluation, f"rollout.max_response_tokens={MOST_TOKENS}"]
+    return [f"data.train={given.data}/train.jsonl", evaluation, f"rollout.max_response_tokens={MAX_RESPONSE_TOKENS}"]
 
 
 def show(scores: dict[str, Score], samples: int) -> None:
