@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import torch.distributed as dist
 
 from grpo_mp.algorithms.settings import KLConfig
-from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
+from grpo_mp.checkpoint.run_state import read_manifest
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.score import plot_pass_at_k, write_scores, write_svg
@@ -31,6 +31,7 @@ from grpo_mp.monitor.samples import append_samples
 from grpo_mp.parsers import evaluate_parser
 from grpo_mp.rollout.rollout import engines_can_load_weights
 from grpo_mp.train import sync_weights
+from grpo_mp.trainer.adapter_check import check_checkpoint
 from grpo_mp.trainer.command_line import started_job
 from grpo_mp.trainer.context import open_context, open_engines_only
 from grpo_mp.trainer.evaluation import Evaluation, Evaluator
@@ -77,9 +78,9 @@ def read_command(args: argparse.Namespace) -> EvaluationJob:
     settings, checkpoint = load_settings(args.config, args.overrides), args.checkpoint
     if not settings.data.eval:
         raise UserError(f"{args.config}: data.eval names no set: add one, as data.eval.NAME=FILE")
-    if checkpoint and not (checkpoint / MANIFEST).is_file():
-        raise UserError(f"{checkpoint}: incomplete checkpoint, {MANIFEST} is missing: give RUN/checkpoints/step_N")
     model = args.model or settings.model.path
+    if checkpoint:
+        check_checkpoint(checkpoint, settings.model.model_copy(update={"path": model}))
     out = args.out or settings.run.folder / "evaluate" / (checkpoint or model).absolute().name
     updates = {
         "run": settings.run.model_copy(update={"folder": out}),

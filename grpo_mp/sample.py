@@ -26,7 +26,7 @@ import numpy as np
 import torch.distributed as dist
 
 from grpo_mp.checkpoint.run_lock import run_lock
-from grpo_mp.checkpoint.run_state import MANIFEST, claim_run_folder
+from grpo_mp.checkpoint.run_state import claim_run_folder
 from grpo_mp.config import Settings, dump_settings, load_settings
 from grpo_mp.distributed.process_groups import Job, all_gather
 from grpo_mp.errors import UserError
@@ -56,6 +56,7 @@ from grpo_mp.sampling.results import (
 from grpo_mp.sampling.settings import sampling_settings
 from grpo_mp.sampling.table import Source
 from grpo_mp.train import sync_weights
+from grpo_mp.trainer.adapter_check import check_checkpoint
 from grpo_mp.trainer.command_line import started_job
 from grpo_mp.trainer.context import EngineContext, open_context, open_engines_only
 from grpo_mp.trainer.exit import exit_on_error
@@ -139,9 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def read_command(args: argparse.Namespace) -> SamplingJob:
     """Return the job of a command line. Raises UserError."""
     settings, checkpoint = load_settings(args.config, args.overrides), args.checkpoint
-    if checkpoint and not (checkpoint / MANIFEST).is_file():
-        raise UserError(f"{checkpoint}: incomplete checkpoint, {MANIFEST} is missing: give RUN/checkpoints/step_N")
     model = args.model or settings.model.path
+    if checkpoint:
+        check_checkpoint(checkpoint, settings.model.model_copy(update={"path": model}))
     out = args.out or settings.run.folder / "sample" / (checkpoint or model).absolute().name
     group_size = args.samples or settings.rollout.group_size
     sampling = sampling_settings(settings)

@@ -148,7 +148,7 @@ def check_same_adapters(
     """
     if (saved := common.get("adapters", "")) != adapters:
         raise UserError(
-            f"{folder}: the checkpoint's adapters are {saved or 'none'}, model.lora asks for {adapters or 'none'}: set "
+            f"{folder}: the checkpoint's adapters are {saved or 'none'}, those of model.lora {adapters or 'none'}: set "
             "it as it was, or start with another run.folder"
         )
     saved_digest = common.get("base", "")

@@ -1,4 +1,4 @@
-"""What the planner says of one CPU rank beside what is measured: python -m tests.bench.plan_measured
+"""What the planner says of one CPU rank beside what is measured: python -m tests.bench.plan_measured [--critic]
 
 A float32 policy of 46 million parameters goes through the phases of a step that a rank computes in, a save, an export
 and a resume in the same layout and in another. Each line: the planned bytes of its weights, gradients and moments with
@@ -6,13 +6,22 @@ what the phase allocates beside them, the peak of resident memory above what the
 and their ratio. Gloo, unlike NCCL, copies what it gathers: the weights, after an update. glibc gives back at once what
 is freed: what it would keep, the plan has as `fragments`, which are not compared. Exit status 1 where one is below 0.95
 or above 1.02.
+
+With --critic PPO's critic, as large, stands beside the policy, and the phases that it takes part in are of both, the
+policy first.
 """
 
+import argparse
 import asyncio
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from grpo_mp.algorithms.supervised import token_mean_loss
 from grpo_mp.checkpoint.chunk_files import TensorChunk, read_chunks
@@ -24,9 +33,12 @@ from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import MemoryPlan, SubPhase, plan_memory, total_bytes
 from grpo_mp.policy.checkpoint import load_policy
+from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
+from grpo_mp.policy.trained_model import TrainedModel
 from grpo_mp.trainer.save import export_policy
+from grpo_mp.types import MicroBatch
 from grpo_mp.weight_sync.compare import comparison_sequences
 from grpo_mp.weight_sync.engine_check import PROMPTS, sequence_logprobs
 from grpo_mp.weight_sync.update import PolicyShards, build_weight_sync
@@ -36,13 +48,17 @@ from tests.save_policy import save_policy
 
 LEAST, MOST = 0.95, 1.02
 OTHER_LAYOUT, EXPORT = "load, other layout", "export"
+PPO: Mapping[str, Any] = {"algorithm": {"preset": "ppo", "kl": {"coef": 0.0}}, "critic": {"lr": 1e-4}}
 # Not in this process, or there before the policy is.
 OTHERS = {"contexts", "communication", "fragments", "engine weights", "KV cache", "CUDA graphs"}
 
 
 def main() -> None:
     """Command line; see the text above."""
-    with start_small_policy() as (settings, parallel):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--critic", action="store_true")
+    given = parser.parse_args()
+    with start_small_policy(**PPO if given.critic else {}) as (settings, parallel):
         memory = _plan(settings)
         measured = _measure(settings, parallel)
     ratios = []
@@ -78,33 +94,61 @@ def _measure(settings: Settings, parallel: Parallel) -> Mapping[str, float]:
 
 def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> dict[str, int]:
     policy = Policy(settings, parallel, with_reference=False)
+    models: list[Policy | Critic] = [policy, *([Critic(settings, parallel)] if settings.critic else [])]
     sequences = comparison_sequences(TOKENS, TOKENS, 0, [(0,) * (settings.rollout.max_prompt_tokens // 2)] * PROMPTS)
     model, sync_bytes = settings.model, settings.sync.bucket_bytes
-    batch = [padding(TOKENS)]
-    policy.update(batch, token_mean_loss)  # moments are there from the first update on
+    _compute_gradients(models)
+    _step(models)  # moments are there from the first update on
     rollout = rollout_with(StandIn(), 1, runner)
     sync = build_weight_sync(settings, PolicyShards.of_policy(policy), rollout, parallel.job)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        folders = [folder / str(number) for number in range(len(models))]
+        for each in folders:
+            each.mkdir()
         return {
-            SubPhase.LOGPROB: peak_bytes(lambda: policy.logprobs(batch)),
-            SubPhase.TRAIN: peak_bytes(lambda: policy.compute_gradients(batch, token_mean_loss)),
-            SubPhase.OPTIMIZER: peak_bytes(policy.optimizer.step),
+            SubPhase.LOGPROB: peak_bytes(lambda: _compute_outputs(models)),
+            SubPhase.TRAIN: peak_bytes(lambda: _compute_gradients(models)),
+            SubPhase.OPTIMIZER: peak_bytes(lambda: _step(models)),
             SubPhase.SYNC: peak_bytes(lambda: (sync.update_weights(1), sequence_logprobs(policy, sequences))),
-            SubPhase.SAVE: peak_bytes(lambda: save_policy(policy, folder)),
+            SubPhase.SAVE: peak_bytes(lambda: deque(map(save_policy, models, folders), 0)),
             EXPORT: peak_bytes(lambda: export_policy(policy, folder / EXPORT, model.path, sync_bytes)),
-            SubPhase.LOAD: peak_bytes(lambda: load_policy(policy, folder)),
-            OTHER_LAYOUT: peak_bytes(lambda: _load_half(policy, folder, settings.run.piece_bytes)),
+            SubPhase.LOAD: peak_bytes(lambda: deque(map(load_policy, models, folders), 0)),
+            OTHER_LAYOUT: peak_bytes(lambda: deque(map(partial(_load_half, settings), models, folders), 0)),
         }
 
 
-def _load_half(policy: Policy, folder: Path, piece_bytes: int) -> None:
+def _compute_outputs(models: Sequence[Policy | Critic]) -> None:
+    for model in models:
+        _ = model.values([padding(TOKENS)]) if isinstance(model, Critic) else model.logprobs([padding(TOKENS)])
+
+
+def _compute_gradients(models: Sequence[Policy | Critic]) -> None:
+    for model in models:
+        if isinstance(model, Critic):
+            model.compute_gradients([padding(TOKENS)], _squared_values)
+        else:
+            model.compute_gradients([padding(TOKENS)], token_mean_loss)
+
+
+def _squared_values(values: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    loss = values.square().mean()
+    return loss, loss.detach()
+
+
+def _step(models: Sequence[Policy | Critic]) -> None:
+    for model in models:
+        model.optimizer.step()
+
+
+def _load_half(settings: Settings, policy: TrainedModel, folder: Path) -> None:
     """Load half the columns of each tensor, as of some one of two ranks keeps, from the pieces that one rank saved.
 
     Half the rows would be read straight into their place.
     """
-    read_chunks(_halves(local_weight_chunks(policy, policy.tensors)), folder, piece_bytes)
-    read_chunks(_halves(optimizer_chunks(policy)), folder / OPTIMIZER_FOLDER, piece_bytes)
+    pieces = settings.run.piece_bytes
+    read_chunks(_halves(local_weight_chunks(policy, policy.tensors)), folder, pieces)
+    read_chunks(_halves(optimizer_chunks(policy)), folder / OPTIMIZER_FOLDER, pieces)
 
 
 def _halves(chunks: Iterator[TensorChunk]) -> Iterator[TensorChunk]:

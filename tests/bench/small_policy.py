@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -27,21 +28,24 @@ GIVEN_BACK = 2**17  # bytes from which on glibc gives back what is freed
 
 
 @contextmanager
-def start_small_policy() -> Iterator[tuple[Settings, Parallel]]:
-    """Make the model's folder and the groups of one rank; memory that is freed is given back at once."""
+def start_small_policy(**changes: Any) -> Iterator[tuple[Settings, Parallel]]:
+    """Make the model's folder and the groups of one rank; memory that is freed is given back at once.
+
+    `changes`: sections of the settings.
+    """
     libc = ctypes.CDLL(None)
     assert libc.mallopt(M_MMAP_THRESHOLD, GIVEN_BACK)
     assert libc.mallopt(M_TRIM_THRESHOLD, GIVEN_BACK)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, single_rank_environment():
-        settings = settings_of(Path(folder))
+        settings = settings_of(Path(folder), **changes)
         make_tiny(Path(folder), "qwen3", make_tokenizer([]), **SHAPE)
         parallel = start_parallel(settings.layout, 0, 60.0)
         yield settings, parallel
         stop_parallel()
 
 
-def settings_of(folder: Path) -> Settings:
+def settings_of(folder: Path, **changes: Any) -> Settings:
     rollout = {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 512, "max_response_tokens": 512}
     tree = {
         "run": {"folder": str(folder), "steps": 1},
@@ -53,7 +57,7 @@ def settings_of(folder: Path) -> Settings:
         "training": {"max_tokens_per_microbatch": TOKENS, "recompute": "full"},
         "sync": {"bucket_bytes": "256MiB"},
     }
-    return check_settings(tree, "bench")
+    return check_settings(tree | changes, "bench")
 
 
 def padding(tokens: int) -> MicroBatch:

@@ -167,7 +167,7 @@ def test_a_resume_beside_other_weights_is_refused_and_a_folder_says_what_they_we
     policy = policy_of(model, parallel, base_dtype="fp8")
     save_policy(policy, tmp_path / "saved")
     load_policy(policy_of(model, parallel, base_dtype="fp8"), tmp_path / "saved")
-    with pytest.raises(UserError, match=r"adapters are of rank 2 .* beside weights in fp8, model\.lora asks for"):
+    with pytest.raises(UserError, match=r"adapters are of rank 2 .* beside weights in fp8, those of model\.lora of"):
         load_policy(policy_of(model, parallel), tmp_path / "saved")
     export_adapters(policy, tmp_path / "adapter", model, None)
     assert "blockwise FP8" in (tmp_path / "adapter" / "README.md").read_text()

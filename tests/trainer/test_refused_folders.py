@@ -1,6 +1,8 @@
 """Run folders that a start refuses, or takes as they are: one sentence, status 2, nothing written."""
 
+import re
 import shutil
+from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_mp import evaluate, sample
 from grpo_mp.checkpoint.peft_folder import base_digest
 from grpo_mp.checkpoint.run_state import (
     TrainState,
@@ -19,6 +22,8 @@ from grpo_mp.checkpoint.run_state import (
 )
 from grpo_mp.config import dump_settings, load_settings
 from grpo_mp.data.prompts import load_train_prompts
+from grpo_mp.errors import UserError
+from grpo_mp.parsers import evaluate_parser, sample_parser
 from grpo_mp.train import main
 from grpo_mp.trainer.preflight import read_tokenizer
 from tests.conftest import TinyRun
@@ -78,6 +83,7 @@ def test_other_rows_than_those_of_the_steps_before(
 
 
 LORA = "model.lora={rank: 4, alpha: 8}"
+COMMANDS = [(evaluate.read_command, evaluate_parser), (sample.read_command, sample_parser)]
 
 
 def test_adapters_for_other_weights(
@@ -101,10 +107,37 @@ def test_adapters_for_other_weights(
         if base == tiny_run.model:
             main([str(tiny_run.config), f"run.folder={run}", LORA, "--dry-run", "--ranks", "2"])
             assert capfd.readouterr().err == ""
-    message = refuse(LORA)
-    assert message.startswith(
-        f"{checkpoint / 'policy'}: the checkpoint's adapters are for other weights than model.path"
-    )
+    words = f"{checkpoint / 'policy'}: the checkpoint's adapters are for other weights than model.path"
+    assert refuse(LORA).startswith(words)
+    for read_command, parser in COMMANDS:
+        with pytest.raises(UserError, match=re.escape(words)):
+            read_command(parser().parse_intermixed_args([str(tiny_run.config), LORA, "--checkpoint", str(checkpoint)]))
+
+
+@pytest.mark.parametrize(("read_command", "parser"), COMMANDS)
+def test_a_checkpoint_given_with_other_settings_of_adapters(
+    read_command: Callable[..., Any], parser: Callable[[], ArgumentParser], tiny_run: TinyRun, tmp_path: Path
+) -> None:
+    """Without any, it is taken by settings without any; a damaged one is refused by name."""
+    checkpoint = checkpoint_folder(tmp_path / "run", 2)
+    begin_checkpoint(checkpoint)
+    (checkpoint / "policy").mkdir()
+    common = checkpoint / "policy" / "common.pt"
+    torch.save({}, common)
+    write_manifest(checkpoint, TrainState(step=2), own_checksums(checkpoint, 0, 1))
+
+    def read(*overrides: str) -> Any:
+        arguments = [str(tiny_run.config), *overrides, "--checkpoint", str(checkpoint)]
+        return read_command(parser().parse_intermixed_args(arguments))
+
+    assert read().checkpoint == checkpoint
+    with pytest.raises(UserError, match=r"adapters are none, those of model.lora of rank 4 .*: set it as it was"):
+        read(LORA)
+    content = bytearray(common.read_bytes())
+    content[-1] ^= 1
+    common.write_bytes(content)
+    with pytest.raises(UserError, match=r"policy/common\.pt"):
+        read()
 
 
 def test_an_export_that_would_take_the_place_of_its_source(refuse: Refuse, tiny_run: TinyRun, tmp_path: Path) -> None:
