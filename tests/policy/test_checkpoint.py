@@ -143,7 +143,9 @@ def test_adapters_are_for_the_weights_that_they_learned_beside(parallel: Paralle
     scaled = tree | {"model": tree["model"] | {"lora": {"rank": 2, "alpha": 8.0}}}
     for changed, words in ((fewer, "of rank 2 and alpha 4 on o_proj q_proj"), (scaled, "of rank 2 and alpha 8 on all")):
         policy = Policy(check_settings(changed, "test"), parallel, with_reference=False)
-        with pytest.raises(UserError, match=rf"adapters are of rank 2 and alpha 4 on all-linear, those of model.lora {words}"):
+        with pytest.raises(
+            UserError, match=rf"adapters are of rank 2 and alpha 4 on all-linear, those of model.lora {words}"
+        ):
             load_policy(policy, tmp_path / "saved")
     make_tiny(tmp_path / "base", "qwen3", make_tokenizer(["apples"]), num_hidden_layers=1, initializer_range=0.07)
     other = Policy(check_settings(tree, "test"), parallel, with_reference=False)
