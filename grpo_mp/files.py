@@ -50,17 +50,24 @@ def _as_key(key: Any) -> Any:
     return key if is_known else str(key)
 
 
-def write_atomically(file: Path, text: str, make_folder: bool = True) -> None:
+def write_atomically(file: Path, text: str, make_folder: bool = True, private: bool = False) -> None:
     """Write a file in UTF-8 that is complete and on disk, or as it was before.
 
     Makes its folder; with `make_folder` false raises FileNotFoundError where it is missing, as where it was removed.
+    `private`: for this user alone.
     """
     if make_folder:
         file.parent.mkdir(parents=True, exist_ok=True)
-    with incomplete(file) as temporary, temporary.open("w", encoding="utf-8") as stream:
+    opener = open_private if private else None
+    with incomplete(file) as temporary, open(temporary, "w", encoding="utf-8", opener=opener) as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def open_private(path: str, flags: int) -> int:
+    """Open a file, for `open`, that this user alone may read where it is made."""
+    return os.open(path, flags, mode=0o600)
 
 
 @contextmanager
@@ -153,9 +160,9 @@ def read_json(file: Path) -> dict[str, Any]:
     return values
 
 
-def write_json(file: Path, values: Mapping[str, Any], make_folder: bool = True) -> None:
+def write_json(file: Path, values: Mapping[str, Any], make_folder: bool = True, private: bool = False) -> None:
     """Write a file as `write_atomically` does: it is complete and on disk, or absent."""
-    write_atomically(file, json.dumps(values, indent=2), make_folder)
+    write_atomically(file, json.dumps(values, indent=2), make_folder, private)
 
 
 def file_digest(file: Path) -> str:

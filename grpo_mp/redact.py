@@ -45,6 +45,11 @@ def without_secrets(value: Any, environment: Mapping[str, str] = os.environ) -> 
     return _redact(value, sorted(values, key=len, reverse=True))
 
 
+def has_secrets(value: Any) -> bool:
+    """Return whether settings hold what `without_secrets` takes out, but for values of the environment."""
+    return bool(without_secrets(value, {}) != value)
+
+
 def redact_text(text: str, values: Iterable[str] = ()) -> str:
     """Return a text without logins, values of secret names, and `values`."""
     for value in values:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from grpo_mp.config import Settings, check_settings, dump_settings, load_settings
+from grpo_mp.config import Settings, check_settings, dump_settings, load_settings, show_settings
 from grpo_mp.config.data_sections import EvalSetConfig
 from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
 from grpo_mp.errors import UserError, exit_with
@@ -99,6 +99,14 @@ def test_the_resolved_form_names_every_setting_and_reads_back_equal(file: Path, 
     assert tree.keys() == Settings.model_fields.keys()
     sections = {name: type(value) for name, value in settings if isinstance(value, Section)}
     assert all(tree[name].keys() == section.model_fields.keys() for name, section in sections.items())
+
+
+def test_what_is_shown_has_no_logins(file: Path) -> None:
+    settings = load_settings(file, ["reward.judge={url: 'https://me:hush-hush@judge:8000/v1', model: large}"])
+    assert "hush-hush" in dump_settings(settings)
+    assert "https://judge:8000/v1" in show_settings(settings)
+    plain = load_settings(file)
+    assert show_settings(plain) == dump_settings(plain)
 
 
 @pytest.mark.parametrize(

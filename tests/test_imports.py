@@ -38,6 +38,7 @@ ORDER = (
     "errors",
     "findings",
     "files",
+    "scratch",
     "reading",
     "processes",
     "log",

@@ -20,6 +20,7 @@ from grpo_mp.data.cursor import Cursor
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.files import remove_incomplete, sync_to_disk, write_atomically, write_json
 from grpo_mp.reading import check_regular, parse_yaml, read_json, read_yaml, refuse_unreadable
+from grpo_mp.redact import has_secrets
 
 MANIFEST = "manifest.json"
 SETTINGS = "settings.yaml"
@@ -235,7 +236,12 @@ def claim_run_folder(run_folder: Path, resolved: str) -> None:
         if STEP.fullmatch(checkpoint.name) and not (checkpoint / MANIFEST).exists():
             shutil.rmtree(checkpoint, ignore_errors=True)
     remove_incomplete(run_folder)
-    write_atomically(file, resolved)
+    write_settings(run_folder, resolved)
+
+
+def write_settings(run_folder: Path, resolved: str) -> None:
+    """Write the resolved settings into a run's folder; where they hold a login or a key, for this user alone."""
+    write_atomically(run_folder / SETTINGS, resolved, private=has_secrets(parse_yaml(resolved, SETTINGS)))
 
 
 def _settings_difference(old: Any, new: Any) -> str:

@@ -10,6 +10,7 @@ from grpo_mp.config.load import (
     load_pipeline,
     load_settings,
     load_sft_settings,
+    show_settings,
     training_module,
 )
 from grpo_mp.config.pipeline_settings import PipelineSettings
@@ -31,5 +32,6 @@ __all__ = [
     "load_pipeline",
     "load_settings",
     "load_sft_settings",
+    "show_settings",
     "training_module",
 ]

@@ -19,6 +19,7 @@ from grpo_mp.config.settings import Settings
 from grpo_mp.config.sft_settings import SftSettings
 from grpo_mp.errors import UserError, did_you_mean
 from grpo_mp.reading import parse_yaml, read_yaml, shorten
+from grpo_mp.redact import without_secrets
 from grpo_mp.rewards.settings import StepModelConfig
 from grpo_mp.section import Section, section_type
 
@@ -111,6 +112,11 @@ def _check(root: type[Root], tree: dict[str, Any], where: str) -> Root:
 def dump_settings(settings: Section) -> str:
     """Return every setting with its value as YAML, which `load_any_settings` reads back equal."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
+
+
+def show_settings(settings: Section) -> str:
+    """Return the same to be shown, without logins and keys."""
+    return yaml.safe_dump(without_secrets(settings.model_dump(mode="json")), sort_keys=False)
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

@@ -123,7 +123,7 @@ class PromptSet:
     num_too_long: int  # rows whose prompt has more tokens than the limit
     mixture: Mixture = ()  # how sets are mixed
     num_filtered: int = 0  # prompts that are left out for their pass rate
-    digest: str = ""  # of what its rows say; "": of a set that is not trained on
+    digest: str = ""  # of what its rows say; "" where none were read
 
     @property
     def epoch_size(self) -> int:
@@ -189,7 +189,8 @@ def load_prompts(
     """
     part = check_rows(source, PromptReader(data, tokenizer, tools), max_prompt_tokens)
     kept = replace(part, numbers=part.numbers[:count])
-    return PromptSet(source, StoredPrompts((kept,)), num_too_long=len(part.rows) - len(part.numbers))
+    too_long, digest = len(part.rows) - len(part.numbers), part.content.of(kept.numbers)
+    return PromptSet(source, StoredPrompts((kept,)), num_too_long=too_long, digest=digest)
 
 
 def check_rows(source: str, reader: PromptReader, max_prompt_tokens: int) -> RowPrompts:

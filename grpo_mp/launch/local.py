@@ -11,10 +11,8 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -27,6 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from grpo_mp.distributed.finish_markers import FINISHED_DIR_VARIABLE, ranks_without_marker, silent_exit_message
 from grpo_mp.distributed.rendezvous import LOOPBACK, OWN_NETWORK
 from grpo_mp.processes import LAUNCHER_PID
+from grpo_mp.scratch import ScratchFolder, remove_abandoned
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDARY_EXITS = (1, -signal.SIGTERM)  # of ranks that lost a peer, or that the launcher ended after one failed
@@ -53,16 +52,15 @@ def start_ranks(ranks: int, arguments: Sequence[str], module: str) -> int:
         signals_to_handle="SIGHUP,SIGQUIT",
     )
     rendezvous_handler_registry.register(LOOPBACK, LoopbackRendezvous)
-    with tempfile.TemporaryDirectory(prefix="grpo_mp_") as markers:
-        os.environ[FINISHED_DIR_VARIABLE] = markers
+    remove_abandoned()
+    with ScratchFolder("job") as markers:
+        os.environ[FINISHED_DIR_VARIABLE] = str(markers)
         failures: dict[int, ProcessFailure] = {}
         try:
             elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
         except ChildFailedError as error:
             failures = error.failures
-        return _exit_status(
-            failures, [rank for rank in ranks_without_marker(Path(markers), ranks) if rank not in failures]
-        )
+        return _exit_status(failures, [rank for rank in ranks_without_marker(markers, ranks) if rank not in failures])
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):

@@ -41,7 +41,7 @@ def main(job: dict[str, Any]) -> int:
         _exec_program(job, user)
     ended = os.pidfd_open(program)
     # A pipe whose other end is closed is ready: whoever wanted the program wants it no longer, or is gone.
-    timed_out = ended not in select.select([ended, *job["control"]], [], [], job["timeout_s"])[0]
+    timed_out = ended not in select.select([ended, job["control"]], [], [], job["timeout_s"])[0]
     if timed_out:
         os.kill(program, signal.SIGKILL)
     _, status = os.waitpid(program, 0)

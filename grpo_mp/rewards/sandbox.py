@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -15,6 +16,7 @@ from typing import IO
 from grpo_mp.errors import UserError
 from grpo_mp.rewards.base import RewardError
 from grpo_mp.rewards.settings import SandboxLimits
+from grpo_mp.scratch import ScratchFolder, remove_abandoned
 
 JAIL, HARNESS = (Path(__file__).with_name(name) for name in ("jail.py", "harness.py"))
 FOLDER_FILES = 16  # the program's folder holds this many files of the largest size
@@ -38,6 +40,7 @@ class Sandbox:
 
         `section`: of the settings, for the sentence.
         """
+        remove_abandoned()
         self.settings, self._section = settings, section
         self.isolated = True  # programs run in namespaces; else files and network may be open to them
         reason = self._start_failure()
@@ -53,36 +56,35 @@ class Sandbox:
     def run(self, program: str, tests: str | None, stdin: str, timeout_s: float) -> Outcome:
         """Run `program`, and `tests` in a process that calls it. Raises RewardError if the jail itself fails."""
         token = secrets.token_hex(16)
-        with tempfile.TemporaryDirectory(prefix="grpo_mp_code_") as folder:
+        with ExitStack() as opened:
+            folder = opened.enter_context(ScratchFolder("code"))
             os.chmod(folder, 0o777)  # the program may run as another user
-            files = [tempfile.TemporaryFile() for _ in range(6)]  # noqa: SIM115 - closed below
-            try:
-                *job, stdin_file, output, stderr = files
-                program_file, tests_file, verdict = job
-                _write(program_file, program.encode(errors="replace"))
-                _write(tests_file, _length_prefixed(tests or "") + token.encode())
-                _write(stdin_file, stdin.encode(errors="replace"))
-                used = job[:1] if tests is None else job
-                numbers = [file.fileno() for file in used]
-                jail = self.start(folder, HARNESS, [*map(str, numbers)], numbers, files[3:], timeout_s)
-                status = self._wait(jail, timeout_s)
-                if reason := _read(stderr):
-                    raise RewardError(f"the program could not be isolated: {reason}")
-                passed = status == 0 if tests is None else _read(verdict) == token
-                return Outcome(passed, _read(output))
-            finally:
-                for file in files:
-                    file.close()
+            files = [opened.enter_context(tempfile.TemporaryFile()) for _ in range(6)]
+            *job, stdin_file, output, stderr = files
+            program_file, tests_file, verdict = job
+            _write(program_file, program.encode(errors="replace"))
+            _write(tests_file, _length_prefixed(tests or "") + token.encode())
+            _write(stdin_file, stdin.encode(errors="replace"))
+            used = job[:1] if tests is None else job
+            numbers = [file.fileno() for file in used]
+            control, _held = open_pipe(opened)  # the program ends with this process, too
+            jail = self.start(folder, HARNESS, [*map(str, numbers)], numbers, files[3:], timeout_s, control.fileno())
+            control.close()
+            status = self._wait(jail, timeout_s)
+            if reason := _read(stderr):
+                raise RewardError(f"the program could not be isolated: {reason}")
+            passed = status == 0 if tests is None else _read(verdict) == token
+            return Outcome(passed, _read(output))
 
     def start(
         self,
-        folder: str,
+        folder: Path,
         harness: Path,
         arguments: Sequence[str],
         descriptors: Sequence[int],
         streams: Sequence[IO[bytes]],
         timeout_s: float,
-        control: int | None = None,
+        control: int,
     ) -> subprocess.Popen[bytes]:
         """Start the jail of one program, which ends with it.
 
@@ -90,15 +92,15 @@ class Sandbox:
         jail's stderr; `control`: a pipe, whose other end ends the program when it is closed.
         """
         stdin, stdout, stderr = streams
-        limits, controls = self.settings, [] if control is None else [control]
+        limits = self.settings
         settings = {
             "isolate": self.isolated,
-            "folder": folder,
+            "folder": str(folder),
             "harness": str(harness),
             "python": sys.executable,
             "visible": sorted({sys.prefix, sys.base_prefix}),
             "arguments": [*arguments],
-            "control": controls,
+            "control": control,
             "environment": ENVIRONMENT,
             "timeout_s": timeout_s,
             "memory_bytes": limits.memory_bytes,
@@ -111,7 +113,7 @@ class Sandbox:
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            pass_fds=[*descriptors, *controls],
+            pass_fds=[*descriptors, control],
             cwd=folder,
             env={},
             start_new_session=True,
@@ -137,6 +139,15 @@ class Sandbox:
                 f"{self.settings.memory_bytes} or {self._section}.output_bytes={self.settings.output_bytes}"
             )
         return ""
+
+
+def open_pipe(opened: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    """Return both ends of a pipe, unbuffered, the one to read from first; `opened` closes what is still open."""
+    read_end, write_end = os.pipe()
+    return (
+        opened.enter_context(open(read_end, "rb", buffering=0)),
+        opened.enter_context(open(write_end, "wb", buffering=0)),
+    )
 
 
 def _length_prefixed(text: str) -> bytes:

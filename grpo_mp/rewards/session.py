@@ -10,10 +10,10 @@ import time
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO
 
 from grpo_mp.rewards.base import RewardError
-from grpo_mp.rewards.sandbox import GRACE_S, Sandbox
+from grpo_mp.rewards.sandbox import GRACE_S, Sandbox, open_pipe
+from grpo_mp.scratch import ScratchFolder
 
 HARNESS = Path(__file__).with_name("session_harness.py")
 INTERRUPT_S = 1.0  # code that its own alarm does not end is killed after this
@@ -31,12 +31,12 @@ class Session:
         """Start it, with the limits of the sandbox for each piece of code. Raises RewardError if the jail fails."""
         self._limits, self._lock, self._ended = sandbox.settings, threading.Lock(), False
         with ExitStack() as opened:
-            folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="grpo_mp_code_"))
+            folder = opened.enter_context(ScratchFolder("code"))
             os.chmod(folder, 0o777)  # the program may run as another user
             files = [opened.enter_context(tempfile.TemporaryFile()) for _ in range(4)]
             self._code, self._output, stdin, errors = files
-            (requests, self._requests), (self._replies, replies) = _pipe(opened), _pipe(opened)
-            control, self._control = _pipe(opened)
+            (requests, self._requests), (self._replies, replies) = open_pipe(opened), open_pipe(opened)
+            control, self._control = open_pipe(opened)
             job = [self._code.fileno(), requests.fileno(), replies.fileno()]
             self._jail = sandbox.start(
                 *(folder, HARNESS, [*map(str, job), str(self._limits.timeout_s)], job),
@@ -88,8 +88,3 @@ class Session:
                 reply = (reply + piece)[-len(request) :]
             return True
         return False
-
-
-def _pipe(opened: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
-    reader, writer = os.pipe()
-    return opened.enter_context(os.fdopen(reader, "rb", 0)), opened.enter_context(os.fdopen(writer, "wb", 0))

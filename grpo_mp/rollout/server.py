@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,10 +12,11 @@ import httpx
 
 from grpo_mp.distributed.ports import PortClaim, claim_ports
 from grpo_mp.errors import EngineError, EngineTimeout, UserError
-from grpo_mp.files import last_lines
+from grpo_mp.files import last_lines, open_private
 from grpo_mp.rollout.engine_args import EngineSpec, engine_arguments, engine_environment, ports_needed
+from grpo_mp.scratch import PREFIX, ScratchFolder, remove_abandoned
 
-SCRATCH = "grpo_mp_engine_"  # and eight characters
+SCRATCH = f"{PREFIX}engine-"  # and eight characters
 # Below an engine's folder Python's multiprocessing has sockets such as pymp-12345678/listener-12345678.
 TEMPORARY_FOLDER_CHARACTERS = 107 - len(f"/{SCRATCH}12345678/pymp-12345678/listener-12345678")
 COMMAND = [sys.executable, "-m", "grpo_mp.rollout.engine_main"]
@@ -52,7 +52,7 @@ class EngineProcess:
         self.api_key = secrets.token_hex(16)
         self._claim: PortClaim | None = None
         self.url = ""  # where the server listens, once it is started
-        self._scratch = ""
+        self._scratch: ScratchFolder | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, host: str | None = None, dist_init_addr: str | None = None) -> str | None:
@@ -65,12 +65,13 @@ class EngineProcess:
         port = self._claim.port
         self.url = f"http://127.0.0.1:{port}"
         dist_init_addr = f"{host}:{port + 1}" if host else dist_init_addr
-        self._scratch = tempfile.mkdtemp(prefix=SCRATCH)
+        remove_abandoned()
+        self._scratch = ScratchFolder("engine")
         arguments = engine_arguments(self.spec, port, self.served_model_name, self.api_key, dist_init_addr)
-        environment = engine_environment(self.spec, arguments, self._scratch, os.environ)
+        environment = engine_environment(self.spec, arguments, str(self._scratch.path), os.environ)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.unlink(missing_ok=True)
-        with open(self.log, "xb", opener=_open_private) as log:
+        with open(self.log, "xb", opener=open_private) as log:  # SGLang writes its key into it
             self._process = subprocess.Popen(
                 COMMAND, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
@@ -130,7 +131,8 @@ class EngineProcess:
                 self._process.wait(STOP_LIMIT_S)
         if self._claim:
             self._claim.release()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._scratch:
+            self._scratch.remove()
 
     def _served_model(self, client: httpx.Client) -> str | None:
         """Ask for the model served on the port: None where nothing answers yet, "" where no SGLang does."""
@@ -148,7 +150,3 @@ class EngineProcess:
     def _with_log_lines(self, sentence: str) -> str:
         lines = "\n".join(line[:LOG_COLUMNS] for line in last_lines(self.log, LOG_LINES)) or "(nothing)"
         return f"{sentence}; the last lines of {self.log}:\n{lines}"
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, mode=0o600)  # SGLang writes its key into the log

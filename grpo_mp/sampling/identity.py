@@ -15,6 +15,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.files import file_digest, write_json
 from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.reading import read_json
+from grpo_mp.redact import has_secrets
 from grpo_mp.user_code import file_digests
 
 FILE = "identity.json"
@@ -65,7 +66,8 @@ class SamplingIdentity:
 
     def write(self, folder: Path) -> None:
         """Write it into the folder of the answers."""
-        write_json(folder / FILE, asdict(self))
+        values = asdict(self)
+        write_json(folder / FILE, values, private=has_secrets(values))
 
 
 def check_folder(folder: Path, identity: SamplingIdentity) -> None:

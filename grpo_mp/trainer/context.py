@@ -116,7 +116,7 @@ def open_context(
         preemption = PreemptionHandler()
         overlaps = () if greeting else inputs.overlaps()
         greeting = greeting or _greeting(settings, inputs, job, state)
-        dropped = () if inputs.replay else drop_groups_of_changed_inputs(settings, inputs.train.digest, job)
+        dropped = () if inputs.replay else drop_groups_of_changed_inputs(settings, inputs.train, inputs.evals, job)
         warnings = (*resumed.damages, *dropped, *inputs.warnings, *runtime.machine)
         show_notes(progress, job.rank, greeting, overlaps, warnings)
         offload = platform.on_cuda() and settings.shares_devices and settings.model.offloads and not inputs.replay

@@ -26,11 +26,10 @@ from grpo_mp.rollout.journal import GroupJournal, PausedRecords, load, prune
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics
-from grpo_mp.trainer.recorded import RecordedGroups
+from grpo_mp.trainer.recorded import EVALUATIONS, RecordedGroups
 from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.types import SampleGroup, SampleInfo
 
-EVALUATIONS = "eval"  # folder of what is recorded of evaluations, by set
 OnGroups = Callable[[str, Sequence[SampleGroup]], None]
 
 

@@ -18,7 +18,7 @@ from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.registries import policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, check_same_data, saved_step
-from grpo_mp.config import Settings, dump_settings
+from grpo_mp.config import Settings, dump_settings, show_settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RunConfig
 from grpo_mp.data.overlap import find_overlaps
 from grpo_mp.data.prompts import PromptSet, ToolsOf, load_prompts, load_train_prompts, no_tools
@@ -176,6 +176,7 @@ def run_replay_preflight(folder: Path, settings: Settings, world_size: int, rank
     warnings = tuple(check_adapters(settings))
     replay = open_replay(folder, settings, hf, first=saved_step(settings.run.folder) + 1)
     tokenizer = _read_tokenizer(settings, hf)
+    _check_critic_tokens(settings, tokenizer)
     # Nothing is scored anew: what `reward` names need not be there.
     scorer = Scorer(RewardConfig(answer=1.0), settings.rollout.max_response_tokens)
     return RunInputs(hf, tokenizer, PromptSet(str(folder), (), 0), {}, scorer, extensions, warnings, replay=replay)
@@ -483,4 +484,4 @@ def describe_run(settings: Settings, inputs: RunInputs, world_size: int, ranks_p
         *(f"warning: {text}" for text in inputs.warnings),
         f"run folder: {settings.run.folder}; nothing was started",
     ]
-    return dump_settings(settings) + "\n" + "\n".join(facts)
+    return show_settings(settings) + "\n" + "\n".join(facts)

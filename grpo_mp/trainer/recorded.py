@@ -10,32 +10,37 @@ import torch.distributed as dist
 from grpo_mp.batching.group_selection import AdmissionRule, Verdict, admit
 from grpo_mp.checkpoint.run_state import ROLLOUTS
 from grpo_mp.config import Settings
+from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.process_groups import Job, all_gather, broadcast
 from grpo_mp.files import read_json, write_json
 from grpo_mp.rollout.journal import Extent, GroupKey, Record, best_records, read_records
 from grpo_mp.user_code import file_digests
 
 INPUTS = "code.json"  # beside the groups: checksums of the users' files that had a part in them, and of the data
-DATA = "data.train"
+DATA, EVAL_DATA = "data.train", "data.eval."  # the second before a set's name
+EVALUATIONS = "eval"  # folder of what is recorded of evaluations, by set
 
 
-def drop_groups_of_changed_inputs(settings: Settings, data: str, job: Job) -> list[str]:
+def drop_groups_of_changed_inputs(
+    settings: Settings, train: PromptSet, evals: Mapping[str, PromptSet], job: Job
+) -> list[str]:
     """Remove all recorded groups where users' code or the data have changed since, and record what there is.
 
-    `data`: digest of the train set. Returns a sentence where that was so. Every rank must call this, once the files
-    are loaded and before any group is read. The order and the weights of repeated steps follow from losses, filters
-    and advantages, too: only what nothing trained follows from is left out.
+    Of `evals`, by name, the groups of a set alone go where nothing else has changed. Returns a sentence where that was
+    so. Every rank must call this, once the files are loaded and before any group is read. The order and the weights of
+    repeated steps follow from losses, filters and advantages, too: only what nothing trained follows from is left out.
     """
     sentences: list[str] = []
     if job.rank == 0:
         folder = settings.run.folder / ROLLOUTS
         before = read_json(folder / INPUTS)  # older versions: none
-        now = file_digests(settings.model_dump(mode="json", exclude={"monitor", "sample"})) | {DATA: data}
+        now = file_digests(settings.model_dump(mode="json", exclude={"monitor", "sample"})) | {DATA: train.digest}
+        now |= {f"{EVAL_DATA}{name}": prompts.digest for name, prompts in evals.items()}
         if changed := [name for name in before if name in now and before[name] != now[name]]:
-            groups = {(file.parent, r.key) for file in folder.rglob("*.journal") for r in read_records(file)}
-            for path in folder.iterdir():
-                if path.is_dir():  # not INPUTS: a start which is killed here finds the difference again
-                    shutil.rmtree(path)
+            groups = set[tuple[Path, GroupKey]]()
+            for path in _folders_of(folder, changed):
+                groups |= {(file.parent, r.key) for file in path.rglob("*.journal") for r in read_records(file)}
+                shutil.rmtree(path)
             if groups:
                 names, has = ", ".join(changed), "has" if len(changed) == 1 else "have"
                 sentences = [
@@ -46,6 +51,17 @@ def drop_groups_of_changed_inputs(settings: Settings, data: str, job: Job) -> li
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / INPUTS, now)
     return broadcast(sentences, job.group)
+
+
+def _folders_of(folder: Path, changed: Iterable[str]) -> list[Path]:
+    """Return the folders of groups that follow from what has changed.
+
+    INPUTS is in none: a start which is killed when some are removed finds the difference again.
+    """
+    if all(name.startswith(EVAL_DATA) for name in changed):
+        own = (folder / EVALUATIONS / name.removeprefix(EVAL_DATA) for name in changed)
+        return [path for path in own if path.is_dir()]
+    return [path for path in folder.iterdir() if path.is_dir()]
 
 
 class RecordedGroups:

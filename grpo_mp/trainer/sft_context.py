@@ -8,10 +8,9 @@ from functools import partial
 import torch.distributed as dist
 
 from grpo_mp import platform
-from grpo_mp.checkpoint.run_state import SETTINGS
+from grpo_mp.checkpoint.run_state import write_settings
 from grpo_mp.config import SftSettings, dump_settings
 from grpo_mp.distributed.process_groups import Job, make_parallel
-from grpo_mp.files import write_atomically
 from grpo_mp.policy.offload import device_items
 from grpo_mp.scheduler.memory import explain_out_of_memory
 from grpo_mp.scheduler.phase_manager import PhaseManager
@@ -49,7 +48,7 @@ def _join_run(
     with join_run(settings, dump_settings(settings.with_steps(size)), find_checkpoints) as (job, resumed):
         settings = settings.with_steps(size, resumed.state.step, resumed.state.samples_seen)
         if job.rank == 0:
-            write_atomically(settings.run.folder / SETTINGS, dump_settings(settings))
+            write_settings(settings.run.folder, dump_settings(settings))
         yield settings, job, resumed
 
 

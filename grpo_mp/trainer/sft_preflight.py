@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.checkpoint.run_state import check_run_folder, check_same_data
-from grpo_mp.config import SftSettings, dump_settings
+from grpo_mp.config import SftSettings, dump_settings, show_settings
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.episodes.chat_data import ChatSet, load_held_out_chats, load_train_chats, stop_tokens
 from grpo_mp.episodes.supervised import ChatEncoder
@@ -85,7 +85,7 @@ def describe_sft(settings: SftSettings, inputs: SftInputs, world_size: int, rank
         *(f"warning: {text}" for text in inputs.warnings),
         f"run folder: {settings.run.folder}; nothing was started",
     ]
-    return dump_settings(settings) + "\n" + "\n".join(facts)
+    return show_settings(settings) + "\n" + "\n".join(facts)
 
 
 def show_learned(inputs: SftInputs) -> str:

@@ -30,7 +30,7 @@ import pyarrow as pa
 from grpo_mp.checkpoint.run_state import ROLLOUTS
 from grpo_mp.files import write_json
 from grpo_mp.rollout.journal import read_records
-from grpo_mp.trainer.evaluation import EVALUATIONS
+from grpo_mp.trainer.recorded import EVALUATIONS
 from tests.conftest import make_tiny_run
 from tests.e2e.jobs import LAUNCH, Job, read_jsonl
 

@@ -139,7 +139,7 @@ def usage(job: Job) -> Usage:
             found["threads"] += rank.num_threads()
             found["files"] += rank.num_fds()
             found["sockets"] += len(rank.net_connections())
-    scratch = [*Path("/dev/shm").iterdir(), *Path(tempfile.gettempdir()).glob("grpo_mp_*")]
+    scratch = [*Path("/dev/shm").iterdir(), *Path(tempfile.gettempdir()).glob("grpo_mp[_-]*")]
     return found | {"scratch": float(len(scratch))}
 
 

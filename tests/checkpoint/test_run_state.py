@@ -213,6 +213,23 @@ def test_a_new_folder_is_claimed_and_resumed(tmp_path: Path) -> None:
     check_run_folder(run, RESOLVED.replace("steps: 10", "steps: 99").replace("save_every: 2", "save_every: 5"), True)
 
 
+LOGIN = "reward:\n  judge:\n    url: https://me:hush-hush@judge:8000/v1\n"
+
+
+def test_settings_that_hold_a_login_are_for_this_user_alone(tmp_path: Path) -> None:
+    for name, text, others in (("open", "", 0o044), ("private", LOGIN, 0)):
+        claim_run_folder(tmp_path / name, RESOLVED + text)
+        file = tmp_path / name / SETTINGS
+        assert file.stat().st_mode & 0o077 & ~own_umask() == others & ~own_umask()
+        assert file.read_text() == RESOLVED + text
+
+
+def own_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def test_what_a_kill_left_of_a_checkpoint_is_removed_at_the_next_start(tmp_path: Path) -> None:
     """Of a save, or of the removal of an old one; copies that users made stay."""
     claim_run_folder(tmp_path, RESOLVED)

@@ -3,6 +3,8 @@
 import hashlib
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -283,6 +285,29 @@ def total(values): return int(numpy.array(values).sum())
 thread = threading.Thread(target=print); thread.start(); thread.join()
 """
     assert run(program, "assert total([1, 2]) == 3 and Point(1) == Point(1)").passed
+
+
+OWNER = """
+from grpo_mp.rewards.sandbox import Sandbox
+from grpo_mp.rewards.settings import CodeConfig
+sandbox = Sandbox(CodeConfig())
+print("an empty program has run", flush=True)
+sandbox.run("import time; time.sleep(300)", None, "", 300.0)
+"""
+
+
+@pytest.mark.usefixtures("sandbox")  # where there are namespaces
+def test_a_program_ends_with_the_process_that_wanted_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE) as owner:
+        assert owner.stdout
+        assert owner.stdout.readline()
+        deadline, process = time.monotonic() + 60, psutil.Process(owner.pid)
+        while len(jailed := process.children(recursive=True)) < 2:  # the monitor, and the program
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        owner.kill()
+    _, left = psutil.wait_procs(jailed, timeout=20)
+    assert left == []
 
 
 @pytest.fixture
