@@ -171,7 +171,7 @@ def run(job: SamplingJob, inputs: RunInputs) -> None:
     generated = read_json(job.folder / GENERATED)
     if generated.get("prompts", 0) >= len(prompts):
         if int(os.environ.get("RANK", 0)) == 0:
-            _filter_again(job, prompts, Throughput(**generated["throughput"]))
+            _filter_again(job, inputs, Throughput(**generated["throughput"]))
         return
     with _engines(job, inputs) as engines:
         rank, size, group = engines.job.rank, engines.job.world_size, engines.job.group
@@ -188,7 +188,7 @@ def run(job: SamplingJob, inputs: RunInputs) -> None:
             recorded = _all_recorded(job, len(prompts), engines.job)
             if rank == 0 and len(recorded) == len(prompts):
                 write_json(job.folder / GENERATED, {"prompts": len(prompts), "throughput": asdict(throughput)})
-            counts = all_gather(_write_part(job, prompts, recorded, rank, size), group)
+            counts = all_gather(_write_part(job, inputs, recorded, rank, size), group)
             if rank == 0:
                 note = _finish(job, len(prompts), sum_counts(counts), size, throughput)
         if rank == 0:
@@ -237,11 +237,12 @@ def _all_recorded(job: SamplingJob, prompts: int, ranks: Job) -> Recorded:
     return {prompt: record for share in shares for prompt, record in share.items() if prompt < prompts}
 
 
-def _write_part(job: SamplingJob, prompts: Sequence[Prompt], recorded: Recorded, rank: int, size: int) -> Counts:
+def _write_part(job: SamplingJob, inputs: RunInputs, recorded: Recorded, rank: int, size: int) -> Counts:
     """Write what this of `size` ranks makes of its share of the recorded prompts."""
     identity, seed = job.identity, rollout_seed(job.settings, "train")
     source = Source(str(job.name), identity.model, identity.settings_digest, seed)
-    writer = PartWriter(job.folder, rank, prompts, job.filters, source, job.has_episodes)
+    tools = inputs.episodes.schemas_of if inputs.episodes else None
+    writer = PartWriter(job.folder, rank, job.prompts(inputs), job.filters, source, tools)
     return writer.write(share_of_prompts(recorded, rank, size))
 
 
@@ -284,8 +285,9 @@ def _describe(job: SamplingJob, prompts: int, summary: Mapping[str, Any], speed:
     return "\n".join(lines)
 
 
-def _filter_again(job: SamplingJob, prompts: Sequence[Prompt], throughput: Throughput) -> None:
+def _filter_again(job: SamplingJob, inputs: RunInputs, throughput: Throughput) -> None:
     """Write the files anew by the present filters, without engines, where they are not there already."""
+    prompts = job.prompts(inputs)
     summary, filters = read_json(job.folder / SUMMARY), job.settings.sample.filters
     files = (job.folder / SAMPLES, checksum_file(job.folder / SAMPLES), job.folder / PASS_RATES)
     speed = throughput.to_dict()
@@ -308,7 +310,7 @@ def _filter_again(job: SamplingJob, prompts: Sequence[Prompt], throughput: Throu
             )
         shutil.rmtree(job.folder / PARTS, ignore_errors=True)
         claim_run_folder(job.folder, dump_settings(job.settings))
-        counts = _write_part(job, prompts, asked, 0, 1)
+        counts = _write_part(job, inputs, asked, 0, 1)
         print(_finish(job, len(prompts), counts, 1, throughput))
 
 

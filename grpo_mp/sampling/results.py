@@ -8,13 +8,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from grpo_mp.data.prompts import ToolsOf
+from grpo_mp.data.rows import Row
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.pass_at_k import k_values, mean_over_problems, pass_at_k
 from grpo_mp.files import sync_to_disk
 from grpo_mp.rewards.scorer import RewardStats, sum_stats
 from grpo_mp.rollout.journal import Record, best_records, load, read_records
 from grpo_mp.sampling.filters import SampleFilter, apply_filters, response_tokens
-from grpo_mp.sampling.table import Row, Source, join_parts, open_part, row_of, schema_of
+from grpo_mp.sampling.table import Source, join_parts, open_part, row_of, schema_of
 from grpo_mp.types import Prompt, SampleGroup
 
 GROUPS, PARTS = "groups", "parts"  # folders below that of the answers
@@ -116,17 +118,19 @@ class PartWriter:
     prompts: Sequence[Prompt]
     filters: Mapping[str, SampleFilter]
     source: Source
-    has_episodes: bool
+    tools: ToolsOf | None  # of a prompt's row, where answers are episodes
 
     def write(self, records: Iterable[Record]) -> Counts:
         """Write the kept answers and all pass rates; return what became of them. Holds one group at a time."""
         counts = Counts(dropped=Counter(dict.fromkeys(self.filters, 0)))
         file, rates_file = part_files(self.folder, self.rank)
-        with open_part(file, schema_of(self.has_episodes)) as part, rates_file.open("w", encoding="utf-8") as rates:
+        schema = schema_of(self.tools is not None)
+        with open_part(file, schema) as part, rates_file.open("w", encoding="utf-8") as rates:
             for record in records:
                 group, of_group = self._load(record)
                 kept = apply_filters(group, self.filters, counts.dropped)
-                rows: list[Row] = [row_of(group.prompt, sample, self.source) for sample in kept]
+                tools = self.tools(Row(f"prompt {group.prompt.index}", group.prompt.columns)) if self.tools else ()
+                rows = [row_of(group.prompt, sample, self.source, tools) for sample in kept]
                 part.write(rows)
                 counts.add(group, len(rows))
                 counts.rewards = sum_stats([counts.rewards, of_group])

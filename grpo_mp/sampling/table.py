@@ -1,6 +1,6 @@
 """Kept answers as rows of a Parquet file: chat messages to train on, and tokens, logprobs and rewards to audit."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,9 +51,10 @@ Row = dict[str, Any]
 
 
 def schema_of(is_chat_of_tools: bool) -> pa.Schema:
-    """Return the columns; messages of episodes have fields for tool calls, too."""
+    """Return the columns; of episodes there are the tools that the template was given, and calls in the messages."""
     message = pa.struct(MESSAGE | (TOOL_FIELDS if is_chat_of_tools else {}))
-    return pa.schema({"messages": pa.list_(message), **COLUMNS})
+    tools = {"tools": JSON_TEXT} if is_chat_of_tools else {}
+    return pa.schema({"messages": pa.list_(message), **tools, **COLUMNS})
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,12 @@ class Source:
     seed: int | None  # of all prompts; None: engines drew freely
 
 
-def row_of(prompt: Prompt, sample: Sample, source: Source) -> Row:
-    """Return an answer as a row of `schema_of`."""
+def row_of(prompt: Prompt, sample: Sample, source: Source, tools: Sequence[Mapping[str, Any]] = ()) -> Row:
+    """Return an answer as a row of `schema_of`; `tools`: their JSON schemas."""
     seed = source.seed
     return {
         "messages": [_message(message) for message in chat_of(prompt, sample)],
+        "tools": _json(tools) if tools else None,
         "prompt_index": prompt.index,
         "group_id": sample.group_id,
         "index": sample.index,

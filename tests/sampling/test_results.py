@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from grpo_mp.data.pass_rates import read_pass_rates
+from grpo_mp.data.rows import Row
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.pass_at_k import pass_at_k
 from grpo_mp.rewards.scorer import RewardStats
@@ -56,7 +58,7 @@ def finish(folder: Path, ranks: int) -> tuple[Counts, list[dict[str, Any]], str]
     filters, source = load_sample_filters(FILTERS, ANSWERS, True), Source("x", "a", "b", None)
     recorded = {key: value for rank in range(ranks) for key, value in recorded_share(folder, rank, ranks).items()}
     counts = [
-        PartWriter(folder, rank, PROMPTS, filters, source, False).write(share_of_prompts(recorded, rank, ranks))
+        PartWriter(folder, rank, PROMPTS, filters, source, None).write(share_of_prompts(recorded, rank, ranks))
         for rank in range(ranks)
     ]
     join(folder, ranks, False, "{}")
@@ -100,6 +102,20 @@ def test_a_record_that_was_cut_is_left_out(tmp_path: Path) -> None:
 def test_a_prompt_that_has_changed_is_refused(tmp_path: Path) -> None:
     record(tmp_path, range(1))
     changed = [Prompt(0, "question 0", (99,))]
-    writer = PartWriter(tmp_path, 0, changed, {}, Source("x", "a", "b", None), False)
+    writer = PartWriter(tmp_path, 0, changed, {}, Source("x", "a", "b", None), None)
     with pytest.raises(UserError, match="prompt 0 is another than the one that was answered: the data has changed"):
         writer.write(recorded_share(tmp_path, 0, 1).values())
+
+
+def test_rows_of_episodes_name_the_tools_of_their_prompt(tmp_path: Path) -> None:
+    record(tmp_path, range(1))
+
+    def tools_of(row: Row) -> list[dict[str, Any]]:
+        return [{"level": row.columns["level"]}]
+
+    prompts = [replace(PROMPTS[0], columns={"level": 3})]
+    writer = PartWriter(tmp_path, 0, prompts, {}, Source("x", "a", "b", None), tools_of)
+    writer.write(recorded_share(tmp_path, 0, 1).values())
+    join(tmp_path, 1, True, "{}")
+    rows = parquet.read_table(tmp_path / SAMPLES).to_pylist()
+    assert [json.loads(row["tools"]) for row in rows] == [[{"level": 3}]] * ANSWERS

@@ -3,13 +3,16 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pyarrow import parquet
 
+from grpo_mp.config.sft_settings import ChatDataConfig
 from grpo_mp.data.rows import read_rows
+from grpo_mp.episodes.chat_data import read_chat
 from grpo_mp.rollout.client import sampling_seed
 from grpo_mp.rollout.dump import FACTS, check_digest
 from grpo_mp.sampling import table
@@ -45,10 +48,14 @@ EPISODE = answer(
 )
 
 
+ADD = {"type": "object", "properties": {"b": {"type": "array"}, "a": {"type": "integer"}}, "required": ["a"]}
+TOOLS = ({"type": "function", "function": {"name": "add", "parameters": ADD}},)
+
+
 def write(folder: Path, samples: Sequence[Sample], episodes: bool, prompt: Prompt = PROMPT) -> Path:
     schema = schema_of(episodes)
     with open_part(folder / "part.parquet", schema) as part:
-        part.write([row_of(prompt, sample, SOURCE) for sample in samples])
+        part.write([row_of(prompt, sample, SOURCE, TOOLS if episodes else ()) for sample in samples])
     join_parts([folder / "part.parquet"], folder / "all.parquet", schema, '{"seed": 0}')
     return folder / "all.parquet"
 
@@ -93,6 +100,14 @@ def test_datasets_reads_chats_with_arguments_as_objects(tmp_path: Path, monkeypa
     ]
     assert chat == [*PROMPT.messages, TURNS[0], {**TURNS[1], "content": "3 ?"}, TURNS[2]]
     assert row.columns["columns"] == {"level": 2}
+    for each in (row, replace(row, columns=parquet.read_table(tmp_path / "all.parquet").to_pylist()[0])):
+        assert json.dumps(read_chat(each, ChatDataConfig(train="unused")).tools) == json.dumps(TOOLS)
+
+
+def test_an_episode_without_tools_learns_from_none(tmp_path: Path) -> None:
+    (row,) = read_rows(str(write(tmp_path, [PLAIN], episodes=False)))
+    assert "tools" not in row.columns
+    assert row_of(PROMPT, EPISODE, SOURCE)["tools"] is None
 
 
 @pytest.mark.parametrize(("row_group_bytes", "largest"), [(1, 2), (6_000, 20), (2**26, 41)])
