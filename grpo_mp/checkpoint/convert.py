@@ -39,6 +39,7 @@ from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8, SCALE, quantize, requantize, scale_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, fuse, split_by_bytes
+from grpo_mp.models.multi_token_prediction import copied_names
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,12 @@ class ModelMapping:
     slots: Mapping[str, CheckpointSlot]
 
     @classmethod
-    def of(cls, folder: Path, family_name: str | None = None) -> "ModelMapping":
-        """Make the mapping by the folder's config.json. Raises UserError where that is missing or not supported."""
-        hf = HfConfig.read(folder, family_name)
+    def of(cls, folder: Path, family_name: str | None = None, trains_mtp: bool = False) -> "ModelMapping":
+        """Make the mapping by the folder's config.json. Raises UserError where that is missing or not supported.
+
+        `trains_mtp`: the multi-token-prediction layer is one of the policy's.
+        """
+        hf = HfConfig.read(folder, family_name, trains_mtp=trains_mtp)
         family = family_of(hf)
         params = {name: param for name, param in family.params(hf).items() if not param.alias}
         config = family.config(hf)
@@ -133,12 +137,17 @@ def _num_bytes(reader: HfReader, param: Param) -> int:
 
 @dataclass(frozen=True)
 class HfExporter:
-    """Makes the new folder's tensors. `original`: folder of FP8 bytes to keep; `non_policy`: readers by tensor name."""
+    """Makes the new folder's tensors.
+
+    `original`: folder of FP8 bytes to keep; `non_policy`: readers by tensor name; `copies`: by name of a tensor that of
+    its copy in a trained multi-token-prediction layer, which is written anew.
+    """
 
     model: ModelMapping
     reader: TorchDistReader
     original: HfReader | None
     non_policy: Mapping[str, HfReader]
+    copies: Mapping[str, str]
     fp8: bool
 
     @cached_property
@@ -168,6 +177,7 @@ class HfExporter:
                 fp8 = name in self.fp8_names
                 outputs[name] = prod(shape) * (FP8 if fp8 else dtype).itemsize
                 outputs |= {name + SCALE: prod(scale_shape(shape)) * torch.float32.itemsize} if fp8 else {}
+                outputs |= {self.copies[name]: outputs[name]} if name in self.copies else {}
         for source, reader in self.non_policy.items():
             dequantized = reader.dtype(source) == FP8 and not self.fp8
             sizes[source] = {
@@ -186,6 +196,8 @@ class HfExporter:
         param = self.model.params[source]
         for name, tensor in zip(param.hf, self.reader.read_hf(param, self.model.slots[source]), strict=True):
             check_finite(tensor, self.reader.folder, source)
+            if name in self.copies:
+                yield self.copies[name], tensor.clone()  # no two of a file may share memory
             if name not in self.fp8_names:
                 yield name, tensor
                 continue
@@ -217,13 +229,16 @@ def to_hf(
     """
     check_destination(source, destination)
     aux_source = like or source
+    reader = TorchDistReader(source, verify=True)
     model = ModelMapping.of(aux_source)
+    if reader.has_layer(model.hf.int("num_hidden_layers")) and model.hf.get("num_nextn_predict_layers"):
+        model = ModelMapping.of(aux_source, trains_mtp=True)  # the run has trained it
     original = HfReader(like, verify=True) if like and has_hf_weights(like) else None
     extra = open_non_policy_tensors(source, verify=True) or original
     non_policy = {name: extra for name in sorted(extra.names) if is_non_policy_tensor(name, model.hf)} if extra else {}
-    reader = TorchDistReader(source, verify=True)
-    reader.check_layers(model.hf.int("num_hidden_layers"))
-    exporter = HfExporter(model, reader, original, non_policy, fp8)
+    copies = {name: copy for name, copy in copied_names(model.hf).items() if extra and copy in extra.names}
+    reader.check_layers(model.hf.policy_layers)
+    exporter = HfExporter(model, reader, original, non_policy, copies, fp8)
     outputs = exporter.sizes()
     sizes = {name: sum(tensors.values()) for name, tensors in outputs.items()}
     groups = split_by_bytes(sizes, part_bytes)

@@ -130,6 +130,10 @@ class TorchDistReader:
             if isinstance(tensor, TensorStorageMetadata) and not key.startswith(OPTIMIZER)
         }
 
+    def has_layer(self, number: int) -> bool:
+        """Return whether a run's checkpoint has weights of a layer."""
+        return any(key.startswith(f"{WEIGHT}/model.layers.{number}.") for key in self.tensors())
+
     def check_layers(self, count: int) -> None:
         """Raise UserError where there are weights of more layers than `count`, or adapters."""
         for key in self.tensors():

@@ -1,0 +1,47 @@
+"""A checkpoint of a run that trains the multi-token-prediction layer, converted back to Hugging Face files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_mp.checkpoint.convert import to_hf
+from grpo_mp.config import check_settings
+from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.examples.tiny_models import add_mtp_layer, make_tiny, make_tokenizer
+from grpo_mp.policy.policy import Policy
+from tests.parallel.full_model import file_tensors
+from tests.planner.jobs import BASE
+from tests.save_policy import save_policy
+
+LAYER = "model.layers.2."
+COPIES = {
+    "model.embed_tokens.weight": f"{LAYER}embed_tokens.weight",
+    "lm_head.weight": f"{LAYER}shared_head.head.weight",
+}
+
+
+@pytest.mark.parametrize(("trained", "fp8"), [(True, False), (True, True), (False, False)])
+def test_the_layer_is_the_checkpoints_where_it_was_trained(
+    parallel: Parallel, tmp_path: Path, trained: bool, fp8: bool
+) -> None:
+    """Every weight grows by 1; where the layer is not trained, it stays as it was in the folder."""
+    model, saved = tmp_path / "model", tmp_path / "saved"
+    make_tiny(model, "deepseek_v3", make_tokenizer(["apples"]), num_hidden_layers=2, num_nextn_predict_layers=1)
+    add_mtp_layer(model)
+    settings = {"path": model, "dtype": "float32", "mtp_loss_scaling_factor": 0.1 if trained else 0.0}
+    policy = Policy(check_settings(BASE | {"model": settings}, "test"), parallel, with_reference=False)
+    for tensor in policy.tensors.values():
+        tensor.data.add_(1)
+    saved.mkdir()
+    save_policy(policy, saved)
+    to_hf(saved, tmp_path / "back", model, fp8, lambda done, total: None)
+    before, after = file_tensors(model), file_tensors(tmp_path / "back")
+    assert before.keys() == after.keys()
+    of_layer = [name for name in before if name.startswith(LAYER)]
+    assert len(of_layer) > len(COPIES)
+    for name in before:
+        grown = before[name] + (1 if trained or name not in of_layer else 0)
+        torch.testing.assert_close(after[name].float(), grown, rtol=0.07 if fp8 else 0, atol=0)
+    if trained:
+        assert all(torch.equal(after[name], after[copy]) for name, copy in COPIES.items())
