@@ -21,11 +21,11 @@ from grpo_mp.cli.simulation_arguments import add_simulation_arguments
 from grpo_mp.config import SftSettings, is_pipeline, load_any_settings, load_pipeline
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.monitor.plan_file import DOES_NOT_FIT
 from grpo_mp.parsers import Parser, number_between, number_of_ranks, positive_int, settings_parser
 from grpo_mp.planner.clusters import Cluster, cluster_names, describe_rates, read_cluster
 from grpo_mp.planner.model_configs import find_config
 
-DOES_NOT_FIT = 1  # exit status
 TABLE_WIDTH = 130  # of measured steps: a narrower terminal breaks its lines, and nothing is left out
 
 

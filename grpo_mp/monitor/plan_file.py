@@ -11,6 +11,7 @@ from grpo_mp.errors import UserError, one_line
 from grpo_mp.reading import read_json
 
 PLAN = "plan.json"
+DOES_NOT_FIT = 1  # exit status of `grpo-mp plan`
 
 
 class PlannedPhase(BaseModel):

@@ -8,7 +8,8 @@ from pathlib import Path
 from types import TracebackType
 
 from grpo_mp.checkpoint.run_state import METRICS
-from grpo_mp.monitor.plan_file import PLAN
+from grpo_mp.files import read_json
+from grpo_mp.monitor.plan_file import DOES_NOT_FIT, PLAN
 from grpo_mp.monitor.side_process import LIMIT_S, NICENESS, SideProcess
 
 REPORT = "report.html"
@@ -24,8 +25,9 @@ class Reporter:
     def __init__(self, run_folder: Path, every: int | None, note: Callable[[str], None]) -> None:
         """Take the run's folder, and what shows a failure."""
         self._folder, self._every, self._note, self._ended = run_folder, every, note, False
-        logs = run_folder / "logs"
-        self._plan, self._report = (SideProcess(name, logs / f"{name}.log") for name in ("plan", "report"))
+        logs, self._knows_machines = run_folder / "logs", False
+        self._plan = SideProcess("plan", logs / "plan.log", self._explain_plan)
+        self._report = SideProcess("report", logs / "report.log")
 
     def __enter__(self) -> "Reporter":
         return self
@@ -46,6 +48,7 @@ class Reporter:
         """Plan the run: `plan_arguments` say for which machines."""
         if self._every is not None:
             settings, file = str(self._folder / "settings.yaml"), str(self._folder / PLAN)
+            self._knows_machines = "--cluster" in plan_arguments
             self._show(self._plan.start(["plan", settings, *plan_arguments, "--json", file]))
 
     def step(self, step: int) -> None:
@@ -70,6 +73,12 @@ class Reporter:
         limit_s = (EARLY_LIMIT_S if early else LIMIT_S) if limit_s is None else limit_s
         self._show(self._plan.finish(0.0 if early else limit_s))
         self._show(self._report.finish(limit_s))
+
+    def _explain_plan(self, status: int) -> str | None:
+        """Return why a run does not fit; nothing where the plan had to assume other machines than the run's."""
+        if status != DOES_NOT_FIT:
+            return self._plan.say_status(status)
+        return f"plan: {read_json(self._folder / PLAN).get('verdict')}" if self._knows_machines else None
 
     def _finish_at_exit(self, deadline_s: float) -> None:
         with suppress(KeyboardInterrupt):  # nobody waits for it then

@@ -4,7 +4,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from grpo_mp.processes import with_death_signal
@@ -18,9 +18,12 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # the run's devic
 class SideProcess:
     """Starts `python -m grpo_mp ARGUMENTS`, one at a time, with its output in a log file of the run."""
 
-    def __init__(self, name: str, log: Path) -> None:
-        """Take what it is called in a note, and where its output goes."""
-        self._name, self._log = name, log
+    def __init__(self, name: str, log: Path, explain: Callable[[int], str | None] | None = None) -> None:
+        """Take what it is called in a note, and where its output goes.
+
+        `explain`: returns the note of an exit status that is not 0; None: it is none.
+        """
+        self._name, self._log, self._explain = name, log, explain or self.say_status
         self._process: subprocess.Popen[bytes] | None = None
         self._outlives = False
 
@@ -77,4 +80,8 @@ class SideProcess:
         if self._process is None or (status := self._process.poll()) is None:
             return None
         self._process = None
-        return f"{self._name}: exit status {status}, see {self._log}" if status else None
+        return self._explain(status) if status else None
+
+    def say_status(self, status: int) -> str:
+        """Return the note of an exit status that says nothing more."""
+        return f"{self._name}: exit status {status}, see {self._log}"

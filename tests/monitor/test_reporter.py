@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from grpo_mp.errors import UserError
-from grpo_mp.monitor.plan_file import PLAN
+from grpo_mp.monitor.plan_file import DOES_NOT_FIT, PLAN
 from grpo_mp.monitor.reporter import REPORT, Reporter
 from grpo_mp.monitor.side_process import NICENESS
 
@@ -82,6 +82,25 @@ def wait_until(holds: Callable[[], bool]) -> None:
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], Run]:
     monkeypatch.chdir(tmp_path)  # python -m takes the package that is there
     return lambda every: Run(tmp_path, every)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "note"),
+    [
+        (["--cluster", "h100-80"], DOES_NOT_FIT, "warning: plan: does not fit. rank 0: 90 of 79 GiB"),
+        (["--memory-only"], DOES_NOT_FIT, None),  # of machines that are assumed: a CPU's
+        (["--memory-only"], 2, "warning: plan: exit status 2, see {folder}/logs/plan.log"),
+    ],
+)
+def test_a_run_that_does_not_fit_its_machines_is_told_why(
+    start: Callable[[int | None], Run], arguments: list[str], status: int, note: str | None
+) -> None:
+    run = start(2)
+    (run.folder / PLAN).write_text('{"verdict": "does not fit. rank 0: 90 of 79 GiB"}')
+    run.ends_with(status)
+    run.reporter.begin(arguments)
+    run.reporter.finish()
+    assert run.notes == ([note.format(folder=run.folder)] if note else [])
 
 
 def test_a_report_is_due_every_so_many_steps_and_one_is_written_at_a_time(start: Callable[[int | None], Run]) -> None:
