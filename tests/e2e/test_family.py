@@ -77,6 +77,7 @@ def test_select_by_finish_and_early_stop(train: Train) -> None:
         assert ("train/kl_loss" in step) == any(sample_microbatches([1] * 4, 0.5, 1, f"0/{number}")[:2])
 
 
+@pytest.mark.nightly  # test_same_numbers has such steps, too
 def test_later_steps_begin_while_the_last_groups_run(train: Train) -> None:
     """What a step begins for the next one is paused, goes on with the new weights, and is trained on there."""
     steps = train(
@@ -92,6 +93,7 @@ def test_later_steps_begin_while_the_last_groups_run(train: Train) -> None:
     assert any(step["rollout/carried_groups"] for step in steps)
 
 
+@pytest.mark.nightly  # the sentence is in trainer/test_collect.py
 def test_data_that_cannot_fill_a_step_ends_the_run_with_a_sentence(start_job: StartJob, tmp_path: Path) -> None:
     (tmp_path / "same.py").write_text("def same(completions, **_):\n    return [1.0] * len(completions)\n")
     reward = f"reward={{functions: {{{tmp_path / 'same.py'}:same: 1.0}}}}"

@@ -70,6 +70,7 @@ def check_killed(start: Start, folder: Path, name: str, schedule: tuple[str, ...
     assert [step["step"] for step in read_jsonl(folder / name / "metrics.jsonl")] == list(range(STEPS + 1))
 
 
+@pytest.mark.nightly  # the short form of the kills bench kills a process, too
 def test_a_rank_that_is_killed_changes_nothing(undisturbed: Outcome, start: Start, folder: Path) -> None:
     """Responses of the next step are begun before."""
     assert undisturbed.status == 0
