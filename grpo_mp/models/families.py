@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from grpo_mp.errors import did_you_mean
+from grpo_mp.errors import UserError, did_you_mean
 from grpo_mp.models import deepseek, glm4_moe, gqa, llama_qwen, mixtral
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, expand
@@ -61,6 +61,23 @@ def family_of(hf: HfConfig) -> Family:
     family = MODEL_FAMILIES.resolve(hf.family or hf.model_type, "model.family")
     hf.expect("architectures", [family.architecture])
     return family
+
+
+def known_params(hf: HfConfig, architecture: str) -> dict[str, Param]:
+    """Return the parameters of a folder of any causal language model whose tensors are known here; else none.
+
+    They are not where the family is another, where they are quantized (but for FP8, which keeps names and shapes), and
+    where config.json leaves a size to the defaults of transformers, which this package does not know.
+    """
+    family = FAMILIES.get(hf.model_type)
+    if family is None or family.architecture != architecture or (hf.path / "hf_quant_config.json").exists():
+        return {}
+    try:
+        hf.check_values()
+        quantized = hf.get("quantization_config")
+        return {} if quantized and quantized.get("quant_method") != "fp8" else family.params(hf)
+    except UserError:
+        return {}
 
 
 def add_transformers_4_names(config: Mapping[str, Any]) -> dict[str, Any]:

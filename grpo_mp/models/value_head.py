@@ -1,19 +1,57 @@
-"""A critic's model: that of a policy's family, with a value head of one column in place of the output layer."""
+"""Models with a head of one value: a critic's, which is that of a policy's family, and those of reward models."""
 
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
+from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.mapping import Param, Rule, expand
+from grpo_mp.models.mapping import Param, Rule, Shape, expand
 
 VALUE_HEAD = "output_layer.weight"  # Megatron's name
 STORED_HEAD = "score.weight"  # that of transformers' models for sequence classification, as reward models are
+OTHER_HEADS = ("v_head.", "value_head.", "score.")  # of TRL's language models with a value, of heads with two layers
 CLASSIFIER = "ForSequenceClassification"
 
 
 def classifier_name(hf: HfConfig) -> str | None:
     """Return the architecture by which a folder's config.json says that it has a head; None: a language model."""
     return next((str(name) for name in hf.get("architectures") or [] if CLASSIFIER in str(name)), None)
+
+
+def reward_head(architecture: str, hidden: int) -> dict[str, Shape] | None:
+    """Return what the head of an SGLang class needs of a folder's weights; None: it is not known here."""
+    if architecture in ("Qwen2ForRewardModel", "Qwen3ForRewardModel"):
+        first = {"score.0.weight": (hidden, hidden), "score.0.bias": (hidden,)}
+        return {**first, "score.2.weight": (1, hidden), "score.2.bias": (1,)}
+    if architecture == "InternLM2ForRewardModel":
+        return {"v_head.weight": (1, hidden)}
+    return {STORED_HEAD: (1, hidden)} if architecture.endswith(CLASSIFIER) else None
+
+
+def check_head(
+    names: Collection[str],
+    shape_of: Callable[[str], Shape],
+    head: Mapping[str, Shape],
+    where: str,
+    architecture: str | None,
+    remedy: str,
+) -> None:
+    """Raise UserError where a folder's weights lack a part of the head, or it is one of several values.
+
+    `names` and `shape_of`: of the folder's tensors. `architecture`: by which config.json says that it has a head.
+    """
+    for name, shape in head.items():
+        if name not in names:  # lost or renamed
+            raise UserError(
+                f"{where}: its config.json names {architecture}, but no weights file there holds the head {name}: "
+                f"{remedy}"
+            )
+        if shape_of(name) != shape:
+            raise UserError(
+                f"{where}: its {name} has shape {list(shape_of(name))}, and a head of one value has {list(shape)}: "
+                "take a model with one label"
+            )
 
 
 def critic_config(hf: HfConfig) -> HfConfig:

@@ -29,7 +29,7 @@ def register() -> None:
     write_stacks_on_signal(Path(os.environ[ENGINE_SCRATCH]))
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    hooks = [("managers.load_snapshot.shm_path_for", "after", _move_load_snapshot)]
+    hooks = [*HOOKS]
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         # SGLang's debugging tools import Megatron where it is installed; an engine does not need it.
         sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
@@ -42,6 +42,17 @@ def register() -> None:
 def _move_load_snapshot(path: str, *_: Any) -> str:
     # Every SGLang server leaves one of these in /dev/shm.
     return str(Path(os.environ[ENGINE_SCRATCH], Path(path).name))
+
+
+def zero_score_bias(model: torch.nn.Module, *_: Any, **__: Any) -> None:
+    """Clear the bias of a reward head, as SGLang makes it and before it loads weights; nothing in other models.
+
+    Its classes for Qwen2 and Qwen3 have one, which is random where a folder has none, as those of transformers.
+    """
+    bias = getattr(getattr(model, "score", None), "bias", None)
+    if isinstance(bias, torch.Tensor):
+        with torch.no_grad():
+            bias.zero_()
 
 
 def _patch_cpu_engine() -> None:
@@ -155,7 +166,11 @@ def _freeze_gc(*_: Any, **__: Any) -> None:
 
 
 ATTENTION = "layers.attention.torch_native_backend.TorchNativeAttnBackend"
-CPU_HOOKS: list[tuple[str, str, Callable[..., Any]]] = [  # name in sglang.srt, kind of hook, hook
+HOOKS: list[tuple[str, str, Callable[..., Any]]] = [  # name in sglang.srt, kind of hook, hook
+    ("managers.load_snapshot.shm_path_for", "after", _move_load_snapshot),
+    ("model_loader.loader._initialize_model", "after", zero_score_bias),
+]
+CPU_HOOKS: list[tuple[str, str, Callable[..., Any]]] = [
     ("layers.sampler.murmur_hash32", "around", _murmur_hash32),
     ("model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", "around", _enable_batch_invariance),
     ("layers.rotary_embedding.factory.get_rope_cpu", "around", _get_rope_cpu),

@@ -17,7 +17,16 @@ from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.value_head import STORED_HEAD, VALUE_HEAD, classifier_name, critic_config, critic_params
+from grpo_mp.models.value_head import (
+    CLASSIFIER,
+    OTHER_HEADS,
+    STORED_HEAD,
+    VALUE_HEAD,
+    check_head,
+    classifier_name,
+    critic_config,
+    critic_params,
+)
 from grpo_mp.policy.fp8 import check_fp8
 from grpo_mp.policy.megatron_config import check_overrides, transformer_config
 from grpo_mp.policy.model import ValueModel
@@ -129,16 +138,15 @@ def _check_tensors(model: ModelConfig, stored: HfConfig, where: str) -> None:
     hf, classifier = critic_config(stored), classifier_name(stored)
     params = critic_params(hf)
     with open_weights(model.path, family=model.family) as reader:
-        has_head = STORED_HEAD in reader.names
-        if classifier and not has_head:  # lost or renamed: a head of zeros would take the place of what was learned
+        has_head, (shape,) = STORED_HEAD in reader.names, params[VALUE_HEAD].shapes
+        if classifier or has_head:
+            remedy = "point critic.path at a whole reward model, or at a language model's folder for a head of zeros"
+            check_head(reader.names, reader.shape, {STORED_HEAD: shape}, where, classifier, remedy)
+        # A head of zeros, or a part of the head, would take the place of what was learned.
+        if unread := sorted(name for name in reader.names if name.startswith(OTHER_HEADS) and name != STORED_HEAD):
             raise UserError(
-                f"{where}: its config.json names {classifier}, but no weights file there holds the head {STORED_HEAD}: "
-                "point critic.path at a whole reward model, or at a language model's folder for a head of zeros"
-            )
-        if has_head and reader.shape(STORED_HEAD)[:1] != (1,):
-            raise UserError(
-                f"{where}: its {STORED_HEAD} has shape {list(reader.shape(STORED_HEAD))}, and a critic has one value: "
-                "take a model with one label, or leave critic.path out"
+                f"{where}: its weights hold {unread[0]} of a head, and a critic reads {STORED_HEAD} alone: take a "
+                f"...{CLASSIFIER} with one label, or a language model's folder without a head for one of zeros"
             )
         check_tensors(reader, [param for name, param in params.items() if name != VALUE_HEAD or has_head])
         check_layers(reader.names, hf)

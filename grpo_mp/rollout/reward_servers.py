@@ -5,17 +5,19 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from grpo_mp import platform
 from grpo_mp.background import EventLoopThread
-from grpo_mp.checkpoint.hf_reader import has_hf_weights
+from grpo_mp.checkpoint.hf_reader import HfReader, check_layers, check_tensors, has_hf_weights
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.errors import UserError, one_line
+from grpo_mp.models.families import known_params
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.value_head import VALUE_HEAD, check_head, reward_head
 from grpo_mp.rewards.reward_model import Server
 from grpo_mp.rewards.teacher import SECTION, first_difference
 from grpo_mp.rollout.client import EngineClient
@@ -192,7 +194,8 @@ def check_reward_models(
     """Raise UserError for a folder that cannot be served as a reward model, or servers that do not divide the ranks."""
     for name, model in settings.reward.own_models.items():
         where, remedy = f"reward.{name}", "score texts by reward.functions"
-        check_served_model(settings, model, where, read_reward_config, world_size, ranks_per_node)
+        config = check_served_model(settings, model, where, read_reward_config, world_size, ranks_per_node)
+        check_weights(config, where, has_head=True)
         check_vocabulary(model, where, tokenizer, f"take a reward model of the same family, or {remedy}")
 
 
@@ -200,19 +203,24 @@ def check_teacher(settings: Settings, tokenizer: PreTrainedTokenizerBase, world_
     """Raise UserError for a folder that cannot be served as a teacher of the policy's tokens."""
     distillation = settings.algorithm.distillation
     if distillation and distillation.teacher.folder:
-        check_served_model(settings, distillation.teacher, SECTION, read_teacher_config, world_size, ranks_per_node)
-        check_vocabulary(distillation.teacher, SECTION, tokenizer, "take a teacher of the same family")
+        teacher = distillation.teacher
+        config = check_served_model(settings, teacher, SECTION, read_teacher_config, world_size, ranks_per_node)
+        check_weights(config, SECTION, has_head=False)
+        check_vocabulary(teacher, SECTION, tokenizer, "take a teacher of the same family")
 
 
 def check_served_model(
     settings: Settings,
     model: ServedModelConfig,
     section: str,
-    read_config: Callable[[Path, str], dict[str, Any]],
+    read_config: Callable[[Path, str], HfConfig],
     world_size: int,
     ranks_per_node: int,
-) -> None:
-    """Raise UserError where servers of a folder do not divide the ranks, or cannot hold its model or the sequences."""
+) -> HfConfig:
+    """Return the folder's config.
+
+    Raises UserError where its servers do not divide the ranks, or cannot hold its model or the sequences.
+    """
     assert model.folder
     where, gpus = f"{section}.folder={model.folder}", model.gpus_per_server
     if ranks_per_node % gpus or world_size % gpus:
@@ -230,6 +238,39 @@ def check_served_model(
             f"{where}: it has {positions} positions, and a prompt with its response up to "
             f"{settings.max_request_tokens}: lower rollout.max_response_tokens"
         )
+    return config
+
+
+def check_weights(hf: HfConfig, section: str, has_head: bool) -> None:
+    """Raise UserError where a folder lacks weights of its model, which SGLang would leave random without a word.
+
+    Of a reward model (`has_head`) the head is looked for, and of both all tensors where the family is known.
+    """
+    where, architecture = f"{section}.folder={hf.path}", str(hf.values["architectures"][0])
+    if not has_hf_weights(hf.path):
+        raise UserError(
+            f"{where}: it has no weights in Hugging Face's format (safetensors): save them so, or run grpo-mp convert "
+            "on its checkpoint"
+        )
+    ending = next(ending for ending in (*CAUSAL, *HEADS) if architecture.endswith(ending))
+    params = known_params(hf, architecture.removesuffix(ending) + CAUSAL[0])
+    with HfReader(hf.path) as reader:
+        if has_head:
+            params.pop(VALUE_HEAD, None)
+            head = reward_head(architecture, hf.int("hidden_size"))
+            if head is None:
+                raise UserError(
+                    f"{where}: which weights the head of {architecture} has is not known here, so that a folder "
+                    "without one would pass: take a sequence classifier with one label"
+                )
+            remedy = "take a whole reward model, since SGLang would score by a random head"
+            check_head(reader.names, reader.shape, head, where, architecture, remedy)
+        if params:
+            try:
+                check_tensors(reader, params.values())
+            except UserError as error:
+                raise UserError(f"{section}: {error}: copy the folder again") from error
+            check_layers(reader.names, hf)
 
 
 def check_vocabulary(model: ServedModelConfig, section: str, tokenizer: PreTrainedTokenizerBase, remedy: str) -> None:
@@ -251,42 +292,41 @@ def check_tokens(folder: Path, where: str, tokenizer: PreTrainedTokenizerBase, r
         )
 
 
-def read_teacher_config(folder: Path, where: str) -> dict[str, Any]:
+def read_teacher_config(folder: Path, where: str) -> HfConfig:
     """Return the config of a causal language model. Raises UserError where SGLang cannot serve the folder as one."""
-    config, names = _read_config(folder, where, CAUSAL, "causal language model", "take the folder of one")
-    if not has_hf_weights(folder):
-        raise UserError(f"{where}: it has no weights in Hugging Face's format: run grpo-mp convert on its checkpoint")
-    _check_served(names[0], where, "teacher")
+    config, name = _read_config(folder, where, CAUSAL, "causal language model", "take the folder of one")
+    _check_served(name, where, "teacher")
     return config
 
 
-def read_reward_config(folder: Path, where: str) -> dict[str, Any]:
+def read_reward_config(folder: Path, where: str) -> HfConfig:
     """Return the config of a reward model. Raises UserError where the folder has none that SGLang can serve."""
     remedy = "take a sequence classifier with one label"
-    config, names = _read_config(folder, where, HEADS, "model with a reward head", remedy)
+    config, name = _read_config(folder, where, HEADS, "model with a reward head", remedy)
     labels = config.get("num_labels", len(config.get("id2label") or {}) or 2)
-    if labels != 1 and not names[0].endswith("RewardModel"):
+    if labels != 1 and not name.endswith("RewardModel"):
         raise UserError(f"{where}: it has {labels} labels, and a reward is one number: take a model with one label")
-    _check_served(names[0], where, "reward model")
+    _check_served(name, where, "reward model")
     return config
 
 
-def _read_config(
-    folder: Path, where: str, endings: tuple[str, ...], kind: str, remedy: str
-) -> tuple[dict[str, Any], list[str]]:
-    """Return a folder's config and the classes that it names. Raises UserError where none has one of the endings."""
+def _read_config(folder: Path, where: str, endings: tuple[str, ...], kind: str, remedy: str) -> tuple[HfConfig, str]:
+    """Return a folder's config and the class that it names first, which SGLang takes where it has it.
+
+    Raises UserError where the class has none of the endings.
+    """
     try:
         config = dict(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{where}: no Hugging Face folder with a config.json ({one_line(error, 200)})") from error
     listed = config.get("architectures")
     names = [str(name) for name in listed] if isinstance(listed, list) else []
-    if not any(name.endswith(endings) for name in names):
+    if not names or not names[0].endswith(endings):
         raise UserError(
             f"{where}: {', '.join(names) or 'its config.json'} names no {kind} (one that ends in "
             f"{', '.join(endings)}): {remedy}"
         )
-    return config, names
+    return HfConfig(folder, config), names[0]
 
 
 def _check_served(name: str, where: str, kind: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from torch import Tensor
 
 from grpo_mp.algorithms.values import make_value_loss
 from grpo_mp.batching.microbatches import plan_microbatches
@@ -34,7 +35,7 @@ from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.types import MicroBatch, Sample
 from tests.planner.jobs import BASE
-from tests.reward_models import expected_scores, make_reward_model
+from tests.reward_models import change_weights, expected_scores, make_reward_model
 from tests.trainer.test_offload import NO_ENGINE
 
 SHAPE = {
@@ -98,18 +99,11 @@ def change_config(folder: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-def drop_tensor(folder: Path, name: str) -> None:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    del tensors[name]
-    save_file(tensors, file, {"format": "pt"})
-
-
 WRONG = {
     "its vocab_size is 77, the policy's": partial(change_config, vocab_size=77),
     "9 tensors are missing, the first is model.layers.2.": partial(change_config, num_hidden_layers=3),
     "it has 15 positions, and a prompt with its response up to 16": partial(change_config, max_position_embeddings=15),
-    "1 tensors are missing, the first is model.norm.weight": partial(drop_tensor, name="model.norm.weight"),
+    "1 tensors are missing, the first is model.norm.weight": partial(change_weights, remove=["model.norm.weight"]),
 }
 
 
@@ -190,23 +184,39 @@ def test_a_layout_of_its_own_has_none_of_the_policy_s_stages(model: Path) -> Non
 def test_several_labels_are_no_value(model: Path, tmp_path: Path) -> None:
     make_reward_model(tmp_path, model, labels=2)
     settings = settings_with(model, {"path": str(tmp_path)})
-    with pytest.raises(UserError, match=r"score\.weight has shape \[2, 64\], and a critic has one value: take a model"):
+    with pytest.raises(UserError, match=r"score\.weight has shape \[2, 64\], and a head of one value has \[1, 64\]"):
         check_critic(settings, settings.model.read_config(), 1)
 
 
-@pytest.mark.parametrize("renamed", [{}, {"v_head.weight": "score.weight"}], ids=["lost", "renamed"])
-def test_a_reward_model_without_its_head_is_refused(model: Path, tmp_path: Path, renamed: dict[str, str]) -> None:
+@pytest.mark.parametrize("renamed", [{}, {"v_head.weight": torch.ones(1, 64)}], ids=["lost", "renamed"])
+def test_a_reward_model_without_its_head_is_refused(model: Path, tmp_path: Path, renamed: dict[str, Tensor]) -> None:
     make_reward_model(tmp_path, model)
-    settings, file = settings_with(model, {"path": str(tmp_path)}), tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    left = {name: tensor for name, tensor in tensors.items() if name != "score.weight"}
-    save_file(left | {new: tensors[name] for new, name in renamed.items()}, file, {"format": "pt"})
+    settings = settings_with(model, {"path": str(tmp_path)})
+    change_weights(tmp_path, remove=["score.weight"], add=renamed)
     with pytest.raises(UserError) as refused:
         check_critic(settings, settings.model.read_config(), 1)
     assert str(refused.value) == (
         f"critic.path={tmp_path}: its config.json names LlamaForSequenceClassification, but no weights file there "
         "holds the head score.weight: point critic.path at a whole reward model, or at a language model's folder for a "
         "head of zeros"
+    )
+
+
+@pytest.mark.parametrize("name", ["v_head.summary.weight", "value_head.weight", "score.0.weight", "score.bias"])
+@pytest.mark.parametrize("head", [{}, {"score.weight": torch.ones(1, 64)}], ids=["alone", "beside"])
+def test_a_head_that_would_not_be_read_is_refused(
+    model: Path, tmp_path: Path, name: str, head: dict[str, Tensor]
+) -> None:
+    """TRL's value model, or a head of two layers, in a language model's folder."""
+    folder = tmp_path / "critic"
+    shutil.copytree(model, folder)
+    change_weights(folder, add={name: torch.ones(1, 64)} | head)
+    settings = settings_with(model, {"path": str(folder)})
+    with pytest.raises(UserError) as refused:
+        check_critic(settings, settings.model.read_config(), 1)
+    assert str(refused.value) == (
+        f"critic.path={folder}: its weights hold {name} of a head, and a critic reads score.weight alone: take a "
+        "...ForSequenceClassification with one label, or a language model's folder without a head for one of zeros"
     )
 
 

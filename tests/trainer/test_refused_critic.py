@@ -9,14 +9,19 @@ from tests.conftest import TinyRun
 from tests.trainer.conftest import Refuse
 
 
-def test_another_tokenizer_is_refused_at_the_start(refuse: Refuse, tiny_run: TinyRun, tmp_path: Path) -> None:
-    folder = tmp_path / "critic"
-    shutil.copytree(tiny_run.model, folder)
+def copy_with_other_tokens(model: Path, folder: Path) -> None:
+    """Copy a folder, but for two tokens that change places."""
+    shutil.copytree(model, folder)
     tokens = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokens["model"]["vocab"]
     one, other = list(vocabulary)[-2:]
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     (folder / "tokenizer.json").write_text(json.dumps(tokens))
+
+
+def test_another_tokenizer_is_refused_at_the_start(refuse: Refuse, tiny_run: TinyRun, tmp_path: Path) -> None:
+    folder = tmp_path / "critic"
+    copy_with_other_tokens(tiny_run.model, folder)
     error = refuse("algorithm=ppo", f"critic.path={folder}")
     assert f"critic.path={folder}: its tokenizer is another than the policy's" in error
 

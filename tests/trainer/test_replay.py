@@ -34,6 +34,7 @@ from grpo_mp.trainer.replay import (
 )
 from grpo_mp.types import Prompt, Sample, SampleGroup, TopLogprobs
 from tests.conftest import TinyRun
+from tests.trainer.test_refused_critic import copy_with_other_tokens
 
 STATE = TrainState(1, cursor=Cursor(1, 2, 3, (4, 5)), groups_launched=8, solved_streak={3: 1}, skipped_until={4: 9})
 STATS = RewardStats(Counter(a=1), {"a": "why"}, values={"most": [float("inf")]})
@@ -219,6 +220,17 @@ def test_the_command_refuses_before_anything_starts(
             main([*start, *arguments])
         assert capfd.readouterr().err.startswith(message)
     assert not run.exists()
+
+
+def test_a_critic_that_reads_other_tokens_is_refused(
+    folder: Path, tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    critic = tmp_path / "critic"
+    copy_with_other_tokens(tiny_run.model, critic)
+    settings = [f"run.folder={tmp_path / 'run'}", "run.steps=2", "algorithm=ppo", f"critic.path={critic}"]
+    with pytest.raises(SystemExit):
+        main([str(tiny_run.config), *settings, "--dry-run", "--ranks", "2", "--replay", str(folder)])
+    assert capfd.readouterr().err.startswith(f"error: critic.path={critic}: its tokenizer is another than the policy's")
 
 
 def test_the_command_passes_over_a_damaged_checkpoint(
