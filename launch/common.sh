@@ -19,7 +19,7 @@ if [ -n "${SITE:-}" ]; then
 fi
 python=${VENV:-.venv}/bin/python
 MOST_RESUBMITS=3
-restarts=${RESTARTS:-3} # of a job, requeues included, without a new checkpoint in between
+restarts=${RESTARTS:-3} # of a job, requeues included, without a new checkpoint in between; 0: none at all
 spares=${SPARES:-0}     # nodes of the allocation that take the place of bad or lost ones
 master_addr=${MASTER_ADDR:-} master_port=${MASTER_PORT:-}
 bad= # nodes, separated by commas
@@ -170,9 +170,9 @@ show() {
   printf '  %s\n' "${environment[@]}"
 }
 
-# in_step COMMAND...: runs a step, hands on the signals that Slurm sends to this script; the step's status in $status.
+# in_step LOG COMMAND...: runs a step, hands on the signals that Slurm sends to this script; the step's status in $status.
 in_step() {
-  "$@" 2>>"$attempt/srun.log" &
+  "${@:2}" 2>>"$1" &
   step=$!
   if [ "$again" = yes ]; then kill -USR1 "$step" 2>/dev/null || true; fi # it was told before there was a step
   wait "$step" || true
@@ -185,8 +185,8 @@ check_nodes() {
   if [ "$again" = yes ]; then return; fi
   set_commands
   echo "checks the nodes"
-  in_step "${check[@]}"
-  cat "$attempt/check_0.log"
+  in_step "$attempt/srun_check.log" "${check[@]}"
+  cat "$attempt/check_0.log" 2>/dev/null || true # there is none where srun could not start the check
   [ "$status" = 0 ] && return
   if [ "$status" = $((128 + 15)) ] && ! a_task_failed; then # SIGTERM to all: another job pushes this one aside
     again=yes
@@ -195,23 +195,34 @@ check_nodes() {
   # Where a check crashes, it does not come to say which node is bad; the time limit's signal may end a good one.
   [ -s "$attempt/bad_nodes" ] || [ "$again" = yes ] || "$python" -m grpo_mp.launch.job crashed-check "$attempt"
   if [ -s "$attempt/bad_nodes" ]; then
-    bad=$(paste -sd, "$attempt/bad_nodes")${bad:+,$bad}
+    leave_out "$attempt/bad_nodes"
     [ $((count - $(wc -w <"$attempt/bad_nodes"))) -ge "$size" ] || resubmit_without_bad_nodes
     return
   fi
   if [ "$again" = yes ]; then return; fi
-  tail -n 5 "$attempt/srun.log"
+  tail -n 5 "$attempt/srun_check.log"
   fail "the check of the nodes failed: $attempt"
 }
 
-# Whether a task of the last step ended by itself: srun then ends the others by SIGTERM, and returns the largest status.
+# Whether a task of the check ended by itself: srun then ends the others by SIGTERM, and returns the largest status.
+# So it does where it cannot start those of a node.
 a_task_failed() {
-  awk '/^srun: error: .*: tasks? [^:]*: / && !/: Terminated$/ { found = 1 } END { exit !found }' "$attempt/srun.log"
+  awk '/^srun: error: Task launch for / || (/^srun: error: .*: tasks? [^:]*: / && !/: Terminated$/) { found = 1 }
+    END { exit !found }' "$attempt/srun_check.log"
+}
+
+# leave_out FILE: nodes, a name on each line, that no later attempt of the job uses.
+leave_out() {
+  bad=$(paste -sd, "$1")${bad:+,$bad}
 }
 
 # A job that runs cannot be given other nodes, so a new one takes its place, with the same options.
 resubmit_without_bad_nodes() {
-  export RESUBMITS=$((${RESUBMITS:-0} + 1))
+  local step
+  step=$(<"$attempt/saved_step")
+  # Only jobs without a new checkpoint in between count: in a run of months some nodes break.
+  if [ "$step" -gt "${RESUBMITS_AFTER_STEP:-0}" ]; then RESUBMITS=0; fi
+  export RESUBMITS=$((${RESUBMITS:-0} + 1)) RESUBMITS_AFTER_STEP=$step
   [ "$RESUBMITS" -le "$MOST_RESUBMITS" ] || fail "bad nodes in $RESUBMITS jobs in a row, last $bad: drain or repair them"
   local text options
   text=$(scontrol show job "$SLURM_JOB_ID" | "$python" -m grpo_mp.launch.resubmit "$bad")
@@ -236,13 +247,14 @@ train() {
   trap 'told_to_end=yes; echo "told to end"; kill -TERM "$step" 2>/dev/null || true' TERM
   tail -n +1 --retry -f "$attempt/$first_log" 2>/dev/null &
   follower=$!
-  in_step "${run[@]}"
+  in_step "$attempt/srun.log" "${run[@]}"
   sleep 1
   kill "$follower" 2>/dev/null || true # it may have been ended with the job
-  if [ "$again" = yes ] && has_steps_left; then
+  if [ "$again" = yes ] && ! stopped_on_purpose && has_steps_left; then
     requeue
   elif [ "$status" != 0 ]; then
-    "$python" -m grpo_mp.launch.job failure "$attempt"
+    "$python" -m grpo_mp.launch.job failure --nodes "$nodes" --per-node "$per_node" "$attempt"
+    [ ! -s "$attempt/faulty_nodes" ] || leave_out "$attempt/faulty_nodes"
     trap 'again=yes' USR1 # there is no step to tell
     trap - TERM
     if [ "$told_to_end" = yes ]; then exit "$status"; fi
@@ -253,13 +265,23 @@ train() {
   fi
 }
 
+# As by a guard: what the time limit alone would have broken off is resumed.
+stopped_on_purpose() {
+  [ "$status" != 0 ] && "$python" -m grpo_mp.launch.job stopped-on-purpose "$attempt"
+}
+
 has_steps_left() {
   "$python" -m grpo_mp.launch.job has-steps-left "$config" "${arguments[@]}"
 }
 
 # requeue [REASON]
 requeue() {
-  echo "${1:-saved before the time limit, or for another job}: resumes in a new attempt"
+  local reason=${1:-saved before the time limit, or for another job}
   status=0
+  if [ "$restarts" = 0 ]; then
+    echo "$reason: the job ends, RESTARTS=0; the same command resumes the run"
+    return
+  fi
+  echo "$reason: resumes in a new attempt"
   scontrol requeue "$SLURM_JOB_ID"
 }

@@ -1,6 +1,6 @@
 """Answer batch scripts: `python -m grpo_mp.launch.job COMMAND ...`.
 
-COMMAND: show, folder, begin, has-steps-left, may-restart, crashed-check, failure, or check-finished.
+COMMAND: show, folder, begin, has-steps-left, may-restart, crashed-check, failure, stopped-on-purpose, check-finished.
 """
 
 import argparse
@@ -11,21 +11,24 @@ from math import inf
 from pathlib import Path
 
 from grpo_mp.checkpoint.run_state import METRICS, SETTINGS, saved_step
-from grpo_mp.config import Settings, SftSettings, dump_settings, load_any_settings
+from grpo_mp.config import Settings, SftSettings, load_any_settings, show_settings
 from grpo_mp.config.sections import EngineConfig, LayoutConfig
 from grpo_mp.distributed.finish_markers import ranks_without_marker, silent_exit_message
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.errors import USER_STATUS, UserError, exit_with
 from grpo_mp.files import last_lines, read_json, write_atomically
+from grpo_mp.launch.srun_log import read_step_log
 from grpo_mp.rollout.placement import engine_placements
 
 NO = 1  # status of a question
-BAD_NODES = "bad_nodes"  # file of an attempt: names, a line each
+BAD_NODES = "bad_nodes"  # file of an attempt: names, a line each, that the check found
+FAULTY_NODES = "faulty_nodes"  # the same that training found
 SAVED_STEP = "saved_step"  # file of an attempt: the step after which it begins
 METRICS_BEFORE = "metrics_before"  # file of an attempt: the last lines of the run's metrics when it began
 NUM_LAST_LINES = 15
 STEP_LOGGED = re.compile(r'"step": (\d+)[,.}]')
-SRUN_TASK_ENDED = re.compile(r"error: (?P<node>\S+): tasks? (?P<rank>\d+)\S*: (?P<how>.+)")
+CHECK_LOG, TRAIN_LOG = "srun_check.log", "srun.log"  # files of an attempt: what srun says of either step
+TORCHRUN_ERRORS = "torchrun/*/attempt_*/*/error.json"  # of ranks that torchrun started
 
 
 def main() -> None:
@@ -57,8 +60,10 @@ def _epochs(settings: Settings | SftSettings) -> tuple[str, float | None]:
 def run_command(args: argparse.Namespace) -> int:
     """Answer one question of a batch script; return the exit status. Raises UserError."""
     if args.command == "failure":
-        print(first_failure(args.attempt).text())
+        report_failure(args.attempt, args.nodes.split(","), args.per_node)
         return 0
+    if args.command == "stopped-on-purpose":
+        return 0 if first_failure(args.attempt).stopped else NO
     if args.command == "crashed-check":
         name_crashed_node(args.attempt)
         return 0
@@ -80,7 +85,7 @@ def run_command(args: argparse.Namespace) -> int:
     engine = settings.engine if isinstance(settings, Settings) else None
     text = node_map(settings.layout, engine, args.nodes.split(","), args.per_node)
     if args.settings:
-        print(dump_settings(settings))
+        print(show_settings(settings))
     print(text)
     if not (settings.model.path / "config.json").is_file():
         print(f"model: {settings.model.path} is not on this machine; layout and data are checked where it is")
@@ -98,11 +103,14 @@ def _parser() -> argparse.ArgumentParser:
     for command in (show, begin, restart, *others):
         command.add_argument("config", type=Path)
         command.add_argument("overrides", nargs="*")
-    show.add_argument("--nodes", required=True, help="names, separated by commas")
-    show.add_argument("--per-node", type=int, required=True, help="ranks on each")
     show.add_argument("--settings", action="store_true", help="print the resolved settings first")
-    for name in ("failure", "crashed-check"):
+    for name in ("crashed-check", "stopped-on-purpose"):
         commands.add_parser(name).add_argument("attempt", type=Path)
+    failure = commands.add_parser("failure")
+    failure.add_argument("attempt", type=Path)
+    for command in (show, failure):
+        command.add_argument("--nodes", required=True, help="names, separated by commas")
+        command.add_argument("--per-node", type=int, required=True, help="ranks on each")
     finished = commands.add_parser("check-finished")
     finished.add_argument("attempt", type=Path)
     finished.add_argument("ranks", type=int)
@@ -152,10 +160,14 @@ def begin_attempt(attempt: Path, run_folder: Path, restarts: int) -> None:
 def may_restart(attempt: Path, run_folder: Path) -> bool:
     """Tell whether an attempt failed for a reason that may pass: it was killed, or it had done a step.
 
-    What fails before the first step fails again. Lines of steps that an earlier attempt did after the last checkpoint
+    What fails before the first step fails again, and what stopped on purpose was not to go on, unless that was for a
+    faulty node, which the next attempt leaves out. Lines of steps that an earlier attempt did after the last checkpoint
     count for nothing: they stay until the run resumes, which drops them.
     """
-    if first_failure(attempt).killed:
+    failure = first_failure(attempt)
+    if failure.stopped:
+        return bool(failure.faulty_ranks)
+    if failure.killed:
         return True
     metrics = last_metrics(run_folder)
     steps = STEP_LOGGED.findall(metrics)
@@ -174,16 +186,21 @@ def metrics_before(attempt: Path) -> str | None:
 
 
 def name_crashed_node(attempt: Path) -> None:
-    """Print and write the node whose check crashed first, by what srun says; none where a user can mend it."""
-    for line in last_lines(attempt / "srun.log", NUM_LAST_LINES):
-        ended = SRUN_TASK_ENDED.search(line)
-        if ended and ended["how"].endswith(f"exit code {USER_STATUS}"):
-            return
-        if ended and ended["how"] != "Terminated":  # which srun does to the others
-            said = last_lines(attempt / f"check_{ended['rank']}.log", 1)
-            print(f"bad node {ended['node']}: its check crashed ({ended['how']}){': ' if said else ''}{''.join(said)}")
-            write_for_attempt(attempt / BAD_NODES, ended["node"])
-            return
+    """Print and write the nodes on which srun could not start the check, else the one whose check crashed first.
+
+    None where a user can mend it.
+    """
+    step = read_step_log(attempt / CHECK_LOG)
+    bad = dict(step.lost)
+    # Of a step that lost a node, srun kills the tasks on the others; of one that crashed, it ends them by SIGTERM.
+    crashed = next((task for task in step.ended if task.how != "Terminated"), None)
+    if not bad and crashed and not crashed.how.endswith(f"exit code {USER_STATUS}"):
+        said = last_lines(attempt / f"check_{crashed.rank}.log", 1)
+        bad[crashed.node] = f"its check crashed ({crashed.how}){': ' if said else ''}{''.join(said)}"
+    for node, reason in bad.items():
+        print(f"bad node {node}: {reason}")
+    if bad:
+        write_for_attempt(attempt / BAD_NODES, "\n".join(bad))
 
 
 @dataclass(frozen=True)
@@ -193,7 +210,9 @@ class Failure:
     rank: int | None
     reason: str
     last_lines: tuple[str, ...]  # of the rank's log
-    killed: bool = False  # by a signal
+    killed: bool = False  # by a signal, or with its node
+    stopped: bool = False  # on purpose, as by a guard
+    faulty_ranks: tuple[int, ...] = ()  # whose nodes are at fault
 
     def text(self) -> str:
         """Return what to print first."""
@@ -201,32 +220,55 @@ class Failure:
         return "\n".join([f"{failed} failed: {self.reason}", *(f"  {line}" for line in self.last_lines)])
 
 
-def reported_error(file: Path) -> str | None:
-    """Return the message in a rank's error file; None where it is torn, as on a full disk."""
-    message = read_json(file).get("message")
-    return str(message["message"]) if isinstance(message, dict) and "message" in message else None
+def report_failure(attempt: Path, nodes: Sequence[str], ranks_per_node: int) -> None:
+    """Print the first failure of an attempt on these nodes, and write the names of those that are at fault."""
+    failure = first_failure(attempt)
+    print(failure.text())
+    faulty = dict.fromkeys(nodes[rank // ranks_per_node] for rank in failure.faulty_ranks)
+    for node in faulty:
+        print(f"bad node {node}: its memory or network is faulty")
+    if faulty:
+        write_for_attempt(attempt / FAULTY_NODES, "\n".join(faulty))
 
 
 def first_failure(attempt: Path) -> Failure:
-    """Return a signal's death that srun saw first, else the oldest error of a rank, else the end of srun's log.
+    """Return a stop on purpose, else what srun saw first, a lost node or a signal's death, else a rank's oldest error.
 
-    srun ends the other ranks after the first that fails: what they report then is only a consequence.
+    Else the end of srun's log. srun ends the other ranks after the first that fails: what they report then is only a
+    consequence.
     """
-    srun_log = attempt / "srun.log"
-    # It holds what other programs print, in any encoding.
-    finished = SRUN_TASK_ENDED.search(srun_log.read_text(errors="replace")) if srun_log.exists() else None
-    errors = sorted(attempt.glob("rank_*.error.json"), key=lambda file: (file.stat().st_mtime, file))
-    reported = [(file, reason) for file in errors if (reason := reported_error(file)) is not None]
-    killed = bool(finished and not finished["how"].startswith("Exited"))
-    if finished and killed:
-        rank, reason = int(finished["rank"]), f"{finished['how']} on {finished['node']}"
-    elif reported:
-        file, reason = reported[0]
-        rank = int(file.name.split("_")[1].split(".")[0])
-    else:
-        reason = f"no rank reported an error; last lines of {srun_log}:"
-        return Failure(None, reason, last_lines(srun_log, NUM_LAST_LINES))
-    return Failure(rank, reason, last_lines(attempt / f"rank_{rank}.log", NUM_LAST_LINES), killed)
+    step, reported = read_step_log(attempt / TRAIN_LOG), reported_failures(attempt)
+    if stopped := [failure for failure in reported if failure.stopped]:
+        return stopped[0]
+    end = last_lines(attempt / TRAIN_LOG, NUM_LAST_LINES)
+    if step.lost:
+        return Failure(None, "; ".join(f"node {node}: {why}" for node, why in step.lost.items()), end, killed=True)
+    if step.ended and step.ended[0].killed:
+        task = step.ended[0]
+        return Failure(task.rank, f"{task.how} on {task.node}", _end_of_log(attempt, task.rank), killed=True)
+    if step.aborted and not step.ended:
+        return Failure(None, "srun was told to end its tasks:", end, killed=True)
+    if reported:
+        return reported[0]
+    return Failure(None, f"no rank reported an error; last lines of {attempt / TRAIN_LOG}:", end)
+
+
+def reported_failures(attempt: Path) -> list[Failure]:
+    """Return what the error files of ranks say, the oldest first; not those that are torn, as on a full disk."""
+    files = [*attempt.glob("rank_*.error.json"), *attempt.glob(TORCHRUN_ERRORS)]
+    failures = []
+    for file in sorted(files, key=lambda file: (file.stat().st_mtime, file)):
+        values = read_json(file)
+        message, rank = values.get("message"), values.get("rank")
+        if isinstance(message, dict) and "message" in message:
+            end = () if rank is None else _end_of_log(attempt, rank)
+            stopped, faulty = values.get("may_restart") is False, tuple(values.get("faulty_ranks", ()))
+            failures.append(Failure(rank, str(message["message"]), end, stopped=stopped, faulty_ranks=faulty))
+    return failures
+
+
+def _end_of_log(attempt: Path, rank: int) -> tuple[str, ...]:
+    return last_lines(attempt / f"rank_{rank}.log", NUM_LAST_LINES)
 
 
 def node_map(layout: LayoutConfig, engine: EngineConfig | None, nodes: Sequence[str], ranks_per_node: int) -> str:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from grpo_mp.config.monitor_section import MetricGuard
-from grpo_mp.errors import UserError
+from grpo_mp.errors import EarlyStopError
 
 
 class MetricGuards:
@@ -20,12 +20,15 @@ class MetricGuards:
                 self._violation(name, values)
 
     def check(self, step: int, values: Mapping[str, float | None]) -> list[str]:
-        """Return a sentence on each metric that has left its limits. Raises UserError where its guard stops the run."""
+        """Return a sentence on each metric that has left its limits.
+
+        Raises EarlyStopError where its guard stops the run.
+        """
         found = {name: self._violation(name, values) for name in self._guards}
         sentences = {name: f"{name} {text} (monitor.guards)" for name, text in found.items() if text}
         stopping = [text for name, text in sentences.items() if self._guards[name].action == "stop"]
         if stopping:
-            raise UserError(f"step {step}: {'; '.join(stopping)}: the run stops; what was saved before is kept")
+            raise EarlyStopError(f"step {step}: {'; '.join(stopping)}: the run stops; what was saved before is kept")
         return list(sentences.values())
 
     def _violation(self, name: str, values: Mapping[str, float | None]) -> str | None:

@@ -11,13 +11,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from grpo_mp.distributed.finish_markers import mark_finished
 from grpo_mp.distributed.rendezvous import FAILURE, is_first_failure
-from grpo_mp.errors import DISK_ERRORS, INTERRUPT_STATUS, DiskError, UserError, exit_with
+from grpo_mp.errors import (
+    DISK_ERRORS,
+    INTERRUPT_STATUS,
+    DiskError,
+    EarlyStopError,
+    ReplicaDriftError,
+    UserError,
+    exit_with,
+)
 from grpo_mp.files import write_atomically
 
 PEER_FAILED_STATUS = 1
@@ -107,7 +116,7 @@ def exit_on_error() -> Iterator[None]:
             # The launcher ends this rank meanwhile; where rank 0 did not fail, the node's first rank reports first.
             time.sleep(FIRST_RANK_LIMIT_S + int(os.environ.get("LOCAL_RANK", 0)))
         _ignore_sigterm()
-        _report_to_torchrun(f"error: {error}")
+        _report_to_launcher(rank, f"error: {error}", error)
         exit_with(error)
     except PeerFailedError as error:
         _ignore_sigterm()
@@ -122,7 +131,7 @@ def exit_on_error() -> Iterator[None]:
     except Exception as error:
         if isinstance(_origin(error), KeyboardInterrupt):  # it came amid a library's cleanup, which then failed
             raise _interrupted(rank, error) from None
-        _report_to_torchrun(f"{type(error).__name__}: {error}")
+        _report_to_launcher(rank, f"{type(error).__name__}: {error}", error)
         raise
 
 
@@ -174,14 +183,19 @@ def _ignore_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _report_to_torchrun(message: str) -> None:
+def _report_to_launcher(rank: int, message: str, error: Exception) -> None:
     """Write the error file that torchrun shows as the root cause; it picks the failure with the earliest time.
 
-    A disk that does not take it must not hide the error: it is in the rank's log, too.
+    What else it says is for batch scripts (launch/job.py): torchrun takes no notice. A disk that does not take it must
+    not hide the error: it is in the rank's log, too.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()) - 1)}
+        values: dict[str, Any] = {"message": {"message": message, "extraInfo": extra}, "rank": rank}
+        if isinstance(error, EarlyStopError):
+            values["may_restart"] = False
+        if isinstance(error, ReplicaDriftError):
+            values["faulty_ranks"] = error.faulty_ranks
         with suppress(OSError):
-            text = json.dumps({"message": {"message": message, "extraInfo": extra}})
-            write_atomically(Path(file), text, make_folder=False)
+            write_atomically(Path(file), json.dumps(values), make_folder=False)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_mp import platform
 from grpo_mp.distributed.process_groups import all_gather, replica_groups
-from grpo_mp.errors import UserError
+from grpo_mp.errors import ReplicaDriftError
 from grpo_mp.policy.fp8_base import with_scales
 from grpo_mp.policy.trained_model import TrainedModel
 from grpo_mp.weight_sync.changes import CHUNK_WORDS, fingerprint, random_factors
@@ -24,16 +24,25 @@ NAMED = 3  # tensors in a sentence
 def check_replicas(policy: TrainedModel, step: int) -> None:
     """Compare weights of a policy, and of its reference, or of a critic with those of replicas. Every rank must call.
 
-    Raises UserError on every rank where any drifted. Weights that every update gathers anew from the optimizer's
-    shards must be compared before it.
+    Raises ReplicaDriftError on every rank where any drifted. Weights that every update gathers anew from the
+    optimizer's shards must be compared before it.
     """
     experts = {name for name, tensor in policy.tensors.items() if not getattr(tensor, "allreduce", True)}
-    drifted = dict[int, list[str]]()
+    drifted, undecided = dict[int, list[str]](), False
     for group, names in zip(replica_groups(policy.parallel), (policy.tensors.keys() - experts, experts), strict=True):
-        drifted |= _drifted_in(group, _tensors(policy, names), drifted)
-    by_rank = {rank: names for found in all_gather(drifted, policy.parallel.cpu_group) for rank, names in found.items()}
+        found = _drifted_in(group, _tensors(policy, names), drifted)
+        undecided |= is_undecided(found, dist.get_world_size(group))
+        drifted |= found
+    outcomes = all_gather((drifted, undecided), policy.parallel.cpu_group)
+    by_rank = {rank: names for found, _ in outcomes for rank, names in found.items()}
     if by_rank:
-        raise UserError(describe(step, by_rank))
+        faulty_ranks = () if any(undecided for _, undecided in outcomes) else sorted(by_rank)
+        raise ReplicaDriftError(describe(step, by_rank), faulty_ranks)
+
+
+def is_undecided(drifted: Mapping[int, Sequence[str]], replicas: int) -> bool:
+    """Tell whether all of so many replicas differ from others, as two do: nothing says then who is right. Pure."""
+    return len(drifted) == replicas
 
 
 def find_drifted(checksums: Mapping[int, Sequence[int]], names: Sequence[str]) -> dict[int, list[str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from grpo_mp.checkpoint.run_state import ROLLOUTS
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import all_gather
-from grpo_mp.errors import UserError
+from grpo_mp.errors import EarlyStopError
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.rollout.journal import with_recorded_experts
 from grpo_mp.trainer.collect import RolloutBatch
@@ -31,7 +31,7 @@ def count_in_a_row(before: int, reports: Sequence[UpdateReport]) -> list[int]:
 def keep_skipped(ctx: TrainContext, rollouts: RolloutBatch, reports: Sequence[UpdateReport], step: int) -> int:
     """Write the samples of a step with a skipped update, and return how many of the last updates were skipped.
 
-    Raises UserError after `optimizer.max_skipped_updates` of them in a row. Every rank that trains must call this.
+    Raises EarlyStopError after `optimizer.max_skipped_updates` of them in a row. Every rank that trains must call this.
     """
     if not any(report.skipped for report in reports):
         return 0
@@ -58,14 +58,14 @@ def with_sent_experts(settings: Settings, rollouts: RolloutBatch, step: int) -> 
 def note_skipped(ctx: PolicyContext, reports: Sequence[UpdateReport], step: int, kept: Path) -> int:
     """Warn of a step's skipped updates, and return how many of the last were. `kept`: where its samples are.
 
-    Raises UserError after `optimizer.max_skipped_updates` of them in a row. Every rank that trains must call this.
+    Raises EarlyStopError after `optimizer.max_skipped_updates` of them in a row. Every rank that trains must call this.
     """
     counts = count_in_a_row(ctx.state.skipped_in_a_row, reports)
     names = all_gather([name for report in reports for name in report.bad_gradients], ctx.parallel.cpu_group)
     text = describe(step, max(counts), reports, sorted(set().union(*names)), kept)
     limit = ctx.settings.optimizer.max_skipped_updates
     if limit and max(counts) >= limit:
-        raise UserError(f"{text}; the run stops after optimizer.max_skipped_updates={limit}: look at them")
+        raise EarlyStopError(f"{text}; the run stops after optimizer.max_skipped_updates={limit}: look at them")
     ctx.progress.note(f"warning: {text}")
     return counts[-1]
 
@@ -73,7 +73,7 @@ def note_skipped(ctx: PolicyContext, reports: Sequence[UpdateReport], step: int,
 def note_skipped_by_critic(ctx: PolicyContext, reports: Sequence[UpdateReport], step: int) -> int:
     """Warn of a critic's skipped updates, and return how many of its last were.
 
-    Raises UserError after `optimizer.max_skipped_updates` of them in a row.
+    Raises EarlyStopError after `optimizer.max_skipped_updates` of them in a row.
     """
     if not any(report.skipped for report in reports):
         return 0
@@ -82,7 +82,7 @@ def note_skipped_by_critic(ctx: PolicyContext, reports: Sequence[UpdateReport], 
     text = f"step {step}: update of the critic skipped, {max(counts)} in a row: gradient norm {norms}: lower critic.lr"
     limit = ctx.settings.optimizer.max_skipped_updates
     if limit and max(counts) >= limit:
-        raise UserError(f"{text}; the run stops after optimizer.max_skipped_updates={limit}")
+        raise EarlyStopError(f"{text}; the run stops after optimizer.max_skipped_updates={limit}")
     ctx.progress.note(f"warning: {text}")
     return counts[-1]
 

@@ -92,6 +92,19 @@ class Cluster:
         finally:
             self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
+    @contextmanager
+    def dead_host(self, node: str) -> Iterator[None]:
+        """Inside, the node does not answer, which Slurm does not notice for minutes."""
+        (daemon,) = (one for one in self._daemons if one.args == self._slurmd(node))
+        daemon.kill()
+        daemon.wait()
+        self._daemons.remove(daemon)
+        try:
+            yield
+        finally:
+            self._daemon(*self._slurmd(node))
+            wait_until(lambda: self.states() == ["idle"] * len(NODES), "the nodes", 300.0)
+
     def states(self) -> list[str]:
         """Return the states of the nodes, as sinfo names them."""
         return self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split()
@@ -117,8 +130,11 @@ class Cluster:
         # A node that finds no controller tries again later and later.
         wait_until(lambda: self.run("scontrol", "ping").count("UP"), "slurmctld")
         for node in NODES:
-            self._daemon("slurmd", "-D", "-N", node)
+            self._daemon(*self._slurmd(node))
         wait_until(lambda: self.states() == ["idle"] * len(NODES), "the nodes", 300.0)
+
+    def _slurmd(self, node: str) -> tuple[str, ...]:
+        return ("slurmd", "-D", "-N", node)
 
     def _daemon(self, *command: str) -> None:
         with (self.folder / "daemons.log").open("ab") as log:

@@ -177,8 +177,28 @@ def test_an_attempt_whose_own_files_are_damaged_may_be_followed_by_another(
     assert ask("may-restart", attempt) == 0
 
 
+@pytest.mark.parametrize("srun", ["", "srun: error: n2: task 1: Killed\n"])
+@pytest.mark.parametrize(("faulty_ranks", "status"), [(None, job.NO), ([], job.NO), ([1], 0)])
+def test_a_stop_on_purpose_is_not_undone_but_for_a_faulty_node(
+    faulty_ranks: list[int] | None, status: int, srun: str, attempt: Path, ask: Ask, run_folder: Path
+) -> None:
+    """However many steps were done, and saved, before."""
+    log_steps(run_folder, 11, range(11, 20), seconds=2.0)
+    save(run_folder, 18)
+    assert (ask("may-restart", attempt), is_stop(attempt)) == (0, job.NO)
+    values = {"message": {"message": "error: step 20"}, "rank": 0, "may_restart": False}
+    more = {} if faulty_ranks is None else {"faulty_ranks": faulty_ranks}
+    (attempt / "rank_0.error.json").write_text(json.dumps(values | more))
+    (attempt / job.TRAIN_LOG).write_text(srun)
+    assert (ask("may-restart", attempt), is_stop(attempt)) == (status, 0)
+
+
+def is_stop(attempt: Path) -> int:
+    return job.run_command(job._parser().parse_args(["stopped-on-purpose", str(attempt)]))
+
+
 def test_a_killed_attempt_may_be_followed_by_another(attempt: Path, ask: Ask) -> None:
-    (attempt / "srun.log").write_text("srun: error: n2: task 1: Killed\n")
+    (attempt / job.TRAIN_LOG).write_text("srun: error: n2: task 1: Killed\n")
     assert ask("may-restart", attempt) == 0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_mp.launch.job import first_failure
 from grpo_mp.launch.resubmit import OPTIONS_VARIABLE
 
 ROOT = Path(__file__).parents[2]
@@ -15,7 +16,7 @@ NODES = ("n1", "n2")
 # Each notes what it was asked. What happens in a step, or while a question is answered, is a test's own.
 COMMANDS = {
     "sinfo": 'if [ -f "$FOLDER/states" ]; then source "$FOLDER/states"; fi',
-    "sbatch": 'printf "sbatch %s\\n" "$*" >>"$NOTES"',
+    "sbatch": 'printf "sbatch %s\\n" "$*" >>"$NOTES"; env >"$FOLDER/submitted"',
     "scontrol": """
         case "$1 $2" in
           "show hostnames") printf '%s\\n' {nodes} ;;
@@ -38,7 +39,7 @@ COMMANDS = {
         if [ "$2" != grpo_mp.launch.job ]; then exec {python} "$@"; fi
         case $3 in
           folder) echo "$FOLDER/run" ;;
-          begin) mkdir -p "$6" ;;
+          begin) mkdir -p "$6" && echo 0 >"$6/saved_step" ;;
           show) ;;
           *) echo "$3" >>"$NOTES" ;;
         esac
@@ -124,6 +125,36 @@ def test_the_time_limit_before_training(when: str, steps: list[str], script: Scr
     assert script.notes == [*steps, "requeue 12"]
 
 
+@pytest.mark.parametrize(
+    ("environment", "end"),
+    [
+        ({}, "resumes in a new attempt"),
+        ({"RESTARTS": "0"}, "the job ends, RESTARTS=0; the same command resumes the run"),
+    ],
+)
+@pytest.mark.parametrize("step", ["check", "train"])
+def test_a_job_without_restarts_ends_at_the_time_limit(
+    step: str, environment: dict[str, str], end: str, script: Script
+) -> None:
+    """What it has saved is kept, and its status is that of a job that did as it was told."""
+    script.when(step, "trap '' USR1; kill -USR1 $PPID; sleep 0.5")
+    process = script.run(**environment)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout.endswith(f"saved before the time limit, or for another job: {end}\n")
+    assert ("requeue 12" in script.notes) == (environment == {})
+
+
+@pytest.mark.parametrize(("stopped", "after"), [(True, ["failure", "may-restart"]), (False, ["has-steps-left"])])
+def test_the_time_limit_undoes_no_stop_on_purpose(stopped: bool, after: list[str], script: Script) -> None:
+    """A guard speaks in the step in which the signal comes. What only fails then is resumed."""
+    script.when("train", "trap '' USR1; kill -USR1 $PPID; sleep 0.5; exit 2")
+    script.when("stopped-on-purpose", "exit 0" if stopped else "exit 1")
+    script.when("may-restart", "exit 1")
+    process = script.run()
+    assert (process.returncode, process.stderr) == (2 if stopped else 0, "")
+    assert script.notes == ["check", "train", "stopped-on-purpose", *after, *([] if stopped else ["requeue 12"])]
+
+
 def test_a_check_that_the_time_limit_ends_blames_no_node(script: Script) -> None:
     script.when("check", "kill -USR1 $PPID; exit 138")
     process = script.run()
@@ -190,9 +221,21 @@ def test_a_job_without_the_bad_nodes_keeps_the_options(spares: str, size: list[s
 def test_bad_nodes_in_a_row_end(script: Script) -> None:
     (script._folder / "job").write_text(JOB)
     script.when("check", "printf n1 >bad_nodes; exit 3")
-    process = script.run(RESUBMITS="3")
+    script.when("begin", 'echo 40 >"$6/saved_step"')
+    process = script.run(RESUBMITS="3", RESUBMITS_AFTER_STEP="40")
     assert (process.returncode, "bad nodes in 4 jobs in a row, last n1" in process.stderr) == (2, True)
     assert script.notes == ["check"]
+
+
+@pytest.mark.parametrize(("step", "resubmits"), [(40, 3), (41, 1)])
+def test_bad_nodes_between_which_the_run_has_saved_do_not_add_up(step: int, resubmits: int, script: Script) -> None:
+    (script._folder / "job").write_text(JOB)
+    script.when("check", "printf n1 >bad_nodes; exit 3")
+    script.when("begin", f'echo {step} >"$6/saved_step"')
+    process = script.run(RESUBMITS="2", RESUBMITS_AFTER_STEP="40")
+    assert process.returncode == 3, process.stderr
+    of_new_job = (script._folder / "submitted").read_text().splitlines()
+    assert {f"RESUBMITS={resubmits}", f"RESUBMITS_AFTER_STEP={step}"} <= set(of_new_job)
 
 
 @pytest.fixture
@@ -224,6 +267,60 @@ def test_one_node_lost_takes_the_spare(with_spare: Script) -> None:
     assert (process.returncode, process.stderr) == (0, "")
     first, second = ["check", "train"], ["check", "train", "check-finished", "has-steps-left"]
     assert with_spare.notes == [*first, "failure", "may-restart", *second]
+
+
+NOT_STARTED = "srun: error: Task launch for StepId=12.0 failed on node n2: Communication connection failure"
+
+
+@pytest.mark.parametrize("status", [1, 143])
+def test_a_check_that_srun_cannot_start_names_the_node(status: int, with_spare: Script) -> None:
+    """Slurm does not know yet that its host is dead; there is no log, and srun ends its other tasks."""
+    with_spare.when("check", f"rm check_0.log; echo '{NOT_STARTED}' >&2; exit {status}")
+    with_spare.when("crashed-check", 'printf n2 >"$4/bad_nodes"')
+    with_spare.when("train", NOTE_NODES)
+    with_spare.when("has-steps-left", "exit 1")
+    process = with_spare.run(SPARES="1")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert with_spare.notes == ["check", "crashed-check", "train", "nodelist=n1,n3", "check-finished", "has-steps-left"]
+
+
+NOTE_NODES = 'grep -o "nodelist=[^ ]*" <<<"$*" >>"$NOTES"'
+
+
+def test_what_srun_says_of_the_check_is_not_taken_for_the_failure_of_training(with_spare: Script) -> None:
+    with_spare.when(
+        "check", "echo 'srun: error: n1: task 0: Exited with exit code 3' >&2; printf n1 >bad_nodes; exit 3"
+    )
+    with_spare.when("train", "echo 'srun: error: n3: task 1: Killed' >&2; exit 1")
+    with_spare.when("may-restart", "exit 1")
+    process = with_spare.run(SPARES="1")
+    assert (process.returncode, process.stderr) == (1, "")
+    failure = first_failure(with_spare._folder / "run" / "attempts" / "12.0")
+    assert (failure.reason, failure.killed) == ("Killed on n3", True)
+
+
+def test_a_spare_takes_the_place_of_a_node_that_training_finds_faulty(tmp_path: Path) -> None:
+    """Beside one that the check has found."""
+    script = Script(tmp_path, ("n1", "n2", "n3", "n4"))
+    script.when("check", 'if [ "$(grep -c check "$NOTES")" = 1 ]; then printf n1 >bad_nodes; exit 3; fi')
+    script.when("train", f"{NOTE_NODES}; {FAILS_ONCE}")
+    script.when("failure", 'printf n2 >"$8/faulty_nodes"')
+    script.when("has-steps-left", "exit 1")
+    process = script.run(SPARES="2")
+    assert (process.returncode, process.stderr) == (0, "")
+    first = ["check", "train", "nodelist=n2,n3", "failure", "may-restart"]
+    assert script.notes == [*first, "check", "train", "nodelist=n3,n4", "check-finished", "has-steps-left"]
+
+
+def test_a_faulty_node_without_a_spare_is_left_out_of_a_new_job(script: Script) -> None:
+    (script._folder / "job").write_text(JOB)
+    script.when("train", "exit 2")
+    script.when("failure", 'printf n2 >"$8/faulty_nodes"')
+    process = script.run()
+    assert process.returncode == 3, process.stderr
+    *before, line = script.notes
+    assert before == ["check", "train", "failure", "may-restart"]
+    assert " --exclude=n2,n[7-9] " in line
 
 
 def test_a_job_without_restarts_ends_where_it_has_too_few_nodes(with_spare: Script) -> None:

@@ -4,7 +4,9 @@ import json
 import os
 from pathlib import Path
 
-from grpo_mp.launch.job import first_failure
+import pytest
+
+from grpo_mp.launch.job import FAULTY_NODES, first_failure, report_failure
 from grpo_mp.launch.task import error_file
 
 SRUN_LOG = """srun: error: n2: task 5: Killed
@@ -13,9 +15,9 @@ srun: error: n1: tasks 0-3: Exited with exit code 1
 """
 
 
-def write_error(attempt: Path, rank: int, message: str, time: int) -> None:
+def write_error(attempt: Path, rank: int, message: str, time: int, **more: object) -> None:
     file = Path(error_file(str(attempt), str(rank)))
-    file.write_text(json.dumps({"message": {"message": message}}))
+    file.write_text(json.dumps({"message": {"message": message}, "rank": rank, **more}))
     os.utime(file, (time, time))
 
 
@@ -40,6 +42,72 @@ def test_errors_after_a_kill_do_not_count(tmp_path: Path) -> None:
     (tmp_path / "srun.log").write_text(SRUN_LOG)
     write_error(tmp_path, 0, "error: engine 0: the connection failed", time=100)
     assert first_failure(tmp_path).reason == "Killed on n2"
+
+
+NOT_STARTED = """srun: error: Task launch for StepId=7.1 failed on node n2: Communication connection failure
+srun: error: Application launch failed: Communication connection failure
+"""
+ABORTED = """srun: Job step aborted: Waiting up to 12 seconds for job step to finish.
+srun: error: n1: task 0: Killed
+srun: launch/slurm: _step_signal: Terminating StepId=7.1
+"""
+
+
+@pytest.mark.parametrize("after", ["", ABORTED])
+def test_a_step_that_srun_cannot_start_has_lost_a_node(tmp_path: Path, after: str) -> None:
+    """Slurm does not know yet that its host is dead; the other tasks are killed by srun."""
+    (tmp_path / "srun.log").write_text(NOT_STARTED + after)
+    failure = first_failure(tmp_path)
+    reason = "node n2: srun could not start its tasks (Communication connection failure)"
+    assert (failure.rank, failure.reason, failure.killed) == (None, reason, True)
+    assert failure.last_lines[0] == NOT_STARTED.splitlines()[0]
+
+
+def test_a_lost_node_is_the_failure_though_a_rank_ends_first(tmp_path: Path) -> None:
+    """Its peers lose the connection before Slurm says anything."""
+    lost = "srun: error: n1: task 0: Exited with exit code 1\nsrun: error: Node failure on n2\n"
+    (tmp_path / "srun.log").write_text(lost)
+    assert (first_failure(tmp_path).reason, first_failure(tmp_path).killed) == ("node n2: Slurm lost it", True)
+
+
+def test_tasks_that_srun_was_told_to_end_are_not_the_failure(tmp_path: Path) -> None:
+    (tmp_path / "srun.log").write_text(ABORTED)
+    failure = first_failure(tmp_path)
+    assert (failure.rank, failure.reason, failure.killed) == (None, "srun was told to end its tasks:", True)
+
+
+def test_a_stop_on_purpose_is_the_failure(tmp_path: Path) -> None:
+    """Whatever ended as its consequence, and whenever that was written."""
+    (tmp_path / "srun.log").write_text(SRUN_LOG)
+    write_error(tmp_path, 0, "error: step 3: the run stops", time=200, may_restart=False)
+    write_error(tmp_path, 2, "ValueError: odd", time=100)
+    failure = first_failure(tmp_path)
+    assert (failure.rank, failure.reason) == (0, "error: step 3: the run stops")
+    assert (failure.killed, failure.stopped, failure.faulty_ranks) == (False, True, ())
+
+
+def test_errors_of_ranks_that_torchrun_started(tmp_path: Path) -> None:
+    folder = tmp_path / "torchrun" / "none_x1" / "attempt_0" / "1"
+    folder.mkdir(parents=True)
+    text = json.dumps({"message": {"message": "error: the run stops"}, "rank": 9, "may_restart": False})
+    (folder / "error.json").write_text(text)
+    failure = first_failure(tmp_path)
+    assert (failure.rank, failure.reason, failure.stopped) == (9, "error: the run stops", True)
+
+
+def test_nodes_of_faulty_ranks_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_error(tmp_path, 0, "error: weights", time=100, may_restart=False, faulty_ranks=[2, 3, 7])
+    report_failure(tmp_path, ["n1", "n3", "n4", "n9"], ranks_per_node=2)
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert (first, second) == tuple(f"bad node {node}: its memory or network is faulty" for node in ("n3", "n9"))
+    assert (tmp_path / FAULTY_NODES).read_text() == "n3\nn9"
+
+
+def test_no_node_is_named_for_another_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_error(tmp_path, 0, "ValueError: odd", time=100)
+    report_failure(tmp_path, ["n1"], ranks_per_node=1)
+    assert capsys.readouterr().out == "rank 0 failed: ValueError: odd\n"
+    assert not (tmp_path / FAULTY_NODES).exists()
 
 
 def test_rank_that_exited_is_known_by_its_error_file(tmp_path: Path) -> None:

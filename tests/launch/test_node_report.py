@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from grpo_mp.distributed.rates import all_to_all_rate, measured_pairs, neighbor_pairs, result_within
 from grpo_mp.launch import nodes as nodes_module
-from grpo_mp.launch.job import BAD_NODES, name_crashed_node
+from grpo_mp.launch.job import BAD_NODES, CHECK_LOG, name_crashed_node
 from grpo_mp.launch.nodes import NodeReport, bad_nodes
 
 GOOD = NodeReport("a", "torch 2", 0.0, 100 * 2**30, 90 * 2**30, None, all_reduce=100e9, all_to_all=20e9)
@@ -208,7 +208,7 @@ def test_the_node_whose_check_crashed_first_is_named(
     """By what srun says; a mistake of the user's is no node's fault."""
     (tmp_path / "check_3.log").write_text("ImportError: libcuda.so.1\n")
     lines = [f"srun: error: n2: task 3: {how or 'Exited with exit code 2'}", "srun: error: n1: tasks 0-1: Terminated"]
-    (tmp_path / "srun.log").write_text("\n".join(lines))
+    (tmp_path / CHECK_LOG).write_text("\n".join(lines))
     name_crashed_node(tmp_path)
     said = f"bad node n2: its check crashed ({how}): ImportError: libcuda.so.1\n" if bad else ""
     assert capsys.readouterr().out == said
@@ -221,7 +221,30 @@ def test_the_node_whose_check_crashed_first_is_named(
 def test_who_srun_ended_and_who_came_after_a_mistake_is_not_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], first: str, bad: bool
 ) -> None:
-    (tmp_path / "srun.log").write_text(f"srun: error: {first}\nsrun: error: n2: task 3: Killed\n")
+    (tmp_path / CHECK_LOG).write_text(f"srun: error: {first}\nsrun: error: n2: task 3: Killed\n")
     name_crashed_node(tmp_path)
     assert capsys.readouterr().out == ("bad node n2: its check crashed (Killed)\n" if bad else "")
     assert (tmp_path / BAD_NODES).exists() == bad
+
+
+@pytest.mark.parametrize("nodes", [("n2",), ("n2", "n3")])
+def test_a_node_that_takes_no_tasks_is_named_and_not_those_whose_tasks_srun_kills(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], nodes: tuple[str, ...]
+) -> None:
+    """Its host is dead, and Slurm does not know yet; lines of a real srun 22.05, of a job of a thousand nodes."""
+    lines = [f"Task launch for StepId=1.0 failed on node {node}: Communication connection failure" for node in nodes]
+    lines.append("Application launch failed: Communication connection failure")
+    text = "".join(f"srun: error: {line}\n" for line in lines)
+    text += "srun: Job step aborted: Waiting up to 12 seconds for job step to finish.\n"
+    (tmp_path / CHECK_LOG).write_text(text + "".join(f"srun: error: n{n}: task {n}: Killed\n" for n in range(5, 1000)))
+    name_crashed_node(tmp_path)
+    said = "srun could not start its tasks (Communication connection failure)"
+    assert capsys.readouterr().out.splitlines() == [f"bad node {node}: {said}" for node in nodes]
+    assert (tmp_path / BAD_NODES).read_text().split() == list(nodes)
+
+
+def test_a_check_that_srun_was_told_to_end_blames_no_node(tmp_path: Path) -> None:
+    text = "srun: Job step aborted: Waiting up to 12 seconds for job step to finish.\nsrun: error: n3: task 2: Killed\n"
+    (tmp_path / CHECK_LOG).write_text(text)
+    name_crashed_node(tmp_path)
+    assert not (tmp_path / BAD_NODES).exists()

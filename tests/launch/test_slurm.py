@@ -193,6 +193,18 @@ def test_a_spare_takes_the_place_of_a_node_whose_check_crashes(submit: Submit, c
 
 
 @pytest.mark.nightly
+def test_a_spare_takes_the_place_of_a_dead_host(cluster: Cluster, submit: Submit) -> None:
+    """Slurm does not know yet: it cannot start the check there, and kills that of the nodes which are good."""
+    with cluster.dead_host("n2"):
+        job = submit("run.steps=1", "run.export=false", spares=1)
+        job.wait_for("Timeline: open ")  # it ends when Slurm reaches all its nodes again
+    job.wait_end()
+    assert "bad node n2: srun could not start its tasks (Communication connection failure)" in job.log
+    assert ("bad node n3" in job.log, "  n3: ranks 1-1; " in job.log) == (False, True)
+    assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
+
+
+@pytest.mark.nightly
 def test_torchrun_on_each_node(submit: Submit, tmp_path: Path) -> None:
     job = submit("run.steps=1", "run.export=false", LAUNCHER="torchrun")
     job.wait_end()

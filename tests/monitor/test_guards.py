@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from grpo_mp.config.monitor_section import MetricGuard
-from grpo_mp.errors import UserError
+from grpo_mp.errors import EarlyStopError
 from grpo_mp.monitor.guards import MetricGuards
 
 
@@ -63,7 +63,7 @@ def test_a_stop_names_metric_value_and_setting() -> None:
         "reward/mean was above 1 (1.5) (monitor.guards)"
     ]
     with pytest.raises(
-        UserError, match=r"^step 2: train/entropy was below 0\.1 \(0\.05\) \(monitor\.guards\): the run"
+        EarlyStopError, match=r"^step 2: train/entropy was below 0\.1 \(0\.05\) \(monitor\.guards\): the run"
     ):
         guards.check(2, {"train/entropy": 0.05, "reward/mean": 0.5})
 
@@ -72,7 +72,7 @@ def test_a_step_without_the_metric_does_not_count() -> None:
     guards = MetricGuards({"eval/sums/accuracy": MetricGuard(min=0.5, steps=2)})
     guards.check(1, {"eval/sums/accuracy": 0.1})
     guards.check(2, {})
-    with pytest.raises(UserError, match=r"below 0\.5 in 2 step"):
+    with pytest.raises(EarlyStopError, match=r"below 0\.5 in 2 step"):
         guards.check(3, {"eval/sums/accuracy": 0.2})
 
 

@@ -29,7 +29,7 @@ from grpo_mp.config import Settings
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import Parallel, all_gather, context_reduction
 from grpo_mp.distributed.shards import shard_holders
-from grpo_mp.errors import UserError
+from grpo_mp.errors import ReplicaDriftError, UserError
 from grpo_mp.models.fp8 import SCALE, quantize
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.pipeline_layout import layers_of_stages, with_mtp_layer
@@ -437,8 +437,8 @@ def drifted(bench: Bench) -> Result:
 def _check_replicas(policy: Policy) -> str:
     try:
         check_replicas(policy, 7)
-    except UserError as error:
-        return str(error)
+    except ReplicaDriftError as error:
+        return f"{error}; faulty: {list(error.faulty_ranks)}"
     return ""
 
 

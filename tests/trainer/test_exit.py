@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from grpo_mp.errors import DiskError, UserError
+from grpo_mp.errors import DiskError, EarlyStopError, ReplicaDriftError, UserError
 from grpo_mp.monitor.watchdog import Watchdog
 from grpo_mp.trainer import exit
 from grpo_mp.trainer.exit import PeerFailedError, exit_on_error, ignore_more_interrupts, report_error_once
@@ -165,6 +166,28 @@ def test_torchrun_shows_the_message_as_the_root_cause(
     summary = ChildFailedError("train", {0: unreported, 1: reported}).format_msg()
     assert f"traceback : {message}\n" in summary.partition("Root Cause")[2]
     assert json.loads(file.read_text())["message"]["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("error", "mark"),
+    [
+        (UserError("x"), {}),
+        (ValueError("x"), {}),
+        (EarlyStopError("x"), {"may_restart": False}),
+        (ReplicaDriftError("x", [3, 4]), {"may_restart": False, "faulty_ranks": [3, 4]}),
+        (ReplicaDriftError("x", []), {"may_restart": False, "faulty_ranks": []}),
+    ],
+)
+def test_a_batch_script_is_told_whether_training_stopped_on_purpose(
+    error: Exception, mark: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises((SystemExit, ValueError)), exit_on_error():
+        raise error
+    values = json.loads((tmp_path / "error.json").read_text())
+    assert values.pop("message")["message"].endswith(": x")
+    assert values == {"rank": 0, **mark}
 
 
 @pytest.mark.parametrize("broken", ["fsync", "replace"])

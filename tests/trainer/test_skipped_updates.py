@@ -17,7 +17,7 @@ from grpo_mp.batching.routed_experts import experts_of_group, without_experts
 from grpo_mp.checkpoint.run_state import ROLLOUTS, TrainState
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.errors import UserError
+from grpo_mp.errors import EarlyStopError, UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.rewards.scorer import RewardStats
@@ -166,7 +166,9 @@ def test_the_samples_of_a_skipped_update_are_kept_once_and_the_run_stops_after_s
     ctx.state = replace(ctx.state, skipped_in_a_row=1)
     assert keep_skipped(ctx, batch, [skipped], 6) == 2
     assert keep_skipped(ctx, batch, [done], 6) == 0
-    with pytest.raises(UserError, match=r"^step 7: update skipped, 3 in a row: .*max_skipped_updates=3: look at them$"):
+    with pytest.raises(
+        EarlyStopError, match=r"^step 7: update skipped, 3 in a row: .*max_skipped_updates=3: look at them$"
+    ):
         keep_skipped(ctx, batch, [skipped, skipped], 7)
 
 
@@ -179,7 +181,9 @@ def test_a_critic_whose_updates_are_skipped_in_a_row_stops_the_run(tiny_run: Tin
     sentence = "update of the critic skipped, 1 in a row: gradient norm nan, nan: lower critic.lr"
     assert notes == [f"warning: step 5: {sentence}"]
     ctx.state = replace(ctx.state, critic_skipped_in_a_row=1)
-    with pytest.raises(UserError, match=r"^step 6: update of the critic skipped, 3 in a row: .*max_skipped_updates=3$"):
+    with pytest.raises(
+        EarlyStopError, match=r"^step 6: update of the critic skipped, 3 in a row: .*max_skipped_updates=3$"
+    ):
         note_skipped_by_critic(ctx, [skipped, skipped], 6)
 
 
