@@ -2,8 +2,10 @@
 
 FILE has `folder` and `stages`, each a run of grpo-mp train, sft or sample with a settings file, and settings laid over
 it; '{NAME}/final' is what the stage NAME ended with. The model that each stage ends with is scored as `evaluation`
-says. The same command goes on where an earlier one was stopped or killed. --dry-run checks all settings, and shows
-what would run. The exit status is 0 when all stages are done, 75 when the pipeline was stopped before.
+says. The same command goes on where an earlier one was stopped or killed. Before the first stage starts, all settings
+are checked, and that models, data and code are there or made by a stage before; --dry-run does this alone, and shows
+what would run. The exit status is 0 when all stages are done, 75 when the pipeline was stopped before, 2 when it is
+refused.
 """
 
 import shlex
@@ -21,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
         "overrides", nargs="*", default=[], metavar="key=value", help="laid over the file's, as folder=F"
     )
     parser.add_argument("--ranks", type=number_of_ranks, help="ranks to start for each stage (default: one)")
-    parser.add_argument("--dry-run", action="store_true", help="check all settings, show what would run, start nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check all stages, show what would run, start nothing")
     args = parser.parse_intermixed_args(arguments)
     from grpo_mp.config import load_pipeline  # pydantic is slow to import
     from grpo_mp.pipeline.runner import Pipeline
@@ -30,6 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 
     settings = load_pipeline(args.file, args.overrides)
     pipeline = Pipeline(settings, make_jobs(settings, args.file))
+    pipeline.check(args.ranks, starts=not args.dry_run)
     if args.dry_run:
         for job in pipeline.jobs:
             print(f"{pipeline.state(job):6} {job.name}: grpo-mp {shlex.join(job.arguments(args.ranks))}")

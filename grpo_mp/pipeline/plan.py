@@ -1,24 +1,27 @@
 """The plan of a whole pipeline: whether each stage fits the machines, and how many hours of them it takes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
 from rich.console import Console
 
-from grpo_mp.config import PipelineSettings, Settings, SftSettings, load_settings, load_sft_settings
+from grpo_mp.config import PipelineSettings, Settings, SftSettings
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig, check_positions
-from grpo_mp.pipeline.stages import EVALUATE, StageJob, make_jobs
+from grpo_mp.pipeline.inputs import check_made, find_maker, load_job_settings, model_folders
+from grpo_mp.pipeline.stages import EVALUATE, MODEL, StageJob, make_jobs
 from grpo_mp.planner.clusters import Cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.meta_model import check_parameter_counts
 from grpo_mp.planner.model_configs import find_config
+from grpo_mp.planner.parameter_count import ComingModel, stored_bytes
 from grpo_mp.planner.plan import check_engines_fit, check_fits, make_plan
 from grpo_mp.planner.sft import make_sft_plan, sft_job
 from grpo_mp.planner.show import table_of
+from grpo_mp.policy.parameter_bytes import bytes_per_parameter
 from grpo_mp.sampling.settings import sampling_settings
 
 COLUMNS = ("stage", "command", "fits", "steps", "s a step", "hours", "GPU hours")
@@ -63,15 +66,21 @@ class StagePlan:
 
 def plan_pipeline(settings: PipelineSettings, file: Path, machines: Machines) -> list[StagePlan]:
     """Plan every stage of a pipeline, which was read from `file`. Raises UserError, with the stage's name."""
-    plans, models = list[StagePlan](), dict[Path, HfConfig]()
-    for stage_job in make_jobs(settings, file):
-        if stage_job.command == EVALUATE:
-            continue
-        rows = settings.stages[stage_job.name].rows
+    plans, made = list[StagePlan](), dict[str, ComingModel]()
+    stages = [job for job in make_jobs(settings, file) if job.command != EVALUATE]
+    loaded = dict[str, Settings | SftSettings]()
+    for number, job in enumerate(stages):
         try:
-            plans.append(_plan_stage(stage_job, rows, models, machines))
+            loaded[job.name] = load_job_settings(job)
+            check_made(job, stages[:number], loaded)
+            coming = _coming_models(job, loaded[job.name], stages[:number], made)
+            begins = coming.get(loaded[job.name].model.path)
+            hf = begins.hf if begins else find_config(loaded[job.name].model.path)[0]
+            plans.append(_plan_stage(job, loaded[job.name], hf, settings.stages[job.name].rows, coming, machines))
         except UserError as error:
-            raise UserError(f"stage {stage_job.name}: {error}") from error
+            raise UserError(f"stage {job.name}: {error}") from error
+        if job.command != "sample":
+            made[job.name] = _made_model(loaded[job.name], hf)
     return plans
 
 
@@ -89,12 +98,38 @@ def show_pipeline_plan(plans: Sequence[StagePlan], machines: Machines, console: 
     return all(plan.fits for plan in plans)
 
 
-def _plan_stage(stage_job: StageJob, rows: int | None, models: dict[Path, HfConfig], machines: Machines) -> StagePlan:
-    """Plan one stage, whose model is that of a former one where it begins with its end; keep its model in `models`."""
-    load = load_sft_settings if stage_job.command == "sft" else load_settings
-    settings = load(stage_job.config, stage_job.overrides)
-    hf = _model(settings.model.path, models)
-    models[stage_job.folder / "final"] = hf
+def _coming_models(
+    job: StageJob, settings: Settings | SftSettings, former: Sequence[StageJob], made: Mapping[str, ComingModel]
+) -> dict[Path, ComingModel]:
+    """Return by folder the models that a stage takes of former ones; `made`: what each of those ends with."""
+    found = dict[Path, ComingModel]()
+    for setting, path in model_folders(job.command, settings).items():
+        if not (maker := find_maker(path, former)):
+            continue
+        stage, rest = maker
+        if stage.name not in made or not MODEL.fullmatch(rest):
+            raise UserError(f"{setting}={path} is no model: stage {stage.name} ({stage.command}) makes none there")
+        found[path] = made[stage.name]
+    return found
+
+
+def _made_model(settings: Settings | SftSettings, hf: HfConfig) -> ComingModel:
+    """Return the model that a run exports, at its end and before; `hf`: of the one that it begins with."""
+    model = settings.model
+    hf = replace(hf, family=model.family, trains_mtp=model.trains_mtp)
+    width = bytes_per_parameter(model.dtype, settings.training.megatron_args, settings.optimizer.offload).weights
+    return ComingModel(hf, stored_bytes(hf, width, settings.run.export_fp8))
+
+
+def _plan_stage(
+    stage_job: StageJob,
+    settings: Settings | SftSettings,
+    hf: HfConfig,
+    rows: int | None,
+    coming: Mapping[Path, ComingModel],
+    machines: Machines,
+) -> StagePlan:
+    """Plan one stage, which begins with a model of this config; `coming`: those that it takes of former stages."""
     if isinstance(settings, SftSettings):
         check_positions(hf, settings.sft.max_tokens, "sft.max_tokens")
         return _plan_sft(stage_job, settings, hf, rows, machines)
@@ -102,7 +137,15 @@ def _plan_stage(stage_job: StageJob, rows: int | None, models: dict[Path, HfConf
     check_positions(hf, settings.rollout.max_sequence_tokens, lengths)
     samples = stage_job.command == "sample"
     settings = sampling_settings(settings) if samples else settings
-    job = make_job(settings, hf, machines.cluster, machines.nodes, machines.gpus_per_node, machines.mean_tokens)
+    job = make_job(
+        settings,
+        hf,
+        machines.cluster,
+        machines.nodes,
+        machines.gpus_per_node,
+        machines.mean_tokens,
+        coming=coming,
+    )
     check_parameter_counts(job)
     plan = make_plan(job)
     fits = check_engines_fit(plan) if samples else check_fits(plan)
@@ -139,8 +182,3 @@ def _needed(rows: int | None, why: str) -> int:
     if rows is None:
         raise UserError(f"its length follows from its data ({why}): say how many rows that has, as rows: 10000")
     return rows
-
-
-def _model(path: Path, models: Mapping[Path, HfConfig]) -> HfConfig:
-    """Return the config of the model that a stage begins with."""
-    return models[path] if path in models else find_config(path)[0]

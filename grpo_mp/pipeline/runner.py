@@ -1,76 +1,87 @@
 """Run the jobs of a pipeline one after another, and go on where an earlier start ended."""
 
 import fcntl
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.config import PipelineSettings, Settings, SftSettings, load_settings, load_sft_settings
+from grpo_mp.config import PipelineSettings, Settings, SftSettings
 from grpo_mp.errors import UserError
 from grpo_mp.files import file_digest, write_json
 from grpo_mp.models.folder_digest import model_digest
-from grpo_mp.pipeline.stages import EVALUATE, Record, StageJob, check_inputs, check_records, digests, present_records
+from grpo_mp.pipeline.inputs import StageInputs, check_made, load_job_settings, read_inputs, read_tree, texts_in
+from grpo_mp.pipeline.stages import Record, StageJob, check_inputs, check_records, digests, present_records
 from grpo_mp.processes import PR_SET_PDEATHSIG, prctl
 from grpo_mp.reading import read_json, read_text
 from grpo_mp.user_code import file_digests
 
 RECORDS, LOCK = "pipeline.json", "pipeline.lock"
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
-UNREAD: Mapping[str, dict[str, Any]] = {  # settings that a command does not read, or takes from its options
-    EVALUATE: {"data": {"train"}, "model": {"path"}},
-    "sample": {"data": {"eval"}},
-}
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # which let a run save and end
 
 
 def check_jobs(jobs: Sequence[StageJob]) -> dict[Path, str]:
     """Check the settings of every job, and return the content of their files. Raises UserError."""
-    texts: dict[Path, str] = {}
-    for job in jobs:
+    texts, settings = dict[Path, str](), dict[str, Settings | SftSettings]()
+    for number, job in enumerate(jobs):
         texts[job.config] = read_text(job.config)
         try:
-            settings = load_job_settings(job)
+            settings[job.name] = load_job_settings(job)
+            check_made(job, jobs[:number], settings)
         except UserError as error:
             raise UserError(f"stage {job.name}: {error}") from error
-        if job.command in ("train", "sft") and not settings.run.export:
+        if job.command in ("train", "sft") and not settings[job.name].run.export:
             raise UserError(f"stage {job.name}: run.export=false leaves no model for the next stage: leave it out")
     return texts
 
 
-def load_job_settings(job: StageJob) -> Settings | SftSettings:
-    """Return the settings that a job runs with. Raises UserError."""
-    load = load_sft_settings if job.command == "sft" else load_settings
-    return load(job.config, job.overrides)
+def check_ahead(inputs: Sequence[StageInputs], ranks: int | None, starts: bool) -> None:
+    """Check stages as their commands do, in a process that takes with it what it imports, users' code too.
+
+    `starts`: they are to run on this machine. Raises UserError, with the stage's name, for one that cannot run.
+    """
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_parent) as pool:
+        try:
+            pool.submit(_check_stages, inputs, ranks, starts).result()
+        except BrokenProcessPool as error:
+            raise UserError("what checks the stages was killed, and nothing has started: start again") from error
+
+
+def _end_with_parent() -> None:
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a trace
+
+
+def _check_stages(inputs: Sequence[StageInputs], ranks: int | None, starts: bool) -> None:
+    from grpo_mp.log import log_to_terminal
+    from grpo_mp.pipeline.preflight import check_stages, job_size  # torch and what users wrote
+
+    log_to_terminal()
+    check_stages(inputs, job_size(ranks, starts))
 
 
 def input_digests(job: StageJob) -> dict[str, str]:
     """Return the digests of what a job reads and that is there: files of data and code, and models, by path."""
-    unread = {"run": True, "monitor": True} | UNREAD.get(job.command, {})
-    tree = load_job_settings(job).model_dump(mode="json", exclude=unread)
+    tree = read_tree(job, load_job_settings(job), {"run": True, "monitor": True})
     found = file_digests(tree)
-    for text in {*_texts(tree), *job.options}:
+    for text in {*texts_in(tree), *job.options}:
         if os.path.isfile(text):
             found[text] = file_digest(Path(text))
         elif os.path.isfile(os.path.join(text, "config.json")):
             found[text] = model_digest(Path(text))
     return dict(sorted(found.items()))
-
-
-def _texts(tree: Any) -> Iterator[str]:
-    """Yield every text of nested settings."""
-    if isinstance(tree, str):
-        yield tree
-    elif isinstance(tree, dict | list):
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            yield from _texts(part)
 
 
 class Pipeline:
@@ -91,6 +102,12 @@ class Pipeline:
         """Return how far a job is, in a word."""
         record = self.records.get(job.name)
         return "to do" if record is None else "done" if record.done and job.result.exists() else "begun"
+
+    def check(self, ranks: int | None, starts: bool) -> None:
+        """Check what is not done, see `check_ahead`, before anything starts. Raises UserError."""
+        done = {job.name for job in self.jobs if self.state(job) == "done"}
+        if inputs := read_inputs(self.jobs, done):
+            check_ahead(inputs, ranks, starts)
 
     def run(self, ranks: int | None) -> int:
         """Run what is not done; return the exit status: 0 when all is, STOPPED, or that of the first job that fails.

@@ -1,5 +1,6 @@
 """What the stages of a pipeline run, in which folders, and whether a folder is another's. Pure functions."""
 
+import difflib
 import hashlib
 import json
 import re
@@ -13,7 +14,23 @@ from grpo_mp.errors import UserError, did_you_mean
 
 BASE = "base"  # name of the model before the first stage
 EVALUATE = "evaluate"  # folder of the scores, by stage
-REFERENCE = re.compile(r"\{([^{}/\s]+)\}(?=/|$)")
+REFERENCE = re.compile(r"\{(\s*[^{}/\s\"',:]+\s*)\}(?=/|$)")  # not JSON in a text
+STEP = r"step_[0-9]{6,}"
+MODEL = re.compile(rf"final|exports/{STEP}")  # what a run makes that a model is loaded from
+OF_RUN = re.compile(rf"((final|exports/{STEP})(_adapter)?|checkpoints/{STEP})(/.+)?")
+OF_SAMPLE = re.compile(r"samples\.parquet|pass_rates\.jsonl|groups(/.+)?")
+NAMES_OF_RUN = (
+    "final",
+    "final_adapter",
+    "exports/step_000010",
+    "exports/step_000010_adapter",
+    "checkpoints/step_000010",
+)
+MADE = {  # what later stages may take, and how it is written
+    "train": (OF_RUN, NAMES_OF_RUN),
+    "sft": (OF_RUN, NAMES_OF_RUN),
+    "sample": (OF_SAMPLE, ("samples.parquet", "pass_rates.jsonl", "groups")),
+}
 RESULTS = {"train": "final/config.json", "sft": "final/config.json", "sample": "samples.parquet", EVALUATE: "eval.json"}
 
 
@@ -37,6 +54,11 @@ class StageJob:
     def result(self) -> Path:
         """Return the file that is there when the job is done."""
         return self.folder / RESULTS[self.command]
+
+    @property
+    def model(self) -> Path | None:
+        """Return the model that is named by an option; None: that of the settings."""
+        return Path(self.options[self.options.index("--model") + 1]) if "--model" in self.options else None
 
     @property
     def overrides(self) -> list[str]:
@@ -68,22 +90,22 @@ def make_jobs(settings: PipelineSettings, file: Path) -> list[StageJob]:
 
     Raises UserError for a stage that takes what no stage before it makes.
     """
-    jobs, folders = list[StageJob](), dict[str, Path]()
+    jobs, former = list[StageJob](), dict[str, StageJob]()
     if settings.base and settings.evaluation:
-        jobs.append(_evaluation(settings, file, BASE, settings.base, {}, folders))
+        jobs.append(_evaluation(settings, file, BASE, settings.base, {}, former))
     for name, stage in settings.stages.items():
         where, folder = f"{file}: stages.{name}", settings.folder / name
-        found, needs = _resolve(dict(stage.settings), folders, where, tuple(settings.stages))
+        found, needs = _resolve(dict(stage.settings), former, where, tuple(settings.stages))
         reserved = {"run.folder"} & found.keys()
         if reserved:
             raise UserError(f"{where}: run.folder is the stage's, {folder}: leave it out")
         is_run = stage.command != "sample"
         found |= {"run.folder": str(folder)} if is_run else {}
         options = () if is_run else ("--out", str(folder))
-        jobs.append(StageJob(name, stage.command, file.parent / stage.config, folder, found, options, needs))
-        folders[name] = folder
+        former[name] = StageJob(name, stage.command, file.parent / stage.config, folder, found, options, needs)
+        jobs.append(former[name])
         if settings.evaluation and is_run and stage.evaluation is not None:
-            jobs.append(_evaluation(settings, file, name, folder / "final", stage.evaluation, folders))
+            jobs.append(_evaluation(settings, file, name, folder / "final", stage.evaluation, former))
     return jobs
 
 
@@ -93,12 +115,12 @@ def _evaluation(
     name: str,
     model: Path,
     more: Mapping[str, Any],
-    folders: Mapping[str, Path],
+    former: Mapping[str, StageJob],
 ) -> StageJob:
     assert settings.evaluation
     folder = settings.folder / EVALUATE / name
     given = {**settings.evaluation.settings, **more}
-    resolved, taken = _resolve(given, folders, f"{file}: evaluation of {name}", tuple(settings.stages))
+    resolved, taken = _resolve(given, former, f"{file}: evaluation of {name}", tuple(settings.stages))
     found = {"run.folder": str(settings.folder / EVALUATE), **resolved}
     options = ("--model", str(model), "--out", str(folder))
     needs = tuple(dict.fromkeys([*([] if name == BASE else [name]), *taken]))
@@ -106,11 +128,13 @@ def _evaluation(
     return StageJob(f"{EVALUATE} {name}", EVALUATE, config, folder, found, options, needs, name)
 
 
-def _resolve(value: Any, folders: Mapping[str, Path], where: str, stages: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
+def _resolve(
+    value: Any, former: Mapping[str, StageJob], where: str, stages: Sequence[str]
+) -> tuple[Any, tuple[str, ...]]:
     """Return a value with the folders of the stages that its texts begin with, and the names of those.
 
-    `folders`: of the stages before it; `stages`: all there are. Raises UserError for one that no stage before it is,
-    and where a stage is named elsewhere in a text.
+    `former`: the stages before it; `stages`: all there are. Raises UserError for one that no stage before it is, for
+    what that stage does not make, and where a stage is named elsewhere in a text.
     """
     needs: dict[str, None] = {}
 
@@ -121,24 +145,45 @@ def _resolve(value: Any, folders: Mapping[str, Path], where: str, stages: Sequen
             return [resolve(inner, path) for inner in value]
         if not isinstance(value, str):
             return value
-        match = REFERENCE.match(value)
-        if inside := next((name for name in stages if f"{{{name}}}" in value[match.end() if match else 0 :]), None):
-            raise UserError(
-                f"{where}: {path} takes {value}, in which {{{inside}}} stands for no folder: a path begins with it, as "
-                f"{{{inside}}}/final"
-            )
-        if not match:
+        stage, rest = _reference(value, former, f"{where}: {path} takes {value}", stages)
+        if stage is None:
             return value
-        name = match[1]
-        if name not in folders:
-            known = f"those are {', '.join(folders)}" if folders else "it is the first"
-            raise UserError(
-                f"{where}: {path} takes {value}, and no stage before it is {name}{did_you_mean(name, folders)}: {known}"
-            )
-        needs[name] = None
-        return f"{folders[name]}{value[match.end() :]}"
+        needs[stage.name] = None
+        return str(stage.folder / rest)
 
     return resolve(value, ""), tuple(needs)
+
+
+def _reference(
+    text: str, former: Mapping[str, StageJob], takes: str, stages: Sequence[str]
+) -> tuple[StageJob | None, str]:
+    """Return the stage that a text begins with, and what it takes of it; None and nothing of one that takes none.
+
+    Raises UserError, which begins with `takes`, as `_resolve` does.
+    """
+    match = REFERENCE.match(text)
+    rest = text[match.end() if match else 0 :]
+    if inside := next((name for name in stages if re.search(rf"\{{\s*{re.escape(name)}\s*\}}", rest)), None):
+        raise UserError(
+            f"{takes}, in which {{{inside}}} stands for no folder: a path begins with it, as {{{inside}}}/final"
+        )
+    if not match:
+        return None, ""
+    name = match[1].strip()
+    if name not in former:
+        known = f"those are {', '.join(former)}" if former else "it is the first"
+        raise UserError(f"{takes}, and no stage before it is {name}{did_you_mean(name, former)}: {known}")
+    if name != match[1]:
+        raise UserError(f"{takes}, where the name of stage {name} has blanks: write {{{name}}}{rest}")
+    stage, rest = former[name], rest.strip("/")
+    made, names = MADE[stage.command]
+    if not made.fullmatch(rest) or ".." in rest.split("/"):
+        nearest = difflib.get_close_matches(rest, names, n=1, cutoff=0.0)[0] if rest else names[0]
+        raise UserError(
+            f"{takes}, which stage {name} ({stage.command}) does not make (did you mean {{{name}}}/{nearest}?): it "
+            f"makes {', '.join(names)}"
+        )
+    return stage, rest
 
 
 def digests(jobs: Sequence[StageJob], texts: Mapping[Path, str]) -> dict[str, str]:

@@ -7,14 +7,16 @@ import pytest
 import yaml
 
 from grpo_mp.cli.plan import main
-from grpo_mp.config import load_pipeline, load_settings
+from grpo_mp.config import Settings, check_settings, load_pipeline, load_settings
 from grpo_mp.errors import UserError
-from grpo_mp.pipeline.plan import Machines, plan_pipeline
+from grpo_mp.pipeline.plan import Machines, StagePlan, plan_pipeline
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.model_configs import named_config
+from grpo_mp.planner.parameter_count import ComingModel, stored_bytes
 from grpo_mp.planner.plan import make_plan
+from grpo_mp.planner.reward_memory import teacher_memory
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.recipes import CONFIGS, PIPELINES
 
@@ -117,6 +119,71 @@ def test_a_stage_that_its_model_has_no_positions_for_is_refused(
     stages = STAGES | {stage: {**STAGES[stage], "settings": STAGES[stage]["settings"] | settings}}
     with pytest.raises(UserError, match=rf"^stage {stage}: .*{words}.* but the model has only 4096 positions"):
         plan_pipeline(load_pipeline(write(file.parent, stages)), file, NODE)
+
+
+BYTES = 2 * 7_615_616_512  # of Qwen2.5-Math-7B in bfloat16, as published
+TEACHER = "algorithm.distillation"
+PPO = {"algorithm": "ppo", "algorithm.kl.coef": 0.0}
+
+
+def plan_with(file: Path, last: dict[str, Any], start: dict[str, Any] | None = None) -> list[StagePlan]:
+    """Plan the cold start, the RL after it, and a last stage of RL of the model from which the first began."""
+    settings = {"model.path": f"checkpoints/{MODEL}", "run.steps": 1}
+    stages = {
+        "start": {**STAGES["start"], "settings": STAGES["start"]["settings"] | (start or {})},
+        "rl": STAGES["rl"],
+        "last": {"command": "train", "config": "rl.yaml", "settings": settings | last},
+    }
+    written = write(file.parent, stages)
+    return plan_pipeline(load_pipeline(written), written, NODE)
+
+
+def test_a_teacher_may_be_a_former_stages_model(file: Path) -> None:
+    """It takes as much room as files of its parameters would."""
+    coming = plan_with(file, {TEACHER: {"teacher": {"folder": "{rl}/final"}}})[-1]
+    there = file.parent / "teacher"
+    there.mkdir()
+    with (there / "model.safetensors").open("wb") as weights:
+        weights.truncate(BYTES)  # no blocks are written
+    on_disk = plan_with(file, {TEACHER: {"teacher": {"folder": str(there)}}})[-1]
+    assert coming == on_disk
+    assert coming.why != plan_with(file, {})[-1].why
+    with pytest.raises(UserError, match=r"^stage last: .*teacher.folder=elsewhere: it has no weights"):
+        plan_with(file, {TEACHER: {"teacher": {"folder": "elsewhere"}}})
+
+
+def test_what_servers_of_a_coming_model_hold() -> None:
+    settings = load_settings_of({TEACHER: {"teacher": {"folder": "t", "gpus_per_server": 2}}})
+    hf = named_config(MODEL)
+    coming = {Path("t"): ComingModel(hf, stored_bytes(hf, 2, fp8=False))}
+    job = make_job(settings, hf, NODE.cluster, 1, coming=coming)
+    assert coming[Path("t")].weight_bytes == BYTES
+    assert teacher_memory(job).weights == BYTES / 2
+    in_fp8 = stored_bytes(hf, 2, fp8=True)
+    embeddings = 2 * 2 * hf.int("vocab_size") * hf.int("hidden_size")  # with the output layer, which stays as it is
+    assert in_fp8 - embeddings == pytest.approx((BYTES - embeddings) / 2, rel=1e-3)
+
+
+def load_settings_of(values: dict[str, Any]) -> Settings:
+    return check_settings({**RL, "algorithm": {"distillation": values[TEACHER]}}, "test")
+
+
+def test_a_critic_may_be_a_former_stages_model(file: Path) -> None:
+    coming = plan_with(file, {**PPO, "critic": {"path": "{rl}/final"}})[-1]
+    assert coming == plan_with(file, {**PPO, "critic": {"path": f"checkpoints/{MODEL}"}})[-1]
+    assert coming.step_s > plan_with(file, {})[-1].step_s
+    with pytest.raises(UserError, match=r"^stage last: critic.path=elsewhere is not on this machine"):
+        plan_with(file, {**PPO, "critic": {"path": "elsewhere"}})
+
+
+def test_a_stage_may_begin_with_an_export(file: Path) -> None:
+    every = {"run.export_every": 5}
+    begun = plan_with(file, {"model.path": "{start}/exports/step_000010"}, every)[-1]
+    assert begun == plan_with(file, {"model.path": "{start}/final"}, every)[-1]
+    with pytest.raises(UserError, match=r"^stage last: .*start/checkpoints/step_000010 is no model: stage start"):
+        plan_with(file, {"model.path": "{start}/checkpoints/step_000010"})
+    with pytest.raises(UserError, match=r"^stage last: .*stage start makes no exports while it goes on"):
+        plan_with(file, {"model.path": "{start}/exports/step_000010"})
 
 
 @pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.stem)

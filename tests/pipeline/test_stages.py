@@ -112,6 +112,30 @@ def test_a_stage_takes_what_former_ones_made(folder: Path) -> None:
             r"stages.rl: model.path takes {start}_x/final, in which {start} stands for no folder: .* {start}/final",
         ),
         ("rl", {"settings": {"model.path": "x/{start}/final"}}, "in which {start} stands for no folder"),
+        (
+            *("rl", {"settings": {"model.path": "{start}/finl"}}),
+            r"stages.rl: model.path takes {start}/finl, which stage start \(sft\) does not make \(did you mean "
+            r"{start}/final\?\): it makes final, final_adapter, exports/step_000010, .*, checkpoints/step_000010$",
+        ),
+        ("rl", {"settings": {"model.path": "{start}"}}, r"takes {start}, which .* \(did you mean {start}/final\?\)"),
+        ("rl", {"settings": {"model.path": "{start}/final/../x"}}, "which stage start .* does not make"),
+        ("rl", {"settings": {"model.path": "{start}/exports/step_1"}}, r"did you mean {start}/exports/step_000010\?"),
+        ("rl", {"settings": {"data.train": "{start}/samples.parquet"}}, r"stage start \(sft\) does not make"),
+        (
+            *("student", {"settings": {"model.path": "{found}/final"}}),
+            r"which stage found \(sample\) does not make .*: it makes samples.parquet, pass_rates.jsonl, groups$",
+        ),
+        ("rl", {"settings": {"model.path": "{ start }/final"}}, r"of stage start has blanks: write {start}/final$"),
+        ("rl", {"settings": {"model.path": "{ strat }/final"}}, r"is strat \(did you mean start\?\)"),
+        ("rl", {"settings": {"model.path": "x/{ start }/final"}}, "in which {start} stands for no folder"),
+        (
+            *("rl", {"settings": {"model.path": "{start}/final_adapter"}}),
+            "^stage rl: .*start/final_adapter: stage start makes no adapters: set its model.lora, or",
+        ),
+        (
+            *("rl", {"settings": {"model.path": "{start}/exports/step_000010"}}),
+            "^stage rl: .*stage start makes no exports while it goes on: set its run.export_every, or take final",
+        ),
         ("rl", {"settings": {"run.folder": "x"}}, "run.folder is the stage's"),
         ("rl", {"settings": {"optimiser.lr": 1}}, "stage rl: .*unknown setting optimiser"),
         ("rl", {"config": "sft.yaml", "settings": {}}, "stage rl: .*these are settings of supervised fine-tuning"),
@@ -126,6 +150,36 @@ def test_mistakes_are_told_before_anything_starts(folder: Path, stage: str, valu
     with pytest.raises(UserError, match=sentence):
         open_pipeline(write(folder, stages))
     assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(("step", "steps"), [(3, 20), (0, 20), (20, 10)])
+def test_exports_that_a_stage_does_not_reach_are_refused(folder: Path, step: int, steps: int) -> None:
+    start = {**STAGES["start"], "settings": {"run.export_every": 2, "run.steps": steps}}
+    stages = {**STAGES, "start": start, "rl": deepcopy(STAGES["rl"])}
+    stages["rl"]["settings"]["model.path"] = "{start}/exports/step_000004"
+    jobs = open_pipeline(write(folder, stages)).jobs
+    assert jobs[1].settings["model.path"] == f"{folder}/out/start/exports/step_000004"
+    stages["rl"]["settings"]["model.path"] = f"{{start}}/exports/step_{step:06d}"
+    with pytest.raises(UserError, match=rf"makes exports of every 2 steps up to {steps}, not of step {step}: take one"):
+        open_pipeline(write(folder, stages))
+
+
+def test_what_else_later_stages_may_take(folder: Path) -> None:
+    """Adapters where there are some, files below a model, pass rates; a text of JSON names no stage."""
+    start = {**STAGES["start"], "settings": {"model.lora": {"rank": 2, "alpha": 2.0}}}
+    settings = {
+        "data": {"train": {"a": {"path": "t.jsonl", "pass_rates": "{found}/pass_rates.jsonl"}}},
+        "engine.args": {"lora": "{start}/final_adapter", "template": "{start}/final/chat_template.jinja"},
+        "engine.args.text": '{"a": 1}',
+    }
+    stages = {**STAGES, "start": start, "student": {"command": "train", "config": "rl.yaml", "settings": settings}}
+    out, found = folder / "out", open_pipeline(write(folder, stages)).jobs[-1].settings
+    assert found["data"]["train"]["a"]["pass_rates"] == f"{out}/found/pass_rates.jsonl"
+    assert found["engine.args"] == {
+        "lora": f"{out}/start/final_adapter",
+        "template": f"{out}/start/final/chat_template.jinja",
+    }
+    assert found["engine.args.text"] == '{"a": 1}'
 
 
 @pytest.mark.parametrize("name", ["Start", "../x", "base", ""])
