@@ -9,7 +9,6 @@ from grpo_mp.parsers import (
     MAX_RANKS,
     Parser,
     count_up_to,
-    non_negative,
     number_between,
     number_of_ranks,
     positive_int,
@@ -23,6 +22,9 @@ FAILING = {
     "host": "a host, for other reasons",
     "network": "a host's network",
 }
+MIN_MTBF_H, MAX_MTBF_H = 0.01, 1e7  # of one GPU: a failure every 36 s, or in more than a thousand years
+MAX_RESTART_S = 1e6  # more than a week
+MAX_REPAIR_H = 1e4  # more than a year
 T = TypeVar("T")
 
 
@@ -48,17 +50,18 @@ def add_simulation_arguments(parser: Parser) -> None:
     )
     for name, failing in FAILING.items():
         text = f"mean time between failures of {failing}; 0: none"
-        group.add_argument(f"--{name}-mtbf-hours", type=non_negative, default=0.0, metavar="HOURS", help=text)
+        group.add_argument(f"--{name}-mtbf-hours", type=mtbf_hours, default=0.0, metavar="HOURS", help=text)
+    restart_s = number_between(0, MAX_RESTART_S)
     group.add_argument(
-        "--engine-restart-s", type=non_negative, default=300.0, help="until a lost engine has started again"
+        "--engine-restart-s", type=restart_s, default=300.0, help="until a lost engine has started again"
     )
-    group.add_argument("--restart-s", type=non_negative, default=300.0, help="until a killed job reads its checkpoint")
+    group.add_argument("--restart-s", type=restart_s, default=300.0, help="until a killed job reads its checkpoint")
     group.add_argument(
         "--spares", type=count_up_to(MAX_RANKS), default=0, help="hosts that take the place of those that fail"
     )
     group.add_argument(
         "--repair-hours",
-        type=non_negative,
+        type=number_between(0, MAX_REPAIR_H),
         default=24.0,
         help="mean time until a host is back that failed, or whose GPU did",
     )
@@ -70,6 +73,14 @@ def add_simulation_arguments(parser: Parser) -> None:
     )
     group.add_argument("--steps", type=positive_int, default=16, help="steps to play at least; the second half counts")
     group.add_argument("--seed", type=int, default=0, help="of lengths, filter and failures")
+
+
+def mtbf_hours(text: str) -> float:
+    """Return mean hours between failures, 0 for none. Raises ArgumentTypeError for a number out of range, or none."""
+    hours = number_between(0, MAX_MTBF_H)(text)
+    if 0 < hours < MIN_MTBF_H:
+        raise ArgumentTypeError(f"expected 0, or a number from {MIN_MTBF_H:g} to {MAX_MTBF_H:g}, got {text[:50]}")
+    return hours
 
 
 def list_of(item: Callable[[str], T]) -> Callable[[str], list[T]]:

@@ -5,10 +5,10 @@ that they recorded (rollout/journal.py) and generates only what is missing. Fail
 are part of a simulated step.
 """
 
-import heapq
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from random import Random
 
 from grpo_mp.errors import UserError
@@ -27,7 +27,8 @@ class UnreliableJob:
     of generation, what is not recorded yet when the job ends; `save_s`: of a checkpoint, while the job waits;
     `write_s`: from then until it is whole; `restart_s`: from a failure until the job is where its checkpoint is;
     `mtbf_s`: mean time between failures of the whole job, by kind; `repaired`: by kind, the share of failures after
-    which a host is away for `repair_s`; `spares`: hosts that take its place.
+    which a host is away for `repair_s`; `spares`: hosts that take its place. `steps`, `least_failures`: to be
+    played, both or more.
     """
 
     generate_s: float
@@ -42,6 +43,7 @@ class UnreliableJob:
     repair_s: float = 0.0
     save_every: int = 20
     steps: int = 20_000
+    least_failures: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -77,18 +79,18 @@ class _Hosts:
 
     def __init__(self, spares: int, repair_s: float) -> None:
         self._spares, self._repair_s = spares, repair_s
-        self._back: list[float] = []
+        self._back: deque[float] = deque()  # when they are back: in the order in which they failed
 
     def lose_at(self, now: float) -> None:
         """Take a host away that fails now, until it is repaired."""
-        heapq.heappush(self._back, now + self._repair_s)
+        self._back.append(now + self._repair_s)
 
     def complete_at(self, now: float) -> float:
         """Return the moment from which the job has all its hosts, if no other fails: now, or when enough are back."""
         while self._back and self._back[0] <= now:
-            heapq.heappop(self._back)
+            self._back.popleft()
         missing = len(self._back) - self._spares
-        return now if missing <= 0 else sorted(self._back)[missing - 1]
+        return now if missing <= 0 else self._back[missing - 1]
 
 
 class _Failures:
@@ -111,7 +113,7 @@ class _Failures:
             cost.failures[kind] += 1
             if cost.failures.total() > MAX_FAILURES:
                 every_s = 1 / sum(self._rates.values())
-                raise UserError(f"a job that fails every {every_s:,.0f} s never ends: save more often")
+                raise UserError(f"a job that fails every {every_s:,.3g} s never ends: {_advice(cost)}")
             if self._random.random() < self._job.repaired.get(kind, 0.0):
                 self._hosts.lose_at(now)
             starts_at = self._hosts.complete_at(now)
@@ -122,7 +124,26 @@ class _Failures:
                 return starts_at + self._job.restart_s
 
     def _draw_next(self, now: float) -> float:
-        return now + self._random.expovariate(sum(self._rates.values())) if self._rates else float("inf")
+        return now + self._random.expovariate(sum(self._rates.values())) if self._rates else inf
+
+
+def _advice(cost: FailureCost) -> str:
+    """Return what would help a run that comes nowhere, by what takes most of its time."""
+    lost = max(cost.lost, key=cost.lost.__getitem__)
+    advice = {
+        "waiting for a host": f"repairs take {cost.job.repair_s:,.0f} s, have more spares",
+        "restarts": f"it takes {cost.job.restart_s:,.0f} s to start again, which has to be faster",
+    }
+    return advice.get(lost, "save more often")
+
+
+def _undisturbed_saves(job: UnreliableJob, left_s: float, steps: float) -> int:
+    """Return how many checkpoints a job that has just saved writes before the failure in `left_s`, all of them whole.
+
+    At most, those of so many steps.
+    """
+    cycle_s = job.save_every * job.step_s + job.save_s
+    return int(max(0.0, min((left_s - job.write_s) / cycle_s - 1, steps // job.save_every)))
 
 
 def play_failures(job: UnreliableJob) -> FailureCost:
@@ -130,16 +151,26 @@ def play_failures(job: UnreliableJob) -> FailureCost:
     cost, failures = FailureCost(job), _Failures(job)
     now, done, generated = 0.0, 0, 0.0  # generated: steps, and the recorded part of the one that is not done
     checkpoints = [(0, 0.0)]  # step, and when it is whole
-    while done < job.steps:
+    least_failures = job.least_failures if failures.next_at < inf else 0
+    steps = inf if least_failures else job.steps  # as long as too few failures came, no number of steps is enough
+    while done < steps:
+        # rare failures come after many steps that are alike: these are not played one by one
+        is_fresh = generated == done == checkpoints[-1][0]
+        if is_fresh and (saves := _undisturbed_saves(job, failures.next_at - now, steps - done)):
+            now += saves * (job.save_every * job.step_s + job.save_s)
+            generated = done = done + saves * job.save_every
+            cost.lost["saves"] += saves * job.save_s
+            checkpoints.append((done, now + job.write_s))
+            continue
         generate_s = job.generate_s * min(1.0, 1.0 - min(1.0, generated - done))
-        saves = (done + 1) % job.save_every == 0
-        end = now + generate_s + job.train_s + job.save_s * saves
+        is_saved = (done + 1) % job.save_every == 0
+        end = now + generate_s + job.train_s + job.save_s * is_saved
         fails_at = failures.next_at
         if end <= fails_at:
             now, done = end, done + 1
             generated = max(generated, done)
-            cost.lost["saves"] += job.save_s * saves
-            if saves:
+            cost.lost["saves"] += job.save_s * is_saved
+            if is_saved:
                 checkpoints.append((done, now + job.write_s))
             continue
         recorded_s = min(max(0.0, fails_at - now - job.in_flight_s), generate_s)
@@ -149,6 +180,7 @@ def play_failures(job: UnreliableJob) -> FailureCost:
         cost.lost["repeated"] += (done - checkpoints[0][0]) * job.train_s
         done = checkpoints[0][0]
         now = failures.start_again(cost)
+        steps = inf if cost.failures.total() < least_failures else job.steps
     cost.total_s = now
     return cost
 

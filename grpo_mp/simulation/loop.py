@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from enum import Enum, auto
 from functools import lru_cache
-from itertools import count
-from math import inf
+from itertools import count, pairwise
+from math import expm1, inf, log, log1p
 from random import Random
 from typing import TypeVar
 
@@ -17,9 +17,15 @@ from grpo_mp.simulation.engine import EngineState, SimulatedEngine, SimulatedGro
 from grpo_mp.simulation.scenario import Outcome, Scenario, Schedule, Totals
 
 MAX_FAILURES = 20_000
+MAX_FAILURES_OF_LOST = 200_000  # that hit an engine while it is lost, which is quickly played
 SETTLED = 0.01  # share by which a step's time differs from that of a run half as long
 MOST_DOUBLINGS = 5
+MOST_STEPS = 1000  # until so many failures of engines have come as are wanted
+WINDOW_STEPS = 3  # that are played until a failure: in one alone, no longer one than the mean would be hit late
+QUIET_STEPS = 2  # for each version of staleness: then a step is as if no engine had ever failed
 FILTERED_DECK = 100  # groups of which the filter drops its share, to within one
+FAILURE_DECK = 32  # gaps between failures, dealt as lengths are: their sum is what it is in the mean
+GOLDEN_RATIO = 0.6180339887498949  # its multiples, less their whole parts, divide a range evenly: a step, for failures
 T = TypeVar("T")
 
 
@@ -74,11 +80,28 @@ def _filter(drop_rate: float, random: Random) -> Iterator[bool]:
         before = dropped
 
 
+def _failures(scenario: Scenario) -> Iterator[tuple[float, int]]:
+    """Yield the seconds from one failure to the next, of all engines, and the engine that it hits, at random.
+
+    The gaps are the means of equal shares of an exponential distribution: from that above a share of w to none it is
+    1 - log(w), the integral of -log(w) over w. An engine that is lost already is not lost again.
+    """
+    random, gap_s = Random(f"failures {scenario.seed}"), scenario.engine_mtbf_s / scenario.engines
+    above = [number / FAILURE_DECK for number in range(FAILURE_DECK + 1)]
+    sums = [share * (1 - log(share)) if share else 0.0 for share in above]
+    gaps = [(high - low) * FAILURE_DECK for low, high in pairwise(sums)]
+    for gap in _deal(gaps, random):
+        yield gap * gap_s, random.randrange(scenario.engines)
+
+
 class _Run:
     """The state between events. Each event changes it in one of the methods below."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self.scenario, self.failures = scenario, Random(f"failures {scenario.seed}")
+        self.scenario, self.failures = scenario, _failures(scenario)
+        self.fails_at, self.failing, self.failures_drawn = inf, 0, 0  # the next failure, its engine, and its number
+        self.quiet_steps = 0  # since all engines work again
+        self.phase = Random(f"phase {scenario.seed}").random()  # of a failure in its steps, where others are skipped
         self.totals, self.middle, self.ends = Totals(), Totals(), [0.0]
         self.engines = [SimulatedEngine(scenario) for _ in range(scenario.engines)]
         self.order, self.events = count(), list[tuple[float, int, _Event, int, int]]()
@@ -96,8 +119,7 @@ class _Run:
 
     def play(self) -> Outcome:
         """Handle events until the steps are trained."""
-        for index in range(self.scenario.engines):
-            self._plan_failure(index)
+        self._plan_failure()
         self._launch()
         while True:
             self.totals.now, _, event, index, stamp = heapq.heappop(self.events)
@@ -106,14 +128,16 @@ class _Run:
                     continue
                 self._sequence_ends(index)
             elif event is _Event.ENGINE_FAILS:
-                self._engine_fails(index)
+                if self.totals.now != self.fails_at or not self._engine_fails(self.failing):
+                    continue
             elif event is _Event.ENGINE_HAS_STARTED:
                 self.engines[index].state = EngineState.STARTED
             elif event is _Event.TRAINED:
                 self._trained()
-                if self.step == self.scenario.steps:
+                if self._is_over():
                     middle = self.scenario.steps // 2
                     return Outcome(self.scenario, self.middle, self._count(), tuple(self.ends[middle:]))
+                self._skip_quiet_steps()
             else:
                 self._synced()
             self._train_or_sync()
@@ -130,18 +154,29 @@ class _Run:
             heapq.heappush(self.free, (len(engine.groups), index))
         self._foresee(index)
 
-    def _engine_fails(self, index: int) -> None:
+    def _engine_fails(self, index: int) -> bool:
+        """Lose an engine, and return whether it was there."""
         engine = self.engines[index]
+        self._plan_failure()
+        if self.failures_drawn > MAX_FAILURES_OF_LOST:
+            raise UserError(self._describe_endless())
+        if engine.state is not EngineState.WORKS:
+            return False
         engine.advance(self.totals.now)
         self.totals.tokens["lost"] += engine.unrecorded_tokens
         self.totals.failures += 1
         if self.totals.failures > MAX_FAILURES:
-            raise UserError(f"engines fail every {self.scenario.engine_mtbf_s:g} s, and their groups never end")
+            raise UserError(self._describe_endless())
         for group in engine.take_back(with_tokens=False):
             self._interrupt(group)
         engine.state = EngineState.STARTS
         engine.version_of_events += 1
+        self.quiet_steps = 0
         self._add_event(self.scenario.engine_restart_s, _Event.ENGINE_HAS_STARTED, index)
+        return True
+
+    def _describe_endless(self) -> str:
+        return f"engines fail every {self.scenario.engine_mtbf_s:g} s, and their groups never end"
 
     def _any(self, state: EngineState) -> bool:
         return any(engine.state is state for engine in self.engines)
@@ -153,7 +188,6 @@ class _Run:
                 engine.advance(self.totals.now)
                 engine.state = EngineState.WORKS
                 heapq.heappush(self.free, (0, index))
-                self._plan_failure(index)
 
     def _interrupt_for_engines(self) -> None:
         """Let all engines pause where one has started again, and others have no place for what it could take.
@@ -339,8 +373,36 @@ class _Run:
             return [number for number, kept in self.verdicts.items() if number in selected or not kept]
         return list(range(self.first, self.first + self.admission.consumed))
 
+    def _is_over(self) -> bool:
+        """Return whether all steps are played, and all failures with what follows from them."""
+        scenario = self.scenario
+        if self.step < scenario.steps or not scenario.engine_failures or self.step >= MOST_STEPS:
+            return self.step >= scenario.steps
+        return self.failures_drawn > scenario.engine_failures and self._is_quiet
+
+    @property
+    def _is_quiet(self) -> bool:
+        return self.quiet_steps > QUIET_STEPS * self.scenario.max_staleness
+
+    def _skip_quiet_steps(self) -> None:
+        """Count steps up to the few in which an engine fails, where nothing remains of the failure before.
+
+        How far into these it fails is distributed as without the skip: by the exponential up to their end.
+        """
+        window_s, left_s = WINDOW_STEPS * self.scenario.quiet_step_s, self.fails_at - self.totals.now
+        if not window_s or not self._is_quiet or left_s < window_s:
+            return
+        self.phase = (self.phase + (1 + GOLDEN_RATIO) / WINDOW_STEPS) % 1
+        gap_s = self.scenario.engine_mtbf_s / self.scenario.engines
+        fails_in_s = -gap_s * log1p(self.phase * expm1(-window_s / gap_s))
+        self.totals.skipped_s += left_s - fails_in_s
+        self._set_failure(fails_in_s)
+
     def _trained(self) -> None:
         self.trainer, self.unsent = _Trainer.WAITS, True
+        self.quiet_steps += 1
+        if not all(engine.state is EngineState.WORKS for engine in self.engines):
+            self.quiet_steps = 0
         self.ends.append(self.totals.now)
         if self.step == self.scenario.steps // 2:
             self.middle = self._count()
@@ -361,10 +423,16 @@ class _Run:
         self.trainer_busy_s += seconds
         self._add_event(seconds, end)
 
-    def _plan_failure(self, index: int) -> None:
+    def _plan_failure(self) -> None:
         if self.scenario.engine_mtbf_s:
-            seconds = self.failures.expovariate(1 / self.scenario.engine_mtbf_s)
-            self._add_event(seconds, _Event.ENGINE_FAILS, index)
+            seconds, self.failing = next(self.failures)
+            self.failures_drawn += 1
+            self._set_failure(seconds)
+
+    def _set_failure(self, seconds: float) -> None:
+        """Let an engine fail after so many seconds, and not when it was to before."""
+        self.fails_at = self.totals.now + seconds
+        self._add_event(seconds, _Event.ENGINE_FAILS)
 
     def _foresee(self, index: int) -> None:
         """Add the engine's next end to the events, in place of the one foreseen before."""

@@ -13,7 +13,8 @@ from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.plan import Plan, check_fits, make_plan
 from grpo_mp.planner.resource_use import ResourceUse, estimate_time
 from grpo_mp.planner.speculation import speculation
-from grpo_mp.simulation.loop import simulate, simulate_until_settled
+from grpo_mp.simulation.failing_engines import simulate_with_failures
+from grpo_mp.simulation.loop import simulate
 from grpo_mp.simulation.scenario import Outcome, Rates, Scenario, Schedule
 
 SPLITS = 8  # the engines' share of the GPUs is tried in so many parts
@@ -54,9 +55,13 @@ def simulate_job(
         for staleness in possible_stalenesses(schedule, stalenesses):
             candidates = [_with_deck(scenario_of(plan, sync_s, staleness, assumed)) for plan in plans]
             candidates.sort(key=lambda scenario: scenario.bound_s)
-            simulated = map(simulate, candidates[:SIMULATED_SPLITS])
-            for fastest in sorted(simulated, key=lambda outcome: outcome.step_s)[:1]:
-                outcomes.append(simulate_until_settled(fastest.scenario))
+            # few steps: whether an engine fails in those of one division is chance
+            simulated = [
+                (simulate(replace(scenario, engine_mtbf_s=0.0)).step_s, scenario)
+                for scenario in candidates[:SIMULATED_SPLITS]
+            ]
+            for _, fastest in sorted(simulated, key=lambda item: item[0])[:1]:
+                outcomes.append(simulate_with_failures(fastest))
     return outcomes
 
 

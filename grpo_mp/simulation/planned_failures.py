@@ -7,6 +7,7 @@ from statistics import fmean
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.plan import Plan, save_uses
 from grpo_mp.planner.resource_use import estimate_time
+from grpo_mp.simulation.failing_engines import with_engine_failures
 from grpo_mp.simulation.failures import FailureCost, UnreliableJob, compare_save_every
 from grpo_mp.simulation.loop import simulate
 from grpo_mp.simulation.scenario import Outcome
@@ -15,6 +16,7 @@ HOUR_S = 3600.0
 # Of all failures of an H200 cluster in four months 41.5 % took another host for a GPU, 19.5 % a reset (Crusoe, GTC 25).
 GPU_REPAIRED = 0.68
 DEFAULT_SAVE_EVERY = 20  # where a job saves at its end only
+LEAST_STEPS, LEAST_FAILURES = 2_000, 10_000  # of those that end the job: a share of its time is known to 2 % of itself
 COLUMNS = (
     "save every",
     "effective training time",
@@ -71,10 +73,11 @@ def without_failures(outcome: Outcome) -> Outcome:
     return simulate(replace(outcome.scenario, rates=rates, engine_mtbf_s=0.0))
 
 
-def unreliable_job(plan: Plan, undisturbed: Outcome, assumed: FailureAssumptions) -> UnreliableJob:
+def unreliable_job(plan: Plan, undisturbed: Outcome, assumed: FailureAssumptions, slower: float = 1.0) -> UnreliableJob:
     """Return a planned job whose steps last as simulated. `plan`: on the same GPUs.
 
-    A killed job loses its responses in flight, each half done in the mean, or less where it began a group before.
+    `slower`: how many times longer a step lasts where engines fail, as a part of its generation. A killed job loses its
+    responses in flight, each half done in the mean, or less where it began a group before.
     """
     job, scenario = plan.job, undisturbed.scenario
     train_s = min(scenario.step_train_s, undisturbed.step_s)
@@ -84,7 +87,7 @@ def unreliable_job(plan: Plan, undisturbed: Outcome, assumed: FailureAssumptions
     weights, rest = (estimate_time(use, job.cluster).expected_s for use in save_uses(job))
     blocking_s = plan.times[SubPhase.SAVE].expected_s
     return UnreliableJob(
-        generate_s=undisturbed.step_s - train_s,
+        generate_s=undisturbed.step_s * slower - train_s,
         train_s=train_s,
         in_flight_s=fmean(scenario.lengths) / 2 * token_s,
         save_s=blocking_s,
@@ -95,27 +98,35 @@ def unreliable_job(plan: Plan, undisturbed: Outcome, assumed: FailureAssumptions
         spares=assumed.spares,
         repair_s=assumed.repair_h * HOUR_S,
         save_every=job.settings.run.save_every or DEFAULT_SAVE_EVERY,
+        steps=LEAST_STEPS,
+        least_failures=LEAST_FAILURES,
         seed=assumed.seed,
     )
 
 
 def failure_costs(plan: Plan, outcome: Outcome, assumed: FailureAssumptions) -> tuple[list[FailureCost], float]:
-    """Return what failures cost by the steps between checkpoints, and how much longer those of engines make a step."""
+    """Return what failures cost by the steps between checkpoints, and how much longer those of engines make a step.
+
+    The costs are of a job whose steps last that much longer: their useful time holds what its engines cost.
+    """
     undisturbed = without_failures(outcome)
-    with_engines = simulate(replace(undisturbed.scenario, engine_mtbf_s=outcome.scenario.engine_mtbf_s))
-    return compare_save_every(unreliable_job(plan, undisturbed, assumed)), with_engines.step_s / undisturbed.step_s
+    disturbed = with_engine_failures(undisturbed, outcome.scenario.engine_mtbf_s)
+    slower = max(1.0, disturbed.step_s / undisturbed.step_s)
+    return compare_save_every(unreliable_job(plan, undisturbed, assumed, slower)), slower
 
 
 def row_of(cost: FailureCost, slower: float) -> tuple[str, ...]:
-    """Return the cells of a run; `slower`: how much longer a step is where engines fail."""
-    total_s = cost.total_s * slower  # an engine's failures delay useful time, and what is repeated, alike
-    lost = {kind: seconds / cost.total_s / slower for kind, seconds in cost.lost.items()}
+    """Return the cells of a run, whose shares are all of its time; `slower`: how much longer engines make a step.
+
+    Where they fail, a part of the time in which steps are done is theirs; hosts fail, and are away, by the clock.
+    """
+    lost = {kind: seconds / cost.total_s for kind, seconds in cost.lost.items()}
     return (
         f"{cost.job.save_every}",
         f"{cost.effective_share / slower:.1%}",
-        f"{1 - 1 / slower:.1%}",
+        f"{cost.effective_share * (1 - 1 / slower):.1%}",
         *(f"{lost.get(kind, 0.0):.1%}" for kind in ("saves", "repeated", "restarts", "waiting for a host")),
-        f"{cost.failures.total() / total_s * 24 * HOUR_S:.2g}",
+        f"{cost.failures.total() / cost.total_s * 24 * HOUR_S:.2g}",
     )
 
 

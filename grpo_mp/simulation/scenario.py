@@ -2,12 +2,13 @@
 
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from math import ceil
 from statistics import fmean, linear_regression
-from typing import Literal
+from typing import Any, Literal
 
 from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.errors import UserError
@@ -69,7 +70,9 @@ class Scenario:
 
     `acceptance_length`: tokens that a decode step yields for a sequence; above 1 by speculation, whose steps `rates`
     must describe. `engine_mtbf_s`: mean time between failures of one engine; 0: none fails. `engine_restart_s`: from
-    then until it has started again and waits for weights.
+    then until it has started again and waits for weights. `engine_failures`: of all engines, to play at least, each
+    with what follows from it. `quiet_step_s`: of a step without failures; where given, steps are counted instead of
+    played in which no engine fails, and which no failure before changes.
     """
 
     schedule: Schedule
@@ -91,6 +94,8 @@ class Scenario:
     recompute_cache: bool = True  # of samples in flight, after an update of the weights
     engine_mtbf_s: float = 0.0
     engine_restart_s: float = 300.0
+    engine_failures: int = 0
+    quiet_step_s: float = 0.0  # 0: all steps are played
     steps: int = 16
     seed: int = 0
 
@@ -188,9 +193,26 @@ class Totals:
     idle_gpu_s: float = 0.0
     generated: float = 0.0
     tokens: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by what became of them
-    failures: int = 0
+    failures: float = 0
+    skipped_s: float = 0.0  # of steps that were counted instead of played; nothing else has them
     groups: Counter[str] = field(default_factory=Counter)  # and all as `launched`
     staleness: Counter[int] = field(default_factory=Counter)  # trained samples by versions since their first token
+
+    def plus(self, other: "Totals", times: float) -> "Totals":
+        """Return these totals with those of another run added so many times, all but what was skipped."""
+        return Totals(
+            self.now + times * other.now,
+            self.idle_gpu_s + times * other.idle_gpu_s,
+            self.generated + times * other.generated,
+            defaultdict(float, _plus(self.tokens, other.tokens, times)),
+            self.failures + times * other.failures,
+            groups=Counter(_plus(self.groups, other.groups, times)),
+            staleness=Counter(_plus(self.staleness, other.staleness, times)),
+        )
+
+
+def _plus(counts: Mapping[Any, float], other: Mapping[Any, float], times: float) -> Any:
+    return {key: counts.get(key, 0) + times * other.get(key, 0) for key in {**counts, **other}}
 
 
 @dataclass(frozen=True)
@@ -201,6 +223,11 @@ class Outcome:
     before: Totals  # at the middle
     after: Totals
     ends: tuple[float, ...]  # seconds at which steps were trained, from the middle on
+
+    @property
+    def played_steps(self) -> int:
+        """Return the steps that were played: those of the scenario, or more until enough engines had failed."""
+        return self.scenario.steps // 2 + len(self.ends) - 1
 
     @property
     def step_s(self) -> float:

@@ -8,8 +8,9 @@ import pytest
 
 from grpo_mp import planner
 from grpo_mp.errors import UserError
+from grpo_mp.simulation import failures
 from grpo_mp.simulation.failures import FailureCost, UnreliableJob, play_failures
-from grpo_mp.simulation.planned_failures import FailureAssumptions
+from grpo_mp.simulation.planned_failures import COLUMNS, FailureAssumptions, row_of
 
 
 def play(**values: Any) -> FailureCost:
@@ -119,13 +120,63 @@ def test_a_restart_that_is_hit_begins_anew() -> None:
     assert waiting.lost["waiting for a host"] / waiting.total_s == pytest.approx(share_above(0, 1.5), rel=0.05)
 
 
-def test_what_never_ends_is_refused() -> None:
-    with pytest.raises(UserError, match="save more often"):
+def test_what_never_ends_is_refused_with_its_cause() -> None:
+    with pytest.raises(UserError, match=r"fails every 2e\+03 s never ends: it takes 30,000 s to start again"):
         play(restart_s=30_000.0, mtbf_s={"gpu": 2000.0})
+    away = {"mtbf_s": {"host": 2000.0}, "repaired": {"host": 1.0}, "repair_s": 1e7}
+    with pytest.raises(UserError, match="have more spares"):
+        play(**away)
     with pytest.raises(UserError, match="save more often"):
         play(mtbf_s={"gpu": 10.0})
     with pytest.raises(UserError, match="save_every"):
         play(save_every=0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rare_failures_cost_their_rate_times_what_one_costs(seed: int) -> None:
+    """With one in 100,000 steps: a run of 20,000 has none or a few."""
+    mtbf_s, repair_s, share, restart_s = 1e7, 3e5, 0.7, 600.0
+    failing = {"mtbf_s": {"gpu": mtbf_s}, "repaired": {"gpu": share}, "repair_s": repair_s, "restart_s": restart_s}
+    cost = play(**failing, save_s=20.0, write_s=50.0, least_failures=10_000, seed=seed)
+    assert cost.failures.total() == 10_000
+    assert cost.total_s / 10_000 == pytest.approx(mtbf_s, rel=0.03)
+    lost = {kind: seconds / cost.total_s for kind, seconds in cost.lost.items()}
+    assert lost["waiting for a host"] == pytest.approx(share_above(0, repair_s * share / mtbf_s), rel=0.04)
+    assert lost["restarts"] == pytest.approx(restart_s / mtbf_s, rel=0.03)
+    # a failure finds half of the 520 s from one checkpoint to the next done, and 50 s later ones still not whole
+    assert lost["repeated"] == pytest.approx((520.0 / 2 - 20.0 * (0.5 + 50 / 520) + 50.0) / mtbf_s, rel=0.05)
+    assert cost.effective_share == pytest.approx(1 - sum(lost.values()))
+
+
+@pytest.mark.parametrize("write_s", [0.0, 70.0, 900.0])
+def test_steps_that_are_skipped_are_as_those_that_are_played(write_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"save_s": 20.0, "write_s": write_s, "restart_s": 60.0, "in_flight_s": 9.0, "generate_s": 50.0}
+    skipped, played = [], []
+    for costs, saves in ((skipped, failures._undisturbed_saves), (played, lambda *_: 0)):
+        monkeypatch.setattr(failures, "_undisturbed_saves", saves)
+        for least_failures in (0, 500):
+            costs.append(play(**values, mtbf_s={"gpu": 1e4}, steps=10_003, least_failures=least_failures))
+    for one, other in zip(skipped, played, strict=True):
+        assert one.failures == other.failures
+        assert one.total_s == pytest.approx(other.total_s)
+        assert dict(one.lost) == pytest.approx(dict(other.lost))
+
+
+def test_what_hosts_do_by_the_clock_is_the_same_where_engines_fail_too() -> None:
+    """Only the time in which steps are done is divided; the shares are all of the time."""
+    away = {"mtbf_s": {"host": 20_000.0}, "repaired": {"host": 1.0}, "repair_s": 5_000.0, "restart_s": 300.0}
+    cost = play(**away, save_s=10.0, least_failures=10_000)
+    alone, with_engines = (dict(zip(COLUMNS, row_of(cost, slower), strict=True)) for slower in (1.0, 1.5))
+    changed = {"effective training time", "engines"}
+    assert {name for name in COLUMNS if alone[name] != with_engines[name]} == changed
+    assert float(alone["failures a day"]) == pytest.approx(86_400 / 20_000, rel=0.04)
+    for row in (alone, with_engines):
+        assert sum(percent(cell) for cell in row.values() if "%" in cell) == pytest.approx(100, abs=0.3)
+    assert percent(with_engines["engines"]) == pytest.approx(percent(alone["effective training time"]) / 3, abs=0.1)
+
+
+def percent(cell: str) -> float:
+    return float(cell.rstrip("%"))
 
 
 def test_a_run_in_which_every_tenth_step_fails_trains_nine_tenths_of_its_time() -> None:

@@ -1,15 +1,15 @@
 """A lost engine takes groups again when the trainer lets it: by hand, where each response takes 100 s."""
 
-from collections.abc import Callable
-from itertools import chain, repeat
+from collections.abc import Callable, Iterator
+from itertools import pairwise, repeat
 from math import inf
-from random import Random
 from typing import Any
 
 import pytest
 
+from grpo_mp.simulation import loop
 from grpo_mp.simulation.loop import simulate
-from grpo_mp.simulation.scenario import Rates, Schedule
+from grpo_mp.simulation.scenario import Rates, Scenario, Schedule
 from tests.simulation.scenarios import scenario_of
 
 Ends = Callable[..., tuple[float, ...]]
@@ -24,8 +24,11 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
     """
 
     def ends(schedule: Schedule, fail_at_s: tuple[float, float], **changes: Any) -> tuple[float, ...]:
-        times = chain(fail_at_s, repeat(inf))
-        monkeypatch.setattr(Random, "expovariate", lambda *_: next(times))
+        def failures(_: Scenario) -> Iterator[tuple[float, int]]:
+            yield from ((at - before, index) for index, (before, at) in enumerate(pairwise((0.0, *fail_at_s))))
+            yield from repeat((inf, 0))
+
+        monkeypatch.setattr(loop, "_failures", failures)
         rates = Rates(decode_step_s=1.0, train_token_s=0.0, update_s=10.0, sync_s=5.0)
         values = {"rates": rates, "lengths": (100,), "prompt_tokens": 0, "concurrent_groups": 4, "engine_mtbf_s": 1.0}
         return simulate(scenario_of(schedule, **(values | {"engine_restart_s": 20.0} | changes))).ends
