@@ -37,11 +37,11 @@ def test_adapters_learn_resume_and_are_exported(start_job: StartJob, tiny_run: T
         "run.async_save=false",
         f"reward={{functions: {{{tmp_path / 'reward.py'}:letters: 1.0}}}}",
     )
-    for steps in (2, 8):
+    for steps in (2, 12):
         result = outcome(start_job(*settings, f"run.steps={steps}"))
         assert (result.status, result.err, result.left) == (0, "", []), f"{result.out[-2000:]}\n{result.err}"
     steps = [line for line in read_jsonl(run / "metrics.jsonl") if line["step"]]
-    assert [step["step"] for step in steps] == list(range(1, 9))
+    assert [step["step"] for step in steps] == list(range(1, 13))
     assert all(step["mismatch/logprob_abs_diff/mean"] <= 1e-4 for step in steps)
     rewards = [step["reward/mean"] for step in steps]
     assert sum(rewards[-2:]) > 1.3 * sum(rewards[:2])
