@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def read_command(args: argparse.Namespace) -> EvaluationJob:
     """Return the job of a command line. Raises UserError."""
-    settings, checkpoint = load_settings(args.config, args.overrides), args.checkpoint
+    settings, checkpoint = load_settings(args.config, args.overrides, trains=False), args.checkpoint
     if not settings.data.eval:
         raise UserError(f"{args.config}: data.eval names no set: add one, as data.eval.NAME=FILE")
     model = args.model or settings.model.path

@@ -38,7 +38,7 @@ from grpo_mp.rollout.dump import checksum_file
 from grpo_mp.rollout.journal import GroupJournal, Record
 from grpo_mp.rollout.rollout import engines_can_load_weights, rollout_seed
 from grpo_mp.sampling.farm import SampleFarm, Throughput
-from grpo_mp.sampling.filters import SampleFilter, load_sample_filters
+from grpo_mp.sampling.filters import SampleFilter, check_columns, load_sample_filters
 from grpo_mp.sampling.identity import SamplingIdentity, check_folder
 from grpo_mp.sampling.results import (
     GROUPS,
@@ -134,12 +134,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             inputs = run_sampling_preflight(job.settings, world_size, ranks_per_node, job.needs_policy)
             job = replace(job, prompts_digest=inputs.train.digest)
             check_folder(job.folder, job.identity)
+            check_columns(job.filters, inputs.train.prompts[0])
             run(job, inputs)
 
 
 def read_command(args: argparse.Namespace) -> SamplingJob:
     """Return the job of a command line. Raises UserError."""
-    settings, checkpoint = load_settings(args.config, args.overrides), args.checkpoint
+    settings, checkpoint = load_settings(args.config, args.overrides, trains=False), args.checkpoint
     model = args.model or settings.model.path
     if checkpoint:
         check_checkpoint(checkpoint, settings.model.model_copy(update={"path": model}))
@@ -240,7 +241,7 @@ def _all_recorded(job: SamplingJob, prompts: int, ranks: Job) -> Recorded:
 def _write_part(job: SamplingJob, inputs: RunInputs, recorded: Recorded, rank: int, size: int) -> Counts:
     """Write what this of `size` ranks makes of its share of the recorded prompts."""
     identity, seed = job.identity, rollout_seed(job.settings, "train")
-    source = Source(str(job.name), identity.model, identity.settings_digest, seed)
+    source = Source(str(job.name), identity.weights, identity.settings_digest, seed)
     tools = inputs.episodes.schemas_of if inputs.episodes else None
     writer = PartWriter(job.folder, rank, job.prompts(inputs), job.filters, source, tools)
     return writer.write(share_of_prompts(recorded, rank, size))
@@ -252,7 +253,7 @@ def _finish(job: SamplingJob, prompts: int, counts: Counts, parts: int, throughp
     facts = {
         "model": str(job.settings.model.path),
         "checkpoint": str(job.checkpoint) if job.checkpoint else None,
-        "model_digest": identity.model,
+        "model_digest": identity.weights,
         "settings_digest": identity.settings_digest,
         "seed": job.settings.run.seed,
         "deterministic": job.settings.engine.deterministic,

@@ -40,15 +40,16 @@ EXPECTED = {  # by pydantic's error type
 }
 
 
-def load_settings(path: Path, overrides: list[str] | None = None) -> Settings:
+def load_settings(path: Path, overrides: list[str] | None = None, trains: bool = True) -> Settings:
     """Read a YAML file of RL, apply `section.key=value` overrides, and check every name and value.
 
-    Raises UserError: file missing, not YAML, unknown setting (with the nearest known), bad value.
+    `trains`: also what a policy needs to learn; engines alone answer without. Raises UserError: file missing, not YAML,
+    unknown setting (with the nearest known), bad value.
     """
     tree = _read_tree(path, overrides or [])
     if SFT in tree:
         raise UserError(f"{path}: these are settings of supervised fine-tuning (section sft): run `grpo-mp sft`")
-    return check_settings(tree, str(path))
+    return check_settings(tree, str(path), trains)
 
 
 def load_sft_settings(path: Path, overrides: list[str] | None = None) -> SftSettings:
@@ -92,9 +93,12 @@ def _read_tree(path: Path, overrides: list[str]) -> dict[str, Any]:
     return tree
 
 
-def check_settings(tree: dict[str, Any], where: str) -> Settings:
-    """Validate a plain dictionary. Raises UserError with a sentence for each invalid setting."""
-    return _check(Settings, tree, where)
+def check_settings(tree: dict[str, Any], where: str, trains: bool = True) -> Settings:
+    """Validate a plain dictionary, see `load_settings`. Raises UserError with a sentence for each invalid setting."""
+    settings = _check(Settings, tree, where)
+    if trains and settings.group_size_problem:
+        raise UserError(f"{where}: {settings.group_size_problem}")
+    return settings
 
 
 def check_sft_settings(tree: dict[str, Any], where: str) -> SftSettings:

@@ -15,8 +15,8 @@ class SampleConfig(Section):
         {},
         description="which answers are kept, each filter with its arguments, in this order: right (is_correct), "
         "best {k} (by reward), reward {min, max}, tokens {min, max} (of the response), complete (not truncated, no "
-        "failed episode), language {scripts, min_share}, distinct (texts of a prompt), first {count}, or your own "
-        "'file.py:function'; also one name, or a list",
+        "failed episode), language {scripts or column, min_share}, without {pattern}, distinct (texts of a prompt), "
+        "first {count}, or your own 'file.py:function'; also one name, or a list",
     )
     max_unanswered: float = Field(
         0.01,

@@ -120,17 +120,17 @@ class Settings(Section):
                 )
         return self
 
-    @model_validator(mode="after")
-    def _check_group_size(self) -> "Settings":
+    @property
+    def group_size_problem(self) -> str:
+        """Return why a policy cannot learn from groups of this size, as a sentence; or nothing."""
         advantage, distillation = self.algorithm.advantage, self.algorithm.distillation
-        if distillation and distillation.replaces_rewards:
-            return self
-        if self.rollout.group_size == 1 and advantage.compares_groups and not advantage.estimator:
-            raise ValueError(
-                f"rollout.group_size=1 leaves algorithm.advantage.baseline={advantage.baseline} nothing "
-                "to compare with: set 2 or more, or algorithm: reinforce_pp"
-            )
-        return self
+        compares = advantage.compares_groups and not advantage.estimator
+        if self.rollout.group_size > 1 or not compares or (distillation and distillation.replaces_rewards):
+            return ""
+        return (
+            f"rollout.group_size=1 leaves algorithm.advantage.baseline={advantage.baseline} nothing "
+            "to compare with: set 2 or more, or algorithm: reinforce_pp"
+        )
 
     @model_validator(mode="after")
     def _check_critic(self) -> "Settings":

@@ -11,7 +11,7 @@ MODEL_FILES = ("*.safetensors", "*.distcp", "config.json", "tokenizer*.json", "c
 def model_digest(folder: Path) -> str:
     """Return a checksum of a model's files: of small ones all, of weights the size and some parts at even distances.
 
-    It differs where training has changed the weights, without reading terabytes.
+    It differs where training has changed all weights; checkpoint/weights_digest.py sees a change of any tensor.
     """
     digest = xxhash.xxh3_128()
     for file in sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.is_file()}):

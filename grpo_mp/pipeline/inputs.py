@@ -50,8 +50,9 @@ class StageInputs:
 
 def load_job_settings(job: StageJob) -> Settings | SftSettings:
     """Return the settings that a job runs with. Raises UserError."""
-    load = load_sft_settings if job.command == "sft" else load_settings
-    return load(job.config, job.overrides)
+    if job.command == "sft":
+        return load_sft_settings(job.config, job.overrides)
+    return load_settings(job.config, job.overrides, trains=job.command == "train")
 
 
 def read_tree(job: StageJob, settings: Settings | SftSettings, unread: Mapping[str, Any] | None = None) -> Any:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo_mp.checkpoint.weights_digest import weights_digest
 from grpo_mp.config import PipelineSettings, Settings, SftSettings
 from grpo_mp.errors import UserError
 from grpo_mp.files import file_digest, write_json
@@ -80,7 +81,7 @@ def input_digests(job: StageJob) -> dict[str, str]:
         if os.path.isfile(text):
             found[text] = file_digest(Path(text))
         elif os.path.isfile(os.path.join(text, "config.json")):
-            found[text] = model_digest(Path(text))
+            found |= {text: model_digest(Path(text)), f"{text} (its weights)": weights_digest(Path(text))}
     return dict(sorted(found.items()))
 
 
@@ -95,8 +96,8 @@ class Pipeline:
         self.records = present_records(jobs, read_records(self._file)) if self._file.exists() else {}
         check_records(jobs, self._digests, self.records)
         for job in jobs:
-            if job.name in self.records and self.records[job.name].done:
-                check_inputs(job, self.records[job.name].inputs, input_digests(job))
+            if job.name in self.records:
+                check_inputs(job, self.records[job.name], input_digests(job))
 
     def state(self, job: StageJob) -> str:
         """Return how far a job is, in a word."""
@@ -119,11 +120,12 @@ class Pipeline:
 
     def _run_jobs(self, ranks: int | None) -> int:
         for job in self.jobs:
-            if self.state(job) == "done":  # after a former job was done anew
-                check_inputs(job, self.records[job.name].inputs, input_digests(job))
+            record = self.records.get(job.name) or Record(self._digests[job.name], job.settings)
+            inputs = input_digests(job)
+            check_inputs(job, record, inputs)  # a former job may have been done anew
+            if self.state(job) == "done":
                 continue
-            begun = self.records.get(job.name) or Record(self._digests[job.name], job.settings)
-            begun = replace(begun, inputs=input_digests(job), done=False)
+            begun = replace(record, inputs={**inputs, **record.inputs}, done=False)
             self._keep(job, begun)
             print(f"pipeline: {job.name}", flush=True)
             started = time.monotonic()

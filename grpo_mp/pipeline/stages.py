@@ -75,7 +75,7 @@ class StageJob:
 class Record:
     """What is known of a job that was begun: a digest of all that its settings file and stage say, and its settings.
 
-    `inputs`: digests of the data, code and model that it read, by path, when it was last started.
+    `inputs`: digests of the data, code and model that it read, by path, when it was begun.
     """
 
     digest: str
@@ -234,12 +234,13 @@ def check_records(jobs: Sequence[StageJob], known: Mapping[str, str], records: M
             )
 
 
-def check_inputs(job: StageJob, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raise UserError where a job was done with other files than those that are there now; what is gone may be."""
+def check_inputs(job: StageJob, record: Record, now: Mapping[str, str]) -> None:
+    """Raise UserError where a job was begun with other files than those that are there now; what is gone may be."""
+    before = record.inputs
     if changed := next((path for path in before if path in now and before[path] != now[path]), None):
         raise UserError(
-            f"stage {job.name} was done with another {changed}: put that back, or take another folder, or remove "
-            f"{job.folder} and what follows from it"
+            f"stage {job.name} was {'done' if record.done else 'begun'} with another {changed}: put that back, or take "
+            f"another folder, or remove {job.folder} and what follows from it"
         )
 
 

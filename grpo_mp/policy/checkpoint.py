@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from grpo_mp.checkpoint.chunk_files import ChunkWriter, WrittenChunks, read_chunks, write_index
 from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER
-from grpo_mp.checkpoint.peft_folder import has_digest
 from grpo_mp.checkpoint.torch_dist import COMMON
+from grpo_mp.checkpoint.weights_digest import has_weights_digest
 from grpo_mp.config.sections import PIECE_BYTES
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.errors import DiskError, UserError, one_line
@@ -152,7 +152,7 @@ def check_same_adapters(
             "it as it was, or start with another run.folder"
         )
     saved_digest = common.get("base", "")
-    if base and saved_digest != digest and not has_digest(base, saved_digest):
+    if base and saved_digest != digest and not has_weights_digest(base, saved_digest):
         raise UserError(
             f"{folder}: the checkpoint's adapters are for other weights than model.path has now: restore those, or "
             "start with another run.folder"

@@ -13,7 +13,7 @@ from grpo_mp import platform
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.hf_reader import check_layers, check_tensors
 from grpo_mp.checkpoint.manifest import Checksums
-from grpo_mp.checkpoint.peft_folder import base_digest
+from grpo_mp.checkpoint.weights_digest import weights_digest
 from grpo_mp.config import TrainerSettings
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
@@ -70,7 +70,7 @@ class Policy(TrainedModel):
         if self.lora:
             self.base, self.adapters = settings.model.path, self.lora.description
             first = dist.get_rank(parallel.cpu_group) == 0
-            own = base_digest(self.base) if first else ""  # of a large model it is many small reads
+            own = weights_digest(self.base) if first else ""  # of a large model it is many small reads
             self.base_digest = broadcast(own, parallel.cpu_group)
         self.expert_load = ExpertLoad(self.models(), self.config.num_layers, self.config.num_moe_experts or 0)
         self.mtp_loss = MtpLoss(settings.model.mtp_loss_scaling_factor) if settings.model.trains_mtp else None

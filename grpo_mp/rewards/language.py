@@ -26,6 +26,8 @@ SCRIPTS = (
 WITHOUT_BLANKS = frozenset({"cjk", "hiragana", "katakana", "thai"})  # each letter counts as a word
 COMMAND = re.compile(r"\\[A-Za-z]+")  # of LaTeX
 LETTERS = re.compile(r"[^\W\d_]+")
+MODIFIER = "modifier"  # letters such as an apostrophe in a word: of the script of those before them
+OF_CJK = "ideographic"  # signs that stand for a Chinese character: that before them again, or zero
 
 
 def script_share(text: str, scripts: Collection[str]) -> float:
@@ -47,6 +49,8 @@ def _scripts_of_words(text: str) -> Iterator[str]:
         script, length = "", 0
         for letter in run:
             found = _script(letter)
+            if found == MODIFIER:
+                continue
             if found in WITHOUT_BLANKS:
                 yield found
             if found != script:
@@ -62,4 +66,5 @@ def _word(script: str, length: int) -> Iterator[str]:
 
 
 def _script(letter: str) -> str:
-    return unicodedata.name(letter, "").partition(" ")[0].partition("-")[0].lower()
+    script = unicodedata.name(letter, "").partition(" ")[0].partition("-")[0].lower()
+    return "cjk" if script == OF_CJK else script

@@ -40,8 +40,8 @@ LANGUAGES: dict[str, tuple[str, ...]] = {
 }
 
 
-def check_language(code: str) -> str:
-    """Return the code. Raises ValueError where its script is not known."""
-    if code not in LANGUAGES:
+def check_language(code: object) -> str:
+    """Return the code. Raises ValueError where it is none, or its script is not known."""
+    if not isinstance(code, str) or code not in LANGUAGES:
         raise ValueError(f"{code!r:.40} is no known language: {', '.join(sorted(LANGUAGES))}")
     return code

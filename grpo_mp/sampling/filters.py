@@ -1,6 +1,7 @@
 """Which answers to a prompt are kept: what `sample.filters` names. Pure."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Protocol
@@ -11,6 +12,7 @@ from pydantic.dataclasses import dataclass
 from grpo_mp.config.registries import SAMPLE_FILTERS
 from grpo_mp.errors import UserError, did_you_mean, one_line
 from grpo_mp.rewards.language import SCRIPTS, script_share
+from grpo_mp.rewards.language_codes import LANGUAGES, check_language
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -95,20 +97,51 @@ class Complete:
 
 @dataclass(frozen=True, config=STRICT)
 class Language:
-    """Keeps answers of which at least `min_share` of the words are of some of rewards/language.py's SCRIPTS."""
+    """Keeps answers of which at least `min_share` of the words are of the wanted scripts.
 
-    scripts: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
+    These are some of rewards/language.py's SCRIPTS, or those of each row's own language, which a data `column` names by
+    its ISO 639-1 code, as for `reward.language.column`.
+    """
+
+    scripts: Annotated[tuple[str, ...] | None, Field(min_length=1, strict=False)] = None
+    column: str | None = None
     min_share: Annotated[float, Field(ge=0, le=1)] = 0.9
 
     def __post_init__(self) -> None:
-        for script in self.scripts:
+        if (self.scripts is None) == (self.column is None):
+            raise ValueError("give scripts, or the column of each row's language")
+        for script in self.scripts or ():
             if script not in SCRIPTS:
                 hint = did_you_mean(script.lower(), SCRIPTS)
                 raise ValueError(f"unknown script {script[:50]!r}{hint}: there are {', '.join(SCRIPTS)}")
 
     def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[bool]:
-        """Return whether each is consistent."""
-        return [script_share(written_text(sample), self.scripts) >= self.min_share for sample in samples]
+        """Return whether each is consistent. Raises ValueError for a row's unknown language."""
+        scripts = self.scripts or self._scripts_of(prompt)
+        return [script_share(written_text(sample), scripts) >= self.min_share for sample in samples]
+
+    def _scripts_of(self, prompt: Prompt) -> tuple[str, ...]:
+        assert self.column is not None
+        if self.column not in prompt.columns:
+            raise ValueError(f"no column {self.column}{did_you_mean(self.column, prompt.columns)} says the language")
+        return LANGUAGES[check_language(prompt.columns[self.column])]
+
+
+@dataclass(frozen=True, config=STRICT)
+class Without:
+    """Keeps answers in which a regular expression of Python is not found, in any of the turns of an episode."""
+
+    pattern: Annotated[str, Field(min_length=1)]
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"{self.pattern[:50]!r} is no regular expression: {error}") from error
+
+    def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[bool]:
+        """Return whether it is not in each."""
+        return [not re.search(self.pattern, written_text(sample)) for sample in samples]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -204,29 +237,41 @@ def _load(name: str, arguments: Mapping[str, Any]) -> SampleFilter:
     return keeps
 
 
+def check_columns(filters: Mapping[str, SampleFilter], prompt: Prompt) -> None:
+    """Raise UserError where a filter takes a data column that a prompt's row lacks, or that holds no language."""
+    for name, keeps in filters.items():
+        if isinstance(keeps, Language):
+            try:
+                keeps(prompt, ())
+            except ValueError as error:
+                raise UserError(f"sample.filters.{name}: prompt {prompt.index}: {error}") from error
+
+
 def apply_filters(group: SampleGroup, filters: Mapping[str, SampleFilter], dropped: Counter[str]) -> tuple[Sample, ...]:
     """Return the samples that all filters keep; count what each drops. Raises UserError where a user's own fails."""
     samples = group.samples
     for name, keeps in filters.items():
         if not samples:
             break
-        kept = tuple(sample for sample, keep in zip(samples, _call(name, keeps, group, samples), strict=True) if keep)
+        kept = tuple(
+            sample for sample, keep in zip(samples, _call(name, keeps, group.prompt, samples), strict=True) if keep
+        )
         dropped[name] += len(samples) - len(kept)
         samples = kept
     return samples
 
 
-def _call(name: str, keeps: SampleFilter, group: SampleGroup, samples: Iterable[Sample]) -> list[bool]:
+def _call(name: str, keeps: SampleFilter, prompt: Prompt, samples: Iterable[Sample]) -> list[bool]:
     given = tuple(samples)
     try:
-        verdicts = list(keeps(group.prompt, given))
+        verdicts = list(keeps(prompt, given))
     except Exception as error:
         raise UserError(
-            f"sample.filters.{name}: prompt {group.prompt.index}: it failed: {type(error).__name__}: {one_line(error)}"
+            f"sample.filters.{name}: prompt {prompt.index}: it failed: {type(error).__name__}: {one_line(error)}"
         ) from error
     if len(verdicts) != len(given) or not all(isinstance(verdict, bool) for verdict in verdicts):
         raise UserError(
-            f"sample.filters.{name}: prompt {group.prompt.index}: it returned {verdicts!r:.100}: return true or false "
+            f"sample.filters.{name}: prompt {prompt.index}: it returned {verdicts!r:.100}: return true or false "
             f"for each of the {len(given)} samples"
         )
     return verdicts

@@ -10,6 +10,7 @@ from typing import Any
 import xxhash
 
 from grpo_mp.checkpoint.run_state import METRICS, complete_checkpoints
+from grpo_mp.checkpoint.weights_digest import weights_digest
 from grpo_mp.config import Settings
 from grpo_mp.errors import UserError
 from grpo_mp.files import file_digest, write_json
@@ -38,6 +39,11 @@ NEUTRAL = re.compile(
     r"|rollout\.limits\.(tool_processes|episodes)"
     r"|engine\.args\.(mem_fraction_static|max_running_requests|max_total_tokens|chunked_prefill_size|log_level)"
 )
+DIFFERENCES = {
+    "model": "the model's files differ",
+    "weights": "the model's weights differ",
+    "prompts": "the prompts, or their answers, differ",
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class SamplingIdentity:
 
     settings: Mapping[str, Any]  # by dotted name
     model: str  # digest of its files
+    weights: str  # digest of its tensors; answers of older versions have none
     data: Mapping[str, str]  # digest of each file, by its path; of users' code, too
     prompts: str  # digest of what was read of them
 
@@ -57,7 +64,7 @@ class SamplingIdentity:
         data = {str(file): file_digest(file) for file in sorted(files) if file.is_file()}
         data |= file_digests(chosen)
         decisive = {name: value for name, value in _dotted(chosen) if not NEUTRAL.fullmatch(name)}
-        return cls(decisive, model_digest(model), data, prompts)
+        return cls(decisive, model_digest(model), weights_digest(model), data, prompts)
 
     @property
     def settings_digest(self) -> str:
@@ -76,7 +83,10 @@ def check_folder(folder: Path, identity: SamplingIdentity) -> None:
         raise UserError(f"{folder} holds a training run: choose another --out")
     if not (folder / FILE).exists():
         return
-    if difference := _difference(read_json(folder / FILE), asdict(identity)):
+    before = read_json(folder / FILE)
+    if isinstance(before, dict):
+        before.setdefault("weights", identity.weights)
+    if difference := _difference(before, asdict(identity)):
         raise UserError(f"{folder} holds answers of another sampling ({difference}): choose another --out, or move it")
 
 
@@ -88,8 +98,7 @@ def _difference(old: Any, new: Mapping[str, Any]) -> str:
             kind, _, rest = name.partition(".")
             if kind == "settings":
                 return f"{rest} was {before.get(name)!r}, is now {now.get(name)!r}"
-            differences = {"model": "the model's files differ", "prompts": "the prompts, or their answers, differ"}
-            return differences.get(kind) or f"the file {rest} differs"
+            return DIFFERENCES.get(kind) or f"the file {rest} differs"
     return ""
 
 

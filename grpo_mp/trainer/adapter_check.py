@@ -20,7 +20,7 @@ def check_adapters(settings: TrainerSettings) -> list[str]:
     """Return a warning where peft will not find the base of the adapters that the run exports.
 
     Raises UserError, on the first rank, where the run's newest whole checkpoint has other adapters, or for other
-    weights. It reads samples of model.path, see `base_digest`; nothing without adapters.
+    weights. It reads samples of model.path, see `weights_digest`; nothing without adapters.
     """
     run, model = settings.run, settings.model
     if model.lora is None:

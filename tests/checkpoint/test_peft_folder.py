@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_mp.checkpoint.convert import to_megatron
-from grpo_mp.checkpoint.peft_folder import base_digest, has_digest, write_peft
+from grpo_mp.checkpoint.peft_folder import write_peft
+from grpo_mp.checkpoint.weights_digest import has_weights_digest, weights_digest
 from grpo_mp.config.lora_section import LoraConfig
 from tests.checkpoint.helpers import flip_bit, no_progress
 
@@ -63,29 +64,29 @@ def positions(file: Path) -> list[int]:
 
 
 def test_the_digest_sees_the_first_middle_and_last_byte_of_each_tensor(base: Path) -> None:
-    before = base_digest(base)
+    before = weights_digest(base)
     for file in base.iterdir():
         found = positions(file)
         assert len(found) == 12
         for position in (*found, 8, 20):  # the last two are of the header
             flip_bit(file, position)
-            assert base_digest(base) != before, f"{file.name}, byte {position}"
-            assert not has_digest(base, before)
+            assert weights_digest(base) != before, f"{file.name}, byte {position}"
+            assert not has_weights_digest(base, before)
             flip_bit(file, position)
-    assert has_digest(base, before)
+    assert has_weights_digest(base, before)
     (base / "model-1.safetensors").rename(base / "model-2.safetensors")
-    assert not has_digest(base, before)
+    assert not has_weights_digest(base, before)
 
 
 def test_every_tensor_of_a_model_counts(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "copy")
     (file,) = (tmp_path / "copy").glob("*.safetensors")
-    before, weights = base_digest(model), load_file(file)
+    before, weights = weights_digest(model), load_file(file)
     for name, tensor in weights.items():
         save_file(weights | {name: tensor + 1}, file, metadata={"format": "pt"})
-        assert base_digest(tmp_path / "copy") != before, name
+        assert weights_digest(tmp_path / "copy") != before, name
     save_file(weights, file, metadata={"format": "pt"})
-    assert base_digest(tmp_path / "copy") == before
+    assert weights_digest(tmp_path / "copy") == before
 
 
 def former_digest(folder: Path) -> str:
@@ -103,20 +104,20 @@ def former_digest(folder: Path) -> str:
 
 def test_a_digest_of_an_older_version_is_compared_as_it_was_made(base: Path) -> None:
     former = former_digest(base)
-    assert has_digest(base, former)
+    assert has_weights_digest(base, former)
     flip_bit(base / "model-0.safetensors", -1)
-    assert not has_digest(base, former)
-    assert not has_digest(base, "")
+    assert not has_weights_digest(base, former)
+    assert not has_weights_digest(base, "")
 
 
 def test_files_that_are_not_safetensors_are_sampled_as_a_whole(model: Path, tmp_path: Path) -> None:
     to_megatron(model, tmp_path / "megatron", no_progress)
     (tmp_path / "megatron" / "cut.safetensors").write_bytes(bytes(7))
-    before = base_digest(tmp_path / "megatron")
+    before = weights_digest(tmp_path / "megatron")
     (part,) = (tmp_path / "megatron").glob("part_*/*.distcp")
     for file in (tmp_path / "megatron" / "cut.safetensors", part):
         for byte in (0, -1):
             flip_bit(file, byte)
-            assert not has_digest(tmp_path / "megatron", before), file.name
+            assert not has_weights_digest(tmp_path / "megatron", before), file.name
             flip_bit(file, byte)
-    assert has_digest(tmp_path / "megatron", before)
+    assert has_weights_digest(tmp_path / "megatron", before)

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from grpo_mp.config import load_pipeline
 from grpo_mp.errors import UserError
 from grpo_mp.evaluation.pass_at_k import Estimate
 from grpo_mp.evaluation.score import EvalScore
+from grpo_mp.files import write_json
 from grpo_mp.pipeline import runner
-from grpo_mp.pipeline.runner import RECORDS, Pipeline
+from grpo_mp.pipeline.runner import RECORDS, Pipeline, read_records
 from grpo_mp.pipeline.scores import plot_scores, score_table
 from grpo_mp.pipeline.stages import Record, StageJob, digests, make_jobs
 from tests.minimal_settings import MINIMAL_SETTINGS
@@ -320,6 +323,44 @@ def test_a_stage_that_was_done_with_other_files_is_refused(finished: Path, chang
     if named == file:
         file.unlink()  # to save room
         open_pipeline(finished)
+
+
+def test_a_stage_that_was_begun_with_other_files_is_refused(finished: Path) -> None:
+    out = finished.parent / "out"
+    (out / "rl" / "final" / "config.json").unlink()  # as after a kill
+    records = read_records(out / RECORDS)
+    records["rl"] = replace(records["rl"], done=False)
+    write_json(out / RECORDS, {name: asdict(record) for name, record in records.items()})
+    code = finished.parent / "my.py"
+    code.write_text("2")
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"^stage rl was begun with another {code}: put that back, or"):
+            open_pipeline(finished)
+    code.write_text("1")
+    assert open_pipeline(finished).run(None) == 0
+    assert read_records(out / RECORDS)["rl"].inputs == records["rl"].inputs
+
+
+def test_a_model_of_which_one_tensor_differs_is_another(finished: Path) -> None:
+    model = finished.parent / "m"
+    weights = {name: torch.rand(2**20) for name in "abc"}  # larger than what is read of a file as a whole
+    save_file(weights, model / "model.safetensors")
+    before = runner.input_digests(next(job for job in jobs_of(finished) if job.name == "start"))
+    weights["b"][2**19] += 1
+    save_file(weights, model / "model.safetensors")
+    after = runner.input_digests(next(job for job in jobs_of(finished) if job.name == "start"))
+    assert {path for path in before if before[path] != after[path]} == {f"{model} (its weights)"}
+
+
+def test_one_answer_to_a_prompt_is_sampled_and_not_trained_on(folder: Path) -> None:
+    write_inputs(folder)
+    file = folder / "pipeline.yaml"
+    jobs = {job.name: job for job in jobs_of(file)}
+    single = {"rollout.group_size": 1}
+    found = runner.load_job_settings(replace(jobs["found"], settings={**jobs["found"].settings, **single}))
+    assert found.rollout.group_size == 1
+    with pytest.raises(UserError, match="nothing to compare with: set 2 or more"):
+        runner.load_job_settings(replace(jobs["rl"], settings={**jobs["rl"].settings, **single}))
 
 
 def test_a_stage_whose_result_is_gone_is_done_anew_of_the_same_and_for_the_same(finished: Path) -> None:

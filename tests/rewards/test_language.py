@@ -20,6 +20,10 @@ CASES = [
     ("한국어 답", ["hangul"], 1.0),
     ("snake_case", ["latin"], 1.0),
     ("नमस्ते दुनिया", ["devanagari"], 1.0),
+    ("人々は時々図書館に行く", ["cjk", "hiragana"], 1.0),  # signs for a character that is repeated
+    ("二〇二四年", ["cjk"], 1.0),
+    ("dʼArtagnan and ʻokina", ["latin"], 1.0),  # apostrophes that are letters
+    ("ʼ", ["latin"], 1.0),
 ]
 
 

@@ -1,5 +1,6 @@
 """The command before any engine starts: what it makes of settings, and which folders it refuses."""
 
+import json
 import re
 import shutil
 from dataclasses import asdict, replace
@@ -7,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pyarrow import parquet
+from safetensors.torch import load_file, save_file
 
 from grpo_mp.checkpoint.run_state import METRICS, SETTINGS
 from grpo_mp.errors import UserError
@@ -18,7 +21,7 @@ from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.journal import GroupJournal
 from grpo_mp.sample import GENERATED, SamplingJob, check_answered, read_command, run
 from grpo_mp.sampling.farm import Throughput
-from grpo_mp.sampling.identity import check_folder
+from grpo_mp.sampling.identity import FILE, check_folder
 from grpo_mp.sampling.results import GROUPS, SAMPLES, SUMMARY
 from grpo_mp.trainer.preflight import run_sampling_preflight
 from grpo_mp.types import SampleGroup
@@ -115,6 +118,30 @@ def test_a_folder_of_other_weights_or_data_is_refused(own_run: TinyRun, tmp_path
     (copy / weights.name).write_bytes(content)
     with pytest.raises(UserError, match="the model's files differ"):
         check_folder(tmp_path, command(own_run.config, "--model", str(copy)).identity)
+
+
+def test_a_folder_of_weights_that_differ_in_one_tensor_is_refused(own_run: TinyRun, tmp_path: Path) -> None:
+    """In the middle of which no part of the file is read at even distances."""
+    file = own_run.model / "model.safetensors"
+    save_file({name: torch.rand(2**20) for name in "abc"}, file, metadata={"format": "pt"})
+    command(own_run.config).identity.write(tmp_path)
+    check_folder(tmp_path, command(own_run.config).identity)
+    weights = load_file(file)
+    weights["b"][2**19] += 1
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="the model's weights differ"):
+        check_folder(tmp_path, command(own_run.config).identity)
+    record = json.loads((tmp_path / FILE).read_text())
+    del record["weights"]  # as an older version has written it
+    (tmp_path / FILE).write_text(json.dumps(record))
+    check_folder(tmp_path, command(own_run.config).identity)
+    (tmp_path / FILE).write_text("[]")
+    with pytest.raises(UserError, match="holds answers of another sampling"):
+        check_folder(tmp_path, command(own_run.config).identity)
+
+
+def test_one_answer_to_a_prompt_needs_no_group(own_run: TinyRun) -> None:
+    assert command(own_run.config, "rollout.group_size=1").settings.rollout.group_size == 1
 
 
 def test_a_folder_of_other_prompts_is_refused(own_run: TinyRun, tmp_path: Path) -> None:

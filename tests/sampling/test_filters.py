@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from grpo_mp.config import check_settings
 from grpo_mp.errors import UserError
-from grpo_mp.sampling.filters import apply_filters, load_sample_filters
+from grpo_mp.sampling.filters import apply_filters, check_columns, load_sample_filters
 from grpo_mp.types import Sample
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.sampling.groups import PROMPT, answer, group_of
@@ -121,6 +122,44 @@ def test_language_is_that_of_the_scripts() -> None:
     assert kept(samples, {"language": {"scripts": ["cjk", "latin"]}}) == [0, 1, 2, 3]
 
 
+def test_language_is_that_of_the_row() -> None:
+    samples = [answer(index, text=text) for index, text in enumerate(("two and two", "two and 二", "二加二等于四"))]
+    for language, expected in (("en", [0]), ("zh", [2])):
+        prompt = replace(PROMPT, columns={"language": language})
+        filters = load_sample_filters({"language": {"column": "language"}}, 4, True)
+        check_columns(filters, prompt)
+        group = replace(group_of(*samples), prompt=prompt)
+        assert [sample.index for sample in apply_filters(group, filters, Counter())] == expected
+
+
+@pytest.mark.parametrize(
+    ("columns", "sentence"),
+    [
+        ({"langauge": "en"}, r"no column language \(did you mean langauge\?\) says the language"),
+        ({"language": "xx"}, "'xx' is no known language: "),
+        ({"language": None}, "None is no known language: "),
+        ({"language": ["en"]}, r"\['en'\] is no known language: "),
+    ],
+)
+def test_a_row_without_a_language_is_refused(columns: dict[str, Any], sentence: str) -> None:
+    filters = load_sample_filters({"language": {"column": "language"}}, 4, True)
+    prompt = replace(PROMPT, columns=columns)
+    with pytest.raises(UserError, match=rf"^sample.filters.language: prompt {prompt.index}: {sentence}"):
+        check_columns(filters, prompt)
+    with pytest.raises(UserError, match=rf"prompt {prompt.index}: it failed: ValueError: {sentence}"):
+        apply_filters(replace(group_of(answer(0)), prompt=prompt), filters, Counter())
+
+
+def test_without_leaves_out_what_has_the_pattern_in_any_turn() -> None:
+    texts = ("a\n```python\n1\n```", "a ` b", "``", "```")
+    turns = [{"role": "assistant", "content": "```x```"}, {"role": "user", "content": ""}]
+    said = ({"role": "user", "content": "```"}, {"role": "assistant", "content": "a"})
+    samples = [answer(index, text=text) for index, text in enumerate(texts)]
+    samples += [answer(4, text="a", messages=(*turns, said[1])), answer(5, text="a", messages=said)]
+    assert kept(samples, {"without": {"pattern": "```"}}) == [1, 2, 5]
+    assert kept(samples[:4], {"without": {"pattern": "(?s)a.*1"}}) == [1, 2, 3]
+
+
 def test_counts_are_what_each_filter_dropped_of_what_the_others_left() -> None:
     samples = [answer(index, reward=index / 4, is_correct=index > 0, text=str(index // 2)) for index in range(4)]
     filters = load_sample_filters({"right": {}, "distinct": {}, "best": {"k": 1}}, 4, True)
@@ -172,6 +211,10 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"first": {}}, "sample.filters.first 'first': its arguments: missing a required argument: 'count'"),
     ({"language": {"scripts": ["Latn"]}}, r"sample.filters.language: unknown script 'Latn' \(did you mean latin\?\)"),
     ({"language": {"scripts": []}}, "sample.filters.language: scripts: "),
+    ({"language": {}}, "sample.filters.language: give scripts, or the column of each row's language"),
+    ({"language": {"scripts": ["latin"], "column": "l"}}, "sample.filters.language: give scripts, or the column"),
+    ({"without": {"pattern": "(" * 3}}, r"sample.filters.without: '\(\(\(' is no regular expression: missing \)"),
+    ({"without": {"pattern": ""}}, "sample.filters.without: pattern: "),
 ]
 
 

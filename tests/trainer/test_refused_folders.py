@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from grpo_mp import evaluate, sample
-from grpo_mp.checkpoint.peft_folder import base_digest
 from grpo_mp.checkpoint.run_state import (
     TrainState,
     begin_checkpoint,
@@ -20,6 +19,7 @@ from grpo_mp.checkpoint.run_state import (
     own_checksums,
     write_manifest,
 )
+from grpo_mp.checkpoint.weights_digest import weights_digest
 from grpo_mp.config import dump_settings, load_settings
 from grpo_mp.data.prompts import load_train_prompts
 from grpo_mp.errors import UserError
@@ -102,7 +102,7 @@ def test_adapters_for_other_weights(
         (checkpoint / "policy").mkdir()
         assert settings.model.lora
         adapters = settings.model.lora.description
-        torch.save({"base": base_digest(base), "adapters": adapters}, checkpoint / "policy" / "common.pt")
+        torch.save({"base": weights_digest(base), "adapters": adapters}, checkpoint / "policy" / "common.pt")
         write_manifest(checkpoint, TrainState(step=2), own_checksums(checkpoint, 0, 1))
         if base == tiny_run.model:
             main([str(tiny_run.config), f"run.folder={run}", LORA, "--dry-run", "--ranks", "2"])
