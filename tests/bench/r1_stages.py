@@ -7,7 +7,7 @@ temperature 1.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -23,6 +23,12 @@ from tests.bench.quickstart_run import grpo_mp
 CONFIG, SET, STEM = Path("configs/tiny_r1_pipeline.yaml"), "arithmetic", "runs/tiny_r1_seed"
 PICTURE = Path("runs/tiny_r1_seeds.svg")
 BESIDE = ("zero", "sft_alone")
+SHOWN: Mapping[str, Callable[[EvalScore], float]] = {
+    "accuracy, %": lambda score: 100 * (score.accuracy or 0.0),
+    "pass@4, %": lambda score: 100 * score.pass_at[4].value,
+    "form, %": lambda score: 100 * score.reward_terms["boxed"],
+    "tokens": lambda score: score.length,
+}
 
 
 def main() -> None:
@@ -76,15 +82,10 @@ def read_stages(folder: Path) -> dict[str, EvalScore]:
 
 def make_table(seeds: Sequence[Mapping[str, EvalScore]]) -> Table:
     """Return a row for each stage: mean over seeds ± standard deviation."""
-    table = Table("after", "accuracy, %", "pass@4, %", "in the form asked for, %", "answer, tokens", "cut off, %")
+    table = Table("after", *SHOWN, "cut off, %")
     for stage in seeds[0]:
         found = [seed[stage] for seed in seeds]
-        shares = (
-            [score.accuracy or 0.0 for score in found],
-            [score.pass_at[4].value for score in found],
-            [score.reward_terms["boxed"] for score in found],
-        )
-        cells = [*(spread(100 * share for share in values) for values in shares), spread(s.length for s in found)]
+        cells = [spread(map(value, found)) for value in SHOWN.values()]
         table.add_row(stage, *cells, spread(100 * score.truncated_ratio for score in found))
     return table
 
@@ -96,16 +97,19 @@ def spread(values: Any) -> str:
 
 
 def plot(seeds: Sequence[Mapping[str, EvalScore]]) -> Figure:
-    """Plot the mean accuracy after each stage, the seeds as points, those beside the pipeline in gray."""
-    figure = Figure(figsize=(7.0, 3.5), layout="constrained")
-    axes = figure.add_subplot()
+    """Plot what stages bring: bars are means over seeds, points each seed; what is beside the pipeline is gray."""
+    figure = Figure(figsize=(7.0, 6.0), layout="constrained")
+    axes = figure.subplots(4, 1, sharex=True, height_ratios=(2, 1, 1, 1))
     stages = [*(stage for stage in seeds[0] if stage not in BESIDE), *BESIDE]
-    for stage in stages:
-        values = [100 * (seed[stage].accuracy or 0.0) for seed in seeds]
-        axes.bar(stage, fmean(values), color="tab:gray" if stage in BESIDE else "tab:blue", alpha=0.7)
-        axes.plot([stage] * len(values), values, "k.", markersize=4)
-    axes.set(ylabel="held-out accuracy, %", ylim=(0, 100), title=f"mean of {len(seeds)} seeds; points: each")
-    axes.tick_params(axis="x", rotation=30)
+    for row, (label, value) in zip(axes, SHOWN.items(), strict=True):
+        for stage in stages:
+            values = [value(seed[stage]) for seed in seeds]
+            row.bar(stage, fmean(values), color="tab:gray" if stage in BESIDE else "tab:blue", alpha=0.7)
+            row.plot([stage] * len(values), values, "k.", markersize=4)
+        row.set_ylabel(label)
+        row.set_ylim(0, 100 if label.endswith("%") else None)
+    axes[0].set_title(f"held-out problems: mean of {len(seeds)} seeds; points: each")
+    axes[-1].tick_params(axis="x", rotation=30)
     return figure
 
 

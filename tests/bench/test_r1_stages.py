@@ -36,5 +36,5 @@ def test_a_row_is_the_mean_over_seeds() -> None:
     table = make_table(seeds)
     assert list(table.columns[1].cells) == ["0.0 ± 0.0", "50.0 ± 35.4", "50.0 ± 0.0"]
     assert list(table.columns[3].cells) == ["50.0 ± 0.0"] * 3
-    (axes,) = plot(seeds).axes
-    assert [bar.get_height() for bar in axes.patches] == [0.0, 50.0, 50.0]  # type: ignore[attr-defined]
+    rows = [[bar.get_height() for bar in axes.patches] for axes in plot(seeds).axes]  # type: ignore[attr-defined]
+    assert rows == [[0.0, 50.0, 50.0], [100.0] * 3, [50.0] * 3, [9.0] * 3]
