@@ -36,6 +36,7 @@ FINAL = "final"  # the exported Hugging Face folder
 ROLLOUTS = "rollouts"  # what was generated since the last checkpoints
 FALLBACKS = 2  # so many: a start passes over a damaged checkpoint, and repeats the steps after the one before
 CHECKPOINTS = "checkpoints"
+MODEL = "config.json"
 PROCESSES = "processes"  # where each rank runs, what it does when it is asked
 METRICS = "metrics.jsonl"  # a line for each step
 EXPORTS = "exports"  # those that are written while the run goes on
@@ -160,8 +161,8 @@ def prune_checkpoints(run_folder: Path, keep: int) -> None:
 def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
     """Check that a folder can be this run's; writes nothing. `resolved`: the run's settings as YAML.
 
-    Raises UserError: not a folder or not writable, results of other settings in it, results without `resume`, or a
-    damaged checkpoint to resume from. A start that never finished a step leaves no obstacle.
+    Raises UserError: not a folder or not writable, results of other settings or of another program in it, results
+    without `resume`, or a damaged checkpoint to resume from. A start that never finished a step leaves no obstacle.
     """
     with refuse_unreadable(run_folder):
         existing = next(path for path in (run_folder, *run_folder.absolute().parents) if path.exists())
@@ -174,6 +175,7 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
     checkpoint = latest_checkpoint(run_folder)
     file = run_folder / SETTINGS
     if checkpoint is None and not (run_folder / METRICS).exists():
+        _check_content(run_folder)
         return
     difference = f"it has no {SETTINGS}"
     if file.exists():
@@ -186,6 +188,16 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
         raise UserError(f"{run_folder} has checkpoints of this run: set run.resume=auto to resume it, or move it away")
     if checkpoint:
         _check_any_manifest(complete_checkpoints(run_folder))
+
+
+def _check_content(run_folder: Path) -> None:
+    """Raise UserError where a run's start would remove, or mix with its own, what is no run's."""
+    names = (ROLLOUTS, PROCESSES, f"{CHECKPOINTS}/step_*", MODEL)
+    found = next((path for name in names for path in run_folder.glob(name)), None)
+    if found and not (run_folder / SETTINGS).exists():
+        raise UserError(
+            f"{run_folder} is no run's (it has no {SETTINGS}), and holds {found}: choose another run.folder"
+        )
 
 
 def check_same_data(run_folder: Path, data: str) -> None:
@@ -229,7 +241,10 @@ def claim_run_folder(run_folder: Path, resolved: str) -> None:
     were killed were writing. One rank calls this, before any other writes there.
     """
     file = run_folder / SETTINGS
-    if not file.exists() or _settings_difference(read_yaml(file), parse_yaml(resolved, "settings")):
+    if not file.exists():  # nothing there is of a run
+        write_settings(run_folder, resolved)
+        return
+    if _settings_difference(read_yaml(file), parse_yaml(resolved, "settings")):
         shutil.rmtree(run_folder / ROLLOUTS, ignore_errors=True)
     shutil.rmtree(run_folder / PROCESSES, ignore_errors=True)  # of ranks that were killed
     for checkpoint in (run_folder / CHECKPOINTS).glob("step_*"):  # amid a save, or the removal of an old one

@@ -11,6 +11,7 @@ from grpo_mp.parsers import (
     count_up_to,
     number_between,
     number_of_ranks,
+    number_of_steps,
     positive_int,
     share,
 )
@@ -71,7 +72,8 @@ def add_simulation_arguments(parser: Parser) -> None:
         default=0.68,
         help="share of a GPU's failures that take its host away",
     )
-    group.add_argument("--steps", type=positive_int, default=16, help="steps to play at least; the second half counts")
+    steps = "steps to play at least; the second half counts"
+    group.add_argument("--steps", type=number_of_steps, default=16, help=steps)
     group.add_argument("--seed", type=int, default=0, help="of lengths, filter and failures")
 
 

@@ -1,5 +1,6 @@
 """The sections of the settings about data sets: which are trained on, and which evaluated."""
 
+import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_serializer, field_validator, model_validator
@@ -66,6 +67,9 @@ class TrainSetConfig(Section):
     max_pass_rate: float = Field(1.0, ge=0, le=1, description="prompts of a higher rate in pass_rates are left out")
 
 
+SET_NAME = re.compile(r"\w[\w.-]{0,99}")  # a part of metrics' names, a folder's name
+
+
 class NamedSets(Section):
     """Sets of data by name, in fields `train` and `eval`; a path alone is a set, and one train set needs no name."""
 
@@ -77,6 +81,15 @@ class NamedSets(Section):
         if not isinstance(value, dict):
             return value
         return {name: {"path": item} if isinstance(item, str) else item for name, item in value.items()}
+
+    @field_validator("train", "eval", check_fields=False)
+    @classmethod
+    def _check_names(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Check that a name can be a part of metrics' names and a folder's."""
+        for name in value:
+            if not SET_NAME.fullmatch(name):
+                raise ValueError(f"the name of a set has letters, digits, '_', '-' and '.', not first: {name[:50]!r}")
+        return value
 
     @field_serializer("train", check_fields=False)
     def _shorten(self, value: dict[str, Any]) -> Any:

@@ -25,6 +25,8 @@ class MetricGuard(Section):
     def _has_a_limit(self) -> "MetricGuard":
         if self.min is None and self.max is None and self.max_drop is None:
             raise ValueError("set one of min, max and max_drop")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min:g} is above max {self.max:g}: every value would be outside")
         return self
 
 

@@ -20,7 +20,7 @@ RolloutName = Annotated[str, AfterValidator(ROLLOUT_FUNCTIONS.check_name)]
 class ExportServers(Section):
     """SGLang servers beside the job, started with the policy's architecture, that load each of run.export_every."""
 
-    urls: tuple[Annotated[str, Field(pattern="^https?://")], ...] = Field(
+    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/:\s]")], ...] = Field(
         min_length=1, description="their addresses, without /v1; they see run.folder at the same path"
     )
     api_key_env: str | None = Field(None, description="environment variable that holds their API key; null: none")
@@ -182,7 +182,7 @@ class RolloutConfig(Section):
     group_size: int = Field(gt=0, description="samples for each prompt (TRL num_generations, verl rollout.n)")
     max_prompt_tokens: int = Field(gt=0, description="longer prompts are dropped, not cut (verl max_prompt_length)")
     max_response_tokens: int = Field(gt=0, description="maximum tokens of a response (TRL max_completion_length)")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature; logprobs in training use it, too")
+    temperature: float = Field(1.0, ge=0.001, description="sampling temperature; logprobs in training use it, too")
     top_p: float = Field(1.0, gt=0, le=1, description="mass of nucleus sampling; logprobs are of the full distribution")
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="texts that end a response, in addition to the model's end token"

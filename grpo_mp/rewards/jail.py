@@ -3,12 +3,14 @@
 The monitor (this process) enters new user, mount, process, network and IPC namespaces and forks the program, which
 is the first process of its process namespace: when it ends, the kernel ends all that it started. The program sees
 system folders and this Python, read-only, and an empty folder of its own in memory; no /proc, no network. It runs
-without capabilities as a user who owns nothing: 65534 where the monitor is root, else the monitor's own user, who
-alone is known in the namespace. Without namespaces (`isolate` false) only the limits hold.
+without capabilities and without the keys of its login, as a user who owns nothing: 65534 where the monitor is root,
+else the monitor's own user, who alone is known in the namespace. Without namespaces (`isolate` false) only the limits
+hold.
 See namespaces(7), user_namespaces(7), pid_namespaces(7), pivot_root(2).
 """
 
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -23,6 +25,8 @@ CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 17, 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 LOCKED = 2 | 4 | 8 | 1024 | 2048  # flags of a mount that a namespace may not take away: nosuid, nodev, noexec, no*atime
 MNT_DETACH = 2
+KEYCTL = {"x86_64": 250, "aarch64": 219}  # number of the system call, which the C library has no function for
+KEYCTL_JOIN_SESSION_KEYRING = 1
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
 NOBODY = 65534
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
@@ -81,6 +85,7 @@ def _exec_program(job: dict[str, Any], user: int) -> None:
         if job["isolate"]:
             _pivot_root(Path(job["folder"]), [*SYSTEM, *job["visible"]], job["folder_bytes"])
         _set_limits(job)
+        _leave_keyring()
         _drop_privileges(user)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.execve(job["python"], [job["python"], "-I", "-B", "-c", source, *job["arguments"]], job["environment"])
@@ -131,6 +136,19 @@ def _set_limits(job: dict[str, Any]) -> None:
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
+
+
+def _leave_keyring() -> None:
+    """Enter an empty session keyring: namespaces leave a process that of its login, with keys that it could read.
+
+    Where a container forbids the call, it forbids it to the program, too. See keyctl_join_session_keyring(3).
+    """
+    number = KEYCTL.get(os.uname().machine)
+    if number is None:
+        return
+    joined = LIBC.syscall(ctypes.c_long(number), ctypes.c_long(KEYCTL_JOIN_SESSION_KEYRING), None)
+    if joined == -1 and ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):
+        raise OSError(ctypes.get_errno(), "keyctl")
 
 
 def _drop_privileges(user: int) -> None:

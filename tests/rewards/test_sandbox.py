@@ -182,6 +182,38 @@ seen = [p for p in ["/etc/shadow", "/etc/passwd", "/proc/1/environ", "/proc/self
     assert run(program, "assert not seen and 'SECRET_KEY' not in found and 'hunter2' not in str(found), seen").passed
 
 
+KEYRINGS = """
+import ctypes, errno, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+number = {"x86_64": 250, "aarch64": 219}[os.uname().machine]
+def keyctl(*arguments): return libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments))
+session, user = -3, -4
+def keys(): return keyctl(11, session, 0, 0)  # bytes of the list of its keys; -1 without the right to read it
+"""
+SECRET_KEY = """
+from grpo_mp.rewards.sandbox import Sandbox
+from grpo_mp.rewards.settings import CodeConfig
+libc.syscall(ctypes.c_long(number), ctypes.c_long(1), None)  # a session of its own, as a login has
+add_key = {"x86_64": 248, "aarch64": 217}[os.uname().machine]
+secret = (b"user", b"token", b"hunter2", ctypes.c_size_t(7), ctypes.c_long(session))
+if libc.syscall(ctypes.c_long(add_key), *secret) == -1:
+    sys.exit(77)  # forbidden here
+assert keys() == 4
+assert Sandbox(CodeConfig()).run(PROGRAM, "assert keys() in (0, -1), keys()", "", 20.0).passed
+assert keys() == 4
+"""
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_keys_of_the_login_are_out_of_reach() -> None:
+    """In a process of its own, whose session keyring is changed."""
+    source = f"PROGRAM = {KEYRINGS!r}\n{KEYRINGS}\n{SECRET_KEY}"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode == 77:
+        pytest.skip("no keyrings")
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_folder_is_fresh_and_goes_away(
     run: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
