@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from grpo_mp.errors import UserError
 
 MAX_RANKS = 2**16
-MAX_STEPS = 100_000  # of a simulation
+MAX_STEPS = 2_000  # of a simulation, which takes minutes for so many
 
 TRAIN = """Train a policy by GRPO.
 

@@ -24,6 +24,23 @@ spares=${SPARES:-0}     # nodes of the allocation that take the place of bad or 
 master_addr=${MASTER_ADDR:-} master_port=${MASTER_PORT:-}
 bad= # nodes, separated by commas
 submitted=("$@")
+readonly TRIES=10 # of a call that Slurm's controller does not answer, as while it starts anew
+for name in RESTARTS SPARES; do
+  [[ ${!name:-0} =~ ^[0-9]{1,4}$ ]] || fail "$name=${!name}: give a number"
+done
+
+# patiently COMMAND...: shows what it prints, after as many tries as it needs; not 0 where the last one fails, too.
+patiently() {
+  local try text
+  for ((try = 1; try <= TRIES; try++)); do
+    if text=$("$@"); then
+      [ -z "$text" ] || printf '%s\n' "$text"
+      return
+    fi
+    if [ "$try" -lt "$TRIES" ]; then sleep "${RETRY_S:-30}"; fi
+  done
+  return 1
+}
 
 start() {
   config=${1:?give a settings file}
@@ -83,6 +100,7 @@ one_attempt() {
 choose_size() {
   if [ -n "${SLURM_JOB_ID:-}" ]; then
     size=$((SLURM_JOB_NUM_NODES - spares))
+    [ "$size" -ge 1 ] || fail "SPARES=$spares leaves none of the job's $SLURM_JOB_NUM_NODES nodes: ask for more"
     per_node=${SLURM_NTASKS_PER_NODE:-$((SLURM_NTASKS / SLURM_JOB_NUM_NODES))}
   else
     size=${NODES:-$(sed -n 's/^#SBATCH.* --nodes=\([0-9]*\).*/\1/p' "$0")}
@@ -95,8 +113,10 @@ choose_size() {
 # choose_nodes COUNT: so many of the allocation's that are up and were not found bad, in $nodes; all: as many as there are.
 # Does not return where they are too few: by --no-kill Slurm does not requeue the job that lost them, so it is done here.
 choose_nodes() {
-  local unfit
-  unfit=$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format='%N %T' | sed -En 's/ (down|fail|.*\*$).*//p')
+  local states unfit
+  # Without an answer none counts as down: the check finds those that are.
+  states=$(patiently sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format='%N %T') || states=
+  unfit=$(sed -En 's/ (down|fail|.*\*$).*//p' <<<"$states")
   nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -Fxv "$unfit"$'\n'"${bad//,/$'\n'}" || true)
   count=$(wc -w <<<"$nodes")
   if [ "$count" -lt "$size" ]; then
@@ -131,7 +151,7 @@ address_of() {
   if [ "$1" = "${SLURMD_NODENAME:-}" ]; then
     hostname
   elif [ -n "${SLURM_JOB_ID:-}" ]; then
-    scontrol show node "$1" | sed -n 's/.* NodeHostName=\([^ ]*\).*/\1/p'
+    patiently scontrol show node "$1" | sed -n 's/.* NodeHostName=\([^ ]*\).*/\1/p'
   else
     echo "$1"
   fi
@@ -225,16 +245,16 @@ resubmit_without_bad_nodes() {
   export RESUBMITS=$((${RESUBMITS:-0} + 1)) RESUBMITS_AFTER_STEP=$step
   [ "$RESUBMITS" -le "$MOST_RESUBMITS" ] || fail "bad nodes in $RESUBMITS jobs in a row, last $bad: drain or repair them"
   local text options
-  text=$(scontrol show job "$SLURM_JOB_ID" | "$python" -m grpo_mp.launch.resubmit "$bad")
+  text=$(patiently scontrol show job "$SLURM_JOB_ID" | "$python" -m grpo_mp.launch.resubmit "$bad")
   mapfile -t options <<<"$text"
   options+=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node="$per_node")
   if [ "$spares" != 0 ]; then options+=(--no-kill); fi
-  sbatch "${options[@]}" "$(script_path)" "${submitted[@]}" || fail "no job without $bad could be submitted"
+  patiently sbatch "${options[@]}" "$(script_path)" "${submitted[@]}" || fail "no job without $bad could be submitted"
   exit 3
 }
 
 script_path() {
-  scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p'
+  patiently scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p'
 }
 
 train() {
@@ -283,5 +303,5 @@ requeue() {
     return
   fi
   echo "$reason: resumes in a new attempt"
-  scontrol requeue "$SLURM_JOB_ID"
+  patiently scontrol requeue "$SLURM_JOB_ID" || fail "the job could not be requeued: submit it again, and the run resumes"
 }

@@ -47,6 +47,9 @@ COMMANDS = {
 }
 
 
+SLURM = ("sinfo", "sbatch", "scontrol")  # what asks the controller
+
+
 class Script:
     """A batch script that runs in an allocation of nodes of a rank each, whose attempts are in `folder`."""
 
@@ -55,13 +58,14 @@ class Script:
         (folder / "bin").mkdir()
         for name, text in COMMANDS.items():
             text = text.format(nodes=" ".join(nodes), python=sys.executable) if "{" in text else text
-            (folder / name).write_text(f"#!/usr/bin/env bash\nset -eu\n{text}\n")
+            slurm = 'if [ -f "$FOLDER/slurm" ]; then source "$FOLDER/slurm"; fi' if name in SLURM else ""
+            (folder / name).write_text(f"#!/usr/bin/env bash\nset -eu\n{slurm}\n{text}\n")
             (folder / name).chmod(0o755)
 
     def when(self, what: str, commands: str) -> None:
         """Let this happen in a step, `check` or `train`, or while a command of launch/job.py answers.
 
-        `states`: what prints a line for each node, as "n1 down*".
+        `states`: what prints a line for each node, as "n1 down*"; `slurm`: what comes before each question to Slurm.
         """
         (self._folder / what).write_text(commands)
 
@@ -93,6 +97,50 @@ class Script:
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
     return Script(tmp_path)
+
+
+SILENT = """
+if [ "${2:-}" = hostnames ]; then return; fi  # Slurm's command asks nobody
+asked=$FOLDER/asked.$(basename "$0").$1.${2//\\//_}
+echo >>"$asked"
+if [ "$(wc -l <"$asked")" -le TIMES ]; then exit 1; fi
+"""
+
+
+@pytest.mark.parametrize("states", ["n1 down*", "n1 idle"])
+def test_a_controller_that_is_silent_for_a_while_is_asked_again(states: str, script: Script) -> None:
+    script.when("slurm", SILENT.replace("TIMES", "2"))
+    script.when("states", f"echo {states}; echo n2 idle")
+    script.when("train", "kill -USR1 $PPID; sleep 0.5")
+    process = script.run(RETRY_S="0.01")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert script.notes[-1] == "requeue 12"
+    assert ("train" in script.notes) == (states == "n1 idle")
+
+
+def test_a_controller_that_stays_silent(script: Script) -> None:
+    """No node counts as down, and the job that cannot be requeued says how its run goes on."""
+    script.when("slurm", SILENT.replace("TIMES", "99"))
+    script.when("states", "echo n1 down")
+    script.when("train", "kill -USR1 $PPID; sleep 0.5")
+    process = script.run(RETRY_S="0.01", MASTER_ADDR="127.0.0.1")
+    assert process.returncode == 2
+    assert process.stderr == "error: the job could not be requeued: submit it again, and the run resumes\n"
+    assert script.notes[:2] == ["check", "train"]
+    assert "requeue 12" not in script.notes
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({"SPARES": "abc"}, "SPARES=abc: give a number"),
+        ({"RESTARTS": "-1"}, "RESTARTS=-1: give a number"),
+        ({"SPARES": "2"}, "SPARES=2 leaves none of the job's 2 nodes: ask for more"),
+    ],
+)
+def test_numbers_that_are_none(environment: dict[str, str], sentence: str, script: Script) -> None:
+    process = script.run(**environment)
+    assert (process.returncode, process.stderr) == (2, f"error: {sentence}\n")
 
 
 FAILS_ONCE = 'if [ "$(grep -c train "$NOTES")" = 1 ]; then exit 1; fi'
