@@ -62,12 +62,12 @@ def main(arguments: Sequence[str]) -> int:
     from grpo_mp.planner.job import make_job
     from grpo_mp.planner.record import write_plan
     from grpo_mp.planner.show import plan_and_show, search_and_show
-    from grpo_mp.rollout.engine_args import check_arguments, known_arguments
+    from grpo_mp.rollout.engine_args import check_arguments
     from grpo_mp.simulation.lengths import read_lengths
 
     log_to_terminal()
     if find_spec("sglang"):  # a laptop need not have an engine
-        check_arguments(settings.engine.args, known_arguments())
+        check_arguments(settings.engine.args)
     lengths = read_lengths(args.lengths) if args.lengths else ()
     mean = fmean(lengths) if lengths else args.response_tokens
     job = make_job(settings, hf, cluster, args.nodes, args.gpus_per_node, mean, args.acceptance_length)

@@ -1,15 +1,16 @@
-"""SGLang server arguments and environment of an engine. Pure, except `known_arguments`."""
+"""SGLang server arguments and environment of an engine. Pure, except `check_arguments`."""
 
 import ast
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from grpo_mp.errors import UserError, did_you_mean
 from grpo_mp.files import ENGINE_SCRATCH
+from grpo_mp.rollout.argument_types import argument_types, check_values
 from grpo_mp.rollout.engine_main import ARGUMENTS, TRAINER_PID
 from grpo_mp.rollout.engine_parallelism import attention_replicas
 from grpo_mp.rollout.sglang_source import model_classes, source_folder
@@ -56,6 +57,18 @@ RESERVED = {
     ),
     "speculative_draft_load_format": "the layer that drafts is read from the model's folder",
     "load_format": "it follows from what the first synchronization brings",
+    **dict.fromkeys(
+        ("grpc_mode", "smg_grpc_mode", "grpc_port", "smg_http_sidecar_port", "sidecar", "gated_launch_port"),
+        "engines answer by HTTP, with a key",
+    ),
+    **dict.fromkeys(
+        ("kv_events_config", "engine_info_bootstrap_port", "decoupled_spec_bind_endpoint", "decoupled_spec_role"),
+        "it opens a socket that asks for no key",
+    ),
+    **dict.fromkeys(
+        ("disaggregation_mode", "disaggregation_bootstrap_port", "encoder_only", "encoder_bootstrap_port"),
+        "an engine prefills and decodes",
+    ),
 }
 
 DEFAULTS: dict[str, Any] = {"log_level_http": "warning"}
@@ -220,27 +233,15 @@ def unused_models(folder: Path) -> list[str]:
     return [module for module in modules if module not in used] if used else []
 
 
-def check_arguments(names: Iterable[str], known: Iterable[str], section: str = "engine.args") -> None:
-    """Raise UserError for an argument of a section that SGLang does not know or that the run itself sets."""
-    known = set(known)
-    for name in names:
+def check_arguments(arguments: Mapping[str, Any], section: str = "engine.args") -> None:
+    """Raise UserError for an argument of a section that SGLang does not know or take, or that the run itself sets."""
+    types = argument_types()
+    for name in arguments:
         if name in RESERVED:
             raise UserError(f"{section}.{name} cannot be set: {RESERVED[name]}")
-        if name not in known:
-            raise UserError(f"{section}.{name}: the installed SGLang has no such argument{did_you_mean(name, known)}")
-
-
-def known_arguments() -> frozenset[str]:
-    """Read the names of the installed SGLang's server arguments from its source: importing it takes seconds.
-
-    Raises UserError when SGLang is not installed.
-    """
-    source = source_folder()
-    files = [source / "server_args.py", *sorted((source / "arg_groups" / "fields").glob("*.py"))]
-    names = {name for file in files if file.exists() for name in _field_names(file)}
-    if "model_path" not in names:
-        raise UserError(f"{source}: this SGLang keeps its arguments elsewhere: install a supported version")
-    return frozenset(names)
+        if name not in types:
+            raise UserError(f"{section}.{name}: the installed SGLang has no such argument{did_you_mean(name, types)}")
+    check_values(arguments, types, section)
 
 
 def check_tool_parser(name: str) -> None:
@@ -254,14 +255,6 @@ def check_tool_parser(name: str) -> None:
         raise UserError(
             f"rollout.tool_parser={name}: the installed SGLang has no such parser{hint}: {', '.join(known)}"
         )
-
-
-def _field_names(file: Path) -> Iterator[str]:
-    # Before 0.5.20 all fields are in class ServerArgs; since then in one class per namespace.
-    for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.ClassDef) and (node.name == "ServerArgs" or file.parent.name == "fields"):
-            fields = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
-            yield from (target.id for target in fields if isinstance(target, ast.Name))
 
 
 def _needs_rendezvous(spec: EngineSpec) -> bool:

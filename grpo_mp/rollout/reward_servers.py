@@ -21,7 +21,7 @@ from grpo_mp.models.value_head import VALUE_HEAD, check_head, reward_head
 from grpo_mp.rewards.reward_model import Server
 from grpo_mp.rewards.teacher import SECTION, first_difference
 from grpo_mp.rollout.client import EngineClient
-from grpo_mp.rollout.engine_args import EngineSpec, check_arguments, known_arguments
+from grpo_mp.rollout.engine_args import EngineSpec, check_arguments
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.sglang_source import model_classes
 from grpo_mp.section import ServedModelConfig
@@ -228,7 +228,7 @@ def check_served_model(
             f"{section}.gpus_per_server={gpus} does not divide the {ranks_per_node} ranks of a node "
             f"({world_size} in all): set a divisor"
         )
-    check_arguments(model.args, known_arguments(), f"{section}.args")
+    check_arguments(model.args, f"{section}.args")
     config = read_config(model.folder, where)
     heads, positions = int(config.get("num_attention_heads", gpus)), config.get("max_position_embeddings")
     if heads % gpus:

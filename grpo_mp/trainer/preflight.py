@@ -38,8 +38,9 @@ from grpo_mp.policy.policy import check_policy
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens, check_topk
+from grpo_mp.rollout.argument_types import argument_types
 from grpo_mp.rollout.determinism import check_determinism
-from grpo_mp.rollout.engine_args import check_arguments, check_tool_parser, known_arguments
+from grpo_mp.rollout.engine_args import check_arguments, check_tool_parser
 from grpo_mp.rollout.engine_parallelism import EXPERT_LOCATION_ARGS, check_engine_parallelism, engine_parallelism
 from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
@@ -225,13 +226,13 @@ def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_
         and settings.training.suspend_communicators
     ):
         check_nccl(torch.cuda.nccl.version(), os.environ)
-    check_arguments(settings.engine.args, known_arguments())
+    check_arguments(settings.engine.args)
     check_temporary_folder()
     check_engine(settings.engine, hf, cpu=not platform.on_cuda())
     check_bucket(settings, hf, fp8=engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda()))
     if settings.training.router_replay == "R3":
         drafting = speculative_arguments(settings.engine, settings.rollout.group_size)
-        check_routed_experts(settings.engine.args | drafting, known_arguments(), model_shape(hf))
+        check_routed_experts(settings.engine.args | drafting, argument_types().keys(), model_shape(hf))
     return _read_tokenizer(settings, hf)
 
 

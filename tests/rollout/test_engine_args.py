@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from grpo_mp.errors import UserError
+from grpo_mp.rollout.argument_types import argument_types
 from grpo_mp.rollout.engine_args import (
     CPU_DEFAULTS,
     DEFAULTS,
@@ -21,7 +23,6 @@ from grpo_mp.rollout.engine_args import (
     check_arguments,
     engine_arguments,
     engine_environment,
-    known_arguments,
 )
 from grpo_mp.rollout.engine_main import ARGUMENTS
 
@@ -39,20 +40,53 @@ def test_names_read_from_source_are_those_of_the_installed_sglang(tmp_path: Path
     environment = engine_environment(CPU, {}, str(tmp_path), {})
     command = [sys.executable, "-c", ASK_SGLANG]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300).stdout
-    assert known_arguments() == set(json.loads(output.splitlines()[-1]))
+    assert argument_types().keys() == set(json.loads(output.splitlines()[-1]))
 
 
 def test_every_argument_is_known_to_sglang() -> None:
     for spec in (SPEC, CPU):
-        assert set(engine_arguments(spec, 1, "name", "key")) <= known_arguments()
-    assert set(RESERVED) <= known_arguments()
+        assert set(engine_arguments(spec, 1, "name", "key")) <= argument_types().keys()
+    assert set(RESERVED) <= argument_types().keys()
     assert not set(RESERVED) & {*DEFAULTS, *CPU_DEFAULTS}
 
 
 def test_owned_arguments_are_refused_with_the_reason() -> None:
     with pytest.raises(UserError, match=r"engine.args.tp_size cannot be set: set engine.gpus_per_engine"):
-        check_arguments({"tp_size": 2}, known_arguments())
-    check_arguments({"mem_fraction_static": 0.7}, known_arguments())
+        check_arguments({"tp_size": 2})
+    check_arguments({"mem_fraction_static": 0.7})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        *(("max_running_requests", value, "a whole number") for value in ("abc", "1e3", [1], True, 1.5)),
+        ("max_running_requests", 0, "1 or more"),
+        ("max_running_requests", -3, "1 or more"),
+        ("mem_fraction_static", 7, "a share above 0 and below 1"),
+        ("mem_fraction_static", True, "a number"),
+        ("kv_cache_dtype", 3, "text"),
+        ("attention_backend", 3, "text"),
+        ("moe_a2a_backend", {}, "one of none, deepep, "),
+        ("json_model_override_args", "[", "a JSON object in text"),
+        ("json_model_override_args", "[1]", "a JSON object in text"),
+        ("disable_radix_cache", "yes", "true or false"),
+        ("disable_radix_cache", None, "a value, not null"),
+    ],
+)
+def test_values_of_other_types_are_refused(name: str, value: Any, wanted: str) -> None:
+    with pytest.raises(UserError, match=rf"^engine\.args\.{name}={re.escape(repr(value))}: give {wanted}"):
+        check_arguments({name: value})
+
+
+def test_values_of_the_types_are_taken() -> None:
+    check_arguments({"max_running_requests": None, "mem_fraction_static": 0.5, "json_model_override_args": "{}"})
+    check_arguments({"moe_a2a_backend": "deepep", "disable_radix_cache": True, "lora_target_modules": ["a"]})
+
+
+@pytest.mark.parametrize("name", ["kv_events_config", "grpc_mode", "disaggregation_mode"])
+def test_sockets_without_a_key_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match=rf"engine.args.{name} cannot be set: "):
+        check_arguments({name: "x"})
 
 
 def test_the_users_arguments_win_over_defaults_only() -> None:
@@ -155,7 +189,7 @@ def test_ranks_of_an_engine_agree_on_the_token(tmp_path: Path) -> None:
 def test_without_sglang_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="SGLang is not installed"):
-        known_arguments()
+        argument_types()
 
 
 def test_stand_in_modules_name_the_missing_function(run_in_engine_site: Callable[[str], str]) -> None:
