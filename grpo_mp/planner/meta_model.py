@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def check_parameter_counts(job: PlannedJob) -> None:
     """Assert that the closed form counts what Megatron builds. Raises UserError where Megatron refuses the settings."""
     prepare()
-    from grpo_mp.policy.megatron_config import check_overrides
+    from grpo_mp.policy.megatron_args import check_overrides
 
     check_overrides(job.settings.training.megatron_args)
     counted: list[tuple[str, PlannedJob, tuple[ParameterCount, ...], dict[str, bool]]] = [

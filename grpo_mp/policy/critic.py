@@ -28,7 +28,8 @@ from grpo_mp.models.value_head import (
     critic_params,
 )
 from grpo_mp.policy.fp8 import check_fp8
-from grpo_mp.policy.megatron_config import check_overrides, transformer_config
+from grpo_mp.policy.megatron_args import check_overrides
+from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.model import ValueModel
 from grpo_mp.policy.trained_model import TrainedModel, UpdateReport
 from grpo_mp.policy.weights import clear_weights, load_hf

@@ -1,6 +1,5 @@
-"""Megatron's config objects from the settings; overrides in `training.megatron_args` are checked by field name."""
+"""Megatron's config objects from the settings and its `training.megatron_args`."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +14,10 @@ from grpo_mp.config.megatron_fields import PIPELINE_LAYOUT
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.distributed.layout import check_stages
 from grpo_mp.distributed.process_groups import megatron_sizes
-from grpo_mp.errors import UserError, did_you_mean
+from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.policy.megatron_args import overrides_for
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -26,53 +26,8 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective"},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-HYBRID_OPTIMIZER = (  # Megatron's, which keeps float32 state on the host and updates it there
-    "optimizer_cpu_offload",
-    "optimizer_offload_fraction",
-    "use_torch_optimizer_for_cpu_offload",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "pin_cpu_grads",
-    "pin_cpu_params",
-)
 # The state of an optimizer that is not precision-aware, as one that is keeps it: main weights are Adam's own.
 WHOLE_STATE = {"use_precision_aware_optimizer": True, "store_param_remainders": False}
-RESERVED = {  # fields that the run sets itself, with what to do instead
-    "tensor_model_parallel_size": "set layout.tensor",
-    "pipeline_model_parallel_size": "set layout.pipeline",
-    "virtual_pipeline_model_parallel_size": "set layout.virtual_pipeline",
-    "context_parallel_size": "set layout.context",
-    "expert_model_parallel_size": "set layout.expert",
-    "expert_tensor_parallel_size": "set layout.expert_tensor",
-    "sequence_parallel": "it follows from layout.tensor",
-    "params_dtype": "set model.dtype",
-    "pipeline_dtype": "set model.dtype",
-    "bf16": "set model.dtype",
-    "fp16": "set model.dtype",
-    "lr": "set optimizer.lr",
-    "min_lr": "set optimizer.min_lr",
-    "weight_decay": "set optimizer.weight_decay",
-    "adam_beta1": "set optimizer.betas",
-    "adam_beta2": "set optimizer.betas",
-    "adam_eps": "set optimizer.eps",
-    "clip_grad": "set optimizer.clip_grad",
-    "optimizer": "AdamW is the only one",
-    "calculate_per_token_loss": "the loss carries its own denominator",
-    "use_distributed_optimizer": "a checkpoint that any layout loads needs it",
-    # They gather a part of the weights in the next forward pass, and a weight sync reads all of them before it.
-    "overlap_param_gather": "a weight sync needs the whole weights behind an update",
-    "overlap_param_gather_with_optimizer_step": "a weight sync needs the whole weights behind an update",
-    **dict.fromkeys(HYBRID_OPTIMIZER, "set optimizer.offload=host"),
-    "moe_enable_routing_replay": "set training.router_replay",
-    **dict.fromkeys(("mtp_num_layers", "mtp_loss_scaling_factor"), "set model.mtp_loss_scaling_factor"),
-    "fp8": "set training.fp8_format",
-    "fp8_recipe": "set training.fp8_recipe",
-    "fp8_param": "weights stay in model.dtype: a weight sync and checkpoints read them",
-    "fp8_param_gather": "weights stay in model.dtype: a weight sync and checkpoints read them",
-    "perform_initialization": "every weight is read from the checkpoint",
-}
-
-
-STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: str, hf: HfConfig) -> TransformerConfig:
@@ -156,35 +111,6 @@ def optimizer_config(
 def keeps_state_on_host(optimizer: sections.OptimizerConfig) -> bool:
     """Return whether an update takes the state from the host and back. On a CPU all state is on the host."""
     return optimizer.offload == "host" and platform.on_cuda()
-
-
-def overrides_for(megatron_args: Mapping[str, Any], config_class: type) -> dict[str, Any]:
-    """Return the fields of `training.megatron_args` that this config class has; dtype names become dtypes."""
-    types = {field.name: field.type for field in dataclasses.fields(config_class)}
-    overrides = {name: value for name, value in megatron_args.items() if name in types}
-    return {name: getattr(torch, value) if types[name] is torch.dtype else value for name, value in overrides.items()}
-
-
-def check_overrides(megatron_args: Mapping[str, Any]) -> None:
-    """Raise UserError for a name in `training.megatron_args` that Megatron's configs lack or that the run sets."""
-    classes = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
-    types = {field.name: field.type for config_class in classes for field in dataclasses.fields(config_class)}
-    for name, value in megatron_args.items():
-        if name in RESERVED:
-            raise UserError(f"training.megatron_args.{name} cannot be set: {RESERVED[name]}")
-        if name not in types:
-            raise UserError(f"training.megatron_args.{name}: no field of Megatron's configs{did_you_mean(name, types)}")
-        if types[name] is torch.dtype and not isinstance(getattr(torch, str(value), None), torch.dtype):
-            raise UserError(f"training.megatron_args.{name}: {value!r} is no dtype: write float32 or bfloat16")
-        if name in STATE_DTYPES and value not in ("float32", "bfloat16"):
-            raise UserError(
-                f"training.megatron_args.{name}: {value} has factors of its own on each rank, which no other layout "
-                "could load: write float32 or bfloat16"
-            )
-        if name in STATE_DTYPES and value != "float32" and not megatron_args.get("use_precision_aware_optimizer"):
-            raise UserError(
-                f"training.megatron_args.{name}={value} needs use_precision_aware_optimizer: true beside it"
-            )
 
 
 def _layout(layout: LayoutConfig) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from grpo_mp.policy.forward import LossFunction
 from grpo_mp.policy.fp8 import check_fp8
 from grpo_mp.policy.fp8_base import hold_in_fp8
 from grpo_mp.policy.lora import MergedWeights, add_adapters, initialize
-from grpo_mp.policy.megatron_config import check_overrides, transformer_config
+from grpo_mp.policy.megatron_args import check_overrides
+from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.policy.multi_token_prediction import MtpLoss
 from grpo_mp.policy.reference import Reference

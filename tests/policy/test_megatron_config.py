@@ -1,16 +1,21 @@
 """Overrides of training.megatron_args and fused kernels in Megatron's configs."""
 
+from dataclasses import fields
+from typing import Any
+
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.platform import fused_fields
-from grpo_mp.policy.megatron_config import check_overrides, overrides_for
+from grpo_mp.policy.megatron_args import ARCHITECTURE, check_overrides, overrides_for
 
 
 def test_unknown_dtype_is_an_error() -> None:
@@ -42,6 +47,37 @@ def test_another_optimizer_is_an_error() -> None:
 def test_megatrons_own_switch_of_the_optimizer_on_the_host_names_the_setting(name: str) -> None:
     with pytest.raises(UserError, match=rf"training.megatron_args.{name} cannot be set: set optimizer.offload=host"):
         check_overrides({name: True})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("moe_aux_loss_coeff", "abc", "'abc': give a valid"),
+        ("moe_pad_expert_input_to_capacity", "yes", "'yes': give a valid boolean"),
+        ("recompute_num_layers", 1.5, "1.5: give a valid integer"),
+        ("recompute_num_layers", True, "True: give a valid integer"),
+        ("moe_token_dispatcher_type", "flux", "'flux': give 'allgather', 'alltoall' or 'flex'"),
+        ("init_method", "abc", "'abc': give callable"),
+        ("attention_backend", "flush", r"'flush' \(did you mean flash\?\): give flash, fused, "),
+        ("bucket_size", "1e9", "'1e9': give a valid integer"),
+    ],
+)
+def test_values_of_other_types_are_refused(name: str, value: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=rf"^training\.megatron_args\.{name}={sentence}"):
+        check_overrides({name: value})
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURE, "hidden_dropout", "attention_dropout"])
+def test_the_models_own_fields_are_refused(name: str) -> None:
+    assert name in {field.name for field in fields(MLATransformerConfig)}
+    with pytest.raises(UserError, match=rf"^training\.megatron_args\.{name} cannot be set: "):
+        check_overrides({name: 3})
+
+
+def test_a_member_of_an_enumeration_is_given_by_name() -> None:
+    megatron = {"attention_backend": "flash", "recompute_granularity": None, "moe_router_fusion": None}
+    check_overrides(megatron)
+    assert overrides_for(megatron, MLATransformerConfig)["attention_backend"] is AttnBackend.flash
 
 
 def test_dtype_is_given_by_name() -> None:

@@ -63,7 +63,7 @@ def write_index(model: Path, file: str) -> None:
         ),
         (
             "training.megatron_args={recompute_granularity: rarely}",
-            "Megatron refuses this model, layout and training.megatron_args",
+            "training.megatron_args.recompute_granularity='rarely': give 'full' or 'selective'",
         ),
         (
             "training={router_replay: R3, megatron_args: {moe_router_fusion: true}}",
