@@ -15,7 +15,7 @@ from grpo_mp.planner.model_configs import published_config
 from grpo_mp.platform.fp8_linear import Fp8Matmul
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.fp8 import check_fp8
-from grpo_mp.policy.megatron_config import check_overrides
+from grpo_mp.policy.megatron_args import check_overrides
 from grpo_mp.policy.model import use_fp8
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.trainer.load_models import policy_tensors, transformers_model
