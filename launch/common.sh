@@ -29,8 +29,8 @@ for name in RESTARTS SPARES; do
   [[ ${!name:-0} =~ ^[0-9]{1,4}$ ]] || fail "$name=${!name}: give a number"
 done
 
-# patiently COMMAND...: shows what it prints, after as many tries as it needs; not 0 where the last one fails, too.
-patiently() {
+# retry COMMAND...: shows what it prints, after as many tries as it needs; not 0 where the last one fails, too.
+retry() {
   local try text
   for ((try = 1; try <= TRIES; try++)); do
     if text=$("$@"); then
@@ -115,7 +115,7 @@ choose_size() {
 choose_nodes() {
   local states unfit
   # Without an answer none counts as down: the check finds those that are.
-  states=$(patiently sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format='%N %T') || states=
+  states=$(retry sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format='%N %T') || states=
   unfit=$(sed -En 's/ (down|fail|.*\*$).*//p' <<<"$states")
   nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -Fxv "$unfit"$'\n'"${bad//,/$'\n'}" || true)
   count=$(wc -w <<<"$nodes")
@@ -151,7 +151,7 @@ address_of() {
   if [ "$1" = "${SLURMD_NODENAME:-}" ]; then
     hostname
   elif [ -n "${SLURM_JOB_ID:-}" ]; then
-    patiently scontrol show node "$1" | sed -n 's/.* NodeHostName=\([^ ]*\).*/\1/p'
+    retry scontrol show node "$1" | sed -n 's/.* NodeHostName=\([^ ]*\).*/\1/p'
   else
     echo "$1"
   fi
@@ -245,16 +245,16 @@ resubmit_without_bad_nodes() {
   export RESUBMITS=$((${RESUBMITS:-0} + 1)) RESUBMITS_AFTER_STEP=$step
   [ "$RESUBMITS" -le "$MOST_RESUBMITS" ] || fail "bad nodes in $RESUBMITS jobs in a row, last $bad: drain or repair them"
   local text options
-  text=$(patiently scontrol show job "$SLURM_JOB_ID" | "$python" -m grpo_mp.launch.resubmit "$bad")
+  text=$(retry scontrol show job "$SLURM_JOB_ID" | "$python" -m grpo_mp.launch.resubmit "$bad")
   mapfile -t options <<<"$text"
   options+=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node="$per_node")
   if [ "$spares" != 0 ]; then options+=(--no-kill); fi
-  patiently sbatch "${options[@]}" "$(script_path)" "${submitted[@]}" || fail "no job without $bad could be submitted"
+  retry sbatch "${options[@]}" "$(script_path)" "${submitted[@]}" || fail "no job without $bad could be submitted"
   exit 3
 }
 
 script_path() {
-  patiently scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p'
+  retry scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p'
 }
 
 train() {
@@ -303,5 +303,5 @@ requeue() {
     return
   fi
   echo "$reason: resumes in a new attempt"
-  patiently scontrol requeue "$SLURM_JOB_ID" || fail "the job could not be requeued: submit it again, and the run resumes"
+  retry scontrol requeue "$SLURM_JOB_ID" || fail "the job could not be requeued: submit it again, and the run resumes"
 }
