@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,9 @@ from grpo_mp.files import encodable
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.routed_experts import joined_routed_experts, known_tokens
 from grpo_mp.types import EpisodeState, ExpertIds, Message, Prompt
+
+# What ends a model's thinking, as SGLang's reasoning parsers know it.
+THINKING_END = re.compile(r"</(?:\w+[:|])?think\w*>|\[/THINK\]|◁/think▷|<\|END_THINKING\|>")
 
 
 class EpisodeAbortedError(Exception):
@@ -303,9 +307,9 @@ class EpisodePolicy:
         text, calls = decode(output.tokens, skip_special_tokens=True), list[tuple[str, str]]()
         text = text[: min([text.find(end) for end in stop if end in text], default=None)]
         if tools and self.context.tool_parser and not output.truncated:
-            raw = decode(output.tokens)  # calls of many models are written in special tokens
-            rest, calls = await self.context.client.parse_tool_calls(raw, tools, self.context.tool_parser)
-            text = renderer.clean(rest).strip() if calls else text
+            thought, said = split_thinking(decode(output.tokens))  # calls are written in special tokens, too
+            rest, calls = await self.context.client.parse_tool_calls(said, tools, self.context.tool_parser)
+            text = renderer.clean(thought + rest).strip() if calls else text
         return Turn(
             output.tokens,
             output.logprobs,
@@ -325,6 +329,12 @@ class EpisodePolicy:
             call_id = f"functions.{name}:{self._calls}"  # as Kimi-K2 numbers them
             yield ToolCall(name, arguments or {}, call_id, error, unread)
             self._calls += 1
+
+
+def split_thinking(text: str) -> tuple[str, str]:
+    """Return an answer up to the end of its last thinking, and the rest: calls that are drafted in thinking are none."""
+    end = max((match.end() for match in THINKING_END.finditer(text)), default=0)
+    return text[:end], text[end:]
 
 
 def _with_text(message: Message) -> Message:
