@@ -21,6 +21,7 @@ NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAME
 MAX_DEPTH = 64
 MAX_NODES = 100_000  # of a YAML file, each alias with all that it stands for
 TAG = "tag:yaml.org,2002:"
+YAML_MARKS = "'\"|>&!"  # begin text that is quoted, a block, an anchor or a tag
 # Not those of YAML 1.1, by which 1:30 is 90, 010 is 8, and 2024-01-01 a date: they are text.
 NUMBERS = {
     f"{TAG}int": re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$|0x[0-9a-fA-F]+$"),
@@ -100,13 +101,22 @@ def read_yaml(file: Path) -> Any:
     return parse_yaml(read_text(file, YAML_BYTES), str(file))
 
 
-def parse_yaml(text: str, where: str) -> Any:
+def parse_yaml(text: str, where: str, loader: "type[_Loader] | None" = None) -> Any:
     """Parse YAML. Raises UserError: no YAML, a name twice, tags, numbers that are not finite, too deep or too much."""
     try:
-        loader = _Loader(text)
-        return loader.get_single_data()
+        return (loader or _Loader)(text).get_single_data()
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{where}: not valid YAML: {one_line(error, None)}") from error
+
+
+def parse_override(text: str, where: str) -> Any:
+    """Parse the value of an override as YAML in which # begins no comment, and text without quotes stays as it is.
+
+    Raises UserError as `parse_yaml`.
+    """
+    value = parse_yaml(text, where, _OverrideLoader)
+    is_plain = isinstance(value, str) and text.strip()[0] not in YAML_MARKS
+    return text.strip() if is_plain else value
 
 
 def read_json(file: Path, limit: int = TEXT_BYTES) -> Any:
@@ -176,6 +186,14 @@ class _Loader(yaml.SafeLoader):
                 raise _error(f"{shorten(key.value)} is there twice: keep one", key)
             names.add(key.value)
         return node
+
+
+class _OverrideLoader(_Loader):
+    """Takes # as any other character."""
+
+    def peek(self, index: int = 0) -> str:
+        char = str(super().peek(index))
+        return "x" if char == "#" else char  # the scanner looks at characters here, and copies them elsewhere
 
 
 def _construct_float(loader: _Loader, node: Any) -> float:

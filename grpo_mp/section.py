@@ -1,11 +1,14 @@
 """Base classes of the settings' sections, the walk over nested ones, and parsing of byte sizes."""
 
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+from grpo_mp.user_code import PYTHON_FILE
 
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)(KiB|MiB|GiB|)", re.ASCII)
@@ -13,6 +16,31 @@ LARGEST = 2**62  # of any number: it fits 64 bits, and so do sums of some
 LONGEST_S = 10**8  # of any time limit: about three years; the system's own limit is near
 NAME_BYTES, PATH_BYTES = 255, 4095  # of Linux
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
+VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})", re.ASCII)
+BEGINS_AS_PATH = re.compile(r"(~\w*|\$\w+|\$\{\w+\})/")
+
+
+def expand_path(value: Any) -> Any:
+    """Return the text of a path with ~ and environment variables expanded, as a shell does; any other value as it is.
+
+    Raises ValueError for a variable that is not set, and for ~NAME where there is no such user.
+    """
+    if not isinstance(value, str):
+        return value
+    path = os.path.expanduser(VARIABLE.sub(_variable, value))
+    if path.startswith("~"):
+        raise ValueError(f"{value[:100]!r}: there is no user {path[1:].partition('/')[0]}: write the folder in full")
+    return path
+
+
+def _variable(match: re.Match[str]) -> str:
+    name = match[1] or match[2]
+    if not os.environ.get(name):
+        raise ValueError(f"the environment variable {name} in {match.string[:100]!r} is not set, or empty: set it")
+    return os.environ[name]
+
+
+PathText = Annotated[str, BeforeValidator(expand_path)]  # a path, or in some cases the name of something else
 
 
 class Section(BaseModel):
@@ -27,6 +55,7 @@ class Section(BaseModel):
         if section_type(annotation):
             return value  # which checks its own
         kinds = set(_types_in(annotation))
+        value = _mapped(value, lambda item: expand_path(item) if _is_path(item, kinds) else item)
         for item in _scalars(value):
             _check_size(item, info.field_name or "")
             if isinstance(item, bool) and not kinds & {bool, Any} and kinds & {int, float}:
@@ -80,6 +109,22 @@ def _scalars(value: Any) -> Iterator[Any]:
             yield from _scalars(item)
     else:
         yield value
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a value with `function` applied to each scalar in it, names of mappings included."""
+    if isinstance(value, Mapping):
+        return {function(name): _mapped(item, function) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(item, function) for item in value)
+    return function(value)
+
+
+def _is_path(value: Any, kinds: set[Any]) -> bool:
+    """Return whether a value is a path by the types of its field, by its suffix, or among arguments by its start."""
+    if not isinstance(value, str):
+        return False
+    return Path in kinds or bool(PYTHON_FILE.fullmatch(value)) or (Any in kinds and bool(BEGINS_AS_PATH.match(value)))
 
 
 def _check_size(value: Any, field: str) -> None:

@@ -49,6 +49,11 @@ def test_what_is_left_out_takes_its_default(file: Path) -> None:
         ("engine.args.mem_fraction_static=0.7", "engine", "args", {"mem_fraction_static": 0.7}),
         ("model.path=a=b", "model", "path", Path("a=b")),
         ("reward.on_error=-1", "reward", "on_error", -1.0),
+        ("data.system_prompt=Write it after ####.", "data", "system_prompt", "Write it after ####."),
+        ("data.system_prompt=#1\n  and #2", "data", "system_prompt", "#1\n  and #2"),
+        ('data.system_prompt="a # b"', "data", "system_prompt", "a # b"),
+        ("model.path=runs/try #2", "model", "path", Path("runs/try #2")),
+        ("rollout.stop=[a #, '# b']", "rollout", "stop", ("a #", "# b")),
     ],
 )
 def test_overrides(file: Path, override: str, section: str, name: str, value: Any) -> None:

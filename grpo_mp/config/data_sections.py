@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_serializer, fi
 
 from grpo_mp.config.registries import DATA_SOURCES
 from grpo_mp.evaluation.pass_at_k import MAX_SAMPLES
-from grpo_mp.section import Section
+from grpo_mp.section import PathText, Section
 
 SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
 
@@ -15,7 +15,7 @@ SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
 class EvalSetConfig(Section):
     """A held-out set, and how its answers are sampled; null: as in the rollout."""
 
-    path: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
+    path: PathText = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
     samples: int = Field(
         1, ge=1, le=MAX_SAMPLES, description="responses to each problem: avg@n, pass@k and maj@k up to n"
     )
@@ -43,7 +43,7 @@ class EvalSetConfig(Section):
 class TrainSetConfig(Section):
     """A set of a mixture to train on; null: as in `data`."""
 
-    path: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
+    path: PathText = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
     weight: float = Field(
         1.0,
         gt=0,
@@ -58,7 +58,7 @@ class TrainSetConfig(Section):
         description="weights of the terms of `reward` that score its prompts, by the term's or function's name, which "
         "may have the weight 0 there; other terms do not. null: all, by the weights in `reward`",
     )
-    pass_rates: str | None = Field(
+    pass_rates: PathText | None = Field(
         None,
         description="JSONL or Parquet file of how often answers to its prompts were right, as the samples.jsonl that "
         "`grpo-mp evaluate` writes, or rows of prompt and pass_rate; prompts that it lacks are kept; null: none",

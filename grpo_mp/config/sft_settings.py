@@ -15,7 +15,7 @@ from grpo_mp.config.sections import (
     TrainingConfig,
 )
 from grpo_mp.config.trainer_settings import check_training
-from grpo_mp.section import Section
+from grpo_mp.section import PathText, Section
 
 SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
 OF_RL = ("rollout", "engine", "reward", "algorithm", "sync", "schedule")  # sections without a meaning here
@@ -41,7 +41,7 @@ class SftRunConfig(RunConfig):
 class ChatSetConfig(Section):
     """A set of chats; null: as in `data`."""
 
-    path: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
+    path: PathText = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
     weight: float = Field(
         1.0,
         gt=0,
@@ -54,7 +54,7 @@ class ChatSetConfig(Section):
 class HeldOutChatsConfig(Section):
     """A held-out set of chats, whose loss is measured; null: as in `data`."""
 
-    path: str = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
+    path: PathText = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
     source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
     system_prompt: str | None = Field(None, description="system message before its chats; null: data.system_prompt")
     max_samples: int | None = Field(
