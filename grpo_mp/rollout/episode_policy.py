@@ -332,7 +332,7 @@ class EpisodePolicy:
 
 
 def split_thinking(text: str) -> tuple[str, str]:
-    """Return an answer up to the end of its last thinking, and the rest: calls that are drafted in thinking are none."""
+    """Return an answer up to the end of its last thinking, and the rest, whose calls alone are made."""
     end = max((match.end() for match in THINKING_END.finditer(text)), default=0)
     return text[:end], text[end:]
 
