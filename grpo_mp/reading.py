@@ -6,18 +6,19 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from grpo_mp.errors import UserError, one_line
+from grpo_mp.errors import UserError, did_you_mean, one_line
 
 YAML_BYTES = 2**18
 TEXT_BYTES = 2**28  # an index of every tensor of the largest model has a hundredth of it
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+MISSING = object()  # what a row does not have
 MAX_DEPTH = 64
 MAX_NODES = 100_000  # of a YAML file, each alias with all that it stands for
 TAG = "tag:yaml.org,2002:"
@@ -124,14 +125,59 @@ def read_json(file: Path, limit: int = TEXT_BYTES) -> Any:
     return parse_json(read_text(file, limit), str(file))
 
 
-def parse_json(text: str | bytes, where: str) -> Any:
-    """Parse JSON. Raises UserError: no JSON, a key twice, numbers that are not finite, too deep."""
+def parse_json(text: str | bytes, where: str, remedy: str = "correct it, or copy the file again") -> Any:
+    """Parse JSON. Raises UserError: no JSON (`remedy`: what to do), a key twice, numbers not finite, too deep."""
     try:
         return json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_unique)
     except RecursionError as error:
         raise UserError(f"{where}: nested too deep: write it flat") from error
     except ValueError as error:
-        raise UserError(f"{where}: not valid JSON ({one_line(error)}): correct it, or copy the file again") from error
+        raise UserError(f"{where}: not valid JSON ({one_line(error)}): {remedy}") from error
+
+
+def has_column(columns: Mapping[str, Any], name: str) -> bool:
+    """Return whether a row has a column, as `read_column` reads it."""
+    return _inside(columns, name) is not MISSING
+
+
+def read_column(columns: Mapping[str, Any], name: str) -> Any:
+    """Return a column of a row. A dotted name reads inside one: `reward_model.ground_truth`, `choices.0`.
+
+    A column whose own name has the dots is preferred. Raises KeyError where there is none.
+    """
+    if (found := _inside(columns, name)) is MISSING:
+        raise KeyError(name)
+    return found
+
+
+def _inside(value: Any, name: str) -> Any:
+    """Return what a dotted name means in a mapping or list; MISSING where there is nothing."""
+    if isinstance(value, Mapping):
+        if name in value:
+            return value[name]
+        splits = ((name[: dot.start()], name[dot.end() :]) for dot in re.finditer(r"\.", name))
+        found = (_inside(value[first], rest) for first, rest in splits if first in value)
+        return next((item for item in found if item is not MISSING), MISSING)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        first, _, rest = name.partition(".")
+        if re.fullmatch(r"-?\d{1,9}", first, re.ASCII) and -len(value) <= int(first) < len(value):
+            item = value[int(first)]
+            return _inside(item, rest) if rest else item
+    return MISSING
+
+
+def did_you_mean_column(name: str, columns: Mapping[str, Any]) -> str:
+    """Return ' (did you mean X?)' for the column most like `name`, which may be inside of another one."""
+    names = list(_dotted_names(columns))
+    inside = [known for known in names if known.endswith(f".{name}")]
+    return f" (did you mean {inside[0]}?)" if inside else did_you_mean(name, names)
+
+
+def _dotted_names(columns: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in columns.items():
+        yield str(name)
+        if isinstance(value, Mapping):
+            yield from (f"{name}.{inner}" for inner in _dotted_names(value))
 
 
 def _finite(text: str) -> float:

@@ -18,8 +18,8 @@ from grpo_mp.data.digest import RowsDigest, joined_digest
 from grpo_mp.data.messages import as_template_reads, read_message
 from grpo_mp.data.pass_rates import within_pass_rates
 from grpo_mp.data.rows import Row, Rows, read_rows
-from grpo_mp.errors import UserError, did_you_mean, one_line
-from grpo_mp.reading import shorten
+from grpo_mp.errors import UserError, one_line
+from grpo_mp.reading import did_you_mean_column, has_column, read_column, shorten
 from grpo_mp.rewards.settings import DATA_SET
 from grpo_mp.types import Prompt
 from grpo_mp.user_code import time_limit
@@ -275,12 +275,12 @@ def _number_text(value: float) -> str:
 
 
 def _read_column(row: Row, name: str, setting: str) -> Any:
-    if name in row.columns:
-        return row.columns[name]
+    if has_column(row.columns, name):
+        return read_column(row.columns, name)
     known = shorten(", ".join(map(str, row.columns)), 300) or "none"
     hint = " or to null" if setting == "data.answer_column" else ""
     raise UserError(
-        f"{row.location}: no column {name}{did_you_mean(name, row.columns)}, the row has: {known}: "
+        f"{row.location}: no column {name}{did_you_mean_column(name, row.columns)}, the row has: {known}: "
         f"set {setting} to one of them{hint}"
     )
 

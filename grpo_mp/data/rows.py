@@ -1,8 +1,12 @@
-"""Read data rows from JSONL, Parquet or `datasets`, each with its location for error messages."""
+"""Read data rows from JSON, Parquet or `datasets`, each with its location for error messages."""
 
+import codecs
+import glob
+import gzip
 import os
 import pickle
 import tempfile
+import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,7 +74,7 @@ def read_rows(name: str, source: str | None = None) -> Rows:
     jsonl, parquet: a file; datasets: a name or folder, `name`, `name:split`, `name:config:split`; or a user's own.
     Raises UserError: file or data set not found.
     """
-    path, source = Path(name), source or SOURCE_BY_SUFFIX.get(Path(name).suffix, "datasets")
+    path, source = Path(name), source or source_of(name)
     if source in DATA_SOURCES.built_in:
         check_path(path)
     if source in SOURCE_BY_SUFFIX.values():
@@ -78,9 +82,14 @@ def read_rows(name: str, source: str | None = None) -> Rows:
             raise UserError(f"{name}: no such file: set data.train or data.eval to an existing one")
         check_regular(path)
     read = DATA_SOURCES.resolve(source, "data.source")
-    unit = "line" if read is read_jsonl else "row"
     rows = read(name) if source in DATA_SOURCES.built_in else UserRows(read, name, f"data.source {source!r}")
-    return Rows(name, unit, _by_index(rows))
+    return Rows(name, "line" if isinstance(rows, JsonLines) else "row", _by_index(rows))
+
+
+def source_of(name: str) -> str:
+    """Return the reader of a data set by the suffix of its name, in upper or lower case; `datasets` for any other."""
+    found = (source for suffix, source in SOURCE_BY_SUFFIX.items() if name.lower().endswith(suffix))
+    return next(found, "datasets")
 
 
 def _by_index(rows: Iterable[Columns]) -> Sequence[Columns]:
@@ -160,17 +169,39 @@ class JsonLines(Sequence[Columns]):
         """Return a row. Raises UserError for one that is empty or no JSON object."""
         start, end = self._ends[index - 1] if index else 0, self._ends[index]
         line = os.pread(self._file.fileno(), int(end - start), int(start))  # threads share the file
-        location = f"{self._name}, line {index + 1}"
-        if not line.strip():
-            raise UserError(f"{location}: empty row: remove it")
-        columns = parse_json(line, location)
-        if not isinstance(columns, dict):
-            raise UserError(f"{location}: expected an object with columns, found {type(columns).__name__}")
-        return columns
+        return _parse_line(line, f"{self._name}, line {index + 1}")
+
+
+def _parse_line(line: bytes, location: str) -> Columns:
+    if not line.strip():
+        raise UserError(f"{location}: empty row: remove it")
+    return _as_columns(parse_json(line, location, WANTED_JSON), location)
+
+
+def _as_columns(value: Any, location: str) -> Columns:
+    if not isinstance(value, dict):
+        raise UserError(f"{location}: expected an object with columns, found {type(value).__name__}")
+    return value
 
 
 def read_jsonl(name: str) -> Sequence[Columns]:
-    """Open a file of JSON lines."""
+    """Open a file of JSON lines, or of one JSON array of rows; with the suffix .gz it is compressed.
+
+    Rows of an array or of a compressed file are spooled to disk. Raises UserError for a file that cannot be read.
+    """
+    is_compressed = name.lower().endswith(".gz")
+    try:
+        with gzip.open(name) if is_compressed else Path(name).open("rb") as file:
+            texts = (line.removeprefix(codecs.BOM_UTF8).strip() for line in file)
+            if next(filter(None, texts), b"").startswith(b"["):
+                file.seek(0)
+                array_rows = enumerate(parse_json(file.read(), name, WANTED_JSON), 1)
+                return SpooledRows(_as_columns(value, f"{name}, row {number}") for number, value in array_rows)
+            if is_compressed:
+                file.seek(0)
+                return SpooledRows(_parse_line(line, f"{name}, row {number}") for number, line in enumerate(file, 1))
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{name}: not readable as gzip ({one_line(error)}): copy the file again") from error
     return JsonLines(name)
 
 
@@ -180,7 +211,8 @@ def read_parquet(name: str) -> Sequence[Columns]:
 
     datasets.disable_progress_bars()  # of every rank
     try:
-        return datasets.load_dataset("parquet", data_files=name, split="train")
+        # `datasets` takes a name for a pattern, by which set[1].parquet is set1.parquet.
+        return datasets.load_dataset("parquet", data_files=glob.escape(name), split="train")
     except Exception as error:  # of pyarrow, fsspec and others
         raise UserError(f"{name}: not readable as Parquet: {one_line(error.__cause__ or error)}") from error
 
@@ -190,8 +222,9 @@ def read_datasets(source: str) -> Sequence[Columns]:
     import datasets
 
     name, *rest = source.split(":")
-    if len(rest) > 2 or not name.strip() or Path(name).suffix in OTHER_FILES:  # no name of the hub: it is not asked
-        raise UserError(f"{source!r}: write a .jsonl or .parquet file, name:split or name:config:split")
+    is_file = Path(name).suffix.lower() in OTHER_FILES  # no name of the hub: it is not asked
+    if len(rest) > 2 or not name.strip() or is_file:
+        raise UserError(f"{source!r}: write a .jsonl, .json or .parquet file, name:split or name:config:split")
     config, split = rest[0] if len(rest) == 2 else None, (rest and rest[-1]) or "train"
     try:
         if (Path(name) / "dataset_dict.json").is_file() or (Path(name) / "dataset_info.json").is_file():
@@ -206,7 +239,11 @@ def read_datasets(source: str) -> Sequence[Columns]:
 
 
 OTHER_FILES = (".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".arrow", ".yaml", ".md")
-SOURCE_BY_SUFFIX = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+SOURCE_BY_SUFFIX = {
+    **dict.fromkeys((".jsonl", ".json", ".jsonl.gz", ".json.gz"), "jsonl"),
+    ".parquet": "parquet",
+}
+WANTED_JSON = "write one object a line, or one array of objects"  # where a file of data is neither
 
 
 def without_nulls(value: Any) -> Any:

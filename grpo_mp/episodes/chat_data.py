@@ -16,8 +16,8 @@ from grpo_mp.data.digest import RowsDigest, joined_digest
 from grpo_mp.data.messages import read_message
 from grpo_mp.data.rows import Row, Rows, read_rows, without_nulls
 from grpo_mp.episodes.supervised import Chat, ChatEncoder, LearnedText, LearnedTokens
-from grpo_mp.errors import UserError, did_you_mean, one_line
-from grpo_mp.reading import parse_json, read_json, shorten
+from grpo_mp.errors import UserError, one_line
+from grpo_mp.reading import did_you_mean_column, has_column, parse_json, read_column, read_json, shorten
 from grpo_mp.types import Message, Sample
 from grpo_mp.user_code import time_limit
 
@@ -211,9 +211,9 @@ def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[in
 def read_chat(row: Row, data: ChatDataConfig) -> Chat:
     """Return the chat of a row. Raises UserError, which names file and line, for a malformed one."""
     tools = _read_tools(row, data.tools_column)
-    if data.messages_column in row.columns:
+    if has_column(row.columns, data.messages_column):
         messages, first = _messages(row, data.messages_column), 0
-    elif data.prompt_column in row.columns and data.completion_column in row.columns:
+    elif has_column(row.columns, data.prompt_column) and has_column(row.columns, data.completion_column):
         prompt = _messages(row, data.prompt_column, "user")
         messages = [*prompt, *_messages(row, data.completion_column, "assistant")]
         first = len(prompt)
@@ -221,10 +221,11 @@ def read_chat(row: Row, data: ChatDataConfig) -> Chat:
             raise UserError(f"{row.location}: column {data.prompt_column}: the prompt is empty")
     else:
         known = shorten(", ".join(map(str, row.columns)), 300) or "none"
+        hint = did_you_mean_column(data.messages_column, row.columns)
         raise UserError(
-            f"{row.location}: no column {data.messages_column}{did_you_mean(data.messages_column, row.columns)}, and "
-            f"not both {data.prompt_column} and {data.completion_column}; the row has: {known}: set "
-            "data.messages_column, or data.prompt_column and data.completion_column, to its columns"
+            f"{row.location}: no column {data.messages_column}{hint}, and not both {data.prompt_column} and "
+            f"{data.completion_column}; the row has: {known}: set data.messages_column, or data.prompt_column and "
+            "data.completion_column, to its columns"
         )
     if data.system_prompt and messages[0]["role"] != "system":
         messages, first = [{"role": "system", "content": data.system_prompt}, *messages], first + 1
@@ -233,7 +234,7 @@ def read_chat(row: Row, data: ChatDataConfig) -> Chat:
 
 def _messages(row: Row, column: str, role: str = "") -> list[Message]:
     """Return the messages of a column; with `role` a text is one of it."""
-    value, location = row.columns[column], f"{row.location}: column {column}"
+    value, location = read_column(row.columns, column), f"{row.location}: column {column}"
     chat = [{"role": role, "content": value}] if role and isinstance(value, str) else value
     if not isinstance(chat, list) or not chat or not all(isinstance(message, Mapping) for message in chat):
         raise UserError(f"{location}: expected {'text or ' if role else ''}a list of chat messages")
@@ -248,7 +249,7 @@ def _message(value: Mapping[str, Any], location: str) -> Message:
 
 
 def _read_tools(row: Row, column: str) -> tuple[dict[str, Any], ...]:
-    value = row.columns.get(column)
+    value = read_column(row.columns, column) if has_column(row.columns, column) else None
     if isinstance(value, str):
         value = parse_json(value, f"{row.location}, column {column}")
     if value is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_mp.config import Settings, SftSettings, load_settings, load_sft_settings
 from grpo_mp.config.registries import DATA_SOURCES
-from grpo_mp.data.rows import SOURCE_BY_SUFFIX
+from grpo_mp.data.rows import SOURCE_BY_SUFFIX, source_of
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.pipeline.stages import EVALUATE, MODEL, OF_RUN, StageJob
@@ -34,7 +34,7 @@ class DataFile:
     @property
     def reader(self) -> str:
         """Return the name of what reads it."""
-        return self.source or SOURCE_BY_SUFFIX.get(Path(self.path).suffix, "datasets")
+        return self.source or source_of(self.path)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from grpo_mp.errors import one_line
-from grpo_mp.reading import shorten
+from grpo_mp.reading import has_column, read_column, shorten
 from grpo_mp.registry import Registry
 from grpo_mp.types import SampleGroup, StepRewards
 from grpo_mp.user_code import is_path, load_attribute, no_exit, without_exit
@@ -80,7 +80,7 @@ def call_arguments(group: SampleGroup, prompt_column: str, **others: Any) -> dic
     """Build the keyword arguments for one group: prompt and columns, repeated for every completion, and `others`."""
     count = len(group.samples)
     row = group.prompt.columns
-    prompt = row.get(prompt_column, group.prompt.text)
+    prompt = read_column(row, prompt_column) if has_column(row, prompt_column) else group.prompt.text
     texts = [sample.text for sample in group.samples]
     chats = [list(sample.messages) or [{"role": "assistant", "content": sample.text}] for sample in group.samples]
     is_chat = not isinstance(prompt, str)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_mp.errors import UserError
+from grpo_mp.reading import has_column, read_column
 from grpo_mp.rewards.base import Values
 from grpo_mp.rewards.sandbox import Sandbox
 from grpo_mp.rewards.settings import CodeConfig
@@ -73,9 +74,9 @@ def read_test_cases(prompt: Prompt, column: str, joined: bool) -> list[TestCase]
 
     Raises UserError, naming the prompt.
     """
-    if column not in prompt.columns:
+    if not has_column(prompt.columns, column):
         raise UserError(f"reward.code.tests: the prompts have no column {column!r}: set the column of their tests")
-    tests = prompt.columns[column]
+    tests = read_column(prompt.columns, column)
     rows: list[Any] = list(tests or []) if isinstance(tests, list | tuple | None) else [tests]
     if all(isinstance(row, dict) and "input" in row and row.get("output") is not None for row in rows):
         inputs = ["" if row["input"] is None else str(row["input"]) for row in rows]

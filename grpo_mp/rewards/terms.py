@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from grpo_mp.errors import UserError
+from grpo_mp.reading import has_column, read_column
 from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.code import CodeTests
 from grpo_mp.rewards.judge import Judge
@@ -95,7 +96,9 @@ def _language_shares(settings: RewardConfig, group: SampleGroup) -> Values:
     DeepSeek-R1's language consistency (arXiv 2501.12948, 2.3.2). Raises RewardError for a row's unknown language.
     """
     language, (first, last) = settings.language, settings.think.tags
-    target = group.prompt.columns.get(language.column) if language.column else language.target
+    columns, target = group.prompt.columns, language.target
+    if language.column:
+        target = read_column(columns, language.column) if has_column(columns, language.column) else None
     if not isinstance(target, str) or target not in LANGUAGES:
         raise RewardError(f"reward.language.column {language.column}: {target!r:.40} is no known language, such as en")
     thinking = (sample.text.partition(last)[0].replace(first, " ") for sample in group.samples)

@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from grpo_mp.config.registries import SAMPLE_FILTERS
 from grpo_mp.errors import UserError, did_you_mean, one_line
+from grpo_mp.reading import did_you_mean_column, has_column, read_column
 from grpo_mp.rewards.language import SCRIPTS, script_share
 from grpo_mp.rewards.language_codes import LANGUAGES, check_language
 from grpo_mp.types import Prompt, Sample, SampleGroup
@@ -122,9 +123,10 @@ class Language:
 
     def _scripts_of(self, prompt: Prompt) -> tuple[str, ...]:
         assert self.column is not None
-        if self.column not in prompt.columns:
-            raise ValueError(f"no column {self.column}{did_you_mean(self.column, prompt.columns)} says the language")
-        return LANGUAGES[check_language(prompt.columns[self.column])]
+        if not has_column(prompt.columns, self.column):
+            hint = did_you_mean_column(self.column, prompt.columns)
+            raise ValueError(f"no column {self.column}{hint} says the language")
+        return LANGUAGES[check_language(read_column(prompt.columns, self.column))]
 
 
 @dataclass(frozen=True, config=STRICT)

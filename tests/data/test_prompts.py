@@ -172,7 +172,7 @@ BAD_ROWS = [
     ([GOOD, ""], r"a\.jsonl, line 2: empty row"),
     ([GOOD, "{'a': 1}"], r"a\.jsonl, line 2: not valid JSON"),
     (["\udcff"], r"a\.jsonl, line 1: not valid JSON"),
-    (["[1]"], r"a\.jsonl, line 1: expected an object with columns, found list"),
+    ([GOOD, "[1]"], r"a\.jsonl, line 2: expected an object with columns, found list"),
     ([{"question": "  ", "answer": "1"}], r"line 1: column question: the prompt is empty"),
     ([{"question": [], "answer": "1"}], r"line 1: column question: expected text or a list of chat messages"),
     ([{"question": 3, "answer": "1"}], r"line 1: column question: expected text or a list of chat messages"),
