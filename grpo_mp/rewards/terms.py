@@ -96,8 +96,9 @@ def _language_shares(settings: RewardConfig, group: SampleGroup) -> Values:
     DeepSeek-R1's language consistency (arXiv 2501.12948, 2.3.2). Raises RewardError for a row's unknown language.
     """
     language, (first, last) = settings.language, settings.think.tags
-    columns, target = group.prompt.columns, language.target
+    target: object = language.target
     if language.column:
+        columns = group.prompt.columns
         target = read_column(columns, language.column) if has_column(columns, language.column) else None
     if not isinstance(target, str) or target not in LANGUAGES:
         raise RewardError(f"reward.language.column {language.column}: {target!r:.40} is no known language, such as en")
