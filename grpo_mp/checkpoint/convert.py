@@ -34,12 +34,14 @@ from grpo_mp.checkpoint.resumable_writer import (
 )
 from grpo_mp.checkpoint.torch_dist import GLOBAL_FILES, CheckpointSlot, merge_parts, slot_of, write_part
 from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader
+from grpo_mp.checkpoint.run_state import SETTINGS
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8, SCALE, quantize, requantize, scale_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, fuse, split_by_bytes
 from grpo_mp.models.multi_token_prediction import copied_names
+from grpo_mp.reading import read_yaml
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,18 @@ class HfExporter:
         return [name, name + SCALE] if name in self.fp8_names else [name]
 
 
+def _folder_with_config(checkpoint: Path) -> Path:
+    """Return the checkpoint, or for a step of a run model.path of the run's settings. Raises UserError."""
+    if (checkpoint / "config.json").exists() or not checkpoint.is_dir():
+        return checkpoint
+    settings = checkpoint.resolve().parent.parent / SETTINGS
+    model = Path(read_yaml(settings)["model"]["path"]) if settings.is_file() else None
+    if model and (model / "config.json").is_file():
+        return model
+    missing = f", and model.path of {settings}, {model}, is not here" if model else ""
+    raise UserError(f"{checkpoint} has no config.json{missing}: name the model's folder with --like")
+
+
 def to_hf(
     source: Path,
     destination: Path,
@@ -223,12 +237,12 @@ def to_hf(
 ) -> None:
     """Convert a checkpoint, of a run or of `to_megatron`, to a Hugging Face folder.
 
-    Config and tokenizer come from `like`, or from the checkpoint itself. `fp8` writes blockwise FP8; blocks that did
-    not change keep the bytes they have in `like`. Tensors that are no part of the policy come from the checkpoint, or
+    Config and tokenizer come from `like`, from the checkpoint itself, or from model.path of its run. `fp8` writes
+    blockwise FP8; blocks that did not change keep the bytes they have in `like`. Tensors that are no part of the policy come from the checkpoint, or
     from `like` where it has none. Raises UserError as `to_megatron` does.
     """
     check_destination(source, destination)
-    aux_source = like or source
+    aux_source = like or _folder_with_config(source)
     reader = TorchDistReader(source, verify=True)
     model = ModelMapping.of(aux_source)
     if reader.has_layer(model.hf.int("num_hidden_layers")) and model.hf.get("num_nextn_predict_layers"):

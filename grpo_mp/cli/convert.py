@@ -10,7 +10,8 @@
 or converted: names, shapes, dtypes and values, one line per difference, the worst first, exit status 1 where there is
 one. With --logits it runs both on the same tokens in float32, by transformers or by Megatron, and compares the logits.
 `to-megatron` writes the torch_dist format that any layout loads, with config and tokenizer beside the weights.
-`to-hf` takes such a folder, or a step of a run with --like for config and tokenizer. Both resume where an earlier
+`to-hf` converts such a folder, or a step of a run, whose config and tokenizer come from model.path of the run's
+settings or from --like. Both resume where an earlier
 start was stopped; DST appears under its name only when it is complete. torchrun --nproc-per-node 4 -m grpo_mp convert
 ... divides the work over processes.
 """
@@ -64,8 +65,12 @@ def _check(args: argparse.Namespace, console: Console) -> int:
 
     with open_weights(args.left, verify=True) as left, open_weights(args.right, verify=True) as right:
         differences = compare_weights(left, right, args.tolerance or 0.0)
+        tensors = len(left.stored_names)
     for difference in differences:
         console.print(f"{difference.name}: {difference.description}")
+    if not differences:
+        how = f"to within {args.tolerance:g}" if args.tolerance else "bit for bit"
+        console.print(f"equal {how}: {tensors} tensors")
     return DIFFERENT if differences else 0
 
 

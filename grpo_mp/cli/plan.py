@@ -26,6 +26,7 @@ from grpo_mp.parsers import Parser, number_between, number_of_ranks, positive_in
 from grpo_mp.planner.clusters import Cluster, cluster_names, describe_rates, read_cluster
 from grpo_mp.planner.model_configs import find_config
 
+DEFAULT_CLUSTER = "h100-80"
 TABLE_WIDTH = 130  # of measured steps: a narrower terminal breaks its lines, and nothing is left out
 
 
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         return _compare([argument for argument in arguments if argument != "--against"])
     explains = list(arguments[:1]) == ["explain"]
     args = _parser().parse_intermixed_args(arguments[explains:])
+    assumed = _fill_in_machines(args)
     if args.json and not args.json.parent.is_dir():
         raise UserError(f"--json {args.json}: its folder does not exist: make it first")
     cluster = read_cluster(args.cluster)
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     settings = load_any_settings(args.config, args.overrides)
     hf, source = find_config(settings.model.path, args.model_config)
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
-    console.print(f"model: {source}")
+    console.print(f"model: {source}", *([assumed] if assumed else []), sep="\n")
     if isinstance(settings, SftSettings):
         if explains or args.search or args.simulate or args.ppo or args.times:
             options = "--search, --simulate, --ppo and --times"
@@ -70,7 +72,10 @@ def main(arguments: Sequence[str]) -> int:
         check_arguments(settings.engine.args)
     lengths = read_lengths(args.lengths) if args.lengths else ()
     mean = fmean(lengths) if lengths else args.response_tokens
-    job = make_job(settings, hf, cluster, args.nodes, args.gpus_per_node, mean, args.acceptance_length)
+    try:
+        job = make_job(settings, hf, cluster, args.nodes, args.gpus_per_node, mean, args.acceptance_length)
+    except UserError as error:
+        raise UserError(f"{error} ({assumed})" if assumed else str(error)) from error
     if args.simulate:
         return simulate_and_show(job, lengths, args, console)
     if explains:
@@ -80,6 +85,18 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if write_plan(job, args.json, with_times=not args.memory_only) else DOES_NOT_FIT
     fits = search_and_show(job, console) if args.search else plan_and_show(job, args.ppo, args.times, console)
     return 0 if fits else DOES_NOT_FIT
+
+
+def _fill_in_machines(args: argparse.Namespace) -> str:
+    """Fill in the machines that the command line leaves out; return a sentence that names them, or ""."""
+    assumed = []
+    if args.nodes is None:
+        args.nodes = 1
+        assumed.append("--nodes 1")
+    if args.cluster is None:
+        args.cluster = DEFAULT_CLUSTER
+        assumed.append(f"--cluster {DEFAULT_CLUSTER}")
+    return f"assumed: {' '.join(assumed)}" if assumed else ""
 
 
 def _plan_pipeline(args: argparse.Namespace, cluster: Cluster) -> int:
@@ -127,8 +144,10 @@ def _compare(arguments: Sequence[str]) -> int:
 
 def _parser() -> Parser:
     parser = settings_parser("plan", __doc__)
-    parser.add_argument("--cluster", default="h100-80", help=f"{', '.join(cluster_names())}, or a YAML file")
-    parser.add_argument("--nodes", type=number_of_ranks, default=1)
+    parser.add_argument(
+        "--cluster", help=f"{', '.join(cluster_names())}, or a YAML file (default: {DEFAULT_CLUSTER})"
+    )
+    parser.add_argument("--nodes", type=number_of_ranks, help="default: 1")
     parser.add_argument("--gpus-per-node", type=number_of_ranks, help="default: that of the cluster")
     parser.add_argument("--search", action="store_true", help="rank the layouts that fit, print the best five")
     parser.add_argument("--times", action="store_true", help="also show the terms of each phase's time")

@@ -29,6 +29,7 @@ BETWEEN = (Phase.SAVE, Phase.EVAL)  # steps
 SLOW_PHASE = 1.5  # times the plan's
 SLOW_RANK, SLOW_ENGINE = 1.2, 0.7  # times the median: of a rank's work, of an engine's speed; of two the better
 MOST_IDLE, MOST_OVERHEAD = 0.5, 0.1  # shares of a step
+MIN_BUSY_POLLS = 30  # of the busiest engine: shares of fewer polls differ by chance
 MOST_EMPTY = 0.3  # share of the time in which an engine has nothing to do and another one has
 # What to do about time outside the phases that count as work, by the name of the time.
 OVERHEADS = {
@@ -310,12 +311,16 @@ def check_engines(loads: Mapping[int, Sequence[EngineLoad]]) -> Iterable[Finding
         return
     evidence = [f"engine {number}: {speed:.0f} tokens/s while it generates" for number, speed in speeds.items()]
     slowest, median = min(speeds, key=lambda number: speeds[number]), statistics.median_high(speeds.values())
+    busy = {number: sum(bool(line.running or line.tokens_per_s) for line in lines) for number, lines in loads.items()}
+    most = max(busy.values())
+    if most < MIN_BUSY_POLLS:
+        sentence = f"engines were seen generating in {most} polls, fewer than the {MIN_BUSY_POLLS} that can be compared"
+        yield Finding(Level.OK, sentence, evidence, "lower monitor.poll_engines_s where steps are short")
+        return
     if speeds[slowest] < SLOW_ENGINE * median:
         advice = "compare its GPU's clocks: grpo-mp doctor machine on its node; read its log"
         sentence = f"engine {slowest} decodes {speeds[slowest]:.0f} tokens/s, the median engine {median:.0f}"
         yield Finding(Level.WARNING, sentence, evidence, advice)
-    busy = {number: sum(bool(line.running or line.tokens_per_s) for line in lines) for number, lines in loads.items()}
-    most = max(busy.values())
     empty = {number: 1 - count / most for number, count in busy.items() if count < (1 - MOST_EMPTY) * most}
     if empty:
         shares = [f"engine {number}: {share:.0%} of the time of the busiest" for number, share in empty.items()]
@@ -323,7 +328,8 @@ def check_engines(loads: Mapping[int, Sequence[EngineLoad]]) -> Iterable[Finding
         yield Finding(Level.WARNING, "engines have nothing to do while others generate", shares, advice)
     queued = [line.queued for lines in loads.values() for line in lines if line.running and line.queued is not None]
     waits = f", {statistics.fmean(queued):.1f} requests are queued at an engine on average" if queued else ""
-    yield Finding(Level.OK, f"engine {slowest} is the slowest of {len(speeds)}{waits}", evidence)
+    sentence = f"engine {slowest} is the slowest of {len(speeds)}" if len(speeds) > 1 else f"engine {slowest} generates"
+    yield Finding(Level.OK, f"{sentence}{waits}", evidence)
 
 
 def _mean(lines: Iterable[MetricLine], name: str) -> float:

@@ -52,7 +52,7 @@ class HfConfig:
         with refuse_unreadable(folder):
             is_there = file.exists()
         if not is_there:
-            raise UserError(f"{file} does not exist: give a Hugging Face folder or a converted checkpoint")
+            raise UserError(f"{file} does not exist: {_how_to_get(folder)}")
         values = read_json(file)
         if not isinstance(values, dict):
             raise UserError(f"{file}: expected an object of settings, found {type(values).__name__}: copy it again")
@@ -177,6 +177,18 @@ class HfConfig:
         if self.values.get(key) is None:
             raise self.error(f"{key} is missing")
         return self.values[key]
+
+
+def _how_to_get(folder: Path) -> str:
+    """Return what to do about a model folder that is not there."""
+    if folder.is_dir():
+        return "give a Hugging Face folder or a converted checkpoint"
+    is_hub_name = len(folder.parts) == 2 and not folder.parent.is_dir() and not folder.is_absolute()
+    name, target = (folder.as_posix(), f"checkpoints/{folder.name}") if is_hub_name else ("OWNER/NAME", str(folder))
+    return (
+        f"download the model (hf download {name} --local-dir {target}) and give its folder; `grpo-mp plan CONFIG` and "
+        "`grpo-mp launch CONFIG --dry-run` do without it"
+    )
 
 
 def _numbers_in(value: Any) -> list[Any]:

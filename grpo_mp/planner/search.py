@@ -30,11 +30,12 @@ PLANNED_WITH_SYNC = 16
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Combinations of layout and engine: how many were valid, how many of them fit, and the best."""
+    """Combinations of layout and engine: how many were valid, how many of them fit, the best, and the job's own."""
 
     valid: int
     fitting: int
     best: tuple[Plan, ...]
+    own: Plan
 
 
 def search_layouts(job: PlannedJob, count: int = 5) -> SearchResult:
@@ -45,14 +46,11 @@ def search_layouts(job: PlannedJob, count: int = 5) -> SearchResult:
     engines = _fitting_engines(job)
     candidates = [_with_engine(one, engines[0]) for one in _with_layouts(job)]
     fitting = _fitting(candidates)
-    combined = [
-        _with_engine(plan.job, engine)
-        for plan in fitting[:LAYOUTS_WITH_EVERY_ENGINE]
-        for engine in engines[:ENGINES_WITH_EVERY_LAYOUT]
-    ]
+    layouts = [one for plan in fitting[:LAYOUTS_WITH_EVERY_ENGINE] for one in (plan.job, *_with_even_stages(plan.job))]
+    combined = [_with_engine(one, engine) for one in layouts for engine in engines[:ENGINES_WITH_EVERY_LAYOUT]]
     with_sync = [make_plan(plan.job) for plan in _fitting(combined)[:PLANNED_WITH_SYNC]]
     best = sorted(with_sync, key=lambda plan: plan.step_s)[:count]
-    return SearchResult(len(candidates) * len(engines), len(fitting) * len(engines), tuple(best))
+    return SearchResult(len(candidates) * len(engines), len(fitting) * len(engines), tuple(best), make_plan(job))
 
 
 def valid_layouts(job: PlannedJob) -> Iterator[LayoutConfig]:
@@ -157,6 +155,20 @@ def _with_layout(job: PlannedJob, layout: LayoutConfig) -> PlannedJob:
         megatron[PIPELINE_LAYOUT] = format_pipeline_layout(counts)
     training = job.settings.training.model_copy(update={"megatron_args": megatron})
     return _with_settings(job, job.settings.model_copy(update={"layout": layout, "training": training}))
+
+
+def _with_even_stages(job: PlannedJob) -> Iterator[PlannedJob]:
+    """Yield the job with as many layers on each stage: stages of equal bytes may differ in time."""
+    stages = job.settings.layout.pipeline
+    if stages > 1:
+        fewest, more = divmod(job.hf.int("num_hidden_layers"), stages)
+        yield _with_stages(job, [fewest + (stage < more) for stage in range(stages)])
+
+
+def _with_stages(job: PlannedJob, layers: list[int]) -> PlannedJob:
+    megatron = job.settings.training.megatron_args | {PIPELINE_LAYOUT: format_pipeline_layout(layers)}
+    training = job.settings.training.model_copy(update={"megatron_args": megatron})
+    return _with_settings(job, job.settings.model_copy(update={"training": training}))
 
 
 def _with_settings(job: PlannedJob, settings: Settings) -> PlannedJob:

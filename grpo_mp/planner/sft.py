@@ -118,6 +118,9 @@ def plan_and_show_sft(job: PlannedJob, console: Console) -> bool:
     """Print the plan of a job of `sft_job`; tell whether it fits. Raises UserError."""
     check_parameter_counts(job)
     plan = make_sft_plan(job)
+    found = plan.feasibility
+    machines = f"{job.nodes} x {job.gpus_per_node} x {job.cluster.name}"
+    console.print(f"{machines}: {found.sentence}", style="bold green" if found.fits else "bold red")
     fullest = max(plan.device, key=lambda sizes: max(map(total_bytes, sizes.values())))
     title = f"Device, GiB: a rank of pipeline stage {plan.device.index(fullest)}"
     console.print(Group(parameter_table(job), memory_table(title, fullest)))
@@ -133,7 +136,4 @@ def plan_and_show_sft(job: PlannedJob, console: Console) -> bool:
         f"{describe_rates(job.cluster)}",
         sep="\n",
     )
-    found = plan.feasibility
-    machines = f"{job.nodes} x {job.gpus_per_node} x {job.cluster.name}"
-    console.print(f"{machines}: {found.sentence}", style="bold green" if found.fits else "bold red")
     return found.fits

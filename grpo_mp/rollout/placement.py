@@ -33,9 +33,12 @@ def engine_placements(engine: EngineConfig, world_size: int, ranks_per_node: int
         raise UserError(f"engine.ranks={ranks} leaves none of the {world_size} ranks of this job to train: lower it")
     engines = engine.num_engines or ranks // gpus
     if engines < 1 or engines * gpus > ranks:
+        which = "of engine.ranks" if engine.ranks else "of this job"
+        if engines <= 1:
+            raise UserError(f"an engine of engine.gpus_per_engine={gpus} GPUs does not fit the {ranks} ranks {which}")
         raise UserError(
-            f"engine.num_engines={engines} engines of engine.gpus_per_engine={gpus} do not fit the {ranks} ranks "
-            f"{'of engine.ranks' if engine.ranks else 'of this job'}"
+            f"engine.num_engines={engines} engines of engine.gpus_per_engine={gpus} GPUs do not fit the {ranks} ranks "
+            f"{which}"
         )
     if (engine.min_engines or 1) > engines:
         raise UserError(

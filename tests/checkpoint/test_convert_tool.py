@@ -36,12 +36,31 @@ def test_round_trip(run_tool: RunTool, model: Path, tmp_path: Path) -> None:
     assert f"written: {tmp_path / 'megatron'}" in text
     status, text = run_tool("to-hf", tmp_path / "megatron", tmp_path / "back")
     assert status == 0, text
-    assert run_tool("check", model, tmp_path / "back") == (0, "")
+    status, text = run_tool("check", model, tmp_path / "back")
+    assert status == 0
+    assert re.fullmatch(r"equal bit for bit: \d+ tensors\n", text)
     status, text = run_tool("info", tmp_path / "megatron")
     assert status == 0
     assert re.search(r"format +Megatron torch_dist, weights only", text)
     status, text = run_tool("info", tmp_path / "back")
     assert re.search(r"architecture +DeepseekV3ForCausalLM \(family deepseek_v3\)", text)
+
+
+def test_a_step_of_a_run_gets_its_config_from_the_runs_model(
+    run_tool: RunTool, model: Path, tmp_path: Path
+) -> None:
+    """And the error names the folder where that is gone."""
+    step = tmp_path / "run/checkpoints/step_000001"
+    assert run_tool("to-megatron", model, step)[0] == 0
+    (step / "config.json").unlink()
+    assert f"{step} has no config.json: name the model's folder with --like" in run_tool("to-hf", step, tmp_path / "a")[1]
+    (tmp_path / "run/settings.yaml").write_text(json.dumps({"model": {"path": str(model)}}))
+    assert run_tool("to-hf", step, tmp_path / "a")[0] == 0
+    assert "equal bit for bit" in run_tool("check", model, tmp_path / "a")[1]
+    (tmp_path / "run/settings.yaml").write_text(json.dumps({"model": {"path": "gone"}}))
+    status, text = run_tool("to-hf", step, tmp_path / "b")
+    assert status == 2
+    assert "settings.yaml, gone, is not here: name the model's folder with --like" in text
 
 
 def test_check_reports_fp8_as_different(run_tool: RunTool, model: Path, tmp_path: Path) -> None:
@@ -66,7 +85,7 @@ def test_logits_of_a_folder_and_its_conversion(run_tool: RunTool, family: str, t
     model = tmp_path / "model"
     make_tiny(model, family, make_tokenizer(["apples"]), num_hidden_layers=2, initializer_range=0.1)
     assert run_tool("to-megatron", model, tmp_path / "megatron")[0] == 0
-    assert run_tool("check", model, tmp_path / "megatron") == (0, "")
+    assert run_tool("check", model, tmp_path / "megatron")[0] == 0
     status, text = run_tool("check", model, tmp_path / "megatron", "--logits")
     assert status == 0, text
     assert re.search(r"logits differ by \d\.\d\de-0[6-9] of the largest", text)

@@ -188,21 +188,33 @@ def test_ranks_of_engines_are_not_compared_with_ranks_that_train() -> None:
     ]
 
 
-def test_the_slowest_engine_and_one_that_has_nothing_to_do() -> None:
-    def loads(speed: float, busy: int) -> list[EngineLoad]:
-        return [EngineLoad(s, "works", int(s < busy), 0, 0.1, speed if s < busy else 0.0) for s in range(10)]
+def loads(speed: float, busy: int) -> list[EngineLoad]:
+    return [EngineLoad(s, "works", int(s < busy), 0, 0.1, speed if s < busy else 0.0) for s in range(40)]
 
-    found = [*check_engines({0: loads(100.0, 10), 1: loads(50.0, 10), 2: loads(100.0, 4)})]
+
+def test_the_slowest_engine_and_one_that_has_nothing_to_do() -> None:
+    found = [*check_engines({0: loads(100.0, 30), 1: loads(50.0, 30), 2: loads(100.0, 12)})]
     assert of(Level.WARNING, found) == [
         "engine 1 decodes 50 tokens/s, the median engine 100",
         "engines have nothing to do while others generate",
     ]
     assert found[1].evidence == ["engine 2: 60% of the time of the busiest"]
-    assert not of(Level.WARNING, [*check_engines({0: loads(100.0, 10), 1: loads(90.0, 9)})])
-    assert of(Level.WARNING, [*check_engines({0: loads(100.0, 10), 1: loads(55.0, 10)})]) == [
+    assert not of(Level.WARNING, [*check_engines({0: loads(100.0, 30), 1: loads(90.0, 27)})])
+    assert of(Level.WARNING, [*check_engines({0: loads(100.0, 30), 1: loads(55.0, 30)})]) == [
         "engine 1 decodes 55 tokens/s, the median engine 100"
     ]
     assert [*check_engines({0: loads(0.0, 0)}), *check_engines({})] == []
+
+
+def test_few_polls_compare_no_engines() -> None:
+    """Six short steps, polled every five seconds: one engine was seen four times, the other never."""
+    (few,) = check_engines({0: loads(100.0, 4), 1: loads(50.0, 1)})
+    assert (few.level, few.sentence) == (
+        Level.OK,
+        "engines were seen generating in 4 polls, fewer than the 30 that can be compared",
+    )
+    (alone,) = check_engines({0: loads(100.0, 30)})
+    assert alone.sentence == "engine 0 generates, 0.0 requests are queued at an engine on average"
 
 
 def test_a_run_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

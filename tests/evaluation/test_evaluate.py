@@ -184,7 +184,7 @@ def change_config(folder: Path, **values: Any) -> None:
         ),
         (
             ["--model", "nowhere"],
-            "nowhere/config.json does not exist: give a Hugging Face folder or a conv",
+            "nowhere/config.json does not exist: download the model",
         ),
         (["--model", "a", "--checkpoint", "b"], "not allowed with argument --model: see `grpo-mp evaluate -"),
         (["data.eval.arithmetic.path=none.jsonl"], "none.jsonl: no such file"),

@@ -33,4 +33,4 @@ def test_a_warm_up_that_lasts_all_epochs_is_refused_at_the_start(refuse: Refuse)
 
 def test_a_folder_that_is_not_there_is_refused_at_the_start(refuse: Refuse, tmp_path: Path) -> None:
     error = refuse("algorithm=ppo", f"critic.path={tmp_path / 'none'}")
-    assert f"{tmp_path / 'none' / 'config.json'} does not exist: give a Hugging Face folder" in error
+    assert f"{tmp_path / 'none' / 'config.json'} does not exist: download the model" in error

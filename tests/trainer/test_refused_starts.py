@@ -196,7 +196,9 @@ def test_an_impossible_layout(refuse: Refuse, layout: str, ranks: int, rule: str
 
 
 def test_a_model_folder_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
-    assert refuse(f"model.path={tmp_path / 'none'}").endswith("give a Hugging Face folder or a converted checkpoint")
+    refused = refuse(f"model.path={tmp_path / 'none'}")
+    assert f"(hf download OWNER/NAME --local-dir {tmp_path / 'none'})" in refused
+    assert "(hf download owner/name --local-dir checkpoints/name)" in refuse("model.path=owner/name")
 
 
 def test_a_config_that_is_cut_short(refuse: Refuse, model: Path) -> None:
