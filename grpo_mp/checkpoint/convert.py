@@ -32,9 +32,9 @@ from grpo_mp.checkpoint.resumable_writer import (
     map_in_threads,
     write_parts,
 )
+from grpo_mp.checkpoint.run_state import SETTINGS
 from grpo_mp.checkpoint.torch_dist import GLOBAL_FILES, CheckpointSlot, merge_parts, slot_of, write_part
 from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader
-from grpo_mp.checkpoint.run_state import SETTINGS
 from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8, SCALE, quantize, requantize, scale_shape
@@ -238,8 +238,8 @@ def to_hf(
     """Convert a checkpoint, of a run or of `to_megatron`, to a Hugging Face folder.
 
     Config and tokenizer come from `like`, from the checkpoint itself, or from model.path of its run. `fp8` writes
-    blockwise FP8; blocks that did not change keep the bytes they have in `like`. Tensors that are no part of the policy come from the checkpoint, or
-    from `like` where it has none. Raises UserError as `to_megatron` does.
+    blockwise FP8; blocks that did not change keep the bytes they have in `like`. Tensors that are no part of the policy
+    come from the checkpoint, or from `like` where it has none. Raises UserError as `to_megatron` does.
     """
     check_destination(source, destination)
     aux_source = like or _folder_with_config(source)

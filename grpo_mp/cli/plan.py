@@ -144,9 +144,7 @@ def _compare(arguments: Sequence[str]) -> int:
 
 def _parser() -> Parser:
     parser = settings_parser("plan", __doc__)
-    parser.add_argument(
-        "--cluster", help=f"{', '.join(cluster_names())}, or a YAML file (default: {DEFAULT_CLUSTER})"
-    )
+    parser.add_argument("--cluster", help=f"{', '.join(cluster_names())}, or a YAML file (default: {DEFAULT_CLUSTER})")
     parser.add_argument("--nodes", type=number_of_ranks, help="default: 1")
     parser.add_argument("--gpus-per-node", type=number_of_ranks, help="default: that of the cluster")
     parser.add_argument("--search", action="store_true", help="rank the layouts that fit, print the best five")

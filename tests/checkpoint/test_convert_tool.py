@@ -46,14 +46,14 @@ def test_round_trip(run_tool: RunTool, model: Path, tmp_path: Path) -> None:
     assert re.search(r"architecture +DeepseekV3ForCausalLM \(family deepseek_v3\)", text)
 
 
-def test_a_step_of_a_run_gets_its_config_from_the_runs_model(
-    run_tool: RunTool, model: Path, tmp_path: Path
-) -> None:
+def test_a_step_of_a_run_gets_its_config_from_the_runs_model(run_tool: RunTool, model: Path, tmp_path: Path) -> None:
     """And the error names the folder where that is gone."""
     step = tmp_path / "run/checkpoints/step_000001"
     assert run_tool("to-megatron", model, step)[0] == 0
     (step / "config.json").unlink()
-    assert f"{step} has no config.json: name the model's folder with --like" in run_tool("to-hf", step, tmp_path / "a")[1]
+    status, text = run_tool("to-hf", step, tmp_path / "a")
+    assert status == 2
+    assert f"{step} has no config.json: name the model's folder with --like" in text
     (tmp_path / "run/settings.yaml").write_text(json.dumps({"model": {"path": str(model)}}))
     assert run_tool("to-hf", step, tmp_path / "a")[0] == 0
     assert "equal bit for bit" in run_tool("check", model, tmp_path / "a")[1]
