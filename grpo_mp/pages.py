@@ -1,5 +1,6 @@
 """Write the pages of Markdown that are filled from the code into the repository: `python -m grpo_mp.pages`."""
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import NoneType, UnionType
@@ -10,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.config import Settings, SftSettings
+from grpo_mp.config.other_trainers import TRAINERS, read_tables
 from grpo_mp.monitor.metrics import TABLE, Metric
 from grpo_mp.monitor.rules import RULES, Rule
 from grpo_mp.planner.measured import COLUMNS, MEASURED, compare, read_measured
@@ -143,6 +145,16 @@ def settings_page() -> str:
     )
 
 
+def coming_from_page() -> str:
+    """Return the page that translates the settings of other trainers."""
+    tables = {}
+    for title, rows in read_tables().items():
+        shown = [name for name in TRAINERS if any(name in row for row in rows)]
+        part = re.sub(r"\W+", "_", title.lower())
+        tables[part] = table(("here", *shown), ((row["here"], *(row.get(name, "") for name in shown)) for row in rows))
+    return render("coming_from", **tables)
+
+
 def _section(path: str, section: type[Section]) -> str:
     rows = (_setting_cells(name, field) for name, field in section.model_fields.items())
     return f"## {path or 'Sections'}\n\n{section.__doc__}\n\n{table(SETTING_COLUMNS, rows)}"
@@ -190,6 +202,7 @@ def _yaml(value: Any) -> str:
 
 
 PAGES = {
+    "configs/COMING_FROM.md": coming_from_page,
     "configs/README.md": settings_page,
     "grpo_mp/algorithms/README.md": algorithms_page,
     "grpo_mp/monitor/README.md": metrics_page,

@@ -13,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from grpo_mp.algorithms.presets import with_preset
+from grpo_mp.config.other_trainers import translate
 from grpo_mp.config.pipeline_settings import PipelineSettings
 from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
 from grpo_mp.config.settings import Settings
@@ -153,6 +154,8 @@ def _format_error(root: type[Section], where: str, item: Any) -> str:
         written = {EVAL_SET.sub("data.eval.NAME.", old): old for old in _written_names(name, item["input"])}
         if renamed := [(old, RENAMED[key]) for key, old in written.items() if key in RENAMED]:
             return "; ".join(f"{where}: unknown setting {old}; it is {new} now" for old, new in renamed)
+        if foreign := [sentence for old in _written_names(name, item["input"]) if (sentence := translate(old))]:
+            return f"{where}: unknown setting {name}: {'; '.join(foreign)}"
         hint = did_you_mean(names[-1], section.model_fields) if section else ""
         return f"{where}: unknown setting {name}{hint.replace('mean ', f'mean {name[: -len(names[-1])]}')}"
     if item["type"] == "missing":
