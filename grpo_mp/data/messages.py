@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo_mp.data.message_fields import with_thinking_as_read
 from grpo_mp.data.rows import without_nulls
 from grpo_mp.errors import UserError
 from grpo_mp.types import Message
@@ -36,9 +37,10 @@ def read_message(value: Mapping[str, Any], location: str) -> Message:
 
 
 def as_template_reads(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
-    """Return messages whose calls of tools are in the form that the tokenizer's chat template writes."""
+    """Return messages whose calls of tools and thinking are in the form that the tokenizer's chat template writes."""
+    messages = [with_thinking_as_read(message, tokenizer) for message in messages]
     if not any(message.get("tool_calls") for message in messages):
-        return list(messages)
+        return messages
     form = call_form(tokenizer, str(tokenizer.chat_template))
     return [form.apply(message) if message.get("tool_calls") else message for message in messages]
 

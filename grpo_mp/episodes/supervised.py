@@ -5,9 +5,9 @@ prompt to which the policy would answer there; a template that does not keep wha
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from grpo_mp.data.message_fields import is_learned, texts_beside
 from grpo_mp.data.messages import as_template_reads, name_of_call
 from grpo_mp.episodes.chat import ChatRenderer
 from grpo_mp.errors import UserError
@@ -93,26 +94,45 @@ class ChatEncoder:
         Raises UserError where the template refuses the chat, changes what it wrote, or cuts an answer.
         """
         renderer = ChatRenderer(self.tokenizer, chat.tools)
-        turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant" and i >= chat.first]
-        if not turns:
-            raise UserError("the chat has no answer of the assistant: nothing would be learned")
-        turns = turns[-1:] if self.loss_on == "last" else turns
+        turns = self._turns(chat)
         if self.loss_on == "all":
             text = renderer.render(chat.messages, asks=False)
-            whole = LearnedText(text, ((0, len(text)),))
-            before = renderer.render(chat.messages[: turns[-1]], asks=False) if turns[-1] else ""
+            before = renderer.render(chat.messages[: turns[-1]], asks=False)
             last = text[_common_length(text, before) :]  # templates may leave out what earlier ones thought
             _check_whole(last, chat.messages[turns[-1]])
-            return whole
-        template = self.tokenizer.get_chat_template(tools=list(chat.tools) or None)
-        if MARKS.search(template):
-            learned, by_turn = self._marked_turns(renderer, template, chat.messages, turns)
+            learned = LearnedText(text, ((0, len(text)),))
         else:
-            learned = _behind_prompts(renderer, chat.messages, turns)
-            by_turn = [(span,) for span in learned.spans]
-        for turn, spans in zip(turns, by_turn, strict=True):
-            _check_whole(" ".join(learned.text[start:end] for start, end in spans), chat.messages[turn])
+            template = self.tokenizer.get_chat_template(tools=list(chat.tools) or None)
+            if MARKS.search(template):
+                learned, by_turn = self._marked_turns(renderer, template, chat.messages, turns)
+            else:
+                learned = _behind_prompts(renderer, chat.messages, turns)
+                by_turn = [(span,) for span in learned.spans]
+            for turn, spans in zip(turns, by_turn, strict=True):
+                _check_whole(" ".join(learned.text[start:end] for start, end in spans), chat.messages[turn])
+        for message in chat.messages:
+            if message["role"] != "assistant":
+                _check_written(learned.text, texts_beside(message), message["role"])
         return learned
+
+    def _turns(self, chat: Chat) -> list[int]:
+        """Return the messages that are learned. Raises UserError where there is none.
+
+        An answer that begins the chat is not: no prompt asks for it.
+        """
+        first = max(1, chat.first)
+        turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant" and i >= first]
+        switched_off = [i for i in turns if not is_learned(chat.messages[i])]
+        if self.loss_on == "all" and switched_off:
+            raise UserError(
+                f"message {switched_off[0] + 1} is not to be learned, and sft.loss_on=all learns every token: set "
+                "sft.loss_on=assistant"
+            )
+        turns = [i for i in (turns[-1:] if self.loss_on == "last" else turns) if i not in switched_off]
+        if not turns:
+            which = " that may be learned" if switched_off else ""
+            raise UserError(f"the chat has no answer of the assistant{which}: nothing would be learned")
+        return turns
 
     def encode(self, texts: Sequence[LearnedText]) -> list[LearnedTokens]:
         """Tokenize rendered chats."""
@@ -139,7 +159,7 @@ class ChatEncoder:
     def _marked_turns(
         self, renderer: ChatRenderer, template: str, messages: Sequence[Message], turns: Sequence[int]
     ) -> tuple[LearnedText, list[tuple[Span, ...]]]:
-        """Return what the template marks from the first of `turns` on, and the spans of each: it may have several."""
+        """Return what the template marks in `turns`, and the spans of each: it may have several."""
         text, marked = self._marked(renderer, template, messages)
         spans, first = tuple(marked), turns[0]
         if any(message["role"] == "assistant" for message in messages[:first]):
@@ -149,10 +169,12 @@ class ChatEncoder:
             spans = tuple(span for span in spans if span[0] >= len(before))
         earlier = len(marked) - len(spans)
         # A chat that ends with a turn has as many marks as the whole one has up to there, whatever they hold.
-        counts = [len(self._marked(renderer, template, messages[: turn + 1])[1]) for turn in turns[:-1]]
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+        counts = [len(self._marked(renderer, template, messages[: turn + 1])[1]) for turn in answers[:-1]]
         ends = (max(0, count - earlier) for count in counts)
-        by_turn = [spans[start:end] for start, end in pairwise((0, *ends, len(spans)))]
-        return LearnedText(text, spans), by_turn
+        by_answer = dict(zip(answers, pairwise((0, *ends, len(spans))), strict=True))
+        by_turn = [spans[slice(*by_answer[turn])] for turn in turns]
+        return LearnedText(text, tuple(chain.from_iterable(by_turn))), by_turn
 
     def _by_part(self, learned: LearnedText) -> tuple[list[int], npt.NDArray[np.int64]]:
         """Tokenize by parts, where a tokenizer does not say which characters a token is of."""
@@ -215,23 +237,32 @@ def _common_length(one: str, other: str) -> int:
 
 def _check_whole(text: str, answer: Message) -> None:
     """Raise UserError where a turn's text lacks a part of the answer; blanks do not count."""
-    left = _without_blanks(text)
-    for part in ("reasoning_content", "content"):
-        said = answer.get(part)
-        if not isinstance(said, str):
-            continue
-        if _without_blanks(said) not in left:
-            raise UserError(
-                f"the chat template cuts the assistant's {part} {said.strip()[:SHOWN]!r}: use a template that writes "
-                "it whole"
-            )
-    if isinstance(content := answer.get("content"), str):  # which may name a tool that it does not call
-        left = left.replace(_without_blanks(content), " ", 1)
+    said = [("content", answer["content"])] if isinstance(answer.get("content"), str) else []
+    left = _check_written(text, [*said, *texts_beside(answer)], "assistant")  # words may name a tool that is not called
     for name in map(name_of_call, answer.get("tool_calls") or ()):
         if _without_blanks(name) not in left:
             raise UserError(
                 f"the chat template leaves out the assistant's call of {name[:SHOWN]}: use a template with tools"
             )
+
+
+def _check_written(text: str, said: Iterable[tuple[str, str]], role: str) -> str:
+    """Return a rendered text without blanks and without the texts of a message's fields.
+
+    Raises UserError where one is not there.
+    """
+    left, different = _without_blanks(text), dict[tuple[bool, str], tuple[str, str]]()
+    for name, part in said:  # two fields may say the same, as answers of servers do: the template writes it once
+        different.setdefault((name == "content", _without_blanks(part)), (name, part))
+    for (_, said_part), (name, part) in sorted(different.items(), key=lambda item: len(item[0][1]), reverse=True):
+        if said_part not in left:
+            remedy = "" if name == "content" else f", or remove the field {name}"
+            raise UserError(
+                f"the chat template cuts the {role}'s {name} {part.strip()[:SHOWN]!r}: use a template that writes it "
+                f"whole{remedy}"
+            )
+        left = left.replace(said_part, " ", 1) if said_part else left  # a part of another text is no text of its own
+    return left
 
 
 def _without_blanks(text: str) -> str:

@@ -220,6 +220,70 @@ def test_reasoning_that_a_template_does_not_write_is_missed() -> None:
     ]
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+def test_thinking_under_any_name_is_learned_or_missed(field: str) -> None:
+    thinks: Message = {**ANSWER, field: "Three and four."}
+    encoder = make_encoder("qwen3", "last")
+    assert turns(encoder, encode(encoder, Chat((ASK, thinks)))) == [
+        "<think>\nThree and four.\n</think>\n\nSeven.<|im_end|>\n"
+    ]
+    with pytest.raises(
+        UserError, match=rf"cuts the assistant's {field} 'Three and four\.'.* or remove the field {field}"
+    ):
+        encode(make_encoder("qwen2_5"), Chat((ASK, thinks)))
+
+
+def test_a_field_that_nothing_reads_is_refused_unless_it_says_nothing_of_its_own() -> None:
+    encoder, plain = make_encoder("qwen3", "last"), Chat((ASK, ANSWER))
+    kept = {"name": "Mia", "created": "today", "model": "m", "score": 0.5, "flag": True, "notes": []}
+    again = {**ANSWER, "reasoning": "Three.", "reasoning_content": "Three."}  # as some servers answer
+    assert encoder.render(Chat((ASK | kept, ANSWER | kept))) == encoder.render(plain)
+    assert "Three." in encoder.render(Chat((ASK, again))).text
+    for extra in ({"critique": "bad"}, {"notes": ["a", "bad"]}, {"critique": "Seven."}):
+        with pytest.raises(UserError, match=r"cuts the assistant's (critique|notes)"):
+            encode(encoder, Chat((ASK, ANSWER | extra)))
+        with pytest.raises(UserError, match=r"cuts the user's (critique|notes)"):
+            encode(encoder, Chat(({**ASK, **extra}, {**ANSWER, "content": "Eight."})))
+
+
+@pytest.mark.parametrize("template", ["", published("qwen2_5_training"), SPLIT_MARKS])
+@pytest.mark.parametrize("off", [0, 1, 2])
+def test_an_answer_that_is_switched_off_is_rendered_and_not_learned(template: str, off: int) -> None:
+    words = ["One.", "Two.", "Three."]
+    answers = [
+        {"role": "assistant", "content": word} | ({"weight": 0} if i == off else {}) for i, word in enumerate(words)
+    ]
+    encoder = make_encoder("qwen2_5", template=template)
+    learned = encode(encoder, Chat(tuple(message for answer in answers for message in (ASK, answer))))
+    text = encoder.tokenizer.decode(learned.tokens)
+    assert [text.count(word) for word in words] == [1, 1, 1]
+    assert [turn[: turn.index(".") + 1].strip() for turn in turns(encoder, learned)] == [
+        w for i, w in enumerate(words) if i != off
+    ]
+
+
+def test_a_chat_whose_answers_are_switched_off_is_refused() -> None:
+    off: Message = {**ANSWER, "train": False}
+    for loss_on, messages in (("assistant", (ASK, off)), ("last", (ASK, ANSWER, MORE, off))):
+        with pytest.raises(UserError, match="no answer of the assistant that may be learned"):
+            encode(make_encoder("qwen2_5", loss_on), Chat(messages))
+    with pytest.raises(UserError, match=r"message 2 is not to be learned, and sft\.loss_on=all"):
+        encode(make_encoder("qwen2_5", "all"), Chat((ASK, off, MORE, ANSWER)))
+    last = make_encoder("qwen2_5", "last")
+    assert turns(last, encode(last, Chat((ASK, off, MORE, ANSWER)))) == ["Seven.<|im_end|>\n"]
+
+
+@pytest.mark.parametrize("template", ["", published("qwen2_5_training")])
+def test_a_greeting_is_rendered_and_not_learned(template: str) -> None:
+    greeting: Message = {"role": "assistant", "content": "Hello."}
+    encoder = make_encoder("qwen2_5", template=template)
+    learned = encode(encoder, Chat((greeting, ASK, ANSWER)))
+    assert "Hello." in encoder.tokenizer.decode(learned.tokens)
+    assert [turn.strip() for turn in turns(encoder, learned)] == ["Seven.<|im_end|>"]
+    with pytest.raises(UserError, match="no answer of the assistant"):
+        encode(encoder, Chat((greeting, ASK)))
+
+
 def test_every_token_but_the_first_is_learned_of_all() -> None:
     encoder = make_encoder("qwen2_5", "all")
     learned = encode(encoder, Chat(TWO_TURNS))

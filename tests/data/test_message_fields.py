@@ -1,0 +1,95 @@
+"""Which fields keep an answer from being learned, which say something that must be rendered, and where thinking goes."""
+
+from typing import Any
+
+import pytest
+
+from grpo_mp.data.message_fields import is_learned, texts_beside, thinking_field
+from grpo_mp.data.messages import as_template_reads
+from grpo_mp.errors import UserError
+from grpo_mp.examples.tiny_models import make_tokenizer
+from grpo_mp.types import Message
+from tests.episodes.test_chat import published
+
+ANSWER: Message = {"role": "assistant", "content": "Seven."}
+
+
+@pytest.mark.parametrize(
+    ("fields", "learned"),
+    [
+        ({}, True),
+        ({"name": "Mia", "training_run": None} | {"timestamp": 1}, True),
+        ({"weight": 1}, True),
+        ({"weight": 0}, False),
+        ({"weight": 0.0}, False),
+        ({"train": True}, True),
+        ({"train": False}, False),
+        ({"training": False}, False),
+        ({"trainable": 0}, False),
+        ({"loss": False}, False),
+        ({"loss_mask": 0}, False),
+        ({"step_loss_mask": 1}, True),
+        ({"step_loss_mask": 0}, False),
+        ({"train_on_turn": False}, False),
+        ({"learn": False}, False),
+        ({"masked": True}, False),
+        ({"masked": False}, True),
+        ({"weight": 1, "train": False}, False),
+        ({"pretrained": "x", "blossom": "y"}, True),
+    ],
+)
+def test_switches_of_the_loss(fields: dict[str, Any], learned: bool) -> None:
+    fields.pop("training_run", None)
+    assert is_learned(ANSWER | fields) is learned
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("weight", 0.5, "weight of an answer must be true or false, or 1 or 0, not '0.5'"),
+        ("weight", "0", "weight of an answer must be"),
+        ("loss_mask", [0, 1], "loss_mask of an answer must be"),
+        ("train", "false", "train of an answer must be"),
+        ("mask", 1, "the field mask of an answer may say that it is not learned"),
+        ("train_detail", [{"begin_offset": 0, "train": False}], "the field train_detail"),
+        ("loss_weights", 0, "the field loss_weights"),
+        ("is_trained", False, "the field is_trained"),
+    ],
+)
+def test_switches_that_cannot_be_read_are_refused(field: str, value: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence.replace("[", r"\[")):
+        is_learned(ANSWER | {field: value})
+
+
+def test_what_a_message_says_beside_its_content() -> None:
+    said = {"thinking": "hm", "plan": {"steps": ["one", {"two": "three"}], "count": 3}, "empty": [], "sure": True}
+    silent = {
+        "tool_calls": [{"function": {"name": "f"}}],
+        "weight": 0,
+        "name": "Mia",
+        "timestamp": "noon",
+        "lang": "en",
+    }
+    assert [*texts_beside(ANSWER | said | silent)] == [
+        ("thinking", "hm"),
+        ("plan", "one"),
+        ("plan", "three"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "field"),
+    [("qwen3", "reasoning_content"), ("glm4moe", "reasoning_content"), ("gptoss", "thinking"), ("qwen2_5", None)],
+)
+def test_thinking_is_given_in_the_field_that_the_template_writes(template: str, field: str | None) -> None:
+    tokenizer = make_tokenizer([])
+    tokenizer.chat_template = published(template)
+    assert thinking_field(tokenizer, tokenizer.chat_template) == field
+    ask: Message = {"role": "user", "content": "How many?"}
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        thinks = {**ANSWER, name: "hm"}
+        assert as_template_reads([ask, thinks], tokenizer) == [ask, {**ANSWER, field or name: "hm"}]
+    both = {**ANSWER, "reasoning": "other", **({field: "hm"} if field else {})}
+    assert as_template_reads([both], tokenizer) == [both]
+    of_user: Message = {"role": "user", "content": "?", "thinking": "hm"}
+    assert as_template_reads([of_user], tokenizer) == [of_user]
