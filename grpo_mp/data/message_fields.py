@@ -30,7 +30,58 @@ INVERSE_SWITCHES = ("masked",)  # true and 1: it is not
 LIKE_A_SWITCH = re.compile(r"(^|_)(loss|train|learn|mask|weight)", re.IGNORECASE)
 # Fields that no template writes and that say nothing which could be learned.
 METADATA = frozenset(
-    ["id", "uid", "uuid", "name", "author", "user", "user_id", "user_name", "username", "role_name", "tool_call_id", "parent_id", "message_id", "message_tree_id", "conversation_id", "turn_id", "turn_identifier", "index", "position", "timestamp", "time", "date", "created", "created_at", "created_date", "updated_at", "model", "model_name", "provider", "source", "dataset", "lang", "language", "country", "state", "hashed_ip", "header", "toxic", "redacted", "rank", "score", "quality", "rating", "emoji", "emojis", "labels", "detoxify", "review_result", "deleted", "synthetic", "finish_reason", "stop_reason", "status", "type", "object", "usage", "metadata", "meta", "cache_control"]
+    {
+        *(
+            "id",
+            "uid",
+            "uuid",
+            "tool_call_id",
+            "parent_id",
+            "message_id",
+            "message_tree_id",
+            "conversation_id",
+            "turn_id",
+        ),
+        *(
+            "user_id",
+            "turn_identifier",
+            "index",
+            "position",
+            "hashed_ip",
+            "header",
+            "metadata",
+            "meta",
+            "cache_control",
+        ),
+        *("name", "author", "user", "user_name", "username", "role_name", "model", "model_name", "provider", "source"),
+        *(
+            "timestamp",
+            "time",
+            "date",
+            "created",
+            "created_at",
+            "created_date",
+            "updated_at",
+            "dataset",
+            "type",
+            "object",
+        ),
+        *("lang", "language", "country", "state", "status", "finish_reason", "stop_reason", "usage", "synthetic"),
+        *(
+            "toxic",
+            "redacted",
+            "detoxify",
+            "rank",
+            "score",
+            "quality",
+            "rating",
+            "labels",
+            "emoji",
+            "emojis",
+            "deleted",
+        ),
+        "review_result",
+    }
 )
 READ = frozenset({"role", "content", "tool_calls", *SWITCHES, *INVERSE_SWITCHES})
 

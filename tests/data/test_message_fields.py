@@ -1,4 +1,4 @@
-"""Which fields keep an answer from being learned, which say something that must be rendered, and where thinking goes."""
+"""Which fields keep an answer from being learned, which say something to be rendered, and where thinking goes."""
 
 from typing import Any
 
