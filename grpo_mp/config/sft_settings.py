@@ -122,7 +122,7 @@ class SftConfig(Section):
         "assistant",
         description="tokens with a loss. assistant: all of the assistant's turns, of rows with prompt and completion "
         "those of the completion (TRL assistant_only_loss, completion_only_loss); last: its last turn alone; all: "
-        "every token of the chat. Never a turn whose message has weight, loss, loss_mask, train or trainable 0 or false",
+        "every token of the chat. Never a turn whose message says weight: 0, loss_mask: 0, train: false or the like",
     )
 
 
