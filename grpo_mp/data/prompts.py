@@ -28,11 +28,16 @@ ROWS_AT_ONCE = 1024  # that the tokenizer is given
 TEMPLATE_LIMIT_S = 20.0  # of one prompt
 Messages = list[dict[str, Any]]
 ToolsOf = Callable[[Row], Sequence[dict[str, Any]]]  # JSON schemas for the template, of the tools of a row
+CheckColumns = Callable[[Mapping[str, Any], str], None]  # raises UserError for the columns of the row at a location
 
 
 def no_tools(row: Row) -> Sequence[dict[str, Any]]:
     """Return the schemas of a row without tools."""
     return ()
+
+
+def no_check(columns: Mapping[str, Any], location: str) -> None:
+    """Accept the columns of any row."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class PromptReader:
     tokenizer: PreTrainedTokenizerBase
     tools: ToolsOf = no_tools
     columns: Mapping[str, Any] = field(default_factory=dict)  # added to those of the row
+    check_columns: CheckColumns = no_check  # what rewards need of them
 
     def check(self, row: Row) -> str:
         """Return what the template makes of a row. Raises UserError for a malformed one (file and line)."""
@@ -146,7 +152,11 @@ class PromptSet:
 
 
 def load_train_prompts(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, tools: ToolsOf = no_tools
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    tools: ToolsOf = no_tools,
+    check_columns: CheckColumns = no_check,
 ) -> PromptSet:
     """Check the sets of `data.train`; rewards see the set's name as column `data_set`. Raises UserError."""
     parts, num_too_long, num_filtered = list[RowPrompts](), 0, 0
@@ -154,7 +164,7 @@ def load_train_prompts(
         own = train_set.model_dump(include={"source", "prompt_column", "answer_column", "system_prompt"})
         columns = data.model_copy(update={key: value for key, value in own.items() if value is not None})
         is_named = len(data.train) > 1 or train_set.reward is not None
-        reader = PromptReader(columns, tokenizer, tools, {DATA_SET: name} if is_named else {})
+        reader = PromptReader(columns, tokenizer, tools, {DATA_SET: name} if is_named else {}, check_columns)
         part = check_rows(train_set.path, reader, max_prompt_tokens)
         kept = part.numbers
         if file := train_set.pass_rates:
@@ -181,13 +191,14 @@ def load_prompts(
     max_prompt_tokens: int,
     count: int | None = None,
     tools: ToolsOf = no_tools,
+    check_columns: CheckColumns = no_check,
 ) -> PromptSet:
     """Check every row of `source`; `count` keeps only the first that fit.
 
     `tools`: what the template is given. Prompts longer than `max_prompt_tokens` are counted and left out, never cut.
     Raises UserError: no chat template, column missing, empty or malformed row (file and line), nothing left.
     """
-    part = check_rows(source, PromptReader(data, tokenizer, tools), max_prompt_tokens)
+    part = check_rows(source, PromptReader(data, tokenizer, tools, check_columns=check_columns), max_prompt_tokens)
     kept = replace(part, numbers=part.numbers[:count])
     too_long, digest = len(part.rows) - len(part.numbers), part.content.of(kept.numbers)
     return PromptSet(source, StoredPrompts((kept,)), num_too_long=too_long, digest=digest)
@@ -208,6 +219,8 @@ def check_rows(source: str, reader: PromptReader, max_prompt_tokens: int) -> Row
     for start in range(0, len(rows), ROWS_AT_ONCE):
         chunk = [rows[number] for number in range(start, min(start + ROWS_AT_ONCE, len(rows)))]
         texts = [reader.check(row) for row in chunk]
+        for row in chunk:
+            reader.check_columns({**row.columns, **reader.columns}, row.location)
         for row, text in zip(chunk, texts, strict=True):
             content.add(text, row.columns)
         fits[start : start + len(texts)] = [len(tokens) <= max_prompt_tokens for tokens in reader.tokenize(texts)]

@@ -1,30 +1,22 @@
 """The code reward: whether the program in a response passes the tests of its data row."""
 
-import ast
 import re
+import textwrap
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from decimal import Decimal, InvalidOperation
 
-from grpo_mp.errors import UserError
-from grpo_mp.reading import has_column, read_column
-from grpo_mp.rewards.base import Values
+from grpo_mp.rewards.base import RewardError, Values
+from grpo_mp.rewards.code_tests import CodeTest, RowTests, read_tests
 from grpo_mp.rewards.sandbox import Sandbox
 from grpo_mp.rewards.settings import CodeConfig
-from grpo_mp.types import Prompt, SampleGroup
+from grpo_mp.types import SampleGroup
 
-BLOCK = re.compile(r"^[ \t]*```python[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class TestCase:
-    """One test: statements that run after the program, or an input and the expected output."""
-
-    asserts: str | None = None
-    stdin: str = ""
-    stdout: str = ""
+# The opening fence is at the beginning of its line, or indented as a list item; the closing one is as long.
+BLOCK = re.compile(
+    r"^([ \t]*)(`{3,}|~{3,})[ \t]*(?:python|py)[\d.]*\b[^\n]*\n(.*?)^[ \t]*\2", re.DOTALL | re.MULTILINE | re.IGNORECASE
+)
+RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-5, 1e-8  # of expected decimal fractions, as the graders of APPS and TACO
 
 
 class CodeTests:
@@ -39,66 +31,70 @@ class CodeTests:
     def values(self, group: SampleGroup) -> Values:
         """Return 1 for a program that passes all tests, else 0 or the share; None for all where the row has no tests.
 
-        A response without a ```python block scores 0. Raises UserError for a column that holds no tests.
+        A response without a ```python block scores 0. Raises RewardError for a row whose tests cannot be read.
         """
-        cases = read_test_cases(group.prompt, self._settings.tests, joined=not self._settings.partial)
-        return [self._score(sample.text, cases) if cases else None for sample in group.samples]
+        try:
+            tests = read_tests(group.prompt.columns, self._settings.tests, self._settings.partial)
+        except ValueError as error:
+            raise RewardError(str(error)) from error
+        return [self._score(sample.text, tests) if tests.cases else None for sample in group.samples]
 
-    def _score(self, response: str, cases: Sequence[TestCase]) -> float:
+    def _score(self, response: str, tests: RowTests) -> float:
         program = extract_program(response)
         if program is None:
             return 0.0
+        if tests.setup:
+            program = f"exec({tests.setup!r}, globals())\nexec(compile({program!r}, 'program.py', 'exec'), globals())"
         with self._slots:  # the time for a response begins when its turn comes
             deadline, num_passed = time.monotonic() + self._settings.timeout_s, 0
-            for case in cases:
-                passed, seconds_left = False, deadline - time.monotonic()
-                if seconds_left > 0:
-                    outcome = self.sandbox.run(program, case.asserts, case.stdin, seconds_left)
-                    judged_inside = case.asserts is not None
-                    same_output = judged_inside or _stripped_lines(outcome.output) == _stripped_lines(case.stdout)
-                    passed = outcome.passed and same_output
+            for case in tests.cases:
+                seconds_left = deadline - time.monotonic()
+                passed = seconds_left > 0 and self._passes(program, case, seconds_left)
                 if not (passed or self._settings.partial):
                     return 0.0
                 num_passed += passed
-        return num_passed / len(cases)
+        return num_passed / len(tests.cases)
+
+    def _passes(self, program: str, case: CodeTest, seconds: float) -> bool:
+        outcome = self.sandbox.run(program, case.script, case.stdin, seconds)
+        return outcome.passed and (case.script is not None or is_same_output(outcome.output, case.stdout))
 
 
 def extract_program(response: str) -> str | None:
-    """Return the content of the last closed ```python block; None without one."""
-    blocks = BLOCK.findall(response)
-    return blocks[-1] if blocks else None
-
-
-def read_test_cases(prompt: Prompt, column: str, joined: bool) -> list[TestCase]:
-    """Read the tests of a data row; `joined` makes one of many assert texts. A text without statements is no test.
-
-    Raises UserError, naming the prompt.
-    """
-    if not has_column(prompt.columns, column):
-        raise UserError(f"reward.code.tests: the prompts have no column {column!r}: set the column of their tests")
-    tests = read_column(prompt.columns, column)
-    rows: list[Any] = list(tests or []) if isinstance(tests, list | tuple | None) else [tests]
-    if all(isinstance(row, dict) and "input" in row and row.get("output") is not None for row in rows):
-        inputs = ["" if row["input"] is None else str(row["input"]) for row in rows]
-        return [TestCase(None, text, str(row["output"])) for text, row in zip(inputs, rows, strict=True)]
-    counts = [_count_statements(row) if isinstance(row, str) else None for row in rows]
-    if None in counts:
-        raise UserError(
-            f"prompt {prompt.index}: column {column!r} holds no tests: give Python asserts, a list of them, or a list "
-            "of {input, output}"
-        )
-    texts = [row for row, count in zip(rows, counts, strict=True) if count]  # any program would pass the others
-    return [TestCase("\n".join(texts))] if joined and texts else [TestCase(text) for text in texts]
-
-
-def _count_statements(text: str) -> int | None:
-    """Return the statements at the top level of a Python text; None for what is none."""
-    try:
-        return len(ast.parse(text).body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: nested too deep
+    """Return the content of the last closed ```python block, without the indentation of its fence; None without one."""
+    blocks = BLOCK.findall(response.replace("\r\n", "\n"))
+    if not blocks:
         return None
+    indentation, _, content = blocks[-1]
+    lines = content.splitlines(keepends=True)
+    text = "".join(re.sub(f"^[ \t]{{0,{len(indentation)}}}", "", line) for line in lines)
+    return textwrap.dedent(text) if text[:1] in (" ", "\t") else text
 
 
-def _stripped_lines(text: str) -> list[str]:
-    """Split into lines without trailing spaces and trailing empty lines, as contest judges compare them."""
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+def is_same_output(output: str, expected: str) -> bool:
+    """Return whether the words of all lines are equal, without blank lines; numbers may be written in another way.
+
+    Where the expected number is a decimal fraction, one within the tolerance is equal.
+    """
+    lines, expected_lines = _words(output), _words(expected)
+    return list(map(len, lines)) == list(map(len, expected_lines)) and all(
+        word == other or _is_same_number(word, other)
+        for line, expected_line in zip(lines, expected_lines, strict=True)
+        for word, other in zip(line, expected_line, strict=True)
+    )
+
+
+def _words(text: str) -> list[list[str]]:
+    return [words for line in text.splitlines() if (words := line.split())]
+
+
+def _is_same_number(word: str, expected: str) -> bool:
+    try:
+        number, other = Decimal(word), Decimal(expected)
+    except InvalidOperation:
+        return False
+    if not (number.is_finite() and other.is_finite()):
+        return False
+    is_fraction = any(sign in expected for sign in ".eE")
+    limit = ABSOLUTE_TOLERANCE + RELATIVE_TOLERANCE * abs(float(other))
+    return number == other or (is_fraction and abs(float(number) - float(other)) <= limit)

@@ -7,8 +7,9 @@ which never equals a value, and no operation gives the program the value that a 
 changed in its arguments is changed in the test's lists, sets and dictionaries, too.
 
 Names that tests use and do not define are the program's, but for builtins, unless the tests use nothing else, and for
-modules. Comparisons of two objects of the program are its own word. The verdict is a random token that follows the
-tests in their file; it is read and written after the last test.
+modules; the module `solution` has all of its names. What pytest and unittest would find in the tests is called after
+their last statement. Comparisons of two objects of the program are its own word. The verdict is a random token that
+follows the tests in their file; it is read and written after the last test.
 """
 
 import ast
@@ -258,6 +259,9 @@ class TestNames(dict[str, Any]):
         self.builtins = frozenset(vars(builtins)) if used - vars(builtins).keys() else frozenset[str]()
         self.modules = {name: name for name in looked_into & sys.stdlib_module_names} | {"np": "numpy"}
         self.peer: Peer
+        self.update(_find_=self.find, _expect_=self.expect)
+        solution = sys.modules["solution"] = types.ModuleType("solution")
+        solution.__getattr__ = self.attribute  # type: ignore[method-assign]
 
     def __missing__(self, name: str) -> Any:
         if name in self.builtins:
@@ -269,11 +273,97 @@ class TestNames(dict[str, Any]):
         except NameError:
             raise KeyError(name) from None
 
+    def attribute(self, name: str) -> Any:
+        """Return what the program has under this name. Raises AttributeError where it has nothing."""
+        try:
+            return self.peer.request("name", name)
+        except NameError:
+            raise AttributeError(name) from None
+
+    def find(self, entry_point: str) -> Any:
+        """Return the function of the program: by an expression, or a name, of a method of its class Solution, too."""
+        if not entry_point.isidentifier():
+            return eval(f"solution.{entry_point}", {"solution": sys.modules["solution"]})
+        try:
+            return getattr(self.attribute("Solution")(), entry_point)
+        except Exception:  # noqa: BLE001 - it has no such class, or another one of that name
+            return self.attribute(entry_point)
+
+    def expect(self, entry_point: str, arguments: list[Any], allowed: list[Any]) -> None:
+        """Raise AssertionError where the function returns none of the values that are allowed."""
+        value = as_lists(self.find(entry_point)(*arguments))
+        if not any(value == one for one in allowed):
+            raise AssertionError(f"{entry_point} returned {value!r}")
+
+
+def as_lists(value: Any) -> Any:
+    """Return a value with lists in the place of its tuples."""
+    if isinstance(value, list | tuple):
+        return [as_lists(item) for item in value]
+    return {key: as_lists(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def run_collected(names: dict[str, Any]) -> None:
+    """Call the functions and classes of tests that pytest and unittest would find. Raises what they raise."""
+    for name, value in [*names.items()]:
+        if getattr(value, "__module__", None) != "tests":
+            continue
+        if (
+            isinstance(value, type)
+            and "unittest" in sys.modules
+            and issubclass(value, sys.modules["unittest"].TestCase)
+        ):
+            unittest = sys.modules["unittest"]
+            result = unittest.TestResult()
+            unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
+            if not result.wasSuccessful():
+                raise AssertionError(f"{name} failed")
+        elif isinstance(value, type) and name.startswith("Test"):
+            for method in (one for one in dir(value) if one.startswith("test")):
+                instance = value()
+                if hasattr(instance, "setup_method"):
+                    instance.setup_method(*[None] * (instance.setup_method.__code__.co_argcount - 1))
+                call_test(getattr(instance, method), names)
+        elif isinstance(value, types.FunctionType) and name.startswith("test"):
+            call_test(value, names)
+
+
+def call_test(function: Any, names: dict[str, Any]) -> None:
+    """Call a test with each of its parameters and with its fixtures; one that the tests call themselves is left out."""
+    cases: list[dict[str, Any]] = [{}]
+    for mark in getattr(function, "pytestmark", ()):
+        if mark.name == "parametrize":
+            given = dict(zip(("argnames", "argvalues"), mark.args, strict=False)) | mark.kwargs
+            cases = [case | row for case in cases for row in read_parameters(given["argnames"], given["argvalues"])]
+    code = function.__code__
+    needed = code.co_varnames[: code.co_argcount - len(function.__defaults__ or ())]
+    for case in cases:
+        missing = [name for name in needed if name not in (*case, "self")]
+        if all(hasattr(names.get(name), "__wrapped__") for name in missing):
+            function(**case, **{name: make_fixture(name, names) for name in missing})
+
+
+def read_parameters(argnames: Any, argvalues: Any) -> list[dict[str, Any]]:
+    """Return the arguments that pytest.mark.parametrize gives, of each case."""
+    keys = [key.strip() for key in argnames.split(",")] if isinstance(argnames, str) else [*argnames]
+    rows = [row.values if type(row).__name__ == "ParameterSet" else row for row in argvalues]
+    is_one = isinstance(argnames, str) and len(keys) == 1
+    wrapped = ((row,) if is_one and plain is row else row for row, plain in zip(rows, argvalues, strict=True))
+    return [dict(zip(keys, row, strict=True)) for row in wrapped]
+
+
+def make_fixture(name: str, names: dict[str, Any]) -> Any:
+    """Return the value of a fixture of the tests."""
+    function = names[name].__wrapped__
+    needed = function.__code__.co_varnames[: function.__code__.co_argcount]
+    value = function(**{other: make_fixture(other, names) for other in needed})
+    return next(value) if isinstance(value, types.GeneratorType) else value
+
 
 def main(program: int, tests: int | None = None, verdict: int | None = None) -> None:
     """Run the program, or the program in a child and tests here. Raises what tests raise; status 0 after the last."""
-    module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module
+    module = types.ModuleType("__main__" if tests is None else "solution")  # which tests import
+    sys.modules["__main__"] = sys.modules[module.__name__] = module
     if tests is None or verdict is None:
         return run(program, module)
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no process of the same user may trace or write to this one
@@ -304,6 +394,7 @@ def judge(tests: int, verdict: int, reader: BinaryIO, writer: BinaryIO) -> None:
     names.peer = Peer(reader, writer, {}, "tests")
     names.peer.wait()
     exec(compile(text, "tests.py", "exec"), names)
+    run_collected(names)
     os.write(verdict, os.read(tests, 64))
     os._exit(0)
 

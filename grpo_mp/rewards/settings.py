@@ -230,8 +230,11 @@ class CodeConfig(SandboxLimits):
     weight: float = Field(1.0, description="weight of the tests' result in the reward")
     tests: str = Field(
         "tests",
-        description="data column: asserts, a list of them, or a list of {input, output}. Asserts call the program from "
-        "another process: they see its names and what it returns, not what it prints; it sees none of theirs",
+        description="data column of the tests, or a path such as reward_model.ground_truth: asserts or a list of them "
+        "(MBPP), check(candidate) with a column entry_point (HumanEval, LeetCodeDataset), functions for pytest that "
+        "import solution (KodCode), unittest classes, {inputs, outputs} with or without fn_name (APPS, TACO), or a "
+        "list of {input, output, testtype} (LiveCodeBench); as text, JSON or lists. Tests in Python call the program "
+        "from another process: they see its names and what it returns, not what it prints; it sees none of theirs",
     )
     partial: bool = Field(False, description="true: score the share of passed tests; false: 1 if all pass, else 0")
 

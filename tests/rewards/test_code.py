@@ -48,7 +48,14 @@ def score(make_group: MakeGroup) -> Callable[..., list[dict[str, float]]]:
         ("```python title=x\na\nb\n```", "a\nb\n"),
         ("```python\na\n```\n```python\nb", "a\n"),
         ("```python3\na = '```'\nb\n```", "a = '```'\nb\n"),
+        ("```Python\na\n```\n~~~PY\nb\n~~~", "b\n"),
+        ("````python\na = '''\n```\n'''\n````", "a = '''\n```\n'''\n"),
+        ("1. So:\n\n   ```python\n   if a:\n       b\n\n   ```\n", "if a:\n    b\n\n"),
+        ("- So:\n\t```python\n\ta\n  b\n\t```", "a\n b\n"),
+        ("```python\n    if a:\n        b\n```", "if a:\n    b\n"),
+        ("```python\r\na\r\nb\r\n```", "a\nb\n"),
         ("```\na\n```", None),
+        ("```pycon\na\n```", None),
         ("a", None),
     ],
 )
@@ -228,10 +235,8 @@ def test_input_and_output(score: Callable[..., Any]) -> None:
     assert score([answer(ECHO), twice, fails_after], pairs) == [{"code": 1.0}, {"code": 0.0}, {"code": 0.0}]
 
 
-@pytest.mark.parametrize("tests", [[], None, "", ["", " "], "# none\n"])
-def test_rows_without_tests_do_not_count(tests: Any, score: Callable[..., Any]) -> None:
-    """A text without statements is no test: any program would pass it."""
-    assert score([answer(ADD), "nothing"], tests) == [{}, {}]
+def test_rows_without_tests_do_not_count(score: Callable[..., Any]) -> None:
+    assert score([answer(ADD), "nothing"], ["", " "]) == [{}, {}]
 
 
 def test_an_empty_text_is_no_share_of_the_tests(score: Callable[..., Any]) -> None:
@@ -244,22 +249,13 @@ def test_a_null_is_no_input(score: Callable[..., Any]) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "tests",
-    [
-        *([1], 7.5, ["assert ("], [{"input": "1"}], [{"input": "1", "output": "1"}, "assert 1"]),
-        *([{"input": "1", "output": None}], "-" * 100_000 + "1"),
-    ],
-    ids=lambda tests: str(tests)[:40],
-)
-def test_invalid_tests(tests: Any, score: Callable[..., Any]) -> None:
-    with pytest.raises(UserError, match="prompt 12: column 'tests' holds no tests: give"):
-        score([answer(ADD)], tests)
-
-
-def test_a_missing_column(score: Callable[..., Any]) -> None:
-    with pytest.raises(UserError, match=r"reward\.code\.tests: the prompts have no column 'asserts'"):
-        score([answer(ADD)], "assert 1", tests="asserts")
+def test_a_row_that_cannot_be_read_is_a_failure_of_the_term(score: Callable[..., Any]) -> None:
+    """The start refuses such rows; where one is met later, reward.on_error decides."""
+    sentence = r"^reward code: prompt 12: column tests is not Python \(.*set reward.on_error"
+    with pytest.raises(UserError, match=sentence):
+        score([answer(ADD)], "assert (")
+    with pytest.raises(UserError, match=r"^reward code: prompt 12: no column asserts \(did you mean tests\?\)"):
+        score([answer(ADD)], "assert add", tests="asserts")
 
 
 def test_groups_are_scored_at_once_within_bounds(make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +285,7 @@ def test_groups_are_scored_at_once_within_bounds(make_group: MakeGroup, monkeypa
 def test_waiting_for_a_turn_takes_no_time_from_a_program(make_group: MakeGroup) -> None:
     settings = RewardConfig.model_validate({"code": {"parallel": 1, "timeout_s": 6.0}})
     scorer = Scorer(settings, max_response_tokens=10)
-    group = make_group([answer("import time; time.sleep(1.3)")], tests="assert True")
+    group = make_group([answer("import time; time.sleep(1.3)")], tests="assert time")
     with ThreadPoolExecutor(5) as threads:  # together they take longer than the limit of one
         groups = list(threads.map(scorer.score_group, [group] * 5))
     assert [scored.samples[0].reward for scored in groups] == [1.0] * 5
@@ -300,7 +296,7 @@ def test_a_failing_jail_is_not_a_wrong_program(
 ) -> None:
     scorer = Scorer(RewardConfig.model_validate({"code": {}, "on_error": -1.0}), max_response_tokens=10)
     monkeypatch.setattr(sandbox_module, "HARNESS", tmp_path / "gone.py")
-    assert scorer.score_group(make_group([answer(ADD)], tests="assert 1")).samples[0].reward == -1.0
+    assert scorer.score_group(make_group([answer(ADD)], tests="assert add")).samples[0].reward == -1.0
     assert scorer.take_stats().failures == {"code": 1}
 
 

@@ -1,0 +1,189 @@
+"""Rows in the forms in which data sets of programs are published: the right program scores 1, the wrong one 0."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from grpo_mp.errors import UserError
+from grpo_mp.rewards.code import CodeTests
+from grpo_mp.rewards.sandbox import Sandbox
+from grpo_mp.rewards.settings import CodeConfig
+from grpo_mp.types import SampleGroup
+
+MakeGroup = Callable[..., SampleGroup]
+MAX, MIN = "def largest(xs):\n    return max(xs)\n", "def largest(xs):\n    return min(xs)\n"
+SOLUTION = "class Solution:\n    def largest(self, xs: List[int]) -> int:\n        return {}(xs)\n"
+SUM, DIFFERENCE = "a, b = map(int, input().split())\nprint(a + b)", "a, b = map(int, input().split())\nprint(a - b)"
+SWAP, KEEP = "def swap(a, b):\n    return b, a\n", "def swap(a, b):\n    return a, b\n"
+HUMAN_EVAL = {
+    "prompt": 'from typing import List\n\ndef shift(x: int) -> int:\n    """Add one."""\n    return x + 1\n\n'
+    'def largest(xs: List[int]) -> int:\n    """Return the largest number."""\n',
+    "tests": "METADATA = {'author': 'x'}\n\n\ndef check(candidate):\n    assert candidate([1, 3, 2]) == 3\n"
+    "    assert candidate([shift(7), 5]) == 8\n",
+    "entry_point": "largest",
+}
+NODES = (
+    "from typing import *\nclass ListNode:\n    def __init__(self, val=0, next=None):\n        self.val, self.next = "
+    "val, next\ndef list_node(values):\n    head = None\n    for value in reversed(values):\n        head = "
+    "ListNode(value, head)\n    return head\ndef is_same_list(a, b):\n    while a and b:\n        if a.val != b.val:\n"
+    "            return False\n        a, b = a.next, b.next\n    return not a and not b\n"
+)
+REVERSE = (
+    "class Solution:\n    def reverse(self, head: Optional[ListNode]) -> Optional[ListNode]:\n        last = None\n"
+    "        while head:\n            head.next, last, head = last, head, head.next\n        return last\n"
+)
+# Redefining what compares the lists helps no program: that of the tests is another.
+CHEAT = "is_same_list = lambda a, b: True\nclass Solution:\n    def reverse(self, head): return head\n"
+PYTEST = """import pytest
+from solution import largest
+
+@pytest.fixture
+def numbers():
+    return [4, 9, 2]
+
+@pytest.mark.parametrize("xs,expected", [([1, 3], 3), pytest.param([5, 2], 5)])
+def test_largest(xs, expected):
+    assert largest(xs) == expected
+
+def test_fixture(numbers):
+    assert largest(numbers) == 9
+
+class TestEdges:
+    def setup_method(self):
+        self.empty = []
+    def test_nothing(self):
+        with pytest.raises(ValueError):
+            largest(self.empty)
+"""
+UNITTEST = """import unittest
+from solution import largest
+
+class Checks(unittest.TestCase):
+    def setUp(self):
+        self.xs = [2, 8, 3]
+    def test_largest(self):
+        self.assertEqual(largest(self.xs), 8)
+    def test_nothing(self):
+        self.assertRaises(ValueError, largest, [])
+
+if __name__ == "__main__":
+    unittest.main()
+"""
+LCB = [
+    {"input": "[1, 3]\n2", "output": "[2, [1, 3]]", "testtype": "functional"},
+    {"input": '"x"\n{"k": null}', "output": '[{"k": null}, "x"]', "testtype": "functional"},
+]
+
+FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "MBPP": (
+        {
+            "tests": ["assert largest([1, 3, 2]) == limit", "assert math.isclose(largest([1.5]), 1.5)"],
+            "test_setup_code": "limit = 3",
+            "test_imports": ["import math"],
+        },
+        MAX,
+        MIN,
+    ),
+    "HumanEval": (HUMAN_EVAL, MAX, MIN),
+    "HumanEval, the beginning alone": (HUMAN_EVAL, MAX, "x = 1"),
+    "LeetCodeDataset": (
+        {
+            "prompt": NODES,
+            "tests": "def check(candidate):\n    assert is_same_list(candidate(head=list_node([1, 2, 3])), "
+            "list_node([3, 2, 1]))\n",
+            "entry_point": "Solution().reverse",
+        },
+        REVERSE,
+        CHEAT,
+    ),
+    "KodCode": ({"tests": PYTEST}, MAX, MIN),
+    "KodCode, whole module": (
+        {"tests": "import solution\ndef test_it():\n    assert solution.sum([2]) == 4\n"},
+        "def sum(xs): return 2 * xs[0]",
+        "x = 1",
+    ),
+    "unittest": ({"tests": UNITTEST}, MAX, MIN),
+    "a comparison": ({"tests": ["largest([1, 3]) == 3"]}, MAX, MIN),
+    "a main block": (
+        {"tests": "def run():\n    assert largest([1, 3]) == 3\nif __name__ == '__main__':\n    run()\n"},
+        MAX,
+        MIN,
+    ),
+    "APPS, stdin": (
+        {"tests": json.dumps({"inputs": ["1 2\n", ["5 6"]], "outputs": ["3\n", ["11"]]})},
+        SUM,
+        DIFFERENCE,
+    ),
+    "APPS, a function": (
+        {"tests": json.dumps({"fn_name": "largest", "inputs": [[[1, 3]], [[7]]], "outputs": [[3], 7]})},
+        MAX,
+        MIN,
+    ),
+    "APPS, keys that were numbers": (
+        {"tests": {"fn_name": "get", "inputs": [[{"1": 5}]], "outputs": [{"2": 5}]}},
+        "def get(d): return {2: d[1]}",
+        "def get(d): return {'2': 5}",
+    ),
+    "APPS, tuples": ({"tests": {"fn_name": "swap", "inputs": [[1, 2]], "outputs": [[2, 1]]}}, SWAP, KEEP),
+    "TACO, a method": (
+        {"tests": json.dumps({"fn_name": "largest", "inputs": [[[1, 3]]], "outputs": [3]})},
+        SOLUTION.format("max"),
+        SOLUTION.format("min"),
+    ),
+    "PRIME": (
+        {"tests": {"style": "rule", "ground_truth": json.dumps({"inputs": ["1 2"], "outputs": ["3"]})}},
+        SUM,
+        DIFFERENCE,
+    ),
+    "DeepCoder": ({"tests": json.dumps([{"input": "1 2", "output": "3", "testtype": "stdin"}])}, SUM, DIFFERENCE),
+    "DeepCoder, a function": (
+        {"tests": json.dumps([test | {"metadata": {"func_name": "swap"}} for test in LCB])},
+        SWAP,
+        KEEP,
+    ),
+    "LiveCodeBench, a function": (
+        {"tests": json.dumps(LCB), "metadata": json.dumps({"func_name": "swap"})},
+        "class Solution:\n    def swap(self, a, b): return [b, a]",
+        KEEP,
+    ),
+    "verifiable problems": (
+        {"tests": {"test_cases": [{"type": "stdin_stdout", "fn_name": None, "input": "1 2", "output": "3"}]}},
+        SUM,
+        DIFFERENCE,
+    ),
+    "CodeContests": ({"tests": {"input": ["1 2", "2 2"], "output": ["3", "4"]}}, SUM, DIFFERENCE),
+    "a list as Python writes it": ({"tests": "['assert largest([1, 3]) == 3']"}, MAX, MIN),
+}
+
+
+@pytest.fixture(scope="module")
+def code() -> CodeTests:
+    try:
+        Sandbox(CodeConfig())
+    except UserError as error:
+        pytest.skip(f"no namespaces: {error}")
+    return CodeTests(CodeConfig(timeout_s=60.0))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_published_forms(name: str, code: CodeTests, make_group: MakeGroup) -> None:
+    columns, right, wrong = FORMS[name]
+    group = make_group([f"```python\n{program}\n```" for program in (right, wrong)], **columns)
+    assert code.values(group) == [1.0, 0.0]
+
+
+def test_a_main_block_of_the_program_does_not_run_under_tests(code: CodeTests, make_group: MakeGroup) -> None:
+    program = f"{MAX}\nif __name__ == '__main__':\n    print(largest(list(map(int, input().split()))))\n"
+    response = f"```python\n{program}\n```"
+    assert code.values(make_group([response], tests="assert largest([2, 1]) == 2")) == [1.0]
+    assert code.values(make_group([response], tests=[{"input": "2 1", "output": "2"}])) == [1.0]
+
+
+def test_shares_of_calls_and_of_lines(make_group: MakeGroup, code: CodeTests) -> None:
+    partial = CodeTests(CodeConfig(timeout_s=60.0, partial=True))
+    tests = {"fn_name": "largest", "inputs": [[[1, 1]], [[1, 2]]], "outputs": [1, 2]}
+    assert partial.values(make_group([f"```python\n{MIN}\n```"], tests=tests)) == [0.5]
+    tests = {"inputs": ["1 0", "1 2"], "outputs": ["1", "3"]}
+    assert partial.values(make_group([f"```python\n{DIFFERENCE}\n```"], tests=tests)) == [0.5]

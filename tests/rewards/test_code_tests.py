@@ -1,0 +1,132 @@
+"""Rows whose tests test nothing are refused, with the reason; outputs are compared as graders of contests do."""
+
+import re
+from typing import Any
+
+import pytest
+
+from grpo_mp.errors import UserError
+from grpo_mp.rewards.code import is_same_output
+from grpo_mp.rewards.code_tests import check_tests, read_tests
+from grpo_mp.rewards.settings import RewardConfig
+
+CALL = {"fn_name": "f", "inputs": [[1]], "outputs": [2]}
+
+
+@pytest.mark.parametrize(
+    ("tests", "reason"),
+    [
+        ("add(1, 2)", "asserts nothing when it runs"),
+        ("print(add(1, 2) == 3)", "asserts nothing when it runs"),
+        ("x = add(1, 2)", "asserts nothing when it runs"),
+        ("assert True", "asserts nothing when it runs"),
+        ("assert 1 == 1", "asserts nothing when it runs"),
+        ("def run():\n    assert add(1, 2) == 3", "asserts nothing when it runs"),
+        ("class Helper:\n    def test_a(self):\n        assert add(1, 2) == 3", "asserts nothing when it runs"),
+        ("import unittest\nunittest.main()", "asserts nothing when it runs"),
+        ("def test_a():\n    add(1, 2) == 3", "asserts nothing when it runs"),
+        ("async def test_a():\n    assert add(1, 2) == 3", "asserts nothing when it runs"),
+        (
+            "def check(candidate):\n    assert candidate(1) == 2",
+            "asserts nothing when it runs: check(candidate) needs a column entry_point",
+        ),
+        ("print 'python 2'", "is not Python (Missing parentheses"),
+        (["assert add(1, 2) == 3", "assert ("], "is not Python"),
+        ("def test_a(capsys):\n    assert add(1, 2) == 3", "has test_a(capsys), and no fixture or parameter capsys"),
+        (
+            "from my_module import add\nassert add(1, 2) == 3",
+            "imports my_module, which is not installed; the program is",
+        ),
+        (
+            "from unittest.mock import patch\nwith patch('x.y'):\n    assert f() == 3",
+            "calls patch, and the program runs",
+        ),
+        (7.5, "holds no tests, but 7.5: give Python tests"),
+        ([1], "holds no tests, but [1]"),
+        ({"question": "x"}, "holds no tests, but {'question': 'x'}"),
+        ([{"input": "1"}], "holds no tests, but {'input': '1'}"),
+        ([{"input": "1", "output": "1"}, "assert f() == 1"], "holds no tests"),
+        ([{"input": "1", "output": None}], "has no output for the input '1'"),
+        ({"inputs": ["1", "2"], "outputs": ["1"]}, "has 2 inputs and 1 outputs"),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], "no column or key fn_name or entry_point names it"),
+        ([{"input": "x y", "output": "2", "fn_name": "f"}], "'x y' is not JSON"),
+        ("-" * 100_000 + "1", "is not Python that can be read"),
+        ("{'inputs': [", "is not Python"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_tests_that_test_nothing(tests: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^column tests .*{re.escape(reason)}"):
+        read_tests({"tests": tests}, "tests")
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "if add(1, 2) != 3:\n    raise ValueError('wrong')",
+        "import sys\nif add(1, 2) != 3:\n    sys.exit(1)",
+        "import numpy as np\nnp.testing.assert_allclose(add(1, 2), 3)",
+        "try:\n    add('a', 1)\n    assert False\nexcept TypeError:\n    pass",
+        "def run(f):\n    def inner():\n        assert f(1, 2) == 3\n    inner()\nrun(add)",
+        "class T:\n    def go(self):\n        assert add(1, 2) == 3\nT().go()",
+        "def test(value, expected):\n    assert value == expected\ntest(add(1, 2), 3)",
+        "from typing import *\nassert isinstance(add(1, 2), int)",
+    ],
+)
+def test_what_can_fail_is_a_test(tests: str) -> None:
+    assert [case.script.strip() for case in read_tests({"tests": tests}, "tests").cases if case.script] == [tests]
+
+
+@pytest.mark.parametrize("tests", [None, "", " \n", [], ["", " "], "# none\n", "[]", {"inputs": [], "outputs": []}])
+def test_a_row_may_have_no_tests(tests: Any) -> None:
+    assert read_tests({"tests": tests}, "tests").cases == ()
+
+
+def test_parts_of_a_list_may_prepare_the_others_unless_each_counts() -> None:
+    tests = {"tests": ["s = 3", "assert add(1, 2) == s"]}
+    assert len(read_tests(tests, "tests").cases) == 1
+    with pytest.raises(ValueError, match="asserts nothing"):
+        read_tests(tests, "tests", partial=True)
+
+
+def test_a_path_to_the_tests() -> None:
+    row = {"reward_model": {"style": "rule", "ground_truth": CALL}}
+    assert read_tests(row, "reward_model.ground_truth") == read_tests({"tests": CALL}, "tests")
+    with pytest.raises(ValueError, match=r"did you mean reward_model.ground_truth\?"):
+        read_tests(row, "reward_model.ground_thruth")
+
+
+def test_only_rows_whose_set_is_scored_by_code_are_checked() -> None:
+    settings = RewardConfig.model_validate({"code": {"tests": "asserts"}, "answer": 1.0})
+    sets = {"math": {"answer": 1.0}, "code": {"code": 1.0}}
+    for columns in ({}, {"data_set": "code"}, {"data_set": ["no", "name"]}):
+        with pytest.raises(UserError, match=r"^rows.jsonl:3: no column asserts.*, the row has: "):
+            check_tests(settings, sets, columns, "rows.jsonl:3")
+    check_tests(settings, sets, {"data_set": "math"}, "rows.jsonl:3")
+    check_tests(RewardConfig(answer=1.0), {}, {}, "rows.jsonl:3")
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "same"),
+    [
+        ("1 2\n3", "1 2\n3\n", True),
+        ("  1   2 \n\n3\n\n", "1 2\n3", True),
+        ("1\n2", "1 2", False),
+        ("1 2", "1 2 3", False),
+        ("yes", "YES", False),
+        ("0.33333333", "0.3333333333", True),
+        ("0.3334", "0.3333333333", False),
+        ("3", "3.0", True),
+        ("3.0", "3", True),
+        ("3.000001", "3", False),
+        ("50000000000000000", "50000000000000001", False),
+        ("1e3", "1000", True),
+        ("nan", "1.0", False),
+        ("1e999999", "1.5", False),
+        ("x 0.5", "x 0.50", True),
+        ("007", "7", True),
+        ("", "\n", True),
+    ],
+)
+def test_outputs(output: str, expected: str, same: bool) -> None:
+    assert is_same_output(output, expected) is same
