@@ -3,7 +3,7 @@
 import ast
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ RESERVED = {
     "served_model_name": "it names this engine of this run",
     **dict.fromkeys(("api_key", "admin_api_key"), "it is a secret of this run"),
     "skip_tokenizer_init": "it follows from rollout.stop",
+    "tokenizer_path": "engines get the tokenizer of the run",
+    "trust_remote_code": "set model.trust_remote_code",
     "enable_memory_saver": "the phases of a step need it",
     "sampling_defaults": "the model's generation_config.json would change the distribution unseen",
     "skip_server_warmup": "the run warms its engines up itself",
@@ -112,11 +114,12 @@ class EngineSpec:
     seed: int = 0
     gpus: int = 1
     cpu: bool = False
-    stop_strings: bool = False  # the engine needs a tokenizer for these only
+    save_tokenizer: Callable[[str], Any] | None = None  # into a folder, for stop strings; None: the engine has none
     first_gpu: int = 0  # device number on this node
     nodes: int = 1
     node_rank: int = 0
     threads: int = 1  # CPU threads of each process of the engine
+    trust_remote_code: bool = False  # of the model's folder
     dummy_weights: bool = False  # the engine reads no weights: the first weight sync sends them all
     args: Mapping[str, Any] = field(default_factory=dict)  # the user's engine.args
 
@@ -160,9 +163,10 @@ def engine_arguments(
         "nccl_port": port + 1,
         "served_model_name": served_model_name,
         "api_key": api_key,
-        "skip_tokenizer_init": not spec.stop_strings,
+        "skip_tokenizer_init": spec.save_tokenizer is None,
         "sampling_defaults": "openai",
         "skip_server_warmup": True,
+        "trust_remote_code": spec.trust_remote_code,
         "enable_memory_saver": not spec.cpu,
         "custom_weight_loader": [LOADER],
         **({"load_format": "dummy"} if spec.dummy_weights else {}),

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch.distributed as dist
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
 from grpo_mp.background import EventLoopThread
@@ -17,6 +17,7 @@ from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.models.families import known_params
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.models.tokenizer import load_tokenizer
 from grpo_mp.models.value_head import VALUE_HEAD, check_head, reward_head
 from grpo_mp.rewards.reward_model import Server
 from grpo_mp.rewards.teacher import SECTION, first_difference
@@ -178,6 +179,7 @@ def server_spec(
         seed=settings.run.seed,
         gpus=model.gpus_per_server,
         cpu=cpu,
+        trust_remote_code=settings.model.trust_remote_code,
         first_gpu=0 if cpu else int(os.environ.get("LOCAL_RANK", 0)),
         args={**model.args, **asleep, **({"is_embedding": True} if has_head else {})},
     )
@@ -193,10 +195,12 @@ def check_reward_models(
 ) -> None:
     """Raise UserError for a folder that cannot be served as a reward model, or servers that do not divide the ranks."""
     for name, model in settings.reward.own_models.items():
-        where, remedy = f"reward.{name}", "score texts by reward.functions"
+        where = f"reward.{name}"
         config = check_served_model(settings, model, where, read_reward_config, world_size, ranks_per_node)
         check_weights(config, where, has_head=True)
-        check_vocabulary(model, where, tokenizer, f"take a reward model of the same family, or {remedy}")
+        assert model.folder
+        remedy = "take a reward model of the same family, or score texts by reward.functions"
+        check_tokens(model.folder, f"{where}.folder", tokenizer, remedy, settings.model.trust_remote_code)
 
 
 def check_teacher(settings: Settings, tokenizer: PreTrainedTokenizerBase, world_size: int, ranks_per_node: int) -> None:
@@ -206,7 +210,8 @@ def check_teacher(settings: Settings, tokenizer: PreTrainedTokenizerBase, world_
         teacher = distillation.teacher
         config = check_served_model(settings, teacher, SECTION, read_teacher_config, world_size, ranks_per_node)
         check_weights(config, SECTION, has_head=False)
-        check_vocabulary(teacher, SECTION, tokenizer, "take a teacher of the same family")
+        remedy, trust = "take a teacher of the same family", settings.model.trust_remote_code
+        check_tokens(distillation.teacher.folder, f"{SECTION}.folder", tokenizer, remedy, trust)
 
 
 def check_served_model(
@@ -273,21 +278,20 @@ def check_weights(hf: HfConfig, section: str, has_head: bool) -> None:
             check_layers(reader.names, hf)
 
 
-def check_vocabulary(model: ServedModelConfig, section: str, tokenizer: PreTrainedTokenizerBase, remedy: str) -> None:
-    """Raise UserError where a folder's tokenizer has other tokens than the policy's, which it is sent as numbers."""
-    assert model.folder
-    check_tokens(model.folder, f"{section}.folder={model.folder}", tokenizer, remedy)
+def check_tokens(
+    folder: Path, setting: str, tokenizer: PreTrainedTokenizerBase, remedy: str, trust_remote_code: bool
+) -> None:
+    """Raise UserError where the folder that `setting` names has no readable tokenizer, or other tokens than the policy.
 
-
-def check_tokens(folder: Path, where: str, tokenizer: PreTrainedTokenizerBase, remedy: str) -> None:
-    """Raise UserError where a folder's tokenizer cannot be read, or has other tokens than the policy's."""
+    The folder's model gets the policy's tokens as numbers.
+    """
     try:
-        vocabulary = AutoTokenizer.from_pretrained(str(folder)).get_vocab()
-    except Exception as error:  # its libraries raise of every kind
-        raise UserError(f"{where}: its tokenizer cannot be read ({one_line(error, 200)})") from error
+        vocabulary = load_tokenizer(folder, trust_remote_code).get_vocab()
+    except UserError as error:
+        raise UserError(f"{setting}: {error}") from error
     if difference := first_difference(tokenizer.get_vocab(), vocabulary):
         raise UserError(
-            f"{where}: its tokenizer is another than the policy's, and it would be sent the policy's tokens "
+            f"{setting}={folder}: its tokenizer is another than the policy's, and it would be sent the policy's tokens "
             f"({difference}): {remedy}"
         )
 

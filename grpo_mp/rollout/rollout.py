@@ -86,7 +86,7 @@ class Rollout:
         if placement := next((placement for placement in placements if placement.rank == rank), None):
             cpu = not platform.on_cuda()
             first_gpu = 0 if cpu else int(os.environ.get("LOCAL_RANK", 0))
-            spec = engine_spec(settings, hf, placement, cpu, first_gpu, load_weights)
+            spec = engine_spec(settings, hf, tokenizer, placement, cpu, first_gpu, load_weights)
             name = f"engine_{placement.engine}" + (f"_node_{placement.node_rank}" if placement.node_rank else "")
             process = EngineProcess(spec, settings.run.folder / "logs" / f"{name}.log")
             if placement.is_host:
@@ -306,6 +306,7 @@ def rollout_seed(settings: Settings, prompts: str) -> int | None:
 def engine_spec(
     settings: Settings,
     hf: HfConfig,
+    tokenizer: PreTrainedTokenizerBase,
     placement: EnginePlacement,
     cpu: bool,
     first_gpu: int = 0,
@@ -320,6 +321,7 @@ def engine_spec(
     drafting = speculative_arguments(settings.engine, settings.rollout.group_size)
     replay = {ARGUMENT: True} if settings.training.router_replay == "R3" and not load_weights else {}
     seeded = {"enable_deterministic_inference": True} if settings.engine.deterministic else {}
+    reads_text = bool(settings.rollout.stop) or settings.rollout.function == "openai_agent"
     return EngineSpec(
         index=placement.engine,
         rank=placement.rank,
@@ -329,10 +331,11 @@ def engine_spec(
         seed=settings.run.seed + placement.engine,
         gpus=settings.engine.gpus_per_engine,
         cpu=cpu,
-        stop_strings=bool(settings.rollout.stop) or settings.rollout.function == "openai_agent",
+        save_tokenizer=tokenizer.save_pretrained if reads_text else None,
         first_gpu=first_gpu,
         nodes=placement.nodes,
         node_rank=placement.node_rank,
+        trust_remote_code=settings.model.trust_remote_code,
         dummy_weights=not load_weights and (not cpu or bool(precision) or not has_hf_weights(settings.model.path)),
         args=settings.engine.args | precision | replay | drafting | seeded,
     )

@@ -68,6 +68,9 @@ class EngineProcess:
         remove_abandoned()
         self._scratch = ScratchFolder("engine")
         arguments = engine_arguments(self.spec, port, self.served_model_name, self.api_key, dist_init_addr)
+        if self.spec.save_tokenizer:  # SGLang would read the folder's by rules of its own
+            arguments["tokenizer_path"] = str(self._scratch.path / "tokenizer")
+            self.spec.save_tokenizer(arguments["tokenizer_path"])
         environment = engine_environment(self.spec, arguments, str(self._scratch.path), os.environ)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.unlink(missing_ok=True)

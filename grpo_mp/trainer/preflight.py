@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
 from grpo_mp.algorithms.advantages import AdvantageEstimator, load_estimator
@@ -26,10 +26,11 @@ from grpo_mp.data.prompts import CheckColumns, PromptSet, ToolsOf, load_prompts,
 from grpo_mp.distributed.layout import describe_parallelism, model_shape
 from grpo_mp.distributed.nccl_memory import check_nccl
 from grpo_mp.distributed.shards import tp_size
-from grpo_mp.errors import UserError, one_line
+from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.multi_token_prediction import engine_params
+from grpo_mp.models.tokenizer import read_tokenizer
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.policy.critic import check_critic
@@ -159,7 +160,8 @@ def _check_critic_tokens(settings: Settings, tokenizer: PreTrainedTokenizerBase)
     """Raise UserError where the critic's folder has another tokenizer than the policy's; it may have none."""
     path = settings.critic.path if settings.critic else None
     if path and any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        check_tokens(path, f"critic.path={path}", tokenizer, "take a critic of the policy's family and vocabulary")
+        remedy = "take a critic of the policy's family and vocabulary"
+        check_tokens(path, "critic.path", tokenizer, remedy, settings.model.trust_remote_code)
 
 
 def run_replay_preflight(folder: Path, settings: Settings, world_size: int, ranks_per_node: int) -> RunInputs:
@@ -242,23 +244,8 @@ def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_
 
 def _read_tokenizer(settings: Settings, hf: HfConfig) -> PreTrainedTokenizerBase:
     """Read the model's tokenizer. Raises UserError where it cannot be read, or the model is too small for the run."""
-    tokenizer = read_tokenizer(settings.model.path, hf)
+    tokenizer = read_tokenizer(settings.model.path, hf, settings.model.trust_remote_code)
     _check_sizes(settings, hf)
-    return tokenizer
-
-
-def read_tokenizer(model: Path, hf: HfConfig) -> PreTrainedTokenizerBase:
-    """Read a model's tokenizer. Raises UserError where it cannot be read, or a token has no embedding."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model))
-    except Exception as error:  # its libraries raise of every kind
-        raise UserError(f"{model}: the tokenizer cannot be read ({one_line(error, 200)})") from error
-    tokens, vocabulary = len(tokenizer), hf.int("vocab_size")
-    if tokens > vocabulary:
-        raise UserError(
-            f"{model}: the tokenizer has {tokens} tokens, config.json says vocab_size {vocabulary}: "
-            "use the tokenizer of this model"
-        )
     return tokenizer
 
 

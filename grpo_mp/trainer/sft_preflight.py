@@ -13,13 +13,14 @@ from grpo_mp.episodes.chat_data import ChatSet, load_held_out_chats, load_train_
 from grpo_mp.episodes.supervised import ChatEncoder
 from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig, check_positions
+from grpo_mp.models.tokenizer import read_tokenizer
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.policy.parameter_bytes import policy_disk_need
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.trainer.adapter_check import check_adapters
 from grpo_mp.trainer.disk_check import check_disk
 from grpo_mp.trainer.export_servers import read_servers
-from grpo_mp.trainer.preflight import check_device_for, check_export, check_guards, read_tokenizer
+from grpo_mp.trainer.preflight import check_device_for, check_export, check_guards
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> tuple[SftSettin
     hf = settings.model.read_config()
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
     check_device_for("auto", settings.model.dtype, settings.layout.context)
-    tokenizer = read_tokenizer(settings.model.path, hf)
+    tokenizer = read_tokenizer(settings.model.path, hf, settings.model.trust_remote_code)
     check_positions(hf, settings.sft.max_tokens, "sft.max_tokens")
     check_policy(hf, settings.model, settings.layout, settings.training, world_size)
     check_export(settings.run, settings.model)

@@ -13,15 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from grpo_mp.checkpoint.describe import describe_hf
 from grpo_mp.checkpoint.hf_reader import INDEX, SINGLE_FILE, HfReader, check_tensors
-from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import RANGES, HfConfig
+from grpo_mp.models.tokenizer import read_tokenizer
 from grpo_mp.planner.model_configs import find_config, published_config
-from grpo_mp.trainer.preflight import _read_tokenizer
 from tests.bad_input.doors import NO_TEXT, NOT_FILES, Content, answers, as_nobody, noise, put, refused, tree
 from tests.conftest import TinyRun
-from tests.minimal_settings import MINIMAL_SETTINGS
 
 
 @pytest.fixture
@@ -257,10 +255,6 @@ def test_tensors(name: str, folder: Path) -> None:
 # -- tokenizer -----------------------------------------------------------------------------------------------
 
 
-def settings_of(folder: Path) -> Settings:
-    return check_settings(MINIMAL_SETTINGS | {"model": {"path": folder}}, "here")
-
-
 TOKENIZERS: dict[str, tuple[str, Content]] = {
     **{f"tokenizer.json: {name}": ("tokenizer.json", content) for name, content in NO_TEXT.items()},
     "tokenizer.json: empty": ("tokenizer.json", b""),
@@ -280,11 +274,11 @@ TOKENIZERS: dict[str, tuple[str, Content]] = {
 def test_tokenizers(name: str, folder: Path) -> None:
     file, content = TOKENIZERS[name]
     put(folder / file, content)
-    refused(lambda: _read_tokenizer(settings_of(folder), HfConfig.read(folder)))
+    refused(lambda: read_tokenizer(folder, HfConfig.read(folder)))
 
 
 def test_noise_in_a_tokenizer(folder: Path) -> None:
     content, hf = (folder / "tokenizer.json").read_bytes(), HfConfig.read(folder)
     for changed in noise(content, count=25, seed=5):
         put(folder / "tokenizer.json", changed)
-        answers(lambda: _read_tokenizer(settings_of(folder), hf))
+        answers(lambda: read_tokenizer(folder, hf))

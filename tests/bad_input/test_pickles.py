@@ -45,5 +45,16 @@ def test_torch_load_takes_weights_only() -> None:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 assert {word.arg: ast.unparse(word.value) for word in node.keywords}["weights_only"] == "True", file
-            if isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "trust_remote_code"):
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
                 assert ast.unparse(node.value) == "False", file
+
+
+def test_every_loader_of_transformers_is_told_whether_code_may_run() -> None:
+    """Without the argument transformers would ask on the terminal. One call runs code, where the setting says so."""
+    trusted = []
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("AutoTokenizer.from_pretrained"):
+                (value,) = [ast.unparse(word.value) for word in node.keywords if word.arg == "trust_remote_code"]
+                trusted += [file.name] if value != "False" else []
+    assert trusted == ["tokenizer.py"]

@@ -9,7 +9,8 @@ import torch
 
 from grpo_mp.batching.microbatches import MicroBatchPlan
 from grpo_mp.batching.packing import pack, with_mtp_targets
-from grpo_mp.config.sections import LayoutConfig, ModelConfig, SpeculativeConfig, TrainingConfig
+from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
+from grpo_mp.config.speculative_section import SpeculativeConfig
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.families import family_of

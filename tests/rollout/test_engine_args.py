@@ -108,11 +108,9 @@ def test_an_engine_over_nodes_and_gpus() -> None:
     assert engine_arguments(SPEC, 1, "name", "key")["base_gpu_id"] == 4
 
 
-@pytest.mark.parametrize(("stop_strings", "skipped"), [(True, False), (False, True)])
-def test_a_tokenizer_only_for_stop_strings(stop_strings: bool, skipped: bool) -> None:
-    assert (
-        engine_arguments(replace(SPEC, stop_strings=stop_strings), 1, "name", "key")["skip_tokenizer_init"] is skipped
-    )
+def test_a_tokenizer_only_for_stop_strings() -> None:
+    for spec in (SPEC, replace(SPEC, save_tokenizer=print)):
+        assert engine_arguments(spec, 1, "name", "key")["skip_tokenizer_init"] is (spec is SPEC)
 
 
 @pytest.mark.parametrize("spec", [SPEC, CPU])

@@ -72,7 +72,8 @@ def cuda_arguments(settings: Settings, hf: HfConfig, folder: Path) -> dict[str, 
     (folder / INDEX).write_text(json.dumps({"weight_map": {}}))
     nodes = max(1, settings.engine.gpus_per_engine // GPUS_PER_NODE)
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": folder})})
-    spec = engine_spec(settings, hf, EnginePlacement(0, 0, 0, nodes), cpu=False)
+    tokenizer: Any = None  # recipes have no stop strings
+    spec = engine_spec(settings, hf, tokenizer, EnginePlacement(0, 0, 0, nodes), cpu=False)
     claim = claim_ports(ports_needed(spec))
     claim.release()
     dist_init_addr = f"127.0.0.1:{claim.port + 1}" if nodes > 1 else None

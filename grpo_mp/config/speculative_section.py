@@ -1,0 +1,42 @@
+"""The settings of speculative decoding."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from grpo_mp.section import Section
+
+
+class SpeculativeConfig(Section):
+    """Speculative decoding: an engine drafts tokens, and one step of the model verifies them. On GPUs only."""
+
+    algorithm: Literal["none", "mtp", "ngram"] = Field(
+        "none",
+        description="mtp: the model's own multi-token-prediction layer drafts, as the folder has it, or as "
+        "model.mtp_loss_scaling_factor trains it (SGLang NEXTN); ngram: what followed the same tokens before in "
+        "prompts and responses (SGLang NGRAM)",
+    )
+    num_steps: int = Field(3, ge=1, description="tokens that are drafted one after the other (SGLang's argument)")
+    eagle_topk: int = Field(1, ge=1, description="candidates of each of them; above 1 they are a tree (SGLang's)")
+    num_draft_tokens: int | None = Field(
+        None, ge=2, description="tokens that a step verifies (SGLang's); null: num_steps + 1, of which one is no draft"
+    )
+
+    @property
+    def drafts_by_mtp(self) -> bool:
+        """Return whether engines hold the model's multi-token-prediction layer, and draft with it."""
+        return self.algorithm == "mtp"
+
+    @property
+    def verified_tokens(self) -> int:
+        """Return the tokens of a sequence that a step of the model computes."""
+        return (self.num_draft_tokens or self.num_steps + 1) if self.algorithm != "none" else 1
+
+    @model_validator(mode="after")
+    def _check_chain(self) -> "SpeculativeConfig":
+        if self.algorithm == "mtp" and self.eagle_topk == 1 and self.verified_tokens != self.num_steps + 1:
+            raise ValueError(
+                f"a chain of num_steps={self.num_steps} drafts is verified with num_draft_tokens={self.num_steps + 1}: "
+                "set that, leave num_draft_tokens out, or set eagle_topk above 1"
+            )
+        return self
