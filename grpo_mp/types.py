@@ -75,7 +75,7 @@ class Sample:
     text: str = ""
     reward: float = 0.0
     reward_terms: dict[str, float] = field(default_factory=dict)  # by reward name, unweighted
-    is_scored: bool = True  # False: a term failed, or none applied, and the reward is the mean of the group's others
+    is_scored: bool = True  # False: a term failed, or none applied; the reward, the mean of the others, counts nowhere
     step_rewards: StepRewards = ()  # (index of a step's last token in `tokens`, its reward)
     extra: dict[str, Any] = field(default_factory=dict)  # what reward functions gave to `log_extra`, by column
     verify_steps: int = 0  # steps of speculative decoding in which the response was generated; 0: without

@@ -17,8 +17,8 @@ from grpo_mp.types import PerToken, SampleInfo
 class AdvantageEstimator(Protocol):
     """Returns the advantage of each of the step's samples: a number, or [response tokens] of all its sequences.
 
-    `samples`: all of the step, alike on every rank, groups by `group_id`; `advantage`: that section of the settings;
-    `weights`: of the terms of the reward, by name. `algorithm.advantage.args` come by name.
+    `samples`: all of the step that have a reward, the same on every rank, groups by `group_id`; `advantage`: that
+    section of the settings; `weights`: of the terms of the reward, by name. `algorithm.advantage.args` come by name.
     """
 
     def __call__(
@@ -39,12 +39,17 @@ def estimate_advantages(
     advantage: AdvantageConfig,
     weights: Mapping[str, float],
 ) -> list[PerToken]:
-    """Call an estimator. Raises UserError where it does not return a finite advantage for each sample."""
+    """Call an estimator with the samples that have a reward; the advantage of the others is 0.
+
+    Rewards of steps are missing one by one (`estimate_process`), so with them no sample is left out here.
+    Raises UserError where the estimator does not return a finite advantage for each sample that it got.
+    """
     label = f"algorithm.advantage.estimator {advantage.estimator or advantage.built_in!r}"
-    advantages = list(estimator(samples, advantage, weights))
-    if len(advantages) != len(samples):
-        raise UserError(f"{label} returned {len(advantages)} advantages for {len(samples)} samples")
-    for sample, values in zip(samples, advantages, strict=True):
+    scored = [sample for sample in samples if sample.is_scored or advantage.level == "process"]
+    advantages = list(estimator(scored, advantage, weights))
+    if len(advantages) != len(scored):
+        raise UserError(f"{label} returned {len(advantages)} advantages for {len(scored)} samples")
+    for sample, values in zip(scored, advantages, strict=True):
         tensor = torch.as_tensor(values)
         if tensor.shape not in ((), (sample.all_response_tokens,)) or not bool(tensor.isfinite().all()):
             of_all = f" of its {len(sample.sequences)} sequences" if sample.earlier else ""
@@ -52,7 +57,8 @@ def estimate_advantages(
                 f"{label}: the advantage of sample {sample.key} has shape {list(tensor.shape)} or is not finite: "
                 f"return a number or [{sample.all_response_tokens}], one for each response token{of_all}"
             )
-    return advantages
+    of_scored = dict(zip((sample.key for sample in scored), advantages, strict=True))
+    return [of_scored.get(sample.key, 0.0) for sample in samples]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ from grpo_mp.types import SampleInfo
 
 
 class GroupFilter(Protocol):
-    """Says whether a group is kept. `samples`: all of one group; `algorithm.filter.args` come by name.
+    """Says whether a group is kept. `samples`: those of one group that have a reward, at least one.
+
+    `algorithm.filter.args` come by name.
 
     Called on every rank with the same samples, and must say the same there.
     """
@@ -29,7 +31,9 @@ def rewards_differ(samples: Sequence[SampleInfo]) -> bool:
 
 
 def accuracies_differ(samples: Sequence[SampleInfo]) -> bool:
-    """Keep a group that is neither all right nor all wrong (DAPO, eq. 11); without correctness, by its rewards."""
-    if all(sample.is_correct is None for sample in samples):
-        return rewards_differ(samples)
-    return len({sample.is_correct is True for sample in samples}) > 1
+    """Keep a group that is neither all right nor all wrong (DAPO, eq. 11); without correctness, by its rewards.
+
+    Samples of which nothing says whether they are right do not count.
+    """
+    verdicts = {sample.is_correct for sample in samples if sample.is_correct is not None}
+    return len(verdicts) > 1 if verdicts else rewards_differ(samples)

@@ -7,12 +7,14 @@ from torch import Tensor
 
 from grpo_mp.algorithms.distillation import TopkTerms
 from grpo_mp.algorithms.policy_losses import TokenTerms
-from grpo_mp.algorithms.settings import ClipConfig
+from grpo_mp.algorithms.registries import policy_loss_entry
+from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.types import MicroBatch
 
 MEANS = (  # metrics that are means over the response tokens
     "train/entropy",
     "train/ppo_kl",
+    "train/pg_clipfrac",
     "train/pg_clipfrac_low",
     "train/pg_clipfrac_high",
     "train/ratio/mean",
@@ -41,7 +43,7 @@ def loss_report(
     entropy: Tensor,
     kl: Tensor,
     on_policy: Tensor,
-    clip: ClipConfig,
+    algorithm: AlgorithmConfig,
     topk: TopkTerms | None = None,
 ) -> dict[str, Tensor]:
     """Compute SUMS but the losses, and MAXIMA, over the response tokens of one micro-batch; inputs: [T] in float64.
@@ -57,8 +59,7 @@ def loss_report(
     by_token = {
         "train/entropy": entropy,
         "train/ppo_kl": -terms.token_log_ratio.detach(),
-        "train/pg_clipfrac_low": (ratio < 1 - clip.low) & (batch.advantages < 0),
-        "train/pg_clipfrac_high": (ratio > 1 + clip.high) & (batch.advantages > 0),
+        **_clipped(ratio, batch.advantages, algorithm),
         "train/ratio/mean": ratio,
         "mismatch/logprob_abs_diff/mean": abs_difference,
         "mismatch/token_mult_prob_error": abs_difference.exp(),
@@ -90,6 +91,21 @@ def loss_report(
     return {name: (values * mask).sum() for name, values in by_token.items()} | maxima
 
 
+def _clipped(ratio: Tensor, advantages: Tensor, algorithm: AlgorithmConfig) -> dict[str, Tensor]:
+    """Return which ratios are clipped, at each bound and at any, bool [T]: none where the loss has no clip."""
+    clip, is_negative, is_positive = algorithm.clip, advantages < 0, advantages > 0
+    low, high = (ratio < 1 - clip.low) & is_negative, (ratio > 1 + clip.high) & is_positive
+    is_dual = torch.zeros_like(low)
+    if clip.dual_clip is not None and algorithm.policy_loss == "clip":
+        is_dual = (ratio > clip.dual_clip) & (is_negative | is_positive)
+    has_clip = torch.full_like(low, "clip" in policy_loss_entry(algorithm.policy_loss).reads)
+    return {
+        "train/pg_clipfrac": (low | high | is_dual) & has_clip,
+        "train/pg_clipfrac_low": low & has_clip,
+        "train/pg_clipfrac_high": high & has_clip,
+    }
+
+
 def compute_metrics(sums: dict[str, float]) -> dict[str, float]:
     """Compute the metrics of one update from its reduced sums and maxima; without reference logprobs there is no KL."""
     mean = {name: sums[name] / max(sums["tokens"], 1.0) for name in SUMS}
@@ -102,7 +118,6 @@ def compute_metrics(sums: dict[str, float]) -> dict[str, float]:
         **(distill and distill | {"distill/kl/max": sums["distill/kl/max"]}),
         **{name: mean[name] for name in MEANS},
         **{name: sums[name] for name in (*TOTALS, "train/ratio/max", "mismatch/logprob_abs_diff/max")},
-        "train/pg_clipfrac": mean["train/pg_clipfrac_low"] + mean["train/pg_clipfrac_high"],
         "train/ess": mean["train/ratio/mean"] ** 2 / mean["ratio2"] if mean["ratio2"] > 0 else 1.0,
         "mismatch/band": mismatch_band(mean["mismatch/token_mult_prob_error"]),
         "mismatch/pearson": covariance / variances**0.5 if variances > 0 else 1.0,

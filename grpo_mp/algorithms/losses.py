@@ -66,7 +66,7 @@ def make_loss(
         if topk and distillation:
             total = total + distillation.coef * (topk.divergence * batch.loss_weights).sum()
         token_kl = _kl(terms, batch, algorithm.kl, "token").detach() * has_rollout_logprob
-        report = loss_report(batch, terms, entropy.detach(), token_kl, on_policy, algorithm.clip, topk)
+        report = loss_report(batch, terms, entropy.detach(), token_kl, on_policy, algorithm, topk)
         return total.to(logprobs.dtype), report | {
             "train/loss": total.detach(),
             "train/pg_loss": weighted_policy_loss.detach(),
@@ -140,9 +140,10 @@ def estimate_kl(kl: KLConfig, log_r: Tensor, ratio: Tensor) -> Tensor:
     """Estimate KL(policy || reference) by `kl.estimator` from log r = reference - logprob, [T] -> [T].
 
     k1, k2, k3: Schulman, Approximating KL divergence (2020), with r = reference / policy.
-    k1: unbiased, may be negative. k2: biased in value; its gradient is that of the KL divergence on policy.
-    k3: unbiased and never negative (DeepSeekMath, eq. 4). k3_clamped: one token cannot dominate.
-    k3_unbiased: k3 x importance ratio, gradient included: unbiased off policy (DeepSeek-V3.2, arXiv 2512.02556).
+    k1: unbiased, may be negative; its gradient has the mean 0. k2: biased in value; its mean gradient is that of
+    KL(policy || reference) on policy. k3: unbiased and never negative (DeepSeekMath, eq. 4); its mean gradient is that
+    of KL(reference || policy). k3_clamped: one token cannot dominate. k3_unbiased: k3 x importance ratio, gradient
+    included: value and gradient of KL(policy || reference), off policy, too (DeepSeek-V3.2, arXiv 2512.02556).
     """
     match kl.estimator:
         case "k1":
@@ -212,7 +213,7 @@ def token_weights(
     the layout, micro-batch size or packing.
 
     sequence_mean: mean over samples of the mean over tokens (DeepSeekMath, eq. 3).
-    token_mean: mean over all tokens that learn (DAPO, eq. 8).
+    token_mean: mean over all tokens that learn (TRL, verl; DAPO, eq. 8, with the update in place of each group).
     sequence_sum: mean over samples of the sum over tokens (LUSPO; RLOO).
     constant: sum over tokens / (samples x max_response_tokens) (Dr. GRPO).
     decoupled: mean over samples of control_token_weight x first token + mean of the others (Thinkless, eq. 5).

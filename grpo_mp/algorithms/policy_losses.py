@@ -26,7 +26,8 @@ class PolicyLoss(Protocol):
     """Returns the loss of every token, [T] in float64, not yet weighted: minus what the token's objective adds.
 
     `algorithm` is that section of the settings; `algorithm.policy_loss_args` come by name. The result is multiplied by
-    the correction for the rollout engine and by the weights of `algorithm.aggregation`; KL and entropy are added.
+    each token's correction for the rollout engine, unless the registry says that the loss applies it, and by the
+    weights of `algorithm.aggregation`; KL and entropy are added.
     Prompts and padding have values too, which do not count.
     """
 
@@ -63,13 +64,17 @@ def sapo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
 def gmpo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     """Compute -A x geometric mean over the sequence of the ratios, [T] -> [T]; each is clipped on its bad side.
 
-    GMPO, eq. 4.
+    GMPO, eq. 4. The corrections for the engine are ratios, too: their geometric mean over the tokens that they do not
+    mask multiplies the sequence, as in verl.
     """
     low = torch.tensor(1 - algorithm.clip.low, dtype=torch.float64).clamp(min=1e-300).log()
     high = torch.tensor(1 + algorithm.clip.high, dtype=torch.float64).log()
     log_ratio = terms.token_log_ratio
     clipped = torch.where(terms.advantages > 0, log_ratio.clamp(max=high), log_ratio.clamp(min=low))
-    return -terms.sequences.means(clipped).exp() * terms.advantages
+    kept = (terms.correction > 0).double()
+    log_correction = terms.correction.where(terms.correction > 0, 1.0).log()
+    weight = (terms.sequences.sums(log_correction) / terms.sequences.sums(kept).clamp(min=1)).exp() * kept
+    return -terms.sequences.means(clipped).exp() * terms.advantages * weight
 
 
 def vespo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:

@@ -39,7 +39,8 @@ def _r1(stage: str, algorithm: Tree) -> Preset:
 
 PRESETS: dict[str, Preset] = {
     "grpo": _algorithm(
-        "DeepSeekMath, arXiv 2402.03300, eq. 3 and 4; constants as in TRL, the KL weight (paper: 0.04) is left to you",
+        "DeepSeekMath, arXiv 2402.03300, eq. 3 and 4; clip, std and its epsilon as in TRL; the KL weight (paper: 0.04) "
+        "is left to you, its estimator is the paper's k3 (TRL 1.16: k3_unbiased)",
         "The original. A start for any verifiable task with short answers.",
     ),
     "grpo_process": _algorithm(
@@ -132,8 +133,9 @@ PRESETS: dict[str, Preset] = {
         kl={"coef": 0.05, "estimator": "k1", "apply_to": "reward"},
     ),
     "ppo": Preset(
-        "PPO, arXiv 1707.06347, with a critic: GAE, arXiv 1506.02438, eq. 16; gamma 1, lambda 0.95, clipped values, "
-        "whitened advantages and a KL per token in the reward, weight 0.05, as TRL's PPO had them",
+        "PPO, arXiv 1707.06347, with a critic: GAE, arXiv 1506.02438, eq. 16; gamma 1, clipped values, "
+        "whitened advantages and a KL per token in the reward, weight 0.05, as TRL's PPO had them; lambda 1 for long "
+        "answers (VC-PPO, arXiv 2503.01491; TRL had 0.95)",
         "Rewards of one answer per prompt; credit that differs by token; to compare with what GRPO leaves out.",
         {
             "algorithm": {

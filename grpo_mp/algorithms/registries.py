@@ -1,7 +1,7 @@
 """Losses, advantage estimators, group filters and curricula by name, with what settings must know of them. No torch."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from grpo_mp.registry import LazyEntry, Registry
 
@@ -20,7 +20,8 @@ class PolicyLossEntry(LazyEntry):
 
     reads: tuple[str, ...] = ()  # sections of `algorithm`, which act on ratios other than 1 only
     token_ratios: bool = False  # it is defined on the ratios of tokens, so `ratio` must be token
-    applies_correction: bool = False  # of tokens, itself; other losses are multiplied by it
+    # Levels of the correction that it applies itself; by any other loss each token's own is multiplied.
+    applies_correction: tuple[Literal["token", "sequence"], ...] = ()
     token_advantages: bool = True  # each token is weighted by its own; false: a sequence by their mean
 
 
@@ -37,8 +38,16 @@ POLICY_LOSSES: "Registry[PolicyLoss]" = Registry(
         "clip": PolicyLossEntry(LOSS_MODULE + "ppo_clip", reads=("clip",)),
         "cispo": PolicyLossEntry(LOSS_MODULE + "cispo", reads=("clip",)),
         "sapo": PolicyLossEntry(LOSS_MODULE + "sapo", reads=("sapo",)),
-        "gmpo": PolicyLossEntry(LOSS_MODULE + "gmpo", reads=("clip",), token_ratios=True, token_advantages=False),
-        "vespo": PolicyLossEntry(LOSS_MODULE + "vespo", reads=("vespo",), token_ratios=True, applies_correction=True),
+        "gmpo": PolicyLossEntry(
+            LOSS_MODULE + "gmpo",
+            reads=("clip",),
+            token_ratios=True,
+            applies_correction=("token", "sequence"),
+            token_advantages=False,
+        ),
+        "vespo": PolicyLossEntry(
+            LOSS_MODULE + "vespo", reads=("vespo",), token_ratios=True, applies_correction=("token",)
+        ),
         "unclipped": PolicyLossEntry(LOSS_MODULE + "policy_gradient"),
     },
     parameters=("terms", "algorithm"),

@@ -117,7 +117,10 @@ class KLConfig(Section):
         "each update with such a micro-batch",
     )
     estimator: Literal["k1", "k2", "k3", "k3_clamped", "k3_unbiased"] = Field(
-        "k3", description="Schulman's estimators by name (verl kl_loss_type); k3 is that of DeepSeekMath"
+        "k3",
+        description="Schulman's estimators by name (verl kl_loss_type); k3 is that of DeepSeekMath. In the loss the "
+        "mean gradient of k2 and k3_unbiased (TRL's default) is that of KL(policy || reference), of k3 that of "
+        "KL(reference || policy), of k1 0: it is refused there",
     )
     apply_to: Literal["loss", "reward"] = Field(
         "loss", description="where it acts: added to the loss, or subtracted from the reward (verl use_kl_in_reward)"
@@ -267,11 +270,12 @@ class AlgorithmConfig(Section):
         1.0, gt=0, le=1, description="discount of later rewards, with advantage.baseline=critic (TRL, verl gamma)"
     )
     lam: float = Field(
-        0.95,
+        1.0,
         ge=0,
         le=1,
         description="lambda of generalized advantage estimation, with advantage.baseline=critic: 1 trusts the rewards "
-        "alone, 0 the critic alone (TRL, verl lam)",
+        "alone, 0 the critic alone (TRL, verl lam). While the critic knows nothing, a token gets lam^(tokens after it) "
+        "of the reward: below 1 only for short answers",
     )
     ratio: RatioLevel = Field(
         "token",
@@ -361,10 +365,16 @@ def contradictions(algorithm: AlgorithmConfig) -> Iterator[str]:
     policy_loss = policy_loss_entry(algorithm.policy_loss)
     if policy_loss.token_ratios and algorithm.ratio != "token":
         yield f"policy_loss={algorithm.policy_loss} is defined on token ratios: set ratio=token"
-    if policy_loss.applies_correction and correction.kind != "none" and correction.level == "sequence":
+    levels = policy_loss.applies_correction
+    if levels and correction.kind != "none" and correction.level not in levels:
         yield (
             f"policy_loss={algorithm.policy_loss} multiplies token corrections itself: "
             "set rollout_correction.level=token"
+        )
+    if kl.coef and kl.estimator == "k1" and kl.apply_to == "loss":
+        yield (
+            "kl.estimator=k1 in the loss has a gradient of mean 0, so it regularizes nothing: set "
+            "kl.estimator=k3_unbiased or k2, or kl.apply_to=reward"
         )
     if kl.level == "sequence" and kl.estimator == "k3_unbiased" and algorithm.ratio != "product":
         yield "kl.level=sequence with kl.estimator=k3_unbiased needs the ratio of full responses: set ratio=product"

@@ -107,14 +107,15 @@ def assemble_step_batch(
 def is_masked(info: SampleInfo, settings: Settings) -> bool:
     """Return whether a sample is left out of the loss: cut off, failed, or without a reward that says anything of it.
 
-    The reward of a sample that was not scored is the mean of its group, which is no advantage where groups are
-    compared, and none at all where they are not.
+    A sample without a reward has the advantage 0 where groups are compared, and stays in the loss, as in TRL.
+    Elsewhere it has none: no reward to learn from, or one that whitening would move away from 0.
     """
     algorithm = settings.algorithm
+    advantage = algorithm.advantage
     failed = settings.rollout.failed == "mask" and info.state in ("error", "timeout")
     truncated = algorithm.filter.truncated == "mask" and info.truncated
-    compares_groups = algorithm.advantage.compares_groups or not algorithm.learns_from_rewards
-    return failed or truncated or not (info.is_scored or compares_groups)
+    has_advantage = (advantage.compares_groups and not advantage.whiten) or not algorithm.learns_from_rewards
+    return failed or truncated or not (info.is_scored or has_advantage)
 
 
 @dataclass(frozen=True)
@@ -251,9 +252,12 @@ def with_kl_in_reward(
     dist.all_reduce(kl_by_sequence, group=parallel.cpu_group)
     samples, sample_of = [info for info in batch.infos if not info.part], torch.tensor(batch.sample_of)
     kl_by_sample = torch.zeros(len(samples), dtype=torch.float64).index_add(0, sample_of, kl_by_sequence)
-    rewards = [info.reward - float(kl) for info, kl in zip(samples, kl_by_sample, strict=True)]
-    ids = [info.group_id for info in samples]
-    advantages = torch.tensor(outcome_advantages(rewards, ids, algorithm.advantage), dtype=torch.float64)[sample_of]
+    scored = [i for i, info in enumerate(samples) if info.is_scored]
+    rewards = [samples[i].reward - float(kl_by_sample[i]) for i in scored]
+    of_scored = outcome_advantages(rewards, [samples[i].group_id for i in scored], algorithm.advantage)
+    of_samples = torch.zeros(len(samples), dtype=torch.float64)
+    of_samples[scored] = torch.tensor(of_scored, dtype=torch.float64)
+    advantages = of_samples[sample_of]
     return [[_with_advantages(mb, advantages[sequence_of_token(mb, plan)]) for mb in update] for update, plan in plans]
 
 

@@ -340,12 +340,16 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _check_overlong_buffer(self) -> "Settings":
-        overlong, limit = self.reward.overlong, self.rollout.max_response_tokens
-        if overlong.weight and overlong.buffer_tokens is not None and overlong.buffer_tokens >= limit:
-            raise ValueError(
-                f"reward.overlong.buffer_tokens={overlong.buffer_tokens} is not below "
-                f"rollout.max_response_tokens={limit}: lower it"
-            )
+        overlong, limits = self.reward.overlong, {"rollout": self.rollout.max_response_tokens}
+        limits |= {
+            f"data.eval.{name}": one.max_response_tokens or limits["rollout"] for name, one in self.data.eval.items()
+        }
+        for section, limit in limits.items():
+            if overlong.weight and overlong.buffer_tokens is not None and overlong.buffer_tokens >= limit:
+                raise ValueError(
+                    f"reward.overlong.buffer_tokens={overlong.buffer_tokens} is not below "
+                    f"{section}.max_response_tokens={limit}: lower it"
+                )
         return self
 
     @model_validator(mode="after")

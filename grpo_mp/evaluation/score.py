@@ -49,7 +49,8 @@ class _ScoreFile:
 def score_eval_set(infos: Sequence[SampleInfo], votes: Votes | None = None) -> EvalScore:
     """Score the samples of a set, at least one; `votes` for maj@k.
 
-    Samples without a judgement (`is_correct` is None) count in reward, length and truncated_ratio only.
+    Samples without a judgement (`is_correct` is None) count in reward, length and truncated_ratio only, those without
+    a reward not in the reward.
     """
     problems = defaultdict[int, list[SampleInfo]](list)
     for info in infos:
@@ -63,7 +64,7 @@ def score_eval_set(infos: Sequence[SampleInfo], votes: Votes | None = None) -> E
     return EvalScore(
         accuracy=accuracy.value if accuracy else None,
         accuracy_error=accuracy.error if accuracy else None,
-        reward=fmean(info.reward for info in infos),
+        reward=fmean([info.reward for info in infos if info.is_scored] or [0.0]),
         length=fmean(info.all_response_tokens for info in infos),
         truncated_ratio=fmean(info.truncated for info in infos),
         unanswered=sum(info.generated_tokens == 0 for info in infos),

@@ -148,8 +148,8 @@ class Scorer:
 
         Reward models that the job serves are left to `finish_group`; until then NaN is the reward of a failed term.
 
-        A sample to which no term applies, or one failed under `on_error: skip`, gets the mean of its group: its
-        advantage is 0 and changes no other's. Where groups are not compared it is left out of the loss.
+        A sample to which no term applies, or one failed under `on_error: skip`, is not scored (`is_scored`): its
+        advantage is 0, and it counts in no mean, deviation or filter. As its reward it shows the mean of its group.
         Rewards of steps are kept in `step_rewards`; only their mean is shown among the terms. `is_correct` is set by
         the term that the settings name; None where that term failed or does not apply.
         Raises UserError for a failing reward under `on_error: stop`.
@@ -272,6 +272,13 @@ class Scorer:
         """Return this scorer with other statistics: what it scores does not count among this one's."""
         other = copy(self)
         other._stats = RewardStats()
+        return other
+
+    def with_limit(self, max_response_tokens: int) -> "Scorer":
+        """Return this scorer with other statistics, for responses of up to `max_response_tokens`."""
+        other = self.with_own_stats()
+        other._max_response_tokens = max_response_tokens
+        other._built_in = self._built_in.with_limit(self._settings, max_response_tokens)
         return other
 
     def for_evaluations(self) -> "Scorer":

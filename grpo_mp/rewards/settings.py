@@ -63,8 +63,8 @@ class OverlongConfig(Section):
     buffer_tokens: int | None = Field(
         None,
         gt=0,
-        description="tokens before rollout.max_response_tokens in which the penalty rises, L_cache of DAPO; null: a "
-        "fifth of it, as there",
+        description="tokens before the limit (rollout.max_response_tokens; in evaluations the set's) in which the "
+        "penalty rises, L_cache of DAPO; null: a fifth of the limit, as there",
     )
 
 
@@ -111,10 +111,11 @@ class CosineConfig(Section):
 
     weight: float = Field(0.0, description="weight of the reward, to which reward.correct says what is right; 0: off")
     right: tuple[float, float] = Field(
-        (2.0, 1.0), description="reward of a right answer without tokens, and near rollout.max_response_tokens"
+        (2.0, 1.0),
+        description="reward of a right answer without tokens, and near the limit, see overlong.buffer_tokens",
     )
     wrong: tuple[float, float] = Field((-10.0, 0.0), description="the same of a wrong one, which may think longer")
-    exceeding: float = Field(-10.0, description="reward of any that reaches rollout.max_response_tokens")
+    exceeding: float = Field(-10.0, description="reward of any that reaches the limit")
 
 
 class RewardModelConfig(ServedModelConfig):
@@ -261,7 +262,9 @@ class RewardConfig(Section):
         ge=0,
         description="difference between numbers that count as equal answers; below 1, relative to the expected number",
     )
-    length: float = Field(0.0, description="weight of min(1, tokens / max_response_tokens); negative penalizes length")
+    length: float = Field(
+        0.0, description="weight of min(1, tokens / limit), the limit as for overlong; negative penalizes length"
+    )
     range: tuple[float, float] | None = Field(
         None,
         description="lowest and highest reward without penalties, which overlong is measured by; null: from 0 to the "

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from functools import partial
 
 from grpo_mp.errors import UserError
@@ -43,6 +44,12 @@ class BuiltInTerms:
         self.warnings: tuple[str, ...] = ()
         if code and not code.sandbox.isolated:
             self.warnings = ("reward.code: this kernel gives no namespaces, so programs run with limits only",)
+
+    def with_limit(self, settings: RewardConfig, max_response_tokens: int) -> "BuiltInTerms":
+        """Return the same terms, with their processes and connections, for responses of another limit."""
+        other, rules = copy(self), _rules(settings, max_response_tokens)
+        other.values = {name: rules.get(name, values) for name, values in self.values.items()}
+        return other
 
     def close(self) -> None:
         """End the process that compares answers and the connections."""

@@ -40,6 +40,7 @@ RESERVED = {
     "trust_remote_code": "set model.trust_remote_code",
     "enable_memory_saver": "the phases of a step need it",
     "sampling_defaults": "the model's generation_config.json would change the distribution unseen",
+    "preferred_sampling_params": "set rollout.temperature and rollout.top_p",
     "skip_server_warmup": "the run warms its engines up itself",
     "custom_weight_loader": "the weight sync brings its own",
     "enable_return_routed_experts": "set training.router_replay=R3",

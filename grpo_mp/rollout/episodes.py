@@ -356,6 +356,7 @@ def with_failures(group: SampleGroup, failed: str | float) -> SampleGroup:
     if isinstance(failed, str):
         return group
     samples = (
-        replace(sample, reward=failed) if sample.state in ("error", "timeout") else sample for sample in group.samples
+        replace(sample, reward=failed, is_scored=True) if sample.state in ("error", "timeout") else sample
+        for sample in group.samples
     )
     return replace(group, samples=tuple(samples))

@@ -230,7 +230,8 @@ class Rollout:
     ) -> list[SampleGroup] | None:
         """Generate and score the prompts of an eval set that this rank's engine takes, with the set's sampling.
 
-        A group past its limit is one of samples that say nothing. Returns None where no engine was left for the others.
+        Terms of the reward that depend on the length get the set's limit. A group past its limit of time is one of
+        samples that say nothing. Returns None where no engine was left for the others.
         `check_peers` as in `GroupStream`; `attempt`: counts those in which no engine was left; `recorded`: groups that
         are there already, here and on any rank; `record`: keeps others as they come, with what their scoring counted;
         `recall`: returns what was kept of one that a lost engine gave back.
@@ -238,7 +239,7 @@ class Rollout:
         settings, eval_set = self._settings, self._settings.eval_set(name)
         overrides = eval_set.model_dump(include={"max_response_tokens", "temperature", "top_p"})
         sampling = replace(rollout_sampling(settings.rollout), **overrides)
-        count = len(prompts)
+        set_scorer, count = scorer.with_limit(sampling.max_response_tokens), len(prompts)
         rule = AdmissionRule(count, count, count)
         stream = GroupStream(store, f"eval/{name}/{step}/{attempt}", rule, len(self.host_ranks))
         stream.check_peers = check_peers
@@ -259,17 +260,18 @@ class Rollout:
             record_part=lambda group_id, group: keep(group_id, group, RewardStats()),
             recall=recall,
         )
-        groups = self.begin(task, stream, scorer).result()
+        groups = self.begin(task, stream, set_scorer).result()
         if not stream.admission().done:
             return None
         end_token = self._tokenizer.eos_token_id
         finished = [
             group
             if group.finished
-            else scorer.score_group(unanswered(group.prompt, number, eval_set.samples, end_token), step)
+            else set_scorer.score_group(unanswered(group.prompt, number, eval_set.samples, end_token), step)
             for number, group in sorted(groups.items())
             if isinstance(group, SampleGroup)
         ]
+        scorer.add_stats(set_scorer.take_stats())
         return [group for group in finished if group.samples]
 
     def call(self, coroutine):  # type: ignore[no-untyped-def]
@@ -303,6 +305,11 @@ def rollout_seed(settings: Settings, prompts: str) -> int | None:
     return sampling_seed(settings.run.seed, prompts) if settings.engine.deterministic else None
 
 
+def engine_seed(run_seed: int, engine: int) -> int:
+    """Return the seed of an engine's own generator, of 31 bits: no two engines or runs share one but by chance."""
+    return sampling_seed(run_seed, "engine", engine) >> 32
+
+
 def engine_spec(
     settings: Settings,
     hf: HfConfig,
@@ -328,7 +335,7 @@ def engine_spec(
         model=settings.model.path,
         dtype=settings.model.dtype,
         context_tokens=settings.max_request_tokens,
-        seed=settings.run.seed + placement.engine,
+        seed=engine_seed(settings.run.seed, placement.engine),
         gpus=settings.engine.gpus_per_engine,
         cpu=cpu,
         save_tokenizer=tokenizer.save_pretrained if reads_text else None,

@@ -31,7 +31,8 @@ class Counts:
     samples: int = 0
     kept: int = 0
     kept_prompts: int = 0
-    reward: float = 0.0  # sums over samples
+    scored: int = 0  # samples that have a reward
+    reward: float = 0.0  # its sum over them
     tokens: int = 0
     truncated: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by filter
@@ -44,7 +45,9 @@ class Counts:
         self.samples += len(group.samples)
         self.kept += kept
         self.kept_prompts += kept > 0
-        self.reward += sum(sample.reward for sample in group.samples)
+        rewards = [sample.reward for sample in group.samples if sample.is_scored]
+        self.scored += len(rewards)
+        self.reward += sum(rewards)
         self.tokens += sum(map(response_tokens, group.samples))
         self.truncated += sum(sample.truncated for sample in group.samples)
         if judged := _verdicts(group):
@@ -65,7 +68,7 @@ class Counts:
             "accuracy": accuracy.value if accuracy else None,
             "accuracy_error": accuracy.error if accuracy else None,
             "pass_at": _pass_at(counts),
-            "reward": self.reward / samples,
+            "reward": self.reward / max(1, self.scored),
             "tokens": self.tokens / samples,
             "truncated_ratio": self.truncated / samples,
             "rewards": self.rewards.to_dict(),
@@ -78,7 +81,7 @@ def sum_counts(parts: Sequence[Counts]) -> Counts:
     for part in parts:
         total.dropped.update(part.dropped)
         total.judged.update(part.judged)
-    names = ("prompts", "samples", "kept", "kept_prompts", "reward", "tokens", "truncated")
+    names = ("prompts", "samples", "kept", "kept_prompts", "scored", "reward", "tokens", "truncated")
     return replace(total, **{name: sum(vars(part)[name] for part in parts) for name in names})
 
 

@@ -332,7 +332,10 @@ class RolloutCollector:
         return self.settings.algorithm.filter
 
     def _keeps(self, group: SampleGroup) -> bool:
-        return self._rule.zero_std == "keep" or self.group_filter(sample_infos(group))
+        if self._rule.zero_std == "keep":
+            return True
+        scored = [info for info in sample_infos(group) if info.is_scored]
+        return bool(scored) and self.group_filter(scored)
 
     def _make_batch(
         self,

@@ -25,6 +25,14 @@ from grpo_mp.scheduler.memory import MemoryUsage, max_usage
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.types import EpisodeState, MicroBatch, PerToken, SampleInfo
 
+# Means over the updates; other metrics of this name describe the first update alone, for which engine and policy have
+# the same weights.
+OF_ALL_UPDATES = (
+    "mismatch/correction/mean",
+    "mismatch/correction_masked_ratio",
+    "mismatch/off_policy_masked_ratio",
+)
+LOST_LOGPROBS = "mismatch/tokens_without_rollout_logprob"  # a sum over the updates of one epoch
 SOLVE_BINS = ("none", "to_25", "to_50", "to_75", "to_99", "all")  # in percent of a group's answers
 
 
@@ -38,12 +46,26 @@ def group_differences(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
     }
 
 
+def reward_summary(rewards: Sequence[float]) -> dict[str, float]:
+    """Return mean, deviation and range of the rewards of a step; nothing where no sample has one."""
+    if not rewards:
+        return {}
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/min": min(rewards),
+        "reward/max": max(rewards),
+    }
+
+
 def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[str, float]:
-    """Summarize rewards and lengths of all samples of a step."""
-    rewards, lengths = [info.reward for info in infos], [info.all_response_tokens for info in infos]
+    """Summarize rewards and lengths of all samples of a step; samples without a reward count in lengths only."""
+    rewards = [info.reward for info in infos if info.is_scored]
+    lengths = [info.all_response_tokens for info in infos]
     by_group, by_term, by_answer = (defaultdict[Any, list[float]](list) for _ in range(3))
     for info in infos:
-        by_group[info.group_id].append(info.reward)
+        if info.is_scored:
+            by_group[info.group_id].append(info.reward)
         for term, value in info.reward_terms.items():
             by_term[term].append(value)
         if info.is_correct is not None:  # the bias of Dr. GRPO is that only wrong answers grow
@@ -54,10 +76,7 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
     accepted = [part.generated_tokens / part.verify_steps for part in parts]
     lag = sum(weight_version * info.all_response_tokens - info.versions_sum for info in infos)
     return {
-        "reward/mean": statistics.fmean(rewards),
-        "reward/std": statistics.pstdev(rewards),
-        "reward/min": min(rewards),
-        "reward/max": max(rewards),
+        **reward_summary(rewards),
         **group_differences([group for group in by_group.values() if len(group) > 1]),
         **{metric_name("reward/term/{name}", name=term): statistics.fmean(values) for term, values in by_term.items()},
         "rollout/response_length/mean": statistics.fmean(lengths),
@@ -68,7 +87,6 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
         "rollout/response_length/max": max(lengths),
         "rollout/prompt_length/mean": statistics.fmean(info.prompt_tokens for info in infos),
         "rollout/truncated_ratio": statistics.fmean(info.truncated for info in infos),
-        "rollout/groups": len(by_group),
         "rollout/weight_version_lag/mean": lag / sum(lengths),
         "rollout/weight_version_lag/max": weight_version - min(info.oldest_version for info in infos),
         **({"rollout/acceptance_length": statistics.fmean(accepted)} if accepted else {}),
@@ -126,7 +144,7 @@ def reward_metrics(stats: RewardStats) -> dict[str, float]:
 def distributions(infos: Sequence[SampleInfo], advantages: Sequence[PerToken]) -> dict[str, Sequence[float]]:
     """Return histograms over all samples of all ranks; advantages are of the samples that were trained on."""
     return {
-        "reward/values": [info.reward for info in infos],
+        "reward/values": [info.reward for info in infos if info.is_scored],
         "rollout/response_length/values": [float(info.all_response_tokens) for info in infos],
         "rollout/solve_rate": solve_rates(infos),
         "train/advantages": [float(value) for values in advantages for value in torch.as_tensor(values).flatten()],
@@ -145,8 +163,12 @@ def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: i
     names = dict.fromkeys(name for measured in by_update for name in measured)
     return {
         **{name: statistics.fmean(m[name] for m in by_update if name in m) for name in names},
-        # Engine and policy hold the same weights only in the first update of the step.
-        **{name: value for name, value in by_update[0].items() if name.startswith("mismatch/")},
+        **{
+            name: value
+            for name, value in by_update[0].items()
+            if name.startswith("mismatch/") and name not in OF_ALL_UPDATES
+        },
+        LOST_LOGPROBS: sum(measured[LOST_LOGPROBS] for measured in by_update[: len(batch.plan)]),
         **{
             name: max(measured[name] for measured in by_update if name in measured)
             for name in ("train/ratio/max", "distill/kl/max")
@@ -264,6 +286,7 @@ def eval_reward_metrics(name: str, stats: RewardStats) -> dict[str, float]:
 def collect_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     """Count what became of the groups that were launched."""
     return {
+        "rollout/groups": len({info.group_id for info in rollouts.infos}),
         "rollout/launched_groups": len({info.group_id for info in rollouts.launched}),
         "rollout/carried_groups": rollouts.carried,
         "rollout/length_bias": rollouts.length_bias,

@@ -391,6 +391,12 @@ def start_warnings(settings: Settings, fp8: bool) -> list[str]:
     warnings = list(_warn_without_effect(algorithm, settings.optimizer_steps_per_step))
     if settings.engine.deterministic:
         warnings += _warn_of_the_clock(settings)
+    if (top_p := settings.rollout.top_p) < 1:
+        warnings.append(
+            f"rollout.top_p={top_p:g} cuts up to {1 - top_p:.2g} of the probability off each token's distribution, and "
+            "logprobs, ratios, corrections and mismatch metrics are of the whole one: the cut tokens lose probability "
+            "at every step, whatever the reward: set rollout.top_p=1 (data.eval.NAME.top_p may be lower)"
+        )
     in_low_precision = fp8 or cache.startswith("fp8")
     if algorithm.rollout_correction.kind != "none" or algorithm.old_logprobs != "recomputed":
         return warnings

@@ -100,7 +100,10 @@ def _sample_terms(update: UpdateData, i: int, new: Tensor, advantage: float, alg
         old = rollout
     correction = _correction(old, rollout, algorithm)
     policy_loss = _policy_loss(new, old, correction, advantage, algorithm)
-    if algorithm.policy_loss != "vespo":
+    if algorithm.policy_loss == "gmpo":  # one weight: the geometric mean over the tokens that are not masked
+        kept = correction > 0
+        policy_loss = policy_loss * kept * correction[kept].log().mean().exp() if kept.any() else policy_loss * 0
+    elif algorithm.policy_loss != "vespo":
         policy_loss = policy_loss * correction
     limit = algorithm.rollout_correction.off_policy_mask_threshold
     if limit is not None and advantage < 0 and float((rollout - new.detach()).mean()) > limit:
@@ -112,7 +115,6 @@ def _sample_terms(update: UpdateData, i: int, new: Tensor, advantage: float, alg
         x = x.sum() * torch.ones_like(new)
     ratio = _ratio(new, old, algorithm)
     kl = {
-        "k1": -x,
         "k2": 0.5 * x**2,
         "k3": x.exp() - x - 1,
         "k3_clamped": torch.clamp(x.exp() - x - 1, max=10.0),

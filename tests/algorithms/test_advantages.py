@@ -3,17 +3,21 @@
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mp.algorithms.advantages import (
+    estimate_advantages,
     estimate_decoupled,
     estimate_outcome,
     estimate_process,
+    load_estimator,
     outcome_advantages,
 )
 from grpo_mp.algorithms.settings import AdvantageConfig
@@ -160,3 +164,70 @@ def test_one_step_at_the_end_is_the_outcome_advantage(samples: list[tuple[int, i
     singles = estimate_outcome(infos, settings, {})
     for values, single in zip(estimate_process(infos, settings, {}), singles, strict=True):
         assert set(values.tolist()) == {single}
+
+
+UNSCORED = -99.0  # what an unscored sample happens to hold as its reward
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"baseline": baseline, "scale": scale}
+        for baseline in ("group_mean", "leave_one_out", "none")
+        for scale in ("group_std", "batch_std", "none")
+        if (baseline, scale) != ("none", "group_std")
+    ]
+    + [{"combine": "normalize"}],
+    ids=str,
+)
+def test_samples_without_a_reward_count_nowhere(settings: dict[str, str]) -> None:
+    """Neither in mean, deviation, leave-one-out nor batch: the others are as if they had not been drawn."""
+    ids, rewards = [3, 3, 3, 3, 5, 5, 5, 8, 8], [1.0, 0.0, UNSCORED, 0.5, UNSCORED, 2.0, 1.5, UNSCORED, UNSCORED]
+    parts = [{} if reward == UNSCORED else {"answer": reward, "boxed": reward**2} for reward in rewards]
+    parts[2] = {"boxed": 7.0}  # the other term failed, so nothing of this sample counts
+    advantage, weights = AdvantageConfig.model_validate(settings), {"answer": 1.0, "boxed": 0.5}
+    infos = [
+        replace(info, is_scored=info.reward != UNSCORED) for info in sample_infos(ids, parts=parts, rewards=rewards)
+    ]
+    estimator = load_estimator(advantage)
+    found = estimate_advantages(estimator, infos, advantage, weights)
+    kept = [info for info in infos if info.is_scored]
+    expected = iter(estimate_advantages(estimator, kept, advantage, weights))
+    assert found == [next(expected) if info.is_scored else 0.0 for info in infos]
+    if settings.get("combine") is None:
+        by_formula = expected_advantages(
+            [info.reward for info in kept], [info.group_id for info in kept], settings["baseline"], settings["scale"]
+        )
+        assert [value for value, info in zip(found, infos, strict=True) if info.is_scored] == pytest.approx(by_formula)
+
+
+@pytest.mark.parametrize(
+    ("scored", "settings", "expected"),
+    [
+        ([1.0, 0.0], {}, [1 / math.sqrt(2), -1 / math.sqrt(2)]),
+        ([1.0, 0.0], {"baseline": "leave_one_out", "scale": "none"}, [1.0, -1.0]),
+        ([1.0, 0.0], {"scale": "none"}, [0.5, -0.5]),
+        ([1.0], {}, [0.0]),
+        ([1.0, 1.0, 1.0], {}, [0.0, 0.0, 0.0]),
+    ],
+)
+def test_two_of_three_samples_have_a_reward(
+    scored: list[float], settings: dict[str, Any], expected: list[float]
+) -> None:
+    advantage = AdvantageConfig.model_validate({"eps": 1e-12, **settings})
+    infos = sample_infos([1] * (len(scored) + 1), rewards=[*scored, UNSCORED])
+    infos[-1] = replace(infos[-1], is_scored=False)
+    found = estimate_advantages(load_estimator(advantage), infos, advantage, {})
+    assert found == pytest.approx([*expected, 0.0])
+
+
+def test_rewards_of_steps_count_where_the_answer_has_none() -> None:
+    advantage = AdvantageConfig(level="process", eps=1e-12)
+    infos = [replace(info, is_scored=False) for info in sample_infos([1, 1], steps=[((4, 1.0),), ((4, 0.0),)])]
+    first, second = estimate_advantages(load_estimator(advantage), infos, advantage, {})
+    assert [float(torch.as_tensor(one)[0]) for one in (first, second)] == pytest.approx([0.5**0.5, -(0.5**0.5)])
+
+
+# Numbers of published tutorials: what four answers about apples gain, and what eight rewards have in common.
+def test_the_gains_of_four_answers_about_apples() -> None:
+    assert advantages([1.5, 1.0, 0.0, 0.0], [2] * 4, scale="none") == (0.875, 0.375, -0.625, -0.625)

@@ -95,6 +95,21 @@ def test_ratios_follow_the_algorithm_and_kl_is_per_token(ratio: str, log_ratio_s
     assert actual["train/kl_loss"] == pytest.approx((np.exp(reference - new) - (reference - new) - 1).mean(), rel=1e-5)
 
 
+@pytest.mark.parametrize("loss", ["clip", "gmpo", "sapo", "vespo", "unclipped"])
+@pytest.mark.parametrize("dual_clip", [None, 1.6])
+def test_clipped_tokens_are_those_without_a_gradient(loss: str, dual_clip: float | None) -> None:
+    """Autograd says which tokens the loss does not teach: none where it has no clip."""
+    parts = {"policy_loss": loss, "clip": {"low": 0.1, "high": 0.25, "dual_clip": dual_clip}}
+    algorithm = AlgorithmConfig.model_validate(parts)
+    update = draw_update((1, 9, 2, 30, 17, 4, 4, 1), GROUPS, seed=3, kl=False, log_ratio_std=0.4)
+    gradients = objective(update, algorithm).gradients
+    has_advantage = np.concatenate([np.full(len(one), bool(one.any())) for one in gradients])
+    assert has_advantage.all()
+    silent = (torch.cat(gradients) == 0).double().mean()
+    assert (silent > 0.1) == (loss in ("clip", "gmpo"))
+    assert report(update, 16, algorithm=algorithm)["train/pg_clipfrac"] == pytest.approx(float(silent))
+
+
 def test_the_first_update_has_ratio_one_and_clips_nothing() -> None:
     actual = report(draw_update((5, 6), (0, 0), seed=0, first_update=True, kl=False), 10_000)
     assert (actual["train/ratio/mean"], actual["train/ratio/max"]) == (1.0, 1.0)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_mp.algorithms.losses import LossCoefficients
+from grpo_mp.algorithms.losses import LossCoefficients, estimate_kl
 from grpo_mp.algorithms.presets import PRESETS
-from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.types import MicroBatch
 from tests.algorithms.objective import UpdateData, draw_update, loss_of, objective, to_microbatches
@@ -28,7 +28,6 @@ PARTS: dict[str, dict[str, Any]] = {
     "clip higher, token mean": {"clip": {"high": 0.28}, "aggregation": "token_mean", "kl": {"coef": 0.04}},
     "dual_clip clip": {"clip": {"dual_clip": 3.0}},
     "batch std": {"advantage": {"scale": "batch_std"}},
-    "k1": {"kl": {"coef": 0.1, "estimator": "k1"}},
     "k2": {"kl": {"coef": 0.1, "estimator": "k2"}},
     "k3 clamped": {"kl": {"coef": 0.1, "estimator": "k3_clamped"}},
     "k3 unbiased": {"kl": {"coef": 0.1, "estimator": "k3_unbiased"}},
@@ -53,6 +52,12 @@ PARTS: dict[str, dict[str, Any]] = {
     "gspo with token TIS": {"ratio": "sequence", "rollout_correction": {"kind": "truncate", "high": 2.0}},
     "R1's equations": {"ratio": "product", "kl": {"coef": 0.1, "level": "sequence"}},
     "cispo on sequences": {"policy_loss": "cispo", "ratio": "sequence", "clip": {"low": 1.0, "high": 4.0}},
+    "gmpo with token TIS": {"policy_loss": "gmpo", "rollout_correction": {"kind": "truncate", "high": 1.2}},
+    "gmpo with IcePop": {"policy_loss": "gmpo", "rollout_correction": {"kind": "mask", "low": 0.9, "high": 1.2}},
+    "gmpo with sequence TIS": {
+        "policy_loss": "gmpo",
+        "rollout_correction": {"kind": "truncate", "level": "sequence", "high": 1.2},
+    },
     "gmpo with a KL": {"policy_loss": "gmpo", "kl": {"coef": 0.5}},
 }
 ALGORITHMS = {
@@ -222,3 +227,69 @@ def test_a_micro_batch_without_response_tokens_has_loss_0() -> None:
     loss, (gradient,), _ = run(algorithm, [replace(batch, **zeros)], [logprobs * torch.nan])
     assert loss == 0.0
     assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_the_mean_gradient_of_each_estimate_of_the_kl() -> None:
+    """Over all three tokens, weighted by their probability: that of which divergence each is."""
+    logits = torch.tensor([0.8, 0.1, -0.9], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-0.9, 0.6, 0.4], dtype=torch.float64).log_softmax(0)
+    policy = logits.log_softmax(0)
+
+    def gradient(value: Tensor) -> Tensor:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    kl = gradient((policy.exp() * (policy - reference)).sum())
+    reverse = gradient((reference.exp() * (reference - policy)).sum())
+    assert (kl - reverse).abs().max() > 0.01
+    expected = {"k1": torch.zeros(3).double(), "k2": kl, "k3_unbiased": kl, "k3": reverse, "k3_clamped": reverse}
+    for name, value in expected.items():
+        estimates = estimate_kl(KLConfig(estimator=name), reference - policy, (policy - policy.detach()).exp())
+        torch.testing.assert_close(gradient((policy.detach().exp() * estimates).sum()), value, rtol=0, atol=1e-14)
+
+
+def verl_gradients(update: UpdateData, loss: str, high: float) -> list[Tensor]:
+    """The gradients of verl's gspo and gmpo with truncated token weights, as its core_algos.py defines them."""
+    assert update.old is not None
+    leaves, total = [], torch.zeros((), dtype=torch.float64)
+    rewards = torch.tensor(update.rewards, dtype=torch.float64)
+    for i, values in enumerate(update.logprobs):
+        new = torch.from_numpy(values).double().requires_grad_()
+        old, rollout = (torch.from_numpy(part[i]).double() for part in (update.old, update.rollout))
+        group = torch.tensor([other == update.groups[i] for other in update.groups])
+        advantage = (rewards[i] - rewards[group].mean()) / (rewards[group].std() + 1e-4)
+        weights, log_ratio = (old - rollout).exp().clamp(max=high), new - old
+        if loss == "gspo":
+            ratio = (log_ratio.detach().mean() + new - new.detach()).exp()
+            losses = -torch.minimum(ratio * advantage, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantage) * weights
+        else:
+            sign = advantage.sign()
+            bounded = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-0.4, 0.4))
+            losses = -(bounded.mean().exp() * advantage * weights.log().mean().exp()) * torch.ones_like(new)
+        total = total + losses.mean() / len(rewards)
+        leaves.append(new)
+    return list(torch.autograd.grad(total, leaves))
+
+
+@pytest.mark.parametrize(("preset", "verl"), [("gspo_token", "gspo"), ("gmpo", "gmpo")])
+def test_token_corrections_of_losses_of_sequences_are_verls(preset: str, verl: str) -> None:
+    parts = PRESETS[preset].settings["algorithm"] | {"rollout_correction": {"kind": "truncate", "high": 1.2}}
+    update = draw_update(LENGTHS, PAIRS, seed=5, log_ratio_std=0.01, kl=False, rollout_std=0.3)
+    algorithm = AlgorithmConfig.model_validate(parts)
+    for ours, theirs in zip(objective(update, algorithm).gradients, verl_gradients(update, verl, 1.2), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    check(update, algorithm, 24)
+
+
+def test_gspo_multiplies_a_sequence_by_the_mean_of_its_tokens_corrections() -> None:
+    """As TRL: verl weighs each token, which is gspo_token here."""
+    correction = {"rollout_correction": {"kind": "truncate", "high": 2.0}}
+    update = draw_update((12, 30, 17, 25), (0, 0, 1, 1), seed=5, log_ratio_std=1e-5, kl=False, rollout_std=0.3)
+    assert update.old is not None
+    plain, mean, by_token = (
+        objective(update, AlgorithmConfig.model_validate(PRESETS[name].settings["algorithm"] | extra)).gradients
+        for name, extra in (("gspo", {}), ("gspo", correction), ("gspo_token", correction))
+    )
+    for i, old in enumerate(update.old):
+        weights = np.exp(old.astype(np.float64) - update.rollout[i]).clip(max=2.0)
+        torch.testing.assert_close(mean[i], plain[i] * weights.mean())
+        torch.testing.assert_close(by_token[i], plain[i] * torch.from_numpy(weights), rtol=1e-4, atol=1e-9)

@@ -174,6 +174,7 @@ def test_presets_set_other_sections_unless_given() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "sentence"),
     [
+        ({"kl": {"coef": 0.1, "estimator": "k1"}}, "set kl.estimator=k3_unbiased or k2, or kl.apply_to=reward"),
         ("dappo", "unknown preset 'dappo' (did you mean dapo?); there are: grpo, "),
         (
             {"policy_loss": "clipp"},

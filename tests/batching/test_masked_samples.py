@@ -73,7 +73,9 @@ def test_a_critics_numbers_are_of_the_tokens_that_train() -> None:
         ({}, {"truncated": True}, False),
         ({"filter": {"truncated": "mask"}}, {"truncated": True}, True),
         ({}, {"state": "error"}, True),
-        ({}, {"is_scored": False}, False),  # the mean of its group: its advantage is 0
+        ({}, {"is_scored": False}, False),  # its advantage is 0
+        ({"advantage": {"scale": "none", "whiten": True}}, {"is_scored": False}, True),  # whitening would move it
+        ({"advantage": {"scale": "none", "whiten": True}}, {}, False),
         ({"advantage": {"baseline": "leave_one_out"}}, {"is_scored": False}, False),
         ({"advantage": {"baseline": "none", "scale": "none"}}, {"is_scored": False}, True),
         ({"advantage": {"baseline": "none", "scale": "none"}}, {}, False),

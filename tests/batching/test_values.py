@@ -61,10 +61,12 @@ def written_out(reward: float, costs: np.ndarray, values: np.ndarray, gamma: flo
     return found[::-1]
 
 
-@pytest.mark.parametrize("apply_to", ["loss", "reward"])
-def test_the_reward_comes_with_the_last_token_that_was_generated(parallel: Parallel, apply_to: str) -> None:
+@pytest.mark.parametrize(("apply_to", "estimator"), [("loss", "k3"), ("reward", "k1")])
+def test_the_reward_comes_with_the_last_token_that_was_generated(
+    parallel: Parallel, apply_to: str, estimator: str
+) -> None:
     """And a KL in the reward with each, whose coefficient the adaptive one replaces; given tokens are no steps."""
-    settings = algorithm(gamma=0.9, lam=0.8, kl={"coef": 5.0, "estimator": "k1", "apply_to": apply_to})
+    settings = algorithm(gamma=0.9, lam=0.8, kl={"coef": 5.0, "estimator": estimator, "apply_to": apply_to})
     samples, batches = packed()
     values, old, reference = (draw(samples, seed) for seed in range(3))
     assert len(batches) > 1

@@ -397,3 +397,14 @@ def test_a_row_may_have_a_data_set_column_of_its_own(set_weights: Any, make_grou
     for own in (["a", "b"], {"a": 1}, None, 3, "other"):
         (sample,) = scorer.score_group(make_group(["ab"], data_set=own)).samples
         assert sample.reward == 0.5
+
+
+def test_a_scorer_of_another_limit_shares_all_but_it_and_the_counts(
+    scorer: Callable[..., Scorer], make_group: MakeGroup
+) -> None:
+    built = scorer({"never": 1.0, "answer": 1.0}, length=1.0)
+    other = built.with_limit(20)
+    found = [one.score_group(make_group(["12345"])).samples[0].reward_terms["length"] for one in (built, other)]
+    assert found == [0.5, 0.25]
+    assert other.term_weights == built.term_weights
+    assert built.with_limit(10).score_group(make_group(["12345"])) == built.score_group(make_group(["12345"]))

@@ -1,7 +1,9 @@
 """Prompts of an eval set on an engine of the test's own: one that takes too long is a wrong answer."""
 
 import asyncio
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +36,14 @@ class RightEngine(FakeEngine):
         if prompt_tokens[0] == SLOW:
             raise TimeoutError
         return await super().generate(prompt_tokens, *given, **more)
+
+
+class LongEngine(FakeEngine):
+    """All its answers have 12 tokens."""
+
+    async def generate(self, *given: Any, **more: Any) -> list[EngineOutput]:
+        outputs = await super().generate(*given, **more)
+        return [replace(one, tokens=(6,) * 12, logprobs=(-1.0,) * 12, weight_versions=(0,) * 12) for one in outputs]
 
 
 def test_groups_that_are_carried_count_among_the_episodes_in_flight(
@@ -79,3 +89,33 @@ def test_a_group_past_its_limit_counts_as_wrong_answers(tiny_run: TinyRun) -> No
     assert (score.accuracy, score.unanswered, score.problems, score.samples) == (0.75, 3, 4, 3)
     (sample, *_) = groups[SLOW].samples
     assert (sample.text, sample.is_correct, sample.error) == ("", False, "it took longer than rollout.group_timeout_s")
+
+
+def test_terms_of_the_length_know_the_limit_of_their_set(tiny_run: TinyRun) -> None:
+    """A right answer of 12 tokens is too long in a rollout of 16, and short in a set whose limit is 64."""
+    reward = ["reward.answer=1", "reward.overlong={weight: 1.0, buffer_tokens: 8}", "reward.length=1"]
+    overrides = [*reward, "reward.cosine.weight=1", "data.eval.arithmetic.samples=1", "rollout.max_response_tokens=16"]
+
+    def terms(limit: int) -> dict[str, float]:
+        settings = load_settings(tiny_run.config, [*overrides, f"data.eval.arithmetic.max_response_tokens={limit}"])
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(tiny_run.model))
+        tokenizer.batch_decode = lambda tokens, **_: ["\\boxed{7}" for _ in tokens]
+        scorer = Scorer(settings.reward, settings.rollout.max_response_tokens)
+        with Rollout(settings, HfConfig.read(tiny_run.model), tokenizer, scorer, 0, 1) as rollout:
+            engine: Any = SimpleNamespace(client=LongEngine(), working=lambda: 1, lose=print, stop=lambda: None)
+            engine.has_restarted = lambda: False
+            rollout.engine = engine
+            prompts, store = [Prompt(0, "?", (5,), answer="7")], dist.HashStore()
+            groups = rollout.evaluate(prompts, scorer, "arithmetic", 0, 0, store, lambda: None, {}, frozenset())
+        assert groups
+        return groups[0].samples[0].reward_terms
+
+    def cosine(limit: int) -> float:
+        return 1.0 + (2.0 - 1.0) * (1 + math.cos(math.pi * 12 / limit)) / 2
+
+    for limit, penalty in ((16, (16 - 8 - 12) / 8), (64, 0.0)):
+        found = terms(limit)
+        assert found["answer"] == 1.0
+        assert found["overlong"] == penalty
+        assert found["length"] == 12 / limit
+        assert found["cosine"] == pytest.approx(cosine(limit))

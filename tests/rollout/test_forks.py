@@ -30,6 +30,7 @@ from tests.rollout.engineless import TextClient, make_runner, roll_out
 from tests.trainer.one_step import make_batch
 
 HERE = str(Path(__file__))
+K1_IN_REWARD = ["algorithm.kl.estimator=k1", "algorithm.kl.apply_to=reward"]
 TEXTS = [f"<think>thought {number}</think>answer {number}<|im_end|>" for number in range(3)]
 
 
@@ -196,8 +197,7 @@ def test_a_forked_episode_is_one_sample_of_its_group_and_of_the_loss(
 
 
 def test_the_kl_of_all_sequences_counts_against_the_reward(tiny_run: TinyRun, parallel: Parallel) -> None:
-    overrides = ["layout.expert=1", "algorithm.advantage.scale=none", "algorithm.kl.estimator=k1"]
-    settings = load_settings(tiny_run.config, overrides)
+    settings = load_settings(tiny_run.config, [*K1_IN_REWARD, "layout.expert=1", "algorithm.advantage.scale=none"])
     algorithm = settings.algorithm.model_copy(update={"old_logprobs": "engine"})
     batch = make_batch(settings, parallel, [make_group()])
 
@@ -211,6 +211,19 @@ def test_the_kl_of_all_sequences_counts_against_the_reward(tiny_run: TinyRun, pa
     expected = rewards - rewards.mean()
     for i, (_, advantages) in weights_of(zip(batch.plan, updates, strict=True)).items():
         assert advantages == [pytest.approx(expected[batch.sample_of[i]])] * len(advantages)
+
+
+def test_a_kl_in_the_reward_leaves_samples_without_one_at_0(tiny_run: TinyRun, parallel: Parallel) -> None:
+    settings = load_settings(tiny_run.config, [*K1_IN_REWARD, "layout.expert=1", "algorithm.advantage.scale=none"])
+    algorithm, group = settings.algorithm.model_copy(update={"old_logprobs": "engine"}), make_group()
+    first, second, third = group.samples
+    group = replace(group, samples=(first, replace(second, reward=50.0, is_scored=False), third))
+    batch = make_batch(settings, parallel, [group])
+    updates = [[replace(mb, reference_logprobs=mb.rollout_logprobs - 1) for mb in update] for update in batch.updates]
+    updates = with_kl_in_reward(updates, batch, algorithm, 0.1, parallel)
+    half = ((1.0 - 0.9) - (0.5 - 0.3)) / 2  # of the first and the third
+    for i, (_, advantages) in weights_of(zip(batch.plan, updates, strict=True)).items():
+        assert advantages == [pytest.approx((half, 0.0, -half)[batch.sample_of[i]])] * len(advantages)
 
 
 def test_rewards_of_later_turns_count_for_the_sequences_before() -> None:

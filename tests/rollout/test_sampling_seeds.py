@@ -11,6 +11,7 @@ import pytest
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams, sampling_seed
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.groups import joined
+from grpo_mp.rollout.rollout import engine_seed
 from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.types import Prompt
 from tests.engines import started_engine
@@ -73,3 +74,11 @@ def test_a_response_depends_on_its_seed_alone(make_spec: Callable[..., EngineSpe
     assert len({tokens for tokens, _ in ways["alone"]}) == 4
     for name, way in ways.items():
         assert way == ways["alone"], name
+
+
+def test_engines_of_all_seeds_draw_otherwise() -> None:
+    """Runs of seeds 0, 1, 2 are repeats of an experiment: no engine of one draws as another of the next."""
+    seeds = [engine_seed(run_seed, engine) for run_seed in range(50) for engine in range(64)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert engine_seed(3, 5) == engine_seed(3, 5)

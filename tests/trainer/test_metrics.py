@@ -11,13 +11,16 @@ from grpo_mp.algorithms.loss_metrics import MAXIMA, SUMS, compute_metrics
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.batching.updates import microbatches, plan_updates
+from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.scheduler.memory import MemoryUsage
+from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.metrics import (
+    collect_metrics,
     distributions,
     eval_reward_metrics,
     logprob_tokens,
@@ -77,7 +80,6 @@ def test_rewards_and_lengths_of_a_step() -> None:
             "rollout/response_length/max": 16,
             "rollout/prompt_length/mean": (3 * 10 + 2 * 15) / 5,
             "rollout/truncated_ratio": 0.4,
-            "rollout/groups": 2,
             "rollout/accuracy": 0.2,
             "rollout/solve_all": 0,
             "rollout/solve_none": 1,
@@ -172,6 +174,52 @@ def test_updates_are_averaged_but_for_what_only_the_first_one_shows(parallel: Pa
     assert values["train/padding_ratio"] == pytest.approx(1 - sum(lengths) / padded)
     for name in values:
         assert find_metric(name, "scalar")
+
+
+def test_totals_and_corrections_are_those_of_all_updates() -> None:
+    """The weights old / rollout do not depend on the update, the off-policy mask grows with it, lost tokens add up."""
+    plan = plan_updates([info.total_tokens for info in INFOS], 1, LayoutConfig(), 1, 64, 64)
+    batch = StepBatch(tuple(INFOS), (True,) * len(INFOS), advantages=(), plan=plan * 4, updates=())
+    base = dict.fromkeys((*SUMS, *MAXIMA), 0.0) | {"tokens": 10.0}
+
+    def update(number: int) -> UpdateReport:
+        sums = base | {
+            "mismatch/tokens_without_rollout_logprob": float(number),
+            "mismatch/correction/mean": 10.0 + number,
+            "mismatch/correction_masked_ratio": float(number),
+            "mismatch/off_policy_masked_ratio": float(2 * number),
+            "mismatch/kl": 10.0 * (number + 1),
+        }
+        return UpdateReport([], 0.0, 0.0, skipped=False, measured=compute_metrics(sums))
+
+    for epochs in (1, 2):
+        reports = [update(number) for _ in range(epochs) for number in range(4)]
+        values = update_metrics(reports, batch, planned=4 * epochs)
+        assert values["mismatch/tokens_without_rollout_logprob"] == 0 + 1 + 2 + 3
+        assert values["mismatch/correction/mean"] == pytest.approx(np.mean([1.0, 1.1, 1.2, 1.3]))
+        assert values["mismatch/correction_masked_ratio"] == pytest.approx(0.15)
+        assert values["mismatch/off_policy_masked_ratio"] == pytest.approx(0.3)
+        assert values["mismatch/kl"] == 1.0  # of the first, whose weights the engine has
+
+
+def test_samples_without_a_reward_count_in_lengths_alone() -> None:
+    unscored = [replace(info, reward=77.0, is_scored=False, is_correct=None, reward_terms={}) for info in INFOS[3:]]
+    values, scored = rollout_metrics([*INFOS[:3], *unscored], 4), rollout_metrics(INFOS[:3], 4)
+    assert {n: v for n, v in values.items() if n.startswith("reward/")} == {
+        n: v for n, v in scored.items() if n.startswith("reward/")
+    }
+    assert values["rollout/response_length/mean"] == np.mean([4, 16, 7, 9, 16])
+    assert not [name for name in rollout_metrics(unscored, 4) if name.startswith("reward/")]
+    assert distributions([*INFOS[:3], *unscored], ())["reward/values"] == [1.5, 0.5, 0.0]
+
+
+def test_groups_are_those_that_the_step_trains_on() -> None:
+    """Of five that were launched the filter dropped one, and one was not needed."""
+    launched = tuple(info(group, index, 1.0, 5) for group in range(5) for index in range(2))
+    selected = tuple(one for one in launched if one.group_id in (0, 2, 3))
+    batch = RolloutBatch([], selected, launched, Counter(zero_std=1, surplus=1), RewardStats(), 0, 1.0, TrainState())
+    values = collect_metrics(batch)
+    assert (values["rollout/groups"], values["rollout/launched_groups"]) == (3, 5)
 
 
 def test_a_shared_prompt_is_one_packed_prompt() -> None:

@@ -64,6 +64,15 @@ def test_tokens_of_older_weights_want_a_correction() -> None:
     assert "rollout.max_staleness=1 trains on tokens of older weights" in sentence
 
 
+@pytest.mark.parametrize(("top_p", "share"), [(0.95, "0.05"), (0.7, "0.3"), (1.0, "")])
+def test_a_cut_distribution_is_not_what_the_policy_trains_on(top_p: float, share: str) -> None:
+    settings = settings_of("grpo")
+    rollout = settings.rollout.model_copy(update={"top_p": top_p})
+    told = start_warnings(settings.model_copy(update={"rollout": rollout}), fp8=False)
+    assert len(told) == (top_p < 1)
+    assert all(f"rollout.top_p={top_p:g} cuts up to {share} of the probability" in sentence for sentence in told)
+
+
 def test_a_cache_in_fp8_wants_a_correction_as_well() -> None:
     settings = settings_of("grpo")
     engine = settings.engine.model_copy(update={"args": {"kv_cache_dtype": "fp8_e4m3"}})
