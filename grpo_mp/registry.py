@@ -35,6 +35,7 @@ class Registry(Generic[T]):
     keywords: tuple[str, ...] = ()
     instance: type | None = None
     makes: bool = False
+    usage: str = ""  # what to write, in the message of an extension that is called with other arguments
 
     def check_name(self, name: str) -> str:
         """Return the name. Raises ValueError, with the nearest name, for one that is neither built in nor a path."""
@@ -80,12 +81,13 @@ class Registry(Generic[T]):
             return
         if not callable(extension):
             raise UserError(f"{label}: as {self.kind} it must be a function, not {type(extension).__name__}")
-        names = (*self.parameters, *(f"{name}=" for name in (*self.keywords, *args)))
+        names = ", ".join((*self.parameters, *(f"{name}=" for name in (*self.keywords, *args))))
         try:
             signature = inspect.signature(extension)
             bind = signature.bind_partial if self.keywords else signature.bind
             bind(*self.parameters, **dict.fromkeys(self.keywords), **args)
         except TypeError as error:
-            raise UserError(f"{label}: as {self.kind} it is called with ({', '.join(names)}): {error}") from error
+            usage = f"; {self.usage}" if self.usage else ""
+            raise UserError(f"{label}: as {self.kind} it is called with ({names}): {error}{usage}") from error
         except ValueError:
             return  # written in C: it has no signature

@@ -39,6 +39,7 @@ class _TimeOverError(BaseException):
 
 
 _process_exit = os._exit
+_user_folders = set[str]()  # of the files that were loaded
 # Id of the process whose os._exit raises in this thread or task, and in the tasks that it creates.
 _guarded: ContextVar[int | None] = ContextVar("guarded", default=None)
 
@@ -154,6 +155,7 @@ def _load_file(path: Path, label: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UserError(f"{label}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    _add_folder(str(path.resolve().parent), label)
     sys.modules[module_name] = module  # dataclasses and pickle look a class's module up here
     try:
         spec.loader.exec_module(module)
@@ -161,3 +163,19 @@ def _load_file(path: Path, label: str) -> ModuleType:
         del sys.modules[module_name]
         raise
     return module
+
+
+def _add_folder(folder: str, label: str) -> None:
+    """Let a user's file, and processes that it starts, import the files beside it.
+
+    Installed modules come first. Raises UserError where the file would get a module of another user's folder.
+    """
+    if folder in _user_folders:
+        return
+    for name, module in [*sys.modules.items()]:
+        other = os.path.dirname(getattr(module, "__file__", None) or "")
+        if other in _user_folders and os.path.isfile(os.path.join(folder, f"{name}.py")):
+            raise UserError(f"{label}: {folder} and {other} both have {name}.py, of which one is imported: rename one")
+    _user_folders.add(folder)
+    if folder not in sys.path:
+        sys.path.append(folder)

@@ -18,6 +18,10 @@ from grpo_mp.user_code import is_path, load_attribute, no_exit, without_exit
 
 OTHERS = ("completion_ids", "trainer_state", "log_extra", "log_metric")  # that every reward is called with
 RESERVED = ("prompt", "completion", "completion_ids")  # columns that are not passed on
+USAGE = (
+    "write def reward(prompts, completions, **columns), or def reward(prompt, completion, **columns), which is called "
+    "for each answer"
+)
 Values = list[float | None]  # one per sample; None: the reward does not apply
 T = TypeVar("T")
 
@@ -266,7 +270,22 @@ def has_parameter(function: Any, name: str) -> bool:
         return False
 
 
+def own_parameters(function: Any) -> frozenset[str]:
+    """Return the parameters without a default that only columns of the data can give to a reward."""
+    is_single = isinstance(function, EachCompletion)
+    given = {*(("prompt", "completion") if is_single else ("prompts", "completions")), *OTHERS, "environments"}
+    try:
+        parameters = inspect.signature(function.function if is_single else function).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return frozenset()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = (one.name for one in parameters if one.default is one.empty and one.kind not in variadic)
+    return frozenset(needed) - given
+
+
 KEYWORDS = ("prompts", "completions", *OTHERS)
-REWARDS: Registry[Reward] = Registry("reward function", keywords=KEYWORDS)
-SINGLE_REWARDS: Registry[SingleReward] = Registry("reward function", keywords=("prompt", "completion", *OTHERS))
+REWARDS: Registry[Reward] = Registry("reward function", keywords=KEYWORDS, usage=USAGE)
+SINGLE_REWARDS: Registry[SingleReward] = Registry(
+    "reward function", keywords=("prompt", "completion", *OTHERS), usage=USAGE
+)
 STEP_REWARDS: Registry[StepReward] = Registry("reward function of steps", keywords=KEYWORDS)

@@ -6,10 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_mp.errors import UserError
 from grpo_mp.reading import did_you_mean_column, has_column, read_column, shorten
 from grpo_mp.rewards.code_scripts import defines, is_code, read_script
-from grpo_mp.rewards.settings import DATA_SET, RewardConfig
 
 HOLDERS = ("ground_truth", "test_cases", "tests", "test_list", "test_code", "test")  # keys of what holds the tests
 ENTRY_POINTS = ("fn_name", "func_name", "function_name", "entry_point")
@@ -39,22 +37,6 @@ class RowTests:
 
     cases: tuple[CodeTest, ...] = ()
     setup: str = ""
-
-
-def check_tests(
-    settings: RewardConfig, set_weights: Mapping[str, Mapping[str, float]], columns: Mapping[str, Any], location: str
-) -> None:
-    """Raise UserError, which begins with the location of the row, where reward.code cannot test programs by it.
-
-    `set_weights`: of the terms that prompts of a data set have, by its name; others have those of the settings.
-    """
-    name = columns.get(DATA_SET)
-    weights = set_weights.get(name) if isinstance(name, str) else None
-    if settings.code and "code" in settings.with_correct(settings.term_weights if weights is None else weights):
-        try:
-            read_tests(columns, settings.code.tests, settings.code.partial)
-        except ValueError as error:
-            raise UserError(f"{location}: {error}") from error
 
 
 def read_tests(columns: Mapping[str, Any], column: str, partial: bool = False) -> RowTests:

@@ -107,9 +107,9 @@ class Scorer:
         self._lock = threading.Lock()
         step_model = settings.steps if isinstance(settings.steps, StepModelConfig) else None
         self._step_model = StepModelClient(step_model, decode) if step_model and decode else None
-        steps, self._keeps_steps = settings.steps, settings.steps == EPISODE
-        by_function = isinstance(steps, str) and not self._keeps_steps
-        self._step_reward = STEP_REWARDS.resolve(str(steps), "reward.steps") if by_function else None
+        self._keeps_steps = settings.steps == EPISODE
+        function = settings.steps_function
+        self._step_reward = STEP_REWARDS.resolve(function, "reward.steps") if function else None
         names = settings.function_names
         self._functions = {names[spec]: load_reward(spec, "reward.functions") for spec in settings.functions}
         self.term_weights = settings.weights

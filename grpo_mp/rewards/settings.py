@@ -355,6 +355,11 @@ class RewardConfig(Section):
         return {path: name if counts[name] == 1 else path for path, name in short.items()}
 
     @property
+    def steps_function(self) -> str | None:
+        """Return the name of the function that rewards steps; None without one."""
+        return self.steps if isinstance(self.steps, str) and self.steps != EPISODE else None
+
+    @property
     def weights(self) -> dict[str, float]:
         """Return the weight of every term by name, those of functions too."""
         names = self.function_names

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, check_same_dat
 from grpo_mp.config import Settings, dump_settings, show_settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RunConfig
 from grpo_mp.data.overlap import find_overlaps
-from grpo_mp.data.prompts import CheckColumns, PromptSet, ToolsOf, load_prompts, load_train_prompts, no_tools
+from grpo_mp.data.prompts import PromptSet, ToolsOf, load_prompts, load_train_prompts, no_tools
 from grpo_mp.distributed.layout import describe_parallelism, model_shape
 from grpo_mp.distributed.nccl_memory import check_nccl
 from grpo_mp.distributed.shards import tp_size
@@ -37,7 +36,7 @@ from grpo_mp.policy.critic import check_critic
 from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.parameter_bytes import disk_need
 from grpo_mp.policy.policy import check_policy
-from grpo_mp.rewards.code_tests import check_tests
+from grpo_mp.rewards.row_check import make_row_check
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens, check_topk
@@ -117,7 +116,8 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     episodes = load_episodes(settings, tokenizer)
     tools = episodes.schemas_of if episodes else no_tools
     longest = settings.rollout.max_prompt_tokens
-    train = load_train_prompts(settings.data, tokenizer, longest, tools, _tests_check(settings))
+    check_row = make_row_check(settings.reward, settings.set_weights)
+    train = load_train_prompts(settings.data, tokenizer, longest, tools, check_row)
     check_same_data(settings.run.folder, train.digest)
     settings = settings.with_steps(train.epoch_size)
     if problem := settings.warmup_problem:
@@ -212,9 +212,8 @@ def run_sampling_preflight(settings: Settings, world_size: int, ranks_per_node: 
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     episodes = load_episodes(settings, tokenizer)
     tools = episodes.schemas_of if episodes else no_tools
-    train = load_train_prompts(
-        settings.data, tokenizer, settings.rollout.max_prompt_tokens, tools, _tests_check(settings)
-    )
+    check_row = make_row_check(settings.reward, settings.set_weights)
+    train = load_train_prompts(settings.data, tokenizer, settings.rollout.max_prompt_tokens, tools, check_row)
     check_reward_models(settings, tokenizer, world_size, ranks_per_node)
     scorer = make_scorer(settings, tokenizer, episodes)
     return RunInputs(hf, tokenizer, train, {}, scorer, extensions, scorer.warnings, episodes)
@@ -258,6 +257,7 @@ def load_episodes(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Epi
 
 def _read_evals(settings: Settings, tokenizer: PreTrainedTokenizerBase, tools: ToolsOf) -> dict[str, PromptSet]:
     data, longest = settings.data, settings.rollout.max_prompt_tokens
+    check_row = make_row_check(settings.reward, settings.set_weights)
     return {
         name: load_prompts(
             eval_set.path,
@@ -266,14 +266,10 @@ def _read_evals(settings: Settings, tokenizer: PreTrainedTokenizerBase, tools: T
             longest,
             settings.eval_set(name).max_prompts,
             tools,
-            _tests_check(settings),
+            check_row,
         )
         for name, eval_set in data.eval.items()
     }
-
-
-def _tests_check(settings: Settings) -> CheckColumns:
-    return partial(check_tests, settings.reward, settings.set_weights)
 
 
 def make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase, episodes: EpisodeParts | None = None) -> Scorer:

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.errors import UserError
-from grpo_mp.rewards.base import REWARDS
+from grpo_mp.rewards.base import REWARDS, call_reward, load_reward
 
 
 def test_functions_load_from_modules_and_files(tmp_path: Path) -> None:
@@ -47,3 +47,33 @@ def test_a_file_that_ends_the_program_on_import(body: str, tmp_path: Path) -> No
     (tmp_path / "leaving.py").write_text(body)
     with pytest.raises(UserError, match=r"importing .*leaving\.py failed: (SystemExit|ExitCallError)"):
         REWARDS.resolve(f"{tmp_path / 'leaving.py'}:f", "reward.functions")
+
+
+def test_a_file_imports_its_neighbours_in_processes_too(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_mine.py").write_text("def half(text):\n    return len(text) / 2\n")
+    (tmp_path / "mine_with_neighbour.py").write_text(
+        "from multiprocessing import get_context\nfrom neighbour_of_mine import half\n"
+        "def score(completions, **columns):\n"
+        "    with get_context('spawn').Pool(1) as pool:\n        return pool.map(half, completions)\n"
+    )
+    reward = load_reward(f"{tmp_path / 'mine_with_neighbour.py'}:score", "reward.functions")
+    assert call_reward(reward, {"prompts": ["a"], "completions": ["abc"]}) == [1.5]
+
+    (tmp_path / "other").mkdir()
+    for name in ("neighbour_of_mine.py", "mine_with_neighbour.py"):
+        (tmp_path / "other" / name).write_text((tmp_path / name).read_text())
+    with pytest.raises(UserError, match=r"both have neighbour_of_mine\.py, of which one is imported: rename one"):
+        load_reward(f"{tmp_path / 'other' / 'mine_with_neighbour.py'}:score", "reward.functions")
+
+
+def test_rewards_may_be_decimal_numbers(tmp_path: Path) -> None:
+    (tmp_path / "exact.py").write_text(
+        "from decimal import Decimal\ndef group(completions, **columns): return [Decimal('0.5'), None]\n"
+        "def single(completion, **columns): return Decimal('0.25')\n"
+    )
+    arguments = {"prompts": ["a"] * 2, "completions": ["b"] * 2}
+    others = dict.fromkeys(("completion_ids", "trainer_state", "log_extra", "log_metric"), [None] * 2)
+    group = load_reward(f"{tmp_path / 'exact.py'}:group", "reward.functions")
+    single = load_reward(f"{tmp_path / 'exact.py'}:single", "reward.functions")
+    assert call_reward(group, arguments) == [0.5, None]
+    assert call_reward(single, arguments | others) == [0.25, 0.25]

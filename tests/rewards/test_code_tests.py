@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.errors import UserError
 from grpo_mp.rewards.code import is_same_output
-from grpo_mp.rewards.code_tests import check_tests, read_tests
-from grpo_mp.rewards.settings import RewardConfig
+from grpo_mp.rewards.code_tests import read_tests
 
 CALL = {"fn_name": "f", "inputs": [[1]], "outputs": [2]}
 
@@ -94,16 +92,6 @@ def test_a_path_to_the_tests() -> None:
     assert read_tests(row, "reward_model.ground_truth") == read_tests({"tests": CALL}, "tests")
     with pytest.raises(ValueError, match=r"did you mean reward_model.ground_truth\?"):
         read_tests(row, "reward_model.ground_thruth")
-
-
-def test_only_rows_whose_set_is_scored_by_code_are_checked() -> None:
-    settings = RewardConfig.model_validate({"code": {"tests": "asserts"}, "answer": 1.0})
-    sets = {"math": {"answer": 1.0}, "code": {"code": 1.0}}
-    for columns in ({}, {"data_set": "code"}, {"data_set": ["no", "name"]}):
-        with pytest.raises(UserError, match=r"^rows.jsonl:3: no column asserts.*, the row has: "):
-            check_tests(settings, sets, columns, "rows.jsonl:3")
-    check_tests(settings, sets, {"data_set": "math"}, "rows.jsonl:3")
-    check_tests(RewardConfig(answer=1.0), {}, {}, "rows.jsonl:3")
 
 
 @pytest.mark.parametrize(

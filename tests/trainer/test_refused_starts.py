@@ -305,6 +305,19 @@ def test_data(refuse: Refuse, tmp_path: Path, rows: str, sentence: str) -> None:
     assert sentence in refuse(f"data.train={tmp_path / 'train.jsonl'}")
 
 
+@pytest.mark.parametrize("option", ["data.train", "data.eval.held_out"])
+def test_rows_that_a_reward_cannot_score(refuse: Refuse, tmp_path: Path, option: str) -> None:
+    complete = GOOD_ROW.replace("}", ', "level": 1, "tests": "assert f"}') * 4
+    (tmp_path / "good.jsonl").write_text(complete)
+    (tmp_path / "rows.jsonl").write_text(complete + GOOD_ROW)
+    (tmp_path / "reward.py").write_text("def level(completions, level, **columns): return [1.0] * len(completions)")
+    files = f"data.train={tmp_path / 'good.jsonl'}", f"{option}={tmp_path / 'rows.jsonl'}"
+    location = f"{tmp_path / 'rows.jsonl'}, line 5:"
+    assert f"{location} no column tests, the row has: question, answer" in refuse(*files, "reward.code={}")
+    function = f"reward.functions={{{tmp_path / 'reward.py'}:level: 1.0}}"
+    assert f"{location} reward level has the parameter level, and the row no such column" in refuse(*files, function)
+
+
 def test_prompts_that_are_all_too_long(refuse: Refuse) -> None:
     assert "all 60 prompts are longer than rollout.max_prompt_tokens=4" in refuse("rollout.max_prompt_tokens=4")
 
