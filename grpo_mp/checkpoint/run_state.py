@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,9 +13,7 @@ from typing import Any
 import xxhash
 
 from grpo_mp.checkpoint.manifest import HASH, Checksums, Files, checksums, unreadable_is_damaged
-from grpo_mp.config import Settings, SftSettings
-from grpo_mp.config.renamed import RENAMED
-from grpo_mp.config.settings import default_value
+from grpo_mp.checkpoint.settings_changes import describe_changes, settings_changes, write_inputs
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.files import remove_incomplete, sync_to_disk, write_atomically, write_json
@@ -24,16 +22,9 @@ from grpo_mp.redact import has_secrets
 
 MANIFEST = "manifest.json"
 SETTINGS = "settings.yaml"
-# Settings that may change between two attempts of a run: what ends it and what it writes, and where it computes.
-CHANGEABLE = re.compile(
-    r"run\.(steps|epochs|save_every|eval_every|resume|keep_checkpoints|max_failed_saves|async_save|piece_bytes|export\w*)"
-    r"|(layout|critic\.layout|engine|sync|monitor|sample)\..+|critic\.layout|rollout\.dump"
-    r"|training\.(max_tokens_per_microbatch|recompute|logprob_chunk_tokens|suspend_communicators)"
-    r"|optimizer\.(offload|piece_bytes|skip_grad_norm|max_skipped_updates)"
-    r"|sft\.epochs|(training|critic)\.megatron_args\.(num_layers_in_\w+|pipeline_model_parallel_layout)"
-)
 FINAL = "final"  # the exported Hugging Face folder
 ROLLOUTS = "rollouts"  # what was generated since the last checkpoints
+EVALUATIONS = "eval"  # folder in it of what is recorded of evaluations, by set
 FALLBACKS = 2  # so many: a start passes over a damaged checkpoint, and repeats the steps after the one before
 CHECKPOINTS = "checkpoints"
 MODEL = "config.json"
@@ -179,7 +170,9 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
         return
     difference = f"it has no {SETTINGS}"
     if file.exists():
-        difference = _settings_difference(read_yaml(file), parse_yaml(resolved, "settings"))
+        changes = settings_changes(read_yaml(file), parse_yaml(resolved, "settings"), run_folder)
+        refused = next((change for change in changes if not change.allowed), None)
+        difference = f"{refused.name} was {refused.before!r}, is now {refused.now!r}" if refused else ""
     if difference:
         raise UserError(
             f"{run_folder} holds a run of other settings ({difference}): choose another run.folder, or move it away"
@@ -234,51 +227,36 @@ def _check_any_manifest(checkpoints: Sequence[Path]) -> None:
     raise errors[0]
 
 
-def claim_run_folder(run_folder: Path, resolved: str) -> None:
-    """Write the resolved settings into the folder, which `check_run_folder` has passed.
+def claim_run_folder(run_folder: Path, resolved: str) -> list[str]:
+    """Write the resolved settings into the folder, which `check_run_folder` has passed, and what identifies its inputs.
 
-    Removes what a start with other settings, which never finished a step, has generated there, and what processes that
-    were killed were writing. One rank calls this, before any other writes there.
+    Returns a sentence for each setting with which a run resumes otherwise. Removes what a start with other settings,
+    which never finished a step, has generated there, recorded answers to an eval set that is evaluated otherwise now,
+    and what processes that were killed were writing. One rank calls this, before any other writes there.
     """
-    file = run_folder / SETTINGS
-    if not file.exists():  # nothing there is of a run
-        write_settings(run_folder, resolved)
-        return
-    if _settings_difference(read_yaml(file), parse_yaml(resolved, "settings")):
-        shutil.rmtree(run_folder / ROLLOUTS, ignore_errors=True)
-    shutil.rmtree(run_folder / PROCESSES, ignore_errors=True)  # of ranks that were killed
-    for checkpoint in (run_folder / CHECKPOINTS).glob("step_*"):  # amid a save, or the removal of an old one
-        if STEP.fullmatch(checkpoint.name) and not (checkpoint / MANIFEST).exists():
-            shutil.rmtree(checkpoint, ignore_errors=True)
-    remove_incomplete(run_folder)
+    file, sentences = run_folder / SETTINGS, list[str]()
+    if file.exists():
+        old, new = read_yaml(file), parse_yaml(resolved, "settings")
+        changes = settings_changes(old, new, run_folder)
+        if not all(change.allowed for change in changes):
+            shutil.rmtree(run_folder / ROLLOUTS, ignore_errors=True)
+        for name in {change.eval_set for change in changes} - {""}:
+            shutil.rmtree(run_folder / ROLLOUTS / EVALUATIONS / name, ignore_errors=True)
+        if (run_folder / METRICS).exists():
+            sentences = describe_changes(old, new, run_folder)
+        shutil.rmtree(run_folder / PROCESSES, ignore_errors=True)  # of ranks that were killed
+        for checkpoint in (run_folder / CHECKPOINTS).glob("step_*"):  # amid a save, or the removal of an old one
+            if STEP.fullmatch(checkpoint.name) and not (checkpoint / MANIFEST).exists():
+                shutil.rmtree(checkpoint, ignore_errors=True)
+        remove_incomplete(run_folder)
+    write_inputs(run_folder, resolved)
     write_settings(run_folder, resolved)
+    return sentences
 
 
 def write_settings(run_folder: Path, resolved: str) -> None:
     """Write the resolved settings into a run's folder; where they hold a login or a key, for this user alone."""
     write_atomically(run_folder / SETTINGS, resolved, private=has_secrets(parse_yaml(resolved, SETTINGS)))
-
-
-def _settings_difference(old: Any, new: Any) -> str:
-    """Describe the first setting that differs, leaving out those that may change between attempts."""
-    old_values, new_values = dict(_dotted(old)), dict(_dotted(new))
-    old_values = {RENAMED.get(name, name): value for name, value in old_values.items()}
-    root = SftSettings if "sft" in new else Settings
-    for name in new_values | old_values:
-        # What an older version of this program did not know was as it is by default now.
-        before, now = old_values.get(name, default_value(name, root)), new_values.get(name)
-        if before != now and not CHANGEABLE.fullmatch(name):
-            return f"{name} was {before!r}, is now {now!r}"
-    return ""
-
-
-def _dotted(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of nested settings with its dotted name."""
-    if not isinstance(tree, dict):
-        yield name, tree
-        return
-    for key, value in tree.items():
-        yield from _dotted(value, f"{name}.{key}".removeprefix("."))
 
 
 def complete_checkpoints(run_folder: Path) -> list[Path]:

@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.cursor import Mixture, mix_sets
 from grpo_mp.data.digest import RowsDigest, joined_digest
-from grpo_mp.data.messages import as_template_reads, read_message
+from grpo_mp.data.messages import read_message
 from grpo_mp.data.pass_rates import within_pass_rates
 from grpo_mp.data.rows import Row, Rows, read_rows
+from grpo_mp.data.template import render_template
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.reading import did_you_mean_column, has_column, read_column, shorten
 from grpo_mp.rewards.settings import DATA_SET
@@ -302,12 +303,7 @@ def _apply_chat_template(
     chat: Messages, row: Row, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]
 ) -> str:
     try:
-        text: str = tokenizer.apply_chat_template(
-            as_template_reads(chat, tokenizer),
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=True,
-        )
+        text = render_template(chat, tokenizer, tools)
     except Exception as error:  # a template is a program
         raise UserError(
             f"{row.location}: the tokenizer's chat template refuses the prompt: {one_line(error) or repr(error)}"

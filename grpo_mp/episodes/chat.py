@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from grpo_mp.data.messages import as_template_reads
+from grpo_mp.data.template import render_template
 from grpo_mp.errors import UserError
 from grpo_mp.files import encodable
 from grpo_mp.types import Message
@@ -88,14 +88,7 @@ class ChatRenderer:
         Raises UserError where the template does.
         """
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    as_template_reads(messages, self.tokenizer),
-                    tools=list(self.tools) or None,
-                    tokenize=False,
-                    add_generation_prompt=asks,
-                )
-            )
+            return render_template(messages, self.tokenizer, self.tools, asks)
         except TemplateError as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise UserError(f"the chat template refuses messages of {roles}: {error}") from error

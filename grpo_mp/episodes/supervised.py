@@ -17,6 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from grpo_mp.data.message_fields import is_learned, texts_beside
 from grpo_mp.data.messages import as_template_reads, name_of_call
+from grpo_mp.data.template_date import strftime_now
 from grpo_mp.episodes.chat import ChatRenderer
 from grpo_mp.errors import UserError
 from grpo_mp.types import Message, Sample
@@ -152,6 +153,7 @@ class ChatEncoder:
             tools=list(renderer.tools) or None,
             chat_template=template,
             return_assistant_tokens_mask=True,
+            strftime_now=strftime_now,
             **self.tokenizer.special_tokens_map,
         )
         return str(text), spans

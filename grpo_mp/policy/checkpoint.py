@@ -27,6 +27,7 @@ from grpo_mp.policy.trained_model import TrainedModel
 
 Value = TypeVar("Value")
 TORCH_WRITER = "inline_container"  # in what torch raises where it cannot write
+LEARNING_RATES = {"max_lr", "min_lr"}  # of a parameter group: those of the settings, which may have changed, hold
 FULL_BYTES = 2**20  # a disk with less free is full
 Written = Mapping[Path, WrittenChunks]  # what one rank has written, by folder
 
@@ -133,7 +134,10 @@ def _load_policy(policy: TrainedModel, folder: Path, piece_bytes: int) -> None:
     parts = policy.optimizer.chained_optimizers
     with state_dict_without_copies(parts):
         for part in parts:
+            rates = [{name: group[name] for name in LEARNING_RATES & group.keys()} for group in part.param_groups]
             part.load_state_dict({"optimizer": {"param_groups": groups}})
+            for group, own in zip(part.param_groups, rates, strict=True):
+                group.update(own)
     read_chunks(optimizer_chunks(policy), folder / OPTIMIZER_FOLDER, piece_bytes)
     policy.lr_scheduler.load_state_dict(common["schedule"])
 

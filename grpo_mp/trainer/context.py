@@ -118,7 +118,7 @@ def open_context(
         greeting = greeting or _greeting(settings, inputs, job, state)
         dropped = () if inputs.replay else drop_groups_of_changed_inputs(settings, inputs.train, inputs.evals, job)
         warnings = (*resumed.damages, *dropped, *inputs.warnings, *runtime.machine)
-        show_notes(progress, job.rank, greeting, overlaps, warnings)
+        show_notes(progress, job.rank, greeting, (*resumed.changes, *overlaps), warnings)
         offload = platform.on_cuda() and settings.shares_devices and settings.model.offloads and not inputs.replay
         limit_s = settings.monitor.phase_timeout_s
         parallel = make_parallel(job, settings.layout, settings.run.seed, limit_s) if job.trains else None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from grpo_mp.batching.exchange import all_gather_sample_info, gather_groups
 from grpo_mp.batching.group_selection import AdmissionRule
-from grpo_mp.checkpoint.run_state import FALLBACKS, ROLLOUTS, checkpoint_step, complete_checkpoints
+from grpo_mp.checkpoint.run_state import EVALUATIONS, FALLBACKS, ROLLOUTS, checkpoint_step, complete_checkpoints
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.peers import watching_peers
 from grpo_mp.distributed.process_groups import Job, all_gather, broadcast
@@ -26,7 +26,7 @@ from grpo_mp.rollout.journal import GroupJournal, PausedRecords, load, prune
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics
-from grpo_mp.trainer.recorded import EVALUATIONS, RecordedGroups
+from grpo_mp.trainer.recorded import RecordedGroups
 from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.types import SampleGroup, SampleInfo
 

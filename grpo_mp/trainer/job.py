@@ -8,6 +8,7 @@ from pathlib import Path
 from grpo_mp.checkpoint.run_lock import run_lock
 from grpo_mp.checkpoint.run_state import TrainState, check_run_folder, claim_run_folder, read_manifest
 from grpo_mp.config import Settings, TrainerSettings
+from grpo_mp.data.template_date import set_template_date, template_date
 from grpo_mp.distributed.process_groups import Job, Parallel, broadcast, join_job, make_parallel, stop_parallel
 from grpo_mp.log import log_file, logging_to
 from grpo_mp.monitor.progress import Progress
@@ -27,11 +28,12 @@ FindCheckpoints = Callable[[], Sequence[Path]]
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run stands, by which checkpoint, and what is wrong with newer ones."""
+    """Where a run stands, by which checkpoint, what is wrong with newer ones, and which settings differ (rank 0)."""
 
     state: TrainState
     checkpoint: Path | None
     damages: Sequence[str]
+    changes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,17 @@ def join_run(
         folder, rank = settings.run.folder, job.rank
         stack.enter_context(report_error_once(rank, job.store))
         checkpoints: Sequence[Path] = ()
+        changes: Sequence[str] = ()
         if rank == 0:
             stack.enter_context(run_lock(folder))
             check_run_folder(folder, resolved, settings.run.resume == "auto")  # by what the former job wrote at its end
-            claim_run_folder(folder, resolved)
+            changes = claim_run_folder(folder, resolved)
             checkpoints = find_checkpoints()
+        set_template_date(broadcast(template_date(), job.group))  # at midnight ranks may have started on two days
         checkpoint, damages = find_whole_checkpoint(broadcast(checkpoints, job.group), job)
         stack.enter_context(logging_to(log_file(folder, rank), settings.monitor.log_level))
-        yield job, Resumed(read_manifest(checkpoint) if checkpoint else TrainState(), checkpoint, damages)
+        state = read_manifest(checkpoint) if checkpoint else TrainState()
+        yield job, Resumed(state, checkpoint, damages, changes)
 
 
 @contextmanager
@@ -152,9 +157,9 @@ def build_critic(settings: Settings, parallel: Parallel, checkpoint: Path | None
     return critic
 
 
-def show_notes(progress: Progress, rank: int, greeting: str, overlaps: Iterable[str], warnings: Iterable[str]) -> None:
+def show_notes(progress: Progress, rank: int, greeting: str, notes: Iterable[str], warnings: Iterable[str]) -> None:
     """Show what a user should know before the run starts."""
     progress.note(greeting)
     if rank == 0:
-        for note in (*overlaps, *(f"warning: {text}" for text in warnings)):
+        for note in (*notes, *(f"warning: {text}" for text in warnings)):
             progress.note(note)

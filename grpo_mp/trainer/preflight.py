@@ -18,6 +18,7 @@ from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.registries import policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, check_same_data, saved_step
+from grpo_mp.checkpoint.settings_changes import use_template_date
 from grpo_mp.config import Settings, dump_settings, show_settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RunConfig
 from grpo_mp.data.overlap import find_overlaps
@@ -222,6 +223,7 @@ def run_sampling_preflight(settings: Settings, world_size: int, ranks_per_node: 
 def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
     """Check run folder, engines, device and sizes; return the model's tokenizer."""
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
+    use_template_date(settings.run.folder)
     engine_placements(settings.engine, world_size, ranks_per_node)
     check_device_for(settings.sync.transport, settings.model.dtype, settings.layout.context)
     if (

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo_mp.batching.group_selection import AdmissionRule, Verdict, admit
-from grpo_mp.checkpoint.run_state import ROLLOUTS
+from grpo_mp.checkpoint.run_state import EVALUATIONS, ROLLOUTS
 from grpo_mp.config import Settings
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.process_groups import Job, all_gather, broadcast
@@ -18,7 +18,6 @@ from grpo_mp.user_code import file_digests
 
 INPUTS = "code.json"  # beside the groups: checksums of the users' files that had a part in them, and of the data
 DATA, EVAL_DATA = "data.train", "data.eval."  # the second before a set's name
-EVALUATIONS = "eval"  # folder of what is recorded of evaluations, by set
 
 
 def drop_groups_of_changed_inputs(

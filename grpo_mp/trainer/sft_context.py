@@ -77,7 +77,8 @@ def open_sft_context(
             f"{run.folder}: {start}; {settings.model.path} on {job.world_size} ranks, "
             f"{settings.sft.batch_size} samples a step"
         )
-        show_notes(progress, job.rank, greeting, (), (*resumed.damages, *inputs.warnings, *machine_notes(job)))
+        warnings = (*resumed.damages, *inputs.warnings, *machine_notes(job))
+        show_notes(progress, job.rank, greeting, resumed.changes, warnings)
         parallel = make_parallel(job, settings.layout, run.seed, limit_s)
         with (
             monitors.watchdog.phase(START, limit_s),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.checkpoint.run_state import check_run_folder, check_same_data
+from grpo_mp.checkpoint.settings_changes import use_template_date
 from grpo_mp.config import SftSettings, dump_settings, show_settings
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.episodes.chat_data import ChatSet, load_held_out_chats, load_train_chats, stop_tokens
@@ -44,6 +45,7 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> tuple[SftSettin
     check_guards(settings.monitor.guards)
     hf = settings.model.read_config()
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
+    use_template_date(settings.run.folder)
     check_device_for("auto", settings.model.dtype, settings.layout.context)
     tokenizer = read_tokenizer(settings.model.path, hf, settings.model.trust_remote_code)
     check_positions(hf, settings.sft.max_tokens, "sft.max_tokens")

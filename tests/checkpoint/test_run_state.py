@@ -27,6 +27,7 @@ from grpo_mp.checkpoint.run_state import (
     read_manifest,
     write_manifest,
 )
+from grpo_mp.checkpoint.settings_changes import INPUTS
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.errors import UserError
 
@@ -207,7 +208,7 @@ def test_a_new_folder_is_claimed_and_resumed(tmp_path: Path) -> None:
     check_run_folder(run, RESOLVED, resume=True)
     assert not run.exists()
     claim_run_folder(run, RESOLVED)
-    assert [path.name for path in run.iterdir()] == [SETTINGS]
+    assert {path.name for path in run.iterdir()} == {SETTINGS, INPUTS}
     assert (run / SETTINGS).read_text() == RESOLVED
     save(run, 2)
     check_run_folder(run, RESOLVED.replace("steps: 10", "steps: 99").replace("save_every: 2", "save_every: 5"), True)
@@ -275,19 +276,18 @@ def test_what_killed_processes_were_writing_is_removed_at_the_next_start(tmp_pat
         file.write_text("")
     (tmp_path / "final.1.incomplete").mkdir()
     claim_run_folder(tmp_path, RESOLVED)
-    kept = [tmp_path / SETTINGS, tmp_path / "trace", tmp_path / "final.1.incomplete", *mine]
+    kept = [tmp_path / SETTINGS, tmp_path / INPUTS, tmp_path / "trace", tmp_path / "final.1.incomplete", *mine]
     assert sorted(tmp_path.rglob("*")) == sorted(kept)
 
 
 @pytest.mark.parametrize("trace", ["checkpoint", "metrics"])
 def test_results_of_other_settings_are_refused(trace: str, tmp_path: Path) -> None:
     claim_run_folder(tmp_path, RESOLVED)
-    check_run_folder(tmp_path, RESOLVED.replace("lr: 1.0e-06", "lr: 2.0e-06"), resume=True)
+    other = RESOLVED + "  eps: 1.0e-06\n"
+    check_run_folder(tmp_path, other, resume=True)
     save(tmp_path, 2) if trace == "checkpoint" else (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match=r"other settings \(optimizer.lr was 1e-06, is now 2e-06\): choose another"):
-        check_run_folder(tmp_path, RESOLVED.replace("lr: 1.0e-06", "lr: 2.0e-06"), resume=True)
-    with pytest.raises(UserError, match=r"optimizer.eps was 1e-08, is now 1e-06"):
-        check_run_folder(tmp_path, RESOLVED + "  eps: 1.0e-06\n", resume=True)
+    with pytest.raises(UserError, match=r"other settings \(optimizer.eps was 1e-08, is now 1e-06\): choose another"):
+        check_run_folder(tmp_path, other, resume=True)
     (tmp_path / SETTINGS).write_text("run: [")
     with pytest.raises(UserError, match=r"settings.yaml: not valid YAML"):
         check_run_folder(tmp_path, RESOLVED, resume=True)
@@ -342,7 +342,13 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
         ("sync: {bucket_bytes: 5}", ""),
         ("training: {recompute: full}", ""),
         ("training: {epochs: 2}", "training.epochs was 1, is now 2"),
-        ("optimizer: {lr: 1.0}", "optimizer.lr was 1e-06, is now 1.0"),
+        ("optimizer: {lr: 1.0, min_lr: 0.5, warmup_updates: 3, lr_schedule: cosine}", ""),
+        ("optimizer: {weight_decay: 1.0}", "optimizer.weight_decay was 0.0, is now 1.0"),
+        ("reward: {timeout_s: 5.0, code: {timeout_s: 3.0}, judge: {backoff_s: 3.0}}", ""),
+        ("rollout: {group_timeout_s: 5.0, limits: {tool_s: 1.0}}", ""),
+        ("rollout: {temperature: 0.5}", "rollout.temperature was 1.0, is now 0.5"),
+        ("data: {eval: {new: {path: a.jsonl, samples: 4}}, max_eval_prompts: 7}", ""),
+        ("data: {system_prompt: Think.}", "data.system_prompt was None, is now 'Think.'"),
         ("run: {seed: 5}", "run.seed was 0, is now 5"),
         ("optimizer: {offload: host, piece_bytes: 1MiB}", ""),
         ("training: {suspend_communicators: false}", ""),

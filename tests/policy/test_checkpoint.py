@@ -90,6 +90,18 @@ def test_a_damaged_schedule_is_one_sentence(content: bytes | None, policy: Polic
     assert not (tmp_path / "ran").exists()
 
 
+def test_the_learning_rate_is_that_of_the_settings_not_of_the_checkpoint(
+    saved: Path, parallel: Parallel, tmp_path: Path
+) -> None:
+    make_tiny(tmp_path, "deepseek_v3", make_tokenizer(["apples"]), num_hidden_layers=2)
+    tree = BASE | {"model": {"path": tmp_path}, "optimizer": {"lr": 3e-4, "min_lr": 1e-5, "lr_schedule": "linear"}}
+    other = Policy(check_settings(tree, "test"), parallel, with_reference=False)
+    load_policy(other, saved)
+    groups = [group for part in other.optimizer.chained_optimizers for group in part.param_groups]
+    assert {group["lr"] for group in groups} == {3e-4}  # no update is done
+    assert {(group["max_lr"], group["min_lr"]) for group in groups} == {(3e-4, 1e-5)}
+
+
 def test_another_model_is_one_sentence(saved: Path, parallel: Parallel, tmp_path: Path) -> None:
     other = make_policy(tmp_path / "other", parallel, hidden_size=64)
     with pytest.raises(UserError, match=r"^\S+: the checkpoint lacks \S+ \[.*\] or a part of it: it is another model"):

@@ -44,8 +44,8 @@ def saved_run(tiny_run: TinyRun, tmp_path: Path) -> Path:
 
 
 def test_a_folder_of_other_settings(refuse: Refuse, saved_run: Path) -> None:
-    message = refuse("optimizer.lr=0.5")
-    assert message.startswith(f"{saved_run} holds a run of other settings (optimizer.lr was 0.001, is now 0.5)")
+    message = refuse("optimizer.eps=0.5")
+    assert message.startswith(f"{saved_run} holds a run of other settings (optimizer.eps was 1e-08, is now 0.5)")
     assert message.endswith("choose another run.folder, or move it away")
 
 

@@ -1,0 +1,162 @@
+"""Which settings differ between a run and an attempt to resume it, by what they compute: files count by their content.
+
+RUN/inputs.json keeps the date that chat templates write, and digests of models and code that the settings name.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from grpo_mp.checkpoint.weights_digest import weights_digest
+from grpo_mp.config import Settings, SftSettings
+from grpo_mp.config.renamed import RENAMED
+from grpo_mp.config.settings import default_value
+from grpo_mp.data.template_date import set_template_date, template_date
+from grpo_mp.files import write_json
+from grpo_mp.models.folder_digest import model_digest
+from grpo_mp.reading import parse_yaml, read_json
+from grpo_mp.redact import without_secrets
+from grpo_mp.user_code import PYTHON_FILE, file_digests
+
+INPUTS = "inputs.json"
+EVAL_SET = re.compile(r"data\.eval\.(.+)\.(?!path$)[^.]+")
+# Settings that may change when a run resumes, which the log names: what ends a run and what it writes, where it
+# computes, its learning rate, limits of time, and what it is evaluated on.
+CHANGEABLE = re.compile(
+    r"run\.(steps|epochs|save_every|eval_every|resume|keep_checkpoints|max_failed_saves|async_save|piece_bytes|export\w*)"
+    r"|(layout|critic\.layout|engine|sync|monitor|sample|data\.eval)\..+|critic\.layout|data\.(eval|max_eval_\w+)"
+    r"|training\.(max_tokens_per_microbatch|recompute|logprob_chunk_tokens|suspend_communicators)"
+    r"|optimizer\.(lr|min_lr|warmup_updates|lr_schedule|offload|piece_bytes|skip_grad_norm|max_skipped_updates)"
+    r"|rollout\.dump|reward\.judge\.cache|sft\.epochs|(\w+\.)+\w+_s"
+    r"|(training|critic)\.megatron_args\.(num_layers_in_\w+|pipeline_model_parallel_layout)"
+)
+# Where files are, which other digests compare: the checkpoint has that of the train set.
+PLACES = re.compile(r"run\.folder|data\.train(\..+\.(path|pass_rates))?")
+MODELS = re.compile(r"(model|critic)\.path|\w+(\.\w+)*\.folder")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that an attempt to resume a run has otherwise."""
+
+    name: str
+    before: Any
+    now: Any
+
+    @property
+    def allowed(self) -> bool:
+        """Return whether the run may resume with it."""
+        return bool(CHANGEABLE.fullmatch(self.name))
+
+    @property
+    def eval_set(self) -> str:
+        """Return the eval set whose answers depend on the setting; "" for any other."""
+        match = EVAL_SET.fullmatch(self.name)
+        return match[1] if match else ""
+
+
+def settings_changes(old: Any, new: Any, run_folder: Path) -> list[Change]:
+    """Return the settings that differ between two nested dictionaries; `run_folder`: that of the run.
+
+    What an older version of this program did not know was as it is by default now.
+    """
+    recorded = read_inputs(run_folder)
+    old_values = dict(_dotted(_with_moved_code(old, recorded.get("code", {}), new)))
+    old_values = {RENAMED.get(name, name): value for name, value in old_values.items()}
+    new_values, root = dict(_dotted(new)), SftSettings if "sft" in new else Settings
+    changes = []
+    for name in new_values | old_values:
+        change = Change(name, *(values.get(name, default_value(name, root)) for values in (old_values, new_values)))
+        if change.before == change.now or PLACES.fullmatch(name):
+            continue
+        if MODELS.fullmatch(name) and _is_same_model(change, recorded.get("models", {})):
+            continue
+        changes.append(change)
+    return changes
+
+
+def describe_changes(old: Any, new: Any, run_folder: Path) -> list[str]:
+    """Return a sentence for each setting with which a run resumes otherwise, without logins and keys."""
+    changes = settings_changes(without_secrets(old), without_secrets(new), run_folder)
+    return [f"resume: {change.name} {_shown(change.before)} -> {_shown(change.now)}" for change in changes]
+
+
+def use_template_date(run_folder: Path) -> None:
+    """Let chat templates write the date of the run in a folder, if one was started there."""
+    if day := read_inputs(run_folder).get("date"):
+        set_template_date(date.fromisoformat(day))
+
+
+def write_inputs(run_folder: Path, resolved: str) -> None:
+    """Record the date of the run, and the digests of models and code that its settings, as YAML, name."""
+    tree, before = parse_yaml(resolved, "settings"), read_inputs(run_folder)
+    models = {str(value): "" for name, value in _dotted(tree) if value and MODELS.fullmatch(name)}
+    for path in models:
+        models[path] = before.get("models", {}).get(path) or _digest_of_model(path)
+    day = before.get("date", template_date().isoformat())
+    now = {"date": day, "models": models, "code": file_digests(tree)}
+    if now != before:
+        write_json(run_folder / INPUTS, now)
+
+
+def read_inputs(run_folder: Path) -> Mapping[str, Any]:
+    """Return what `write_inputs` has recorded; nothing of a run of an older version. Raises UserError."""
+    file = run_folder / INPUTS
+    content = read_json(file) if file.exists() else {}
+    return content if isinstance(content, dict) else {}
+
+
+def _is_same_model(change: Change, digests: Mapping[str, str]) -> bool:
+    """Return whether two paths are of one folder, or of two with the same content."""
+    before, now = change.before, change.now
+    if not (isinstance(before, str) and isinstance(now, str)):
+        return False
+    return os.path.realpath(before) == os.path.realpath(now) or bool(
+        digests.get(before) and digests[before] == _digest_of_model(now)
+    )
+
+
+def _digest_of_model(path: str) -> str:
+    """Return the digest of a model's folder; "" where it cannot be read."""
+    try:
+        return f"{model_digest(Path(path))} {weights_digest(Path(path))}"
+    except OSError:
+        return ""
+
+
+def _with_moved_code(old: Any, digests: Mapping[str, str], new: Any) -> Any:
+    """Return old settings with the files of code where the new ones have those with the same content."""
+    now = file_digests(new)
+    moved = {
+        before: path
+        for before, digest in digests.items()
+        for path, other in now.items()
+        if digest == other and before not in now and Path(before).name == Path(path).name
+    }
+    return _renamed(old, moved) if moved else old
+
+
+def _renamed(tree: Any, moved: Mapping[str, str]) -> Any:
+    if isinstance(tree, dict):
+        return {_renamed(name, moved): _renamed(value, moved) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [_renamed(value, moved) for value in tree]
+    match = PYTHON_FILE.fullmatch(tree) if isinstance(tree, str) else None
+    return f"{moved[match[1]]}{match[2] or ''}" if match and match[1] in moved else tree
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _dotted(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested settings with its dotted name."""
+    if not isinstance(tree, dict):
+        yield name, tree
+        return
+    for key, value in tree.items():
+        yield from _dotted(value, f"{name}.{key}".removeprefix("."))

@@ -1,0 +1,167 @@
+"""A run is compared by what it computes: a file by its content, wherever it is; the log names what has changed."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import save_file
+
+from grpo_mp.checkpoint.run_state import EVALUATIONS, ROLLOUTS, check_run_folder, claim_run_folder
+from grpo_mp.checkpoint.settings_changes import INPUTS, settings_changes, use_template_date
+from grpo_mp.data.template_date import set_template_date, strftime_now, template_date
+from grpo_mp.errors import UserError
+
+
+class Run:
+    """A run in `folder` that has done a step, and attempts to start it again with some settings otherwise."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.folder, self.settings = folder, {"run.folder": str(folder), "optimizer.lr": 1e-6} | settings
+        folder.mkdir(parents=True)
+        claim_run_folder(folder, self.text())
+        (folder / "metrics.jsonl").write_text("{}\n")
+
+    def text(self, **changes: Any) -> str:
+        tree: dict[str, Any] = {}
+        for name, value in (self.settings | changes).items():
+            *sections, key = name.split(".")
+            place = tree
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[key] = value
+        return yaml.safe_dump(tree)
+
+    def start(self, folder: Path | None = None, **changes: Any) -> list[str]:
+        folder, text = folder or self.folder, self.text(**changes)
+        check_run_folder(folder, text, resume=True)
+        return claim_run_folder(folder, text)
+
+
+def make_model(folder: Path, value: float = 0.0, config: str = "{}") -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(config)
+    save_file({"weight": np.full((4, 4), value, dtype=np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+def test_a_run_folder_has_no_place(tmp_path: Path) -> None:
+    run = Run(tmp_path / "one")
+    moved = tmp_path / "disk" / "two"
+    moved.parent.mkdir()
+    shutil.move(run.folder, moved)
+    assert run.start(moved, **{"run.folder": str(moved)}) == []
+    link = tmp_path / "link"
+    link.symlink_to(moved)
+    assert run.start(link, **{"run.folder": str(link)}) == []
+
+
+@pytest.mark.parametrize("name", ["model.path", "critic.path", "reward.model.folder"])
+def test_a_model_is_what_its_files_hold(name: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    run = Run(tmp_path / "run", **{name: str(model)})
+    link = tmp_path / "link"
+    link.symlink_to(model)
+    assert run.start(**{name: str(link)}) == []
+    shutil.move(model, moved := tmp_path / "other_mount")
+    assert run.start(**{name: str(moved)}) == []
+    shutil.move(moved, again := tmp_path / "third")  # its own last place counts, too
+    assert run.start(**{name: str(again)}) == []
+    others = [make_model(tmp_path / "weights", value=1.0), make_model(tmp_path / "config", config='{"a": 1}')]
+    for other in (*others, tmp_path / "nowhere"):
+        with pytest.raises(UserError, match=rf"\({name} was '{again}', is now '{other}'\)"):
+            run.start(**{name: str(other)})
+
+
+def test_paths_of_train_data_are_left_to_the_digest_of_their_rows(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", **{"data.train": "data/a.jsonl"})
+    assert run.start(**{"data.train": "/mnt/data/a.jsonl"}) == []
+    mixed = Run(tmp_path / "mixed", **{"data.train.a": {"path": "a.jsonl", "weight": 2.0, "pass_rates": "r.jsonl"}})
+    assert mixed.start(**{"data.train.a": {"path": "/a.jsonl", "weight": 2.0, "pass_rates": "/r.jsonl"}}) == []
+    with pytest.raises(UserError, match=r"data\.train\.a\.weight was 2\.0, is now 3\.0"):
+        mixed.start(**{"data.train.a": {"path": "a.jsonl", "weight": 3.0, "pass_rates": "r.jsonl"}})
+
+
+def test_code_is_what_its_file_holds(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, text in ((first, "def f(): 1\n"), (second, "def f(): 2\n")):
+        folder.mkdir()
+        (folder / "own.py").write_text(text)
+
+    def settings(folder: Path, function: str = "f") -> dict[str, Any]:
+        path = f"{folder / 'own.py'}:{function}"
+        return {"reward.functions": {path: {"weight": 1.0}}, "rollout.tools": [path]}
+
+    run = Run(tmp_path / "run", **settings(first))
+    shutil.move(first, moved := tmp_path / "moved")
+    assert run.start(**settings(moved)) == []
+    with pytest.raises(UserError, match=r"own\.py:g"):
+        run.start(**settings(moved, "g"))
+    with pytest.raises(UserError, match=r"second/own\.py:f"):
+        run.start(**settings(second))
+
+
+def test_the_log_names_what_a_run_resumes_with(tmp_path: Path) -> None:
+    evals = {"data.eval.old": {"path": "a.jsonl", "samples": 1}}
+    run = Run(tmp_path / "run", **evals, **{"monitor.loggers": {"wandb": {"api_key": "secret-1"}}})
+    recorded = [run.folder / ROLLOUTS / EVALUATIONS / name for name in ("old", "same")] + [run.folder / ROLLOUTS / "x"]
+    for folder in recorded:
+        folder.mkdir(parents=True)
+    sentences = run.start(
+        **{
+            "optimizer.lr": 5e-7,
+            "data.eval.old": {"path": "b.jsonl", "samples": 4},
+            "data.eval.new": {"path": "c.jsonl"},
+            "reward.timeout_s": 5.0,
+            "monitor.loggers": {"wandb": {"api_key": "secret-2"}},
+        }
+    )
+    assert sorted(sentences) == [
+        "resume: data.eval.new.path None -> c.jsonl",
+        "resume: data.eval.old.path a.jsonl -> b.jsonl",
+        "resume: data.eval.old.samples 1 -> 4",
+        "resume: optimizer.lr 1e-06 -> 5e-07",
+        "resume: reward.timeout_s 30 -> 5",
+    ]
+    assert [folder.exists() for folder in recorded] == [False, True, True]
+    fresh = Run(tmp_path / "fresh")
+    (fresh.folder / "metrics.jsonl").unlink()
+    assert fresh.start(**{"optimizer.lr": 1.0}) == []  # it has done nothing that could be resumed
+
+
+def test_a_run_of_an_older_version_has_no_record_of_its_inputs(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    run = Run(tmp_path / "run", **{"model.path": str(model)})
+    (run.folder / INPUTS).unlink()
+    (tmp_path / "link").symlink_to(model)
+    old, new = yaml.safe_load(run.text()), yaml.safe_load(run.text(**{"model.path": str(tmp_path / "link")}))
+    assert settings_changes(old, new, run.folder) == []
+    moved = yaml.safe_load(run.text(**{"model.path": str(shutil.copytree(model, tmp_path / "copy"))}))
+    assert [change.name for change in settings_changes(old, moved, run.folder)] == ["model.path"]
+
+
+@pytest.fixture
+def first_of_may() -> Iterator[None]:
+    today = template_date()
+    set_template_date(date(2024, 5, 1))
+    yield
+    set_template_date(today)
+
+
+@pytest.mark.usefixtures("first_of_may")
+def test_a_run_keeps_the_date_on_which_it_was_started_first(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    set_template_date(date(2024, 5, 2))
+    run.start()
+    assert strftime_now("%d %b %Y %H") == "02 May 2024 00"
+    use_template_date(run.folder)
+    assert strftime_now("%d %b %Y") == "01 May 2024"
+    assert json.loads((run.folder / INPUTS).read_text())["date"] == "2024-05-01"
+    set_template_date(date(2024, 5, 2))
+    use_template_date(tmp_path / "none")
+    assert template_date() == date(2024, 5, 2)

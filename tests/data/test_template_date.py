@@ -1,0 +1,68 @@
+"""Templates that write the present day write that of the run, wherever they are rendered."""
+
+import json
+from collections.abc import Iterator
+from datetime import date, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from transformers.utils import chat_template_utils
+
+from grpo_mp.config.data_sections import DataConfig
+from grpo_mp.data.prompts import load_train_prompts
+from grpo_mp.data.template_date import set_template_date, template_date
+from grpo_mp.episodes.chat import ChatRenderer
+from grpo_mp.episodes.supervised import Chat, ChatEncoder
+from grpo_mp.types import Message
+from tests.episodes.test_chat import make_renderer, published
+
+ASK: Message = {"role": "user", "content": "1+2?"}
+ANSWER: Message = {"role": "assistant", "content": "3"}
+DATED = "{{ strftime_now('%d %b %Y') }} "
+
+
+class NextWeek(datetime):
+    @classmethod
+    def now(cls, tz: object = None) -> datetime:
+        return datetime.today() + timedelta(days=7)
+
+
+@pytest.fixture
+def first_of_may() -> Iterator[None]:
+    today = template_date()
+    set_template_date(date(2024, 5, 1))
+    yield
+    set_template_date(today)
+
+
+@pytest.mark.usefixtures("first_of_may")
+def test_prompts_and_later_turns_have_the_date_of_the_run() -> None:
+    renderer = make_renderer("llama3_2", tools=False)
+    assert "Today Date: 01 May 2024" in renderer.tokenizer.decode(renderer.prompt([ASK]))
+
+
+@pytest.mark.usefixtures("first_of_may")
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen2_5_training"])
+def test_chats_to_learn_from_have_the_date_of_the_run(name: str) -> None:
+    tokenizer = make_renderer("qwen2_5", tools=False).tokenizer
+    tokenizer.chat_template = DATED + published(name)
+    text = ChatEncoder(tokenizer, "assistant", frozenset([1])).render(Chat((ASK, ANSWER))).text
+    assert text.startswith("01 May 2024")
+    assert ChatRenderer(tokenizer).render([ASK], asks=True).startswith("01 May 2024")
+
+
+def test_rows_are_the_same_rows_in_the_next_week(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"question": "1+2?", "answer": "3"}) + "\n")
+
+    def digest() -> str:
+        tokenizer = make_renderer("qwen2_5", tools=False).tokenizer
+        tokenizer.chat_template = DATED + str(tokenizer.chat_template)
+        return load_train_prompts(DataConfig(train=str(file)), tokenizer, 400).digest
+
+    before = digest()
+    monkeypatch.setattr(chat_template_utils, "datetime", NextWeek)
+    assert digest() == before
+    set_template_date(template_date() + timedelta(days=7))
+    assert digest() != before  # so the date was in it
+    set_template_date(template_date() - timedelta(days=7))
