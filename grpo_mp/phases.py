@@ -6,6 +6,7 @@ from enum import StrEnum
 GIB = 2**30  # bytes
 WAIT = "WAIT"  # span in which a rank only waits for other ranks, inside a phase or between phases
 SAVE_WAIT = "SAVE_WAIT"  # span in which the loop waits for the last checkpoint to be written
+WEIGHT_CHECK = "WEIGHT_CHECK"  # span around the phases that compare engines and policy after a sync
 MOVE = "MOVE"  # span in which weights and states are offloaded and onloaded at the start of a phase
 
 

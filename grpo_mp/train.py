@@ -50,6 +50,7 @@ from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.skipped_updates import keep_skipped, note_skipped_by_critic
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord, disk_may_be_full, sync_metrics
 from grpo_mp.trainer.update import critic_step, train_step, update_reference
+from grpo_mp.weight_sync.compare import ANSWERS
 from grpo_mp.weight_sync.update import largest_report
 
 
@@ -59,7 +60,7 @@ def train(ctx: TrainContext, reporter: Reporter) -> None:
     PPO's critic, where there is one, estimates the advantages of tokens and is updated beside the policy.
     """
     run, logger = ctx.settings.run, make_logger(ctx)
-    synced = sync_weights(ctx)
+    synced = sync_first_weights(ctx)
     first, last = first_evaluation(ctx)
     if ctx.state.step == 0:
         logger.write(0, StepRecord(first.metrics | synced, texts=first.texts))
@@ -78,7 +79,7 @@ def train(ctx: TrainContext, reporter: Reporter) -> None:
         updates = compute_logprobs_and_values(ctx, batch)
         critic_reports = update_critic(ctx, batch, updates, step)  # none without a critic
         reports = update_policy(ctx, rollouts, updates, step)
-        synced = sync_weights(ctx)
+        synced = sync_weights(ctx, rollouts)
 
         record = logger.step_record(ctx.state, rollouts, batch, updates, reports, critic_reports, synced)
         if is_due(step, run.eval_every, run.steps):
@@ -105,7 +106,7 @@ def train(ctx: TrainContext, reporter: Reporter) -> None:
 def generate(ctx: RolloutContext) -> None:
     """Follow `train` as a rank that only hosts an engine: generate for the next step while this one trains."""
     run = ctx.settings.run
-    sync_weights(ctx)
+    sync_first_weights(ctx)
     first_evaluation(ctx)
     while ctx.state.step < run.steps and not ctx.should_stop():
         step = ctx.state.step + 1
@@ -114,7 +115,7 @@ def generate(ctx: RolloutContext) -> None:
             break
         dump_rollouts(ctx, rollouts, step)
         send_experts(ctx, rollouts, step)
-        sync_weights(ctx)
+        sync_weights(ctx, rollouts)
         if is_due(step, run.eval_every, run.steps):
             ctx.evaluator.evaluate(step)
     keep_rollouts(ctx)
@@ -123,8 +124,11 @@ def generate(ctx: RolloutContext) -> None:
 def first_evaluation(ctx: RolloutContext) -> tuple[Evaluation, Evaluation]:
     """Evaluate before training, and return that as the first and the last evaluation so far.
 
-    A run that resumes has both in its folder, without answers. Every rank must call this.
+    A run that resumes has both in its folder, without answers; one that is asked to stop has none yet. Every rank must
+    call this.
     """
+    if ctx.should_stop():
+        return Evaluation(), Evaluation()
     if recorded := recorded_evaluations(ctx.settings.run.folder, ctx.state.step, ctx.job):
         return recorded
     first = ctx.evaluator.evaluate(ctx.state.step)
@@ -262,8 +266,16 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatc
     return reports
 
 
-def sync_weights(ctx: RolloutContext) -> dict[str, float]:
-    """Push the policy's weights into every engine and check that they hold them; return metrics, none in a replay."""
+def sync_first_weights(ctx: RolloutContext) -> dict[str, float]:
+    """Push the weights that the run begins with, unless it was asked to stop while it started."""
+    return {} if ctx.should_stop() else sync_weights(ctx)
+
+
+def sync_weights(ctx: RolloutContext, rollouts: RolloutBatch | None = None) -> dict[str, float]:
+    """Push the policy's weights into every engine and check that they hold them; return metrics, none in a replay.
+
+    `rollouts`: of the step, on whose answers they are compared, too.
+    """
     if not (ctx.weight_sync and ctx.engine_check):
         return {}
     with ctx.phases.phase(Phase.SYNC):
@@ -273,7 +285,9 @@ def sync_weights(ctx: RolloutContext) -> dict[str, float]:
         reports = ctx.recovery.update_weights(ctx.weight_sync, ctx.state.optimizer_step)
         ctx.collector.synced_step = ctx.state.step
     ctx.engine_check.check_unchanged(ctx.state.step, ctx.state.optimizer_step)
-    check = ctx.engine_check.run(ctx.state.optimizer_step)
+    own = rollouts.of_own_engine if rollouts else ()
+    answers = [(*group.samples[0].prompt_tokens, *group.samples[0].tokens) for group in own[:ANSWERS]]
+    check = ctx.engine_check.run(ctx.state.optimizer_step, answers)
     if not check.tokens and ctx.recovery.run():  # no engine was left, and one is there again
         check = ctx.engine_check.run(ctx.state.optimizer_step)
     return sync_metrics(largest_report(reports), check)

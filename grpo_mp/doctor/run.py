@@ -1,5 +1,6 @@
 """What is wrong with a run, going on or ended: its engines' model, its warnings, its time. Pure but `read_run`."""
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +21,9 @@ from grpo_mp.monitor.plan_file import PLAN, read_plan
 from grpo_mp.monitor.rules import MetricLine
 from grpo_mp.monitor.run_warnings import run_warnings
 from grpo_mp.monitor.timeline import Event, rank_traces
-from grpo_mp.phases import MOVE, SAVE_WAIT, WAIT, Phase
+from grpo_mp.phases import MOVE, SAVE_WAIT, WAIT, WEIGHT_CHECK, Phase
 from grpo_mp.reading import check_regular, read_yaml, refuse_unreadable
-from grpo_mp.weight_sync.compare import TOLERANCE
+from grpo_mp.weight_sync.compare import ROUNDING_FACTOR, WRONG_FACTOR
 
 LAST_STEPS = 20  # whose times count
 BETWEEN = (Phase.SAVE, Phase.EVAL)  # steps
@@ -36,7 +37,8 @@ OVERHEADS = {
     Phase.SCORE.lower(): "make the reward functions faster, or give reward models more devices",
     SAVE_WAIT.lower(): "save less often (run.save_every), or to a faster disk",
 }
-CHECK_MEAN, CHECK_TOKENS = "sync/check/logprob_abs_diff/mean", "sync/check/tokens"
+CHECK_MEAN, CHECK_LIMIT, CHECK_TOKENS = "sync/check/logprob_abs_diff/mean", "sync/check/limit", "sync/check/tokens"
+RECHECK_TOKENS = 4  # times the fewest: answers of a step are of many lengths
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def diagnose_run(facts: RunFacts, engines: Sequence[EngineWeights] = ()) -> list
     """Return what is found; `engines`: those that answer now."""
     return [
         *check_end(facts),
-        *check_sync(facts.metrics, facts.settings),
+        *check_sync(facts.metrics),
         *check_live(engines),
         *run_warnings(facts.metrics),
         *_unplanned(facts.plan_problem),
@@ -119,13 +121,13 @@ def _unplanned(problem: str) -> Iterable[Finding]:
         yield Finding(Level.WARNING, "times are not compared with the plan, which cannot be read", (problem,))
 
 
-def check_sync(lines: Sequence[MetricLine], settings: Mapping[str, Any]) -> Iterable[Finding]:
+def check_sync(lines: Sequence[MetricLine]) -> Iterable[Finding]:
     """Yield whether the engines had the policy's model after each weight sync."""
-    checked = [(line["step"], line[CHECK_MEAN], line.get(CHECK_TOKENS)) for line in lines if CHECK_MEAN in line]
+    checked = [line for line in lines if CHECK_MEAN in line]
     if not checked:
         yield Finding(Level.OK, "no weight sync was checked: the run has no engines, as a replay")
         return
-    yield from _judge_checks(checked, sync_tolerance(settings))
+    yield from _judge_checks(checked)
     last = lines[-1]
     served, made = last.get("sync/weight_version"), last.get("train/optimizer_step")
     if served is not None and made is not None and served != made:
@@ -139,43 +141,34 @@ def check_sync(lines: Sequence[MetricLine], settings: Mapping[str, Any]) -> Iter
         )
 
 
-def sync_tolerance(settings: Mapping[str, Any]) -> float | None:
-    """Return how far the engines' logprobs may be from the policy's, in nats; None where the settings do not say."""
-    engine, sync, model, training = (
-        section if isinstance(section := settings.get(name), Mapping) else {}
-        for name in ("engine", "sync", "model", "training")
-    )
-    own, args = sync.get("check_tolerance"), engine.get("args")
-    if own is not None or not isinstance(args, Mapping):
-        return float(own) if type(own) in (int, float) and own else None
-    is_fp8 = "fp8" in str(args.get("quantization", "")) or training.get("fp8_format")
-    return TOLERANCE.get("fp8" if is_fp8 else str(model.get("dtype")))
-
-
-def _judge_checks(
-    checked: Sequence[tuple[float | None, float | None, float | None]], tolerance: float | None
-) -> Iterable[Finding]:
-    """Yield what the checks of the syncs say: step, mean |logprob difference| and compared tokens of each."""
-    if tolerance is None:
-        says = f"not judged: {SETTINGS} does not say model.dtype, engine.args and sync.check_tolerance"
-        sentence = f"whether the engines had the policy's model after {len(checked)} weight syncs is {says}"
-        yield Finding(Level.WARNING, sentence, (), f"copy {SETTINGS} again from the run")
+def _judge_checks(lines: Sequence[MetricLine]) -> Iterable[Finding]:
+    """Yield what the checks of the syncs say, each by the limit that the run had."""
+    limits = [line.get(CHECK_LIMIT) or math.inf for line in lines]
+    if math.inf in limits:
+        sentence = f"whether the engines had the policy's model after {len(lines)} weight syncs is not judged"
+        yield Finding(Level.WARNING, sentence, (), f"{METRICS} has no {CHECK_LIMIT}: an older version has written it")
         return
-    far = [(step, mean) for step, mean, _ in checked if mean is None or not mean <= tolerance]
-    fewest = min(tokens or 0 for _, _, tokens in checked)
-    again = [step for step, _, tokens in checked if (tokens or 0) > fewest]
-    numbers = [mean for _, mean, _ in checked if mean is not None]
-    evidence = [f"mean |logprob difference|: at most {max(numbers, default=0):.2g}, {tolerance:g} is allowed"]
+    means, fewest = [line[CHECK_MEAN] for line in lines], min(line.get(CHECK_TOKENS) or 0 for line in lines)
+    far = [line for line, mean, limit in zip(lines, means, limits, strict=True) if mean is None or not mean <= limit]
+    again = [line["step"] for line in lines if (line.get(CHECK_TOKENS) or 0) > RECHECK_TOKENS * fewest]
+    largest = max((mean for mean in means if mean is not None), default=0)
+    evidence = [f"mean |logprob difference|: at most {largest:.2g}, {min(limits):.2g} is allowed"]
     if again:
         evidence.append(f"compared on more tokens, for a tie of two experts or more, at step {_some(again)}")
     if far:
-        evidence += [f"step {step}: {'no number' if mean is None else f'{mean:.3g}'}" for step, mean in far[:8]]
-        advice = "read the rank's log of that step, which names the tensor; compare with grpo-mp doctor model"
-        sentence = f"after {len(far)} of {len(checked)} weight syncs the engines' logprobs were not the policy's"
-        yield Finding(Level.ERROR if far[-1][0] == checked[-1][0] else Level.WARNING, sentence, evidence, advice)
+        evidence += [f"step {line['step']}: {_number(line[CHECK_MEAN])}" for line in far[:8]]
+        advice = "read the rank's log of that step, which says why; compare with grpo-mp doctor model"
+        last, most = lines[-1][CHECK_MEAN], limits[-1] * WRONG_FACTOR / ROUNDING_FACTOR
+        is_wrong = far[-1] is lines[-1] and (last is None or last > most)
+        sentence = f"after {len(far)} of {len(lines)} weight syncs the engines' logprobs were not the policy's"
+        yield Finding(Level.ERROR if is_wrong else Level.WARNING, sentence, evidence, advice)
     else:
-        sentence = f"after each of {len(checked)} weight syncs the engines computed the policy's logprobs"
+        sentence = f"after each of {len(lines)} weight syncs the engines computed the policy's logprobs"
         yield Finding(Level.OK, sentence, evidence)
+
+
+def _number(value: float | None) -> str:
+    return "no number" if value is None else f"{value:.3g}"
 
 
 def check_live(engines: Sequence[EngineWeights]) -> Iterable[Finding]:
@@ -252,7 +245,8 @@ def _overhead(lines: Sequence[MetricLine]) -> tuple[Sequence[str], str]:
     """Return what the time outside the phases that count as work was most of, as evidence, and what to do."""
     inside = {phase.lower() for phase in Phase if phase.is_work or phase in BETWEEN}
     known = {name[5:-2] for line in lines for name in line if name.startswith("time/") and name.endswith("_s")}
-    seconds = {name: _mean(lines, f"time/{name}_s") for name in known - inside - {"step", WAIT.lower(), MOVE.lower()}}
+    inner = {"step", *(name.lower() for name in (WAIT, MOVE, WEIGHT_CHECK))}
+    seconds = {name: _mean(lines, f"time/{name}_s") for name in known - inside - inner}
     most = max(sorted(seconds), key=lambda name: seconds[name], default="")
     if not most or not seconds[most]:
         return (), "no time has a name there, as of slow data: look at the gaps in trace.json"

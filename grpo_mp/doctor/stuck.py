@@ -104,7 +104,10 @@ def diagnose(dumps: Mapping[int, RankDump], silent: Mapping[int, str], over_s: f
     findings += [*_unrecorded(dumps, silent, waits), *_unrecorded_sends(dumps, waits, over_s)]
     findings = findings or _slow_collectives(waits)
     places = [place(dump) for _, dump in sorted(dumps.items())]
-    nobody = "" if findings else "no rank waits for another one: they compute, or wait for their engines; "
+    outer = [dump.phases[0] for dump in dumps.values() if dump.phases]
+    longest = max(outer, key=lambda phase: phase.seconds, default=None)
+    since = f", in {longest.text}" if longest else ""
+    nobody = "" if findings else f"no rank waits for another one: they compute, or wait for their engines{since}; "
     return [*findings, Finding(Level.OK, f"{nobody}where the ranks are", places)]
 
 
@@ -254,7 +257,7 @@ def full_stacks(dumps: Mapping[int, RankDump], engines: Iterable[EngineStacks]) 
     """Return the stacks of all threads of every rank, the innermost call last, and those of the engines' processes."""
     lines = []
     for rank, dump in sorted(dumps.items()):
-        phases = " > ".join(f"{phase.name} for {phase.seconds:.0f} s" for phase in dump.phases) or "no phase"
+        phases = " > ".join(phase.text for phase in dump.phases) or "no phase"
         lines.append(f"rank {rank} on {dump.host}, pid {dump.pid}, in {phases}")
         for thread in dump.threads:
             lines += [f"  thread {thread.name}", *(f"    {frame}" for frame in thread.frames)]
@@ -272,7 +275,7 @@ def shown_engines(engines: Iterable[EngineStacks]) -> list[Finding]:
 
 def place(dump: RankDump) -> str:
     """Return where a rank is: its phase, and the innermost line of this package in its main thread."""
-    phase = " > ".join(f"{phase.name} for {phase.seconds:.0f} s" for phase in dump.phases) or "no phase"
+    phase = " > ".join(phase.text for phase in dump.phases) or "no phase"
     frames = dump.threads[0].frames if dump.threads else ()
     own = [match[1] for frame in frames if (match := PACKAGE.match(frame))]
     where = f", at {own[-1]}" if own else ""

@@ -34,10 +34,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A phase that a rank is in, and for how many seconds."""
+    """A phase that a rank is in, for how many seconds, and how many phases it has begun inside this one."""
 
     name: str
     seconds: float
+    inner: int = 0
+
+    @property
+    def text(self) -> str:
+        """Return 'TRAIN for 3 s', or 'WEIGHT_CHECK for 60 s, 9 phases inside it so far'."""
+        begun = f", {self.inner} phases inside it so far" if self.inner > 1 else ""
+        return f"{self.name} for {self.seconds:.0f} s{begun}"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from grpo_mp.models.mapping import Param
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.rollout.engine_parallelism import expert_alignment
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
-from grpo_mp.weight_sync.compare import comparison_sequences
+from grpo_mp.weight_sync.compare import ANSWERS, MAX_TEXTS, comparison_sequences
 from grpo_mp.weight_sync.plan import (
     Piece,
     SyncPlan,
@@ -28,7 +28,6 @@ from grpo_mp.weight_sync.wire import WireFormat
 
 MANY_TRANSFERS = 40_000  # of experts: to plan more takes too long, and they are even enough for a sample of experts
 SAMPLED_EXPERTS = 64  # of a layer, at least: enough for every receiver of a node to have several
-PROMPTS = 4  # as in weight_sync/engine_check.py, which needs Megatron
 
 
 @dataclass(frozen=True)
@@ -76,10 +75,9 @@ def sync_traffic(job: PlannedJob) -> SyncTraffic:
 
 
 def check_lengths(job: PlannedJob) -> list[int]:
-    """Return the tokens of the sequences that the check after a sync scores: assumed prompts and random tokens."""
-    prompts = [(0,) * job.prompt_tokens] * PROMPTS
-    longest = job.settings.rollout.max_sequence_tokens
-    return list(map(len, comparison_sequences(job.model.vocab_size, longest, 0, prompts)))
+    """Return the tokens of the sequences that the check after a sync scores: prompts, and the ends of answers."""
+    prompts, longest = [(0,) * max(2, job.prompt_tokens)] * MAX_TEXTS, job.settings.rollout.max_sequence_tokens
+    return list(map(len, comparison_sequences(prompts, longest, answers=[(0,) * longest] * ANSWERS)))
 
 
 def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[SyncPlan, WireFormat]:

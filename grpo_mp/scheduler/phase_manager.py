@@ -52,6 +52,12 @@ class PhaseManager:
         LOGGER.debug("%s ends", phase)
 
     @contextmanager
+    def activity(self, name: str, phases: int) -> Iterator[None]:
+        """Run a body of at most `phases` phases, which `watch` and `doctor stuck` show inside `name`."""
+        with self._watchdog.phase(name, self._limit_s * phases), self._timeline.span(name):
+            yield
+
+    @contextmanager
     def waiting(self) -> Iterator[None]:
         """Run a body that only waits for other ranks."""
         with self._watchdog.phase(WAIT, self._limit_s), self._timeline.span(WAIT):

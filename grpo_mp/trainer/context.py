@@ -11,6 +11,7 @@ import torch.distributed as dist
 from grpo_mp import platform
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Settings, dump_settings
+from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.nccl_memory import NcclMemory
 from grpo_mp.distributed.process_groups import WAITED_PHASES, Job, Parallel, make_parallel
 from grpo_mp.monitor.progress import Progress
@@ -46,7 +47,7 @@ from grpo_mp.trainer.recorded import drop_groups_of_changed_inputs
 from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.trainer.replay import ReplayCollector
 from grpo_mp.trainer.save import CheckpointSaver
-from grpo_mp.weight_sync.engine_check import PROMPTS, EngineCheck
+from grpo_mp.weight_sync.engine_check import MAX_PROMPTS, EngineCheck
 from grpo_mp.weight_sync.update import PolicyShards, WeightSync, build_weight_sync
 
 Models = tuple[Policy, Critic | None]
@@ -130,7 +131,9 @@ def open_context(
             progress.note(rollout.call(rollout.client.capabilities()).sentence)
         phases = _make_phases(settings, runtime, policy, critic, offload)
         eval_scorer = inputs.scorer.for_evaluations()
-        weight_sync, check = (None, None) if inputs.replay else _make_sync(settings, inputs, policy, runtime, phases)
+        weight_sync, check = (
+            (None, None) if inputs.replay else _make_sync(settings, inputs, policy, runtime, phases, preemption)
+        )
         former = (
             Reference(policy.trained_tensors)
             if policy and settings.keeps_former_weights and not inputs.replay
@@ -186,13 +189,28 @@ def _make_collector(
 
 
 def _make_sync(
-    settings: Settings, inputs: RunInputs, policy: Policy | None, runtime: RankRuntime, phases: PhaseManager
+    settings: Settings,
+    inputs: RunInputs,
+    policy: Policy | None,
+    runtime: RankRuntime,
+    phases: PhaseManager,
+    preemption: PreemptionHandler,
 ) -> tuple[WeightSync, EngineCheck]:
     """Plan the weight sync, and make the check after it."""
     shards = PolicyShards.of_policy(policy) if policy else PolicyShards.none(inputs.hf, settings.layout)
     weight_sync = build_weight_sync(settings, shards, runtime.rollout, runtime.job)
-    prompts, vocab_size = [prompt.tokens for prompt in inputs.train.prompts[:PROMPTS]], inputs.hf.int("vocab_size")
-    check = EngineCheck(settings, policy, vocab_size, runtime.job, weight_sync, runtime.rollout, phases, prompts)
+    check = EngineCheck(
+        settings,
+        policy,
+        has_experts=model_shape(inputs.hf).num_experts > 0,
+        job=runtime.job,
+        weight_sync=weight_sync,
+        engines=runtime.rollout,
+        phases=phases,
+        prompts=[prompt.tokens for prompt in inputs.train.prompts[:MAX_PROMPTS]],
+        should_stop=partial(preemption.requested, runtime.job.group),
+        say=runtime.progress.note,
+    )
     return weight_sync, check
 
 

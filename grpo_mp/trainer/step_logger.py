@@ -257,6 +257,7 @@ def sync_metrics(sync: SyncReport, check: CheckReport) -> dict[str, float]:
     distance = {
         "sync/check/logprob_abs_diff/mean": check.mean,
         "sync/check/logprob_abs_diff/max": check.largest,
+        **({"sync/check/limit": check.limit} if check.limit else {}),
     }
     return {
         "sync/weight_version": sync.version,

@@ -162,11 +162,13 @@ def ranks(phases: Sequence[RankPhase], now_s: float) -> Table | None:
         by_name.setdefault(phase.name or "between phases", []).append(phase)
     if not by_name:
         return None
-    table = _table("in", "for", "ranks")
+    table = _table("in", "for", "in all", "ranks")
     rows = sorted(by_name.items(), key=lambda item: min(phase.since_s for phase in item[1]))
     for name, those in rows[:MOST_RANKS]:
         longest = max(0.0, now_s - min(phase.since_s for phase in those))
-        table.add_row(Text(name, style="bold"), duration(longest), name_ranges([phase.rank for phase in those]))
+        outer = max(0.0, now_s - min(phase.outer_since_s for phase in those))
+        numbers = name_ranges([phase.rank for phase in those])
+        table.add_row(Text(name, style="bold"), duration(longest), duration(outer), numbers)
     return table
 
 

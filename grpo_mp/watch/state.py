@@ -35,7 +35,8 @@ class RankPhase:
 
     rank: int
     name: str
-    since_s: float  # since the epoch
+    since_s: float  # of the innermost, since the epoch
+    outer_since_s: float  # of the outermost
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,9 @@ def current_phase(rank: int, events: Sequence[Event]) -> RankPhase:
     """Return the spans that are open after the events. Pure."""
     spans = _open_spans(events)
     last_s = max((event["ts"] for event in events if event["ph"] in "BE"), default=0.0) / 1e6
-    return RankPhase(rank, " > ".join(span["name"] for span in spans), spans[-1]["ts"] / 1e6 if spans else last_s)
+    name = " > ".join(span["name"] for span in spans)
+    since_s, outer_since_s = (spans[i]["ts"] / 1e6 if spans else last_s for i in (-1, 0))
+    return RankPhase(rank, name, since_s, outer_since_s)
 
 
 def _open_spans(events: Sequence[Event]) -> list[Event]:

@@ -1,30 +1,44 @@
 """Compare an engine's logprobs with the policy's after a weight sync, and name the tensor that differs. Pure."""
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "fp8": 0.25}  # mean |engine - policy| in nats; fp8: not yet measured
-# The second, larger check: so many sets of sequences, without the farthest tokens. Where rounding decides between two
-# experts, policy and engine may route one token differently though all weights are equal; that happens to a token in
-# tens of thousands. A wrong tensor is seen by more of them, a rarely chosen expert's included.
-RECHECK_SETS = 32
+LEAST_LIMIT = 1e-4  # nats: no smaller mean difference matters to an importance weight, whatever the precision
+# The mean difference of engine and policy, in units of what rounding noise changes in the policy's own logprobs on
+# the same tokens (policy/rounding.py). With e for the error by all roundings of one computation, two that are
+# equally right differ by sqrt(2) e, and so do the policy and itself with noise, which adds one more rounding at each
+# linear layer: the quotient is below 1. Of attention by other kernels and of float32 it is 0.65 to 0.84 in models of
+# 2 to 32 layers and 64 to 512 columns, and 0.70 and 0.79 in a trained one of 30 layers and 576 columns, where an
+# attention scale that is wrong by 10 % is 2.8, and a rope of a tenth of its theta 4.8.
+ROUNDING_FACTOR = 1.5  # up to here an engine passes
+WRONG_FACTOR = 2.5  # beyond, rounding explains no difference; between them it is said whose rounding it may be
+# The second check, of mixtures of experts: so many sets of sequences, without the farthest tokens. Where rounding
+# decides between two experts, policy and engine may route one token differently though all weights are equal; in
+# float32 that happens to a token in tens of thousands. A wrong tensor is seen by more of them, a rarely chosen
+# expert's included.
+RECHECK_SETS = 8
 MAX_ROUTING_TIES = 3
+MIN_TEXTS, MAX_TEXTS, MIN_TOKENS = 4, 32, 256  # prompts of a set: four, or more that are short
+ANSWERS, ANSWER_TOKENS = 2, 1024  # of the last step, the end of each
 
 EngineChecksums = Mapping[str, str]  # of an engine's tensors, by its own names
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Hold mean and largest |engine - policy| logprob difference over `tokens` tokens, in nats.
+    """Hold mean and largest |engine - policy| logprob difference over `tokens` tokens, in nats, and the mean's limit.
 
-    No tokens: no engine was there to be compared.
+    No tokens: no engine was there to be compared. A limit of 0 is not known.
     """
 
     mean: float
     largest: float
     tokens: int
+    limit: float = 0.0
 
     def passes(self, tolerance: float) -> bool:
         """Tell whether the mean is within the tolerance; False where it is NaN."""
@@ -35,13 +49,26 @@ NOT_COMPARED = CheckReport(0.0, 0.0, 0)
 
 
 def comparison_sequences(
-    vocabulary: int, longest: int, seed: int, prompts: Sequence[tuple[int, ...]] = (), count: int = 4
+    prompts: Sequence[tuple[int, ...]], longest: int, number: int = 0, answers: Sequence[tuple[int, ...]] = ()
 ) -> tuple[tuple[int, ...], ...]:
-    """Return sequences to compare on: real prompts of 2 to `longest` tokens, and random tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    length = max(2, min(longest, 64))
-    random = torch.randint(0, vocabulary, (count, length), generator=generator).tolist()
-    return (*(prompt for prompt in prompts[:count] if 2 <= len(prompt) <= longest), *map(tuple, random))
+    """Return texts of 2 to `longest` tokens to compare on: those of the run.
+
+    The set 0 has the first prompts and the ends of `answers`, sequences of prompt and response. Another number draws
+    prompts, each from a random token on, so that sets differ although there may be few prompts.
+    """
+    generator = random.Random(number)
+    # Where all prompts are of one token, they are one text.
+    texts = [prompt for prompt in prompts if len(prompt) >= 2] or [(*chain(*prompts), *prompts[0])]
+    if number:
+        texts = [text[generator.randrange(len(text) - 1) :] for text in generator.sample(texts, len(texts))]
+    chosen, tokens = list[tuple[int, ...]](), 0
+    for text in texts[:MAX_TEXTS]:
+        if len(chosen) >= MIN_TEXTS and tokens >= MIN_TOKENS:
+            break
+        chosen.append(text[:longest])
+        tokens += len(chosen[-1])
+    ends = [answer[-min(ANSWER_TOKENS, longest) :] for answer in answers[:ANSWERS] if len(answer) >= 2]
+    return (*chosen, *(ends if not number else ()))
 
 
 def compare(engine: Sequence[Sequence[float]], policy: Sequence[Sequence[float]]) -> CheckReport:
@@ -81,17 +108,19 @@ def worst_report(reports: Sequence[CheckReport]) -> CheckReport:
 
 
 def describe_difference(before: EngineChecksums, again: EngineChecksums, restored: EngineChecksums) -> str:
-    """Return one sentence that names the tensors at fault after a sync that failed the check.
+    """Return one sentence that names the tensors at fault after a sync that failed the check; "" where none is.
 
     before: checksums after that sync; again: after a second one; restored: after the engine's weights were
     overwritten at random and a third one. The second sync changes what the first did not deliver; what differs
     after the third is reached by no sync.
     """
+    if not (again and restored):
+        return "the engine computes no checksums, so which tensor differs is not known"
     if changed := [name for name in again if before.get(name) != again[name]]:
         return f"a second sync changed {_first_names(changed)}: the first sync was incomplete"
     if unreached := [name for name in restored if again.get(name) != restored[name]]:
         return f"no sync updates {_first_names(unreached)}"
-    return "all tensors arrive unchanged: the engine computes differently, its weights are right"
+    return ""
 
 
 def describe_repair(before: EngineChecksums, again: EngineChecksums) -> str:

@@ -39,8 +39,8 @@ from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
 from grpo_mp.policy.trained_model import TrainedModel
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.types import MicroBatch
-from grpo_mp.weight_sync.compare import comparison_sequences
-from grpo_mp.weight_sync.engine_check import PROMPTS, sequence_logprobs
+from grpo_mp.weight_sync.compare import MAX_TEXTS, comparison_sequences
+from grpo_mp.weight_sync.engine_check import sequence_logprobs
 from grpo_mp.weight_sync.update import PolicyShards, build_weight_sync
 from tests.bench.small_policy import MIB, TOKENS, padding, peak_bytes, settled_bytes, start_small_policy
 from tests.bench.sync_memory import StandIn, rollout_with
@@ -95,7 +95,7 @@ def _measure(settings: Settings, parallel: Parallel) -> Mapping[str, float]:
 def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> dict[str, int]:
     policy = Policy(settings, parallel, with_reference=False)
     models: list[Policy | Critic] = [policy, *([Critic(settings, parallel)] if settings.critic else [])]
-    sequences = comparison_sequences(TOKENS, TOKENS, 0, [(0,) * (settings.rollout.max_prompt_tokens // 2)] * PROMPTS)
+    sequences = comparison_sequences([(0,) * (settings.rollout.max_prompt_tokens // 2)] * MAX_TEXTS, TOKENS)
     model, sync_bytes = settings.model, settings.sync.bucket_bytes
     _compute_gradients(models)
     _step(models)  # moments are there from the first update on

@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pytest
 
 from grpo_mp.doctor.live_engines import EngineServer, EngineWeights, ask_weights
-from grpo_mp.doctor.run import sync_tolerance
 from tests.cli.command import Result, run_command
 from tests.doctor.test_run import SETTINGS, line
 
@@ -51,30 +49,6 @@ def refused(result: Result, sentence: str) -> None:
 def test_what_are_no_settings_is_a_sentence(run: Path, settings: str, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "settings.yaml").write_text(settings)
     refused(run_command(capsys, "doctor", "run", run), "settings.yaml: no settings of a run: copy it again")
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"engine": None},
-        {"engine": {"args": None}},
-        {"model": None, "sync": None},
-        {"model": {"dtype": "int3"}},
-        {"sync": {"check_tolerance": "x"}},
-        {"training": [1], "model": {}},
-    ],
-    ids=str,
-)
-def test_settings_that_do_not_say_how_far_engines_may_be(
-    run: Path, changed: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert sync_tolerance(SETTINGS) == 0.05
-    settings = {**SETTINGS, **changed}
-    assert sync_tolerance(settings) is None
-    (run / "settings.yaml").write_text(json.dumps({name: value for name, value in settings.items() if value}))
-    result = run_command(capsys, "doctor", "run", run)
-    assert (result.status, result.err) == (0, "")
-    assert "whether the engines had the policy's model after 1 weight syncs is not judged" in result.out
 
 
 def test_metrics_that_are_a_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,6 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.weight_sync.compare import comparison_sequences
 from grpo_mp.weight_sync.engine_check import sequence_logprobs
 from tests.conftest import TinyRun
 from tests.e2e.conftest import LAST_STEP, FinishedRun, finished_settings
@@ -193,7 +192,8 @@ def first_policy(settings: Settings) -> Iterator[Policy]:
 def saved_scores(run: Path, first_policy: Policy) -> tuple[list[tuple[int, ...]], list[list[float]]]:
     """Fixed sequences, and their logprobs by the policy of the last checkpoint: one rank loads what two saved."""
     load_policy(first_policy, checkpoint_folder(run, LAST_STEP) / "policy")
-    sequences = list(comparison_sequences(first_policy.hf.int("vocab_size"), longest=48, seed=1))
+    generator, vocabulary = torch.Generator().manual_seed(1), first_policy.hf.int("vocab_size")
+    sequences = [tuple(row) for row in torch.randint(vocabulary, (4, 48), generator=generator).tolist()]
     return sequences, sequence_logprobs(first_policy, sequences)
 
 

@@ -11,8 +11,7 @@ from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase, total_bytes
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.plan import Plan, check_fits, make_plan
-from grpo_mp.planner.weight_traffic import PROMPTS, check_lengths
-from grpo_mp.weight_sync import engine_check
+from grpo_mp.planner.weight_traffic import check_lengths
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -37,16 +36,15 @@ def test_long_answers_on_128_gpus() -> None:
 
 
 def test_the_check_counts_its_sequences_layers_and_requests() -> None:
-    """61 layers one after the other, in the policy and then in the engine; four prompts and four random sequences."""
+    """61 layers one after the other, in the policy and then in the engine; four prompts and two ends of answers."""
     plan = plan_recipe("moe_671b", 16)
-    assert PROMPTS == engine_check.PROMPTS
-    assert check_lengths(plan.job) == [1024] * 4 + [64] * 4
+    assert check_lengths(plan.job) == [1024] * 6
     use, time = plan.uses[SubPhase.CHECK], plan.times[SubPhase.CHECK]
     counts = {wait.name: wait.count for wait in use.waits}
     assert counts["layers of the policy"] == counts["layers of an engine"] == 61
     assert counts["requests to an engine"] == 2
     # Eight GPUs share a sequence of the policy; 37 billion parameters of a token, and little attention.
-    assert use.flops == pytest.approx(2 * 37e9 * 4352 * (1 / 8 + 1 / 32), rel=0.15)
+    assert use.flops == pytest.approx(2 * 37e9 * 6144 * (1 / 8 + 1 / 32), rel=0.15)
     assert 2 * 61 * OVERHEADS.eager_layer_s < time.expected_s < 2
 
 

@@ -3,9 +3,12 @@ import math
 import pytest
 
 from grpo_mp.weight_sync.compare import (
+    ANSWER_TOKENS,
+    LEAST_LIMIT,
     MAX_ROUTING_TIES,
+    MAX_TEXTS,
+    MIN_TOKENS,
     RECHECK_SETS,
-    TOLERANCE,
     CheckReport,
     compare,
     comparison_sequences,
@@ -34,9 +37,9 @@ def test_pool_reports_equals_one_report_on_all_tokens() -> None:
 def test_one_routing_tie_passes_and_a_small_error_everywhere_fails() -> None:
     tied = CheckReport(mean=0.53 / 500, largest=0.53, tokens=500)
     good = CheckReport(mean=4e-7, largest=2e-6, tokens=500)
-    assert not tied.passes(TOLERANCE["float32"])
-    assert trimmed_mean([tied] + [good] * (RECHECK_SETS - 1)) <= TOLERANCE["float32"]
-    assert trimmed_mean([CheckReport(1.1e-4, 1e-3, 500)] * RECHECK_SETS) > TOLERANCE["float32"]
+    assert not tied.passes(LEAST_LIMIT)
+    assert trimmed_mean([tied] + [good] * (RECHECK_SETS - 1)) <= LEAST_LIMIT
+    assert trimmed_mean([CheckReport(1.1e-4, 1e-3, 500)] * RECHECK_SETS) > LEAST_LIMIT
 
 
 def test_a_few_ties_pass_and_a_wrong_tensor_that_few_tokens_see_does_not() -> None:
@@ -45,10 +48,10 @@ def test_a_few_ties_pass_and_a_wrong_tensor_that_few_tokens_see_does_not() -> No
     ties = [tie] * MAX_ROUTING_TIES
     assert trimmed_mean([*ties, *[equal] * (RECHECK_SETS - len(ties))]) == pytest.approx(0)
     rarely_chosen_expert = compare([[-1.0] * 254], [[-1.0] * 253 + [-1.05]])  # seen by one token of each set
-    assert trimmed_mean([rarely_chosen_expert] * RECHECK_SETS) == pytest.approx(29 * 0.05 / (254 * 32 - 3))
-    assert trimmed_mean([rarely_chosen_expert] * RECHECK_SETS) > TOLERANCE["float32"]
+    assert trimmed_mean([rarely_chosen_expert] * RECHECK_SETS) == pytest.approx(5 * 0.05 / (254 * 8 - 3))
+    assert trimmed_mean([rarely_chosen_expert] * RECHECK_SETS) > LEAST_LIMIT
     everywhere = compare([[-1.0] * 254], [[-1.0002] * 254])
-    assert trimmed_mean([everywhere] * RECHECK_SETS) > TOLERANCE["float32"]
+    assert trimmed_mean([everywhere] * RECHECK_SETS) > LEAST_LIMIT
 
 
 def test_worst_report_of_several_engines() -> None:
@@ -78,20 +81,31 @@ def test_different_shapes_are_an_error(engine: list[list[float]], policy: list[l
         compare(engine, policy)
 
 
-def test_sequences_are_fitting_prompts_and_seeded_random_tokens() -> None:
-    prompts = [(1,), (1, 2), (3, 4, 5), tuple(range(30)), (6, 7)]
-    sequences = comparison_sequences(100, 20, seed=3, prompts=prompts, count=4)
-    assert sequences[:2] == ((1, 2), (3, 4, 5))
-    assert [len(sequence) for sequence in sequences[2:]] == [20] * 4
-    assert sequences == comparison_sequences(100, 20, seed=3, prompts=prompts, count=4)
-    assert sequences != comparison_sequences(100, 20, seed=4, prompts=prompts, count=4)
+def test_the_first_set_has_the_first_prompts_and_the_ends_of_answers() -> None:
+    prompts = [tuple(range(start, start + 100)) for start in range(0, 1000, 100)]
+    assert comparison_sequences(prompts, 400) == tuple(prompts[:4])
+    assert comparison_sequences(prompts, 70) == tuple(prompt[:70] for prompt in prompts[:4])
+    answers = [tuple(range(2000)), (7,), (8, 9), (1, 2)]
+    assert comparison_sequences(prompts, 5000, 0, answers)[4:] == (answers[0][-ANSWER_TOKENS:],)
+    assert comparison_sequences(prompts, 400, 0, answers[2:])[4:] == ((8, 9), (1, 2))
 
 
-@pytest.mark.parametrize(("longest", "length"), [(1, 2), (2, 2), (64, 64), (10_000, 64)])
-def test_random_sequences_cover_the_vocabulary_at_a_bounded_length(longest: int, length: int) -> None:
-    sequences = comparison_sequences(7, longest, seed=0, count=50)
-    assert {len(sequence) for sequence in sequences} == {length}
-    assert {token for sequence in sequences for token in sequence} == set(range(7))
+def test_of_short_prompts_there_are_more() -> None:
+    prompts = [(n, n + 1, n + 2) for n in range(100)]
+    assert comparison_sequences(prompts, 50) == tuple(prompts[:MAX_TEXTS])
+    ten = [tuple(range(n, n + 10)) for n in range(100)]
+    assert sum(map(len, comparison_sequences(ten, 50))) == -(-MIN_TOKENS // 10) * 10
+    assert comparison_sequences([(1,), (2,)], 50) == ((1, 2, 1),)
+    assert comparison_sequences([(1,), (2, 3)], 50) == ((2, 3),)
+
+
+def test_other_sets_are_other_texts_of_the_same_prompts() -> None:
+    prompts = [tuple(range(start, start + 30)) for start in range(0, 60, 30)]
+    sets = [comparison_sequences(prompts, 50, number, [(1, 2)]) for number in range(RECHECK_SETS)]
+    assert len(set(sets)) == RECHECK_SETS
+    assert sets == [comparison_sequences(prompts, 50, number, [(1, 2)]) for number in range(RECHECK_SETS)]
+    for texts in sets[1:]:
+        assert all(len(text) >= 2 and text in {prompt[-len(text) :] for prompt in prompts} for text in texts)
 
 
 def test_tensor_changed_by_second_sync_did_not_arrive() -> None:
@@ -113,5 +127,9 @@ def test_more_than_three_names_are_counted() -> None:
     assert text == "no sync updates a, b, c and 2 more"
 
 
-def test_no_difference_blames_the_computation() -> None:
-    assert "its weights are right" in describe_difference(CHECKSUMS, dict(CHECKSUMS), dict(CHECKSUMS))
+def test_no_difference_names_no_tensor() -> None:
+    assert describe_difference(CHECKSUMS, dict(CHECKSUMS), dict(CHECKSUMS)) == ""
+
+
+def test_without_checksums_no_tensor_is_known() -> None:
+    assert "is not known" in describe_difference({}, {}, {})

@@ -1,8 +1,10 @@
 """The check of the engines after a sync, with a real policy of one rank and engines that are made up."""
 
 import asyncio
+import math
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,13 +13,13 @@ import pytest
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
-from grpo_mp.errors import EngineError
+from grpo_mp.errors import EarlyStopError, EngineError
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.step_logger import sync_metrics
 from grpo_mp.weight_sync import engine_check
-from grpo_mp.weight_sync.compare import NOT_COMPARED, RECHECK_SETS, CheckReport
+from grpo_mp.weight_sync.compare import NOT_COMPARED, RECHECK_SETS, ROUNDING_FACTOR, CheckReport
 from grpo_mp.weight_sync.engine_check import EngineCheck, EngineDisagreesError, sequence_logprobs
 from grpo_mp.weight_sync.update import SyncReport, WeightSync
 from tests.conftest import TinyRun
@@ -86,12 +88,16 @@ def policy(settings: Settings) -> Iterator[Policy]:
         stop_parallel()
 
 
-def phase(*_: object) -> AbstractContextManager[None]:
+def in_phase(*_: object) -> AbstractContextManager[None]:
     return nullcontext()
 
 
 def make_check(
-    settings: Settings, policy: Policy, engine: Engine, unchanged: frozenset[str] = frozenset()
+    settings: Settings,
+    policy: Policy,
+    engine: Engine,
+    unchanged: frozenset[str] = frozenset(),
+    has_experts: bool = True,
 ) -> EngineCheck:
     weight_sync = cast(
         WeightSync,
@@ -104,18 +110,17 @@ def make_check(
             checksums=engine.checksums,
         ),
     )
-    phases = cast(PhaseManager, SimpleNamespace(phase=phase))
-    vocab_size, job = policy.hf.int("vocab_size"), policy.parallel.job
-    return EngineCheck(settings, policy, vocab_size, job, weight_sync, cast(Rollout, engine), phases, PROMPTS)
+    phases = cast(PhaseManager, SimpleNamespace(phase=in_phase, activity=in_phase))
+    rollout, job = cast(Rollout, engine), policy.parallel.job
+    return EngineCheck(settings, policy, has_experts, job, weight_sync, rollout, phases, PROMPTS)
 
 
 def test_an_engine_with_the_policys_weights_passes_on_real_prompts(settings: Settings, policy: Policy) -> None:
     engine = Engine(policy, [0.0])
     report = make_check(settings, policy, engine).run(3)
     assert (report.mean, report.largest) == (0.0, 0.0)
-    (sequences,) = engine.sets
-    assert sequences[:2] == tuple(PROMPTS)
-    assert report.tokens == sum(len(tokens) - 1 for tokens in sequences)
+    assert engine.sets == [tuple(PROMPTS)]
+    assert (report.tokens, report.limit) == (5, 1e-4)
 
 
 def test_an_error_in_the_first_set_alone_is_forgiven(settings: Settings, policy: Policy) -> None:
@@ -123,7 +128,8 @@ def test_an_error_in_the_first_set_alone_is_forgiven(settings: Settings, policy:
     report = make_check(settings, policy, engine).run(3)
     assert 0 < report.mean < 1e-4 < report.largest
     assert len(engine.sets) == RECHECK_SETS
-    assert not any(prompt in sequences for sequences in engine.sets[1:] for prompt in PROMPTS)
+    texts = {prompt[start:] for prompt in PROMPTS for start in range(len(prompt) - 1)}
+    assert all(set(sequences) <= texts for sequences in engine.sets)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +178,89 @@ def test_an_error_in_every_set_names_engine_and_tensor(settings: Settings, polic
     assert "largest 0.5, allowed mean 0.0001 (sync.check_tolerance); no sync updates b" in message
 
 
+@pytest.fixture
+def measured(settings: Settings) -> Settings:
+    """Return settings without a tolerance of their own."""
+    return settings.model_copy(update={"sync": settings.sync.model_copy(update={"check_tolerance": None})})
+
+
+@pytest.fixture
+def intact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every sync bring every tensor."""
+    monkeypatch.setattr(Engine, "update_weights", lambda engine, *_, **__: engine.weights.update(a="1", b="1"))
+
+
+@pytest.mark.parametrize(("share", "outcome"), [(0.9, "passes"), (1.3, "warns"), (1.9, "stops"), (math.nan, "stops")])
+@pytest.mark.usefixtures("intact")
+def test_without_a_wrong_tensor_no_engine_is_given_up(
+    measured: Settings,
+    policy: Policy,
+    share: float,
+    outcome: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The limit is ROUNDING_FACTOR times what noise changes; beyond WRONG_FACTOR the engine computes otherwise."""
+    lost = list[object]()
+    monkeypatch.setattr(Engine, "lose_engine", lambda _, error: lost.append(error))
+    monkeypatch.setattr(EngineCheck, "_measure", lambda *_: CheckReport(0.05, 0.4, 5))
+    engine = Engine(policy, [share * ROUNDING_FACTOR * 0.05])
+    check = make_check(measured, policy, engine, has_experts=False)
+    if outcome == "stops":
+        with pytest.raises(EarlyStopError, match="arrive unchanged: the engine computes another function"):
+            check.run(3)
+    else:
+        report = check.run(3)
+        assert report.limit == pytest.approx(0.075)
+        assert report.mean == pytest.approx(share * 0.075)
+    warnings = [text for text in caplog.messages if "algorithm.rollout_correction" in text]
+    assert len(warnings) == (outcome == "warns")
+    assert not lost
+    assert len(engine.sets) == 1  # without experts there are no ties
+    if outcome == "warns":
+        assert f"{share * 0.075:.3g} over 5 tokens" in warnings[0]
+        overwritten = engine.overwritten
+        check.run(3)
+        assert engine.overwritten == overwritten  # it is said once, not at every step
+
+
+def test_the_limit_is_measured_where_the_difference_is_beyond_the_least(
+    measured: Settings, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = list[float]()
+    measure = EngineCheck._measure
+
+    def count(*arguments: Any) -> CheckReport:
+        report = measure(*arguments)
+        noise.append(report.mean)
+        return report
+
+    monkeypatch.setattr(EngineCheck, "_measure", count)
+    monkeypatch.setattr(EngineCheck, "_precision", "fp8")
+    engine = Engine(policy, [1e-5, 2e-4, 2e-4])
+    check = make_check(measured, policy, engine, has_experts=False)
+    assert check.run(3).limit == 1e-4
+    assert not noise
+    limit = check.run(3).limit
+    assert limit == ROUNDING_FACTOR * noise[0] > 2e-4  # noise of 2^-4 at every linear layer
+    assert check.run(3).limit == limit
+    assert len(noise) == 1  # later it serves as long as the difference is below
+
+
+def test_a_stop_that_is_asked_for_ends_the_second_check(settings: Settings, policy: Policy) -> None:
+    engine = Engine(policy, [0.5])
+    check = make_check(settings, policy, engine)
+    check.should_stop = lambda: len(engine.sets) >= 2
+    assert check.run(3).mean == pytest.approx(0.5)
+    assert (len(engine.sets), engine.overwritten) == (2, 0)
+
+
+def test_answers_of_the_first_engine_are_compared(settings: Settings, policy: Policy) -> None:
+    engine = Engine(policy, [0.0])
+    make_check(settings, policy, engine).run(3, [(5, 6, 7), (8, 9), (10, 11)])
+    assert engine.sets == [(*PROMPTS, (5, 6, 7), (8, 9))]
+
+
 def test_an_engine_that_agrees_keeps_its_weights_while_another_is_looked_at(
     settings: Settings, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,11 +271,12 @@ def test_an_engine_that_agrees_keeps_its_weights_while_another_is_looked_at(
     monkeypatch.setattr(Engine, "host_ranks", (0, 1))
     monkeypatch.setattr(Engine, "lose_engine", lambda _, error: lost.append(str(error)))
     wrong, right = (CheckReport(mean, mean, 100) for mean in (0.5, 0.0))
-    monkeypatch.setattr(EngineCheck, "_compare_engines", lambda *_: [right, wrong])
-    gathered = list[str]()
+    monkeypatch.setattr(EngineCheck, "_compare_engines", lambda *_: ([right, wrong], []))
+    monkeypatch.setattr(EngineCheck, "_measure", lambda *_: CheckReport(1e-6, 1e-6, 100))
+    gathered = list[object]()
     monkeypatch.setattr(engine_check, "all_gather", lambda own, _: [gathered.append(own) or own, "no sync updates b"])
     check.run(3)
-    assert (engine.overwritten, lost, len(gathered)) == (0, [], 1)
+    assert (engine.overwritten, lost, sum(isinstance(one, str) for one in gathered)) == (0, [], 1)
 
 
 def test_engines_that_are_lost_do_not_count(
@@ -205,12 +295,13 @@ def test_engines_that_are_lost_do_not_count(
 
     monkeypatch.setattr(Engine, "host_ranks", (0, 1))
     right = CheckReport(1e-7, 1e-6, 100)
-    monkeypatch.setattr(EngineCheck, "_compare_engines", lambda *_: [NOT_COMPARED, right])
-    assert check.run(3) == right
+    monkeypatch.setattr(EngineCheck, "_compare_engines", lambda *_: ([NOT_COMPARED, right], []))
+    monkeypatch.setattr(EngineCheck, "_measure", lambda *_: CheckReport(1e-6, 1e-6, 100))
+    assert check.run(3) == replace(right, limit=1e-4)
     lost = list[str]()
     monkeypatch.setattr(Engine, "lose_engine", lambda _, error: lost.append(str(error)))
     sets = iter([[CheckReport(0.5, 0.6, 100), right], *[[NOT_COMPARED, right]] * RECHECK_SETS])
-    monkeypatch.setattr(EngineCheck, "_compare_engines", lambda *_: next(sets))
+    monkeypatch.setattr(EngineCheck, "_compare_engines", lambda *_: (next(sets), []))
     monkeypatch.setattr(engine_check, "all_gather", lambda own, _: [own, own])
     check.run(3)
     assert len(lost) == 1  # by what it answered before

@@ -1,0 +1,55 @@
+"""Noise of the size of a precision's rounding, added to what the linear layers of a model read."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "fp8": 2.0**-4}  # largest relative error of one rounding
+
+
+@contextmanager
+def rounding_noise(models: Iterable[nn.Module], precision: str, seed: int) -> Iterator[None]:
+    """Change the input of every linear layer of the models by up to one rounding of a precision, inside.
+
+    Values are multiplied by 1 + u, with u uniform in +- UNIT_ROUNDOFF. The change sends all later roundings other ways,
+    those of attention, norms and residuals, too: what comes out differs as between two implementations that are
+    equally right. It takes no second copy of the weights and works in any layout; ranks should have different seeds.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def add_noise(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, *rest = inputs
+        device = hidden.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(seed)
+        noise = torch.rand(hidden.shape, generator=generators[device], device=device).mul_(2).sub_(1)
+        changed = torch.addcmul(hidden.float(), hidden.float(), noise, value=UNIT_ROUNDOFF[precision])
+        return (changed.to(hidden.dtype), *rest)
+
+    with ExitStack() as hooks:
+        for model in models:
+            for module in filter(_is_linear, model.modules()):
+                hooks.enter_context(_removed(module.register_forward_pre_hook(add_noise)))
+        yield
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a module multiplies hidden states by weights that engines may hold in low precision.
+
+    Routers and embeddings have a matrix, too, and are none.
+    """
+    is_other = isinstance(module, nn.Embedding) or any(
+        part in type(module).__name__ for part in ("Router", "Embedding")
+    )
+    return not is_other and any(isinstance(each, Tensor) and each.dim() > 1 for each in module._parameters.values())
+
+
+@contextmanager
+def _removed(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
