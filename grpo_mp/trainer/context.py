@@ -131,9 +131,7 @@ def open_context(
             progress.note(rollout.call(rollout.client.capabilities()).sentence)
         phases = _make_phases(settings, runtime, policy, critic, offload)
         eval_scorer = inputs.scorer.for_evaluations()
-        weight_sync, check = (
-            (None, None) if inputs.replay else _make_sync(settings, inputs, policy, runtime, phases, preemption)
-        )
+        weight_sync, check = _make_sync(settings, inputs, policy, runtime, phases, preemption)
         former = (
             Reference(policy.trained_tensors)
             if policy and settings.keeps_former_weights and not inputs.replay
@@ -195,8 +193,10 @@ def _make_sync(
     runtime: RankRuntime,
     phases: PhaseManager,
     preemption: PreemptionHandler,
-) -> tuple[WeightSync, EngineCheck]:
-    """Plan the weight sync, and make the check after it."""
+) -> tuple[WeightSync, EngineCheck] | tuple[None, None]:
+    """Plan the weight sync, and make the check after it; a replay has no engines."""
+    if inputs.replay:
+        return None, None
     shards = PolicyShards.of_policy(policy) if policy else PolicyShards.none(inputs.hf, settings.layout)
     weight_sync = build_weight_sync(settings, shards, runtime.rollout, runtime.job)
     check = EngineCheck(
