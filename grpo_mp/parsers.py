@@ -76,6 +76,7 @@ def sft_parser() -> Parser:
 
 def _add_start(parser: Parser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
+    parser.add_argument("--all", action="store_true", help="with --dry-run: print every setting, defaults among them")
     parser.add_argument("--ranks", type=number_of_ranks, help="ranks to start on this machine, or to check")
     per_node = "with --dry-run: ranks on one node (default: all)"
     parser.add_argument("--ranks-per-node", type=number_of_ranks, help=per_node)

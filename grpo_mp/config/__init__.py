@@ -10,6 +10,7 @@ from grpo_mp.config.load import (
     load_pipeline,
     load_settings,
     load_sft_settings,
+    show_changed_settings,
     show_settings,
     training_module,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "load_pipeline",
     "load_settings",
     "load_sft_settings",
+    "show_changed_settings",
     "show_settings",
     "training_module",
 ]

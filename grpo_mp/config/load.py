@@ -124,6 +124,12 @@ def show_settings(settings: Section) -> str:
     return yaml.safe_dump(without_secrets(settings.model_dump(mode="json")), sort_keys=False)
 
 
+def show_changed_settings(settings: Section) -> str:
+    """Return the settings that differ from their defaults, and those without one, without logins and keys."""
+    changed = settings.model_dump(mode="json", exclude_defaults=True)
+    return yaml.safe_dump(without_secrets(changed), sort_keys=False)
+
+
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     name, equals, value = override.partition("=")
     if not equals or ("." not in name and name not in Settings.model_fields):

@@ -14,8 +14,9 @@ from grpo_mp.log import log_to_terminal
 from grpo_mp.parsers import sft_parser, train_parser
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.trainer.context import local_ranks
+from grpo_mp.trainer.describe import describe_run
 from grpo_mp.trainer.exit import end_without_cleanup, exit_on_error
-from grpo_mp.trainer.preflight import RunInputs, describe_run, run_preflight, run_replay_preflight
+from grpo_mp.trainer.preflight import RunInputs, run_preflight, run_replay_preflight
 from grpo_mp.trainer.replay import replay_settings
 from grpo_mp.trainer.sft_preflight import SftInputs, describe_sft, run_sft_preflight
 
@@ -32,7 +33,7 @@ def run_command(train: Callable[[Settings, RunInputs], None], arguments: Sequenc
             sizes = (args.ranks, args.ranks_per_node or args.ranks) if args.ranks else local_ranks()
             inputs = preflight(settings, *sizes)
             if int(os.environ.get("RANK", 0)) == 0:
-                print(describe_run(settings.with_steps(inputs.train.epoch_size), inputs, *sizes))
+                print(describe_run(settings.with_steps(inputs.train.epoch_size), inputs, *sizes, args.all))
         elif args.ranks_per_node:
             raise UserError("--ranks-per-node is for --dry-run: a launcher says how many ranks a node has")
         else:
@@ -59,7 +60,7 @@ def run_sft_command(
             state = saved_state(settings.run.folder)
             settings = settings.with_steps(inputs.train.epoch_size, state.step, state.samples_seen)
             if int(os.environ.get("RANK", 0)) == 0:
-                print(describe_sft(settings, inputs, world_size, ranks_per_node))
+                print(describe_sft(settings, inputs, world_size, ranks_per_node, args.all))
         elif args.ranks_per_node:
             raise UserError("--ranks-per-node is for --dry-run: a launcher says how many ranks a node has")
         else:

@@ -19,11 +19,11 @@ from grpo_mp.algorithms.registries import policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, check_same_data, saved_step
 from grpo_mp.checkpoint.settings_changes import use_template_date
-from grpo_mp.config import Settings, dump_settings, show_settings
+from grpo_mp.config import Settings, dump_settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RunConfig
 from grpo_mp.data.overlap import find_overlaps
 from grpo_mp.data.prompts import PromptSet, ToolsOf, load_prompts, load_train_prompts, no_tools
-from grpo_mp.distributed.layout import describe_parallelism, model_shape
+from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.nccl_memory import check_nccl
 from grpo_mp.distributed.shards import tp_size
 from grpo_mp.errors import UserError
@@ -46,9 +46,9 @@ from grpo_mp.rollout.determinism import check_determinism
 from grpo_mp.rollout.engine_args import check_arguments, check_tool_parser
 from grpo_mp.rollout.engine_parallelism import EXPERT_LOCATION_ARGS, check_engine_parallelism, engine_parallelism
 from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
-from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
+from grpo_mp.rollout.placement import engine_placements
 from grpo_mp.rollout.precision import engine_uses_fp8
-from grpo_mp.rollout.reward_servers import TEACHER, check_reward_models, check_teacher, check_tokens, served_models
+from grpo_mp.rollout.reward_servers import check_reward_models, check_teacher, check_tokens
 from grpo_mp.rollout.routed_experts import check_routed_experts
 from grpo_mp.rollout.server import check_temporary_folder
 from grpo_mp.rollout.speculation import check_speculation, speculative_arguments
@@ -436,53 +436,3 @@ def _warn_without_effect(algorithm: AlgorithmConfig, updates: int) -> Iterator[s
             f"algorithm.preset={algorithm.preset}: with one update a step (training.updates_per_step and "
             f"training.epochs are 1) every importance ratio is 1, and {', '.join(idle)} has no effect: set 2 or more"
         )
-
-
-def _describe_prompts(train: PromptSet) -> str:
-    left_out = [f"{train.num_too_long} longer than the limit"]
-    left_out += [f"{train.num_filtered} for their pass rate"] if train.num_filtered else []
-    mixed = (
-        f", of which an epoch has {' + '.join(str(share.count) for share in train.mixture)}" if train.mixture else ""
-    )
-    return f"{len(train)} ({', '.join(left_out)} left out){mixed}"
-
-
-def _describe_critic(settings: Settings, train_ranks: int) -> Iterator[str]:
-    if settings.critic:
-        own = settings.for_critic()
-        yield f"critic: {own.model.path}; layout: {describe_parallelism(own.layout, train_ranks)}"
-
-
-def describe_run(settings: Settings, inputs: RunInputs, world_size: int, ranks_per_node: int) -> str:
-    """Return the resolved settings as YAML, then the facts that follow from them, for a dry run."""
-    rollout, training = settings.rollout, settings.training
-    layout = describe_parallelism(settings.layout, world_size - settings.engine.ranks)
-    samples = {name: eval_set.samples for name, eval_set in settings.data.eval.items()}
-    evals = [
-        f"{len(prompts)} of {name}" + (f" x {samples[name]} samples" if samples[name] > 1 else "")
-        for name, prompts in inputs.evals.items()
-    ]
-    source = [f"rollouts: those of {inputs.replay.folder}"] if inputs.replay else []
-    if not inputs.replay:
-        hosts = engine_host_ranks(engine_placements(settings.engine, world_size, ranks_per_node))
-        source = [
-            f"engines: {len(hosts)} x {settings.engine.gpus_per_engine} rank(s), hosted by ranks {hosts}",
-            *(
-                f"{name if name == TEACHER else f'reward.{name}'}: {world_size // model.gpus_per_server} servers of "
-                f"{model.gpus_per_server} rank(s) on {model.folder}, asleep but in SCORE"
-                for name, model in served_models(settings, rewards=True, teacher=True).items()
-            ),
-            f"train prompts: {_describe_prompts(inputs.train)}; eval: {', '.join(evals) or 'none'}",
-        ]
-    facts = [
-        f"ranks: {world_size}, {ranks_per_node} on each node; layout: {layout}",
-        *_describe_critic(settings, world_size - settings.engine.ranks),
-        *source,
-        *inputs.overlaps(),
-        settings.step_summary,
-        f"longest sequence: {rollout.max_prompt_tokens} + {rollout.max_response_tokens} tokens; "
-        f"micro-batches of up to {training.max_tokens_per_microbatch} tokens",
-        *(f"warning: {text}" for text in inputs.warnings),
-        f"run folder: {settings.run.folder}; nothing was started",
-    ]
-    return show_settings(settings) + "\n" + "\n".join(facts)

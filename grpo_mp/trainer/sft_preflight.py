@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.checkpoint.run_state import check_run_folder, check_same_data
 from grpo_mp.checkpoint.settings_changes import use_template_date
-from grpo_mp.config import SftSettings, dump_settings, show_settings
+from grpo_mp.config import SftSettings, dump_settings
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.episodes.chat_data import ChatSet, load_held_out_chats, load_train_chats, stop_tokens
 from grpo_mp.episodes.supervised import ChatEncoder
@@ -19,6 +19,7 @@ from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.policy.parameter_bytes import policy_disk_need
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.trainer.adapter_check import check_adapters
+from grpo_mp.trainer.describe import describe_settings
 from grpo_mp.trainer.disk_check import check_disk
 from grpo_mp.trainer.export_servers import read_servers
 from grpo_mp.trainer.preflight import check_device_for, check_export, check_guards
@@ -68,8 +69,10 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> tuple[SftSettin
     return settings, SftInputs(hf, tokenizer, train, evals, make_loggers, warnings)
 
 
-def describe_sft(settings: SftSettings, inputs: SftInputs, world_size: int, ranks_per_node: int) -> str:
-    """Return the resolved settings as YAML, then the facts that follow from them, for a dry run."""
+def describe_sft(
+    settings: SftSettings, inputs: SftInputs, world_size: int, ranks_per_node: int, every_setting: bool = False
+) -> str:
+    """Return the facts of a run, its first sample as text, and its settings as YAML, for a dry run."""
     sft, train = settings.sft, inputs.train
     lengths, learned = train.lengths, train.learned.sum() / train.lengths.sum()
     evals = ", ".join(f"{len(held_out)} of {name}" for name, held_out in inputs.evals.items()) or "none"
@@ -88,7 +91,7 @@ def describe_sft(settings: SftSettings, inputs: SftInputs, world_size: int, rank
         *(f"warning: {text}" for text in inputs.warnings),
         f"run folder: {settings.run.folder}; nothing was started",
     ]
-    return show_settings(settings) + "\n" + "\n".join(facts)
+    return "\n".join([*facts, "", describe_settings(settings, every_setting)])
 
 
 def show_learned(inputs: SftInputs) -> str:

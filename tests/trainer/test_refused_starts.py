@@ -387,13 +387,19 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
     tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    main([str(tiny_run.config), f"run.folder={run}", "--dry-run", "--ranks", "4", "layout.tensor=2"])
+    start = [str(tiny_run.config), f"run.folder={run}", "--dry-run", "--ranks", "4", "layout.tensor=2"]
+    main([*start, "--all"])
     out, err = capfd.readouterr()
-    settings, _, facts = out.partition("\n\n")
+    facts, _, settings = out.partition("\n\n")
     (tmp_path / "resolved.yaml").write_text(settings)
     assert load_settings(tmp_path / "resolved.yaml") == load_settings(
         tiny_run.config, [f"run.folder={run}", "layout.tensor=2"]
     )
+    main(start)
+    changed = capfd.readouterr().out.partition("\n\n")[2]
+    assert "  tensor: 2\n" in changed
+    assert "virtual_pipeline" in settings
+    assert "virtual_pipeline" not in changed
     assert (
         "ranks: 4, 4 on each node; layout: tensor=2, pipeline=1, context=1, expert=2, expert_tensor=1, data=2" in facts
     )
@@ -401,6 +407,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
     assert "train prompts: 60 (0 longer than the limit left out); eval: 6 of arithmetic" in facts
     assert "a step: 4 prompts x 4 = 16 samples, 2 updates of 8" in facts
     assert "data.eval arithmetic: 0 of 6 problems are also in data.train" in facts
+    assert "first prompt, as the policy reads it: '<|user|>" in facts
     assert "nothing was started" in facts
     assert err == ""
     assert not run.exists()
