@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         console.print(explain(job))
         return 0
     if args.json:
-        return 0 if write_plan(job, args.json, with_times=not args.memory_only) else DOES_NOT_FIT
+        return 0 if write_plan(job, args.json) else DOES_NOT_FIT
     fits = search_and_show(job, console) if args.search else plan_and_show(job, args.ppo, args.times, console)
     return 0 if fits else DOES_NOT_FIT
 
@@ -120,7 +120,7 @@ def _plan_sft(settings: SftSettings, hf: HfConfig, cluster: Cluster, args: argpa
     log_to_terminal()
     job = sft_job(settings, hf, cluster, args.nodes, args.gpus_per_node, args.response_tokens)
     if args.json:
-        return 0 if write_sft_plan(job, args.json, with_times=not args.memory_only) else DOES_NOT_FIT
+        return 0 if write_sft_plan(job, args.json) else DOES_NOT_FIT
     return 0 if plan_and_show_sft(job, console) else DOES_NOT_FIT
 
 
@@ -150,7 +150,6 @@ def _parser() -> Parser:
     parser.add_argument("--search", action="store_true", help="rank the layouts that fit, print the best five")
     parser.add_argument("--times", action="store_true", help="also show the terms of each phase's time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan there as JSON, and show nothing")
-    parser.add_argument("--memory-only", action="store_true", help="with --json: for machines of unknown speed")
     parser.add_argument("--ppo", action="store_true", help="also show what the four models of PPO would need")
     parser.add_argument("--model-config", type=Path, help="config.json to use where model.path does not exist")
     parser.add_argument(

@@ -25,7 +25,7 @@ class Reporter:
     def __init__(self, run_folder: Path, every: int | None, note: Callable[[str], None]) -> None:
         """Take the run's folder, and what shows a failure."""
         self._folder, self._every, self._note, self._ended = run_folder, every, note, False
-        logs, self._knows_machines = run_folder / "logs", False
+        logs = run_folder / "logs"
         self._plan = SideProcess("plan", logs / "plan.log", self._explain_plan)
         self._report = SideProcess("report", logs / "report.log")
 
@@ -45,10 +45,9 @@ class Reporter:
             atexit.register(self._finish_at_exit, time.monotonic() + EARLY_LIMIT_S)
 
     def begin(self, plan_arguments: Sequence[str]) -> None:
-        """Plan the run: `plan_arguments` say for which machines."""
-        if self._every is not None:
+        """Plan the run in a process beside it. `plan_arguments`: its machines, see `machine_options`; none: no plan."""
+        if self._every is not None and plan_arguments:
             settings, file = str(self._folder / "settings.yaml"), str(self._folder / PLAN)
-            self._knows_machines = "--cluster" in plan_arguments
             self._show(self._plan.start(["plan", settings, *plan_arguments, "--json", file]))
 
     def step(self, step: int) -> None:
@@ -75,10 +74,10 @@ class Reporter:
         self._show(self._report.finish(limit_s))
 
     def _explain_plan(self, status: int) -> str | None:
-        """Return why a run does not fit; nothing where the plan had to assume other machines than the run's."""
+        """Return why a run does not fit, or why there is no plan."""
         if status != DOES_NOT_FIT:
             return self._plan.say_status(status)
-        return f"plan: {read_json(self._folder / PLAN).get('verdict')}" if self._knows_machines else None
+        return f"plan: {read_json(self._folder / PLAN).get('verdict')}"
 
     def _finish_at_exit(self, deadline_s: float) -> None:
         with suppress(KeyboardInterrupt):  # nobody waits for it then

@@ -94,10 +94,10 @@ def cluster_of(device: str) -> str | None:
 
 
 def machine_options(ranks: int, ranks_per_node: int, device: str) -> list[str]:
-    """Return what `grpo-mp plan` is told of a job's machines: without times where their devices have no profile."""
+    """Return the options of `grpo-mp plan` for a job's machines; none where the device has no profile, as a CPU."""
     machines = ["--nodes", str(ranks // ranks_per_node), "--gpus-per-node", str(ranks_per_node)]
     known = cluster_of(device)
-    return [*machines, "--cluster", known] if known else [*machines, "--memory-only"]
+    return ["--cluster", known, *machines] if known else []
 
 
 def describe_rates(cluster: Cluster) -> str:

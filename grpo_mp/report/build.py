@@ -6,7 +6,7 @@ from grpo_mp.monitor.rules import Finding, MetricLine, find_warnings
 from grpo_mp.report.answers import choose_answers
 from grpo_mp.report.contents import Chart, Report, Section, Warning
 from grpo_mp.report.curves import charts_of, solve_rate_maps
-from grpo_mp.report.overview import score_charts, scores_table, settings_tables, summary_table, time_table
+from grpo_mp.report.overview import score_charts, scores_table, settings_tables, summary_table, time_table, verdict
 from grpo_mp.report.records import RunRecords
 from grpo_mp.report.times import last_steps, memory_tables, plan_tables, rank_tables
 
@@ -43,7 +43,11 @@ def build_report(runs: Sequence[RunRecords], find: FindWarnings = find_warnings)
         Section("memory", "Memory", charts_of("memory", runs), memory_tables(runs)),
         Section("samples", "Answers to read", answers=answers, missing=no_samples),
     )
-    return Report(tuple(run.name for run in runs), sections, find_all_warnings(runs, find))
+    warnings = find_all_warnings(runs, find)
+    verdicts = tuple(
+        verdict(run, sum(warning.run == place for warning in warnings)) for place, run in enumerate(runs)
+    )
+    return Report(tuple(run.name for run in runs), sections, warnings, verdicts)
 
 
 def _missing(runs: Sequence[RunRecords]) -> tuple[str, str]:

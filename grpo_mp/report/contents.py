@@ -152,3 +152,4 @@ class Report:
     runs: tuple[str, ...]
     sections: tuple[Section, ...]
     warnings: tuple[Warning, ...] = ()
+    verdicts: tuple[str, ...] = ()  # a sentence for each run: steps, warnings, scores before and after

@@ -80,7 +80,7 @@ def settings_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
         standard = preset_settings(preset)
         known = dict.fromkeys(name for run in names for name in flat[run])
         rows = [(name, standard.get(name, ""), *(flat[run].get(name, "") for run in names)) for name in known]
-        changed = tuple(row for row in rows if any(value not in ("", row[1]) for value in row[2:]))
+        changed = tuple(row for row in rows if any(value not in ("", row[1] or "null") for value in row[2:]))
         tables.append(Table(f"Settings that are not those of {preset}", ("setting", preset, *names), changed))
     every = dict.fromkeys(name for settings in flat.values() for name in settings)
     all_rows = tuple((name, *(settings.get(name, "") for settings in flat.values())) for name in every)
@@ -100,6 +100,23 @@ def summary_table(runs: Sequence[RunRecords]) -> Table:
     return Table("Runs", columns, tuple(map(_summary, runs)), tuple(range(len(runs))))
 
 
+def verdict(run: RunRecords, warnings: int) -> str:
+    """Return a sentence on a run: its steps, the number of warnings, and each eval set's accuracy at both ends."""
+    ends = [run.scores[min(run.scores)], run.scores[max(run.scores)]] if run.scores else [{}, {}]
+    changes = [
+        f"{name} {before[name].accuracy:.1%} → {score.accuracy:.1%}"
+        for before, after in [ends]
+        for name, score in after.items()
+        if name in before and None not in (score.accuracy, before[name].accuracy)
+    ]
+    found = f"{warnings} warning{'s' * (warnings > 1)}" if warnings else "no warnings"
+    return "; ".join([f"{_steps(run)} steps", found, *changes])
+
+
+def _steps(run: RunRecords) -> str:
+    return f"{run.metrics[-1]['step']:g} of {dict(flatten(run.settings)).get('run.steps', '?')}"
+
+
 def _summary(run: RunRecords) -> tuple[str, ...]:
     flat = dict(flatten(run.settings))
     rewards, seconds = _finite(run, "reward/mean"), _finite(run, "time/step_s")
@@ -109,7 +126,7 @@ def _summary(run: RunRecords) -> tuple[str, ...]:
         *(flat.get(name, "") for name in ("model.path", "algorithm.preset", "schedule")),
         str(run.plan.get("ranks") or len(run.traces) or ""),
         run.plan.get("layout") or ", ".join(f"{name} {size}" for name, size in layout.items()) or "data parallel",
-        f"{run.metrics[-1]['step']:g} of {flat.get('run.steps', '?')}",
+        _steps(run),
         *(number(rewards[end]) if rewards else "" for end in (0, -1)),
         number(fmean(seconds)) if seconds else "",
     )

@@ -88,8 +88,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | No
     ("arguments", "status", "note"),
     [
         (["--cluster", "h100-80"], DOES_NOT_FIT, "warning: plan: does not fit. rank 0: 90 of 79 GiB"),
-        (["--memory-only"], DOES_NOT_FIT, None),  # of machines that are assumed: a CPU's
-        (["--memory-only"], 2, "warning: plan: exit status 2, see {folder}/logs/plan.log"),
+        ([], DOES_NOT_FIT, None),  # a CPU: there is no plan
+        (["--cluster", "h100-80"], 2, "warning: plan: exit status 2, see {folder}/logs/plan.log"),
     ],
 )
 def test_a_run_that_does_not_fit_its_machines_is_told_why(

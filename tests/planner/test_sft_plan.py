@@ -102,5 +102,3 @@ def test_a_plan_as_json_holds_what_the_tables_show(tmp_path: Path, capsys: pytes
     assert record["step_s"] == pytest.approx(train["seconds"] + save["seconds"])
     assert record["verdict"] in re.sub(r"\s+", " ", shown.out)
     assert (record["ranks"], record["nodes"], record["engines"]) == (8, 1, 0)
-    assert run_command(capsys, "plan", config, *options, "--json", file, "--memory-only").status == 0
-    assert json.loads(file.read_text())["phases"]["train"]["seconds"] is None

@@ -240,6 +240,26 @@ def test_settings_stand_beside_those_of_the_preset(tmp_path: Path) -> None:
     assert "algorithm.clip.low" not in rows
 
 
+def test_the_page_begins_with_a_verdict_on_each_run(long_run: Path) -> None:
+    report = build_report(read_runs([long_run]), find=lambda lines: [])
+    assert report.verdicts == ("1000 of 3 steps; no warnings; held_out 25.0% → 75.0%",)
+    page = render(report)
+    assert page.index(report.verdicts[0]) < page.index("What was run")
+    warned = build_report(read_runs([long_run]))
+    assert f"; {len(warned.warnings)} warning" in warned.verdicts[0]
+
+
+def test_settings_that_are_null_by_default_are_not_listed_as_changed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 1)
+    settings = yaml.safe_load((run / "settings.yaml").read_text())
+    settings["data"] = {"eval": {"held_out": {"path": "held.jsonl", "samples": None}}}
+    (run / "settings.yaml").write_text(yaml.safe_dump(settings))
+    changed, every = settings_tables([read_run(run, "run")])
+    assert "data.eval.held_out.path" in {row[0] for row in changed.rows}
+    assert "data.eval.held_out.samples" not in {row[0] for row in changed.rows}
+    assert "data.eval.held_out.samples" in {row[0] for row in every.rows}
+
+
 def test_secrets_stay_out(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", 1)
     settings = yaml.safe_load((run / "settings.yaml").read_text())
