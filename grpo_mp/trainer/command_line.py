@@ -1,5 +1,6 @@
 """Read the command of a rank, check everything, then train or only say what would run."""
 
+import argparse
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -30,10 +31,11 @@ def run_command(train: Callable[[Settings, RunInputs], None], arguments: Sequenc
         if args.replay:
             settings, preflight = replay_settings(settings), partial(run_replay_preflight, args.replay)
         if args.dry_run:
-            sizes = (args.ranks, args.ranks_per_node or args.ranks) if args.ranks else local_ranks()
-            inputs = preflight(settings, *sizes)
+            world_size, ranks_per_node = _ranks(args)
+            inputs = preflight(settings, world_size, ranks_per_node)
             if int(os.environ.get("RANK", 0)) == 0:
-                print(describe_run(settings.with_steps(inputs.train.epoch_size), inputs, *sizes, args.all))
+                settings = settings.with_steps(inputs.train.epoch_size)
+                print(describe_run(settings, inputs, world_size, ranks_per_node, args.all))
         elif args.ranks_per_node:
             raise UserError("--ranks-per-node is for --dry-run: a launcher says how many ranks a node has")
         else:
@@ -53,9 +55,7 @@ def run_sft_command(
         args = sft_parser().parse_intermixed_args(arguments)
         settings = load_sft_settings(args.config, args.overrides)
         if args.dry_run:
-            world_size, ranks_per_node = (
-                (args.ranks, args.ranks_per_node or args.ranks) if args.ranks else local_ranks()
-            )
+            world_size, ranks_per_node = _ranks(args)
             _, inputs = run_sft_preflight(settings, world_size)
             state = saved_state(settings.run.folder)
             settings = settings.with_steps(inputs.train.epoch_size, state.step, state.samples_seen)
@@ -66,6 +66,11 @@ def run_sft_command(
         else:
             with started_job(args.ranks) as (world_size, _):
                 fine_tune(settings, run_sft_preflight(settings, world_size)[1])
+
+
+def _ranks(args: argparse.Namespace) -> tuple[int, int]:
+    """Return the ranks of the job and of a node: those of the command line, else those that a launcher started."""
+    return (args.ranks, args.ranks_per_node or args.ranks) if args.ranks else local_ranks()
 
 
 @contextmanager
