@@ -44,9 +44,7 @@ def build_report(runs: Sequence[RunRecords], find: FindWarnings = find_warnings)
         Section("samples", "Answers to read", answers=answers, missing=no_samples),
     )
     warnings = find_all_warnings(runs, find)
-    verdicts = tuple(
-        verdict(run, sum(warning.run == place for warning in warnings)) for place, run in enumerate(runs)
-    )
+    verdicts = tuple(verdict(run, sum(warning.run == place for warning in warnings)) for place, run in enumerate(runs))
     return Report(tuple(run.name for run in runs), sections, warnings, verdicts)
 
 
