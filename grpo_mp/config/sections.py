@@ -107,6 +107,7 @@ class ModelConfig(Section):
         None, description="a built-in family's name or your own 'file.py:FAMILY'; null: by model_type of config.json"
     )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="precision of weights and activations")
+    fp32_head: bool = Field(True, description="logits in float32, in engines, too (SGLang enable_fp32_lm_head)")
     trust_remote_code: bool = Field(
         False,
         description="run Python code that model folders ship: the class of a tokenizer without tokenizer.json, and a "

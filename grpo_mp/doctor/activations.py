@@ -19,7 +19,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.rollout.client import EngineClient
-from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.trainer.load_models import policy_tensors, transformers_model
 
@@ -178,7 +178,8 @@ def _record_dump(recorder: _Recorder, values: Mapping[str, Any], layers: int) ->
 @contextmanager
 def _engine(folder: Path, dtype: str, length: int, scratch: Path) -> Iterator[Callable[[Question], Any]]:
     """Yield a function that asks a server of the folder something, and returns its answer."""
-    arguments = {"debug_tensor_dump_output_folder": str(scratch / "dump"), "disable_radix_cache": True}
+    dump = str(scratch / "dump")
+    arguments = {"debug_tensor_dump_output_folder": dump, "disable_radix_cache": True, FP32_HEAD: True}
     spec = EngineSpec(0, 0, folder.resolve(), dtype, length + 1, cpu=not platform.on_cuda(), args=arguments)
     process = EngineProcess(spec, scratch / "engine.log")
 

@@ -106,8 +106,9 @@ def built_on_meta(
         parallel_state.initialize_model_parallel(**megatron_sizes(settings.layout), create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(settings.run.seed)
         with torch.device("meta"):
+            model_class = ValueModel if critic else PolicyModel
             chunks = build_chunks(
-                config, hf, settings.training, settings.temperature, ValueModel if critic else PolicyModel
+                config, hf, settings.training, settings.temperature, settings.model.fp32_head, model_class
             )
         if settings.model.lora and not critic:
             coords = coordinates(rank, settings.layout, world_size)

@@ -21,7 +21,7 @@ from grpo_mp.platform import fp8_linear
 from grpo_mp.policy.deepseek import set_group_ranking, use_mla_without_query_norm
 from grpo_mp.policy.multi_token_prediction import MTP_INPUTS, embed_detached, mtp_block_spec
 from grpo_mp.policy.shared_prompt_attention import use_per_token_rotary, use_shared_prompt_attention
-from grpo_mp.policy.vocab_parallel import VocabularyShard, token_logprobs
+from grpo_mp.policy.vocab_parallel import VocabularyShard, output_logits, token_logprobs
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Head:
     temperature: float
     chunk_tokens: int
     vocabulary: int  # without padding
+    fp32: bool = True  # logits are not rounded to the model's dtype
 
 
 class PolicyModel(GPTModel):
@@ -50,7 +51,7 @@ class PolicyModel(GPTModel):
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         if labels is None:
-            return self._gathered(hidden_states) @ weight.t()
+            return output_logits(self._gathered(hidden_states), weight, self.head.fp32)
         others = labels[2:].t() if len(labels) > 2 else None
         output = self._token_logprobs(hidden_states, weight, labels[0], others)
         if not self.mtp_process or len(labels) == 1 or not torch.is_grad_enabled():
@@ -78,8 +79,10 @@ class PolicyModel(GPTModel):
             size=self.head.vocabulary,
             group=group if group.size() > 1 else None,
         )
-        temperature, chunk_tokens = self.head.temperature, self.head.chunk_tokens
-        return token_logprobs(self._gathered(hidden), weight, targets, shard, temperature, chunk_tokens, others)
+        head = self.head
+        return token_logprobs(
+            self._gathered(hidden), weight, targets, shard, head.temperature, head.chunk_tokens, others, head.fp32
+        )
 
 
 class ValueHead(torch.nn.Module):
@@ -115,11 +118,12 @@ def build_chunks(
     hf: HfConfig,
     training: TrainingConfig,
     temperature: float,
+    fp32_head: bool = True,
     model_class: type[PolicyModel] = PolicyModel,
 ) -> list[PolicyModel]:
     """Build this rank's model chunks, one per virtual pipeline stage, with weights not yet loaded."""
     chunks = config.virtual_pipeline_model_parallel_size
-    head = Head(temperature, training.logprob_chunk_tokens, hf.int("vocab_size"))
+    head = Head(temperature, training.logprob_chunk_tokens, hf.int("vocab_size"), fp32_head)
     stages = range(chunks) if chunks else (None,)
     models = [_build_chunk(config, hf, head, training.share_prompts, stage, model_class) for stage in stages]
     if training.fp8_format and not platform.on_cuda():

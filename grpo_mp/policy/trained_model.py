@@ -66,7 +66,9 @@ class TrainedModel:
         dtype, megatron_args = settings.model.dtype, settings.training.megatron_args
         with parallel.in_use():
             self.config = transformer_config(settings.layout, settings.training, dtype, hf)
-            models = build_chunks(self.config, hf, settings.training, settings.temperature, model_class)
+            models = build_chunks(
+                self.config, hf, settings.training, settings.temperature, settings.model.fp32_head, model_class
+            )
             self._add_adapters(models)
             self.chunks = wrap_for_training(settings.layout, megatron_args, self.config, models)
             self.tensors = local_tensors(models, params, parallel.coords, settings.layout.expert)

@@ -1,8 +1,8 @@
 """Token logprobs and entropy over a tensor-parallel vocabulary, one chunk of tokens at a time.
 
-Logits of at most `chunk_tokens` tokens exist at once. Backward recomputes them from the hidden states and the saved
-normalizer: the maximum logit and the log of the sum relative to it, saved separately because their float32 sum would
-lose precision.
+Logits are float32, and those of at most `chunk_tokens` tokens exist at once. Backward recomputes them from the hidden
+states and the saved normalizer: the maximum logit and the log of the sum relative to it, saved separately because
+their float32 sum would lose precision.
 
 Of each distribution the logprobs of more tokens than the target can be had, and that of all the rest together: its
 probability is summed over the other columns, since 1 minus the sum of the known ones would be rounding error where
@@ -36,31 +36,51 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
     others: Tensor | None = None,
+    fp32_head: bool = True,
 ) -> Tensor:
     """Return the log-probability of each target and the entropy of each distribution, at the sampling temperature.
 
     hidden [T, H], weight [V/tensor, H], targets [T] -> float32 [2, T]: row 0 logprobs, row 1 entropies in nats.
+    Without `fp32_head` logits are rounded to the dtype of the weight.
     With `others` [T, k], different tokens of each row or NO_TOKEN, k + 1 rows follow: their logprobs, then that of all
     tokens but these; none is below LEAST_LOGPROB, and there the gradient is 0.
     The gradient of `hidden` is this rank's part only: the caller sums it over the tensor-parallel group.
     """
-    result: Tensor = _TokenLogprobs.apply(hidden, weight, targets, shard, temperature, chunk_tokens, others)
+    result: Tensor = _TokenLogprobs.apply(hidden, weight, targets, shard, temperature, chunk_tokens, others, fp32_head)
     return result
+
+
+def output_logits(hidden: Tensor, weight: Tensor, fp32_head: bool = True) -> Tensor:
+    """Return the float32 logits [T, V] of hidden [T, H] and weight [V, H]; it has no backward pass.
+
+    With `fp32_head` the product of bfloat16 operands is float32, without a float32 copy of either on a GPU. Without
+    it the product is rounded to bfloat16: a logit of 20 to a multiple of 1/8.
+    """
+    if not fp32_head or hidden.dtype == torch.float32:
+        return (hidden @ weight.t()).float()
+    if hidden.device.type != "cpu":
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    # PyTorch has no such product on a CPU. Float32 copies of the weight take no more than bfloat16 logits would.
+    logits = torch.empty(len(hidden), len(weight), dtype=torch.float32)
+    wide = hidden.float()
+    for columns in _chunks(len(weight), max(1, logits.numel() // (2 * hidden.shape[1]))):
+        logits[:, columns] = wide @ weight[columns].float().t()
+    return logits
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, shard, temperature, chunk_tokens, others):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, targets, shard, temperature, chunk_tokens, others, fp32_head):  # type: ignore[no-untyped-def]
         rows = 2 if others is None else 3 + others.shape[1]
         result = torch.empty(rows, len(targets), dtype=torch.float32, device=hidden.device)
         norm = torch.empty_like(result[:2])
         for chunk in _chunks(len(targets), chunk_tokens):
-            logits = _logits(hidden[chunk], weight, shard, temperature)
+            logits = _logits(hidden[chunk], weight, shard, temperature, fp32_head)
             result[:, chunk], norm[:, chunk] = _forward_chunk(
                 logits, targets[chunk], shard, None if others is None else others[chunk]
             )
         ctx.save_for_backward(hidden, weight, targets, norm, result[1:], others)
-        ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens
+        ctx.shard, ctx.temperature, ctx.chunk_tokens, ctx.fp32_head = shard, temperature, chunk_tokens, fp32_head
         return result
 
     @staticmethod
@@ -70,7 +90,7 @@ class _TokenLogprobs(torch.autograd.Function):
         learns = ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         for chunk in _chunks(len(targets), ctx.chunk_tokens):
-            logits = _logits(hidden[chunk], weight, ctx.shard, ctx.temperature)
+            logits = _logits(hidden[chunk], weight, ctx.shard, ctx.temperature, ctx.fp32_head)
             grad_logits = _backward_chunk(
                 *(logits, targets[chunk], norm[:, chunk], known[:, chunk], grad[:, chunk], ctx.shard),
                 None if others is None else others[chunk],
@@ -79,15 +99,15 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden[chunk] = grad_logits @ weight
             if learns:
                 grad_weight += grad_logits.t() @ hidden[chunk]
-        return grad_hidden, grad_weight.to(weight.dtype) if learns else None, *(None,) * 5
+        return grad_hidden, grad_weight.to(weight.dtype) if learns else None, *(None,) * 6
 
 
 def _chunks(total: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
-def _logits(hidden: Tensor, weight: Tensor, shard: VocabularyShard, temperature: float) -> Tensor:
-    logits = (hidden @ weight.t()).float().div_(temperature)
+def _logits(hidden: Tensor, weight: Tensor, shard: VocabularyShard, temperature: float, fp32_head: bool) -> Tensor:
+    logits = output_logits(hidden, weight, fp32_head).div_(temperature)
     unpadded = shard.size - shard.start
     if unpadded < logits.shape[1]:
         logits[:, max(unpadded, 0) :] = float("-inf")

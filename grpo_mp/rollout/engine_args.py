@@ -18,6 +18,7 @@ from grpo_mp.rollout.shared_memory import LOADER
 
 ENGINE_SITE = Path(__file__).parents[1] / "platform" / "engine_site"  # first on the path of a CPU engine
 DP_ATTENTION_PORTS = 14  # data-parallel attention takes the rendezvous port, the six behind it, and the thirteenth
+FP32_HEAD = "enable_fp32_lm_head"
 CONTEXT_SLACK_TOKENS = 8  # SGLang keeps a few positions of the context for itself
 
 RESERVED = {
@@ -33,6 +34,7 @@ RESERVED = {
     "context_length": "it follows from rollout.max_prompt_tokens and rollout.max_response_tokens",
     "random_seed": "set run.seed",
     "enable_deterministic_inference": "set engine.deterministic",
+    FP32_HEAD: "set model.fp32_head",
     "served_model_name": "it names this engine of this run",
     **dict.fromkeys(("api_key", "admin_api_key"), "it is a secret of this run"),
     "skip_tokenizer_init": "it follows from rollout.stop",

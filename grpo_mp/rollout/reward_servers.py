@@ -22,7 +22,7 @@ from grpo_mp.models.value_head import VALUE_HEAD, check_head, reward_head
 from grpo_mp.rewards.reward_model import Server
 from grpo_mp.rewards.teacher import SECTION, first_difference
 from grpo_mp.rollout.client import EngineClient
-from grpo_mp.rollout.engine_args import EngineSpec, check_arguments
+from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec, check_arguments
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.sglang_source import model_classes
 from grpo_mp.section import ServedModelConfig
@@ -170,6 +170,7 @@ def server_spec(
     if rank % model.gpus_per_server:
         return None
     asleep = {} if cpu else {"enable_weights_cpu_backup": True}
+    output = {"is_embedding": True} if has_head else {FP32_HEAD: settings.model.fp32_head}
     return EngineSpec(
         index=rank // model.gpus_per_server,
         rank=rank,
@@ -181,7 +182,7 @@ def server_spec(
         cpu=cpu,
         trust_remote_code=settings.model.trust_remote_code,
         first_gpu=0 if cpu else int(os.environ.get("LOCAL_RANK", 0)),
-        args={**model.args, **asleep, **({"is_embedding": True} if has_head else {})},
+        args={**model.args, **asleep, **output},
     )
 
 

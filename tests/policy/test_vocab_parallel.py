@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from grpo_mp.policy.vocab_parallel import VocabularyShard, token_logprobs
+from grpo_mp.policy.vocab_parallel import VocabularyShard, output_logits, token_logprobs
 from grpo_mp.types import LEAST_LOGPROB
 from tests.policy.logprob_error_bounds import error_bounds
 
@@ -106,6 +106,66 @@ def test_bfloat16_weights_give_float32_logprobs_and_bfloat16_gradients() -> None
     assert [tensor.dtype for tensor in actual] == [torch.float32, torch.bfloat16, torch.bfloat16]
     for tensor, expected_tensor in zip(actual, expected, strict=True):
         assert float((tensor - expected_tensor).norm()) <= 0.01 * float(expected_tensor.norm())
+
+
+def peaked_case(top: float, vocabulary: int = 256, tokens: int = 64) -> Case:
+    """bfloat16 operands; the largest logit of each row is about `top`, the target has the second largest."""
+    case = random_case(tokens, 64, vocabulary, 0)
+    largest = (case.hidden @ case.weight.t()).amax(1, keepdim=True)
+    hidden, weight = (case.hidden * top / largest).bfloat16(), case.weight.bfloat16()
+    return Case(hidden, weight, (hidden.double() @ weight.double().t()).topk(2).indices[:, 1], case.cotangent)
+
+
+def test_a_float32_head_does_not_round_logits() -> None:
+    """Around 20 bfloat16 has steps of 1/8. Both heads have the same operands."""
+    case = peaked_case(top=20.0)
+    exact = reference(case, 256, 1.0)[0][0]
+
+    def error(fp32_head: bool) -> float:
+        shard = VocabularyShard(0, 256, None)
+        out = token_logprobs(case.hidden, case.weight, case.targets, shard, 1.0, 16, fp32_head=fp32_head)
+        return float((out[0] - exact).abs().mean())
+
+    assert error(fp32_head=False) > 0.01
+    assert error(fp32_head=True) < 1e-5
+
+
+def test_gradients_of_a_float32_head_against_float64() -> None:
+    """Each is rounded to bfloat16, 2^-9 of it, twice: of the logits, and of the operands."""
+    case = peaked_case(top=20.0)
+    actual, expected = chunked(case, 256, 1.0, 16), reference(case, 256, 1.0)
+    for tensor, expected_tensor in zip(actual[1:], expected[1:], strict=True):
+        assert tensor.dtype == torch.bfloat16
+        assert float((tensor - expected_tensor).norm()) <= 0.004 * float(expected_tensor.norm())
+
+
+class NewTensors(TorchDispatchMode):
+    """Records the bytes of each tensor that an operation allocates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if not (func.is_view or func._schema.is_mutable):
+            self.bytes += [leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        return result
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_float32_head_takes_no_more_memory_than_a_copy_of_rounded_logits(device: str) -> None:
+    """The meta device has the operations of a GPU."""
+    tokens, vocabulary, hidden_size = 32, 512, 256
+    hidden = torch.ones(tokens, hidden_size, dtype=torch.bfloat16, device=device)
+    weight = torch.ones(vocabulary, hidden_size, dtype=torch.bfloat16, device=device)
+    with NewTensors() as new:
+        logits = output_logits(hidden, weight)
+    assert (logits.dtype, logits.shape) == (torch.float32, (tokens, vocabulary))
+    first, *rest = new.bytes if device == "meta" else sorted(new.bytes, reverse=True)
+    assert first == logits.nbytes
+    assert all(size <= tokens * vocabulary * 2 for size in rest)
+    assert device == "cpu" or not rest
 
 
 def others_of(case: Case, vocabulary: int, count: int) -> Tensor:
