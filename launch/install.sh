@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the CPU environment: bash launch/install.sh [--gpu-versions] [--test] [FOLDER]     (FOLDER is .venv by default)
 # --test adds what tests/run.sh needs, --gpu-versions takes the versions that GPUs get, 3 GB with the libraries that a
-# CUDA build of torch loads. A second run skips what is there. PYTHON names another interpreter.
+# CUDA build of torch loads. A second run skips what is there. PYTHON names another interpreter: 3.11, 3.12 or 3.13.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -12,18 +12,23 @@ fail() {
   exit 1
 }
 
-# The first interpreter that is new enough and can make environments.
+# The interpreter that PYTHON names, or the first of the usual ones that is of a tested version.
 find_python() {
-  local candidate
-  for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3; do
-    command -v "$candidate" >/dev/null || continue
-    "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
+  local candidate version
+  for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
+    version=$("$candidate" -c 'import sys; print(sys.version_info.major, sys.version_info.minor, sep=".")' 2>/dev/null) ||
+      continue
+    case $version in
+      3.11 | 3.12 | 3.13) ;;
+      *) [ -z "${PYTHON:-}" ] && continue || fail "$candidate is Python $version: set PYTHON to a 3.11, 3.12 or 3.13" ;;
+    esac
     "$candidate" -c 'import ensurepip, venv' 2>/dev/null ||
       fail "$candidate cannot make environments: install its venv module (Debian: apt-get install python3-venv)"
     echo "$candidate"
     return
   done
-  fail "no Python 3.11 or newer was found: install python3.11 (Debian: apt-get install python3.11 python3.11-venv)"
+  [ -z "${PYTHON:-}" ] || fail "PYTHON=$PYTHON does not run: set it to a Python 3.11, 3.12 or 3.13"
+  fail "no Python 3.11, 3.12 or 3.13 was found: install python3.11 (Debian: apt-get install python3.11 python3.11-venv)"
 }
 
 # pip's output as one moving line on a terminal, as silence elsewhere.
@@ -41,7 +46,7 @@ show_progress() {
 
 pip_install() {
   local log=$venv/install.log
-  "$venv/bin/python" -m pip install --no-deps --no-compile --progress-bar off "$@" 2>&1 | tee "$log" | show_progress ||
+  "$venv/bin/python" -m pip install --no-compile --progress-bar off "$@" 2>&1 | tee "$log" | show_progress ||
     fail "pip did not manage; the end of $log: $(tail -n 5 "$log")"
 }
 
@@ -61,15 +66,29 @@ gpu_versions() {
   ' "$root/launch/requirements-gpu.txt" "$root/launch/requirements-cpu.txt"
 }
 
-# PyPI's own torch is built for CUDA, gigabytes larger: PyTorch's index has the CPU build.
+# Torch for the CPU is in PyTorch's index. PyPI's is built for CUDA: it does not even load without the libraries that it
+# requires, so where the index cannot be reached these are installed with it.
 install_torch() {
-  local version
+  local version libraries
   version=$(sed -n 's/^torch==//p' "$lock")
   if [ "$take_gpu_versions" = yes ] || offers_cpu_build "$version"; then
-    pip_install "torch==$version"
+    pip_install --no-deps "torch==$version"
   else
-    pip_install --extra-index-url "$cpu_index" "torch==$version"
+    pip_install --no-deps --extra-index-url "$cpu_index" "torch==$version"
   fi
+  [ "$take_gpu_versions" = no ] || return 0  # they are in the lock
+  mapfile -t libraries < <(cuda_libraries)
+  if [ ${#libraries[@]} -gt 0 ]; then
+    echo "  $cpu_index was not reached: installing the CUDA build of PyPI with its libraries (2.5 GB)"
+    pip_install "${libraries[@]}"
+  fi
+}
+
+# What the installed torch requires of CUDA.
+cuda_libraries() {
+  "$venv/bin/python" -c 'from importlib.metadata import requires
+for requirement in requires("torch"):
+    if requirement.startswith(("cuda-", "nvidia-")): print(requirement)'
 }
 
 # step TEXT COMMAND...: says what happens, then how long it took.
@@ -118,19 +137,19 @@ load_all() {
 install_cpu() {
   "$venv/bin/python" -m pip --version >/dev/null 2>&1 || step "making the environment $venv" make_venv
   step "installing torch for the CPU (190 MB)" install_torch
-  step "installing Megatron-Core, SGLang and what they need (480 MB)" pip_install -r "$1"
-  step "installing grpo_mp itself" pip_install --no-build-isolation --editable "$root"
+  step "installing Megatron-Core, SGLang and what they need (480 MB)" pip_install --no-deps -r "$1"
+  step "installing grpo_mp itself" pip_install --no-deps --no-build-isolation --editable "$root"
   step "loading trainer and engine once" load_all
 }
 
 install_test() {
-  step "installing the test tools" pip_install -r "$1"
+  step "installing the test tools" pip_install --no-deps -r "$1"
 }
 
 # Not where Python finds it: Megatron would take TransformerEngine for usable.
 install_te_source() {
   rm -rf "$venv/te-source"
-  step "installing TransformerEngine's Python code for the tests" pip_install --target "$venv/te-source" -r "$1"
+  step "installing TransformerEngine's Python code for the tests" pip_install --no-deps --target "$venv/te-source" -r "$1"
 }
 
 take_gpu_versions=no test_too=no

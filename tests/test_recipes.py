@@ -1,14 +1,45 @@
-"""Every recipe in configs/ loads, and says the same again when its resolved form is read."""
+"""Every recipe in configs/ loads, says the same again when its resolved form is read, and follows the pages' advice."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from grpo_mp.config import dump_settings, load_any_settings, load_settings
+from grpo_mp.config import Settings, dump_settings, load_any_settings, load_pipeline, load_settings
+from grpo_mp.distributed.layout import model_shape
 from grpo_mp.errors import UserError
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.guards import MetricGuards
-from tests.recipes import PIPELINES, RL, SECTIONS, SFT
+from grpo_mp.pipeline.stages import make_jobs
+from grpo_mp.planner.model_configs import find_config
+from grpo_mp.rewards.scorer import Scorer
+from grpo_mp.rollout.precision import engine_uses_fp8
+from grpo_mp.trainer.preflight import start_warnings, sync_warnings
+from tests.recipes import FULL_SIZE, PIPELINES, RL, SECTIONS, SFT
+
+
+def stages_of(pipeline: Path) -> list[tuple[str, Settings, Path]]:
+    """The stages of a pipeline that train by RL: name, settings, and the recipe whose model they train."""
+    jobs = [job for job in make_jobs(load_pipeline(pipeline), pipeline) if job.command == "train"]
+    return [(f"{pipeline.stem}-{job.name}", load_settings(job.config, job.overrides), job.config) for job in jobs]
+
+
+RUNS = [(path.stem, load_settings(path), path) for path in RL] + [run for path in PIPELINES for run in stages_of(path)]
+ON_GPUS = [run for run in RUNS if run[2] in FULL_SIZE]
+
+
+def by_name(runs: list[tuple[str, Settings, Path]]) -> pytest.MarkDecorator:
+    """A parametrization by the settings of each run and the config of its recipe's model."""
+    cases = [
+        pytest.param(settings, published(recipe) if recipe in FULL_SIZE else None, id=name)
+        for name, settings, recipe in runs
+    ]
+    return pytest.mark.parametrize(("settings", "hf"), cases)
+
+
+def published(recipe: Path) -> HfConfig:
+    """The config of a recipe's model, which is not on this machine."""
+    return find_config(load_settings(recipe).model.path)[0]
 
 
 @pytest.mark.parametrize("path", SECTIONS, ids=lambda path: path.stem)
@@ -44,3 +75,33 @@ def test_a_recipe_stops_where_its_reward_collapses(path: Path) -> None:
 
     with pytest.raises(UserError, match=r"reward/mean fell by .* the run stops"):
         collapse()
+
+
+@by_name(RUNS)
+def test_a_recipe_starts_without_a_warning(settings: Settings, hf: HfConfig | None) -> None:
+    fp8 = hf is not None and engine_uses_fp8(settings.engine.args, hf, cpu=False)
+    assert start_warnings(settings, fp8) == []
+    assert hf is None or sync_warnings(settings, hf, fp8) == []
+    scorer = Scorer(settings.reward, settings.rollout.max_response_tokens, set_weights=settings.set_weights)
+    assert scorer.warnings == ()
+
+
+@by_name(ON_GPUS)
+def test_a_recipe_corrects_for_its_engine(settings: Settings, hf: HfConfig) -> None:
+    """Kernels of engine and trainer round differently on GPUs; most engines are in FP8, too."""
+    correction = settings.algorithm.rollout_correction
+    assert (correction.kind, correction.level, correction.high) == ("truncate", "token", 2.0)
+    assert settings.model.fp32_head
+
+
+@by_name(RUNS)
+def test_a_mixture_of_experts_with_several_updates_replays_routes_or_has_sequence_ratios(
+    settings: Settings, hf: HfConfig | None
+) -> None:
+    """As the table of presets, the rule `mismatch` and Megatron-LM#4168 say."""
+    is_moe = hf is None or model_shape(hf).num_moe_layers > 0
+    several = settings.optimizer_steps_per_step > 1
+    steady = settings.training.router_replay != "none" or settings.algorithm.ratio != "token"
+    assert steady or not (is_moe and several)
+    if hf is not None:
+        assert is_moe or settings.training.router_replay == "none"

@@ -17,10 +17,11 @@ CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
 PYTHON = """#!/usr/bin/env bash
 echo "$*" >>"$NOTES"
 case "$*" in
-  *version_info*) exit "${TOO_OLD:-0}" ;;
+  *version_info*) [ -n "$VERSION" ] && echo "$VERSION" ;;
   *ensurepip*) exit "${NO_VENV:-0}" ;;
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
   "-m pip index"*) echo "Available versions: 9.9.9, $OFFERED" ;;
+  *"import requires"*) [ -z "$LIBRARIES" ] || echo "$LIBRARIES" ;;
   *requirements-cpu*) echo "no such wheel" && exit "${PIP_STATUS:-0}" ;;
 esac
 """
@@ -48,7 +49,14 @@ def install(tmp_path: Path, notes: Path) -> Install:
     python.chmod(0o755)
 
     def run(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {"PATH": str(folder), "NOTES": str(notes), "OFFERED": "2.13.0", **variables}
+        environment = {
+            "PATH": str(folder),
+            "NOTES": str(notes),
+            "OFFERED": "2.13.0",
+            "VERSION": "3.11",
+            "LIBRARIES": "",
+            **variables,
+        }
         command = [str(shutil.which("bash")), str(INSTALL), *options, str(tmp_path / "venv")]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -66,6 +74,21 @@ def test_cpu_index_is_not_used_where_pip_has_a_cpu_build(install: Install, notes
     assert install(OFFERED="2.13.0+cpu, 2.13.0").returncode == 0
     assert "download.pytorch.org" not in notes.read_text()
     assert "torch==2.13.0" in notes.read_text()
+
+
+def test_the_cuda_build_comes_with_the_libraries_that_it_requires(install: Install, notes: Path) -> None:
+    """Where pip finds no CPU build in any index, it takes PyPI's, which does not load without them."""
+    libraries = "cuda-toolkit[cublas]==1.0\nnvidia-cudnn-cu13==2.0"
+    result = install(LIBRARIES=libraries)
+    assert "was not reached: installing the CUDA build" in result.stdout
+    (line,) = (line for line in notes.read_text().splitlines() if "nvidia-cudnn-cu13" in line)
+    assert line.endswith(" ".join(libraries.splitlines()))
+    assert "--no-deps" not in line
+
+
+def test_a_cpu_build_comes_alone(install: Install, notes: Path) -> None:
+    assert "installing the CUDA build" not in install().stdout
+    assert all("--no-deps" in line for line in notes.read_text().splitlines() if "pip install" in line)
 
 
 def test_versions_of_gpus_are_installed_on_request(install: Install, notes: Path, tmp_path: Path) -> None:
@@ -102,7 +125,10 @@ def test_failed_install_says_why_and_is_repeated(install: Install) -> None:
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
-        ({"TOO_OLD": "1"}, "error: no Python 3.11 or newer was found"),
+        ({"VERSION": "3.10"}, "error: no Python 3.11, 3.12 or 3.13 was found"),
+        ({"VERSION": "3.14"}, "error: no Python 3.11, 3.12 or 3.13 was found"),
+        ({"VERSION": "3.14", "PYTHON": "python3.11"}, "error: python3.11 is Python 3.14: set PYTHON to a 3.11, 3.12"),
+        ({"PYTHON": "python9"}, "error: PYTHON=python9 does not run"),
         ({"NO_VENV": "1"}, "error: python3.11 cannot make environments"),
     ],
 )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from grpo_mp.errors import UserError
+from grpo_mp.planner.model_configs import named_config
 from grpo_mp.rollout.argument_types import argument_types
 from grpo_mp.rollout.engine_args import (
     CPU_DEFAULTS,
@@ -25,6 +26,11 @@ from grpo_mp.rollout.engine_args import (
     engine_environment,
 )
 from grpo_mp.rollout.engine_main import ARGUMENTS
+from grpo_mp.rollout.placement import EnginePlacement
+from grpo_mp.rollout.reward_servers import server_spec
+from grpo_mp.rollout.rollout import engine_spec
+from grpo_mp.section import ServedModelConfig
+from tests.planner.jobs import settings_of
 
 SPEC = EngineSpec(index=0, rank=0, model=Path("m"), dtype="bfloat16", context_tokens=100, gpus=8, first_gpu=4)
 CPU = EngineSpec(index=0, rank=0, model=Path("m"), dtype="float32", context_tokens=100, cpu=True)
@@ -106,6 +112,17 @@ def test_an_engine_over_nodes_and_gpus() -> None:
     assert arguments["dist_init_addr"] == "10.0.0.1:7000"
     assert arguments["enable_memory_saver"] is True
     assert engine_arguments(SPEC, 1, "name", "key")["base_gpu_id"] == 4
+
+
+@pytest.mark.parametrize("fp32_head", [True, False])
+def test_an_engine_rounds_its_logits_as_the_policy_does(fp32_head: bool) -> None:
+    settings = settings_of(model={"path": "m", "fp32_head": fp32_head})
+    placement = EnginePlacement(engine=0, rank=0, node_rank=0, nodes=1)
+    spec = engine_spec(settings, named_config("Qwen3-30B-A3B"), placement, cpu=False)
+    teacher = server_spec(settings, ServedModelConfig(folder=Path("m")), 0, cpu=True, has_head=False)
+    assert teacher
+    for each in (spec, teacher):
+        assert engine_arguments(each, 1, "name", "key")["enable_fp32_lm_head"] is fp32_head
 
 
 def test_a_tokenizer_only_for_stop_strings() -> None:

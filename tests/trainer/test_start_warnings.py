@@ -1,23 +1,15 @@
 """What a start warns of: settings that do nothing with one update a step, and FP8 engines without a correction."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_mp.algorithms.presets import PRESETS
-from grpo_mp.config import Settings, check_settings, load_settings
-from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.config import Settings, check_settings
 from grpo_mp.planner.model_configs import named_config
-from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.trainer.preflight import start_warnings, sync_warnings
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.planner.jobs import settings_of as job_settings
-from tests.recipes import RL
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-RECIPES = RL
-PUBLISHED = HfConfig(Path("published"), {"model_type": "any"})
 
 
 def settings_of(algorithm: Any, **training: Any) -> Settings:
@@ -78,17 +70,6 @@ def test_a_cache_in_fp8_wants_a_correction_as_well() -> None:
     engine = settings.engine.model_copy(update={"args": {"kv_cache_dtype": "fp8_e4m3"}})
     (sentence,) = start_warnings(settings.model_copy(update={"engine": engine}), fp8=False)
     assert "engines compute in FP8" in sentence
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_no_recipe_is_warned_of(path: Path) -> None:
-    """Every recipe whose engine is quantized corrects for it by tokens at 2, and updates more than once a step."""
-    settings = load_settings(path)
-    fp8 = engine_uses_fp8(settings.engine.args, PUBLISHED, cpu=False)
-    assert start_warnings(settings, fp8) == []
-    if fp8:
-        correction = settings.algorithm.rollout_correction
-        assert (correction.kind, correction.level, correction.high) == ("truncate", "token", 2.0)
 
 
 @pytest.mark.parametrize(
