@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from grpo_mp.errors import UserError
+from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.planner.model_configs import named_config
 from grpo_mp.rollout.argument_types import argument_types
 from grpo_mp.rollout.engine_args import (
@@ -117,8 +118,8 @@ def test_an_engine_over_nodes_and_gpus() -> None:
 @pytest.mark.parametrize("fp32_head", [True, False])
 def test_an_engine_rounds_its_logits_as_the_policy_does(fp32_head: bool) -> None:
     settings = settings_of(model={"path": "m", "fp32_head": fp32_head})
-    placement = EnginePlacement(engine=0, rank=0, node_rank=0, nodes=1)
-    spec = engine_spec(settings, named_config("Qwen3-30B-A3B"), placement, cpu=False)
+    placement, unused = EnginePlacement(engine=0, rank=0, node_rank=0, nodes=1), make_tokenizer([])
+    spec = engine_spec(settings, named_config("Qwen3-30B-A3B"), unused, placement, cpu=False)
     teacher = server_spec(settings, ServedModelConfig(folder=Path("m")), 0, cpu=True, has_head=False)
     assert teacher
     for each in (spec, teacher):
