@@ -11,7 +11,7 @@ from typing import TypeGuard
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 FAILING_CALLS = ("raises", "fail", "exit", "_exit", "quit")  # calls that fail a test, beside assert...()
 RUNNERS = ("unittest", "pytest")  # their main() is not called: harness.py runs the tests that they would find
-CAPTURING = ("redirect_stdout", "redirect_stderr", "patch")  # reach only the process of the tests
+CAPTURING = re.compile(r"(.*\.)?(redirect_std(out|err)|mock\.patch(\..+)?)|patch(\..+)?")  # only the tests' own process
 
 
 def read_script(text: str, entry_point: str | None) -> str:
@@ -181,7 +181,7 @@ def _check_names(tree: ast.Module) -> None:
         for module in modules:
             if not _is_installed(module.partition(".")[0]):
                 raise ValueError(f"imports {module or '.'}, which is not installed; the program is the module solution")
-        if (name := _called_name(node)) in CAPTURING:
+        if isinstance(node, ast.Call) and CAPTURING.fullmatch(name := ast.unparse(node.func)):
             raise ValueError(f"calls {name}, and the program runs in another process: test what it returns")
 
 

@@ -1,7 +1,10 @@
 """The tests of a data row, in the forms in which data sets of programs are published, read into one form."""
 
 import ast
+import base64
 import json
+import pickletools
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +12,10 @@ from typing import Any
 from grpo_mp.reading import did_you_mean_column, has_column, read_column, shorten
 from grpo_mp.rewards.code_scripts import defines, is_code, read_script
 
-HOLDERS = ("ground_truth", "test_cases", "tests", "test_list", "test_code", "test")  # keys of what holds the tests
+# Keys of what holds the tests.
+HOLDERS = ("ground_truth", "test_cases", "tests", "test_list", "test_code", "test", "functional", "assert_case")
+PACKED = "eJ"  # how zlib's bytes begin in base64
+BEGINNINGS = ("import_prefix", "prompt")  # keys of Python that the function of entry_point needs before it
 ENTRY_POINTS = ("fn_name", "func_name", "function_name", "entry_point")
 FUNCTIONAL = ("functional", "function_call", "call_based")  # types of tests that call a function
 STDIN = ("stdin", "stdin_stdout", "standard_input")
@@ -74,6 +80,8 @@ def read_tests(columns: Mapping[str, Any], column: str, partial: bool = False) -
 
 def _decoded(value: Any) -> Any:
     """Return the list or dictionary that a text holds as JSON or Python; any other value as it is."""
+    if isinstance(value, str) and value.startswith(PACKED):
+        value = _unpacked(value)
     if not (isinstance(value, str) and value.lstrip()[:1] in ("[", "{")):
         return value
     for read in (json.loads, ast.literal_eval):
@@ -86,14 +94,23 @@ def _decoded(value: Any) -> Any:
     return value
 
 
+def _unpacked(text: str) -> str:
+    """Return the JSON of LiveCodeBench's private tests: a pickled text, which is read without running the pickle."""
+    try:
+        opcodes = pickletools.genops(zlib.decompress(base64.b64decode(text, validate=True)))
+        return next((argument for _, argument, _ in opcodes if isinstance(argument, str)), text)
+    except (ValueError, zlib.error):
+        return text
+
+
 # -- tests in Python -----------------------------------------------------------------------------------------
 
 
 def _python_tests(texts: Sequence[str], context: Mapping[str, Any], partial: bool) -> RowTests:
     entry_point = _entry_point(context, ENTRY_POINTS)
     setup, begin = "", _begin(context)
-    if entry_point and isinstance(context.get("prompt"), str) and is_code(context["prompt"]):
-        setup = context["prompt"]  # the beginning of the program: imports, helpers, the function to be completed
+    beginnings = (context.get(key) for key in BEGINNINGS) if entry_point else ()
+    if entry_point and (setup := next((text for text in beginnings if isinstance(text, str) and is_code(text)), "")):
         name = entry_point.partition("(")[0].partition(".")[0]
         begin = f"{setup}\n{f'del {name}' if defines(setup, name) else ''}\n{begin}"
     texts = [text for text in texts if text.strip()]

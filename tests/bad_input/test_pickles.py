@@ -13,6 +13,7 @@ ALLOWED = {
     "batching/exchange.py: pickle.loads": "samples of another rank, by the job's own process group",
     "checkpoint/safe_metadata.py: pickle.Unpickler": "knows the format's few classes",
     "checkpoint/torch_dist_reader.py: pickle.Unpickler": "calls nothing that a file names",
+    "config/other_trainers.py: yaml.safe_load": "shipped with the package",
     "data/rows.py: pickle.loads": "rows of the user's own source, in a file without a name that this process wrote",
     "doctor/activations.py: torch.load": "weights_only",
     "platform/import_hook.py: marshal.loads": "compiled code, in a folder that only its user may write",
@@ -22,6 +23,7 @@ ALLOWED = {
     "planner/clusters.py: yaml.safe_load": "shipped with the package",
     "planner/model_configs.py: yaml.safe_load": "shipped with the package",
     "rewards/harness.py: exec": "a program of a model, in its jail",
+    "rewards/harness.py: eval": "the entry point of a data row, in the jail",
     "rewards/session_harness.py: exec": "code of a model, in its jail",
     "rewards/session_harness.py: eval": "code of a model, in its jail",
 }

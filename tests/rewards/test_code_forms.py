@@ -153,6 +153,19 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
         SUM,
         DIFFERENCE,
     ),
+    "Skywork-OR1": (
+        {
+            "tests": json.dumps(
+                {
+                    "entry_point": "Solution().largest",
+                    "import_prefix": "from typing import *\n",
+                    "test_code": "def check(candidate):\n    assert candidate(xs=[1, 3]) == 3\n",
+                }
+            )
+        },
+        SOLUTION.format("max"),
+        SOLUTION.format("min"),
+    ),
     "CodeContests": ({"tests": {"input": ["1 2", "2 2"], "output": ["3", "4"]}}, SUM, DIFFERENCE),
     "a list as Python writes it": ({"tests": "['assert largest([1, 3]) == 3']"}, MAX, MIN),
 }

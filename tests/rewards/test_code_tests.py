@@ -1,6 +1,10 @@
 """Rows whose tests test nothing are refused, with the reason; outputs are compared as graders of contests do."""
 
+import base64
+import json
+import pickle
 import re
+import zlib
 from typing import Any
 
 import pytest
@@ -38,6 +42,14 @@ CALL = {"fn_name": "f", "inputs": [[1]], "outputs": [2]}
         (
             "from unittest.mock import patch\nwith patch('x.y'):\n    assert f() == 3",
             "calls patch, and the program runs",
+        ),
+        (
+            "from unittest import mock\ndef test_a():\n    with mock.patch.object(x, 'y'):\n        assert f() == 3",
+            "calls mock.patch.object, and the program runs",
+        ),
+        (
+            "import contextlib\nwith contextlib.redirect_stdout(x):\n    f()\nassert x",
+            "calls contextlib.redirect_stdout, and",
         ),
         (7.5, "holds no tests, but 7.5: give Python tests"),
         ([1], "holds no tests, but [1]"),
@@ -85,6 +97,16 @@ def test_parts_of_a_list_may_prepare_the_others_unless_each_counts() -> None:
     assert len(read_tests(tests, "tests").cases) == 1
     with pytest.raises(ValueError, match="asserts nothing"):
         read_tests(tests, "tests", partial=True)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_private_tests_of_livecodebench_are_packed(protocol: int) -> None:
+    tests = json.dumps([{"input": "1 2", "output": "3", "testtype": "stdin"}])
+    packed = base64.b64encode(zlib.compress(pickle.dumps(tests, protocol))).decode()
+    (case,) = read_tests({"tests": packed}, "tests").cases
+    assert (case.script, case.stdin, case.stdout) == (None, "1 2", "3")
+    with pytest.raises(ValueError, match="is not Python"):
+        read_tests({"tests": packed[:-8] + "(" * 8}, "tests")
 
 
 def test_a_path_to_the_tests() -> None:

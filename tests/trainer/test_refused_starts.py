@@ -305,7 +305,7 @@ def test_data(refuse: Refuse, tmp_path: Path, rows: str, sentence: str) -> None:
     assert sentence in refuse(f"data.train={tmp_path / 'train.jsonl'}")
 
 
-@pytest.mark.parametrize("option", ["data.train", "data.eval.held_out"])
+@pytest.mark.parametrize("option", ["data.train", "data.eval.arithmetic"])
 def test_rows_that_a_reward_cannot_score(refuse: Refuse, tmp_path: Path, option: str) -> None:
     complete = GOOD_ROW.replace("}", ', "level": 1, "tests": "assert f"}') * 4
     (tmp_path / "good.jsonl").write_text(complete)
