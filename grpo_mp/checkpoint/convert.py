@@ -15,8 +15,7 @@ from grpo_mp.checkpoint.hf_reader import (
     NON_POLICY,
     HfReader,
     check_finite,
-    check_layers,
-    check_tensors,
+    check_model,
     has_hf_weights,
     is_non_policy_tensor,
     open_non_policy_tensors,
@@ -119,13 +118,7 @@ def to_megatron(
 
 def check_names(reader: HfReader, model: ModelMapping) -> None:
     """Raise UserError where the folder lacks a tensor, or has one that the mapping lacks or of another shape."""
-    check_tensors(reader, model.params.values())
-    check_layers(reader.names, model.hf)
-    known = {name for param in model.params.values() for name in param.hf}
-    tied = {"lm_head.weight"} if model.hf.tied else set()  # a copy of the embedding
-    unknown = sorted(name for name in reader.names - known - tied if not is_non_policy_tensor(name, model.hf))
-    if unknown:
-        raise UserError(f"{reader.folder}: the mapping of {model.hf.model_type} does not know the tensor {unknown[0]}")
+    check_model(reader, model.params.values(), model.hf)
 
 
 def _num_bytes(reader: HfReader, param: Param) -> int:

@@ -3,6 +3,7 @@
 A run may start from one: every rank reads the parameters it has a shard of.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ class ConvertedReader:
         `verify`: compare each file with its checksum before it is used.
         """
         self.folder = folder
+        self.absent: Mapping[str, str] = {}
         self._model, self._reader = ModelMapping.of(folder, family), TorchDistReader(folder, verify)
         self._reader.check_layers(self._model.hf.int("num_hidden_layers"))
         extra = open_non_policy_tensors(folder, verify)

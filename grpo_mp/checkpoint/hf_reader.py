@@ -1,7 +1,7 @@
 """The safetensors files of a Hugging Face folder: read any slice."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -16,12 +16,14 @@ from grpo_mp.errors import UserError, one_line
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantize, scale_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
+from grpo_mp.models.multi_token_prediction import copied_names
 from grpo_mp.reading import check_regular, read_json, shorten
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"  # of a folder without an index
 NON_POLICY = "extra_"  # prefix of a conversion's files of them
 SHARD = re.compile(r"[^/\x00]{1,240}\.safetensors")
+ROTARY = (".inv_freq", ".cos_cached", ".sin_cached")  # tables that older models save and every model computes
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
@@ -31,6 +33,7 @@ class WeightsReader(Protocol):
     folder: Path
     names: frozenset[str]  # tensors of the model
     stored_names: frozenset[str]  # and those beside them
+    absent: Mapping[str, str]  # tensors that the index lists and no file has: the file that should
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype."""
@@ -58,9 +61,10 @@ class HfReader:
         files: Sequence[Path] = (),
         verify: bool = False,
     ) -> None:
-        """Open every shard, or the given files. Raises UserError for a missing or damaged file, and for an index that
-        names tensors the files lack. FP8 is read as `dequantize_to`. `verify`: compare a file that a conversion wrote
-        with its checksum before a tensor of it is read.
+        """Open every shard, or the given files. Raises UserError for a missing or damaged file.
+
+        FP8 is read as `dequantize_to`. `verify`: compare a file that a conversion wrote with its checksum before a
+        tensor of it is read.
         """
         self.folder, self.dequantize_to = folder, dequantize_to
         self.checksums = Checksums.of_conversion(folder) if verify else Checksums(folder, {})
@@ -72,9 +76,7 @@ class HfReader:
         self.files = tuple(files) or tuple(folder / shard for shard in shards)
         self._handles = {file: _open(file) for file in self.files}
         self._file_of = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
-        absent = sorted(weight_map.keys() - self._file_of.keys())
-        if absent:
-            raise UserError(f"{index} names {absent[0]}, but {weight_map[absent[0]]} lacks it: copy both again")
+        self.absent: Mapping[str, str] = {name: file for name, file in weight_map.items() if name not in self._file_of}
         self.stored_names = frozenset(self._file_of)
         self.names = self.stored_names - {name + SCALE for name in self.stored_names}
         self.has_fp8 = len(self.names) < len(self.stored_names)
@@ -154,10 +156,34 @@ def check_tensors(reader: WeightsReader, params: Iterable[Param]) -> None:
     """Raise UserError where a tensor of the model is missing or has another shape than the config says."""
     shapes = {name: shape for param in params for name, shape in zip(param.hf, param.shapes, strict=True)}
     missing = shapes.keys() - reader.names
+    if listed := sorted(missing & reader.absent.keys()):
+        index, file = reader.folder / INDEX, reader.absent[listed[0]]
+        raise UserError(f"{index} names {listed[0]}, but {file} lacks it: copy both again")
     if missing:
-        raise UserError(f"{reader.folder}: {len(missing)} tensors are missing, the first is {min(missing)}")
+        raise UserError(
+            f"{reader.folder}: {len(missing)} tensors are missing, the first is {min(missing)}: copy the folder again"
+        )
     for name, shape in shapes.items():
         check_shape(reader, name, shape)
+
+
+def check_model(reader: WeightsReader, params: Iterable[Param], hf: HfConfig, others: Iterable[str] = ()) -> None:
+    """Raise UserError where a folder lacks a tensor of the model, or has one that nothing reads.
+
+    Without the latter it would be another model. `others`: tensors that are read elsewhere, or stand for nothing.
+    """
+    params = list(params)
+    check_tensors(reader, params)
+    check_layers(reader.names, hf)
+    read = {name for param in params for name in param.hf} | {*others, *copied_names(hf).values()}
+    read |= {"lm_head.weight"} if hf.tied else set()  # a copy of the embedding
+    unread = sorted(name for name in reader.names - read if not is_non_policy_tensor(name, hf))
+    if unread:
+        more = f" and {len(unread) - 1} more" if unread[1:] else ""
+        raise UserError(
+            f"{reader.folder}: the mapping of {hf.model_type} does not know the tensor {unread[0]}{more}, without "
+            "which this is another model: merge adapters, or set model.family to a mapping that has it"
+        )
 
 
 def check_shape(reader: WeightsReader, name: str, shape: tuple[int, ...]) -> None:
@@ -205,12 +231,12 @@ def _open(file: Path):  # type: ignore[no-untyped-def]
 def is_non_policy_tensor(name: str, hf: HfConfig) -> bool:
     """Return whether a tensor is no part of the policy: it is carried unchanged.
 
-    So are a rotary table, and a multi-token-prediction layer that is not trained.
+    So are rotary tables, and a multi-token-prediction layer that is not trained.
 
     A conversion keeps them as files beside its parts; an export takes them from the folder that the policy came from.
     """
     layer = LAYER.match(name)
-    return (layer is not None and int(layer.group(1)) >= hf.policy_layers) or name.endswith(".inv_freq")
+    return (layer is not None and int(layer.group(1)) >= hf.policy_layers) or name.endswith(ROTARY)
 
 
 def check_layers(names: Iterable[str], hf: HfConfig) -> None:

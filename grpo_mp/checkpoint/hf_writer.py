@@ -13,14 +13,21 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from grpo_mp.checkpoint.hf_reader import INDEX, SINGLE_FILE
-from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
 from grpo_mp.files import sync_to_disk
 from grpo_mp.models.families import add_transformers_4_names
 from grpo_mp.models.fp8 import BLOCK
 
 SHARD_BYTES = 2**30  # of a file: a writer holds one that is written and one that is filled, and the tensor after them
-WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".incomplete")
-CHECKPOINT_FILES = (".metadata", "metadata.json", "common.pt", "manifest.json", CONVERSION_RECORD)
+# What goes with the weights, by kind. Everything else stays behind: weights in other formats, adapters, what a trainer
+# or a checkpoint keeps.
+AUX_FILES = (
+    *("config.json", "generation_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
+    *("vocab*", "merges.txt", "*.model", "*.tiktoken"),
+    *("*.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *("*.py", "*.md", "LICENSE*", "NOTICE*"),
+)
 QUANTIZATION_CONFIG = "quantization_config"
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
@@ -99,7 +106,7 @@ def complete_hf(folder: Path, shards: Sequence[Shard], like: Path, fp8: bool = F
     if len(shards) != 1:
         write_index(incomplete, weight_map, sum(shard.nbytes for shard in shards))
     copy_aux_files(like, incomplete, fp8)
-    for other in set(incomplete.iterdir()) - {incomplete / name for name in weight_map.values()}:
+    for other in set(incomplete.rglob("*")) - {incomplete / name for name in weight_map.values()}:
         sync_to_disk(other)
     sync_to_disk(incomplete)
     replace_folder(incomplete, folder)
@@ -147,14 +154,15 @@ def _split_by_bytes(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int)
 
 
 def copy_aux_files(like: Path, folder: Path, fp8: bool = False) -> None:
-    """Copy every file that is neither weights nor a record of a checkpoint.
+    """Copy config, tokenizer, chat templates, code and licence of a folder.
 
     config.json then says whether the weights are blockwise FP8, and uses the names of transformers 4 beside those of
     5; it is copied as it is where it does so already.
     """
-    for file in like.iterdir():
-        if file.is_file() and not file.name.endswith(WEIGHTS) and file.name not in CHECKPOINT_FILES:
-            shutil.copy2(file, folder / file.name)
+    for file in (file for pattern in AUX_FILES for file in like.glob(pattern) if file.is_file()):
+        copy = folder / file.relative_to(like)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy2(file, copy)
     config_file = folder / "config.json"
     if not config_file.is_file():
         return

@@ -9,7 +9,7 @@ from torch import Tensor
 from grpo_mp import platform
 from grpo_mp.algorithms.values import ValueLoss
 from grpo_mp.checkpoint.converted_reader import open_weights
-from grpo_mp.checkpoint.hf_reader import check_layers, check_tensors
+from grpo_mp.checkpoint.hf_reader import check_model
 from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.config import Settings
 from grpo_mp.config.sections import ModelConfig
@@ -149,5 +149,5 @@ def _check_tensors(model: ModelConfig, stored: HfConfig, where: str) -> None:
                 f"{where}: its weights hold {unread[0]} of a head, and a critic reads {STORED_HEAD} alone: take a "
                 f"...{CLASSIFIER} with one label, or a language model's folder without a head for one of zeros"
             )
-        check_tensors(reader, [param for name, param in params.items() if name != VALUE_HEAD or has_head])
-        check_layers(reader.names, hf)
+        expected = [param for name, param in params.items() if name != VALUE_HEAD or has_head]
+        check_model(reader, expected, hf, others=["lm_head.weight"])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_mp import platform
 from grpo_mp.checkpoint.converted_reader import open_weights
-from grpo_mp.checkpoint.hf_reader import check_layers, check_tensors
+from grpo_mp.checkpoint.hf_reader import check_model
 from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.checkpoint.weights_digest import weights_digest
 from grpo_mp.config import TrainerSettings
@@ -188,5 +188,4 @@ def check_policy(
         sizes = (layout.tensor, layout.expert, layout.expert_tensor)
         check_adapters(family_of(hf).params(hf), model.lora.targets, *sizes)
     with open_weights(model.path, family=model.family) as reader:
-        check_tensors(reader, family_of(hf).params(hf).values())
-        check_layers(reader.names, hf)
+        check_model(reader, family_of(hf).params(hf).values(), hf)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
 from grpo_mp.background import EventLoopThread
-from grpo_mp.checkpoint.hf_reader import HfReader, check_layers, check_tensors, has_hf_weights
+from grpo_mp.checkpoint.hf_reader import HfReader, check_model, has_hf_weights
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.errors import UserError, one_line
@@ -260,6 +260,7 @@ def check_weights(hf: HfConfig, section: str, has_head: bool) -> None:
         )
     ending = next(ending for ending in (*CAUSAL, *HEADS) if architecture.endswith(ending))
     params = known_params(hf, architecture.removesuffix(ending) + CAUSAL[0])
+    others = ["lm_head.weight"]
     with HfReader(hf.path) as reader:
         if has_head:
             params.pop(VALUE_HEAD, None)
@@ -271,12 +272,12 @@ def check_weights(hf: HfConfig, section: str, has_head: bool) -> None:
                 )
             remedy = "take a whole reward model, since SGLang would score by a random head"
             check_head(reader.names, reader.shape, head, where, architecture, remedy)
+            others += head
         if params:
             try:
-                check_tensors(reader, params.values())
+                check_model(reader, params.values(), hf, others)
             except UserError as error:
-                raise UserError(f"{section}: {error}: copy the folder again") from error
-            check_layers(reader.names, hf)
+                raise UserError(f"{section}: {error}") from error
 
 
 def check_tokens(

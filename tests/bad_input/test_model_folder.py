@@ -4,6 +4,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from grpo_mp.checkpoint.convert import to_megatron
 from grpo_mp.checkpoint.describe import describe_hf
 from grpo_mp.checkpoint.hf_reader import INDEX, SINGLE_FILE, HfReader, check_tensors
+from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.distributed.layout import model_shape
+from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import RANGES, HfConfig
 from grpo_mp.models.tokenizer import read_tokenizer
 from grpo_mp.planner.model_configs import find_config, published_config
+from grpo_mp.policy.policy import check_policy
 from tests.bad_input.doors import NO_TEXT, NOT_FILES, Content, answers, as_nobody, noise, put, refused, tree
 from tests.conftest import TinyRun
 
@@ -166,6 +171,40 @@ def open_weights(folder: Path) -> None:
         check_tensors(reader, [param for param in family_of(hf).params(hf).values() if not param.alias])
 
 
+Q_BIAS = "model.layers.{}.self_attn.q_proj.bias"
+UNREAD = {
+    "biases of one layer": {Q_BIAS.format(0): (64,)},
+    "biases of all layers": {Q_BIAS.format(layer): (64,) for layer in range(4)},
+    "an adapter": {f"model.layers.0.mlp.up_proj.lora_{name}.weight": (2, 2) for name in "AB"},
+    "a scale without its weight": {"model.layers.0.mlp.gone.weight_scale_inv": (1, 1)},
+    "a head": {"score.weight": (1, 64)},
+    "another model beside it": {"visual.patch_embed.weight": (2, 2)},
+}
+HARMLESS = {
+    "rotary tables": {f"model.layers.0.self_attn.rotary_emb.{name}": (4,) for name in ("inv_freq", "cos_cached")},
+    "a copy of the embedding": {"lm_head.weight": (16, 64)},
+}
+
+
+@pytest.mark.parametrize("name", [*UNREAD, *HARMLESS])
+def test_tensors_that_nothing_reads(name: str, tmp_path: Path) -> None:
+    """A start and a conversion give the same answer."""
+    folder = tmp_path / "model"
+    make_tiny(folder, "llama", make_tokenizer(["apples"]), tie_word_embeddings=True)
+    added = {tensor: torch.ones(shape) for tensor, shape in (UNREAD | HARMLESS)[name].items()}
+    save_file(load_file(folder / SINGLE_FILE) | added, folder / SINGLE_FILE, metadata={"format": "pt"})
+    model = ModelConfig(path=folder, dtype="float32")
+    start = partial(check_policy, HfConfig.read(folder), model, LayoutConfig(), TrainingConfig(), 1)
+    convert = partial(to_megatron, folder, tmp_path / "megatron", lambda written, total: None)
+    if name in UNREAD:
+        messages = {refused(start), refused(convert)}
+        assert len(messages) == 1
+        assert f"the mapping of llama does not know the tensor {min(added)}" in messages.pop()
+    else:
+        start()
+        convert()
+
+
 def test_the_tiny_weights_are_whole(folder: Path) -> None:
     open_weights(folder)
 
@@ -217,7 +256,6 @@ INDEXES: dict[str, Content] = {
     "a file with a zero character": b'{"weight_map": {"a": "model\\u0000.safetensors"}}',
     "a file of a long name": json.dumps({"weight_map": {"a": "x" * 300 + ".safetensors"}}).encode(),
     "a file that is not there": b'{"weight_map": {"a": "gone.safetensors"}}',
-    "a tensor that is not there": b'{"weight_map": {"a": "model.safetensors"}}',
     "the index itself": b'{"weight_map": {"a": "model.safetensors.index.json"}}',
     "a tensor twice": b'{"weight_map": {"a": "model.safetensors", "a": "gone.safetensors"}}',
     "deep": b'{"weight_map": ' + b"[" * 100_000,

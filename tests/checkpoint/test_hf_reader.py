@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo_mp.checkpoint import hf_writer
+from grpo_mp.checkpoint import hf_reader, hf_writer
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
-from grpo_mp.checkpoint.hf_writer import write_hf
+from grpo_mp.checkpoint.hf_writer import copy_aux_files, write_hf
 from grpo_mp.errors import UserError
+from grpo_mp.models.mapping import Param
 
 LIMIT_S = 20.0
 TENSORS = {
@@ -61,6 +62,37 @@ def test_written_tensors_are_read_back(shard_bytes: int, files: int, tmp_path: P
         assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= shard_bytes
     aux_files = {path.name for path in (tmp_path / "out").iterdir()} - {shard.name for shard in shards}
     assert aux_files == {"config.json", "tokenizer.json"} | ({INDEX} if files > 1 else set())
+
+
+KEPT = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tiktoken.model", "x.tiktoken"),
+    *("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "additional_chat_templates/rag.jinja"),
+    *("tokenization_own.py", "LICENSE", "README.md", "preprocessor_config.json"),
+)
+LEFT = (
+    *("model.gguf", "tf_model.h5", "flax_model.msgpack", "rust_model.ot", "consolidated.00.pth", "model.ckpt", INDEX),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json", "onnx/model.onnx", "adapter_config.json"),
+    *("adapter_model.safetensors", "adapter_model.bin", "trainer_state.json", "training_args.bin", "optimizer.pt"),
+    *("rng_state_0.pth", "scheduler.pt", "all_results.json", "events.out.tfevents.1", "global_step9/zero.pt", "latest"),
+    *("manifest.json", "metadata.json", ".metadata", ".gitattributes", "nohup.out"),
+)
+
+
+def test_what_goes_with_the_weights(tmp_path: Path) -> None:
+    for name in (*KEPT, *LEFT):
+        (tmp_path / "like" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "like" / name).write_text("{}" if name == "config.json" else name)
+    (tmp_path / "like" / "tokenizer_config.json").rename(tmp_path / "stored")  # as in a cache of downloads
+    (tmp_path / "like" / "tokenizer_config.json").symlink_to(tmp_path / "stored")
+    write_hf(tmp_path / "out", TENSORS.items(), tmp_path / "like")
+    written = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert written == {*KEPT, "model.safetensors"}
+    assert not (tmp_path / "out" / "tokenizer_config.json").is_symlink()
+    (tmp_path / "again").mkdir()
+    copy_aux_files(tmp_path / "out", tmp_path / "again")
+    for name in KEPT[1:]:
+        assert (tmp_path / "again" / name).read_text() == name
 
 
 def test_the_index_maps_tensors_to_files(tmp_path: Path, like: Path) -> None:
@@ -148,13 +180,20 @@ def test_missing_files_and_a_broken_index_are_named(tmp_path: Path, like: Path) 
             HfReader(tmp_path / "out")
 
 
-def test_an_index_that_names_absent_tensors_is_refused(tmp_path: Path, like: Path) -> None:
+def test_an_index_that_names_absent_tensors(tmp_path: Path, like: Path) -> None:
+    """Those that the model does not need, such as the output layer of a tied one, are let be."""
     write_hf(tmp_path / "out", TENSORS.items(), like, 130)
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     index["weight_map"]["model.lost"] = "model-00002-of-00003.safetensors"
     (tmp_path / "out" / INDEX).write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"names model.lost, but model-00002-of-00003.safetensors lacks it: copy both"):
-        HfReader(tmp_path / "out")
+    with HfReader(tmp_path / "out") as reader:
+        needed = [Param(name, (name,), (tuple(tensor.shape),)) for name, tensor in TENSORS.items()]
+        hf_reader.check_tensors(reader, needed)
+        lost = Param("lost", ("model.lost",), ((1,),))
+        with pytest.raises(
+            UserError, match=r"names model.lost, but model-00002-of-00003.safetensors lacks it: copy bo"
+        ):
+            hf_reader.check_tensors(reader, [*needed, lost])
 
 
 def test_a_folder_is_on_disk_before_it_appears(tmp_path: Path, like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
