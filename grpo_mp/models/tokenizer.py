@@ -201,6 +201,12 @@ def _read_tiktoken(folder: Path, values: dict[str, Any], own_class: str) -> PreT
     pattern, declared = split_pattern(folder, own_class), values.get("added_tokens_decoder")
     if not pattern or not declared:
         raise _needs_code(folder, own_class)
+    if "def apply_chat_template(" in read_text(_source(folder, own_class)):
+        LOGGER.warning(
+            "%s: the chat template alone renders chats; %s, which does not run, may change schemas of tools",
+            folder,
+            own_class,
+        )
     tokenizer = _load(PreTrainedTokenizerFast, folder)
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -230,11 +236,14 @@ def _tiktoken_reference(file: Path, pattern: str, special: dict[str, int]) -> Re
     return Reference(file, (*PROBES, _between(special)), partial(own.encode, allowed_special="all"), own.decode)
 
 
+def _source(folder: Path, own_class: str) -> Path:
+    return folder / f"{own_class.partition('.')[0]}.py"
+
+
 def split_pattern(folder: Path, own_class: str) -> str | None:
     """Return the pattern that a class gives to tiktoken, read from its source; None where it must run to say it."""
-    module, _, name = own_class.partition(".")
-    file = folder / f"{module}.py"
-    if not name or "--" in own_class or not file.is_file():
+    file = _source(folder, own_class)
+    if not own_class or "--" in own_class or not file.is_file():
         return None
     try:
         tree = ast.parse(read_text(file))

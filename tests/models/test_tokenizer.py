@@ -297,6 +297,15 @@ def test_the_pattern_of_a_class_is_read_and_its_code_does_not_run(
     assert read.decode(marked, skip_special_tokens=True) == "DataBase<|call|>x"  # declared as text
 
 
+def test_a_class_that_renders_chats_itself_is_named(
+    make_tiktoken: MakeTiktoken, caplog: pytest.LogCaptureFixture
+) -> None:
+    for method, warnings in (("encode", 0), ("apply_chat_template", 1)):
+        folder, _ = make_tiktoken(SOURCES["joined"] + f"\n    def {method}(self, chat): pass\n")
+        load_tokenizer(folder)
+        assert sum("tokenization_own.Own, which does not run" in text for text in caplog.messages) == warnings
+
+
 @pytest.mark.parametrize("name", UNREAD)
 def test_a_pattern_that_is_computed_is_not_guessed(
     name: str, make_tiktoken: MakeTiktoken, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,7 @@
 """Real servers are started, found dead and ended."""
 
 import http.server
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -17,7 +19,9 @@ import pytest
 
 from grpo_mp.errors import PhaseTimeout, UserError
 from grpo_mp.files import last_lines
+from grpo_mp.models.tokenizer import load_tokenizer
 from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.engine_main import ARGUMENTS
 from grpo_mp.rollout.server import EngineProcess, check_temporary_folder
 from tests.engines import started_engine
 
@@ -26,7 +30,9 @@ GONE_LIMIT_S = 120.0
 START = """
 import sys, time
 from pathlib import Path
+from grpo_mp.models.tokenizer import load_tokenizer
 from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.engine_main import ARGUMENTS
 from grpo_mp.rollout.server import EngineProcess
 spec = EngineSpec(index=0, rank=0, model=Path(sys.argv[1]), dtype="float32", context_tokens=160, cpu=True)
 engine = EngineProcess(spec, Path(sys.argv[2]))
@@ -135,6 +141,25 @@ def test_a_server_that_is_late_is_a_timeout_and_stop_ends_it(make_spec: SpecFact
     engine.stop()
     assert not session_processes(engine._process.pid)
     engine.stop()
+
+
+def test_an_engine_reads_stop_strings_by_the_tokenizer_of_the_run(
+    make_spec: SpecFactory, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the folder's, which SGLang would read by rules of its own."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("grpo_mp.rollout.server.subprocess.Popen", lambda *_, env, **__: given.update(env))
+    tokenizer = load_tokenizer(model_folder)
+    for save, reads_text in ((tokenizer.save_pretrained, True), (None, False)):
+        engine = EngineProcess(make_spec(save_tokenizer=save), tmp_path / "engine.log")
+        engine.start()
+        arguments = json.loads(given[ARGUMENTS])
+        assert arguments["skip_tokenizer_init"] is not reads_text
+        if reads_text:
+            read = load_tokenizer(Path(arguments["tokenizer_path"]))
+            assert read("Tom has 3  apples.")["input_ids"] == tokenizer("Tom has 3  apples.")["input_ids"]
+        assert ("tokenizer_path" in arguments) is reads_text
+        engine.stop()
 
 
 @pytest.fixture
