@@ -191,7 +191,13 @@ class RolloutConfig(Section):
     max_prompt_tokens: int = Field(gt=0, description="longer prompts are dropped, not cut (verl max_prompt_length)")
     max_response_tokens: int = Field(gt=0, description="maximum tokens of a response (TRL max_completion_length)")
     temperature: float = Field(1.0, ge=0.001, description="sampling temperature; logprobs in training use it, too")
-    top_p: float = Field(1.0, gt=0, le=1, description="mass of nucleus sampling; logprobs are of the full distribution")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="mass of nucleus sampling; below 1 a start warns: logprobs are of the full distribution, so cut "
+        "tokens lose probability whatever the reward",
+    )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="texts that end a response, in addition to the model's end token"
     )

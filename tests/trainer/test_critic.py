@@ -252,7 +252,7 @@ def test_a_language_model_s_folder_is_taken_without_a_head(model: Path, tmp_path
             "learns from rewards, distillation from a teacher",
         ),
         ({"algorithm": {"gamma": 0.9}, "critic": None}, "gamma and lam belong to a critic's advantages"),
-        ({"algorithm": {"lam": 1.0}, "critic": None}, "gamma and lam belong to a critic's advantages"),
+        ({"algorithm": {"lam": 0.9}, "critic": None}, "gamma and lam belong to a critic's advantages"),
         ({"algorithm": {"preset": "ppo", "lam": 1.5}}, "algorithm.lam"),
     ],
 )
