@@ -10,7 +10,6 @@ import threading
 import zlib
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from grpo_mp.errors import UserError, did_you_mean, one_line
 from grpo_mp.files import file_digest
 from grpo_mp.reading import check_path, check_regular
+from grpo_mp.thread_alarms import cancel_alarm, guarded, install_alarms, is_guarded
 
 T = TypeVar("T")
 PATH_FORMAT = "write module:function or path/file.py:function"
@@ -40,27 +40,28 @@ class _TimeOverError(BaseException):
 
 _process_exit = os._exit
 _user_folders = set[str]()  # of the files that were loaded
-# Id of the process whose os._exit raises in this thread or task, and in the tasks that it creates.
-_guarded: ContextVar[int | None] = ContextVar("guarded", default=None)
 
 
 @contextmanager
 def no_exit() -> Iterator[None]:
-    """Make os._exit raise ExitCallError in this thread, or in this task of an event loop.
+    """Make os._exit raise ExitCallError in this thread, or in this task of an event loop, and let it use SIGALRM.
 
-    Forked children, which must end by it, still do.
+    Forked children, which must end by os._exit, still do.
     """
     os._exit = _exit_or_raise
-    before = _guarded.get()
-    _guarded.set(os.getpid())
+    install_alarms()
+    before = guarded.get()
+    guarded.set(os.getpid())
     try:
         yield
     finally:
-        _guarded.set(before)  # no reset by a token: a coroutine that is collected ends in another context
+        if before is None:
+            cancel_alarm()
+        guarded.set(before)  # no reset by a token: a coroutine that is collected ends in another context
 
 
 def _exit_or_raise(status: int) -> NoReturn:
-    if _guarded.get() == os.getpid():
+    if is_guarded():
         raise ExitCallError(f"it called os._exit({status}): return, or raise an error")
     _process_exit(status)
 

@@ -45,6 +45,7 @@ ORDER = (
     "background",
     "parsers",
     "redact",
+    "thread_alarms",
     "user_code",
     "registry",
     "section",

@@ -1,19 +1,14 @@
 r"""The rewards of GSM8K-like tasks: whether there is a \boxed{} answer, and whether it is right."""
 
-import math
 import re
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import Literal
 
-from grpo_mp.rewards.math_verify_worker import MathVerifier, is_close
+from grpo_mp.rewards.answer_reading import Number, Text, read_answer, same_number, split_label, without_name
+from grpo_mp.rewards.math_verify_worker import MathVerifier
 
 BoxChoice = Literal["last", "first"]
-NUMBER = r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d*)?|\.\d+)"
-FRACTION = re.compile(rf"({NUMBER})/({NUMBER})")
-LATEX_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # and what is escaped, which counts as none
-DECORATION = re.compile(r"\\[$!,;:]|\\left|\\right|\\text\{[^{}]*\}|[\s$~]")
 
 
 def boxed_answer(text: str, which: BoxChoice = "last") -> str | None:
@@ -33,11 +28,38 @@ def answer_reward(response: str, answer: str, verifier: MathVerifier, which: Box
 
 
 def same_answer(expected: str, predicted: str, verifier: MathVerifier) -> bool:
-    """Return whether two answers are equal: plain numbers by `is_close`, all else by math-verify."""
-    expected_values, predicted_values = numeric_readings(expected), numeric_readings(predicted)
-    if expected_values and predicted_values:
-        return any(is_close(a, b, verifier.tolerance) for a in expected_values for b in predicted_values)
-    return predicted == expected or verifier.equal(expected, predicted)
+    """Return whether two answers are equal: numbers by value, words as text, expressions by math-verify."""
+    if expected.strip() == predicted.strip():
+        return True
+    left, right = map(read_answer, _without_what_one_adds(expected, predicted))
+    if isinstance(left, Number) and isinstance(right, Number):
+        return same_number(left, right, verifier.tolerance)
+    if isinstance(left, Text) and isinstance(right, Text):
+        return left.key == right.key
+    if isinstance(left, Text) and left.digits and isinstance(right, Number):
+        return left.digits == right.latex
+    return left.latex is not None and right.latex is not None and verifier.equal(left.latex, right.latex)
+
+
+def _without_what_one_adds(expected: str, predicted: str) -> tuple[str, str]:
+    """Take off what only one of two answers has: the letter of a choice, or what is behind it; a variable's name."""
+    (label, value), (other_label, other_value) = split_label(expected), split_label(predicted)
+    if label and other_label:
+        return label, other_label
+    if label:
+        return (label if _is_letter(predicted) else value), predicted
+    if other_label:
+        return expected, (other_label if _is_letter(expected) else other_value)
+    if "=" in expected and "=" not in predicted:
+        return without_name(expected), predicted
+    if "=" in predicted and "=" not in expected:
+        return expected, without_name(predicted)
+    return expected, predicted
+
+
+def _is_letter(answer: str) -> bool:
+    reading = read_answer(answer)
+    return isinstance(reading, Text) and len(reading.key) == 1
 
 
 def answer_numbers(responses: Sequence[str], verifier: MathVerifier, which: BoxChoice = "last") -> list[int | None]:
@@ -65,33 +87,6 @@ def _index_of_equal(answer: str, distinct: Sequence[str], verifier: MathVerifier
         if verifier.timeouts > timeouts_before:
             break
     return len(distinct)
-
-
-def numeric_readings(text: str) -> tuple[float, ...]:
-    r"""Return the values that a plain number can mean; nothing for any other text.
-
-    Reads 1,234.5, $5, \$5, 3/4, \frac{3}{4}, 5 \text{ apples} and 50%, which means 50 as well as 0.5.
-    """
-    bare = DECORATION.sub("", text).removesuffix(".")
-    digits = bare.removesuffix("%").removesuffix("\\")
-    number = _parse_number(digits)
-    if number is None or not math.isfinite(number):
-        return ()
-    return (number, number / 100) if digits != bare else (number,)
-
-
-def _parse_number(text: str) -> float | None:
-    if match := LATEX_FRACTION.fullmatch(text):
-        text = f"{match[1]}{match[2]}/{match[3]}"
-    if re.fullmatch(NUMBER, text):
-        return float(text.replace(",", ""))
-    if (match := FRACTION.fullmatch(text)) and float(match[2].replace(",", "")):
-        try:
-            numerator, denominator = (Fraction(number.replace(",", "").rstrip(".")) for number in match.groups())
-            return float(numerator / denominator)
-        except (OverflowError, ValueError):  # beyond the range of floats, or thousands of digits
-            return None
-    return None
 
 
 def _closing_braces(text: str) -> dict[int, int]:

@@ -7,6 +7,7 @@ too: it ends soon even if the parent is killed first.
 """
 
 import json
+import math
 import os
 import resource
 import subprocess
@@ -14,29 +15,25 @@ import sys
 import tempfile
 import threading
 import time
+from fractions import Fraction
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 from grpo_mp.errors import UserError
 from grpo_mp.processes import shared_environment
+from grpo_mp.rewards.answer_reading import is_close
 
 START_LIMIT_S = 120.0
 MEMORY_BYTES = 4 * 2**30
-TOLERANCE = 0.01
-ROUNDING = 1e-12  # 7.01 - 7 is no more than 0.01
-
-
-def is_close(expected: float, predicted: float, tolerance: float) -> bool:
-    """Return whether a number is near enough: within `tolerance`, and where the expected number is below 1, within that
-    share of it. So 0 is not 0.005, and nothing but 0 is 0.
-    """
-    return abs(expected - predicted) <= tolerance * min(1.0, abs(expected)) + ROUNDING * min(1.0, abs(expected))
+DIGITS = 100  # to which numbers that are not rational are computed
+ROUNDING = 1e-12  # of decimals in an expression, which are floats
 
 
 class MathVerifier:
     """Compares answers with math-verify in a child process. Thread-safe; `close` ends the child."""
 
-    def __init__(self, limit_s: float, tolerance: float = TOLERANCE) -> None:
+    def __init__(self, limit_s: float, tolerance: float | None = None) -> None:
         """Limit a comparison to `limit_s` seconds: slower ones count as different. `tolerance`: see `is_close`."""
         self.limit_s, self.tolerance = limit_s, tolerance
         self._timeouts = threading.local()
@@ -112,7 +109,7 @@ def _serve() -> None:
     """Run the child: one comparison per line on stdin, one verdict per line on stdout."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints must not pass for a reply
-    _is_equal("1", "x", 0.0)  # imports and grammar tables load now, not in the first comparison's time
+    _is_equal("1", "x", None)  # imports and grammar tables load now, not in the first comparison's time
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
     replies.write("ready\n")
@@ -125,17 +122,61 @@ def _serve() -> None:
         replies.write("equal\n" if _is_equal(expected, predicted, tolerance) else "different\n")
 
 
-def _is_equal(expected: str, predicted: str, tolerance: float) -> bool:
-    """Compare with math-verify, or with `is_close` if both are numbers; without time limits, as the parent has one."""
+def _is_equal(expected: str, predicted: str, tolerance: float | None) -> bool:
+    """Compare two answers; without time limits, as the parent has one."""
     from math_verify import parse, verify
 
     gold, answer = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (expected, predicted))
-    if verify(gold, answer, timeout_seconds=None):
-        return True
-    try:
-        return is_close(float(gold[0]), float(answer[0]), tolerance)
-    except (IndexError, TypeError, ValueError, OverflowError, MemoryError):
+    if not gold or not answer:
         return False
+    is_equal = None if "%" in expected + predicted else _equal_numbers(gold[0], answer[0], tolerance)
+    if is_equal is not None:
+        return is_equal
+    # math-verify takes a difference below 10^-precision for none, and floats have 15 digits. It rounds decimals to 6
+    # places: here to as many behind the first digit of the smallest one.
+    floats = [abs(number) for one in (gold[0], answer[0]) for number in _floats(one) if number]
+    precision = 15 if floats else DIGITS
+    places = max(6, 6 - math.floor(math.log10(min(floats, default=1))))
+    return bool(verify(gold, answer, places, precision, timeout_seconds=None))
+
+
+def _floats(expression: Any) -> set[Any]:
+    """Return the decimals in an expression."""
+    from sympy import Float
+
+    atoms: set[Any] = getattr(expression, "atoms", lambda kind: set())(Float)
+    return atoms
+
+
+def _equal_numbers(expected: Any, predicted: Any, tolerance: float | None) -> bool | None:
+    """Compare two expressions without variables by their values; None for others, and where both vanish."""
+    first, second = _value(expected), _value(predicted)
+    if first is None or second is None:
+        return None
+    is_decimal = bool(_floats(expected) or _floats(predicted))
+    if first.is_Rational and second.is_Rational and not is_decimal:
+        return bool(first == second)
+    left, right = first.evalf(DIGITS), second.evalf(DIGITS)
+    size = max(abs(left), abs(right))
+    if size < 10 ** (-DIGITS):
+        return None
+    if not is_decimal:
+        return bool(abs(left - right) < size * 10 ** (10 - DIGITS))
+    if abs(left - right) <= ROUNDING * min(1, abs(left)):
+        return True
+    if not (left.is_real and right.is_real):
+        return False
+    return is_close(Fraction(str(left)), Fraction(str(right)), tolerance)
+
+
+def _value(expression: Any) -> Any:
+    """Return a number that an expression is, with its products and powers computed; None where it is none."""
+    from sympy import Expr
+
+    if not isinstance(expression, Expr) or expression.free_symbols:
+        return None
+    value = expression.doit()
+    return value if value.is_number and value.is_finite and value.evalf(DIGITS).is_number else None
 
 
 if __name__ == "__main__":

@@ -257,10 +257,11 @@ class RewardConfig(Section):
     episode: float = Field(0.0, description="weight of the reward that rollout.function gives an episode")
     boxed: float = Field(0.0, description="weight of the format: 1 where the response has a \\boxed{} answer, else 0")
     boxed_answer: Literal["last", "first"] = Field("last", description="which \\boxed{} of a response is its answer")
-    tolerance: float = Field(
-        0.01,
+    tolerance: float | None = Field(
+        None,
         ge=0,
-        description="difference between numbers that count as equal answers; below 1, relative to the expected number",
+        description="difference between numbers that count as equal answers where one has a decimal point; below 1, "
+        "relative to the expected number; null: 0 where the expected number is whole, else 0.01",
     )
     length: float = Field(
         0.0, description="weight of min(1, tokens / limit), the limit as for overlong; negative penalizes length"

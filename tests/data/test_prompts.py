@@ -3,6 +3,7 @@ import inspect
 import json
 import tracemalloc
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from grpo_mp.data import prompts as prompts_module
 from grpo_mp.data.prompts import PromptSet, final_answer, load_prompts
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tokenizer
-from grpo_mp.rewards.math import numeric_readings
+from grpo_mp.rewards.answer_reading import Number, read_answer
 
 TOKENIZER = make_tokenizer(["How", "many", "apples"])
 ROWS = [
@@ -266,7 +267,9 @@ def test_half_a_character_anywhere_in_a_message_is_refused(tmp_path: Path) -> No
 def test_an_answer_may_be_any_number_and_is_read_as_that(answer: float, digits: str, tmp_path: Path) -> None:
     (prompt,) = load(write(tmp_path / "a.jsonl", [GOOD | {"answer": answer}]))
     assert prompt.answer == digits
-    assert numeric_readings(digits) == ((answer,) if abs(answer) < 1e300 else ())
+    reading = read_answer(digits)
+    assert isinstance(reading, Number)
+    assert reading.value == Fraction(str(answer))
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-import math
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from grpo_mp.errors import UserError
 from grpo_mp.rewards import math_verify_worker
-from grpo_mp.rewards.math import answer_numbers, answer_reward, boxed_answer, numeric_readings
+from grpo_mp.rewards.answer_reading import Number, read_answer
+from grpo_mp.rewards.math import answer_numbers, answer_reward, boxed_answer
 from grpo_mp.rewards.math_verify_worker import MathVerifier
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.terms import BuiltInTerms
@@ -101,8 +102,9 @@ def test_the_first_boxed_answer(text: str, inside: str | None) -> None:
 RIGHT = [
     ("7", "7"),
     ("7", "7.0"),
-    ("7", "7.01"),
     ("7", "+7"),
+    ("7.5", "7.51"),
+    ("22/7", "3.1428"),
     ("-3", "-3"),
     ("1234", "1,234"),
     ("1234567.5", "1,234,567.5"),
@@ -125,7 +127,10 @@ RIGHT = [
 ]
 WRONG = [
     ("7", "8"),
-    ("7", "7.011"),
+    ("7", "7.001"),
+    ("7.0", "7.001"),
+    ("7.5", "7.511"),
+    ("22/7", "157/50"),
     ("7", "-7"),
     ("1234", "1.234"),
     ("0.5", "2/1"),
@@ -163,7 +168,13 @@ def test_within_the_tolerance_is_right(value: Decimal, off: Decimal, tolerance: 
 
 
 @pytest.mark.parametrize(
-    ("setting", "right"), [({}, 1.0), ({"tolerance": 0.001}, 0.0), ({"boxed_answer": "first"}, 0.0)]
+    ("setting", "right"),
+    [
+        ({"tolerance": 0.01}, 1.0),
+        ({}, 0.0),
+        ({"tolerance": 0.001}, 0.0),
+        ({"tolerance": 0.01, "boxed_answer": "first"}, 0.0),
+    ],
 )
 def test_tolerance_and_which_box_are_settings(
     setting: dict[str, Any], right: float, make_group: Callable[..., SampleGroup]
@@ -172,17 +183,50 @@ def test_tolerance_and_which_box_are_settings(
     assert built_in.values["answer"](make_group([r"\boxed{3}, no: \boxed{7.009}"])) == [right]
 
 
-@pytest.mark.parametrize("text", ["", "x", "1/0", "1e5", "1,23", "12,34", "3 4 x", r"\frac{a}{2}", "--1", "1/2/3"])
+@pytest.mark.parametrize("text", ["", "x", "1/0", "1e99999", "1,23", "12,34", "3 4", r"\frac{a}{2}", "--1", "1/2/3"])
 def test_other_texts_are_no_plain_numbers(text: str) -> None:
-    assert numeric_readings(text) == ()
+    assert not isinstance(read_answer(text), Number)
+
+
+@given(
+    st.fractions(max_denominator=10**6), st.integers(0, 6), st.sampled_from(["{}", "${}$", r"{} \text{{ cm}}", "{}."])
+)
+def test_a_number_is_read_in_every_way_to_write_it(value: Fraction, places: int, form: str) -> None:
+    """Compared with Python's own formats of numbers."""
+    sign, size = "-" * (value < 0), abs(value)
+    whole, part = divmod(size.numerator, size.denominator)
+    rounded = Decimal(size.numerator) / size.denominator
+    texts = {
+        f"{sign}{size}": value,
+        rf"{sign}\frac{{{size.numerator}}}{{{size.denominator}}}": value,
+        f"{sign}{rounded:,.{places}f}": Fraction(f"{sign}{rounded:.{places}f}"),
+        f"{sign}{rounded:.{places}e}": Fraction(f"{sign}{rounded:.{places}e}"),
+    }
+    if part and whole:
+        texts[rf"{sign}{whole:,}\frac{{{part}}}{{{size.denominator}}}"] = value
+    for text, meant in texts.items():
+        reading = read_answer(form.format(text))
+        assert isinstance(reading, Number)
+        assert reading.value == meant
+        assert reading.is_decimal == ("." in text)
+
+
+@given(
+    st.text("0123456789 ,.-+/\\{}()$%^_:eExm~\u00bd\u00b2", max_size=30), st.sampled_from(["{}", r"\frac{{{}}}{{7}}"])
+)
+def test_any_text_can_be_read_and_a_number_is_written_as_itself(text: str, form: str) -> None:
+    reading = read_answer(form.format(text))
+    if isinstance(reading, Number):
+        again = read_answer(reading.latex)
+        assert isinstance(again, Number)
+        assert (again.value, again.is_percent) == (reading.value, reading.is_percent)
 
 
 @pytest.mark.parametrize("number", ["9" * 400, "9" * 5000, f".{'0' * 5000}1"])
 @pytest.mark.parametrize("form", ["{}", "{}/3", "3/{}", "-{}/{}", r"\frac{{{}}}{{3}}", "{}%"])
 def test_no_number_is_too_long_for_an_answer(form: str, number: str, verifier: MathVerifier) -> None:
-    """What cannot be a float is compared by math-verify, or is wrong."""
+    """What is too long for Python's integers is compared by math-verify, or is wrong."""
     text = form.format(number, number)
-    assert all(map(math.isfinite, numeric_readings(text)))
     assert answer_reward(f"\\boxed{{{text}}}", "7", verifier) == 0.0
 
 

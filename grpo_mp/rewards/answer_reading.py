@@ -1,0 +1,409 @@
+r"""Read boxed answers: numbers by their grammar, words as words. What is neither is an expression for math-verify.
+
+A text that can be read in two ways is no number: `4 5`, `5 \text{ million}`, `10:30`. It equals the same text only.
+"""
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from fractions import Fraction
+
+from grpo_mp.rewards.answer_words import BASES, LETTERS, MATH_NAMES, MEASURES, NOT_UNITS, SYMBOLS
+
+MAX_CHARACTERS, MAX_EXPONENT = 1000, 3000  # of a number: Python converts integers of up to 4300 digits
+
+MAX_PLACES = 64  # behind the decimal point of a number for math-verify
+DEFAULT_TOLERANCE = 0.01  # of numbers that are not whole
+
+TEXT_COMMAND = re.compile(r"\\(?:text(?:rm|bf|it|sf|tt|sc|normal)?|math(?:rm|bf|sf|it)|mbox|hbox|boldsymbol|rm|bf) ?\{")
+BLANKS = re.compile(r"(?:(?<!\\)\\(?:[ ,;:]|quad(?![a-z])|qquad(?![a-z])|thinspace(?![a-z]))|[\s~])+")
+WIDE_BLANK = re.compile(r"(?<=[0-9]) *\\q?quad *(?=[0-9])")  # between two numbers
+SPELLINGS = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\(?:left|right|displaystyle|textstyle|[bB]igg?[lr]?)(?![a-zA-Z])|\\!", ""),
+        (r"\{ ?, ?\}", ","),
+        (r"\{ ?\\(?:rm|bf|it) ([^{}]*)\}", r"\\text{\1}"),
+        (r"\\text\{ *\}", " "),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\{ ?([-+]?[0-9]+) ?\\over ?([0-9]+) ?\}", r"\\frac{\1}{\2}"),
+        (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
+        (r"\\frac ?([0-9]) ?([0-9])", r"\\frac{\1}{\2}"),
+        (r"(?<!\\)\\([%$#&])", r"\1"),
+        (r"\$\^\{?([1-9])\}?\$", r"^\1"),
+        (r"\^ ?\{? ?(\\text\{ ?(?:st|nd|rd|th) ?\}) ?\}?", r" \1"),
+        (r"\bper cent\b", "percent"),
+        (r"\b([ap])\.? ?m\.", r"\1m"),
+        ("[\u2212\ufe63\uff0d]|^[\u2013\u2014](?=[ 0-9.])", "-"),
+        (r"\^ ?(?:\{ ?\\circ ?\}|\\circ)|\\(?:text)?degree(?![a-zA-Z])|\u00ba", "\u00b0"),
+        ("\u00d7", r"\\times "),
+        ("[\u00b7\u22c5]", r"\\cdot "),
+        ("\u03c0", r"\\pi "),
+        ("\u221e", r"\\infty "),
+        ("\u2264", r"\\le "),
+        ("\u2265", r"\\ge "),
+        (r"_ ?([0-9]+) (?=[0-9])", r"_{\1} "),
+        (r"^(?:\\approx|\u2248|=) ?", ""),
+    )
+)
+SUPERSCRIPT = re.compile("[\u207a\u207b]?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
+SUPERSCRIPT_DIGITS = str.maketrans(
+    "\u207a\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079", "+-0123456789"
+)
+DELIMITERS = (
+    ("$$", "$$"),
+    ("$", "$"),
+    (r"\(", r"\)"),
+    (r"\[", r"\]"),
+    ("{", "}"),
+    ("**", "**"),
+    ("`", "`"),
+    ("'", "'"),
+    ('"', '"'),
+    ("\u201c", "\u201d"),
+)
+TEXT = re.compile(r"\\text\{([^{}]*)\}")
+
+INTEGER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9])|[0-9]+)"
+DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]*)?|\.[0-9]+)"
+OPERAND = rf"[-+]? ?{DECIMAL}"
+LATEX_FRACTION = rf"\\frac ?(?:\{{ ?({OPERAND}) ?\}}|([0-9])) ?(?:\{{ ?({OPERAND}) ?\}}|([0-9]))"
+CURRENCY = r"(?:US|A|C|HK)?\$|[\u20ac\u00a3\u00a5\u20b9]|Rs\.?|USD|EUR|GBP|INR"
+START = re.compile(rf"([-+]?) ?(?:(?:\\text\{{ ?)?({CURRENCY})(?: ?\}})? ?([-+]?) ?)?")
+REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\overline ?\{([0-9]+)\}")
+MIXED = re.compile(rf"({INTEGER}) ?{LATEX_FRACTION}")
+MIXED_PLAIN = re.compile(r"([0-9]+) ([1-9][0-9]*) ?/ ?([0-9]+)")
+FRACTION = re.compile(LATEX_FRACTION)
+SLASH = re.compile(rf"({DECIMAL}) ?/ ?({OPERAND})")
+SCIENTIFIC = re.compile(
+    rf"(?:({DECIMAL}) ?(?:\\times|\\cdot|\*|x) ?)?10 ?(?:\^|\*\*) ?"
+    r"(?:\{ ?([-+]?[0-9]+) ?\}|\(([-+]?[0-9]+)\)|([-+]?[0-9]+))"
+)
+E_NOTATION = re.compile(rf"({DECIMAL})[eE]([-+]?[0-9]+)")
+PLAIN = re.compile(DECIMAL)
+
+UNIT_PART = re.compile(
+    r"\\text\{(?P<text>[^{}]*)\}|(?P<word>m/s|[A-Za-z]+)\.?|(?P<sign>[%$\u00b0\u20ac\u00a3\u00a5\u20b9\u00a2])"
+    r"|(?<=[A-Za-z}\u00b0)]) ?\^ ?(?:\{ ?-?[1-9] ?\}|-?[1-9])|/|\\cdot(?![a-zA-Z])"
+    r"|\\(?:mu|Omega|AA|ell)(?![a-zA-Z])| |\((?=[a-zA-Z\\])|(?<=[a-zA-Z}])\)"
+)
+UNIT_TEXT = re.compile(r"(?:[A-Za-z]+(?:['\u2019][a-z]+)?|[ /().,%\u00b0\u00b5\u03a9\u00c5-]|\^-?[1-9]|\^\{-?[1-9]\})*")
+WORD = re.compile(r"[A-Za-z]+(?:['\u2019][a-z]+)?|[%\u00b0]")
+MAGNITUDE = re.compile(r"\\text\{[KMBT]\}")  # directly behind the digits: 5M is five million
+
+CLOCK = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))?(?::([0-9]{2}))?(?: ?([ap])\.? ?m\.?)?", re.IGNORECASE)
+DATE = re.compile(r"[0-9]{1,4}([-/])[0-9]{1,2}\1[0-9]{1,4}")
+BASED = re.compile(r"\(?([0-9A-Z]+)\)? ?_ ?\{? ?(?:\\text\{)? ?([0-9]+|[a-z]+) ?\}{0,2}")
+LETTER = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer):? )?(?:\(([A-Z])\)|([A-Za-z])[.):]?)")
+LABEL_AS_TEXT = re.compile(r"^\\text\{ ?(\([A-J]\)|[A-J][.:]) ?\} ?")
+LABELLED = re.compile(r"(?:\(([A-J])\)|([A-J])[.):]) (\S.*)")
+RATIO = re.compile(r"[0-9.]+(?: ?: ?[0-9.]+){2,}")
+NAMED = re.compile(
+    r"(?:[A-Za-z](?:_\{?\w+\}?)?(?:\([a-z]\))?|\\text\{[^{}]*\}|\\(?!frac|sqrt)[a-z]+) ?(?:=|\\approx) ?([^=]+)"
+)
+UNITS_BEHIND = re.compile(r"(?: ?\\text\{[^{}]*\}(?: ?\^ ?(?:\{-?[1-9]\}|[1-9]))?)+$")
+WORD_BESIDE_NUMBER = re.compile(r"[0-9}] ([A-Za-z]{2,})|(?<![\\A-Za-z])([A-Za-z]{2,}) [0-9\\]")
+OUTSIDE_MATHEMATICS = re.compile(  # digits beside digits, feet and inches, a relation with one side
+    r"[0-9] [0-9]|[0-9] ?['\"\u2032\u2033]|^(?:[<>]|\\(?:le|ge|leq|geq|lt|gt|ne|neq|leqslant|geqslant)(?![a-z]))"
+)
+TIGHT_EXPONENT = re.compile(rf"(?<![A-Za-z0-9.])({DECIMAL})[eE](\+?[0-9]+|-[0-9]{{2,}})(?![0-9A-Za-z.])")
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that an answer says, and what stands behind it."""
+
+    value: Fraction
+    is_decimal: bool  # written with a decimal point: it may be rounded
+    is_percent: bool = False
+    units: frozenset[tuple[str, str]] = frozenset()  # values of MEASURES
+
+    @property
+    def share(self) -> Fraction:
+        """Return the number, of a percentage its hundredth."""
+        return self.value / 100 if self.is_percent else self.value
+
+    @property
+    def latex(self) -> str:
+        """Return the number as math-verify reads it."""
+        sign, value = "-" * (self.value < 0), abs(self.value)
+        digits = _decimal_digits(value) if self.is_decimal else None
+        fraction = rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+        number = digits or (fraction if value.denominator > 1 else str(value.numerator))
+        return sign + number + r"\%" * self.is_percent
+
+
+@dataclass(frozen=True)
+class Text:
+    """An answer that equals the same text only."""
+
+    key: str
+    latex: str | None = None  # bare letters: beside an expression they are a product of variables
+    digits: str | None = None  # of a number with its base: the base may be left out
+
+
+@dataclass(frozen=True)
+class Expression:
+    """An answer for math-verify, without the unit behind it."""
+
+    latex: str
+
+
+def read_answer(answer: str) -> Number | Text | Expression:
+    """Read an answer, the text inside of a box."""
+    text = tidy(answer)
+    wrapped = TEXT.fullmatch(text)
+    body = _without_period(wrapped[1].strip()) if wrapped else text
+    return read_number(body) or _read_text(body, bool(wrapped)) or _read_expression(body)
+
+
+def tidy(answer: str) -> str:
+    """Return an answer with one spelling for what LaTeX and Unicode spell in many ways: blanks, fractions, signs."""
+    text = SUPERSCRIPT.sub(_spell_superscript, "".join(map(_spell_character, answer)))
+    text = WIDE_BLANK.sub(", ", text)
+    text = BLANKS.sub(" ", TEXT_COMMAND.sub(r"\\text{", text)).strip()
+    before = None
+    while text != before:
+        before, text = text, _without_delimiters(_without_period(text))
+    for pattern, replacement in SPELLINGS:
+        text = pattern.sub(replacement, text)
+    return BLANKS.sub(" ", text).strip()
+
+
+def split_label(answer: str) -> tuple[str | None, str]:
+    """Return the letter of a choice and the text behind it: `(B) 12` is B and 12; None where there is no letter."""
+    match = LABELLED.fullmatch(LABEL_AS_TEXT.sub(r"\1 ", tidy(answer)))
+    return (match[1] or match[2], match[3]) if match else (None, answer)
+
+
+def without_name(answer: str) -> str:
+    """Return the right side of `x = 5` or `f(x) = x + 1`; any other answer unchanged."""
+    match = NAMED.fullmatch(tidy(answer))
+    return match[1] if match else answer
+
+
+def is_close(expected: Fraction, predicted: Fraction, tolerance: float | None) -> bool:
+    """Return whether a number is near enough: within `tolerance`, and where the expected number is below 1, within that
+    share of it. So 0 is not 0.005. None: 0 where the expected number is whole, else DEFAULT_TOLERANCE.
+    """
+    if tolerance is None:
+        tolerance = 0.0 if expected.denominator == 1 else DEFAULT_TOLERANCE
+    return abs(expected - predicted) <= Fraction(str(tolerance)) * min(Fraction(1), abs(expected))
+
+
+def same_number(expected: Number, predicted: Number, tolerance: float | None) -> bool:
+    """Return whether two numbers are equal; see `is_close` for those of which one is written with a decimal point.
+
+    50% is 50 as well as 0.5. Units of one kind must be the same.
+    """
+    kinds = {kind for kind, _ in expected.units} & {kind for kind, _ in predicted.units}
+    if any(kind in kinds for kind, _ in expected.units ^ predicted.units):
+        return False
+    pairs = [(expected.value, predicted.value)]
+    if expected.is_percent != predicted.is_percent:
+        pairs.append((expected.share, predicted.share))
+    may_round = expected.is_decimal or predicted.is_decimal
+    return any(a == b or (may_round and is_close(a, b, tolerance)) for a, b in pairs)
+
+
+def read_number(text: str) -> Number | None:
+    """Return the number that a tidy text says; None for any other text, and for one that can be read in two ways."""
+    if len(text) > MAX_CHARACTERS:
+        return None
+    start = START.match(text)
+    assert start
+    if start[1] and start[3]:  # two signs
+        return None
+    if (parsed := _read_digits(text[start.end() :])) is None:
+        return None
+    value, is_decimal, tail = parsed
+    if (behind := _read_units(tail)) is None:
+        return None
+    is_percent, words = behind
+    units = frozenset(MEASURES[name] for word in [*words, start[2] or ""] if (name := _measure(word)))
+    return Number(-value if "-" in (start[1], start[3]) else value, is_decimal, is_percent, units)
+
+
+def _read_digits(text: str) -> tuple[Fraction, bool, str] | None:
+    """Return the unsigned number that a text begins with, whether it has a decimal point, and the rest."""
+    value: Fraction | None
+    if match := REPEATING.match(text):
+        value = _repeating(*match.groups())
+    elif match := MIXED.match(text):
+        value = _mixed(match[1], *_operands(match, 2))
+    elif match := MIXED_PLAIN.match(text):
+        value = None if len(match[2]) == 3 else _mixed(*match.groups())  # 1 250/300: a group of three digits?
+    elif match := FRACTION.match(text):
+        value = _quotient(*_operands(match, 1))
+    elif match := SLASH.match(text):
+        value = _quotient(*match.groups())
+    elif match := SCIENTIFIC.match(text):
+        value = _power_of_ten(match[1] or "1", match[2] or match[3] or match[4])
+    elif match := E_NOTATION.match(text):
+        value = _power_of_ten(match[1], match[2])
+    elif match := PLAIN.match(text):
+        value = _decimal(match[0])
+    else:
+        return None
+    return None if value is None else (value, "." in match[0] and match.re is not REPEATING, text[match.end() :])
+
+
+def _operands(match: re.Match[str], first: int) -> tuple[str, str]:
+    """Return numerator and denominator of LATEX_FRACTION, whose groups begin at `first`."""
+    return match[first] or match[first + 1], match[first + 2] or match[first + 3]
+
+
+def _decimal(digits: str) -> Fraction:
+    return Fraction(re.sub("[, ]", "", digits))
+
+
+def _quotient(numerator: str, denominator: str) -> Fraction | None:
+    below = _decimal(denominator)
+    return _decimal(numerator) / below if below else None
+
+
+def _mixed(whole: str, numerator: str, denominator: str) -> Fraction | None:
+    part = _quotient(numerator, denominator)
+    is_proper = part is not None and 0 < part < 1 and part.denominator > 1
+    return _decimal(whole) + part if part is not None and is_proper else None
+
+
+def _repeating(whole: str, fixed: str, period: str) -> Fraction:
+    part = Fraction(int(period), 10 ** len(period) - 1) / 10 ** len(fixed)
+    return Fraction(f"{whole or 0}.{fixed or 0}") + part
+
+
+def _power_of_ten(mantissa: str, exponent: str) -> Fraction | None:
+    if len(exponent) > 5 or abs(int(exponent)) > MAX_EXPONENT:
+        return None
+    return _decimal(mantissa) * Fraction(10) ** int(exponent)
+
+
+def _decimal_digits(value: Fraction) -> str | None:
+    """Return a number at or above 0 with a decimal point; None where that has no end, or a far one."""
+    places = next((places for places in range(1, MAX_PLACES) if 10**places % value.denominator == 0), None)
+    if places is None:
+        return None
+    digits = str(int(value * 10**places)).rjust(places + 1, "0")
+    return f"{digits[:-places]}.{digits[-places:]}"
+
+
+def _read_units(tail: str) -> tuple[bool, list[str]] | None:
+    """Return whether what stands behind a number is a percentage, and its words; None where it is more than a unit."""
+    words, position = list[str](), 0
+    if MAGNITUDE.match(tail):
+        return None
+    while position < len(tail):
+        part = UNIT_PART.match(tail, position)
+        if part is None:
+            return None
+        if part["text"] is not None:
+            if not UNIT_TEXT.fullmatch(part["text"]):
+                return None
+            found = WORD.findall(part["text"])
+            if not found and part["text"].strip():
+                return None
+            words += found
+        elif part["word"]:
+            if not _is_plain_unit(part["word"], tail[:position]):
+                return None
+            words.append(part["word"])
+        elif part["sign"]:
+            words.append(part["sign"])
+        position = part.end()
+    if any(_changes_number(word) for word in words) or (tail.strip() and not words):
+        return None
+    percents = [word for word in words if word.lower() in ("%", "percent", "percentage", "pct")]
+    return (len(percents) == 1, words) if len(percents) < 2 else None
+
+
+def _is_plain_unit(word: str, before: str) -> bool:
+    """Return whether a word that is not set as text is a unit: no variable and no function."""
+    if word.lower() in SYMBOLS or word == "m/s":
+        return True
+    if len(word) == 1:
+        return before.endswith("\u00b0") or bool(re.search(r"[A-Za-z]/$", before)) or word == "a"
+    if word.lower() in MATH_NAMES:
+        return word.lower().startswith(("per", "pct"))
+    if before.strip() in ("", "/") and before.endswith("/"):
+        return _measure(word) is not None
+    return (len(word) > 2 or word == "of") and bool(re.search(r"[ /(]$", before))
+
+
+def _changes_number(word: str) -> bool:
+    name = word.lower()
+    if len(word) == 1:
+        return word.isalpha() and word not in LETTERS and word != "a"
+    return name in NOT_UNITS or name.removesuffix("s") in NOT_UNITS
+
+
+def _measure(word: str) -> str | None:
+    """Return the name of a unit in MEASURES; None for others."""
+    name = word.lower() if len(word) > 1 else word
+    return next((one for one in (name, name.removesuffix("s"), name.removesuffix("es")) if one in MEASURES), None)
+
+
+def _read_text(body: str, is_wrapped: bool) -> Text | None:
+    """Return an answer that is no mathematics: a letter, words, a time, a date, digits with a base."""
+    plain = BLANKS.sub(" ", TEXT.sub(r"\1", body)).strip()
+    if match := LETTER.fullmatch(plain):
+        letter = match[1] or match[2]
+        return Text(letter, latex=letter)
+    if (match := CLOCK.fullmatch(plain)) and (match[2] or match[4]):
+        hour, minute, second, half = (part or "" for part in match.groups())
+        return Text(f"{int(hour)}:{minute or '00'}:{second or '00'}{half.lower()}")
+    if DATE.fullmatch(plain) or RATIO.fullmatch(plain):
+        return Text(plain.replace(" ", ""))
+    if (match := BASED.fullmatch(body)) and (base := BASES.get(match[2], match[2])).isdigit():
+        return Text(f"{match[1]}_{base}", digits=match[1])
+    words = re.findall(r"[A-Za-z]+", plain)
+    if re.fullmatch(r"[A-Za-z\u2019' .,-]+", plain) and not all(word.lower() in MATH_NAMES for word in words):
+        shortest = 2 if is_wrapped or plain != body else 3
+        if any(len(word) >= shortest and word.lower() not in MATH_NAMES for word in words):
+            return Text(plain.casefold(), latex=plain if len(words) == 1 and plain == body and not is_wrapped else None)
+    return None
+
+
+def _read_expression(body: str) -> Text | Expression:
+    """Return an expression; a text where words, or digits beside digits, say what math-verify would not read."""
+    text = re.sub(r"(?<![0-9])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9])", lambda match: match[0].replace(" ", ""), body)
+    behind = UNITS_BEHIND.search(text)
+    if behind and behind.start() and _read_units(behind[0]) is not None:
+        text = text[: behind.start()].rstrip()
+    text = TEXT.sub(lambda match: match[1].strip() if len(match[1].strip()) == 1 else match[0], text)
+    prose = [words for words in TEXT.findall(text) if words.strip(" ,") not in ("and", "or", "")]
+    plain = TEXT.sub(" , ", text)
+    beside = [word for pair in WORD_BESIDE_NUMBER.findall(plain) for word in pair if word]
+    is_formula = re.search(r"[=+*/^_<>\\-]", plain)
+    bare = () if is_formula else re.findall(r"[A-Za-z]{3,}", plain)
+    words = {word.lower() for word in (*beside, *bare) if len(word) > 2 or word.lower() in NOT_UNITS} - MATH_NAMES
+    if prose or words or OUTSIDE_MATHEMATICS.search(plain) or MIXED.fullmatch(plain):
+        return Text(BLANKS.sub(" ", TEXT.sub(r"\1", body)).strip().casefold())
+    return Expression(TIGHT_EXPONENT.sub(r"\1\\times 10^{\2}", text).replace("\u00b0", r"^\circ"))
+
+
+def _spell_character(character: str) -> str:
+    """Spell a fraction like one half, or a wide character of Chinese and Japanese texts, in ASCII."""
+    kind, *codes = unicodedata.decomposition(character).split() or [""]
+    if kind not in ("<fraction>", "<wide>"):
+        return "." if character == "\u3002" else character
+    numerator, _, denominator = "".join(chr(int(code, 16)) for code in codes).partition("\u2044")
+    return rf"\frac{{{numerator}}}{{{denominator}}}" if denominator else numerator
+
+
+def _spell_superscript(match: re.Match[str]) -> str:
+    return f"^{{{match[0].translate(SUPERSCRIPT_DIGITS)}}}"
+
+
+def _without_delimiters(text: str) -> str:
+    """Take off one pair of signs that only set the whole text: $5$, {5}."""
+    for opening, closing in DELIMITERS:
+        inside = text[len(opening) : -len(closing)]
+        others = inside.replace(r"\$", "")
+        if text == opening + inside + closing and opening not in others and closing not in others:
+            return inside.strip()
+    return text
+
+
+def _without_period(text: str) -> str:
+    return text if text.endswith("..") else re.sub(r"(?:\.|\\\\|\.(?=\}$))$", "", text).rstrip()
