@@ -367,7 +367,7 @@ def _read_text(body: str, is_wrapped: bool) -> Text | None:
 def _read_expression(body: str) -> Text | Expression:
     """Return an expression; a text where words, or digits beside digits, say what math-verify would not read."""
     text = re.sub(r"(?<![0-9])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9])", lambda match: match[0].replace(" ", ""), body)
-    behind = UNITS_BEHIND.search(text)
+    behind = UNITS_BEHIND.search(text, max(0, len(text) - MAX_CHARACTERS))
     if behind and behind.start() and _read_units(behind[0]) is not None:
         text = text[: behind.start()].rstrip()
     text = TEXT.sub(lambda match: match[1].strip() if len(match[1].strip()) == 1 else match[0], text)
