@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,6 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, bytes):
         return value.hex()
-    if isinstance(value, date | time | timedelta | Decimal):
+    if isinstance(value, date | time | timedelta | Decimal | Fraction):
         return str(value)
     return type(value).__qualname__

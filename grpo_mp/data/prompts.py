@@ -1,11 +1,11 @@
 """Prompt sets: rows are read by the column mapping, rendered by the chat template and tokenized as they are needed."""
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from itertools import chain
+from numbers import Rational, Real
 from typing import Any
 
 import numpy as np
@@ -271,7 +271,7 @@ def _read_answer(row: Row, data: DataConfig) -> str | None:
     if data.answer_column is None:
         return None
     value = _read_column(row, data.answer_column, "data.answer_column")
-    text = _number_text(value) if isinstance(value, int | float) else value
+    text = _number_text(value) if isinstance(value, Real | Decimal) else value
     answer = final_answer(text) if isinstance(text, str) and _is_text(text) else ""
     if not answer:
         found = shorten(repr(value))
@@ -281,11 +281,12 @@ def _read_answer(row: Row, data: DataConfig) -> str | None:
     return answer
 
 
-def _number_text(value: float) -> str:
-    """Return a number in digits: 1e-05, as Python writes it, is no answer that is read as one; "" for what is none."""
-    if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
-        return ""
-    return f"{Decimal(str(value)):f}" if isinstance(value, float) else str(value)  # an int may be beyond all floats
+def _number_text(value: Real | Decimal) -> str:
+    """Return a number in digits, a fraction as 1/3; "" for a truth value and for what is not finite."""
+    if isinstance(value, Rational):
+        return "" if isinstance(value, bool) else str(value)
+    number = Decimal(str(value))
+    return f"{number:f}" if number.is_finite() else ""
 
 
 def _read_column(row: Row, name: str, setting: str) -> Any:

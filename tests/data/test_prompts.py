@@ -3,6 +3,7 @@ import inspect
 import json
 import tracemalloc
 from collections.abc import Sequence
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,48 @@ def test_an_answer_may_be_any_number_and_is_read_as_that(answer: float, digits: 
     reading = read_answer(digits)
     assert isinstance(reading, Number)
     assert reading.value == Fraction(str(answer))
+
+
+NUMBERS = """
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+
+def rows(path):
+    return [{"question": "How many?", "answer": eval(path)}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "digits"),
+    [
+        ("Decimal('12.50')", "12.50"),
+        ("Decimal('1E+5')", "100000"),
+        ("Fraction(-1, 3)", "-1/3"),
+        ("np.int64(7)", "7"),
+        ("np.float32(0.1)", "0.1"),
+        ("np.float64('nan')", None),
+        ("Decimal('Infinity')", None),
+        ("np.bool_(True)", None),
+        ("True", None),
+    ],
+)
+def test_an_answer_may_be_a_number_of_any_type(value: str, digits: str | None, tmp_path: Path) -> None:
+    (tmp_path / "numbers.py").write_text(NUMBERS)
+    data = DataConfig(train=value, source=f"{tmp_path / 'numbers.py'}:rows")
+    if digits is None:
+        with pytest.raises(UserError, match="expected an answer as text or number"):
+            load_prompts(value, data, TOKENIZER, 100)
+    else:
+        (prompt,) = load_prompts(value, data, TOKENIZER, 100)
+        assert prompt.answer == digits
+
+
+def test_a_parquet_column_of_decimals_holds_answers(tmp_path: Path) -> None:
+    rows = [{"question": "How much?", "answer": Decimal("3.25")}, {"question": "How many?", "answer": Decimal("4.00")}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert [prompt.answer for prompt in load(str(tmp_path / "a.parquet"))] == ["3.25", "4.00"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,95 @@
+"""Reward functions as published for TRL and verl, which call math-verify and other code with limits by SIGALRM."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from grpo_mp.rewards.scorer import Scorer
+from grpo_mp.rewards.settings import RewardConfig
+from grpo_mp.types import SampleGroup
+
+REWARDS = r"""
+from decimal import Decimal
+from fractions import Fraction
+from signal import SIGALRM, alarm, signal
+
+import numpy as np
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from math_verify.errors import TimeoutException
+from math_verify.metric import math_metric
+
+def accuracy(completions, solution, **kwargs):
+    scores = []
+    for content, gold in zip(completions, solution):
+        gold_parsed = parse(gold, extraction_mode="first_match")
+        answer_parsed = parse(content, extraction_config=[LatexExtractionConfig(boxed_match_priority=0)])
+        scores.append(float(verify(gold_parsed, answer_parsed)))
+    return scores
+
+def compute_score(completions, solution, **kwargs):
+    check = math_metric(gold_extraction_target=(LatexExtractionConfig(),),
+                        pred_extraction_target=(ExprExtractionConfig(), LatexExtractionConfig()))
+    scores = []
+    for content, gold in zip(completions, solution):
+        score = 0.0
+        try:
+            score, _ = check([gold], [content])
+        except TimeoutException:
+            score = -1.0
+        except Exception:
+            pass
+        scores.append(score)
+    return scores
+
+def one(completion, solution, **kwargs):
+    return float(verify(parse(solution), parse(completion)))
+
+async def waits(completion, solution, **kwargs):
+    return one(completion, solution)
+
+def limited(completions, **kwargs):
+    def ring(number, frame):
+        raise TimeoutError("too slow")
+    scores = []
+    for content in completions:
+        signal(SIGALRM, ring)
+        alarm(1 if "6" in content else 60)
+        try:
+            while "6" in content:
+                pass
+            scores.append(1.0)
+        except TimeoutError:
+            scores.append(0.0)
+        finally:
+            alarm(0)
+    return scores
+
+def numbers(completions, **kwargs):
+    return [Decimal("0.5"), Fraction(1, 4)]
+
+def arrays(completions, **kwargs):
+    return np.array([0.5, 0.25], dtype=np.float32)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "values"),
+    [
+        ("accuracy", [1.0, 0.0]),
+        ("compute_score", [1.0, 0.0]),
+        ("one", [1.0, 0.0]),
+        ("waits", [1.0, 0.0]),
+        ("limited", [1.0, 0.0]),
+        ("numbers", [0.5, 0.25]),
+        ("arrays", [0.5, 0.25]),
+    ],
+)
+def test_published_rewards_run_unchanged(
+    function: str, values: list[float], make_group: Callable[..., SampleGroup], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(REWARDS)
+    scorer = Scorer(RewardConfig(functions={f"{tmp_path / 'mine.py'}:{function}": 1.0}, timeout_s=300), 100, "prompt")
+    group = make_group([r"so \boxed{\frac{10}{2}}", r"so \boxed{6}"], prompt="3+2?", solution="$5$")
+    assert [sample.reward for sample in scorer.score_group(group).samples] == values
+    scorer.close()
