@@ -20,6 +20,7 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
+from grpo_mp import platform
 from grpo_mp.algorithms.settings import KLConfig
 from grpo_mp.checkpoint.run_state import read_manifest
 from grpo_mp.config import Settings, load_settings
@@ -75,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def read_command(args: argparse.Namespace) -> EvaluationJob:
     """Return the job of a command line. Raises UserError."""
-    settings, checkpoint = load_settings(args.config, args.overrides, trains=False), args.checkpoint
+    settings = load_settings(args.config, args.overrides, trains=False, dtype=platform.default_dtype())
+    checkpoint = args.checkpoint
     if not settings.data.eval:
         raise UserError(f"{args.config}: data.eval names no set: add one, as data.eval.NAME=FILE")
     model = args.model or settings.model.path

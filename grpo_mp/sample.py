@@ -25,6 +25,7 @@ if __name__ == "__main__":
 import numpy as np
 import torch.distributed as dist
 
+from grpo_mp import platform
 from grpo_mp.checkpoint.run_lock import run_lock
 from grpo_mp.checkpoint.run_state import claim_run_folder
 from grpo_mp.config import Settings, dump_settings, load_settings
@@ -140,7 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def read_command(args: argparse.Namespace) -> SamplingJob:
     """Return the job of a command line. Raises UserError."""
-    settings, checkpoint = load_settings(args.config, args.overrides, trains=False), args.checkpoint
+    settings = load_settings(args.config, args.overrides, trains=False, dtype=platform.default_dtype())
+    checkpoint = args.checkpoint
     model = args.model or settings.model.path
     if checkpoint:
         check_checkpoint(checkpoint, settings.model.model_copy(update={"path": model}))

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from pydantic import ValidationError
 
+from grpo_mp import platform
 from grpo_mp.config import Settings, check_settings, dump_settings, load_settings, show_settings
 from grpo_mp.config.data_sections import EvalSetConfig
 from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
@@ -448,3 +450,12 @@ def test_epochs_become_steps_of_the_prompts(run: dict[str, float], prompts: int,
     assert resolved.run.steps == steps
     written = yaml.safe_load(dump_settings(resolved))
     assert check_settings(written, "test").with_steps(1000) == resolved
+
+
+def test_no_dtype_is_that_of_the_machine_that_computes(file: Path) -> None:
+    """Plans are of GPUs; who computes says what it is on."""
+    assert load_settings(file).model.dtype == "bfloat16"
+    assert load_settings(file, dtype="float32").model.dtype == "float32"
+    assert load_settings(file, ["model.dtype=null"], dtype="float32").model.dtype == "float32"
+    assert load_settings(file, ["model.dtype=bfloat16"], dtype="float32").model.dtype == "bfloat16"
+    assert platform.default_dtype() == ("bfloat16" if torch.cuda.is_available() else "float32")

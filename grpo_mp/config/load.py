@@ -16,6 +16,7 @@ from grpo_mp.algorithms.presets import with_preset
 from grpo_mp.config.other_trainers import translate
 from grpo_mp.config.pipeline_settings import PipelineSettings
 from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
+from grpo_mp.config.sections import DEFAULT_DTYPE
 from grpo_mp.config.settings import Settings
 from grpo_mp.config.sft_settings import SftSettings
 from grpo_mp.errors import UserError, did_you_mean
@@ -41,21 +42,23 @@ EXPECTED = {  # by pydantic's error type
 }
 
 
-def load_settings(path: Path, overrides: list[str] | None = None, trains: bool = True) -> Settings:
+def load_settings(
+    path: Path, overrides: list[str] | None = None, trains: bool = True, dtype: str = DEFAULT_DTYPE
+) -> Settings:
     """Read a YAML file of RL, apply `section.key=value` overrides, and check every name and value.
 
-    `trains`: also what a policy needs to learn; engines alone answer without. Raises UserError: file missing, not YAML,
-    unknown setting (with the nearest known), bad value.
+    `trains`: also what a policy needs to learn; engines alone answer without. `dtype`: of this machine, where the file
+    names none. Raises UserError: file missing, not YAML, unknown setting (with the nearest known), bad value.
     """
-    tree = _read_tree(path, overrides or [])
+    tree = _with_dtype(_read_tree(path, overrides or []), dtype)
     if SFT in tree:
         raise UserError(f"{path}: these are settings of supervised fine-tuning (section sft): run `grpo-mp sft`")
     return check_settings(tree, str(path), trains)
 
 
-def load_sft_settings(path: Path, overrides: list[str] | None = None) -> SftSettings:
+def load_sft_settings(path: Path, overrides: list[str] | None = None, dtype: str = DEFAULT_DTYPE) -> SftSettings:
     """Read a YAML file of supervised fine-tuning as `load_settings` reads one of RL. Raises UserError as it does."""
-    return _check(SftSettings, _read_tree(path, overrides or []), str(path))
+    return _check(SftSettings, _with_dtype(_read_tree(path, overrides or []), dtype), str(path))
 
 
 def load_any_settings(path: Path, overrides: list[str] | None = None) -> Settings | SftSettings:
@@ -91,6 +94,14 @@ def _read_tree(path: Path, overrides: list[str]) -> dict[str, Any]:
         raise UserError(f"{path}: expected sections (run:, model:, ...), found {type(tree).__name__}")
     for override in overrides:
         _apply_override(tree, override)
+    return tree
+
+
+def _with_dtype(tree: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return settings whose model.dtype, where it is null, is that of the machine."""
+    model = tree.get("model")
+    if isinstance(model, dict) and model.get("dtype") is None:
+        return tree | {"model": model | {"dtype": dtype}}
     return tree
 
 

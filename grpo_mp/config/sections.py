@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from grpo_mp.config.lora_section import LoraConfig
 from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
@@ -13,6 +13,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.section import Section, as_bytes
 
 PIECE_BYTES = 2**30
+DEFAULT_DTYPE = "bfloat16"  # of weights and activations, where nothing says that a CPU computes
 PauseMode = Literal["retract", "in_place"]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 RolloutName = Annotated[str, AfterValidator(ROLLOUT_FUNCTIONS.check_name)]
@@ -106,7 +107,12 @@ class ModelConfig(Section):
     family: Annotated[str, AfterValidator(MODEL_FAMILIES.check_name)] | None = Field(
         None, description="a built-in family's name or your own 'file.py:FAMILY'; null: by model_type of config.json"
     )
-    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="precision of weights and activations")
+    dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(lambda dtype: dtype or DEFAULT_DTYPE)] = Field(
+        None,
+        validate_default=True,
+        description="precision of weights and activations; null: bfloat16 on GPUs and in plans, float32 in a job on a "
+        "CPU, whose products of bfloat16 are slow",
+    )
     fp32_head: bool = Field(True, description="logits in float32, in engines, too (SGLang enable_fp32_lm_head)")
     trust_remote_code: bool = Field(
         False,

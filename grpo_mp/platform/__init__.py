@@ -24,6 +24,11 @@ def on_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def default_dtype() -> str:
+    """Return the precision of model.dtype=null on this machine."""
+    return "bfloat16" if on_cuda() else "float32"
+
+
 def compute_capability() -> float | None:
     """Return the compute capability of this process's GPU, as 9.0 of an H100; None on a CPU."""
     return float(".".join(map(str, torch.cuda.get_device_capability()))) if on_cuda() else None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
+from grpo_mp import platform
 from grpo_mp.checkpoint.run_state import saved_state
 from grpo_mp.config import Settings, SftSettings, load_settings, load_sft_settings
 from grpo_mp.distributed.process_groups import single_rank_environment
@@ -26,7 +27,7 @@ def run_command(train: Callable[[Settings, RunInputs], None], arguments: Sequenc
     """Run a command line; `train` gets checked settings and what was read for them."""
     with _ending():
         args = train_parser().parse_intermixed_args(arguments)
-        settings = load_settings(args.config, args.overrides)
+        settings = load_settings(args.config, args.overrides, dtype=platform.default_dtype())
         preflight = run_preflight
         if args.replay:
             settings, preflight = replay_settings(settings), partial(run_replay_preflight, args.replay)
@@ -53,7 +54,7 @@ def run_sft_command(
     """
     with _ending():
         args = sft_parser().parse_intermixed_args(arguments)
-        settings = load_sft_settings(args.config, args.overrides)
+        settings = load_sft_settings(args.config, args.overrides, platform.default_dtype())
         if args.dry_run:
             world_size, ranks_per_node = _ranks(args)
             _, inputs = run_sft_preflight(settings, world_size)
