@@ -1,6 +1,7 @@
 """A run that is told to stop saves its state; the same command resumes as if it had never stopped."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,22 @@ def test_the_step_in_hand_is_finished_and_saved(finished_run: FinishedRun) -> No
     assert finished_run.stopped_after == 2
     assert "stopped after step 2: run the same command to resume" in finished_run.first.out
     assert finished_run.first.err == ""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_while_it_starts_does_neither_step_nor_evaluation(
+    start_job: StartJob, tmp_path: Path
+) -> None:
+    """Its first sync, check and evaluation may take long; there is nothing to be saved."""
+    run = tmp_path / "run"
+    job = start_job(f"run.folder={run}")
+    job.wait_until(lambda: "starting the engines" in job.out)
+    job.signal(signal.SIGTERM)
+    result = outcome(job)
+    assert (result.status, result.left) == (0, []), result.err
+    assert "stopped after step 0: run the same command to resume" in result.out
+    assert not any("eval/" in name for line in read_jsonl(run / "metrics.jsonl") for name in line)
+    assert not any("sync/" in name for line in read_jsonl(run / "metrics.jsonl") for name in line)
 
 
 def test_what_is_done_has_its_report(finished_run: FinishedRun) -> None:
