@@ -68,6 +68,22 @@ def test_an_engine_with_one_wrong_tensor_stops_the_run_and_is_named(start_job: S
 
 
 @pytest.mark.slow
+def test_an_engine_that_computes_another_function_stops_the_run_and_is_not_restarted(
+    start_job: StartJob, tmp_path: Path
+) -> None:
+    """All of its tensors are right, so that no restart would help; its norms are not."""
+    run = tmp_path / "run"
+    args = """engine.args={json_model_override_args: '{"rms_norm_eps": 0.01}'}"""
+    result = outcome(start_job(f"run.folder={run}", NO_EVAL, args, "sync.check_tolerance=null"))
+    assert result.status == 2
+    sentence = next(line for line in result.err.splitlines() if line.startswith("error: "))
+    assert sentence.startswith("error: after the weight sync engine ")
+    assert "all tensors arrive unchanged: the engine computes another function" in sentence
+    assert not [*(run / "logs").glob("engine_*_lost_*.log")]
+    assert result.left == []
+
+
+@pytest.mark.slow
 def test_updates_skipped_in_a_row_stop_the_run_and_their_samples_replay_it(start_job: StartJob, tmp_path: Path) -> None:
     """The replay, without engines, meets the same gradients to the last digit that is said.
 
