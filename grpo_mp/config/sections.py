@@ -476,7 +476,11 @@ class SyncConfig(Section):
         "Requests that come later read none of it",
     )
     check_tolerance: float | None = Field(
-        None, gt=0, description="allowed mean absolute logprob difference of engine and policy, in nats; null: by dtype"
+        None,
+        gt=0,
+        description="allowed mean absolute logprob difference of engine and policy after a sync, in nats; null: 1.5 "
+        "times what noise of one rounding at every linear layer changes in the policy's own logprobs on the same "
+        "tokens, and at least 1e-4",
     )
     timeout_s: float = Field(600.0, gt=0, description="time limit for an engine to load one round, in seconds")
 
