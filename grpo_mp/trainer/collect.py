@@ -42,7 +42,7 @@ from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.generation_times import EngineWork, generation_times
 from grpo_mp.trainer.rebalance import rebalance
-from grpo_mp.trainer.recorded import RecordedGroups
+from grpo_mp.trainer.recorded import RecordedGroups, read_recorded
 from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 
@@ -63,6 +63,7 @@ class RolloutBatch:
     # Selected, of this rank's engine, with their experts, where ranks train that have no engine; None: `groups` are.
     generated: list[SampleGroup] | None = None
     times: Mapping[str, float] = field(default_factory=dict)  # how evenly engines generated, see generation_times
+    recorded_tokens: int = 0  # of the responses in `launched`, those that a former job generated, of all engines
 
     @property
     def of_own_engine(self) -> list[SampleGroup]:
@@ -125,12 +126,13 @@ class RolloutCollector:
     group_filter: GroupFilter
     recovery: EngineRecovery
     curriculum: Curriculum | None = None  # the user's own
+    recorded: RecordedGroups | None = None  # what a former job has left; None: not read yet
     synced_step: int = 0  # the engines have the weights after this step
     _queue: PromptQueue = field(init=False)
     _carried: LaunchedGroups = field(default_factory=dict, init=False)  # by number in the next step's launch order
     _next: Generation | None = field(default=None, init=False)
     _begun: GroupStream | None = field(default=None, init=False)  # that of the step that was begun last
-    _recorded: RecordedGroups | None = field(default=None, init=False)  # None: not read yet
+    _recorded_tokens: dict[int, int] = field(default_factory=dict, init=False)  # by group id, of this rank's groups
     _journal: GroupJournal = field(init=False)
     _paused: PausedRecords = field(init=False)
     _stats: dict[int, RewardStats] = field(default_factory=dict, init=False)  # of scored groups, by id
@@ -216,16 +218,15 @@ class RolloutCollector:
 
     def _take_recorded(self, state: TrainState, step: int, rule: AdmissionRule) -> None:
         """Carry what a job before has generated for the step or those after it, and this rank has read."""
-        folder, job, hosts = self.settings.run.folder / ROLLOUTS, self.job, self.rollout.host_ranks
-        if self._recorded is None:
-            place = hosts.index(job.rank) if job.rank in hosts else None
-            self._recorded = RecordedGroups.read(folder, place, len(hosts), job.group)
+        folder, job = self.settings.run.folder / ROLLOUTS, self.job
+        if self.recorded is None:
+            self.recorded = read_recorded(folder, self.rollout.host_ranks, job)
         elif job.rank == 0 and (saved := complete_checkpoints(self.settings.run.folder)[-FALLBACKS:]):
             prune(folder, checkpoint_step(saved[0]) - self.settings.rollout.max_staleness)
         queue, recorded = self._queue, dict[int, EndedGroup]()
         if not self.settings.updates_running_groups:
             rule = replace(rule, lookahead=rule.needed * self.settings.steps_ahead)
-        taken = self._recorded.take(state.groups_launched, rule, lambda number: (queue[number], queue.epoch(number)))
+        taken = self.recorded.take(state.groups_launched, rule, lambda number: (queue[number], queue.epoch(number)))
         # A step launches more than `take` foresees where a group is aborted: of that no record says so.
         begun = frozenset[int]().union(*all_gather(set(self._carried), job.group))
         for number, record in taken.items():
@@ -242,6 +243,8 @@ class RolloutCollector:
             if isinstance(group, RunningGroup) or oldest_version(group, version) >= version
         }
         self._stale = len(carried) - len(self._carried)
+        for number in recorded.keys() & self._carried.keys():
+            self._recorded_tokens[state.groups_launched + number] = taken[number].extent.tokens
 
     def _record(self, step: int, group_id: int, group: EndedGroup, stats: RewardStats) -> None:
         """Keep a group on disk, of those that are broken off what a later step goes on with; called in any thread."""
@@ -359,7 +362,8 @@ class RolloutCollector:
         ]
         own, aborted = list(self.rollout.score(own, step)), _aborted(admission, kept, first)
         infos = all_gather_sample_info(own, group)
-        counts = all_gather((len(later), counted, self._stale), group)
+        own_recorded = self._take_recorded_tokens(first + admission.consumed if max_staleness else None)
+        counts = all_gather((len(later), counted, self._stale, own_recorded), group)
         # By finish, some of what may be launched need not have been.
         cursor = self._queue.use_up(min(admission.consumed, len(self._queue)))
         if not max_staleness:
@@ -369,7 +373,7 @@ class RolloutCollector:
         curriculum = PromptCurriculum(state.solved_streak, state.skipped_until, state.solve_rates).updated(
             [info for info in infos if info.finished], step, self.settings.algorithm.curriculum, self.curriculum
         )
-        next_group = admission.consumed if max_staleness else max(last for _, last, _ in counts)
+        next_group = admission.consumed if max_staleness else max(last for _, last, *_ in counts)
         if self.settings.engine.deterministic and not max_staleness:
             # What was begun beyond is not counted, and a number is given once: a record of it would pass as another's.
             rule = admission_rule(self._rule, self.settings.rollout.prompts_per_step, max_staleness)
@@ -385,13 +389,14 @@ class RolloutCollector:
                 selected,
                 {first + number for number, is_kept in kept.items() if is_kept},
                 aborted,
-                sum(stale for _, _, stale in counts),
+                sum(stale for _, _, stale, _ in counts),
             ),
             reward_stats=sum_stats(all_gather(self._take_stats(range(first, first + counted), later), group)),
-            carried=sum(carried for carried, _, _ in counts),
+            carried=sum(carried for carried, *_ in counts),
             length_bias=length_bias(infos, selected, aborted),
             state=replace(state, cursor=cursor, groups_launched=first + next_group, **vars(curriculum)),
             unselected=[group for group in with_samples if group.samples[0].group_id not in selected],
+            recorded_tokens=sum(tokens for *_, tokens in counts),
         )
 
     def _times(self, batch: RolloutBatch, began_s: float) -> dict[str, float]:
@@ -404,6 +409,11 @@ class RolloutCollector:
         tokens = sum(len(sample.tokens) for group in groups for sample in group.samples)
         work = EngineWork(tokens, tuple(max(0.0, end - began_s) for end in ends_s))
         return generation_times(all_gather(work, self.job.group))
+
+    def _take_recorded_tokens(self, end: int | None) -> int:
+        """Return the tokens of groups of a former job that this rank has read, with ids below `end`; forget them."""
+        ids = [group_id for group_id in self._recorded_tokens if end is None or group_id < end]
+        return sum(self._recorded_tokens.pop(group_id) for group_id in ids)
 
     def _take_stats(self, counted: range, later: Collection[int]) -> RewardStats:
         """Return what scoring this rank's groups with these ids has counted; keep that of `later` numbers."""

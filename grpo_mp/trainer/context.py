@@ -9,7 +9,7 @@ from functools import partial
 import torch.distributed as dist
 
 from grpo_mp import platform
-from grpo_mp.checkpoint.run_state import TrainState
+from grpo_mp.checkpoint.run_state import ROLLOUTS, TrainState
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.nccl_memory import NcclMemory
@@ -43,7 +43,7 @@ from grpo_mp.trainer.job import (
 from grpo_mp.trainer.machine_notes import machine_notes
 from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_engines_first
 from grpo_mp.trainer.preflight import RunInputs
-from grpo_mp.trainer.recorded import drop_groups_of_changed_inputs
+from grpo_mp.trainer.recorded import RecordedGroups, drop_groups_of_changed_inputs, read_recorded
 from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.trainer.replay import ReplayCollector
 from grpo_mp.trainer.save import CheckpointSaver
@@ -116,8 +116,8 @@ def open_context(
         state = replace(resumed.state, data=inputs.train.digest or resumed.state.data)  # a replay reads none
         preemption = PreemptionHandler()
         overlaps = () if greeting else inputs.overlaps()
-        greeting = greeting or _greeting(settings, inputs, job, state)
-        dropped = () if inputs.replay else drop_groups_of_changed_inputs(settings, inputs.train, inputs.evals, job)
+        dropped, recorded = ([], None) if inputs.replay else _recorded_groups(settings, inputs, runtime)
+        greeting = greeting or _greeting(settings, inputs, job, state, recorded)
         warnings = (*resumed.damages, *dropped, *inputs.warnings, *runtime.machine)
         show_notes(progress, job.rank, greeting, (*resumed.changes, *overlaps), warnings)
         offload = platform.on_cuda() and settings.shares_devices and settings.model.offloads and not inputs.replay
@@ -144,7 +144,7 @@ def open_context(
             inputs=inputs,
             job=job,
             rollout=rollout,
-            collector=_make_collector(settings, inputs, runtime, phases, recovery),
+            collector=_make_collector(settings, inputs, runtime, phases, recovery, recorded),
             evaluator=Evaluator(
                 *(inputs.evals, eval_scorer, rollout, job, phases, progress, shown, recovery), settings.run.folder
             ),
@@ -174,15 +174,27 @@ def _build_models(
     return policy, build_critic(settings, of_critic, resumed.checkpoint) if of_critic else None
 
 
+def _recorded_groups(settings: Settings, inputs: RunInputs, runtime: RankRuntime) -> tuple[list[str], RecordedGroups]:
+    """Drop recorded groups of other inputs; return sentences on these, and the others. Every rank must call this."""
+    dropped = drop_groups_of_changed_inputs(settings, inputs.train, inputs.evals, runtime.job)
+    return dropped, read_recorded(settings.run.folder / ROLLOUTS, runtime.rollout.host_ranks, runtime.job)
+
+
 def _make_collector(
-    settings: Settings, inputs: RunInputs, runtime: RankRuntime, phases: PhaseManager, recovery: EngineRecovery
+    settings: Settings,
+    inputs: RunInputs,
+    runtime: RankRuntime,
+    phases: PhaseManager,
+    recovery: EngineRecovery,
+    recorded: RecordedGroups | None,
 ) -> Collector:
     """Make what gives the steps their groups."""
     if inputs.replay:
         return ReplayCollector(inputs.replay, runtime.job, phases)
     keeps, curriculum = inputs.extensions.group_filter, inputs.extensions.curriculum
     return RolloutCollector(
-        settings, inputs.train, runtime.rollout, inputs.scorer, runtime.job, phases, keeps, recovery, curriculum
+        *(settings, inputs.train, runtime.rollout, inputs.scorer, runtime.job, phases, keeps, recovery, curriculum),
+        recorded,
     )
 
 
@@ -310,9 +322,15 @@ def _start(
     return models
 
 
-def _greeting(settings: Settings, inputs: RunInputs, job: Job, state: TrainState) -> str:
+def _greeting(
+    settings: Settings, inputs: RunInputs, job: Job, state: TrainState, recorded: RecordedGroups | None
+) -> str:
     rollout, engine_ranks = settings.rollout, f", {job.engine_ranks} of them for engines" if job.engine_ranks else ""
     start = f"resumes after step {state.step}" if state.step else "starts"
+    if recorded and (groups := recorded.count(state.groups_launched)):
+        what, verb = ("group", "is") if groups == 1 else ("groups", "are")
+        later = " and later" if rollout.max_staleness else ""
+        start += f"; {groups} recorded {what} of step {state.step + 1}{later} {verb} taken up"
     return (
         f"{settings.run.folder}: {start}; {settings.model.path} on {job.world_size} ranks{engine_ranks}, "
         f"{rollout.prompts_per_step} prompts x {rollout.group_size} samples a step, "

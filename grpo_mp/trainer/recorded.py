@@ -1,7 +1,7 @@
 """Groups that a killed or stopped job has generated, given to the one that resumes it."""
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 
@@ -89,6 +89,10 @@ class RecordedGroups:
         mine = [record for record in best.values() if readers_of[record.file, record.offset] == rank]
         return cls(mine, {key: record.extent for key, record in best.items()})
 
+    def count(self, first: int) -> int:
+        """Return the number of groups of all ranks from the id `first` on."""
+        return sum(key[0] >= first for key in self._all)
+
     def take(self, first: int, rule: AdmissionRule, prompt_of: Callable[[int], tuple[int, int]]) -> dict[int, Record]:
         """Return this rank's records of what a step may launch, by number in its launch order, and forget them.
 
@@ -110,3 +114,9 @@ class RecordedGroups:
                     taken[number] = record
         self._all = {key: extent for key, extent in self._all.items() if key[0] >= first}
         return taken
+
+
+def read_recorded(folder: Path, host_ranks: Sequence[int], job: Job) -> RecordedGroups:
+    """Read what a former job has recorded, divided among the ranks that host engines. Every rank must call this."""
+    place = host_ranks.index(job.rank) if job.rank in host_ranks else None
+    return RecordedGroups.read(folder, place, len(host_ranks), job.group)

@@ -223,7 +223,8 @@ class StepLogger:
         self, rollouts: RolloutBatch, batch: StepBatch, summary: StepSummary, logprob_token_count: float
     ) -> dict[str, float]:
         tokens, seconds = sum(info.total_tokens for info in batch.infos), summary.seconds
-        response_tokens = sum(info.response_tokens for info in rollouts.launched)
+        launched_tokens = sum(info.response_tokens for info in rollouts.launched)
+        response_tokens = max(0, launched_tokens - rollouts.recorded_tokens)
         # Where engines have ranks of their own, they generate all the time; in a replay none does.
         generate_s = summary.wall_s if self._parallel.job.engine_ranks else seconds.get("GENERATE")
         return {

@@ -355,3 +355,11 @@ def test_no_group_is_dropped_as_stale_where_steps_stop_their_updates_early(one_r
         parts.outputs if isinstance(parts, PausedGroup) else parts.samples for parts in collect._carried.values()
     ]
     assert trained + sum(len(part.tokens) for parts in carried for part in parts) == engine.generated
+
+
+def test_groups_that_a_run_can_take_up_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, groups in enumerate([(3, 4, 4), (5, 9)]):
+        journal = GroupJournal(tmp_path, rank)
+        for place, group_id in enumerate(groups):
+            journal.append(1, group_id, episode_of(group_id, place, 0), RewardStats(), False)
+    assert [share.count(4) for share in read_by(2, tmp_path, monkeypatch)] == [3, 3]
