@@ -36,7 +36,7 @@ CHANGEABLE = re.compile(
 )
 # Where files are, which other digests compare: the checkpoint has that of the train set.
 PLACES = re.compile(r"run\.folder|data\.train(\..+\.(path|pass_rates))?")
-MODELS = re.compile(r"(model|critic)\.path|\w+(\.\w+)*\.folder")
+MODELS = re.compile(r"(model|critic)\.path|(reward|algorithm)(\.\w+)*\.folder")
 
 
 @dataclass(frozen=True)

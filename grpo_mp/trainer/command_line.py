@@ -89,9 +89,14 @@ def started_job(ranks: int | None) -> Iterator[tuple[int, int]]:
 
     Raises UserError where `ranks` were asked for and others started, and for an unfit device.
     """
-    with nullcontext() if "RANK" in os.environ else single_rank_environment():
+    is_launched = "RANK" in os.environ
+    with nullcontext() if is_launched else single_rank_environment():
         world_size, ranks_per_node = local_ranks()
         if ranks not in (None, world_size):
-            raise UserError(f"--ranks {ranks}, but the launcher started {world_size}: start {ranks}, or omit --ranks")
+            whence = (
+                "the environment has RANK and WORLD_SIZE" if is_launched else "no launcher started others: WORLD_SIZE"
+            )
+            remedy = ", or unset both if no launcher set them" if is_launched else ""
+            raise UserError(f"--ranks {ranks}, but {whence}={world_size}: start {ranks}, or omit --ranks{remedy}")
         check_device(int(os.environ["LOCAL_RANK"]))
         yield world_size, ranks_per_node

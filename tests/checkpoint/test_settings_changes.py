@@ -161,7 +161,7 @@ def test_a_run_keeps_the_date_on_which_it_was_started_first(tmp_path: Path) -> N
     assert strftime_now("%d %b %Y %H") == "02 May 2024 00"
     use_template_date(run.folder)
     assert strftime_now("%d %b %Y") == "01 May 2024"
-    assert json.loads((run.folder / INPUTS).read_text())["date"] == "2024-05-01"
+    assert json.loads((run.folder / INPUTS).read_text()) == {"date": "2024-05-01", "models": {}, "code": {}}
     set_template_date(date(2024, 5, 2))
     use_template_date(tmp_path / "none")
     assert template_date() == date(2024, 5, 2)

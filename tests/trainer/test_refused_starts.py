@@ -15,6 +15,7 @@ from grpo_mp.config import load_settings
 from grpo_mp.errors import UserError
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.train import main
+from grpo_mp.trainer.command_line import started_job
 from grpo_mp.trainer.preflight import check_bucket, check_engine
 from tests.conftest import TinyRun
 from tests.planner.jobs import settings_of
@@ -108,7 +109,10 @@ def test_a_misspelt_option(refuse: Refuse) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--ranks", "2"], "--ranks 2, but the launcher started 1: start 2, or omit --ranks"),
+        (
+            ["--ranks", "2"],
+            "--ranks 2, but no launcher started others: WORLD_SIZE=1: start 2, or omit --ranks",
+        ),
         (["--ranks-per-node", "2"], "--ranks-per-node is for --dry-run: a launcher says how many ranks a node has"),
     ],
 )
@@ -118,6 +122,13 @@ def test_ranks_that_were_not_started(
     with pytest.raises(SystemExit) as raised:
         main([str(tiny_run.config), *options])
     assert (raised.value.code, capfd.readouterr().err) == (2, f"error: {sentence}\n")
+
+
+def test_ranks_of_an_environment_are_refused_by_the_name_of_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"--ranks 2, but the environment has RANK and WORLD_SIZE=8: .* or unset both"):
+        started_job(2).__enter__()
 
 
 @pytest.mark.parametrize(("run", "refused"), [({"export": False}, False), ({"export": True}, True)])
