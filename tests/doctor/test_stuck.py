@@ -57,6 +57,14 @@ def test_the_rank_at_the_end_of_a_chain_holds_up_the_others() -> None:
     assert "  /torch/x.py:3 wait" in finding.evidence
 
 
+def test_where_nobody_waits_the_outer_phase_and_what_it_repeats_are_named() -> None:
+    """As the check after a weight sync, whose inner phases are short, and many."""
+    inside = (PhaseTime("WEIGHT_CHECK", 700.0, 64), PhaseTime("CHECK", 2.0))
+    (finding,) = diagnose(dumps(replace(dump(0), phases=inside)), {})
+    assert ", in WEIGHT_CHECK for 700 s, 64 phases inside it so far; where the ranks are" in finding.sentence
+    assert "rank 0 is in WEIGHT_CHECK for 700 s, 64 phases inside it so far > CHECK for 2 s" in finding.evidence[0]
+
+
 def test_a_slow_collective_of_all_its_ranks_decides_the_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = dumps(dump(0, call("1", 3)), dump(1, call("1", 3)))
     monkeypatch.setattr(processes, "ask_ranks", lambda folder, limit_s: (both, {}, []))
