@@ -30,6 +30,7 @@ from grpo_mp.rollout.worker import HealthCheck, RolloutTask, RolloutWorker, give
 from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
 from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 from tests.rollout.fake_engine import FakeEngine, draw_length, token_of
+from tests.trainer.virtual_time import VirtualLoop
 
 PROMPTS, LONGEST, GROUP = 400, 60, 3
 
@@ -152,6 +153,7 @@ def collector(
     folder: Path | None = None,
     solved_streak: int = 0,
     curriculum: Curriculum | None = None,
+    virtual_time: bool = False,
     **rollout: Any,
 ) -> Any:
     config = RolloutConfig.model_validate(
@@ -171,6 +173,8 @@ def collector(
     settings.steps_ahead = config.max_staleness - (schedule != "colocated")
     settings.updates_running_groups = schedule == "async" and config.tokens_ahead is None
     rollouts: Any = OneRankRollout(engines, slots)
+    if virtual_time:  # for colocated engines, which generate while the step waits for them
+        rollouts.loop = VirtualLoop()
     scorer: Any = FakeScorer()
     recovery: Any = SimpleNamespace(run=lambda: None, begin_step=lambda: None, end_generation=lambda: None)
     return RolloutCollector(settings, prompts, rollouts, scorer, job, phases, lengths_differ, recovery, curriculum)
@@ -205,8 +209,8 @@ def kept(prompt: int) -> bool:
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
 def test_steps_train_on_the_prompts_in_their_order_whoever_is_faster(one_rank_job: Any, max_staleness: int) -> None:
-    engines = [FakeEngine(0, 1e-4), FakeEngine(1, 3e-4)]
-    collect = collector(one_rank_job, engines, 12, {"zero_std": "refill"}, max_staleness=max_staleness)
+    engines, rule = [FakeEngine(0, 1e-4), FakeEngine(1, 3e-3)], {"zero_std": "refill"}
+    collect = collector(one_rank_job, engines, 12, rule, virtual_time=True, max_staleness=max_staleness)
     batches = run_steps(collect, engines, 8)
     trained = [[group.prompt.index for group in batch.groups] for batch in batches]
     expected = [prompt for prompt in range(PROMPTS) if kept(prompt)][: 8 * len(batches)]
@@ -259,7 +263,7 @@ def test_what_a_former_job_generated_is_counted_apart(one_rank_job: Any, max_sta
 def test_groups_of_weights_that_are_too_old_are_counted_and_generated_again(one_rank_job: Any) -> None:
     """As where a step makes more updates than settings say."""
     engines = [FakeEngine()]
-    collect = collector(one_rank_job, engines, 12, {}, max_staleness=1)
+    collect = collector(one_rank_job, engines, 12, {}, virtual_time=True, max_staleness=1)
     batch = collect.collect(TrainState(), 1)
     begun = [
         group
@@ -276,7 +280,7 @@ def test_groups_of_weights_that_are_too_old_are_counted_and_generated_again(one_
 
 def test_slots_are_filled_with_later_groups_while_the_last_ones_run(one_rank_job: Any) -> None:
     engines = [FakeEngine()]
-    run_steps(collector(one_rank_job, engines, 16, {}, max_staleness=1), engines, 3)
+    run_steps(collector(one_rank_job, engines, 16, {}, virtual_time=True, max_staleness=1), engines, 3)
     assert engines[0].most_running > 8 * GROUP
 
 
@@ -285,7 +289,7 @@ def test_slots_are_filled_with_later_groups_while_the_last_ones_run(one_rank_job
 def test_first_to_finish_drops_the_rest(slots: int, zero_std: str, one_rank_job: Any) -> None:
     engines = [FakeEngine()]
     filter_ = {"select_by": "finish", "oversample_factor": 2.0, "zero_std": zero_std}
-    batches = run_steps(collector(one_rank_job, engines, slots, filter_), engines, 3)
+    batches = run_steps(collector(one_rank_job, engines, slots, filter_, virtual_time=True), engines, 3)
     for batch in batches:
         assert len(batch.groups) == 8
         check_samples(batch)

@@ -1,9 +1,7 @@
 """Admission prefers no length: what is trained on is as long as what is launched, whoever is faster."""
 
 import asyncio
-import selectors
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -26,39 +24,11 @@ from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
 from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
 from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 from tests.trainer.test_collect import FakeScorer, FakeTokenizer, collector
+from tests.trainer.virtual_time import Running, VirtualTimeLoop
 
 PROMPTS, STEPS, NEEDED, GROUP, SLOTS = 6000, 25, 64, 8, 64
 SHORTEST, LONGEST, TRAIN_S = 16, 512, 0.8
 BOUND = 0.01
-
-
-class _Jumping(selectors.EpollSelector):
-    """Waits for nothing: the clock jumps to the next timer."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        self.now += timeout or 0.0
-        return super().select(0)
-
-
-class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Time passes only while something is run, in jumps; threads are none."""
-
-    def __init__(self) -> None:
-        self.clock = _Jumping()
-        super().__init__(self.clock)
-        self.set_default_executor(_Inline())
-
-    def time(self) -> float:
-        return self.clock.now
-
-
-class _Inline(ThreadPoolExecutor):
-    def submit(self, function: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(function(*args, **more))
-        return done
 
 
 @cache
@@ -116,17 +86,6 @@ class SeededEngine:
         self._aborted = asyncio.Event()
 
 
-@dataclass(frozen=True)
-class _Running:
-    """What `Future.result` gives, when the loop has got there."""
-
-    loop: VirtualTimeLoop
-    task: "asyncio.Task[LaunchedGroups]"
-
-    def result(self) -> LaunchedGroups:
-        return self.loop.run_until_complete(self.task)
-
-
 @dataclass
 class VirtualRollout:
     """All engines of the job on one rank, in virtual time."""
@@ -143,8 +102,8 @@ class VirtualRollout:
     def score(self, groups: list[SampleGroup], step: int) -> list[SampleGroup]:
         return groups
 
-    def begin(self, task: RolloutTask, stream: GroupStream) -> _Running:
-        return _Running(self.loop, self.loop.create_task(self._run(task, stream)))
+    def begin(self, task: RolloutTask, stream: GroupStream) -> Running:
+        return Running(self.loop, self.loop.create_task(self._run(task, stream)))
 
     async def _run(self, task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
         runs: list[Coroutine[Any, Any, LaunchedGroups]] = []
