@@ -53,12 +53,13 @@ class Prompt:
     """One prompt x, rendered by the chat template and tokenized."""
 
     index: int  # row in the prompt set, stable over the run
-    text: str  # as the user wrote it, before the chat template
+    text: str  # by which it is known: all messages as the user wrote them, before the chat template
     tokens: tuple[int, ...]
     answer: str | None = None
     columns: dict[str, Any] = field(default_factory=dict)  # the full data row, for reward functions
     messages: tuple[Message, ...] = ()  # as they were rendered
     epoch: int = 0  # in which it is drawn
+    column: str | None = None  # of `columns`, that holds the prompt
 
 
 @dataclass(frozen=True)

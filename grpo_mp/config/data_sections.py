@@ -3,19 +3,35 @@
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_serializer, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    Field,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from grpo_mp.config.registries import DATA_SOURCES
 from grpo_mp.evaluation.pass_at_k import MAX_SAMPLES
 from grpo_mp.section import PathText, Section
 
 SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
+TemplateVariables = Annotated[
+    dict[str, Any],
+    Field(
+        validation_alias=AliasChoices("chat_template_kwargs", "apply_chat_template_kwargs"),
+        description="variables of the chat template, as {enable_thinking: false} of Qwen3 (TRL chat_template_kwargs, "
+        "verl and slime apply_chat_template_kwargs)",
+    ),
+]
 
 
 class EvalSetConfig(Section):
     """A held-out set, and how its answers are sampled; null: as in the rollout."""
 
-    path: PathText = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
+    path: PathText = Field(description="JSONL, JSON or Parquet file, or a `datasets` name, `name:split`")
     samples: int = Field(
         1, ge=1, le=MAX_SAMPLES, description="responses to each problem: avg@n, pass@k and maj@k up to n"
     )
@@ -30,6 +46,9 @@ class EvalSetConfig(Section):
         None, gt=0, description="use only the first prompts, up to this number; null: data.max_eval_prompts"
     )
     source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
+    prompt_column: str | None = Field(None, description="column of the prompt; null: data.prompt_column")
+    answer_column: str | None = Field(None, description="column of the answer; null: data.answer_column")
+    system_prompt: str | None = Field(None, description="system message before its prompts; null: data.system_prompt")
 
     @model_validator(mode="after")
     def _check_samples_can_differ(self) -> "EvalSetConfig":
@@ -43,7 +62,7 @@ class EvalSetConfig(Section):
 class TrainSetConfig(Section):
     """A set of a mixture to train on; null: as in `data`."""
 
-    path: PathText = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
+    path: PathText = Field(description="JSONL, JSON or Parquet file, or a `datasets` name, `name:split`")
     weight: float = Field(
         1.0,
         gt=0,
@@ -105,7 +124,7 @@ class DataConfig(NamedSets):
 
     train: dict[str, TrainSetConfig] = Field(
         min_length=1,
-        description="JSONL or Parquet file, or a `datasets` name, `name:split`; or a mixture of sets by name: "
+        description="JSONL, JSON or Parquet file, or a `datasets` name, `name:split`; or a mixture of sets by name: "
         "{NAME: {path, weight, ...}}",
     )
     eval: dict[str, EvalSetConfig] = Field(
@@ -116,10 +135,22 @@ class DataConfig(NamedSets):
         description="reader of `train` and `eval`: jsonl, parquet, datasets, verifiers, or your own "
         "'file.py:function', which is called with their value; null: by the file's suffix",
     )
-    prompt_column: str = Field("question", description="column of the prompt: text, or a list of chat messages")
-    answer_column: str | None = Field("answer", description="column of the expected answer; null: none")
+    prompt_column: str = Field(
+        "question",
+        description="column of the prompt: text, or a list of chat messages. A dot reads inside of any column: "
+        "task.question, messages.0.content",
+    )
+    answer_column: str | None = Field(
+        "answer", description="column of the expected answer, as reward_model.ground_truth of verl's files; null: none"
+    )
     system_prompt: str | None = Field(None, description="system message before every prompt; null: none")
+    chat_template_kwargs: TemplateVariables = Field({})
     shuffle: bool = Field(True, description="reorder the train prompts in each epoch; false: order of the file")
     max_eval_prompts: int | None = Field(
         None, gt=0, description="use only the first prompts of each set, up to this number; null: all"
     )
+
+    def of_set(self, own: TrainSetConfig | EvalSetConfig) -> "DataConfig":
+        """Return the settings with the reader, columns and system prompt that a set has of its own."""
+        names = {"source", "prompt_column", "answer_column", "system_prompt"}
+        return self.model_copy(update=own.model_dump(include=names, exclude_none=True))

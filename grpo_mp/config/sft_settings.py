@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from grpo_mp.config.data_sections import NamedSets
+from grpo_mp.config.data_sections import NamedSets, TemplateVariables
 from grpo_mp.config.monitor_section import MonitorConfig
 from grpo_mp.config.registries import DATA_SOURCES
 from grpo_mp.config.sections import (
@@ -41,7 +41,7 @@ class SftRunConfig(RunConfig):
 class ChatSetConfig(Section):
     """A set of chats; null: as in `data`."""
 
-    path: PathText = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
+    path: PathText = Field(description="JSONL, JSON or Parquet file, or a `datasets` name, `name:split`")
     weight: float = Field(
         1.0,
         gt=0,
@@ -54,7 +54,7 @@ class ChatSetConfig(Section):
 class HeldOutChatsConfig(Section):
     """A held-out set of chats, whose loss is measured; null: as in `data`."""
 
-    path: PathText = Field(description="JSONL or Parquet file, or a `datasets` name, `name:split`")
+    path: PathText = Field(description="JSONL, JSON or Parquet file, or a `datasets` name, `name:split`")
     source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
     system_prompt: str | None = Field(None, description="system message before its chats; null: data.system_prompt")
     max_samples: int | None = Field(
@@ -67,7 +67,7 @@ class ChatDataConfig(NamedSets):
 
     train: dict[str, ChatSetConfig] = Field(
         min_length=1,
-        description="JSONL or Parquet file, or a `datasets` name, `name:split`; or a mixture of sets by name: "
+        description="JSONL, JSON or Parquet file, or a `datasets` name, `name:split`; or a mixture of sets by name: "
         "{NAME: {path, weight, ...}}",
     )
     eval: dict[str, HeldOutChatsConfig] = Field(
@@ -92,6 +92,7 @@ class ChatDataConfig(NamedSets):
     system_prompt: str | None = Field(
         None, description="system message before every chat that begins with none; null: none"
     )
+    chat_template_kwargs: TemplateVariables = Field({})
     shuffle: bool = Field(True, description="reorder the samples in each epoch; false: order of the file")
     max_eval_samples: int | None = Field(
         None, gt=0, description="use only the first samples of each held-out set, up to this number; null: all"

@@ -21,7 +21,7 @@ class RowsDigest:
 
     def add(self, text: str, columns: Mapping[str, Any]) -> None:
         """Add a prompt: what the template made of a row, and its columns, which rewards are given."""
-        self._hash.update(json.dumps([text, columns], default=_plain, skipkeys=True).encode(errors="surrogatepass"))
+        self._hash.update(_row_bytes(text, columns))
 
     def add_tokens(self, tokens: Sequence[int], learned: npt.NDArray[np.bool_]) -> None:
         """Add a chat, of which these tokens are learned."""
@@ -32,6 +32,15 @@ class RowsDigest:
         taken = self._hash.copy()
         taken.update(np.ascontiguousarray(numbers, dtype="<i8").tobytes())
         return str(taken.hexdigest())
+
+
+def row_key(text: str, columns: Mapping[str, Any]) -> int:
+    """Return a number of 64 bits by which a row with this text and these columns is known."""
+    return int(xxhash.xxh3_64_intdigest(_row_bytes(text, columns)))
+
+
+def _row_bytes(text: str, columns: Mapping[str, Any]) -> bytes:
+    return json.dumps([text, columns], default=_plain, skipkeys=True).encode(errors="surrogatepass")
 
 
 def joined_digest(parts: Iterable[str]) -> str:

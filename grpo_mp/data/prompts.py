@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from functools import partial
 from itertools import chain
 from numbers import Rational, Real
 from typing import Any
@@ -14,11 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.cursor import Mixture, mix_sets
-from grpo_mp.data.digest import RowsDigest, joined_digest
+from grpo_mp.data.digest import RowsDigest, joined_digest, row_key
 from grpo_mp.data.messages import read_message
 from grpo_mp.data.pass_rates import within_pass_rates
 from grpo_mp.data.rows import Row, Rows, read_rows
-from grpo_mp.data.template import render_template
+from grpo_mp.data.set_warnings import copies, dropped_system, left_out
+from grpo_mp.data.template import check_template, conversation_text, drops_system, render_template
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.reading import did_you_mean_column, has_column, read_column, shorten
 from grpo_mp.rewards.settings import DATA_SET
@@ -51,24 +53,46 @@ class PromptReader:
     columns: Mapping[str, Any] = field(default_factory=dict)  # added to those of the row
     check_columns: CheckColumns = no_check  # what rewards need of them
 
-    def check(self, row: Row) -> str:
-        """Return what the template makes of a row. Raises UserError for a malformed one (file and line)."""
-        _read_answer(row, self.data)
-        return _apply_chat_template(_read_messages(row, self.data), row, self.tokenizer, self.tools(row))
+    def messages(self, row: Row) -> Messages:
+        """Return the messages of a row, without the system prompt of the settings. Raises UserError (file and line)."""
+        return _read_messages(row, self.data.prompt_column)
+
+    def answer(self, row: Row) -> str | None:
+        """Return the answer of a row; None without data.answer_column. Raises UserError (file and line)."""
+        return _read_answer(row, self.data.answer_column)
+
+    def with_system(self, messages: Messages) -> Messages:
+        """Return messages after the system prompt of the settings, unless they begin with a system message."""
+        if self.data.system_prompt and messages[0]["role"] != "system":
+            return [{"role": "system", "content": self.data.system_prompt}, *messages]
+        return messages
+
+    def render(self, row: Row, messages: Messages) -> str:
+        """Return what the template makes of a row's messages. Raises UserError where it fails (file and line)."""
+        try:
+            chat, variables = self.with_system(messages), self.data.chat_template_kwargs
+            text = render_template(chat, self.tokenizer, self.tools(row), variables=variables)
+        except Exception as error:  # a template is a program
+            raise UserError(
+                f"{row.location}: the tokenizer's chat template refuses the prompt: {one_line(error) or repr(error)}"
+            ) from error
+        if not _is_text(text):  # it may show calls of tools, and other fields of a message
+            raise UserError(f"{row.location}: a message with half a character (a lone surrogate): write it anew")
+        return text
 
     def check_template(self, row: Row) -> None:
         """Raise UserError where the template takes too long, or makes the same of any prompt."""
-        chat = _read_messages(row, self.data)
-        chats = ([*chat[:-1], chat[-1] | {"content": content}] for content in ("one", "two"))
+        check_template(self.tokenizer, self.data.chat_template_kwargs)
+        *before, last = self.messages(row)
         label = f"{self.tokenizer.name_or_path or 'model.path'}: the chat template"
         with time_limit(TEMPLATE_LIMIT_S, label):
-            texts = {_apply_chat_template(chat, row, self.tokenizer, self.tools(row)) for chat in chats}
+            texts = {self.render(row, [*before, last | {"content": content}]) for content in ("one", "two")}
         if len(texts) == 1:
             raise UserError(f"{label} leaves the prompt out: use the one of this model")
 
-    def text(self, row: Row) -> str:
-        """Return a row's prompt as the user wrote it."""
-        return _read_messages(row, self.data)[-1]["content"]
+    def drops_system(self, row: Row) -> bool:
+        """Return whether the template leaves out the system message with which a row's prompt begins."""
+        return drops_system(partial(self.render, row), self.with_system(self.messages(row)))
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         """Return the tokens of what the template made."""
@@ -77,9 +101,17 @@ class PromptReader:
 
     def read(self, row: Row, index: int) -> Prompt:
         """Return the prompt of a row."""
-        chat, (tokens,) = _read_messages(row, self.data), self.tokenize([self.check(row)])
-        answer, columns = _read_answer(row, self.data), {**row.columns, **self.columns}
-        return Prompt(index, chat[-1]["content"], tuple(tokens), answer, columns, tuple(chat))
+        messages = self.messages(row)
+        (tokens,) = self.tokenize([self.render(row, messages)])
+        return Prompt(
+            index,
+            conversation_text(messages),
+            tuple(tokens),
+            self.answer(row),
+            {**row.columns, **self.columns},
+            tuple(self.with_system(messages)),
+            column=self.data.prompt_column,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +122,19 @@ class RowPrompts:
     numbers: npt.NDArray[np.int64]
     reader: PromptReader
     content: RowsDigest  # of all rows
+    keys: npt.NDArray[np.uint64]  # of all rows: those of equal prompts with equal answers are equal
+    has_one_system: bool  # every row begins with the same system message, which is then no part of the problem
 
     def texts(self) -> Iterator[str]:
-        """Yield the prompts as the user wrote them."""
-        return (self.reader.text(self.rows[int(number)]) for number in self.numbers)
+        """Yield the text by which each prompt is known, see `conversation_text`."""
+        return map(conversation_text, self._messages())
+
+    def problems(self) -> Iterator[str]:
+        """Yield the same without a system message that all have in common."""
+        return (conversation_text(messages[self.has_one_system :]) for messages in self._messages())
+
+    def _messages(self) -> Iterator[Messages]:
+        return (self.reader.messages(self.rows[int(number)]) for number in self.numbers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,10 +157,6 @@ class StoredPrompts(Sequence[Prompt]):
             place -= len(part.numbers)
         raise IndexError(index)
 
-    def texts(self) -> Iterator[str]:
-        """Yield the prompts as the user wrote them."""
-        return chain.from_iterable(part.texts() for part in self.parts)
-
 
 @dataclass(frozen=True)
 class PromptSet:
@@ -131,6 +168,7 @@ class PromptSet:
     mixture: Mixture = ()  # how sets are mixed
     num_filtered: int = 0  # prompts that are left out for their pass rate
     digest: str = ""  # of what its rows say; "" where none were read
+    warnings: tuple[str, ...] = ()  # sentences that every start shows
 
     @property
     def epoch_size(self) -> int:
@@ -138,9 +176,23 @@ class PromptSet:
         return sum(share.count for share in self.mixture) or len(self)
 
     def texts(self) -> Iterator[str]:
-        """Yield the prompts as the user wrote them, without tokens."""
-        prompts = self.prompts
-        return prompts.texts() if isinstance(prompts, StoredPrompts) else (prompt.text for prompt in prompts)
+        """Yield the text by which each prompt is known, see `conversation_text`."""
+        return chain.from_iterable(part.texts() for part in self._parts)
+
+    def problems(self) -> Iterator[str]:
+        """Yield the same without a system message that all prompts of a source have in common."""
+        return chain.from_iterable(part.problems() for part in self._parts)
+
+    def first_rendered(self) -> str:
+        """Return the first prompt as the chat template writes it; "" where no rows were read."""
+        for part in self._parts:
+            row = part.rows[int(part.numbers[0])]
+            return part.reader.render(row, part.reader.messages(row))
+        return ""
+
+    @property
+    def _parts(self) -> tuple[RowPrompts, ...]:
+        return self.prompts.parts if isinstance(self.prompts, StoredPrompts) else ()
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -160,16 +212,16 @@ def load_train_prompts(
     check_columns: CheckColumns = no_check,
 ) -> PromptSet:
     """Check the sets of `data.train`; rewards see the set's name as column `data_set`. Raises UserError."""
-    parts, num_too_long, num_filtered = list[RowPrompts](), 0, 0
+    parts, num_too_long, num_filtered, warnings = list[RowPrompts](), 0, 0, list[str]()
     for name, train_set in data.train.items():
-        own = train_set.model_dump(include={"source", "prompt_column", "answer_column", "system_prompt"})
-        columns = data.model_copy(update={key: value for key, value in own.items() if value is not None})
         is_named = len(data.train) > 1 or train_set.reward is not None
-        reader = PromptReader(columns, tokenizer, tools, {DATA_SET: name} if is_named else {}, check_columns)
+        own_columns = {DATA_SET: name} if is_named else {}
+        reader = PromptReader(data.of_set(train_set), tokenizer, tools, own_columns, check_columns)
         part = check_rows(train_set.path, reader, max_prompt_tokens)
         kept = part.numbers
         if file := train_set.pass_rates:
             kept = kept[within_pass_rates(part.texts(), file, train_set)]
+        warnings += _train_warnings(part, name, max_prompt_tokens)
         num_too_long += len(part.rows) - len(part.numbers)
         num_filtered += len(part.numbers) - len(kept)
         parts.append(replace(part, numbers=kept))
@@ -182,7 +234,31 @@ def load_train_prompts(
         mix_sets(sizes, weights) if len(sizes) > 1 else (),
         num_filtered,
         joined_digest(part.content.of(part.numbers) for part in parts),
+        tuple(warnings),
     )
+
+
+def load_eval_prompts(
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    tools: ToolsOf = no_tools,
+    check_columns: CheckColumns = no_check,
+) -> dict[str, PromptSet]:
+    """Check the sets of `data.eval`, of each the first `max_prompts` rows. Raises UserError as `load_prompts`."""
+    return {
+        name: load_prompts(
+            own.path,
+            data.of_set(own),
+            tokenizer,
+            max_prompt_tokens,
+            own.max_prompts or data.max_eval_prompts,
+            tools,
+            check_columns,
+            f"data.eval.{name}",
+        )
+        for name, own in data.eval.items()
+    }
 
 
 def load_prompts(
@@ -193,44 +269,72 @@ def load_prompts(
     count: int | None = None,
     tools: ToolsOf = no_tools,
     check_columns: CheckColumns = no_check,
+    eval_set: str = "data.eval",
 ) -> PromptSet:
-    """Check every row of `source`; `count` keeps only the first that fit.
+    """Check every row of `source`, a set to evaluate on; `count` keeps only the first rows.
 
-    `tools`: what the template is given. Prompts longer than `max_prompt_tokens` are counted and left out, never cut.
+    `tools`: what the template is given; `eval_set`: the setting of the set, for warnings. Prompts longer than
+    `max_prompt_tokens` are counted and left out, never cut.
     Raises UserError: no chat template, column missing, empty or malformed row (file and line), nothing left.
     """
-    part = check_rows(source, PromptReader(data, tokenizer, tools, check_columns=check_columns), max_prompt_tokens)
-    kept = replace(part, numbers=part.numbers[:count])
-    too_long, digest = len(part.rows) - len(part.numbers), part.content.of(kept.numbers)
-    return PromptSet(source, StoredPrompts((kept,)), num_too_long=too_long, digest=digest)
+    reader = PromptReader(data, tokenizer, tools, check_columns=check_columns)
+    part = check_rows(source, reader, max_prompt_tokens, count)
+    too_long, digest = len(part.keys) - len(part.numbers), part.content.of(part.numbers)
+    warnings = tuple(_eval_warnings(part, eval_set, max_prompt_tokens))
+    return PromptSet(source, StoredPrompts((part,)), num_too_long=too_long, digest=digest, warnings=warnings)
 
 
-def check_rows(source: str, reader: PromptReader, max_prompt_tokens: int) -> RowPrompts:
-    """Read every row of `source` once, and return those whose prompt fits. Raises UserError as `load_prompts` does."""
-    if not reader.tokenizer.chat_template:
-        raise UserError(
-            f"{reader.tokenizer.name_or_path or 'model.path'}: the tokenizer has no chat template: "
-            "add chat_template.jinja or `chat_template` in tokenizer_config.json"
-        )
+def check_rows(source: str, reader: PromptReader, max_prompt_tokens: int, count: int | None = None) -> RowPrompts:
+    """Read every row of `source` once, and return the prompts of the first `count` that fit.
+
+    Raises UserError as `load_prompts` does.
+    """
     rows = read_rows(source, reader.data.source)
     if not len(rows):
         raise UserError(f"{source}: no rows: give a file with at least one prompt")
     reader.check_template(rows[0])
     fits, content = np.zeros(len(rows), dtype=bool), RowsDigest()
+    keys, system = np.zeros(len(rows), dtype=np.uint64), _system_message(reader.messages(rows[0]))
     for start in range(0, len(rows), ROWS_AT_ONCE):
-        chunk = [rows[number] for number in range(start, min(start + ROWS_AT_ONCE, len(rows)))]
-        texts = [reader.check(row) for row in chunk]
-        for row in chunk:
+        chunk, texts = [rows[number] for number in range(start, min(start + ROWS_AT_ONCE, len(rows)))], list[str]()
+        for number, row in enumerate(chunk, start):
+            messages, answer = reader.messages(row), reader.answer(row)
+            texts.append(reader.render(row, messages))
             reader.check_columns({**row.columns, **reader.columns}, row.location)
-        for row, text in zip(chunk, texts, strict=True):
-            content.add(text, row.columns)
+            content.add(texts[-1], row.columns)
+            keys[number] = row_key(texts[-1], row.columns if answer is None else {"": answer})
+            system = system if system == _system_message(messages) else None
         fits[start : start + len(texts)] = [len(tokens) <= max_prompt_tokens for tokens in reader.tokenize(texts)]
-    if not fits.any():
+    keys, numbers = keys[:count], np.flatnonzero(fits[:count])
+    if not len(numbers):
         raise UserError(
-            f"{source}: all {len(rows)} prompts are longer than rollout.max_prompt_tokens={max_prompt_tokens}: "
+            f"{source}: all {len(keys)} prompts are longer than rollout.max_prompt_tokens={max_prompt_tokens}: "
             "raise it or give shorter prompts"
         )
-    return RowPrompts(rows, np.flatnonzero(fits), reader, content)
+    return RowPrompts(rows, numbers, reader, content, keys, system is not None and len(rows) > 1)
+
+
+def _system_message(messages: Messages) -> str | None:
+    return messages[0]["content"] if messages[0]["role"] == "system" and len(messages) > 1 else None
+
+
+def _train_warnings(part: RowPrompts, name: str, limit: int) -> Iterator[str]:
+    """Warn of what a user should know of a set of `data.train` at each start."""
+    setting = "data.train" if name == "train" else f"data.train.{name}"
+    yield from _warnings(part, setting, limit, "left out", "an epoch trains on each copy: keep one row of each")
+
+
+def _eval_warnings(part: RowPrompts, setting: str, limit: int) -> Iterator[str]:
+    remedy = f"each copy counts as a problem: keep one row of each, and sample it more often by {setting}.samples"
+    yield from _warnings(part, setting, limit, "count as wrong", remedy)
+
+
+def _warnings(part: RowPrompts, setting: str, limit: int, outcome: str, remedy: str) -> Iterator[str]:
+    count, too_long = len(part.keys), len(part.keys) - len(part.numbers)
+    yield from left_out(setting, too_long, count, "prompts", f"rollout.max_prompt_tokens={limit}", outcome)
+    yield from copies(setting, part.keys, remedy)
+    if part.reader.drops_system(part.rows[0]):
+        yield dropped_system(setting)
 
 
 def final_answer(text: str) -> str:
@@ -241,10 +345,10 @@ def final_answer(text: str) -> str:
     return answer.replace(",", "") if match and is_number else answer
 
 
-def _read_messages(row: Row, data: DataConfig) -> Messages:
-    """Return the row's messages, or its text as one user message, after the system message of the settings."""
-    prompt = _read_column(row, data.prompt_column, "data.prompt_column")
-    location = f"{row.location}: column {data.prompt_column}"
+def _read_messages(row: Row, column: str) -> Messages:
+    """Return the row's messages, or its text as one user message."""
+    prompt = _read_column(row, column, "data.prompt_column")
+    location = f"{row.location}: column {column}"
     chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(chat, list) or not chat or not all(isinstance(message, Mapping) for message in chat):
         raise UserError(f"{location}: expected text or a list of chat messages")
@@ -253,8 +357,6 @@ def _read_messages(row: Row, data: DataConfig) -> Messages:
         raise UserError(f"{location}: the prompt is empty")
     if chat[-1]["role"] not in ("user", "tool"):
         raise UserError(f"{location}: the last message must be the user's, not {chat[-1]['role']}'s")
-    if data.system_prompt and chat[0]["role"] != "system":
-        return [{"role": "system", "content": data.system_prompt}, *chat]
     return chat
 
 
@@ -267,17 +369,15 @@ def _is_text(text: str) -> bool:
     return True
 
 
-def _read_answer(row: Row, data: DataConfig) -> str | None:
-    if data.answer_column is None:
+def _read_answer(row: Row, column: str | None) -> str | None:
+    if column is None:
         return None
-    value = _read_column(row, data.answer_column, "data.answer_column")
+    value = _read_column(row, column, "data.answer_column")
     text = _number_text(value) if isinstance(value, Real | Decimal) else value
     answer = final_answer(text) if isinstance(text, str) and _is_text(text) else ""
     if not answer:
         found = shorten(repr(value))
-        raise UserError(
-            f"{row.location}: column {data.answer_column}: expected an answer as text or number, found {found}"
-        )
+        raise UserError(f"{row.location}: column {column}: expected an answer as text or number, found {found}")
     return answer
 
 
@@ -298,17 +398,3 @@ def _read_column(row: Row, name: str, setting: str) -> Any:
         f"{row.location}: no column {name}{did_you_mean_column(name, row.columns)}, the row has: {known}: "
         f"set {setting} to one of them{hint}"
     )
-
-
-def _apply_chat_template(
-    chat: Messages, row: Row, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]
-) -> str:
-    try:
-        text = render_template(chat, tokenizer, tools)
-    except Exception as error:  # a template is a program
-        raise UserError(
-            f"{row.location}: the tokenizer's chat template refuses the prompt: {one_line(error) or repr(error)}"
-        ) from error
-    if not _is_text(text):  # it may show calls of tools, and other fields of a message
-        raise UserError(f"{row.location}: a message with half a character (a lone surrogate): write it anew")
-    return text

@@ -7,8 +7,8 @@ ids stay in their place.
 
 import logging
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,10 +28,11 @@ FIXED: tuple[Message, ...] = ({"role": "user", "content": "question"}, {"role": 
 
 @dataclass(frozen=True)
 class ChatRenderer:
-    """Renders messages by the tokenizer's chat template. `tools`: their JSON schemas."""
+    """Renders messages by the tokenizer's chat template. `tools`: their JSON schemas; `variables`: of the template."""
 
     tokenizer: PreTrainedTokenizerBase
     tools: tuple[dict[str, Any], ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Render a conversation up to where the policy answers."""
@@ -88,7 +89,7 @@ class ChatRenderer:
         Raises UserError where the template does.
         """
         try:
-            return render_template(messages, self.tokenizer, self.tools, asks)
+            return render_template(messages, self.tokenizer, self.tools, asks, self.variables)
         except TemplateError as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise UserError(f"the chat template refuses messages of {roles}: {error}") from error

@@ -1,7 +1,7 @@
 """Sets of chats to learn from: every row is checked and measured at the start, and read again when it is trained on."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from grpo_mp.data.cursor import Mixture, mix_sets
 from grpo_mp.data.digest import RowsDigest, joined_digest
 from grpo_mp.data.messages import read_message
 from grpo_mp.data.rows import Row, Rows, read_rows, without_nulls
+from grpo_mp.data.set_warnings import dropped_system, left_out
+from grpo_mp.data.template import check_template, drops_system
 from grpo_mp.episodes.supervised import Chat, ChatEncoder, LearnedText, LearnedTokens
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.reading import did_you_mean_column, has_column, parse_json, read_column, read_json, shorten
@@ -45,6 +47,13 @@ class ChatReader:
                 f"{row.location}: the tokenizer's chat template refuses the chat: {one_line(error) or repr(error)}"
             ) from error
 
+    def drops_system(self, row: Row) -> bool:
+        """Return whether the template leaves out the system message with which a chat begins."""
+        chat = read_chat(row, self.data)
+        return drops_system(
+            lambda messages: self.encoder.render(replace(chat, messages=(*messages,))).text, chat.messages
+        )
+
     def encode(self, rows: Sequence[Row]) -> list[LearnedTokens]:
         """Return the tokens of rows, cut where sft.too_long says so."""
         limit = self.sft.max_tokens if self.sft.too_long == "truncate" else None
@@ -66,6 +75,14 @@ class ChatRows:
     lengths: npt.NDArray[np.int64]  # tokens of each sample
     learned: npt.NDArray[np.int64]  # of them, those that have a loss
     digest: str  # of what the rows say
+    too_long: int  # rows that were left out
+
+    def warnings(self, setting: str, outcome: str) -> Iterator[str]:
+        """Warn of rows that are left out, and of a system message that the template does not show."""
+        limit, rows = self.reader.sft.max_tokens, self.too_long + len(self.numbers)
+        yield from left_out(setting, self.too_long, rows, "chats", f"sft.max_tokens={limit}", outcome)
+        if self.reader.drops_system(self.rows[0]):
+            yield dropped_system(setting)
 
     def read(self, place: int, number: int) -> Sample:
         """Return a sample. Raises UserError where the data changed since the start."""
@@ -87,6 +104,7 @@ class ChatSet:
     too_long: int
     mixture: Mixture = ()
     digest: str = ""  # of what its rows say; "": of a set that is not trained on
+    warnings: tuple[str, ...] = ()  # sentences that every start shows
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -127,11 +145,12 @@ class ChatSet:
 
 def load_train_chats(data: ChatDataConfig, sft: SftConfig, encoder: ChatEncoder) -> ChatSet:
     """Check and measure the sets of `data.train`. Raises UserError for the first row that is bad."""
-    parts, too_long = list[ChatRows](), 0
-    for train_set in data.train.values():
+    parts, too_long, warnings = list[ChatRows](), 0, list[str]()
+    for name, train_set in data.train.items():
         own = train_set.model_dump(include={"source", "system_prompt"}, exclude_none=True)
         part = check_chats(train_set.path, ChatReader(data.model_copy(update=own), sft, encoder))
-        too_long += len(part.rows) - len(part.numbers)
+        too_long += part.too_long
+        warnings += part.warnings("data.train" if name == "train" else f"data.train.{name}", "left out")
         parts.append(part)
     sizes, weights = [len(part.numbers) for part in parts], [one.weight for one in data.train.values()]
     mixture = mix_sets(sizes, weights) if len(sizes) > 1 else ()
@@ -141,6 +160,7 @@ def load_train_chats(data: ChatDataConfig, sft: SftConfig, encoder: ChatEncoder)
         too_long,
         mixture,
         joined_digest(part.digest for part in parts),
+        tuple(warnings),
     )
 
 
@@ -150,7 +170,8 @@ def load_held_out_chats(data: ChatDataConfig, sft: SftConfig, encoder: ChatEncod
     for name, held_out in data.eval.items():
         own = data.model_copy(update=held_out.model_dump(include={"source", "system_prompt"}, exclude_none=True))
         part = check_chats(held_out.path, ChatReader(own, sft, encoder), held_out.max_samples or data.max_eval_samples)
-        sets[name] = ChatSet(held_out.path, (part,), 0)
+        warnings = part.warnings(f"data.eval.{name}", "no part of its loss")
+        sets[name] = ChatSet(held_out.path, (part,), part.too_long, warnings=tuple(warnings))
     return sets
 
 
@@ -160,11 +181,7 @@ def check_chats(source: str, reader: ChatReader, count: int | None = None) -> Ch
     Raises UserError: no chat template, a malformed row or one whose answer the template cuts (file and line), one that
     is too long with sft.too_long=refuse, nothing left.
     """
-    if not reader.encoder.tokenizer.chat_template:
-        raise UserError(
-            f"{reader.encoder.tokenizer.name_or_path or 'model.path'}: the tokenizer has no chat template: "
-            "add chat_template.jinja or `chat_template` in tokenizer_config.json"
-        )
+    check_template(reader.encoder.tokenizer, reader.encoder.variables)
     rows = read_rows(source, reader.data.source)
     if not len(rows):
         raise UserError(f"{source}: no rows: give a file with at least one chat")
@@ -191,7 +208,7 @@ def check_chats(source: str, reader: ChatReader, count: int | None = None) -> Ch
     if not numbers:
         raise UserError(f"{source}: all {end} chats are longer than sft.max_tokens={sft.max_tokens}: raise it")
     kept, sizes, losses = (np.array(values, dtype=np.int64) for values in (numbers, lengths, learned))
-    return ChatRows(rows, reader, kept, sizes, losses, content.of(kept))
+    return ChatRows(rows, reader, kept, sizes, losses, content.of(kept), end - len(kept))
 
 
 def _sizes(sample: Sample) -> tuple[int, int]:

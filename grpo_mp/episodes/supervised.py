@@ -5,8 +5,8 @@ prompt to which the policy would answer there; a template that does not keep wha
 """
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any, Literal
 
@@ -69,11 +69,15 @@ class LearnedTokens:
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Renders and tokenizes chats. `stops`: tokens that end an answer, where the template writes none."""
+    """Renders and tokenizes chats. `stops`: tokens that end an answer, where the template writes none.
+
+    `variables`: of the chat template.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     loss_on: LossOn
     stops: frozenset[int]
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise UserError where nothing could end an answer."""
@@ -94,7 +98,7 @@ class ChatEncoder:
 
         Raises UserError where the template refuses the chat, changes what it wrote, or cuts an answer.
         """
-        renderer = ChatRenderer(self.tokenizer, chat.tools)
+        renderer = ChatRenderer(self.tokenizer, chat.tools, self.variables)
         turns = self._turns(chat)
         if self.loss_on == "all":
             text = renderer.render(chat.messages, asks=False)
@@ -153,8 +157,7 @@ class ChatEncoder:
             tools=list(renderer.tools) or None,
             chat_template=template,
             return_assistant_tokens_mask=True,
-            strftime_now=strftime_now,
-            **self.tokenizer.special_tokens_map,
+            **{"strftime_now": strftime_now, **self.tokenizer.special_tokens_map, **self.variables},
         )
         return str(text), spans
 

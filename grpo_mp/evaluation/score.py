@@ -34,7 +34,8 @@ class EvalScore:
     accuracy_error: float | None = None  # standard error over problems
     truncated_ratio: float = 0.0
     unanswered: int = 0  # samples without a generated token
-    problems: int = 0
+    problems: int = 0  # with those that are too long
+    too_long: int = 0  # problems that were not asked, as their prompt is too long: they count as wrong
     samples: int = 1  # of each problem
     pass_at: Mapping[int, Estimate] = field(default_factory=dict)  # by k; empty for one sample
     maj_at: Mapping[int, Estimate] = field(default_factory=dict)
@@ -46,11 +47,12 @@ class _ScoreFile:
     sets: dict[str, EvalScore]
 
 
-def score_eval_set(infos: Sequence[SampleInfo], votes: Votes | None = None) -> EvalScore:
+def score_eval_set(infos: Sequence[SampleInfo], votes: Votes | None = None, too_long: int = 0) -> EvalScore:
     """Score the samples of a set, at least one; `votes` for maj@k.
 
-    Samples without a judgement (`is_correct` is None) count in reward, length and truncated_ratio only, those without
-    a reward not in the reward.
+    `too_long`: problems whose prompt is too long to be asked. They are wrong in accuracy, pass@k and maj@k, and count
+    in no other mean. Samples without a judgement (`is_correct` is None) count in reward, length and truncated_ratio
+    only, those without a reward not in the reward.
     """
     problems = defaultdict[int, list[SampleInfo]](list)
     for info in infos:
@@ -58,7 +60,7 @@ def score_eval_set(infos: Sequence[SampleInfo], votes: Votes | None = None) -> E
     judged = [[info for info in problem if info.is_correct is not None] for problem in problems.values()]
     judged = [problem for problem in judged if problem]
     shares = [fmean(bool(info.is_correct) for info in problem) for problem in judged]
-    accuracy = mean_over_problems(shares) if shares else None
+    accuracy = mean_over_problems([*shares, *[0.0] * too_long]) if shares else None
     samples = max(map(len, problems.values()))
     has_pass_at = samples > 1 and accuracy is not None
     return EvalScore(
@@ -68,10 +70,11 @@ def score_eval_set(infos: Sequence[SampleInfo], votes: Votes | None = None) -> E
         length=fmean(info.all_response_tokens for info in infos),
         truncated_ratio=fmean(info.truncated for info in infos),
         unanswered=sum(info.generated_tokens == 0 for info in infos),
-        problems=len(problems),
+        problems=len(problems) + too_long,
+        too_long=too_long,
         samples=samples,
-        pass_at=_pass_at(judged, samples) if has_pass_at else {},
-        maj_at=_maj_at(judged, samples, votes) if has_pass_at and votes is not None else {},
+        pass_at=_pass_at(judged, samples, too_long) if has_pass_at else {},
+        maj_at=_maj_at(judged, samples, votes, too_long) if has_pass_at and votes is not None else {},
         reward_terms=_reward_terms(infos),
     )
 
@@ -84,9 +87,10 @@ def _reward_terms(infos: Sequence[SampleInfo]) -> dict[str, float]:
     return {name: fmean(found) for name, found in values.items()}
 
 
-def _pass_at(problems: Sequence[Sequence[SampleInfo]], samples: int) -> dict[int, Estimate]:
-    """Estimate pass@k by k, over the problems with at least k judged samples."""
+def _pass_at(problems: Sequence[Sequence[SampleInfo]], samples: int, too_long: int) -> dict[int, Estimate]:
+    """Estimate pass@k by k, over the problems with at least k judged samples, and those that are too long."""
     counts = [(len(problem), sum(bool(info.is_correct) for info in problem)) for problem in problems]
+    counts += [(samples, 0)] * too_long
     return {
         k: mean_over_problems(values)
         for k in k_values(samples)
@@ -94,9 +98,9 @@ def _pass_at(problems: Sequence[Sequence[SampleInfo]], samples: int) -> dict[int
     }
 
 
-def _maj_at(problems: Sequence[Sequence[SampleInfo]], samples: int, votes: Votes) -> dict[int, Estimate]:
+def _maj_at(problems: Sequence[Sequence[SampleInfo]], samples: int, votes: Votes, too_long: int) -> dict[int, Estimate]:
     """Estimate maj@k by k. All right samples gave one answer; wrong ones are told apart by their answer numbers."""
-    values: dict[int, list[float]] = {k: [] for k in k_values(samples)}
+    values: dict[int, list[float]] = {k: [0.0] * too_long for k in k_values(samples)}
     for problem in problems:
         wrong = Counter(votes[info.key] for info in problem if not info.is_correct)
         abstaining, right = wrong.pop(None, 0), sum(bool(info.is_correct) for info in problem)

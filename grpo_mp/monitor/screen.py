@@ -167,8 +167,11 @@ def _score_rows(score: EvalScore) -> list[ScoreRow]:
         rows.append(ScoreRow(label, Estimate(score.accuracy, score.accuracy_error), ".1%"))
     rows += [ScoreRow(f"pass@{k}", estimate, ".1%") for k, estimate in score.pass_at.items()]
     rows += [ScoreRow(f"maj@{k}", estimate, ".1%") for k, estimate in score.maj_at.items()]
-    length = ScoreRow("length (tokens)", Estimate(score.length), ".1f")
-    return [*rows, ScoreRow("reward", Estimate(score.reward), ".3f"), length]
+    rows.append(ScoreRow("reward", Estimate(score.reward), ".3f"))
+    rows.append(ScoreRow("length (tokens)", Estimate(score.length), ".1f"))
+    if score.too_long:
+        rows.append(ScoreRow(f"too long, of {score.problems} problems", Estimate(score.too_long), ".0f"))
+    return rows
 
 
 def _model_text(text: str) -> Text:

@@ -83,8 +83,8 @@ class StepReward(Protocol):
 def call_arguments(group: SampleGroup, prompt_column: str, **others: Any) -> dict[str, Any]:
     """Build the keyword arguments for one group: prompt and columns, repeated for every completion, and `others`."""
     count = len(group.samples)
-    row = group.prompt.columns
-    prompt = read_column(row, prompt_column) if has_column(row, prompt_column) else group.prompt.text
+    row, column = group.prompt.columns, group.prompt.column or prompt_column
+    prompt = read_column(row, column) if has_column(row, column) else group.prompt.text
     texts = [sample.text for sample in group.samples]
     chats = [list(sample.messages) or [{"role": "assistant", "content": sample.text}] for sample in group.samples]
     is_chat = not isinstance(prompt, str)

@@ -62,8 +62,13 @@ class EpisodeParts:
         return self.of(row.columns, row.location).tools.schemas
 
 
-def load_episode_parts(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> EpisodeParts | None:
-    """Load the parts; None where a rollout is one answer. Raises UserError where one cannot be loaded or used."""
+def load_episode_parts(
+    config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None
+) -> EpisodeParts | None:
+    """Load the parts; None where a rollout is one answer. `variables`: of the chat template.
+
+    Raises UserError where one cannot be loaded or used.
+    """
     name = config.rollout_function
     if name is None:
         return None
@@ -75,7 +80,7 @@ def load_episode_parts(config: RolloutConfig, tokenizer: PreTrainedTokenizerBase
     tools.check(config.limits.tool_s)
 
     def parts_of(kit: ToolKit) -> EpisodeParts:
-        renderer = ChatRenderer(tokenizer, kit.schemas)
+        renderer = ChatRenderer(tokenizer, kit.schemas, variables or {})
         renderer.check()
         return EpisodeParts(config, function, kit, renderer)
 

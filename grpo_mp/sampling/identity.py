@@ -23,7 +23,7 @@ FILE = "identity.json"
 SECTIONS: dict[str, Any] = {
     "run": {"seed"},
     "model": {"family", "dtype"},
-    "data": {"train", "source", "prompt_column", "answer_column", "system_prompt"},
+    "data": {"train", "source", "prompt_column", "answer_column", "system_prompt", "chat_template_kwargs"},
     "rollout": {
         *("group_size", "max_prompt_tokens", "max_response_tokens", "temperature", "top_p", "stop"),
         *("tools", "tool_args", "tool_environment", "tool_parser", "environment_factory"),

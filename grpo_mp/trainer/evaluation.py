@@ -74,7 +74,7 @@ class Evaluator:
             result.reward_stats[name] = stats
             for sentence in stats.first_errors.values():
                 self.progress.note(f"warning: {name}: {sentence}")
-            result.scores[name] = score_eval_set(infos, votes)
+            result.scores[name] = score_eval_set(infos, votes, prompts.num_too_long)
             result.metrics.update(eval_metrics(name, result.scores[name]))
             result.metrics.update(eval_reward_metrics(name, stats))
             chosen = evenly_spaced(sorted({info.group_id for info in infos}), self.samples_shown)  # the same each time

@@ -22,7 +22,8 @@ from grpo_mp.checkpoint.settings_changes import use_template_date
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RunConfig
 from grpo_mp.data.overlap import find_overlaps
-from grpo_mp.data.prompts import PromptSet, ToolsOf, load_prompts, load_train_prompts, no_tools
+from grpo_mp.data.prompts import PromptSet, load_eval_prompts, load_train_prompts, no_tools
+from grpo_mp.data.set_warnings import smallest_set, too_few
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.nccl_memory import check_nccl
 from grpo_mp.distributed.shards import tp_size
@@ -98,8 +99,8 @@ class RunInputs:
 
     def overlaps(self) -> Iterator[str]:
         """Yield a sentence for each eval set that shares problems with the train data."""
-        evals = {name: prompts.texts() for name, prompts in self.evals.items()}
-        for overlap in find_overlaps(self.train.texts(), evals):
+        evals = {name: prompts.problems() for name, prompts in self.evals.items()}
+        for overlap in find_overlaps(self.train.problems(), evals):
             yield overlap.sentence
 
 
@@ -124,10 +125,9 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     if problem := settings.warmup_problem:
         raise UserError(problem)
     if train.epoch_size < settings.rollout.prompts_per_step:
-        raise UserError(
-            f"{train.source}: {train.epoch_size} prompts fit, a step takes "
-            f"rollout.prompts_per_step={settings.rollout.prompts_per_step}"
-        )
+        takes = f"rollout.prompts_per_step={settings.rollout.prompts_per_step}"
+        smallest = smallest_set("data.train", settings.data.train, train.mixture)
+        raise UserError(too_few(train.source, train.epoch_size, "prompts", takes, smallest))
     check_reward_models(settings, tokenizer, world_size, ranks_per_node)
     check_teacher(settings, tokenizer, world_size, ranks_per_node)
     if settings.run.export_servers:
@@ -136,8 +136,9 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     fp8 = engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
     space = check_disk(settings.run.folder, disk_need(settings, hf), probes=os.environ.get("RANK", "0") == "0")
     of_settings = (*start_warnings(settings, fp8), *sync_warnings(settings, hf, fp8))
-    warnings = (*scorer.warnings, *of_settings, *of_adapters, *space)
-    evals, distillation = _read_evals(settings, tokenizer, tools), settings.algorithm.distillation
+    evals = load_eval_prompts(settings.data, tokenizer, longest, tools, check_row)
+    of_data, distillation = _data_warnings(train, *evals.values()), settings.algorithm.distillation
+    warnings = (*scorer.warnings, *of_data, *of_settings, *of_adapters, *space)
     if distillation and distillation.topk:
         check_topk(distillation.topk, hf.int("vocab_size"))
     teacher = TeacherClient(distillation.teacher, distillation.topk, hf.int("vocab_size")) if distillation else None
@@ -199,9 +200,12 @@ def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node
         check_policy(hf, settings.model, settings.layout, settings.training, world_size)
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     episodes = load_episodes(settings, tokenizer)
-    evals = _read_evals(settings, tokenizer, episodes.schemas_of if episodes else no_tools)
+    tools, longest = episodes.schemas_of if episodes else no_tools, settings.rollout.max_prompt_tokens
+    check_row = make_row_check(settings.reward, settings.set_weights)
+    evals = load_eval_prompts(settings.data, tokenizer, longest, tools, check_row)
     scorer, first = make_scorer(settings, tokenizer, episodes).for_evaluations(), next(iter(evals.values()))
-    return RunInputs(hf, tokenizer, first, evals, scorer, extensions, scorer.warnings, episodes)
+    warnings = (*scorer.warnings, *_data_warnings(*evals.values()))
+    return RunInputs(hf, tokenizer, first, evals, scorer, extensions, warnings, episodes)
 
 
 def run_sampling_preflight(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> RunInputs:
@@ -217,7 +221,8 @@ def run_sampling_preflight(settings: Settings, world_size: int, ranks_per_node: 
     train = load_train_prompts(settings.data, tokenizer, settings.rollout.max_prompt_tokens, tools, check_row)
     check_reward_models(settings, tokenizer, world_size, ranks_per_node)
     scorer = make_scorer(settings, tokenizer, episodes)
-    return RunInputs(hf, tokenizer, train, {}, scorer, extensions, scorer.warnings, episodes)
+    warnings = (*scorer.warnings, *_data_warnings(train))
+    return RunInputs(hf, tokenizer, train, {}, scorer, extensions, warnings, episodes)
 
 
 def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
@@ -254,24 +259,11 @@ def load_episodes(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Epi
     """Load what rolls out more than one answer. Raises UserError where it cannot be used."""
     if settings.rollout.tool_parser:
         check_tool_parser(settings.rollout.tool_parser)
-    return load_episode_parts(settings.rollout, tokenizer)
+    return load_episode_parts(settings.rollout, tokenizer, settings.data.chat_template_kwargs)
 
 
-def _read_evals(settings: Settings, tokenizer: PreTrainedTokenizerBase, tools: ToolsOf) -> dict[str, PromptSet]:
-    data, longest = settings.data, settings.rollout.max_prompt_tokens
-    check_row = make_row_check(settings.reward, settings.set_weights)
-    return {
-        name: load_prompts(
-            eval_set.path,
-            data.model_copy(update={"source": eval_set.source or data.source}),
-            tokenizer,
-            longest,
-            settings.eval_set(name).max_prompts,
-            tools,
-            check_row,
-        )
-        for name, eval_set in data.eval.items()
-    }
+def _data_warnings(*sets: PromptSet) -> Iterator[str]:
+    return (sentence for one in sets for sentence in one.warnings)
 
 
 def make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase, episodes: EpisodeParts | None = None) -> Scorer:
@@ -279,7 +271,6 @@ def make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase, episodes
     scorer = Scorer(
         settings.reward,
         settings.rollout.max_response_tokens,
-        settings.data.prompt_column,
         max_steps=settings.run.steps,
         decode=tokenizer.decode,
         set_weights=settings.set_weights,

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_mp.checkpoint.run_state import check_run_folder, check_same_data
 from grpo_mp.checkpoint.settings_changes import use_template_date
 from grpo_mp.config import SftSettings, dump_settings
+from grpo_mp.data.set_warnings import smallest_set, too_few
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.episodes.chat_data import ChatSet, load_held_out_chats, load_train_chats, stop_tokens
 from grpo_mp.episodes.supervised import ChatEncoder
@@ -55,17 +56,19 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> tuple[SftSettin
     of_adapters = check_adapters(settings)
     if settings.run.export_servers:
         read_servers(settings.run.export_servers)
-    encoder = ChatEncoder(tokenizer, settings.sft.loss_on, stop_tokens(settings.model.path, tokenizer))
+    stops, variables = stop_tokens(settings.model.path, tokenizer), settings.data.chat_template_kwargs
+    encoder = ChatEncoder(tokenizer, settings.sft.loss_on, stops, variables)
     train = load_train_chats(settings.data, settings.sft, encoder)
     check_same_data(settings.run.folder, train.digest)
     if train.epoch_size < settings.sft.batch_size:
-        raise UserError(
-            f"{train.source}: {train.epoch_size} samples fit, a step takes sft.batch_size={settings.sft.batch_size}"
-        )
+        smallest = smallest_set("data.train", settings.data.train, train.mixture)
+        takes = f"sft.batch_size={settings.sft.batch_size}"
+        raise UserError(too_few(train.source, train.epoch_size, "samples", takes, smallest))
     evals = load_held_out_chats(settings.data, settings.sft, encoder)
     settings = settings.with_steps(train.epoch_size)
     need, probes = policy_disk_need(settings, hf), os.environ.get("RANK", "0") == "0"
-    warnings = (*of_adapters, *check_disk(settings.run.folder, need, probes=probes))
+    of_data = (sentence for chats in (train, *evals.values()) for sentence in chats.warnings)
+    warnings = (*of_data, *of_adapters, *check_disk(settings.run.folder, need, probes=probes))
     return settings, SftInputs(hf, tokenizer, train, evals, make_loggers, warnings)
 
 

@@ -14,9 +14,11 @@ from grpo_mp.config import Settings, dump_settings, load_settings
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.cursor import Cursor, mix_sets, take
 from grpo_mp.data.prompt_queue import PromptQueue
-from grpo_mp.data.prompts import PromptSet, load_train_prompts
+from grpo_mp.data.prompts import PromptSet, load_eval_prompts, load_train_prompts
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tokenizer
+from grpo_mp.rewards.base import call_arguments
+from grpo_mp.types import Sample, SampleGroup
 from tests.minimal_settings import MINIMAL_SETTINGS
 
 TOKENIZER = make_tokenizer(["How", "many", "apples"])
@@ -145,6 +147,41 @@ def test_pass_rates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         rates = write(tmp_path / "rates.jsonl", [row])
         with pytest.raises(UserError, match=message):
             load({"train": {"path": source, "pass_rates": rates, "max_pass_rate": 0.5}})
+
+
+def test_pass_rates_of_chats_that_end_alike_are_their_own(tmp_path: Path) -> None:
+    ask = {"role": "user", "content": "How many"}
+    chats = [[{"role": role, "content": f"{number} apples"}, ask] for role in ("user", "system") for number in (1, 2)]
+    source = write(tmp_path / "a.jsonl", [{"question": chat, "answer": "1"} for chat in chats])
+    prompts = load({"train": source})
+    rates = [
+        {"prompt": prompt.text, "pass_rate": rate} for prompt, rate in zip(prompts, (0.0, 0.5, 1.0, 0.5), strict=True)
+    ]
+    chosen = {"path": source, "pass_rates": write(tmp_path / "rates.jsonl", rates), "min_pass_rate": 0.25}
+    kept = load({"train": chosen | {"max_pass_rate": 0.75}})
+    assert [prompt.messages[0]["content"] for prompt in kept] == ["2 apples", "2 apples"]
+
+
+def test_eval_sets_have_their_own_columns_and_system_prompts(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", [{"question": "How", "answer": "1"}])
+    second = write(tmp_path / "b.jsonl", [{"task": {"problem": [{"role": "user", "content": "many"}]}, "label": 2}])
+    own = {"path": second, "prompt_column": "task.problem", "answer_column": "label"}
+    data = DataConfig(
+        train=first,
+        eval={"same": first, "own": own | {"system_prompt": "apples"}, "none": own | {"system_prompt": ""}},
+        system_prompt="How many",
+    )
+    sets = load_eval_prompts(data, TOKENIZER, 100)
+    found = {name: (one[0].text, one[0].answer, [m["content"] for m in one[0].messages]) for name, one in sets.items()}
+    assert found == {
+        "same": ("How", "1", ["How many", "How"]),
+        "own": ("many", "2", ["apples", "many"]),
+        "none": ("many", "2", ["many"]),
+    }
+    groups = {name: SampleGroup(one[0], (Sample.from_tokens(0, (1,), (2,)),)) for name, one in sets.items()}
+    asked = {name: call_arguments(group, "question")["prompts"] for name, group in groups.items()}
+    assert asked["same"] == ["How"]
+    assert asked["own"] == [[{"role": "user", "content": "many"}]]
 
 
 def read(tmp_path: Path, data: dict[str, Any], *overrides: str) -> Settings:

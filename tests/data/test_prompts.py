@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data import prompts as prompts_module
+from grpo_mp.data.overlap import Overlap, find_overlaps
 from grpo_mp.data.prompts import PromptSet, final_answer, load_prompts
 from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tokenizer
@@ -71,8 +72,9 @@ def test_messages_and_system_message(tmp_path: Path) -> None:
     texts = [TOKENIZER.decode(prompt.tokens) for prompt in prompts]
     assert texts[0] == texts[2] == "<|system|>yours<|im_end|><|user|>3+4<|im_end|><|assistant|>"
     assert texts[1] == texts[0].replace("yours", "mine")
-    assert [prompt.text for prompt in prompts] == ["3+4"] * 3
+    assert [prompt.text for prompt in prompts] == ["3+4", "system: mine\n\nuser: 3+4", "3+4"]
     assert prompts[0].answer is None
+    assert prompts.first_rendered() == texts[0]
 
 
 def test_tokens_are_those_of_the_tokenizer_s_own_chat_call(tmp_path: Path) -> None:
@@ -102,9 +104,51 @@ def test_long_prompts_are_counted_and_left_out_never_cut(tmp_path: Path) -> None
         load(source, limit=7)
 
 
-def test_count_keeps_the_first_that_fit(tmp_path: Path) -> None:
-    source = write(tmp_path / "a.jsonl", ROWS)
-    assert len(load_prompts(source, DataConfig(train=source), TOKENIZER, 100, count=2)) == 2
+def test_count_keeps_the_first_rows_whether_they_fit_or_not(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", [{"question": "1" * length, "answer": "1"} for length in (5, 9, 6, 7, 9)])
+    found = []
+    for count in (1, 2, 3, 5, 9):
+        prompts = load_prompts(source, DataConfig(train=source), TOKENIZER, 6 + 3, count=count)
+        found.append((len(prompts), prompts.num_too_long))
+    assert found == [(1, 0), (1, 1), (2, 1), (2, 3), (2, 3)]
+    with pytest.raises(UserError, match="all 1 prompts are longer"):
+        load_prompts(source, DataConfig(train=source), TOKENIZER, 7, count=1)
+
+
+def test_a_prompt_is_known_by_all_of_its_messages(tmp_path: Path) -> None:
+    """Chats that end alike are different prompts: to the check of overlaps, too, also by what a call of a tool says."""
+
+    def chats(passages: Sequence[str], **last: Any) -> PromptSet:
+        end = {"role": "user", "content": "How many?"} | last
+        rows = [{"question": [{"role": "user", "content": text}, end], "answer": "1"} for text in passages]
+        return load(write(tmp_path / "chats.jsonl", rows))
+
+    first = [*chats(("2 apples", "3 apples"))]
+    assert [prompt.text for prompt in first] == [f"user: {count} apples\n\nuser: How many?" for count in (2, 3)]
+    texts = [[*chats(passages).texts()] for passages in (("2 apples", "3 apples"), ("4 apples", "3 apples"))]
+    assert texts[0] == [prompt.text for prompt in first]
+    assert find_overlaps(texts[0], {"x": texts[1]}) == [Overlap("x", 2, exact=1, near=0)]
+    call = {"function": {"name": "count", "arguments": {"of": "apples"}}}
+    asked, answered = {"role": "user", "content": "go"}, {"role": "tool", "content": "3"}
+    with_calls = [
+        [asked, {"role": "assistant", "tool_calls": [one]}, answered]
+        for one in (call, {"function": {"name": "count", "arguments": {"of": "pears"}}})
+    ]
+    rows = [{"question": chat, "answer": "1"} for chat in with_calls]
+    assert len(set(load(write(tmp_path / "calls.jsonl", rows)).texts())) == 2
+
+
+def test_a_system_message_that_all_have_is_no_part_of_a_problem(tmp_path: Path) -> None:
+    """A set whose rows have the same instructions holds the problems of one without; passages stay a part of them."""
+
+    def problems(systems: Sequence[str]) -> list[str]:
+        ask = {"role": "user", "content": "3+4"}
+        chats = [[{"role": "system", "content": text}, ask] if text else [ask] for text in systems]
+        return [*load(write(tmp_path / "a.jsonl", [{"question": c, "answer": "7"} for c in chats])).problems()]
+
+    assert problems(["Box it.", "Box it."]) == problems(["", ""]) == ["3+4", "3+4"]
+    assert problems(["Box it.", ""]) == ["system: Box it.\n\nuser: 3+4", "3+4"]
+    assert problems(["Box it.", "Count."]) == ["system: Box it.\n\nuser: 3+4", "system: Count.\n\nuser: 3+4"]
 
 
 def test_a_row_that_changes_after_the_start_is_named(tmp_path: Path) -> None:

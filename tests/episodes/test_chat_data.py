@@ -122,6 +122,7 @@ def test_what_becomes_of_samples_that_are_too_long(tmp_path: Path) -> None:
     rows, file = [CHAT, long_answer, long_prompt], tmp_path / "chats.jsonl"
     kept = load(file, rows, max_tokens=12)
     assert (len(kept), kept.too_long, kept.location(0)) == (1, 2, f"{file}, line 1")
+    assert kept.warnings == ("data.train: 2 of 3 chats are longer than sft.max_tokens=12, and left out",)
     cut = load(file, rows, max_tokens=12, too_long="truncate")
     assert (len(cut), cut.too_long, cut.lengths.tolist()) == (2, 1, [9, 12])
     with pytest.raises(UserError, match=r"line 2: 26 tokens, sft.max_tokens=12: raise it, or set sft.too_long=drop"):

@@ -77,6 +77,18 @@ def test_samples_that_nothing_judges_are_left_out() -> None:
     assert score_eval_set(samples("??")[0]).accuracy is None
 
 
+def test_problems_that_are_too_long_are_wrong() -> None:
+    """The score is that of a set in which the policy got them wrong; what it wrote is averaged over the others."""
+    infos, votes = samples("RRab", "RRRR")
+    actual, wrong = score_eval_set(infos, votes, too_long=2), score_eval_set(*samples("RRab", "RRRR", "----", "----"))
+    assert (actual.accuracy, actual.accuracy_error) == (0.375, wrong.accuracy_error)
+    assert (actual.pass_at, actual.maj_at) == (wrong.pass_at, wrong.maj_at)
+    assert (actual.problems, actual.too_long) == (4, 2)
+    asked = score_eval_set(infos, votes)
+    assert (actual.reward, actual.length, actual.truncated_ratio) == (asked.reward, asked.length, asked.truncated_ratio)
+    assert score_eval_set(samples("??")[0], too_long=2).accuracy is None
+
+
 def test_metrics_carry_the_set_s_name_and_are_documented() -> None:
     actual = eval_metrics("my set", score_eval_set(*samples("RRa", "aab")))
     assert actual == pytest.approx(

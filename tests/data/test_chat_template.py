@@ -1,0 +1,102 @@
+"""Variables of the chat template: they reach everything that is rendered, and only what the template reads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mp.config import check_settings
+from grpo_mp.config.data_sections import DataConfig
+from grpo_mp.config.sections import RolloutConfig
+from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
+from grpo_mp.data.prompts import load_eval_prompts, load_train_prompts
+from grpo_mp.episodes.chat_data import load_held_out_chats, load_train_chats
+from grpo_mp.episodes.supervised import ChatEncoder
+from grpo_mp.errors import UserError
+from grpo_mp.examples.tiny_models import make_tokenizer
+from grpo_mp.rollout.episodes import load_episode_parts
+from tests.minimal_settings import MINIMAL_SETTINGS
+
+# As Qwen3's: the empty thoughts of a prompt without thinking.
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and enable_thinking is false %}[]{% endif %}{% endif %}"
+)
+PLAIN = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ mark }}{{ message.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{{ mark }}{% endif %}"
+)
+MARKED = PLAIN.replace(
+    "{{ message.content }}<|im_end|>",
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ message.content }}<|im_end|>{% endif %}",
+)
+TOKENIZER = make_tokenizer(["How", "many", "apples"])
+TOKENIZER.chat_template = TEMPLATE
+OFF = {"enable_thinking": False}
+ASK, ANSWER = {"role": "user", "content": "3+4"}, {"role": "assistant", "content": "7"}
+
+
+def data(folder: Path, **settings: Any) -> DataConfig:
+    (folder / "rows.jsonl").write_text('{"question": "3+4", "answer": "7"}\n')
+    source = str(folder / "rows.jsonl")
+    return DataConfig(train=source, eval={"held": source}, **settings)
+
+
+@pytest.mark.parametrize("name", ["chat_template_kwargs", "apply_chat_template_kwargs"])
+def test_they_reach_train_and_eval_prompts(name: str, tmp_path: Path) -> None:
+    own = data(tmp_path, **{name: OFF})
+    train, evals = load_train_prompts(own, TOKENIZER, 100), load_eval_prompts(own, TOKENIZER, 100)
+    plain = load_train_prompts(data(tmp_path), TOKENIZER, 100)
+    assert plain.first_rendered() == "<|user|>3+4<|im_end|><|assistant|>"
+    for prompts in (train, evals["held"]):
+        assert prompts.first_rendered() == f"{plain.first_rendered()}[]" == TOKENIZER.decode(prompts[0].tokens)
+    assert train.digest != plain.digest
+
+
+async def rollout(task: Any, policy: Any) -> float:
+    return 0.0
+
+
+def test_they_reach_the_turns_of_episodes() -> None:
+    sizes = {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 9, "max_response_tokens": 9}
+    parts = load_episode_parts(RolloutConfig(**sizes, function=f"{__name__}:rollout"), TOKENIZER, OFF)
+    assert parts
+    assert TOKENIZER.decode(parts.renderer.prompt([ASK])) == "<|user|>3+4<|im_end|><|assistant|>[]"
+    assert TOKENIZER.decode(parts.renderer.continuation((), [ASK])).endswith("<|user|>3+4<|im_end|><|assistant|>[]")
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["prompts", "marks"])
+def test_they_reach_chats_to_learn_from(template: str, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer([])
+    tokenizer.chat_template = template
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [ASK, ANSWER]}) + "\n")
+    source, sft = str(tmp_path / "chats.jsonl"), SftConfig(batch_size=1, max_tokens=64)
+    config = ChatDataConfig(train=source, eval={"held": source}, chat_template_kwargs={"mark": "[]"})
+    encoder = ChatEncoder(tokenizer, "assistant", frozenset([tokenizer.eos_token_id]), config.chat_template_kwargs)
+    for chats in (load_train_chats(config, sft, encoder), load_held_out_chats(config, sft, encoder)["held"]):
+        sample = chats[0]
+        assert tokenizer.decode(sample.prompt_tokens) == "<|user|>[]3+4<|im_end|><|assistant|>[]"
+        assert tokenizer.decode(sample.tokens) == "7<|im_end|>"
+
+
+def test_what_the_template_does_not_read_is_refused(tmp_path: Path) -> None:
+    for variables, message in (
+        ({"enable_thinkin": False}, r"does not read the variable enable_thinkin \(did you mean enable_thinking\?\)"),
+        (OFF | {"thinking": True}, "does not read the variable thinking"),
+        ({"add_generation_prompt": False}, "add_generation_prompt is not a variable that can be set"),
+        ({"messages": []}, "messages is not a variable that can be set"),
+    ):
+        with pytest.raises(UserError, match=f"data.chat_template_kwargs: .*{message}"):
+            load_train_prompts(data(tmp_path, chat_template_kwargs=variables), TOKENIZER, 100)
+
+
+def test_settings_take_them_by_the_names_of_other_trainers() -> None:
+    for name in ("chat_template_kwargs", "apply_chat_template_kwargs"):
+        settings = check_settings(MINIMAL_SETTINGS | {"data": {"train": "x.jsonl", name: OFF}}, "test.yaml")
+        assert settings.data.chat_template_kwargs == OFF
+        assert settings.data.model_dump()["chat_template_kwargs"] == OFF
+    with pytest.raises(UserError, match=r"data\.chat_template_kwargs: expected settings below it"):
+        check_settings(MINIMAL_SETTINGS | {"data": {"train": "x.jsonl", "chat_template_kwargs": "no"}}, "test.yaml")

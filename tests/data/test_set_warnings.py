@@ -1,0 +1,101 @@
+"""What every start says of the sets: what is left out, what is there many times, what the template does not show."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_mp.config.data_sections import DataConfig
+from grpo_mp.data.cursor import mix_sets
+from grpo_mp.data.prompts import load_eval_prompts, load_train_prompts
+from grpo_mp.data.set_warnings import smallest_set, too_few
+from grpo_mp.examples.tiny_models import make_tokenizer
+
+TOKENIZER = make_tokenizer(["How", "many", "apples"])
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> str:
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(file)
+
+
+def said(folder: Path, rows: list[dict[str, Any]], limit: int = 100, **data: Any) -> tuple[list[str], list[str]]:
+    """Return the warnings of the rows as a set of a mixture to train on, and as a set to evaluate on."""
+    other = write(folder / "other.jsonl", [{"question": "How", "answer": "1"}])
+    source = write(folder / "rows.jsonl", rows)
+    config = DataConfig(train={"all": source, "other": other}, eval={"held": source}, **data)
+    evals = load_eval_prompts(config, TOKENIZER, limit)
+    return [*load_train_prompts(config, TOKENIZER, limit).warnings], [*evals["held"].warnings]
+
+
+def rows_of(*questions: str) -> list[dict[str, Any]]:
+    return [{"question": text, "answer": "1", "extra_info": {"index": i}} for i, text in enumerate(questions)]
+
+
+def test_prompts_that_are_too_long_are_said(tmp_path: Path) -> None:
+    rows = rows_of("1", "2" * 30, "3", "4" * 31)
+    train, held = said(tmp_path, rows, limit=20)
+    assert train == ["data.train.all: 2 of 4 prompts are longer than rollout.max_prompt_tokens=20, and left out"]
+    assert held == ["data.eval.held: 2 of 4 prompts are longer than rollout.max_prompt_tokens=20, and count as wrong"]
+    assert said(tmp_path, rows) == ([], [])
+
+
+def test_of_a_part_of_a_set_only_its_own_are_said(tmp_path: Path) -> None:
+    _, held = said(tmp_path, rows_of("1", "2" * 30, "3", "3", "4" * 31), limit=20, max_eval_prompts=2)
+    assert held == ["data.eval.held: 1 of 2 prompts are longer than rollout.max_prompt_tokens=20, and count as wrong"]
+
+
+def test_copies_are_said_with_their_number(tmp_path: Path) -> None:
+    """By prompt and answer: other columns, such as an index, may differ."""
+    train, held = said(tmp_path, rows_of(*["1"] * 32, *["2"] * 30))
+    facts = "its 62 prompts are 2 distinct ones, with up to 32 copies each; "
+    assert train == [f"data.train.all: {facts}an epoch trains on each copy: keep one row of each"]
+    assert len(held) == 1
+    assert held[0].startswith(f"data.eval.held: {facts}each copy counts as a problem")
+    assert "data.eval.held.samples" in held[0]
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_few_copies_are_no_matter(copies: int, tmp_path: Path) -> None:
+    rows = rows_of(*map(str, range(20)), *["3"] * (copies - 1))
+    assert said(tmp_path, rows) == ([], [])
+    assert len(said(tmp_path, [*rows, *rows_of("5")])[0]) == copies - 1
+
+
+def test_the_same_prompt_of_other_rows_is_no_copy(tmp_path: Path) -> None:
+    """Of another answer, or where rows have no answer, of other columns: an environment may read these."""
+    assert said(tmp_path, [{"question": "1", "answer": str(i)} for i in range(4)]) == ([], [])
+    assert said(tmp_path, rows_of("1", "1", "1"), answer_column=None) == ([], [])
+    same = [{"question": "1", "seed": 3}] * 3
+    assert len(said(tmp_path, same, answer_column=None)[0]) == 1
+
+
+SILENT = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+
+
+def test_a_template_without_system_messages_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [{"question": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], "answer": "1"}]
+    assert said(tmp_path, own, system_prompt="Think.") == ([], [])
+    monkeypatch.setattr(TOKENIZER, "chat_template", SILENT)
+    text = "the chat template leaves out system messages, such as data.system_prompt"
+    for rows, data in ((rows_of("1"), {"system_prompt": "Think."}), (own, {})):
+        train, held = said(tmp_path, rows, **data)
+        assert f"data.train.all: {text}" in train[0]
+        assert [sentence.partition(": write")[0] for sentence in held] == [f"data.eval.held: {text}"]
+    assert said(tmp_path, rows_of("1")) == ([], [])
+
+
+def test_the_set_that_limits_an_epoch_is_named() -> None:
+    """Of sets of 40, 3 and 90 with equal weights, an epoch has 3 of each."""
+    mixture = mix_sets((40, 3, 90), (1, 1, 1))
+    smallest = smallest_set("data.train", ("big", "tiny", "other"), mixture)
+    assert too_few("a, b, c", 9, "prompts", "rollout.prompts_per_step=16", smallest) == (
+        "a, b, c: 9 prompts fit, a step takes rollout.prompts_per_step=16, limited by the 3 of data.train.tiny: give "
+        "that more rows or a lower weight"
+    )
+    weighted = mix_sets((40, 3, 90), (1, 0.05, 9))
+    assert smallest_set("data.train", ("big", "tiny", "other"), weighted) == "the 90 of data.train.other"
+    assert too_few("a", 1, "samples", "sft.batch_size=4", smallest_set("data.train", ("x",), ())) == (
+        "a: 1 samples fit, a step takes sft.batch_size=4"
+    )
