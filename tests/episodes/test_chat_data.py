@@ -131,6 +131,32 @@ def test_what_becomes_of_samples_that_are_too_long(tmp_path: Path) -> None:
         load(file, rows, max_tokens=3)
 
 
+def test_held_out_chats_that_are_too_long_are_counted_and_said(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(f"{json.dumps({'prompt': '1?', 'completion': '5' * n})}\n" for n in (1, 20, 2, 30)))
+    data = ChatDataConfig(train=str(file), eval={"all": str(file), "two": {"path": str(file), "max_samples": 2}})
+    held = load_held_out_chats(data, SftConfig(batch_size=1, max_tokens=12), encoder())
+    assert {name: (len(chats), chats.too_long) for name, chats in held.items()} == {"all": (2, 2), "two": (1, 1)}
+    assert [sentence for chats in held.values() for sentence in chats.warnings] == [
+        "data.eval.all: 2 of 4 chats are longer than sft.max_tokens=12, and no part of its loss",
+        "data.eval.two: 1 of 2 chats are longer than sft.max_tokens=12, and no part of its loss",
+    ]
+
+
+def test_a_template_that_drops_the_system_prompt_is_said(tmp_path: Path) -> None:
+    silent = encoder()
+    silent.tokenizer.chat_template = (
+        "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps(CHAT))
+    data, sft = ChatDataConfig(train=str(file), system_prompt="Count."), SftConfig(batch_size=1, max_tokens=64)
+    assert not load_train_chats(data, sft, encoder()).warnings
+    (sentence,) = load_train_chats(data, sft, silent).warnings
+    assert sentence.startswith("data.train: the chat template leaves out system messages")
+
+
 def test_a_row_that_changes_while_the_run_goes_on_is_named(tmp_path: Path) -> None:
     file = tmp_path / "chats.jsonl"
     samples = load(file, [CHAT, CHAT])
