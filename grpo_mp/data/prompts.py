@@ -69,9 +69,9 @@ class PromptReader:
 
     def render(self, row: Row, messages: Messages) -> str:
         """Return what the template makes of a row's messages. Raises UserError where it fails (file and line)."""
+        chat, tools, variables = self.with_system(messages), self.tools(row), self.data.chat_template_kwargs
         try:
-            chat, variables = self.with_system(messages), self.data.chat_template_kwargs
-            text = render_template(chat, self.tokenizer, self.tools(row), variables=variables)
+            text = render_template(chat, self.tokenizer, tools, variables=variables)
         except Exception as error:  # a template is a program
             raise UserError(
                 f"{row.location}: the tokenizer's chat template refuses the prompt: {one_line(error) or repr(error)}"

@@ -27,13 +27,14 @@ def render_template(
 
     `tools`: JSON schemas; `variables`: of the template, in addition to its own. Raises what the template raises.
     """
+    values: dict[str, Any] = {"strftime_now": strftime_now, **(variables or {})}
     return str(
         tokenizer.apply_chat_template(
             as_template_reads(messages, tokenizer),
             tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=asks,
-            **{"strftime_now": strftime_now, **(variables or {})},
+            **values,
         )
     )
 

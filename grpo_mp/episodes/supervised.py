@@ -157,7 +157,7 @@ class ChatEncoder:
             tools=list(renderer.tools) or None,
             chat_template=template,
             return_assistant_tokens_mask=True,
-            **{"strftime_now": strftime_now, **self.tokenizer.special_tokens_map, **self.variables},
+            **({"strftime_now": strftime_now} | self.tokenizer.special_tokens_map | dict(self.variables)),
         )
         return str(text), spans
 
