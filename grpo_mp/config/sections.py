@@ -194,7 +194,11 @@ class RolloutConfig(Section):
 
     prompts_per_step: int = Field(gt=0, description="prompts of one step (verl train_batch_size)")
     group_size: int = Field(gt=0, description="samples for each prompt (TRL num_generations, verl rollout.n)")
-    max_prompt_tokens: int = Field(gt=0, description="longer prompts are dropped, not cut (verl max_prompt_length)")
+    max_prompt_tokens: int = Field(
+        gt=0,
+        description="longer train prompts are left out, longer eval prompts count as wrong; none is cut (verl "
+        "max_prompt_length)",
+    )
     max_response_tokens: int = Field(gt=0, description="maximum tokens of a response (TRL max_completion_length)")
     temperature: float = Field(1.0, ge=0.001, description="sampling temperature; logprobs in training use it, too")
     top_p: float = Field(

@@ -133,6 +133,16 @@ def test_several_samples_have_a_row_for_each_k() -> None:
     assert ["unjudged", "reward", "0.500"] in rows
 
 
+def test_problems_that_are_too_long_have_a_row() -> None:
+    console = Console(file=io.StringIO(), force_terminal=False, width=100)
+    with Progress(Path("runs/x"), steps=2, console=console) as progress:
+        progress.print_scores(
+            "model", {"a": EvalScore(0.5, 1.0, 8.0, problems=4, too_long=2), "b": EvalScore(0.5, 1, 8)}
+        )
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output(console).splitlines() if "│" in line]
+    assert [row[1:] for row in rows if "too long" in row[1]] == [["too long, of 4 problems", "2"]]
+
+
 def test_set_without_a_before_has_no_change() -> None:
     console = log_console()
     with Progress(Path("runs/x"), steps=2, console=console) as progress:
