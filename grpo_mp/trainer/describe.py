@@ -35,7 +35,7 @@ def _describe_critic(settings: Settings, train_ranks: int) -> Iterator[str]:
 
 def _describe_first_prompt(inputs: RunInputs) -> Iterator[str]:
     if not inputs.replay:
-        yield f"first prompt, as the policy reads it: {inputs.tokenizer.decode(inputs.train[0].tokens)!r}"
+        yield f"first prompt, as the policy reads it: {inputs.train.first_rendered()!r}"
 
 
 def describe_run(
