@@ -35,10 +35,10 @@ REWARD = '''
 import re
 
 def sums(completions, answer, **_):
-    """1 for the sum alone, a part for text that has it."""
+    """1 for a short answer whose first number is the sum, a quarter for a long one that has it."""
     found = [re.findall(r"[0-9]+", text) for text in completions]
     return [
-        1.0 if numbers == [str(right)] and len(text) <= 4 else 0.2 * (str(right) in numbers)
+        float(numbers[:1] == [str(right)]) if len(text) < 20 else 0.25 * (str(right) in numbers)
         for text, numbers, right in zip(completions, found, answer)
     ]
 '''
