@@ -37,7 +37,7 @@ def engine_placements(engine: EngineConfig, world_size: int, ranks_per_node: int
         if engines <= 1:
             raise UserError(f"an engine of engine.gpus_per_engine={gpus} GPUs does not fit the {ranks} ranks {which}")
         raise UserError(
-            f"engine.num_engines={engines} engines of engine.gpus_per_engine={gpus} GPUs do not fit the {ranks} ranks "
+            f"engine.num_engines={engines} engines of engine.gpus_per_engine={gpus} do not fit the {ranks} ranks "
             f"{which}"
         )
     if (engine.min_engines or 1) > engines:

@@ -63,7 +63,7 @@ def test_bad_settings_end_before_anything_starts() -> None:
     script = ROOT / "launch" / "tiny_moe.sh"
     for arguments, sentence in (
         (["layout.tensor=4"], "needs 4 nodes of 1 ranks, the allocation has 2"),
-        (["engine.gpus_per_engine=4"], "do not fit the 2 ranks of this job"),
+        (["engine.gpus_per_engine=4"], "does not fit the 2 ranks of this job"),
         (["rollout.grup_size=4"], "did you mean rollout.group_size?"),
     ):
         process = dry_run(script, *arguments)

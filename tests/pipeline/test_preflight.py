@@ -70,7 +70,7 @@ def test_what_can_run_is_accepted(folder: Path, tiny_run: TinyRun) -> None:
             rl({"layout": {"tensor": 7}}),
             "^stage last: layout: tensor x context x pipeline = 7 does not divide the 2 ranks",
         ),
-        (rl({"engine.gpus_per_engine": 4}), "^stage last: engine.num_engines=0 engines of .* do not fit the 2 ranks"),
+        (rl({"engine.gpus_per_engine": 4}), "^stage last: an engine of .* does not fit the 2 ranks"),
         (rl({"rollout.max_response_tokens": 10**6}), "^stage last: rollout.max_prompt_tokens .* has only"),
         (rl({"reward.functions": {"nomodule:f": 1.0}}), "^stage last: reward.functions 'nomodule:f': importing"),
         (rl({"data.source": "nomodule:f"}), "^stage last: data.source 'nomodule:f': importing nomodule failed"),

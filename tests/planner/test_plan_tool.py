@@ -138,7 +138,7 @@ def test_explain_command(plan: Plan) -> None:
         ),
         (["layout.expert=48"], "expert_tensor x expert x pipeline = 768 does not divide"),
         (["layout.pipeline=128", "layout.context=1", "layout.tensor=1", "layout.expert=1"], "the model has 61"),
-        (["engine.gpus_per_engine=256"], "engines of engine.gpus_per_engine=256 do not fit the 128 ranks"),
+        (["engine.gpus_per_engine=256"], "an engine of engine.gpus_per_engine=256 GPUs does not fit the 128 ranks"),
         (
             ["engine.args.attn_dp_size=7"],
             "engine.args.attn_dp_size: 7 does not divide 128, the engine.gpus_per_engine: the nearest is 4",

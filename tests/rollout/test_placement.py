@@ -49,7 +49,7 @@ def test_fewer_engines_than_fit_may_be_asked_for() -> None:
 
 @pytest.mark.parametrize(("gpus", "count"), [(4, 3), (16, None), (1, 9)])
 def test_engines_that_do_not_fit_are_refused(gpus: int, count: int | None) -> None:
-    with pytest.raises(UserError, match=rf"engines of engine.gpus_per_engine={gpus} do not fit the 8 ranks"):
+    with pytest.raises(UserError, match=rf"engines? of engine.gpus_per_engine={gpus} .*do(es)? not fit the 8 ranks"):
         engine_placements(EngineConfig(gpus_per_engine=gpus, num_engines=count), 8, 8)
 
 
@@ -74,7 +74,7 @@ def test_more_engines_than_there_are_cannot_be_the_fewest() -> None:
     [
         (8, 2, "engine.ranks=8 leaves none of the 8 ranks of this job to train: lower it"),
         (3, 2, "engine.ranks=3 leaves 5 ranks to train, .* begin at a multiple of 2: set engine.ranks=4"),
-        (2, 4, "engines of engine.gpus_per_engine=4 do not fit the 2 ranks of engine.ranks"),
+        (2, 4, "an engine of engine.gpus_per_engine=4 GPUs does not fit the 2 ranks of engine.ranks"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(ranks: int, gpus: int, message: str) -> None:
