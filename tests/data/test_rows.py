@@ -30,7 +30,7 @@ FILES = {
     "array.jsonl": json.dumps(ROWS).encode(),
     "blank_before.JSON": b"\n  " + json.dumps(ROWS, indent=1).encode(),
     "byte_order_mark.json": json.dumps(ROWS).encode("utf-8-sig"),
-    "lines.jsonl.gz": gzip.compress(LINES),
+    "lines.jsonl.gz": gzip.compress(LINES, mtime=0),
     "array.json.GZ": gzip.compress(json.dumps(ROWS, indent=4).encode()),
 }
 
@@ -54,9 +54,9 @@ def test_json_is_read_as_lines_or_as_one_array(name: str, tmp_path: Path) -> Non
         ),
         ("a.json", b'{\n "q": 1\n}', "line 1: not valid JSON .* write one object a line, or one array of objects"),
         ("a.json", b"[1]\n[2]\n", "not valid JSON .* write one object a line, or one array of objects"),
-        ("a.jsonl.gz", gzip.compress(b'{"q": 1}\n{'), "a.jsonl.gz, row 2: not valid JSON"),
+        ("a.jsonl.gz", gzip.compress(b'{"q": 1}\n{', mtime=0), "a.jsonl.gz, row 2: not valid JSON"),
         ("a.jsonl.gz", b'{"q": 1}\n', "a.jsonl.gz: not readable as gzip .*copy the file again"),
-        ("a.jsonl.gz", gzip.compress(LINES * 99)[:-20], "a.jsonl.gz: not readable as gzip"),
+        ("a.jsonl.gz", gzip.compress(LINES * 99, mtime=0)[:-20], "a.jsonl.gz: not readable as gzip"),
     ],
 )
 def test_what_is_no_rows_of_json_is_one_sentence(name: str, content: bytes, message: str, tmp_path: Path) -> None:
