@@ -21,6 +21,7 @@ from tests.minimal_settings import MINIMAL_SETTINGS
         ("trainer.total_epochs", "verl's trainer.total_epochs is run.epochs here"),
         ("steps_per_generation", "TRL's steps_per_generation is training.updates_per_step here"),
         ("reward.path", ""),
+        ("algorithm.rollout_correction", ""),  # verl's name, too
         ("rollout.group_sise", ""),
     ],
 )

@@ -53,6 +53,8 @@ def load_settings(
     tree = _with_dtype(_read_tree(path, overrides or []), dtype)
     if SFT in tree:
         raise UserError(f"{path}: these are settings of supervised fine-tuning (section sft): run `grpo-mp sft`")
+    if STAGES in tree:
+        raise UserError(f"{path}: these are settings of a pipeline (section stages): run `grpo-mp pipeline`")
     return check_settings(tree, str(path), trains)
 
 
@@ -171,7 +173,8 @@ def _format_error(root: type[Section], where: str, item: Any) -> str:
         written = {EVAL_SET.sub("data.eval.NAME.", old): old for old in _written_names(name, item["input"])}
         if renamed := [(old, RENAMED[key]) for key, old in written.items() if key in RENAMED]:
             return "; ".join(f"{where}: unknown setting {old}; it is {new} now" for old, new in renamed)
-        if foreign := [sentence for old in _written_names(name, item["input"]) if (sentence := translate(old))]:
+        foreign = dict.fromkeys(filter(None, map(translate, _written_names(name, item["input"]))))
+        if foreign:
             return f"{where}: unknown setting {name}: {'; '.join(foreign)}"
         hint = did_you_mean(names[-1], section.model_fields) if section else ""
         return f"{where}: unknown setting {name}{hint.replace('mean ', f'mean {name[: -len(names[-1])]}')}"

@@ -48,6 +48,8 @@ def _translations() -> Mapping[str, str]:
         for name, setting in zip(names, matching, strict=True):
             sentence = f"{trainer}'s {name} is {setting} here"
             key = name.removeprefix("--").replace("-", "_")
+            if key == setting:
+                continue
             sentences.setdefault(key, sentence)
             leaf = key.rpartition(".")[2]
             if "_" in leaf:  # a single word, such as `path`, may mean anything

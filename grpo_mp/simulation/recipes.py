@@ -35,7 +35,7 @@ class Recipe:
 
 
 ON_80_GB = Recipe("moe_671b.yaml", "h100-80", 16, (128,))
-ON_141_GB = Recipe("moe_671b_64x141.yaml", "h200-141", 8, (128, 1024))
+ON_141_GB = Recipe("deepseek_r1_64x_h200.yaml", "h200-141", 8, (128, 1024))
 # 419 unexpected interruptions in 54 days of 16,384 GPUs (arXiv 2407.21783, table 5): 262 of GPUs and their memory,
 # 42 of switches, cables and network cards, and 115 others.
 PUBLISHED_RATES = FailureAssumptions(81_000, 23_000, 63_000, spares=2)

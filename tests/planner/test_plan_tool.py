@@ -31,7 +31,13 @@ from tests.recipes import FULL_SIZE
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"grpo-mp plan (\S+) --cluster (\S+) --nodes (\d+)")
 Plan = Callable[..., Result]
-MANY_STAGES = ("kimi_k2", "moe_671b_512", "moe_671b_96x96", "moe_671b_64x141", "moe_671b_64x80")  # built one by one
+MANY_STAGES = (
+    "kimi_k2",
+    "deepseek_r1_512x_h100",
+    "deepseek_r1_96x_h20",
+    "deepseek_r1_64x_h200",
+    "deepseek_r1_64x_h100",
+)  # built one by one
 RECIPES = FULL_SIZE
 
 
@@ -55,6 +61,9 @@ def test_recipe_fits_the_machines_in_its_comment(path: Path) -> None:
     devices = [total_bytes(sizes) for stage in plan.memory.device for sizes in stage.values()]
     assert max(devices) <= job.cluster.gpu_bytes - 6 * GIB
     assert max(total_bytes(sizes) for sizes in plan.memory.host.values()) <= 900e9
+    machines = f"{job.world_size} x {command[2]} | {max(devices) / GIB:.0f} of {job.cluster.gpu_bytes / GIB:.0f}"
+    row = f"| `{path.stem}` | {settings.model.path.name} | {machines} | {plan.step_s:,.0f} |"
+    assert row in (ROOT / "configs/README.md").read_text().splitlines()
 
 
 def test_recipes_are_for_the_machines_that_users_have() -> None:
@@ -67,8 +76,8 @@ def test_recipes_are_for_the_machines_that_users_have() -> None:
         machines[path.stem] = (model, int(command[3]) * cluster.gpus_per_node, round(cluster.gpu_memory_gib))
     assert machines["qwen3_30b_a3b"] == ("Qwen3-30B-A3B", 8, 79)
     assert machines["moe_671b"] == ("DeepSeek-R1", 128, 79)
-    assert machines["moe_671b_64x80"] == ("DeepSeek-R1", 64, 79)
-    assert machines["moe_671b_96x96"] == ("DeepSeek-R1", 96, 95)
+    assert machines["deepseek_r1_64x_h100"] == ("DeepSeek-R1", 64, 79)
+    assert machines["deepseek_r1_96x_h20"] == ("DeepSeek-R1", 96, 95)
     assert machines["kimi_k2"][1:] == (256, 79)
 
 

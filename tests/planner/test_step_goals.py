@@ -51,4 +51,4 @@ def test_the_check_counts_its_sequences_layers_and_requests() -> None:
 def test_short_answers_on_256_gpus() -> None:
     """512 answers of 700 tokens, the setting of the best published figure, 134 s."""
     batch = ("rollout.prompts_per_step=32", "rollout.group_size=16", "training.updates_per_step=1")
-    assert plan_recipe("moe_671b_512", 32, *batch, "rollout.max_response_tokens=1400").step_s < 60
+    assert plan_recipe("deepseek_r1_512x_h100", 32, *batch, "rollout.max_response_tokens=1400").step_s < 60

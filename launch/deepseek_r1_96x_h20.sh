@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# DeepSeek-R1 671B on 12 nodes of 8 GPUs of 96 GB: sbatch launch/deepseek_r1_96x_h20.sh [section.key=value ...]
+#SBATCH --job-name=deepseek_r1_96x_h20 --nodes=12 --ntasks-per-node=8 --gpus-per-node=8 --exclusive --mem=0
+#SBATCH --requeue --open-mode=append --signal=B:USR1@1800 --time=1-00:00:00
+cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}" && source launch/common.sh
+start configs/deepseek_r1_96x_h20.yaml "$@"

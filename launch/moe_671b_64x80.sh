@@ -1,6 +1,0 @@
-#!/usr/bin/env bash
-# DeepSeek-R1 671B on 8 nodes of 8 GPUs of 80 GB: sbatch launch/moe_671b_64x80.sh [section.key=value ...]
-#SBATCH --job-name=moe_671b_64x80 --nodes=8 --ntasks-per-node=8 --gpus-per-node=8 --exclusive --mem=0
-#SBATCH --requeue --open-mode=append --signal=B:USR1@1800 --time=1-00:00:00
-cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}" && source launch/common.sh
-start configs/moe_671b_64x80.yaml "$@"
