@@ -12,12 +12,12 @@ def test_a_wait_ends_once_the_function_has_ended() -> None:
     go, names = threading.Event(), list[str]()
 
     def work() -> None:
-        assert go.wait(10.0)
+        assert go.wait(60.0)
         names.append(threading.current_thread().name)
 
     task = BackgroundTask(work, "the task")
     go.set()
-    task.wait(0, "SAVE", 10.0)
+    task.wait(0, "SAVE", 60.0)
     assert names == ["the task"]
 
 
@@ -29,7 +29,7 @@ def test_an_error_is_raised_as_itself() -> None:
 
     task = BackgroundTask(fail, "failing")
     with pytest.raises(KeyError) as caught:
-        task.wait(0, "SAVE", 10.0)
+        task.wait(0, "SAVE", 60.0)
     assert caught.value is error
 
 
@@ -37,10 +37,10 @@ def test_a_limit_names_rank_and_phase() -> None:
     go = threading.Event()
 
     def work() -> None:
-        go.wait(10.0)
+        go.wait(60.0)
 
     task = BackgroundTask(work, "slow")
     with pytest.raises(PhaseTimeout, match=r"^rank 3: SAVE in the background passed its limit of 0\.05 s$"):
         task.wait(3, "SAVE", 0.05)
     go.set()
-    task.wait(3, "SAVE", 10.0)
+    task.wait(3, "SAVE", 60.0)

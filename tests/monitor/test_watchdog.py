@@ -11,10 +11,11 @@ from grpo_mp.monitor import watchdog
 from grpo_mp.monitor.watchdog import Watchdog
 
 HEAD = """
-import ctypes, sys, threading, time
+import ctypes, queue, sys, threading, time
 from pathlib import Path
 from grpo_mp.monitor import watchdog
-watchdog.GRACE_S, watchdog.BEFORE_EXIT_LIMIT_S = 10.0, 2.0
+sys.setswitchinterval(3600)  # a thread runs until it waits: the body has come to where it hangs
+watchdog.GRACE_S, watchdog.BEFORE_EXIT_LIMIT_S = 120.0, 120.0
 run = Path(sys.argv[1])
 """
 
@@ -50,9 +51,10 @@ with dog.phase("STEP", 60.0), dog.phase("GENERATE", 0.2):
 
 def test_before_exit_that_hangs_does_not_block_the_exit(tmp_path: Path) -> None:
     body = """
+watchdog.BEFORE_EXIT_LIMIT_S = 0.1
 dog = watchdog.Watchdog(0, run, before_exit=[threading.Event().wait])
 with dog.phase("TRAIN", 0.1):
-    time.sleep(60)
+    time.sleep(3600)
 """
     assert run_hanging(body, tmp_path).returncode == watchdog.STUCK_STATUS
 
@@ -62,7 +64,7 @@ def test_unwritable_run_folder_does_not_block_the_exit(tmp_path: Path) -> None:
     body = """
 dog = watchdog.Watchdog(0, run)
 with dog.phase("TRAIN", 0.1):
-    time.sleep(60)
+    time.sleep(3600)
 """
     process = run_hanging(body, tmp_path)
     assert process.returncode == watchdog.STUCK_STATUS
@@ -71,9 +73,10 @@ with dog.phase("TRAIN", 0.1):
 
 def test_call_that_keeps_the_interpreter_lock_is_ended_too(tmp_path: Path) -> None:
     body = """
-dog = watchdog.Watchdog(0, run)
+watchdog.GRACE_S = 0.5
+dog, sleep = watchdog.Watchdog(0, run), ctypes.PyDLL(None).sleep
 with dog.phase("SYNC", 0.1):
-    ctypes.PyDLL(None).sleep(60)
+    sleep(3600)
 """
     process = run_hanging(body, tmp_path)
     assert process.returncode == 1
@@ -84,15 +87,17 @@ def test_phases_within_their_limit_are_not_ended(tmp_path: Path) -> None:
     body = """
 with watchdog.Watchdog(0, run) as dog:
     for _ in range(100):
-        with dog.phase("TRAIN", 30.0):
+        with dog.phase("TRAIN", 60.0):
             pass
-    with dog.phase("GENERATE", 2.0):
-        pass
-    time.sleep(2.3)
+    wait, limits = dog._changed.wait, queue.SimpleQueue()
+    dog._changed.wait = lambda limit_s: limits.put(limit_s) or wait(limit_s)
+    with dog._changed:
+        dog._changed.notify()
+    print(limits.get())
 print("done")
 """
     process = run_hanging(body, tmp_path)
-    assert (process.returncode, process.stdout, process.stderr) == (0, "done\n", "")
+    assert (process.returncode, process.stdout, process.stderr) == (0, "None\ndone\n", "")
     assert not (tmp_path / "logs").exists()
 
 

@@ -30,7 +30,7 @@ from grpo_mp.rollout.worker import HealthCheck, RolloutTask, RolloutWorker, give
 from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
 from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 from tests.rollout.fake_engine import FakeEngine, draw_length, token_of
-from tests.trainer.virtual_time import VirtualLoop
+from tests.virtual_time import VirtualLoop
 
 PROMPTS, LONGEST, GROUP = 400, 60, 3
 

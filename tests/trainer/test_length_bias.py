@@ -24,7 +24,7 @@ from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
 from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
 from grpo_mp.types import Prompt, SampleGroup, SampleInfo
 from tests.trainer.test_collect import FakeScorer, FakeTokenizer, collector
-from tests.trainer.virtual_time import Running, VirtualTimeLoop
+from tests.virtual_time import Running, VirtualTimeLoop
 
 PROMPTS, STEPS, NEEDED, GROUP, SLOTS = 6000, 25, 64, 8, 64
 SHORTEST, LONGEST, TRAIN_S = 16, 512, 0.8

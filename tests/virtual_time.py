@@ -1,4 +1,4 @@
-"""An event loop whose clock is its own: what happens, and in which order, does not depend on the machine."""
+"""Event loops whose clock is their own: what happens, and in which order, does not depend on the machine."""
 
 import asyncio
 import selectors
@@ -28,6 +28,37 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self.clock.now
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """There are no threads to wait for."""
+
+
+def run_virtually(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(coroutine)
+
+
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """Time passes as it does, and `skip` lets more pass: for limits of what threads and processes do."""
+
+    skipped_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.skipped_s
+
+
+def run_with_skips(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine that calls `skip`."""
+    with asyncio.Runner(loop_factory=SkippingLoop) as runner:
+        return runner.run(coroutine)
+
+
+def skip(seconds: float) -> None:
+    """Let so much time pass at once on the SkippingLoop that runs."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SkippingLoop)
+    loop.skipped_s += seconds
 
 
 class _Inline(ThreadPoolExecutor):
