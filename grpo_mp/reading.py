@@ -3,7 +3,6 @@
 import errno
 import json
 import math
-import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from grpo_mp.errors import UserError, did_you_mean, one_line
 
 YAML_BYTES = 2**18
 TEXT_BYTES = 2**28  # an index of every tensor of the largest model has a hundredth of it
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 MISSING = object()  # what a row does not have
 MAX_DEPTH = 64
@@ -69,14 +69,17 @@ def shorten(text: str, limit: int = 100) -> str:
 
 
 def check_regular(file: Path, missing: str = "give an existing file") -> Path:
-    """Return the file. Raises UserError where it is missing, not readable, or a folder, device or pipe."""
+    """Return the file. Raises UserError where it is missing, not readable, a pointer of Git LFS, or no regular file."""
     try:
         with refuse_unreadable(shorten(str(file)), missing):
             if stat.S_ISDIR(mode := file.stat().st_mode):
                 raise IsADirectoryError(errno.EISDIR, "Is a directory", shorten(str(file)))
             if not stat.S_ISREG(mode):
                 raise UserError(f"{file}: a device or pipe, not a file: give an existing file")
-            os.close(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+            with file.open("rb") as stream:
+                is_pointer = stream.read(len(LFS_POINTER)) == LFS_POINTER
+            if is_pointer:
+                raise UserError(f"{file}: a pointer of Git LFS, not the file: run `git lfs pull` in its folder")
     except ValueError as error:
         raise UserError(f"{str(file)!r}: no name of a file: {error}") from error
     return file

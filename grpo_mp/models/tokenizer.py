@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase,
 
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.reading import read_json, read_text, shorten
+from grpo_mp.reading import check_regular, read_json, read_text, shorten
 
 LOGGER = logging.getLogger(__name__)
 TIKTOKEN = "tiktoken.model"
@@ -68,14 +68,19 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
     """
     try:
         if (file := folder / "tokenizer.json").is_file():
-            return _first_equal(folder, _tokenizers_reference(file), (AutoTokenizer, PreTrainedTokenizerFast))
+            return _first_equal(
+                folder, _tokenizers_reference(check_regular(file)), (AutoTokenizer, PreTrainedTokenizerFast)
+            )
         values = _read_tokenizer_config(folder)
         own_class = _own_class(values)
         if own_class and trust_remote_code:
             return _checked(AutoTokenizer.from_pretrained(str(folder), trust_remote_code=True), None)
-        if (folder / TIKTOKEN).is_file():
+        if (file := folder / TIKTOKEN).is_file():
+            check_regular(file)
             return _read_tiktoken(folder, values, own_class)
-        if (file := folder / "tokenizer.model").is_file() and (reference := _sentencepiece_reference(file)):
+        if (file := folder / "tokenizer.model").is_file() and (
+            reference := _sentencepiece_reference(check_regular(file))
+        ):
             return _first_equal(folder, reference, (AutoTokenizer, LlamaTokenizer))
         if own_class:
             raise _needs_code(folder, own_class)

@@ -77,3 +77,10 @@ def test_the_parquet_file_that_is_named_is_read(name: str, tmp_path: Path) -> No
         (tmp_path / file).parent.mkdir(exist_ok=True)
         parquet.write_table(pyarrow.table({"file": [file]}), tmp_path / file)
     assert [row.columns for row in read_rows(str(tmp_path / name))] == [{"file": name}]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_pointer_of_git_lfs_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9085657\n")
+    with pytest.raises(UserError, match=rf"{name}: a pointer of Git LFS.*git lfs pull"):
+        read_rows(str(tmp_path / name))

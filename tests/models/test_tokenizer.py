@@ -343,3 +343,10 @@ def test_trusted_code_runs(make_tiktoken: MakeTiktoken, monkeypatch: pytest.Monk
     (folder / "tokenization_own.py").write_text(IMPORTS)
     with pytest.raises(UserError, match=r"the tokenizer cannot be read \(code ran\)"):
         load_tokenizer(folder, trust_remote_code=True)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "tiktoken.model"])
+def test_a_pointer_of_git_lfs_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9085657\n")
+    with pytest.raises(UserError, match=rf"{name}: a pointer of Git LFS.*git lfs pull"):
+        load_tokenizer(tmp_path)
