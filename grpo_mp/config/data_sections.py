@@ -141,7 +141,9 @@ class DataConfig(NamedSets):
         "task.question, messages.0.content",
     )
     answer_column: str | None = Field(
-        "answer", description="column of the expected answer, as reward_model.ground_truth of verl's files; null: none"
+        "answer",
+        description="column of the expected answer, as reward_model.ground_truth of verl's files; of a text the answer "
+        r"is what follows ####, or the last \boxed{}; null: none",
     )
     system_prompt: str | None = Field(None, description="system message before every prompt; null: none")
     chat_template_kwargs: TemplateVariables = Field({})

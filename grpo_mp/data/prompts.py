@@ -23,10 +23,12 @@ from grpo_mp.data.set_warnings import copies, dropped_system, left_out
 from grpo_mp.data.template import check_template, conversation_text, drops_system, render_template
 from grpo_mp.errors import UserError, one_line
 from grpo_mp.reading import did_you_mean_column, has_column, read_column, shorten
+from grpo_mp.rewards.math import boxed_answer
 from grpo_mp.rewards.settings import DATA_SET
 from grpo_mp.types import Prompt
 from grpo_mp.user_code import time_limit
 
+BOXES = re.compile(r"\}[\s$]*(?:,|,?\s*(?:\\text\{\s*)?\b(?:and|or)\b\s*\}?)[\s$]*\\boxed\b")
 ROWS_AT_ONCE = 1024  # that the tokenizer is given
 TEMPLATE_LIMIT_S = 20.0  # of one prompt
 Messages = list[dict[str, Any]]
@@ -338,11 +340,15 @@ def _warnings(part: RowPrompts, setting: str, limit: int, outcome: str, remedy: 
 
 
 def final_answer(text: str) -> str:
-    """Extract GSM8K's answer, '... #### 1,234' -> '1234'; strip any other text."""
+    r"""Return the answer in a text: GSM8K's behind ####, else that in the last \boxed{} of a solution, else the text.
+
+    Boxes that only a comma, `and` or `or` parts are one answer, which the text is left to say.
+    """
     match = re.search(r"####([^#\n]*)\s*$", text)
     answer = (match.group(1) if match else text).strip()
-    is_number = re.fullmatch(r"[-+$]*\d{1,3}(,\d{3})+(\.\d+)?", answer)
-    return answer.replace(",", "") if match and is_number else answer
+    if match and re.fullmatch(r"[-+$]*\d{1,3}(,\d{3})+(\.\d+)?", answer):
+        return answer.replace(",", "")
+    return answer if BOXES.search(answer) else boxed_answer(answer) or answer
 
 
 def _read_messages(row: Row, column: str) -> Messages:

@@ -229,7 +229,11 @@ def read_datasets(source: str) -> Sequence[Columns]:
     try:
         if (Path(name) / "dataset_dict.json").is_file() or (Path(name) / "dataset_info.json").is_file():
             loaded = datasets.load_from_disk(name)
-            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+            if not isinstance(loaded, datasets.DatasetDict):
+                return loaded
+            if split not in loaded:
+                raise ValueError(f"no split {split}, it has: {', '.join(loaded)}")
+            return loaded[split]
         return datasets.load_dataset(name, config, split=split)
     except Exception as error:  # of pyarrow, fsspec and others
         raise UserError(

@@ -267,7 +267,7 @@ def test_missing_source_is_named(name: str, monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_an_unknown_split_is_named(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "splits")
-    with pytest.raises(UserError, match="tset"):
+    with pytest.raises(UserError, match="no split tset, it has: train"):
         load(f"{tmp_path / 'splits'}:tset")
 
 
@@ -369,6 +369,14 @@ def test_a_parquet_column_of_decimals_holds_answers(tmp_path: Path) -> None:
         (" plain 1,234 ", "plain 1,234"),
         ("1,234", "1,234"),
         ("#### 3 in the middle\nand on", "#### 3 in the middle\nand on"),
+        (r"We get $1+1=\boxed{2}$.", "2"),
+        (r"Choose \boxed{\text{(B)}}, since $x>0$.", r"\text{(B)}"),
+        (r"First $a=\boxed{5}$. Then $b=\fbox{2^{100}}$.", "2^{100}"),
+        (r"\boxed{2} or $\boxed{3}$", r"\boxed{2} or $\boxed{3}$"),
+        (r"\boxed{2} \text{ or } \boxed{3}", r"\boxed{2} \text{ or } \boxed{3}"),
+        (r"$\boxed{2}$, and $\boxed{3}$.", r"$\boxed{2}$, and $\boxed{3}$."),
+        ("so\n#### \\boxed{7}", "7"),
+        (r"\boxed{", r"\boxed{"),
     ],
 )
 def test_final_answer(text: str, answer: str) -> None:
