@@ -11,23 +11,27 @@ from transformers import PreTrainedTokenizerBase
 from grpo_mp.data.message_fields import with_thinking_as_read
 from grpo_mp.data.rows import without_nulls
 from grpo_mp.errors import UserError
+from grpo_mp.reading import shorten
 from grpo_mp.types import Message
 
 ROLES = ("system", "user", "assistant", "tool")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 NAME, KEY = "call7F3A", "key7F3A"  # of a call that is rendered to see what a template makes of it
 
 
 def read_message(value: Mapping[str, Any], location: str) -> Message:
     """Return a message without nulls, with text as its content, and with objects as the arguments of its calls.
 
-    An assistant's message with calls of tools need not have a content. Raises UserError, with its `location`.
+    ShareGPT's `from` and `value` become role and content, and a list of texts one text. An assistant's message with
+    calls of tools need not have a content. Raises UserError, with its `location`.
     """
-    message: Message = without_nulls(value)
-    role, calls = message.get("role"), message.get("tool_calls")
+    message: Message = _with_role_and_text(without_nulls(value))
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
     if role == "assistant" and calls:
         message.setdefault("content", "")
     if role not in ROLES or not isinstance(message.get("content"), str):
-        raise UserError(f"{location}: a message needs role ({', '.join(ROLES)}) and text content")
+        found = f"role {shorten(repr(role))} and content {shorten(repr(content))}" if role else shorten(repr(message))
+        raise UserError(f"{location}: a message needs role ({', '.join(ROLES)}) and text content, found {found}")
     for text in _texts(message):
         try:
             text.encode()
@@ -78,6 +82,18 @@ def call_form(tokenizer: PreTrainedTokenizerBase, template: str) -> CallForm:
     """
     forms = [CallForm(is_null, is_text) for is_text in (False, True) for is_null in (False, True)]
     return next((form for form in forms if _is_written(form, tokenizer)), forms[0])
+
+
+def _with_role_and_text(message: Message) -> Message:
+    """Return a message of ShareGPT, or one whose content is a list of texts, with role and text."""
+    if "role" not in message and {"from", "value"} <= message.keys():
+        renamed = {{"from": "role", "value": "content"}.get(name, name): item for name, item in message.items()}
+        message = renamed | {"role": SHAREGPT_ROLES.get(str(message["from"]), message["from"])}
+    parts = message.get("content")
+    if not isinstance(parts, list) or not parts:
+        return message
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
+    return message | {"content": "".join(map(str, texts))} if all(isinstance(one, str) for one in texts) else message
 
 
 def _is_written(form: CallForm, tokenizer: PreTrainedTokenizerBase) -> bool:

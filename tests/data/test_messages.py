@@ -8,7 +8,7 @@ import pytest
 
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.config.sft_settings import ChatDataConfig
-from grpo_mp.data.messages import call_form
+from grpo_mp.data.messages import call_form, read_message
 from grpo_mp.data.prompts import load_prompts
 from grpo_mp.data.rows import Row
 from grpo_mp.episodes.chat_data import read_chat
@@ -102,3 +102,38 @@ def test_calls_that_a_template_never_writes_are_not_learned_in_silence() -> None
     chat = read_chat(Row("here", {"messages": conversation(**OPENAI)}), ChatDataConfig(train="unused"))
     with pytest.raises(UserError, match="leaves out the assistant's call of add"):
         ChatEncoder(tokenizer, "assistant", frozenset()).render(chat)
+
+
+@pytest.mark.parametrize(
+    ("message", "role", "content"),
+    [
+        ({"from": "human", "value": "hi", "weight": 0}, "user", "hi"),
+        ({"from": "gpt", "value": "yes"}, "assistant", "yes"),
+        ({"from": "user", "value": "hi", "role": None}, "user", "hi"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]},
+            "user",
+            "one two",
+        ),
+    ],
+)
+def test_messages_of_sharegpt_and_lists_of_texts_are_messages(message: dict[str, Any], role: str, content: str) -> None:
+    read = read_message(message, "rows.jsonl, line 1")
+    assert (read["role"], read["content"]) == (role, content)
+    assert read.get("weight") == message.get("weight")
+    assert not {"from", "value"} & read.keys()
+
+
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [
+        ({"from": "observation", "value": "21"}, "role 'observation' and content '21'"),
+        ({"from": ["gpt"], "value": "21"}, r"role \['gpt'\] and content '21'"),
+        ({"role": "developer", "content": "Be brief."}, "role 'developer' and content 'Be brief.'"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "role 'user' and content .*image_url"),
+        ({"text": "hi"}, r"\{'text': 'hi'\}"),
+    ],
+)
+def test_what_is_no_message_is_refused_by_what_it_is(message: dict[str, Any], found: str) -> None:
+    with pytest.raises(UserError, match=rf"rows.jsonl, line 1: a message needs role \(.*found {found}"):
+        read_message(message, "rows.jsonl, line 1")
