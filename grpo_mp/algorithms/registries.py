@@ -22,6 +22,7 @@ class PolicyLossEntry(LazyEntry):
     token_ratios: bool = False  # it is defined on the ratios of tokens, so `ratio` must be token
     # Levels of the correction that it applies itself; by any other loss each token's own is multiplied.
     applies_correction: tuple[Literal["token", "sequence"], ...] = ()
+    has_dual_clip: bool = False  # it limits ratios by `clip.dual_clip`
     token_advantages: bool = True  # each token is weighted by its own; false: a sequence by their mean
 
 
@@ -35,7 +36,7 @@ class GroupFilterEntry(LazyEntry):
 POLICY_LOSSES: "Registry[PolicyLoss]" = Registry(
     "policy loss",
     {
-        "clip": PolicyLossEntry(LOSS_MODULE + "ppo_clip", reads=("clip",)),
+        "clip": PolicyLossEntry(LOSS_MODULE + "ppo_clip", reads=("clip",), has_dual_clip=True),
         "cispo": PolicyLossEntry(LOSS_MODULE + "cispo", reads=("clip",)),
         "sapo": PolicyLossEntry(LOSS_MODULE + "sapo", reads=("sapo",)),
         "gmpo": PolicyLossEntry(

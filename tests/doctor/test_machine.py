@@ -228,14 +228,20 @@ def test_nccl_says_how_gpus_are_connected(gpus: Gpus) -> None:
     assert around.sentence.endswith("NCCL goes around the NVLinks")
 
 
-def test_ranks_that_exchange_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_exchange_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
     def found(program: str) -> Finding:
         monkeypatch.setattr(machine, "COMMAND", [sys.executable, "-c", program])
         (finding,) = examine_exchange((), count=2)
         assert finding.level is Level.ERROR
         return finding
 
-    log = "import os; open(os.environ['NCCL_DEBUG_FILE'].replace('%p', '1'), 'w').write('a [0] NCCL WARN no memory')"
+    # Both ranks write one file: it takes its place whole.
+    log = (
+        "import os; file = os.environ['NCCL_DEBUG_FILE'].replace('%p', '1'); own = f'{os.getpid()}.part'; "
+        "open(own, 'w').write('a [0] NCCL WARN no memory'); os.replace(own, file)"
+    )
     assert found(f"{log}; raise SystemExit('no route')").sentence == "rank 0 of 2 cannot exchange tensors: no route"
     assert found(f"{log}; raise SystemExit('no route')").evidence == ["a [0] NCCL WARN no memory"]
     monkeypatch.setattr(machine, "EXCHANGE_LIMIT_S", 0.5)

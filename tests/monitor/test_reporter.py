@@ -27,7 +27,7 @@ with (folder / "calls").open("a") as calls:
     calls.write("|".join(words) + "\\n")
 sys.exit(int((folder / "status").read_text()))
 """
-LIMIT_S = 30.0
+LIMIT_S = 300.0  # a report runs at the lowest priority
 
 
 class Run:

@@ -70,7 +70,7 @@ def test_a_stage_has_the_model_of_the_first_before_it(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("taken", "sentence"),
     [
-        ({"model.path": "nomodel"}, "^stage last: model.path=nomodel: nomodel/config.json does not exist: give"),
+        ({"model.path": "nomodel"}, "^stage last: model.path=nomodel: nomodel/config.json does not exist: download"),
         ({**PPO, "critic": {"path": "nomodel"}}, "^stage last: critic.path=nomodel: nomodel/config.json does not"),
         ({TEACHER_SECTION: {"teacher": {"folder": "nomodel"}}}, f"^stage last: {TEACHER}=nomodel: .* does not exist"),
         ({"reward.model": {"folder": "nomodel"}}, "^stage last: reward.model.folder=nomodel: .* does not exist"),

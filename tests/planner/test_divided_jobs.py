@@ -211,7 +211,7 @@ def test_a_trainer_that_keeps_its_weights_writes_them_beside_the_run_unless_a_re
 
 def test_the_command_shows_both_kinds_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = Path(__file__).parents[2] / "configs" / "qwen3_30b_a3b.yaml"
-    division = ("schedule=async", "engine.ranks=4", "layout.expert=4")
+    division = ("schedule=async", "engine.ranks=4", "layout.expert=4", "sync.pause=in_place")
     result = run_command(capsys, "plan", str(recipe), "--cluster", "h200-141", *division)
     assert result.status == 0, result.err
     text = " ".join(result.out.split())
