@@ -116,6 +116,9 @@ class PromptReader:
         )
 
 
+Keys = npt.NDArray[np.uint64]
+
+
 @dataclass(frozen=True, eq=False)
 class RowPrompts:
     """Prompts of one file or source, read when they are asked for: memory holds the number of each one's row."""
@@ -124,7 +127,6 @@ class RowPrompts:
     numbers: npt.NDArray[np.int64]
     reader: PromptReader
     content: RowsDigest  # of all rows
-    keys: npt.NDArray[np.uint64]  # of all rows: those of equal prompts with equal answers are equal
     has_one_system: bool  # every row begins with the same system message, which is then no part of the problem
 
     def texts(self) -> Iterator[str]:
@@ -219,11 +221,11 @@ def load_train_prompts(
         is_named = len(data.train) > 1 or train_set.reward is not None
         own_columns = {DATA_SET: name} if is_named else {}
         reader = PromptReader(data.of_set(train_set), tokenizer, tools, own_columns, check_columns)
-        part = check_rows(train_set.path, reader, max_prompt_tokens)
+        part, keys = check_rows(train_set.path, reader, max_prompt_tokens)
         kept = part.numbers
         if file := train_set.pass_rates:
             kept = kept[within_pass_rates(part.texts(), file, train_set)]
-        warnings += _train_warnings(part, name, max_prompt_tokens)
+        warnings += _train_warnings(part, keys, name, max_prompt_tokens)
         num_too_long += len(part.rows) - len(part.numbers)
         num_filtered += len(part.numbers) - len(kept)
         parts.append(replace(part, numbers=kept))
@@ -280,14 +282,18 @@ def load_prompts(
     Raises UserError: no chat template, column missing, empty or malformed row (file and line), nothing left.
     """
     reader = PromptReader(data, tokenizer, tools, check_columns=check_columns)
-    part = check_rows(source, reader, max_prompt_tokens, count)
-    too_long, digest = len(part.keys) - len(part.numbers), part.content.of(part.numbers)
-    warnings = tuple(_eval_warnings(part, eval_set, max_prompt_tokens))
+    part, keys = check_rows(source, reader, max_prompt_tokens, count)
+    too_long, digest = len(keys) - len(part.numbers), part.content.of(part.numbers)
+    warnings = tuple(_eval_warnings(part, keys, eval_set, max_prompt_tokens))
     return PromptSet(source, StoredPrompts((part,)), num_too_long=too_long, digest=digest, warnings=warnings)
 
 
-def check_rows(source: str, reader: PromptReader, max_prompt_tokens: int, count: int | None = None) -> RowPrompts:
-    """Read every row of `source` once, and return the prompts of the first `count` that fit.
+def check_rows(
+    source: str, reader: PromptReader, max_prompt_tokens: int, count: int | None = None
+) -> tuple[RowPrompts, Keys]:
+    """Read every row of `source` once; return those of the first `count` prompts that fit, and a key of each prompt.
+
+    Prompts with equal texts and equal answers have equal keys.
 
     Raises UserError as `load_prompts` does.
     """
@@ -313,28 +319,28 @@ def check_rows(source: str, reader: PromptReader, max_prompt_tokens: int, count:
             f"{source}: all {len(keys)} prompts are longer than rollout.max_prompt_tokens={max_prompt_tokens}: "
             "raise it or give shorter prompts"
         )
-    return RowPrompts(rows, numbers, reader, content, keys, system is not None and len(rows) > 1)
+    return RowPrompts(rows, numbers, reader, content, system is not None and len(rows) > 1), keys
 
 
 def _system_message(messages: Messages) -> str | None:
     return messages[0]["content"] if messages[0]["role"] == "system" and len(messages) > 1 else None
 
 
-def _train_warnings(part: RowPrompts, name: str, limit: int) -> Iterator[str]:
+def _train_warnings(part: RowPrompts, keys: Keys, name: str, limit: int) -> Iterator[str]:
     """Warn of what a user should know of a set of `data.train` at each start."""
     setting = "data.train" if name == "train" else f"data.train.{name}"
-    yield from _warnings(part, setting, limit, "left out", "an epoch trains on each copy: keep one row of each")
+    yield from _warnings(part, keys, setting, limit, "left out", "an epoch trains on each copy: keep one row of each")
 
 
-def _eval_warnings(part: RowPrompts, setting: str, limit: int) -> Iterator[str]:
+def _eval_warnings(part: RowPrompts, keys: Keys, setting: str, limit: int) -> Iterator[str]:
     remedy = f"each copy counts as a problem: keep one row of each, and sample it more often by {setting}.samples"
-    yield from _warnings(part, setting, limit, "count as wrong", remedy)
+    yield from _warnings(part, keys, setting, limit, "count as wrong", remedy)
 
 
-def _warnings(part: RowPrompts, setting: str, limit: int, outcome: str, remedy: str) -> Iterator[str]:
-    count, too_long = len(part.keys), len(part.keys) - len(part.numbers)
+def _warnings(part: RowPrompts, keys: Keys, setting: str, limit: int, outcome: str, remedy: str) -> Iterator[str]:
+    count, too_long = len(keys), len(keys) - len(part.numbers)
     yield from left_out(setting, too_long, count, "prompts", f"rollout.max_prompt_tokens={limit}", outcome)
-    yield from copies(setting, part.keys, remedy)
+    yield from copies(setting, keys, remedy)
     if part.reader.drops_system(part.rows[0]):
         yield dropped_system(setting)
 

@@ -23,7 +23,7 @@ WRONG_FACTOR = 2.5  # beyond, rounding explains no difference; between them it i
 RECHECK_SETS = 8
 MAX_ROUTING_TIES = 3
 MIN_TEXTS, MAX_TEXTS, MIN_TOKENS = 4, 32, 256  # prompts of a set: four, or more that are short
-ANSWERS, ANSWER_TOKENS = 2, 256  # of the last step, the end of each
+ANSWERS, ANSWER_TOKENS = 2, 128  # of the last step, the end of each
 
 EngineChecksums = Mapping[str, str]  # of an engine's tensors, by its own names
 
