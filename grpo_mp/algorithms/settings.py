@@ -119,8 +119,8 @@ class KLConfig(Section):
     estimator: Literal["k1", "k2", "k3", "k3_clamped", "k3_unbiased"] = Field(
         "k3",
         description="Schulman's estimators by name (verl kl_loss_type); k3 is that of DeepSeekMath. In the loss the "
-        "mean gradient of k2 and k3_unbiased (TRL's default) is that of KL(policy || reference), of k3 that of "
-        "KL(reference || policy), of k1 0: it is refused there",
+        "mean gradient of k2 and k3_unbiased (TRL's default) is that of KL(policy, reference), of k3 that of "
+        "KL(reference, policy), of k1 0: it is refused there",
     )
     apply_to: Literal["loss", "reward"] = Field(
         "loss", description="where it acts: added to the loss, or subtracted from the reward (verl use_kl_in_reward)"
