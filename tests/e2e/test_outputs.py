@@ -142,12 +142,12 @@ def test_sampled_answers_are_there_of_the_steps_before_and_after_the_stop(run: P
 
 
 def test_the_report_was_written_beside_the_run(run: Path, metrics: list[dict]) -> None:
-    page, plan = (run / "report.html").read_text(), json.loads((run / "plan.json").read_text())
+    """Without a plan: a CPU has no profile."""
+    page = (run / "report.html").read_text()
     assert f"{LAST_STEP} of {LAST_STEP}" in page
-    assert "Beside the plan" in page
     assert 'class="tokens"' in page
-    assert (plan["ranks"], plan["step_s"]) == (2, None)
-    assert plan["phases"]["train"]["device_bytes"] > 4 * plan["parameters"] / 2
+    assert "Beside the plan" not in page
+    assert not (run / "plan.json").exists()
 
 
 def test_tokens_of_answers_are_there_with_both_logprobs(run: Path) -> None:

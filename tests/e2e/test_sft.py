@@ -18,7 +18,6 @@ from grpo_mp.monitor.metrics import TABLE
 from grpo_mp.report.build import build_report
 from grpo_mp.report.overview import settings_tables
 from grpo_mp.report.records import read_runs
-from grpo_mp.report.times import memory_tables
 from grpo_mp.sft import main
 from tests.conftest import TinyRun
 from tests.e2e.jobs import Job, read_jsonl
@@ -168,19 +167,11 @@ def test_it_leaves_what_a_run_leaves(runs: Runs) -> None:
     for run in (runs.undisturbed, runs.killed):
         settings = yaml.safe_load((run / "settings.yaml").read_text())
         assert settings["run"]["steps"] == STEPS
-        names = {"trace.json", "report.html", "plan.json", "tensorboard", "final", "checkpoints", "logs"}
+        names = {"trace.json", "report.html", "tensorboard", "final", "checkpoints", "logs"}
         assert names <= {path.name for path in run.iterdir()}
         assert [path.name for path in sorted((run / "exports").iterdir())] == ["step_000002", "step_000004"]
         assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step_000004", "step_000005"]
         assert json.loads((run / "final" / "config.json").read_text())["model_type"] == "deepseek_v3"
-
-
-def test_its_plan_stands_beside_what_it_took(runs: Runs) -> None:
-    (records,) = read_runs([runs.undisturbed])
-    assert (records.plan["ranks"], [*records.plan["phases"]]) == (2, ["train", "save"])
-    assert json.loads((runs.undisturbed / "plan.json").read_text())["engines"] == 0
-    (memory,) = memory_tables([records])
-    assert [row[0] for row in memory.rows] == ["train", "save"]
 
 
 def test_written_metrics_are_those_that_are_listed(runs: Runs) -> None:
