@@ -167,7 +167,7 @@ def _load_file(path: Path, label: str) -> ModuleType:
 
 
 def _add_folder(folder: str, label: str) -> None:
-    """Let a user's file, and processes that it starts, import the files beside it.
+    """Add the folder of a user's file to the import path of this process and of its child processes.
 
     Installed modules come first. Raises UserError where the file would get a module of another user's folder.
     """

@@ -55,7 +55,7 @@ def run_with_skips(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def skip(seconds: float) -> None:
-    """Let so much time pass at once on the SkippingLoop that runs."""
+    """Advance the running SkippingLoop by this many seconds at once."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SkippingLoop)
     loop.skipped_s += seconds

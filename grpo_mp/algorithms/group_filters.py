@@ -31,7 +31,7 @@ def rewards_differ(samples: Sequence[SampleInfo]) -> bool:
 
 
 def accuracies_differ(samples: Sequence[SampleInfo]) -> bool:
-    """Keep a group that is neither all right nor all wrong (DAPO, eq. 11); without correctness, by its rewards.
+    """Return whether a group has right and wrong samples (DAPO, eq. 11); without correctness, compare its rewards.
 
     Samples of which nothing says whether they are right do not count.
     """

@@ -94,7 +94,9 @@ def loss_report(
 def _clipped(ratio: Tensor, advantages: Tensor, algorithm: AlgorithmConfig) -> dict[str, Tensor]:
     """Return which ratios are clipped, at each bound and at any, bool [T]: none where the loss has no clip."""
     entry = policy_loss_entry(algorithm.policy_loss)
-    clip, is_negative, is_positive = algorithm.clip, advantages < 0, advantages > 0
+    clip = algorithm.clip
+    is_negative = advantages < 0
+    is_positive = advantages > 0
     low, high = (ratio < 1 - clip.low) & is_negative, (ratio > 1 + clip.high) & is_positive
     is_dual = torch.zeros_like(low)
     if clip.dual_clip is not None and entry.has_dual_clip:

@@ -86,7 +86,7 @@ def describe_changes(old: Any, new: Any, run_folder: Path) -> list[str]:
 
 
 def use_template_date(run_folder: Path) -> None:
-    """Let chat templates write the date of the run in a folder, if one was started there."""
+    """Set the date of chat templates to the date recorded in the run folder, where there is one."""
     if day := read_inputs(run_folder).get("date"):
         set_template_date(date.fromisoformat(day))
 

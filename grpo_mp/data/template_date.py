@@ -11,7 +11,7 @@ def template_date() -> date:
 
 
 def set_template_date(day: date) -> None:
-    """Let templates write this date from now on."""
+    """Set the date that chat templates write."""
     _today[0] = day
 
 

@@ -396,7 +396,7 @@ def _spell_superscript(match: re.Match[str]) -> str:
 
 
 def _without_delimiters(text: str) -> str:
-    """Take off one pair of signs that only set the whole text: $5$, {5}."""
+    """Remove one pair of delimiters around the whole text: $5$, {5}."""
     for opening, closing in DELIMITERS:
         inside = text[len(opening) : -len(closing)]
         others = inside.replace(r"\$", "")

@@ -42,7 +42,7 @@ def same_answer(expected: str, predicted: str, verifier: MathVerifier) -> bool:
 
 
 def _without_what_one_adds(expected: str, predicted: str) -> tuple[str, str]:
-    """Take off what only one of two answers has: the letter of a choice, or what is behind it; a variable's name."""
+    """Remove a part that only one of two answers has: a choice's letter, the text behind it, or a variable's name."""
     (label, value), (other_label, other_value) = split_label(expected), split_label(predicted)
     if label and other_label:
         return label, other_label
