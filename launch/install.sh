@@ -20,7 +20,10 @@ find_python() {
       continue
     case $version in
       3.11 | 3.12 | 3.13) ;;
-      *) [ -z "${PYTHON:-}" ] && continue || fail "$candidate is Python $version: set PYTHON to a 3.11, 3.12 or 3.13" ;;
+      *)
+        [ -n "${PYTHON:-}" ] || continue
+        fail "$candidate is Python $version: set PYTHON to a 3.11, 3.12 or 3.13"
+        ;;
     esac
     "$candidate" -c 'import ensurepip, venv' 2>/dev/null ||
       fail "$candidate cannot make environments: install its venv module (Debian: apt-get install python3-venv)"
