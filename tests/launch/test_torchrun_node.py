@@ -15,12 +15,19 @@ import pytest
 from grpo_mp.distributed.ports import claim_ports
 
 ROOT = Path(__file__).parents[2]
-RANKS, LIMIT_S = 2, 120.0
-# Every Python runs this first. In a rank it stands for the run, which loads its model for minutes.
-RANK = """
+RANKS, LIMIT_S = 2, 300.0
+# Every Python runs this first. In a rank it stands for the run, which loads its model for minutes; the agent imports
+# torchrun when ranks may start.
+FIRST = """
 import os, sys, time
 from pathlib import Path
 
+class HeldImport:
+    def find_spec(self, name, path=None, target=None):
+        while name == "torch.distributed.run" and not Path({folder!r}, "may_start").exists():
+            time.sleep(0.05)
+
+sys.meta_path.insert(0, HeldImport())
 if sys.orig_argv[1:4] == ["-u", "-m", "grpo_mp.train"]:
     folder, rank = Path({folder!r}), os.environ["RANK"]
     (folder / f"loads_{{rank}}").touch()
@@ -29,7 +36,7 @@ if sys.orig_argv[1:4] == ["-u", "-m", "grpo_mp.train"]:
     import signal
     from grpo_mp.trainer.exit import PreemptionHandler
     handler = PreemptionHandler()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 120.0
     while not (told := handler._received or signal.SIGUSR1 in signal.sigpending()) and time.monotonic() < deadline:
         time.sleep(0.05)
     (folder / f"told_{{rank}}").write_text(str(told))
@@ -40,7 +47,7 @@ if sys.orig_argv[1:4] == ["-u", "-m", "grpo_mp.train"]:
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[psutil.Popen]:
     """The script, as a task of Slurm on the only node of a step."""
-    (tmp_path / "sitecustomize.py").write_text(RANK.format(folder=str(tmp_path)))
+    (tmp_path / "sitecustomize.py").write_text(FIRST.format(folder=str(tmp_path)))
     claim = claim_ports()
     variables = {"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "OMP_NUM_THREADS": "2"}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(claim.port)}
@@ -90,6 +97,7 @@ def check_told(agent: psutil.Popen, folder: Path) -> None:
 
 def test_ranks_that_load_remember_the_signal(agent: psutil.Popen, tmp_path: Path) -> None:
     """Slurm sends it to every process of a step."""
+    (tmp_path / "may_start").touch()
     wait_until(agent, lambda: len(loading(tmp_path)) == RANKS)
     for process in (agent, *agent.children(recursive=True)):
         process.send_signal(signal.SIGUSR1)
@@ -98,7 +106,7 @@ def test_ranks_that_load_remember_the_signal(agent: psutil.Popen, tmp_path: Path
 
 def test_ranks_that_start_later_are_told(agent: psutil.Popen, tmp_path: Path) -> None:
     wait_until(agent, lambda: holds_the_signal(agent))
-    assert not loading(tmp_path)
     agent.send_signal(signal.SIGUSR1)
+    (tmp_path / "may_start").touch()
     wait_until(agent, lambda: len(loading(tmp_path)) == RANKS)
     check_told(agent, tmp_path)

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from grpo_mp.rewards.math_verify_worker import MathVerifier
 from grpo_mp.types import Prompt, Sample, SampleGroup
 
 
@@ -28,3 +29,14 @@ def _sample(index: int, text: str) -> Sample:
         truncated=False,
         text=text,
     )
+
+
+def hurry(verifier: MathVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give comparisons with a tower of powers, which are endless, a short limit, and the others a long one."""
+    compare = verifier.equal
+
+    def equal(expected: str, predicted: str) -> bool:
+        verifier.limit_s = 1.0 if "9^" in expected + predicted else 60.0
+        return compare(expected, predicted)
+
+    monkeypatch.setattr(verifier, "equal", equal)

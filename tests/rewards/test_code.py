@@ -2,6 +2,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -282,13 +283,30 @@ def test_groups_are_scored_at_once_within_bounds(make_group: MakeGroup, monkeypa
     assert peak == [2]
 
 
-def test_waiting_for_a_turn_takes_no_time_from_a_program(make_group: MakeGroup) -> None:
+@pytest.mark.usefixtures("score")
+def test_waiting_for_a_turn_takes_no_time_from_a_program(
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = RewardConfig.model_validate({"code": {"parallel": 1, "timeout_s": 6.0}})
     scorer = Scorer(settings, max_response_tokens=10)
-    group = make_group([answer("import time; time.sleep(1.3)")], tests="assert time")
-    with ThreadPoolExecutor(5) as threads:  # together they take longer than the limit of one
-        groups = list(threads.map(scorer.score_group, [group] * 5))
+    all_wait, limits, now = threading.Barrier(5), list[float](), [0.0]
+
+    def extract_and_wait(response: str) -> str | None:
+        all_wait.wait(60.0)  # nobody runs before all want to
+        return extract_program(response)
+
+    def run(_: Sandbox, program: str, tests: str | None, stdin: str, timeout_s: float) -> Outcome:
+        limits.append(timeout_s)
+        now[0] += 4.0  # two take longer than the limit of one
+        return Outcome(True, "")
+
+    monkeypatch.setattr(Sandbox, "run", run)
+    monkeypatch.setattr("grpo_mp.rewards.code.extract_program", extract_and_wait)
+    monkeypatch.setattr("grpo_mp.rewards.code.time", SimpleNamespace(monotonic=lambda: now[0]))
+    with ThreadPoolExecutor(5) as threads:
+        groups = list(threads.map(scorer.score_group, [make_group([answer(ADD)], tests="assert add")] * 5))
     assert [scored.samples[0].reward for scored in groups] == [1.0] * 5
+    assert limits == [6.0] * 5
 
 
 def test_a_failing_jail_is_not_a_wrong_program(

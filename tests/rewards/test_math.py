@@ -19,11 +19,12 @@ from grpo_mp.rewards.math_verify_worker import MathVerifier
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.terms import BuiltInTerms
 from grpo_mp.types import SampleGroup
+from tests.rewards.conftest import hurry
 
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[MathVerifier]:
-    verifier = MathVerifier(limit_s=10.0)
+    verifier = MathVerifier(limit_s=60.0)
     yield verifier
     verifier.close()
 
@@ -261,8 +262,9 @@ def test_responses_are_numbered_by_their_answers(verifier: MathVerifier) -> None
     assert answer_numbers(responses, verifier, "first") == [0, 0, 0, None, 0, 0, 0, 0, 0]
 
 
-def test_an_answer_that_takes_too_long_is_its_own() -> None:
-    verifier = MathVerifier(limit_s=4.0)
+def test_an_answer_that_takes_too_long_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier = MathVerifier(limit_s=60.0)
+    hurry(verifier, monkeypatch)
     try:
         boxes = ("x", "y", "9^{9^{9^{9}}}+1", "y", "9^{9^{9^{9}}}+1")
         assert answer_numbers([rf"\boxed{{{box}}}" for box in boxes], verifier) == [0, 1, 2, 1, 2]
@@ -273,7 +275,7 @@ def test_an_answer_that_takes_too_long_is_its_own() -> None:
 
 def test_the_child_finds_no_secret_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
-    verifier = MathVerifier(limit_s=10.0)
+    verifier = MathVerifier(limit_s=60.0)
     assert verifier.equal("x + 1", "1 + x")
     assert verifier._child
     variables = Path(f"/proc/{verifier._child.pid}/environ").read_bytes()
@@ -294,8 +296,9 @@ def test_comparison_works_in_many_threads_at_once(verifier: MathVerifier) -> Non
     assert results == [True] * 8
 
 
-def test_an_endless_comparison_times_out_and_the_next_one_works() -> None:
-    verifier = MathVerifier(limit_s=4.0)
+def test_an_endless_comparison_times_out_and_the_next_one_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier = MathVerifier(limit_s=60.0)
+    hurry(verifier, monkeypatch)
     try:
         assert verifier.equal("x", "x")
         assert not verifier.equal("1", "9^{9^{9^{9}}}+1")

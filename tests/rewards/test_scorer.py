@@ -13,6 +13,7 @@ from grpo_mp.errors import UserError
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
 from grpo_mp.rewards.settings import CorrectnessRule, RewardConfig
 from grpo_mp.types import SampleGroup
+from tests.rewards.conftest import hurry
 
 MakeGroup = Callable[..., SampleGroup]
 FUNCTIONS = """
@@ -31,7 +32,7 @@ def forks(completions, **columns):
     child.start()
     child.join()
     return [5.0 + child.exitcode] * len(completions)
-def hangs(completions, **columns): time.sleep(60)
+def hangs(completions, **columns): time.sleep(3600)
 def infinite(completions, **columns): return [0.0, math.inf] + [0.0] * (len(completions) - 2)
 def nan(completions, **columns): return [math.nan] * len(completions)
 def short(completions, **columns): return [1.0]
@@ -301,10 +302,11 @@ def test_a_sample_of_a_failing_reward_may_count_as_one_without(
 def test_a_broken_reward_scores_on_error_and_is_counted(
     function: str, scorer: Callable[..., Scorer], make_group: MakeGroup
 ) -> None:
-    built = scorer({function: 2.0, "answer": 1.0}, timeout_s=1.0 if function == "hangs" else 60.0, on_error=-0.5)
+    beside = {} if function == "hangs" else {"answer": 1.0}  # which has the same limit
+    built = scorer({function: 2.0, **beside}, timeout_s=1.0 if function == "hangs" else 60.0, on_error=-0.5)
     scored = built.score_group(make_group(["a", "b", "c"]))
-    assert rewards(scored) == [2.0, 2.0, 2.0]
-    assert scored.samples[0].reward_terms == {function: -0.5, "answer": 3.0}
+    assert rewards(scored) == [3.0 * len(beside) - 1.0] * 3
+    assert scored.samples[0].reward_terms == {function: -0.5, **dict.fromkeys(beside, 3.0)}
     stats = built.take_stats()
     assert stats.failures == {function: 1}
     assert re.search(f"reward {function}: prompt 12: {FAILURES[function]}", stats.first_errors[function])
@@ -322,9 +324,10 @@ def test_a_prompt_without_answer_is_the_user_s_mistake(scorer: Callable[..., Sco
 
 
 def test_an_answer_that_cannot_be_compared_in_time_is_wrong_and_counted(
-    scorer: Callable[..., Scorer], make_group: MakeGroup
+    scorer: Callable[..., Scorer], make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built = scorer(answer=1.0, timeout_s=4.0)
+    built = scorer(answer=1.0)
+    hurry(built._built_in.verifier, monkeypatch)
     assert rewards(built.score_group(make_group([r"\boxed{9^{9^{9^{9}}}}", r"\boxed{\sqrt{49}}"]))) == [0.0, 1.0]
     stats = built.take_stats()
     assert (stats.verify_timeouts, stats.failures) == (1, {})

@@ -12,6 +12,7 @@ from grpo_mp.rollout.client import EngineOutput, SamplingParams
 from grpo_mp.rollout.episodes import EpisodeRunner, load_episode_parts
 from grpo_mp.rollout.request_limits import RequestLimits
 from grpo_mp.types import Prompt, Sample
+from tests.virtual_time import run_virtually
 
 ASK = {"role": "user", "content": "How many?"}
 
@@ -67,3 +68,11 @@ def roll_out(runner: EpisodeRunner, **columns: Any) -> Sample:
     """Roll out one episode."""
     (sample,) = asyncio.run(runner.run_group(make_prompt(runner, **columns), 7, 1, 1, SamplingParams(2000), None))
     return sample
+
+
+def roll_out_virtually(runner: EpisodeRunner, count: int) -> Sequence[Sample]:
+    """Roll out a group whose function and tools use no threads and processes, in virtual time."""
+    samples: Sequence[Sample] = run_virtually(
+        runner.run_group(make_prompt(runner), 7, count, 1, SamplingParams(2000), None)
+    )
+    return samples

@@ -351,9 +351,9 @@ def test_an_engine_that_is_well_says_so(ask: Ask) -> None:
     """Also while it is paused for a moment: it is asked again then."""
 
     async def pause_meanwhile(client: EngineClient) -> None:
-        health = asyncio.create_task(client.check_health())
         await client.pause_generation("in_place")
-        await asyncio.sleep(0.5)
+        health = asyncio.create_task(client.check_health())
+        await client.capabilities()  # after the question
         await client.continue_generation()
         await health
 
@@ -370,7 +370,7 @@ def test_a_cache_that_is_kept_is_not_read_by_new_weights(
     async def update(client: EngineClient, folder: Path, version: int) -> None:
         await client.pause_generation("in_place")
         waits = asyncio.create_task(client.generate(PROMPT, LONG))
-        await asyncio.sleep(0.2)  # it is asked for, before the weights change
+        await asyncio.sleep(0)  # it is asked for, before the weights change
         await client.begin_weight_update()
         await load_weights(client, folder)
         await client.end_weight_update(version, keep_cache=True)

@@ -17,12 +17,14 @@ from grpo_mp.algorithms.advantages import estimate_process
 from grpo_mp.algorithms.settings import AdvantageConfig
 from grpo_mp.batching.exchange import sample_infos
 from grpo_mp.episodes.protocol import Episode, Policy, Task
+from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.episodes import with_failures
 from grpo_mp.types import EpisodeState, Prompt, Sample, SampleGroup
 from tests.rollout.conftest import Logprobs
+from tests.rollout.engineless import TextClient, make_prompt, make_runner, roll_out_virtually
 from tests.test_extending import EXAMPLES
 
 HERE = str(Path(__file__))
@@ -132,19 +134,21 @@ async def self_play(task: Task, policy: Policy) -> Episode:
     return policy.episode(metrics={"others": other.episode().turns})
 
 
-def test_turns_of_a_second_handle_are_not_recorded(roll_out: Callable[..., Any]) -> None:
-    prompt, group = roll_out(f"{HERE}:self_play", limits={"episode_s": 1.0, "turns": 2})
-    played, slow = group.samples
+def test_turns_of_a_second_handle_are_not_recorded() -> None:
+    client = TextClient(calculator_tokenizer(), ["7<|im_end|>"], 5.0)
+    runner = make_runner(client, f"{HERE}:self_play", limits={"episode_s": 1.0, "turns": 2})
+    played, slow = roll_out_virtually(runner, 2)
     assert played.metrics == {"others": 2, "turns": 2, "forks": 0}
-    assert played.prompt_tokens == prompt.tokens
-    assert sum(played.generated) <= 8
+    assert played.prompt_tokens == make_prompt(runner).tokens
+    assert sum(played.generated) == 4  # of 8: each answer has two
     assert slow.state == "timeout"  # the clock runs again after turns of both at a time
 
 
-def test_an_episode_that_fails_is_a_sample_with_a_state(roll_out: Callable[..., Any]) -> None:
-    _, group = roll_out(f"{HERE}:raising", count=3, limits={"episode_s": 2.0, "turns": 2})
-    failed, slow, long = group.samples
-    assert [sample.state for sample in group.samples] == ["error", "timeout", "truncated"]
+def test_an_episode_that_fails_is_a_sample_with_a_state() -> None:
+    client = TextClient(calculator_tokenizer(), ["7<|im_end|>"], 0.5)
+    samples = roll_out_virtually(make_runner(client, f"{HERE}:raising", limits={"episode_s": 2.0, "turns": 2}), 3)
+    failed, slow, long = samples
+    assert [sample.state for sample in samples] == ["error", "timeout", "truncated"]
     assert (failed.generated, len(failed.tokens)) == ((False,), 1)
     assert failed.error == "prompt 4, sample 0, turn 0: it raised KeyError: 'no such row'"
     assert "turn 1: it took longer than rollout.limits.episode_s=2 s" in slow.error
@@ -192,7 +196,7 @@ def test_what_failed_has_the_reward_of_the_settings(failed: float | str, rewards
 
 
 class Crowd:
-    """Counts the episodes beside each."""
+    """Counts the episodes beside each, at the end of each."""
 
     def __init__(self) -> None:
         self.running = 0
@@ -205,10 +209,10 @@ class Crowd:
         return policy.episode(metrics={"running": most})
 
 
-def test_episodes_in_flight_are_bounded(roll_out: Callable[..., Any]) -> None:
-    """By the two slots of the fixture."""
-    _, group = roll_out(f"{HERE}:Crowd", count=5)
-    assert max(sample.metrics["running"] for sample in group.samples) == 2
+def test_episodes_in_flight_are_bounded() -> None:
+    """By the four slots of the runner."""
+    samples = roll_out_virtually(make_runner(TextClient(calculator_tokenizer(), [""]), f"{HERE}:Crowd"), 9)
+    assert max(sample.metrics["running"] for sample in samples) == 4
 
 
 async def stubborn(task: Task, policy: Policy) -> Episode:
@@ -243,7 +247,7 @@ def test_a_function_that_would_stop_the_rank_ends_its_episode(
 ) -> None:
     _, group = roll_out(f"{HERE}:{function}", count=1, limits={"episode_s": 1.0, "turns": 1})
     (sample,) = group.samples
-    assert (sample.state, sample.metrics["turns"]) == (state, 1)
+    assert sample.state == state
     assert error in sample.error
 
 
@@ -294,7 +298,7 @@ class Stuck:
     """An environment that never begins."""
 
     def reset(self, **columns: Any) -> None:
-        time.sleep(30)
+        time.sleep(3600)
 
     def look(self) -> str:
         """Look around."""
@@ -302,27 +306,32 @@ class Stuck:
 
 
 class Unborn:
-    """An environment that cannot even be made."""
+    """An environment that is made once, as the run starts, and never again."""
+
+    made = 0
 
     def __init__(self) -> None:
-        time.sleep(30)
+        type(self).made += 1
+        if self.made > 1:
+            time.sleep(3600)
 
     def look(self) -> str:
         """Look around."""
         return "nothing"
 
 
-@pytest.mark.parametrize(("environment", "call"), [("Stuck", "Stuck.reset"), ("Unborn", "Unborn")])
+@pytest.mark.parametrize(
+    ("environment", "call", "limit_s"), [("Stuck", "Stuck.reset", 5), ("Unborn", "Unborn", 0.2)]
+)  # a Stuck is made within the limit
 def test_an_environment_that_never_begins_is_an_error(
-    roll_out: Callable[..., Any], environment: str, call: str
+    roll_out: Callable[..., Any], environment: str, call: str, limit_s: float
 ) -> None:
-    _, group = roll_out(
-        f"{HERE}:one_answer", count=1, tools=[f"{HERE}:{environment}"], tool_parser="qwen25", limits={"tool_s": 0.2}
-    )
+    config = {"tools": [f"{HERE}:{environment}"], "tool_parser": "qwen25", "limits": {"tool_s": limit_s}}
+    _, group = roll_out(f"{HERE}:one_answer", count=1, **config)
     (sample,) = group.samples
     assert (sample.state, sample.generated) == ("error", (False,))
     assert "prompt 4, sample 0, turn 0: " in sample.error
-    assert f"{call} took longer than 0.2 s" in sample.error
+    assert f"{call} took longer than {limit_s:g} s" in sample.error
 
 
 def test_a_group_of_episodes_past_its_limit_ends(roll_out: Callable[..., Any]) -> None:

@@ -185,13 +185,11 @@ def test_fewer_than_min_engines_end_the_job(host: Host) -> None:
 
 
 def test_a_job_that_stops_does_not_wait_for_a_start(host: Host, broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = host()
-    monkeypatch.setattr("grpo_mp.rollout.server.COMMAND", [sys.executable, "-c", "import time; time.sleep(600)"])
+    engine = host(start_timeout_s=1e6)
+    monkeypatch.setattr("grpo_mp.rollout.server.COMMAND", [sys.executable, "-c", "import time; time.sleep(1e6)"])
     engine.lose(GONE)
     wait_until(children)
-    started = time.monotonic()
     engine.stop()
-    assert time.monotonic() - started < 60
     assert not engine.join(wait=False)
 
 

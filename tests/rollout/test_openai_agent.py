@@ -23,6 +23,8 @@ from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
 from tests.episode_page import read_example
 from tests.rollout.conftest import Logprobs
+from tests.rollout.engineless import TextClient, make_prompt, make_runner
+from tests.virtual_time import run_with_skips, skip
 
 HERE = str(Path(__file__))
 BOUND = 1e-4
@@ -106,12 +108,13 @@ async def left_open(task: Task, base_url: str, api_key: str) -> None:
     """Ends while a request of its own is being answered; index 1 sees what came of it, and then passes its limit."""
     client = make_client(base_url, api_key)
     create = client.chat.completions.create
+    is_asked = task.prompt.columns["is_asked"]
     if task.index == 0:
         LEFT["client"], LEFT["request"] = client, asyncio.ensure_future(create(model="m", messages=[*task.messages]))  # type: ignore[list-item]
-        await asyncio.sleep(0.05)
+        await is_asked.wait()
         return
-    await asyncio.sleep(0.5)
-    with pytest.raises(openai.APIError):  # whether it had arrived or not
+    await is_asked.wait()
+    with pytest.raises(openai.APIError):
         await LEFT["request"]
     with pytest.raises(openai.AuthenticationError, match="has ended"):
         await LEFT["client"].models.list()
@@ -185,7 +188,17 @@ def test_calls_of_an_agents_own_tools_are_spliced(roll_out: RollOut) -> None:
 
 
 def test_an_agent_that_does_not_wait_or_stop_ends_its_episode(roll_out: RollOut) -> None:
-    _, group = roll_out("openai_agent", function_args={"agent": f"{HERE}:left_open"}, limits={"turns": 2})
+    is_asked = asyncio.Event()
+
+    async def generate(tokens: Any, sampling: SamplingParams, routing: Any = None) -> list[EngineOutput]:
+        if not is_asked.is_set():
+            is_asked.set()
+            await asyncio.Event().wait()
+        return [EngineOutput((5, 6), (-1.0, -1.0), (0, 0), truncated=False)]
+
+    args = {"agent": f"{HERE}:left_open"}
+    columns = {"is_asked": is_asked}
+    _, group = roll_out("openai_agent", function_args=args, limits={"turns": 2}, columns=columns, generate=generate)
     ended, limited = group.samples
     assert (ended.state, ended.metrics["turns"]) == ("completed", 0)
     assert (limited.state, limited.metrics["turns"], limited.error) == ("truncated", 2, "")
@@ -199,16 +212,28 @@ def test_a_command_is_an_agent(roll_out: RollOut, tmp_path: Path) -> None:
     assert (good.error, good.episode_reward, good.metrics["turns"]) == ("", 0.25, 1)
     assert (bad.state, bad.metrics["turns"]) == ("error", 1)
     assert bad.error.endswith("turn 1: it raised RuntimeError: the command ended with status 1: no use")
+
+
+def test_a_command_ends_with_its_episode_and_all_that_it_has_started(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    sleeping = ["sh", "-c", f"sleep 600 & echo $$ $! >> {pids}; wait"]
-    _, group = roll_out("openai_agent", function_args={"command": sleeping}, limits={"episode_s": 5.0})
-    assert [sample.state for sample in group.samples] == ["timeout"] * 2
-    started = pids.read_text().split()
-    assert len(started) == 4
-    deadline = time.monotonic() + 30.0  # what was killed ends when it next has a core
-    while any(map(is_running, started)) and time.monotonic() < deadline:
+    sleeping = ["sh", "-c", f"sleep 3600 & echo $$ $! >> {pids}; wait"]
+    limits = {"limits": {"episode_s": 600.0}, "group_timeout_s": 6000.0}
+    client = TextClient(calculator_tokenizer(), ["7<|im_end|>"])
+    runner = make_runner(client, "openai_agent", function_args={"command": sleeping}, **limits)
+
+    async def skip_limit() -> list[str]:
+        group = runner.run_group(make_prompt(runner), 7, 2, 1, SamplingParams(2000), None)
+        running = asyncio.create_task(group)
+        while not (pids.exists() and len(pids.read_text().split()) == 4):
+            await asyncio.sleep(0.05)
+        skip(600.0)
+        return [sample.state for sample in await running]
+
+    assert run_with_skips(skip_limit()) == ["timeout"] * 2
+    deadline = time.monotonic() + 120.0  # what was killed ends when it next has a core
+    while any(map(is_running, pids.read_text().split())):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert not [pid for pid in started if is_running(pid)]
 
 
 def is_running(pid: str) -> bool:

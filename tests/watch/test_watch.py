@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -345,7 +346,20 @@ def serve(folder: Path, make: Callable[[], str], ask: Callable[[str, LivePage], 
 def test_the_page_is_for_who_has_the_key(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made anew when the metrics change, and not otherwise."""
     monkeypatch.setattr("grpo_mp.watch.server.LOOK_EVERY_S", 0.02)
-    made = 0
+    made, clock_reads = 0, list[float]()
+
+    def read_clock() -> float:
+        clock_reads.append(0.0)
+        return 0.0
+
+    monkeypatch.setattr("grpo_mp.watch.server.time", SimpleNamespace(monotonic=read_clock))
+
+    def let_it_look() -> None:
+        """Wait until a look has begun and ended: it reads the clock at both, and another may be under way."""
+        deadline, before = time.monotonic() + LIMIT_S, len(clock_reads)
+        while len(clock_reads) < before + 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
     def make() -> str:
         nonlocal made
@@ -364,20 +378,17 @@ def test_the_page_is_for_who_has_the_key(run: Path, monkeypatch: pytest.MonkeyPa
         assert (reply.status_code, reply.text) == (200, "<p>page 1 of run</p>")
         assert reply.headers["Referrer-Policy"] == "no-referrer"
         assert httpx.get(url, headers={"If-None-Match": reply.headers["ETag"]}, trust_env=False).status_code == 304
-        time.sleep(0.2)
+        let_it_look()
         assert made == 1
         with (run / "metrics.jsonl").open("a") as lines:
             lines.write("\n")
         deadline = time.monotonic() + LIMIT_S
         while "page 2" not in httpx.get(url, trust_env=False).text:
             assert time.monotonic() < deadline
-        while live._asked:  # it looks once more for the last who asked
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(0.2)
+        let_it_look()  # once more for the last who asked
         with (run / "metrics.jsonl").open("a") as lines:
             lines.write("\n")
-        time.sleep(0.2)
+        let_it_look()
         assert made == 2  # nobody asks any more
 
     serve(run, make, ask)

@@ -160,7 +160,7 @@ def test_the_engine_loads_while_the_body_runs(group: dist.ProcessGroup) -> None:
 
     class WaitingClient(RecordingClient):
         async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
-            assert body_ran.wait(5.0), "the body waits for the engine"
+            assert body_ran.wait(60.0), "the body waits for the engine"
             await super().update_weights_from_tensor(payloads, load_format)
 
     client, tensors = WaitingClient(), staged()
@@ -214,7 +214,7 @@ def test_an_engine_that_does_not_answer_ends_the_sync(group: dist.ProcessGroup) 
         index = 3
 
         async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
-            await asyncio.sleep(2.0)
+            await asyncio.Event().wait()
 
     link = EngineLink(rollout_of(SilentClient()), HostTransport(WIRE, group, 0), group, group, 0.1)
     message = r"engine 3: weights were not loaded within 0.1 s \(sync.timeout_s\)"
