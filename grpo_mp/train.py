@@ -50,7 +50,6 @@ from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.skipped_updates import keep_skipped, note_skipped_by_critic
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord, disk_may_be_full, sync_metrics
 from grpo_mp.trainer.update import critic_step, train_step, update_reference
-from grpo_mp.weight_sync.compare import ANSWERS
 from grpo_mp.weight_sync.update import largest_report
 
 
@@ -285,9 +284,8 @@ def sync_weights(ctx: RolloutContext, rollouts: RolloutBatch | None = None) -> d
         reports = ctx.recovery.update_weights(ctx.weight_sync, ctx.state.optimizer_step)
         ctx.collector.synced_step = ctx.state.step
     ctx.engine_check.check_unchanged(ctx.state.step, ctx.state.optimizer_step)
-    own = rollouts.of_own_engine if rollouts else ()
-    answers = [(*group.samples[0].prompt_tokens, *group.samples[0].tokens) for group in own[:ANSWERS]]
-    check = ctx.engine_check.run(ctx.state.optimizer_step, answers)
+    groups = rollouts.of_own_engine if rollouts else ()
+    check = ctx.engine_check.run(ctx.state.optimizer_step, [group.samples[0] for group in groups])
     if not check.tokens and ctx.recovery.run():  # no engine was left, and one is there again
         check = ctx.engine_check.run(ctx.state.optimizer_step)
     return sync_metrics(largest_report(reports), check)

@@ -67,7 +67,7 @@ class EngineCheck:
     _rounding: float = field(default=0.0, init=False)  # what noise of one rounding changes in the policy's logprobs
     _warned: float = field(default=0.0, init=False)  # mean difference that a warning has named
 
-    def run(self, version: int, answers: Sequences = ()) -> CheckReport:
+    def run(self, version: int, answers: Sequence[Sample] = ()) -> CheckReport:
         """Return the worst engine's distance from the policy, just synced as `version`. Every rank must call this.
 
         Engines that are lost, also meanwhile, do not count: without any other the report is of no tokens. The limit is
@@ -76,12 +76,14 @@ class EngineCheck:
         rank, where it may not be. Where all tensors are the policy's no other engine would do better: a warning says
         what it is as long as rounding explains it, else EarlyStopError is raised on every rank.
 
-        `answers`: prompts and responses of this rank's last step.
+        `answers`: of this rank's engine in the last step. Those with the lowest group ids of all ranks are compared,
+        so that it does not matter which engine generated them.
         """
         with self.phases.activity(WEIGHT_CHECK, 4 + 2 * RECHECK_SETS):
-            is_first = self.job.rank == self.engines.host_ranks[0]  # whose answers all compare
-            own = [answer[-ANSWER_TOKENS:] for answer in answers[:ANSWERS]] if is_first else []
-            texts = all_gather(own, self.job.group)[self.engines.host_ranks[0]]
+            first = sorted(answers, key=lambda sample: sample.group_id)[:ANSWERS]
+            own = [(sample.group_id, (*sample.prompt_tokens, *sample.tokens)[-ANSWER_TOKENS:]) for sample in first]
+            of_all = sorted(answer for of_rank in all_gather(own, self.job.group) for answer in of_rank)
+            texts = [tokens for _, tokens in of_all[:ANSWERS]]
             return self._run(version, comparison_sequences(self.prompts, self._longest, 0, texts))
 
     @property

@@ -42,7 +42,6 @@ FILES: dict[str, Content] = {
     "a chat of lists": row(messages=[["user", "x"]]),
     "a message of a list as role": row(messages=[{"role": ["user"], "content": "x"}, ANSWER]),
     "a message of no content": row(messages=[ASK, {"role": "assistant"}]),
-    "a message of parts": row(messages=[ASK, {"role": "assistant", "content": [{"type": "text", "text": "x"}]}]),
     "calls that are none": row(messages=[ASK, {"role": "assistant", "tool_calls": []}]),
     "no answer": row(messages=[ASK]),
     "a completion that is null": row(prompt="x", completion=None),

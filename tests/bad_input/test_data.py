@@ -76,7 +76,6 @@ FILES: dict[str, Content] = {
     "a message of another role": row(question=[{"role": "root", "content": "x"}]),
     "a message of a list as role": row(question=[{"role": ["user"], "content": "x"}]),
     "a message of no content": row(question=[{"role": "user"}]),
-    "a message of parts": row(question=[{"role": "user", "content": [{"type": "text", "text": "x"}]}]),
     "a message of null": row(question=[{"role": "user", "content": None}]),
     "a last message that is the policy's": row(question=[{"role": "assistant", "content": "x"}]),
     "a message of half a character": row(question=[{"role": "user", "content": "\udc00"}]),

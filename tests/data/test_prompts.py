@@ -206,8 +206,9 @@ def test_memory_does_not_grow_with_the_rows(kind: str, tmp_path: Path, monkeypat
         return prompts, traced + pyarrow.total_allocated_bytes() - before, peak
 
     held(50)  # imports, and what a first call keeps
-    (_, few, few_peak), (prompts, many, many_peak) = held(50), held(450)
-    assert len(prompts) == 450
+    # Not fewer: the first few hundred rows fill Python's lists of free objects.
+    (_, few, few_peak), (prompts, many, many_peak) = held(450), held(850)
+    assert len(prompts) == 850
     assert many - few < 400 * 64
     assert many_peak - few_peak < 400 * 300
     assert [prompts[index].text[:5] for index in (449, 3, 212)] == ["00449", "00003", "00212"]

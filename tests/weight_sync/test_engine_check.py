@@ -18,6 +18,7 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.step_logger import sync_metrics
+from grpo_mp.types import Sample
 from grpo_mp.weight_sync import engine_check
 from grpo_mp.weight_sync.compare import NOT_COMPARED, RECHECK_SETS, ROUNDING_FACTOR, CheckReport
 from grpo_mp.weight_sync.engine_check import EngineCheck, EngineDisagreesError, sequence_logprobs
@@ -255,10 +256,20 @@ def test_a_stop_that_is_asked_for_ends_the_second_check(settings: Settings, poli
     assert (len(engine.sets), engine.overwritten) == (2, 0)
 
 
-def test_answers_of_the_first_engine_are_compared(settings: Settings, policy: Policy) -> None:
+def answer(group: int, *tokens: int) -> Sample:
+    """One answer, to a prompt of one token."""
+    versions = (0,) * (len(tokens) - 1)
+    return Sample(group, 0, tokens[:1], tokens[1:], (-1.0,) * len(versions), versions, truncated=False)
+
+
+def test_the_first_answers_of_all_ranks_are_compared(
+    settings: Settings, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = Engine(policy, [0.0])
-    make_check(settings, policy, engine).run(3, [(5, 6, 7), (8, 9), (10, 11)])
-    assert engine.sets == [(*PROMPTS, (5, 6, 7), (8, 9))]
+    check = make_check(settings, policy, engine)
+    monkeypatch.setattr(engine_check, "all_gather", lambda own, _: [own, [(2, (1, 2, 3))], [(9, (3, 4))]])
+    check.run(3, [answer(7, 5, 6, 7), answer(8, 8, 9), answer(1, 10, 11)])
+    assert engine.sets == [(*PROMPTS, (10, 11), (1, 2, 3))]
 
 
 def test_an_engine_that_agrees_keeps_its_weights_while_another_is_looked_at(
@@ -273,10 +284,18 @@ def test_an_engine_that_agrees_keeps_its_weights_while_another_is_looked_at(
     wrong, right = (CheckReport(mean, mean, 100) for mean in (0.5, 0.0))
     monkeypatch.setattr(EngineCheck, "_compare_engines", lambda *_: ([right, wrong], []))
     monkeypatch.setattr(EngineCheck, "_measure", lambda *_: CheckReport(1e-6, 1e-6, 100))
-    gathered = list[object]()
-    monkeypatch.setattr(engine_check, "all_gather", lambda own, _: [gathered.append(own) or own, "no sync updates b"])
+    found = list[str]()
+
+    def gather(own: Any, _: object) -> list[Any]:
+        """Return what all ranks have: no answers, then what is wrong with each engine."""
+        if own == []:
+            return [own, own]
+        found.append(own)
+        return [own, "no sync updates b"]
+
+    monkeypatch.setattr(engine_check, "all_gather", gather)
     check.run(3)
-    assert (engine.overwritten, lost, sum(isinstance(one, str) for one in gathered)) == (0, [], 1)
+    assert (engine.overwritten, lost, len(found)) == (0, [], 1)
 
 
 def test_engines_that_are_lost_do_not_count(
