@@ -10,6 +10,7 @@ import asyncio
 import importlib.util
 import os
 from contextlib import nullcontext, suppress
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_mp.config.sections import EpisodeLimits
+from grpo_mp.data.template_date import set_template_date
 from grpo_mp.episodes.chat import MARK, ChatRenderer
 from grpo_mp.episodes.protocol import Episode
 from grpo_mp.errors import UserError
@@ -136,6 +138,7 @@ ESSENTIALS = {
 
 
 def make_renderer(name: str, tools: bool) -> ChatRenderer:
+    set_template_date(date.today())  # the library writes the present date, also after midnight
     special = {end for ends in ENDS.values() for end in ends if end} | {"<s>", "<|im_start|>", "<|assistant|>"}
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
