@@ -134,10 +134,9 @@ def _load_policy(policy: TrainedModel, folder: Path, piece_bytes: int) -> None:
     parts = policy.optimizer.chained_optimizers
     with state_dict_without_copies(parts):
         for part in parts:
-            rates = [{name: group[name] for name in LEARNING_RATES & group.keys()} for group in part.param_groups]
-            part.load_state_dict({"optimizer": {"param_groups": groups}})
-            for group, own in zip(part.param_groups, rates, strict=True):
-                group.update(own)
+            # All groups of the settings have one rate. Newer Megatron finds a saved group by its rates, among others.
+            rates = {name: part.param_groups[0][name] for name in LEARNING_RATES & part.param_groups[0].keys()}
+            part.load_state_dict({"optimizer": {"param_groups": [group | rates for group in groups]}})
     read_chunks(optimizer_chunks(policy), folder / OPTIMIZER_FOLDER, piece_bytes)
     policy.lr_scheduler.load_state_dict(common["schedule"])
 
