@@ -59,7 +59,7 @@ def make_smollm2(folder: Path) -> Path:
     return folder
 
 
-def write_sums_run(folder: Path, model: Path, **changes: Mapping[str, Any]) -> Path:
+def write_sums_run(folder: Path, model: Path, /, **changes: Mapping[str, Any]) -> Path:
     """Write data, reward and settings of a run that learns to answer sums with a number alone; return the settings."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(1, 10) for b in range(1, 10)]
