@@ -76,14 +76,14 @@ class EngineCheck:
         rank, where it may not be. Where all tensors are the policy's no other engine would do better: a warning says
         what it is as long as rounding explains it, else EarlyStopError is raised on every rank.
 
-        `answers`: of this rank's engine in the last step. Those with the lowest group ids of all ranks are compared,
-        so that it does not matter which engine generated them.
+        `answers`: samples that this rank's engine generated in the last step. The answers with the lowest group ids of
+        all ranks are compared, so that the report does not depend on which engine generated which group.
         """
         with self.phases.activity(WEIGHT_CHECK, 4 + 2 * RECHECK_SETS):
             first = sorted(answers, key=lambda sample: sample.group_id)[:ANSWERS]
             own = [(sample.group_id, (*sample.prompt_tokens, *sample.tokens)[-ANSWER_TOKENS:]) for sample in first]
-            of_all = sorted(answer for of_rank in all_gather(own, self.job.group) for answer in of_rank)
-            texts = [tokens for _, tokens in of_all[:ANSWERS]]
+            gathered = sorted(answer for of_rank in all_gather(own, self.job.group) for answer in of_rank)
+            texts = [tokens for _, tokens in gathered]
             return self._run(version, comparison_sequences(self.prompts, self._longest, 0, texts))
 
     @property

@@ -32,13 +32,12 @@ def compute_score(completions, solution, **kwargs):
                         pred_extraction_target=(ExprExtractionConfig(), LatexExtractionConfig()))
     scores = []
     for content, gold in zip(completions, solution):
-        score = 0.0
         try:
             score, _ = check([gold], [content])
         except TimeoutException:
             score = -1.0
-        except Exception:
-            pass
+        except Exception:  # as published: a text that cannot be read scores nothing
+            score = 0.0
         scores.append(score)
     return scores
 
