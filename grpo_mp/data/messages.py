@@ -50,14 +50,14 @@ def as_template_reads(messages: Sequence[Message], tokenizer: PreTrainedTokenize
 
 
 def name_of_call(call: Any) -> str:
-    """Return the name of the function that a call of a row is of; "" where it has none."""
+    """Return the name of the function that a tool call names; "" where it names none."""
     name = _function(call).get("name")
     return name if isinstance(name, str) else ""
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a template takes calls of tools: beside a content that is null or empty, with text or objects as arguments.
+    """The form of tool calls that a chat template renders: null or empty content, arguments as text or objects.
 
     DeepSeek-R1's writes them only beside null, and takes text.
     """
@@ -76,7 +76,7 @@ class CallForm:
 
 @lru_cache(maxsize=16)
 def call_form(tokenizer: PreTrainedTokenizerBase, template: str) -> CallForm:
-    """Return the first form of a call that the tokenizer's template writes in full; the first of all if it writes none.
+    """Return the first tool-call form that the template renders completely; the first form where it renders none.
 
     `template`: that of the tokenizer, which may be given another.
     """
@@ -85,7 +85,7 @@ def call_form(tokenizer: PreTrainedTokenizerBase, template: str) -> CallForm:
 
 
 def _with_role_and_text(message: Message) -> Message:
-    """Return a message of ShareGPT, or one whose content is a list of texts, with role and text."""
+    """Return a ShareGPT message, or a message whose content is a list of texts, with role and text content."""
     if "role" not in message and {"from", "value"} <= message.keys():
         renamed = {{"from": "role", "value": "content"}.get(name, name): item for name, item in message.items()}
         message = renamed | {"role": SHAREGPT_ROLES.get(str(message["from"]), message["from"])}
@@ -111,7 +111,7 @@ def _is_written(form: CallForm, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _with_object(call: Any) -> Any:
-    """Return a call whose arguments are an object, as Hugging Face has them, where they are the JSON of one."""
+    """Return a call whose arguments are an object; arguments that are JSON of an object are parsed."""
     arguments = _function(call).get("arguments")
     if not isinstance(arguments, str):
         return call

@@ -33,7 +33,7 @@ Written = Mapping[Path, WrittenChunks]  # what one rank has written, by folder
 
 
 def write_common(policy: TrainedModel, folder: Path) -> None:
-    """Write, on rank 0, what is alike on all ranks."""
+    """Write the state that all ranks share; only rank 0 writes."""
     if policy.parallel.rank == 0:
         content = BytesIO()  # torch would hide what the disk says
         torch.save(_common(policy), content)
@@ -41,7 +41,7 @@ def write_common(policy: TrainedModel, folder: Path) -> None:
 
 
 def weights_writer(policy: TrainedModel, folder: Path, piece_bytes: int) -> ChunkWriter:
-    """Return what writes this rank's share of the weights, which must neither change nor be moved until it has."""
+    """Return the writer of this rank's weights, which must not change or move until the writer is done."""
     return ChunkWriter(folder, policy.parallel.rank, weight_chunks(policy, policy.trained_tensors), piece_bytes)
 
 
@@ -54,7 +54,7 @@ def write_reference(policy: TrainedModel, folder: Path, piece_bytes: int) -> Wri
 
 
 def optimizer_writer(policy: TrainedModel, folder: Path, piece_bytes: int) -> ChunkWriter:
-    """Return what writes this rank's optimizer state, which must neither change nor be moved until it has."""
+    """Return the writer of this rank's optimizer state, which must not change or move until the writer is done."""
     return ChunkWriter(folder / OPTIMIZER_FOLDER, policy.parallel.rank, optimizer_chunks(policy), piece_bytes)
 
 
@@ -83,26 +83,26 @@ def on_all_ranks(work: Callable[[], Value], folder: Path, group: dist.ProcessGro
 
 
 def _is_of_disk(error: Exception) -> bool:
-    """Tell whether an error is of writing: torch's writers report a full disk as RuntimeError, as it does much else."""
+    """Return whether writing failed. Torch's writers report a full disk as RuntimeError, and other failures too."""
     return isinstance(error, OSError) or (isinstance(error, RuntimeError) and TORCH_WRITER in str(error))
 
 
 def _reason(error: Exception, folder: Path) -> str:
-    """Return why one cannot write; torch's writers do not say that a disk is full."""
+    """Return why writing failed; torch's writers do not report that a disk is full."""
     if isinstance(error, RuntimeError) and shutil.disk_usage(folder).free < FULL_BYTES:
         return os.strerror(errno.ENOSPC)
     return one_line(error) or type(error).__name__
 
 
 def gather_written(written: Written, group: dist.ProcessGroup) -> dict[Path, list[WrittenChunks]]:
-    """Return on the first rank what all have written, by folder. Every rank of the group must call this."""
+    """Return on the first rank what all ranks wrote, by folder. Every rank of the group must call this."""
     by_rank: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
     dist.gather_object(written, by_rank, dst=0, group=group)
     return {folder: [other[folder] for other in by_rank] for folder in written} if by_rank else {}
 
 
 def write_indexes(written: Mapping[Path, list[WrittenChunks]]) -> None:
-    """Write the index of each folder, from what all ranks have written into it."""
+    """Write the index of each folder from the chunks that all ranks wrote."""
     for folder, chunks in written.items():
         write_index(folder, chunks)
 
@@ -172,7 +172,7 @@ def load_reference(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES)
 
 
 def _common(policy: TrainedModel) -> dict[str, Any]:
-    """Return what is saved beside tensors: steps and learning rates, and the format of the main weights."""
+    """Return the state that is not a tensor: steps, learning rates and the format of the main weights."""
     with policy.parallel.in_use(), state_dict_without_copies(policy.optimizer.chained_optimizers):
         states = [part.state_dict() for part in policy.optimizer.chained_optimizers]
     return {
@@ -185,7 +185,7 @@ def _common(policy: TrainedModel) -> dict[str, Any]:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """Read what is saved beside a model's tensors, and no object of a class. Raises UserError where it cannot be."""
+    """Read the state that is not a tensor, without unpickling classes. Raises UserError where the file is damaged."""
     try:
         common: dict[str, Any] = torch.load(folder / COMMON, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

@@ -1,4 +1,4 @@
-"""Check after a weight sync that every engine computes the policy's logprobs; where not, find the wrong tensor."""
+"""Check after a weight sync that every engine computes the policy's logprobs; find the tensor that differs."""
 
 import logging
 import time
@@ -47,7 +47,7 @@ LOGGER = logging.getLogger(__name__)
 
 
 class EngineDisagreesError(EngineError):
-    """An engine's logprobs are not the policy's, since a tensor is not."""
+    """An engine's logprobs differ from the policy's because a tensor differs."""
 
 
 @dataclass
@@ -121,7 +121,7 @@ class EngineCheck:
         return max(LEAST_LIMIT, ROUNDING_FACTOR * self._rounding)
 
     def _measure(self, sequences: Sequences, expected: Logprobs) -> CheckReport:
-        """Return what noise of one rounding changes in the policy's logprobs, which are `expected` without."""
+        """Return how far noise of one rounding moves the policy's logprobs from `expected`, those without noise."""
         with self.phases.phase(Phase.SYNC, "rounding of the policy's logprobs"):
             return compare(self._policy_logprobs(sequences, noise=True), expected)
 
@@ -255,7 +255,7 @@ class EngineCheck:
         return broadcast(logprobs, self.job.group)
 
     def _find_wrong_tensor(self, host: int, version: int) -> str:
-        """Push again and look which tensors of the engine of rank `host` change.
+        """Push the weights again and compare the checksums of the engine of rank `host` before and after.
 
         The others are sent what they have: they may be generating. Every rank must call this; all get the answer.
         """
