@@ -35,7 +35,7 @@ TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 RATE_LIMIT_S = 12.0  # of each round of measurements: all of them end before TIMEOUT_S
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "transformer-engine")
 MAX_CLOCK_OFFSET_S = 5.0  # logs and traces of nodes are read side by side
-MIN_FREE_SHARE = 0.5  # of host memory
+MIN_FREE_SHARE = 0.5  # of the median share of free host memory
 MIN_RATE_SHARE = 0.5  # of the median rate
 MIN_CPU_RATE_SHARE = 0.1  # the same where nothing is moved between GPUs: other programs share the cores
 SHARED_MEMORY, LOCAL_BYTES = "/dev/shm", 2**20  # each rank writes as much to see that there is room
@@ -200,9 +200,11 @@ def _difference(report: NodeReport, reports: Sequence[NodeReport]) -> str | None
     too_large = [offset for offset in offsets if abs(offset) > MAX_CLOCK_OFFSET_S]
     if too_large and _at_least_half(too_large, reports):
         return f"its clock is {statistics.median(too_large):+.1f} s off those of other nodes"
-    if report.host_free_bytes < MIN_FREE_SHARE * report.host_total_bytes:
+    free_share = statistics.median(other.host_free_bytes / other.host_total_bytes for other in reports)
+    if report.host_free_bytes < MIN_FREE_SHARE * free_share * report.host_total_bytes:
         free, total = report.host_free_bytes / 2**30, report.host_total_bytes / 2**30
-        return f"only {free:.0f} of {total:.0f} GiB host memory are free: stop the processes that use it"
+        share = f"the median of the nodes is {free_share:.0%}"
+        return f"only {free:.0f} of {total:.0f} GiB host memory are free, {share}: stop the processes that use it"
     return _slow_rate(report, reports)
 
 

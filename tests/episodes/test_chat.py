@@ -137,8 +137,13 @@ ESSENTIALS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def today() -> None:
+    """Set the present date, which the library writes, also after midnight."""
+    set_template_date(date.today())
+
+
 def make_renderer(name: str, tools: bool) -> ChatRenderer:
-    set_template_date(date.today())  # the library writes the present date, also after midnight
     special = {end for ends in ENDS.values() for end in ends if end} | {"<s>", "<|im_start|>", "<|assistant|>"}
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))

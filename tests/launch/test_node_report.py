@@ -22,6 +22,7 @@ REPORTS = [replace(GOOD, node=node) for node in "abcd" for _ in range(2)]
 
 def test_equal_nodes_are_good() -> None:
     assert bad_nodes(REPORTS) == {}
+    assert bad_nodes([replace(report, host_free_bytes=30 * 2**30) for report in REPORTS]) == {}
 
 
 @pytest.mark.parametrize(

@@ -178,8 +178,8 @@ def test_bad_node_is_named_and_excluded_from_a_new_job(
 def test_a_spare_takes_the_place_of_a_bad_node(submit: Submit, bad_second_node: str) -> None:
     job = submit("run.steps=1", "run.export=false", spares=1, SITE=bad_second_node)
     job.wait_end()
-    assert "bad node n2: it has torch 9.9" in job.log
-    assert "  n3: ranks 1-1; " in job.log
+    assert "bad node n2: it has torch 9.9" in job.log, job.log
+    assert "  n3: ranks 1-1; " in job.log, job.log
     assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
 
 
