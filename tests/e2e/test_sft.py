@@ -257,9 +257,9 @@ def test_a_run_that_a_guard_or_a_signal_stops_leaves_a_report_and_a_timeline(con
                 job.wait_until(lambda metrics=metrics: metrics.exists() and '"step": 2' in metrics.read_text())
                 job.signal(signal.SIGTERM)
             assert job.wait() == status, job.err
+            wait_until((run / "report.html").exists)  # it may outlive the run, and job.end() would kill it
         finally:
             job.end()
-        wait_until((run / "report.html").exists)  # it may outlive a run that was told to end
         done = read_jsonl(run / "metrics.jsonl")[-1]["step"]
         assert 2 <= done < 170
         assert f"{done} of 170" in (run / "report.html").read_text()
