@@ -140,7 +140,7 @@ def generate_while(
         await action(client)
         return await request
 
-    for delay_s in (0.1, 0.2, 0.4, 0.05, 0.8, 1.6):
+    for delay_s in (0.1, 0.2, 0.4, 0.05, 0.8, 1.6, 3.2, 0.3, 6.4):  # the last ones for a busy machine
         group: list[EngineOutput] = ask(lambda client, delay_s=delay_s: generate(client, delay_s))
         if is_interrupted(group):
             return group
@@ -156,7 +156,7 @@ def test_tokens_before_and_after_an_update_have_their_weight_version(ask: Ask, m
         await client._call("POST", "/continue_generation", {})
 
     ask(lambda client: send_weights(client, model_folder, next(versions)))
-    group = generate_while(ask, update, lambda group: len(set(group[0].weight_versions)) == 2)
+    group = generate_while(ask, update, lambda group: all(len(set(one.weight_versions)) == 2 for one in group))
     last = next(versions) - 1
     for response in group:
         assert set(response.weight_versions) == {last - 1, last}
@@ -164,7 +164,7 @@ def test_tokens_before_and_after_an_update_have_their_weight_version(ask: Ask, m
 
 
 def test_abort_returns_partial_responses(ask: Ask) -> None:
-    group = generate_while(ask, lambda client: client.abort_all(), lambda group: group[0].aborted)
+    group = generate_while(ask, lambda client: client.abort_all(), lambda group: all(one.aborted for one in group))
     assert all(response.aborted and not response.truncated for response in group)
     assert all(len(response.tokens) < 140 for response in group)
 
