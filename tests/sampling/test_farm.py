@@ -100,7 +100,7 @@ def test_what_is_done_is_not_asked_again(tmp_path: Path, one_rank_group: dist.Pr
 
 def test_engines_go_on_over_the_end_of_a_round(tmp_path: Path, one_rank_group: dist.ProcessGroup) -> None:
     """Later rounds begin with groups that run, and none that is finished keeps its samples in memory."""
-    farm = make_farm(tmp_path, one_rank_group, [FakeEngine(0, 1e-3), FakeEngine(1, 3e-3)])
+    farm = make_farm(tmp_path, one_rank_group, [FakeEngine(0, 5e-3), FakeEngine(1, 2e-2)])
     farm.run(set())
     begun = farm.engines.rollout.begun
     assert any(task.carried for task in begun)
