@@ -77,7 +77,7 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """One rank's part in the check."""
+    """The check as one rank runs it."""
 
     attempt: Path
     nodes: Sequence[str]  # names
@@ -163,10 +163,10 @@ def seen_nodes(nodes: Sequence[str], attempt: Path) -> list[str]:
 
 
 def bad_nodes(reports: Sequence[NodeReport]) -> dict[str, str]:
-    """Return the bad nodes with the first reason of each.
+    """Return the names of the bad nodes with the first reason for each.
 
-    Nodes are compared with the others: bad is who differs from at least half of them all, be it the first. Where two
-    halves differ, as two nodes do, both are bad: nothing says who is right.
+    A node is bad if it differs from at least half of all nodes; the first node gets no preference. If the nodes differ
+    in two equal halves, as two different nodes do, all are bad: no majority shows which half is right.
     """
     bad: dict[str, str] = {}
     for report in reports:
@@ -186,7 +186,7 @@ def _at_least_half(some: Sequence[object], all_of_them: Sequence[object]) -> boo
 
 
 def _unreached(report: NodeReport) -> str | None:
-    """Return why a node is bad that reaches no neighbor. One that reaches another is not: its neighbor is."""
+    """Return why a node that reaches none of its neighbors is bad. If it reaches one, the unreached neighbor is bad."""
     return "; ".join(report.unreached) if report.all_to_all is None and report.unreached else None
 
 

@@ -132,7 +132,7 @@ def generate_while(
     is_interrupted: Callable[[list[EngineOutput]], bool],
     routing: ModelShape | None = None,
 ) -> list[EngineOutput]:
-    """Return the responses of a request that `action` interrupted: tried with several delays."""
+    """Return the responses of a request that `action` interrupted, with the first delay after which it does."""
 
     async def generate(client: EngineClient, delay_s: float) -> list[EngineOutput]:
         request = asyncio.create_task(client.generate(PROMPT, SamplingParams(140, ignore_eos=True), 4, routing))
