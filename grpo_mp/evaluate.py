@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from grpo_mp.processes import end_with_launcher
+from grpo_mp.utils.processes import end_with_launcher
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
@@ -21,15 +21,11 @@ if __name__ == "__main__":
 import torch.distributed as dist
 
 from grpo_mp import platform
+from grpo_mp.algorithms.evaluation import plot_pass_at_k, write_scores, write_svg
 from grpo_mp.algorithms.settings import KLConfig
 from grpo_mp.checkpoint.run_state import read_manifest
 from grpo_mp.config import Settings, load_settings
-from grpo_mp.errors import UserError
-from grpo_mp.evaluation.score import plot_pass_at_k, write_scores, write_svg
-from grpo_mp.files import incomplete, sync_to_disk
-from grpo_mp.log import log_to_terminal
 from grpo_mp.monitor.samples import append_samples
-from grpo_mp.parsers import evaluate_parser
 from grpo_mp.rollout.rollout import engines_can_load_weights
 from grpo_mp.train import sync_weights
 from grpo_mp.trainer.adapter_check import check_checkpoint
@@ -39,6 +35,10 @@ from grpo_mp.trainer.evaluation import Evaluation, Evaluator
 from grpo_mp.trainer.exit import exit_on_error
 from grpo_mp.trainer.preflight import RunInputs, run_evaluation_preflight
 from grpo_mp.trainer.step_logger import PASS_AT_K_FILE
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.files import incomplete, sync_to_disk
+from grpo_mp.utils.log import log_to_terminal
+from grpo_mp.utils.parsers import evaluate_parser
 
 SCORES, SAMPLES = "eval.json", "samples.jsonl"
 

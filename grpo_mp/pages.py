@@ -15,12 +15,12 @@ from grpo_mp.config.other_trainers import TRAINERS, read_tables
 from grpo_mp.monitor.metrics import TABLE, Metric
 from grpo_mp.monitor.rules import RULES, Rule
 from grpo_mp.planner.measured import COLUMNS, MEASURED, compare, read_measured
-from grpo_mp.section import Section, nested_sections, section_type
 from grpo_mp.simulation.published import COLUMNS as PUBLISHED_COLUMNS
 from grpo_mp.simulation.published import read_comparisons
 from grpo_mp.simulation.recipes import FAILURE_COLUMNS, ON_80_GB, ON_141_GB, failures_of_recipe, simulate_recipe
 from grpo_mp.simulation.table import COLUMNS as SCHEDULE_COLUMNS
 from grpo_mp.simulation.table import describe_best, rows_of
+from grpo_mp.utils.section import Section, nested_sections, section_type
 
 ROOT, TEMPLATES = Path(__file__).parents[1], Path(__file__).with_name("page_templates")
 CHANCES = (0.01, 0.1, 0.3, 0.5)

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.processes import end_with_launcher
+from grpo_mp.utils.processes import end_with_launcher
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
@@ -30,18 +30,19 @@ from grpo_mp.checkpoint.run_lock import run_lock
 from grpo_mp.checkpoint.run_state import claim_run_folder
 from grpo_mp.config import Settings, dump_settings, load_settings
 from grpo_mp.distributed.process_groups import Job, all_gather
-from grpo_mp.errors import UserError
-from grpo_mp.files import read_json, write_json
-from grpo_mp.log import log_to_terminal
-from grpo_mp.parsers import sample_parser
-from grpo_mp.phases import Phase
 from grpo_mp.rollout.dump import checksum_file
 from grpo_mp.rollout.journal import GroupJournal, Record
 from grpo_mp.rollout.rollout import engines_can_load_weights, rollout_seed
-from grpo_mp.sampling.farm import SampleFarm, Throughput
-from grpo_mp.sampling.filters import SampleFilter, check_columns, load_sample_filters
-from grpo_mp.sampling.identity import SamplingIdentity, check_folder
-from grpo_mp.sampling.results import (
+from grpo_mp.train import sync_weights
+from grpo_mp.trainer.adapter_check import check_checkpoint
+from grpo_mp.trainer.command_line import started_job
+from grpo_mp.trainer.context import EngineContext, open_context, open_engines_only
+from grpo_mp.trainer.exit import exit_on_error
+from grpo_mp.trainer.preflight import RunInputs, run_sampling_preflight
+from grpo_mp.trainer.sampling.farm import SampleFarm, Throughput
+from grpo_mp.trainer.sampling.filters import SampleFilter, check_columns, load_sample_filters
+from grpo_mp.trainer.sampling.identity import SamplingIdentity, check_folder
+from grpo_mp.trainer.sampling.results import (
     GROUPS,
     PARTS,
     PASS_RATES,
@@ -54,16 +55,15 @@ from grpo_mp.sampling.results import (
     share_of_prompts,
     sum_counts,
 )
-from grpo_mp.sampling.settings import sampling_settings
-from grpo_mp.sampling.table import Source
-from grpo_mp.train import sync_weights
-from grpo_mp.trainer.adapter_check import check_checkpoint
-from grpo_mp.trainer.command_line import started_job
-from grpo_mp.trainer.context import EngineContext, open_context, open_engines_only
-from grpo_mp.trainer.exit import exit_on_error
-from grpo_mp.trainer.preflight import RunInputs, run_sampling_preflight
-from grpo_mp.types import Prompt
-from grpo_mp.user_code import is_path
+from grpo_mp.trainer.sampling.settings import sampling_settings
+from grpo_mp.trainer.sampling.table import Source
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.files import read_json, write_json
+from grpo_mp.utils.log import log_to_terminal
+from grpo_mp.utils.parsers import sample_parser
+from grpo_mp.utils.phases import Phase
+from grpo_mp.utils.types import Prompt
+from grpo_mp.utils.user_code import is_path
 
 GENERATED = "generated.json"  # all prompts are answered, and how fast
 Recorded = Mapping[int, Record]  # by prompt

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from grpo_mp.processes import end_with_launcher
+from grpo_mp.utils.processes import end_with_launcher
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
@@ -18,7 +18,6 @@ from grpo_mp.monitor.loggers import open_loggers, read_metrics
 from grpo_mp.monitor.reporter import Reporter
 from grpo_mp.monitor.rules import RuleWatch
 from grpo_mp.monitor.timeline import merge_traces
-from grpo_mp.phases import Phase
 from grpo_mp.planner.clusters import machine_options
 from grpo_mp.platform import device_name
 from grpo_mp.policy.trained_model import UpdateReport
@@ -51,6 +50,7 @@ from grpo_mp.trainer.sft_step import (
 )
 from grpo_mp.trainer.skipped_updates import note_skipped
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord, disk_may_be_full
+from grpo_mp.utils.phases import Phase
 
 
 def fine_tune(ctx: SftContext, reporter: Reporter) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from grpo_mp.processes import end_with_launcher
+from grpo_mp.utils.processes import end_with_launcher
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
@@ -22,7 +22,6 @@ from grpo_mp.monitor.reporter import Reporter
 from grpo_mp.monitor.rules import RuleWatch
 from grpo_mp.monitor.samples import drop_later_files
 from grpo_mp.monitor.timeline import merge_traces
-from grpo_mp.phases import Phase
 from grpo_mp.planner.clusters import machine_options
 from grpo_mp.platform import device_name
 from grpo_mp.policy.trained_model import UpdateReport
@@ -50,6 +49,7 @@ from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.skipped_updates import keep_skipped, note_skipped_by_critic
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord, disk_may_be_full, sync_metrics
 from grpo_mp.trainer.update import critic_step, train_step, update_reference
+from grpo_mp.utils.phases import Phase
 from grpo_mp.weight_sync.update import largest_report
 
 

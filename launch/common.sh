@@ -51,7 +51,7 @@ start() {
   done
   [ -x "$python" ] || fail "$python is not there: make it with launch/install.sh, or name another with VENV"
   choose_size
-  folder=$("$python" -m grpo_mp.launch.job folder "$config" "${arguments[@]}")
+  folder=$("$python" -m grpo_mp.cli.slurm_job folder "$config" "${arguments[@]}")
   attempt=$folder/attempts/${SLURM_JOB_ID:-dry}.${SLURM_RESTART_COUNT:-0}
   if [ "$dry_run" = yes ]; then
     set_environment
@@ -69,7 +69,7 @@ start() {
     one_attempt
     if [ "$status" = 0 ]; then return; fi
     [ "$restarts" != 0 ] || exit "$status"
-    "$python" -m grpo_mp.launch.job may-restart "$attempt" "$config" "${arguments[@]}" || exit "$status"
+    "$python" -m grpo_mp.cli.slurm_job may-restart "$attempt" "$config" "${arguments[@]}" || exit "$status"
     if [ "$again" = yes ]; then
       requeue
       return
@@ -80,7 +80,7 @@ start() {
 
 # Checks the nodes and trains on them; $status is not 0 where a rank failed.
 one_attempt() {
-  "$python" -m grpo_mp.launch.job begin --restarts "$restarts" "$attempt" "$config" "${arguments[@]}"
+  "$python" -m grpo_mp.cli.slurm_job begin --restarts "$restarts" "$attempt" "$config" "${arguments[@]}"
   choose_nodes "$size"
   local shown=$nodes
   set_environment
@@ -169,12 +169,12 @@ set_commands() {
   local on_nodes=(srun --ntasks="$count" --ntasks-per-node=1 --cpu-bind=none
     ${SLURM_CPUS_ON_NODE:+--cpus-per-task=$SLURM_CPUS_ON_NODE} "${on[@]}")
   check=("${on_all[@]}" --output="$attempt/check_%t.log" "${inside[@]}"
-    "$python" -m grpo_mp.launch.nodes "$attempt" "$nodes")
+    "$python" -m grpo_mp.cli.slurm_nodes "$attempt" "$nodes")
   case ${LAUNCHER:-srun} in
     srun)
       first_log=rank_0.log
       run=("${on_all[@]}" --output="$attempt/rank_%t.log" "${inside[@]}"
-        "$python" -m grpo_mp.launch.task "$attempt" "$config" "${arguments[@]}")
+        "$python" -m grpo_mp.cli.slurm_task "$attempt" "$config" "${arguments[@]}")
       ;;
     torchrun)
       first_log=node_0.log
@@ -186,7 +186,7 @@ set_commands() {
 }
 
 show() {
-  "$python" -m grpo_mp.launch.job show --nodes "$nodes" --per-node "$per_node" "$@" "$config" "${arguments[@]}"
+  "$python" -m grpo_mp.cli.slurm_job show --nodes "$nodes" --per-node "$per_node" "$@" "$config" "${arguments[@]}"
   printf '  %s\n' "${environment[@]}"
 }
 
@@ -213,7 +213,7 @@ check_nodes() {
     return
   fi
   # Where a check crashes, it does not come to say which node is bad; the time limit's signal may end a good one.
-  [ -s "$attempt/bad_nodes" ] || [ "$again" = yes ] || "$python" -m grpo_mp.launch.job crashed-check "$attempt"
+  [ -s "$attempt/bad_nodes" ] || [ "$again" = yes ] || "$python" -m grpo_mp.cli.slurm_job crashed-check "$attempt"
   if [ -s "$attempt/bad_nodes" ]; then
     leave_out "$attempt/bad_nodes"
     [ $((count - $(wc -w <"$attempt/bad_nodes"))) -ge "$size" ] || resubmit_without_bad_nodes
@@ -245,7 +245,7 @@ resubmit_without_bad_nodes() {
   export RESUBMITS=$((${RESUBMITS:-0} + 1)) RESUBMITS_AFTER_STEP=$step
   [ "$RESUBMITS" -le "$MOST_RESUBMITS" ] || fail "bad nodes in $RESUBMITS jobs in a row, last $bad: drain or repair them"
   local text options
-  text=$(retry scontrol show job "$SLURM_JOB_ID" | "$python" -m grpo_mp.launch.resubmit "$bad")
+  text=$(retry scontrol show job "$SLURM_JOB_ID" | "$python" -m grpo_mp.cli.slurm_resubmit "$bad")
   mapfile -t options <<<"$text"
   options+=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node="$per_node")
   if [ "$spares" != 0 ]; then options+=(--no-kill); fi
@@ -273,13 +273,13 @@ train() {
   if [ "$again" = yes ] && ! stopped_on_purpose && has_steps_left; then
     requeue
   elif [ "$status" != 0 ]; then
-    "$python" -m grpo_mp.launch.job failure --nodes "$nodes" --per-node "$per_node" "$attempt"
+    "$python" -m grpo_mp.cli.slurm_job failure --nodes "$nodes" --per-node "$per_node" "$attempt"
     [ ! -s "$attempt/faulty_nodes" ] || leave_out "$attempt/faulty_nodes"
     trap 'again=yes' USR1 # there is no step to tell
     trap - TERM
     if [ "$told_to_end" = yes ]; then exit "$status"; fi
   else
-    "$python" -m grpo_mp.launch.job check-finished "$attempt" $((count * per_node))
+    "$python" -m grpo_mp.cli.slurm_job check-finished "$attempt" $((count * per_node))
     # A job that others push aside: Slurm tells the ranks, not this script, and they have saved.
     if [ "$told_to_end" = no ] && has_steps_left; then requeue; fi
   fi
@@ -287,11 +287,11 @@ train() {
 
 # As by a guard: what the time limit alone would have broken off is resumed.
 stopped_on_purpose() {
-  [ "$status" != 0 ] && "$python" -m grpo_mp.launch.job stopped-on-purpose "$attempt"
+  [ "$status" != 0 ] && "$python" -m grpo_mp.cli.slurm_job stopped-on-purpose "$attempt"
 }
 
 has_steps_left() {
-  "$python" -m grpo_mp.launch.job has-steps-left "$config" "${arguments[@]}"
+  "$python" -m grpo_mp.cli.slurm_job has-steps-left "$config" "${arguments[@]}"
 }
 
 # requeue [REASON]

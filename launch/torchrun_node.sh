@@ -3,4 +3,4 @@
 set -euo pipefail
 
 trap '' USR1 # asks the ranks to save; it would end an agent that has not begun to hand it on
-exec "$1" -m grpo_mp.launch.torchrun_node "${@:2}"
+exec "$1" -m grpo_mp.cli.torchrun_node "${@:2}"

@@ -8,7 +8,7 @@ import yaml
 
 import grpo_mp
 
-PAGE = (Path(grpo_mp.__file__).parent / "episodes" / "README.md").read_text()
+PAGE = (Path(grpo_mp.__file__).parent / "rollout" / "README.md").read_text()
 HEADINGS = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
 
 

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from grpo_mp.background import BackgroundTask
-from grpo_mp.errors import PhaseTimeout
+from grpo_mp.utils.background import BackgroundTask
+from grpo_mp.utils.errors import PhaseTimeout
 
 
 def test_a_wait_ends_once_the_function_has_ended() -> None:

@@ -13,8 +13,8 @@ from grpo_mp import platform
 from grpo_mp.config import Settings, check_settings, dump_settings, load_settings, show_settings
 from grpo_mp.config.data_sections import EvalSetConfig
 from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
-from grpo_mp.errors import UserError, exit_with
-from grpo_mp.section import Section, parse_bytes
+from grpo_mp.utils.errors import UserError, exit_with
+from grpo_mp.utils.section import Section, parse_bytes
 from tests.minimal_settings import MINIMAL_SETTINGS
 
 ROLLOUT = MINIMAL_SETTINGS["rollout"]

@@ -30,9 +30,9 @@ from grpo_mp.planner.job import make_job
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.policy import Policy, check_policy
 from grpo_mp.rewards.scorer import Scorer
-from grpo_mp.sampling.filters import apply_filters, load_sample_filters
 from grpo_mp.trainer.preflight import Extensions, load_extensions
-from grpo_mp.types import Prompt, Sample, SampleGroup, SampleInfo
+from grpo_mp.trainer.sampling.filters import apply_filters, load_sample_filters
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup, SampleInfo
 from tests.algorithms.objective import draw_update, loss_of, objective, to_microbatches
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.one_rank import one_rank_job

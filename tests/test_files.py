@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.files import incomplete, remove_incomplete
+from grpo_mp.utils.files import incomplete, remove_incomplete
 
 
 def test_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:

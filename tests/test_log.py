@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.log import TerminalHandler, log_file, log_to_terminal, logging_to
+from grpo_mp.utils.log import TerminalHandler, log_file, log_to_terminal, logging_to
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import pytest
 
 from grpo_mp.config import check_settings
 from grpo_mp.config.other_trainers import translate
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 from tests.minimal_settings import MINIMAL_SETTINGS
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from grpo_mp.config import Settings, check_settings, dump_settings, load_settings, load_sft_settings
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 from tests.minimal_settings import MINIMAL_SETTINGS
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_mp.processes import LAUNCHER_PID, with_death_signal, with_descendants
+from grpo_mp.utils.processes import LAUNCHER_PID, with_death_signal, with_descendants
 
 RANK = """
 import os, sys, time
@@ -19,7 +19,7 @@ parent = os.getppid()
 Path(sys.argv[1]).write_text(str(os.getpid()))
 while os.getppid() == parent and sys.argv[2] == "early":
     time.sleep(0.01)
-from grpo_mp.processes import end_with_launcher
+from grpo_mp.utils.processes import end_with_launcher
 end_with_launcher()
 time.sleep(60)
 """
@@ -55,7 +55,9 @@ def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     file = tmp_path / "pid"
     sleep = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     command = [sys.executable, "-c", sleep]
-    code = f"import subprocess; from grpo_mp.processes import with_death_signal as f; subprocess.run(f({command}))"
+    code = (
+        f"import subprocess; from grpo_mp.utils.processes import with_death_signal as f; subprocess.run(f({command}))"
+    )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     starter = subprocess.Popen([sys.executable, "-c", code], env=environment)
     deadline = time.monotonic() + 120.0
@@ -103,7 +105,7 @@ tell(os.getpid())
 """
     code = """
 import subprocess, sys
-from grpo_mp.processes import with_descendants
+from grpo_mp.utils.processes import with_descendants
 sys.exit(subprocess.run(with_descendants([sys.executable, "-c", sys.argv[1]])).returncode)
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}

@@ -7,7 +7,6 @@ import pytest
 
 from grpo_mp.config import Settings, dump_settings, load_any_settings, load_pipeline, load_settings
 from grpo_mp.distributed.layout import model_shape
-from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.guards import MetricGuards
 from grpo_mp.pipeline.stages import make_jobs
@@ -15,6 +14,7 @@ from grpo_mp.planner.model_configs import find_config
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.trainer.preflight import start_warnings, sync_warnings
+from grpo_mp.utils.errors import UserError
 from tests.recipes import FULL_SIZE, PIPELINES, RL, SECTIONS, SFT
 
 

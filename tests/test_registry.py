@@ -13,10 +13,10 @@ import grpo_mp
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.registries import ADVANTAGE_ESTIMATORS, GROUP_FILTERS, POLICY_LOSSES
 from grpo_mp.config.registries import DATA_SOURCES, LOGGERS
-from grpo_mp.errors import UserError
 from grpo_mp.models.families import FAMILIES, MODEL_FAMILIES
-from grpo_mp.registry import Registry
 from grpo_mp.rewards.base import REWARDS, STEP_REWARDS
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.registry import Registry
 
 PACKAGE = Path(grpo_mp.__file__).parent
 REGISTRIES: dict[str, Registry[Any]] = {

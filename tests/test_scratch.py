@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp import scratch
-from grpo_mp.scratch import ScratchFolder, remove_abandoned
+from grpo_mp.utils import scratch
+from grpo_mp.utils.scratch import ScratchFolder, remove_abandoned
 
-HOLD = "import sys; from grpo_mp.scratch import ScratchFolder; print(ScratchFolder('job').path, flush=True); input()"
+HOLD = (
+    "import sys; from grpo_mp.utils.scratch import ScratchFolder; print(ScratchFolder('job').path, flush=True); input()"
+)
 
 
 @pytest.fixture(autouse=True)

@@ -16,12 +16,12 @@ from grpo_mp.config import (
     load_sft_settings,
     training_module,
 )
+from grpo_mp.data.chat_data import ChatSet
 from grpo_mp.data.cursor import Cursor
-from grpo_mp.episodes.chat_data import ChatSet
-from grpo_mp.errors import UserError
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer import sft_step
 from grpo_mp.trainer.sft_step import next_batch
+from grpo_mp.utils.errors import UserError
 from tests.minimal_settings import MINIMAL_SETTINGS
 
 MINIMAL: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_mp.rewards.base import RewardError, run_with_timeout
-from grpo_mp.user_code import no_exit
+from grpo_mp.utils.user_code import no_exit
 
 
 class TooLateError(Exception):

@@ -10,8 +10,8 @@ from torch import Tensor
 from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.algorithms.registries import ADVANTAGE_ESTIMATORS
 from grpo_mp.algorithms.settings import AdvantageConfig
-from grpo_mp.errors import UserError
-from grpo_mp.types import PerToken, SampleInfo
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import PerToken, SampleInfo
 
 
 class AdvantageEstimator(Protocol):

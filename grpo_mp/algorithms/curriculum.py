@@ -5,8 +5,8 @@ from typing import Protocol
 
 from grpo_mp.algorithms.registries import CURRICULA
 from grpo_mp.algorithms.settings import CurriculumConfig
-from grpo_mp.errors import UserError, one_line
-from grpo_mp.types import SampleInfo
+from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.types import SampleInfo
 
 
 class Curriculum(Protocol):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo_mp.algorithms.distillation_settings import DistillationConfig
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch
 
 LEAST_REST = 1e-7  # a rest of the teacher's probability below it is rounding error of its float32 logprobs
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from grpo_mp.section import Section, ServedModelConfig
+from grpo_mp.utils.section import Section, ServedModelConfig
 
 
 class TeacherConfig(ServedModelConfig):

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from grpo_mp.algorithms.registries import GROUP_FILTERS
 from grpo_mp.algorithms.settings import FilterConfig
-from grpo_mp.types import SampleInfo
+from grpo_mp.utils.types import SampleInfo
 
 
 class GroupFilter(Protocol):

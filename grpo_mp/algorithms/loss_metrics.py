@@ -9,7 +9,7 @@ from grpo_mp.algorithms.distillation import TopkTerms
 from grpo_mp.algorithms.policy_losses import TokenTerms
 from grpo_mp.algorithms.registries import policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch
 
 MEANS = (  # metrics that are means over the response tokens
     "train/entropy",

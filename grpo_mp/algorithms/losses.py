@@ -13,8 +13,8 @@ from grpo_mp.algorithms.policy_losses import PolicyLoss, TokenTerms
 from grpo_mp.algorithms.registries import POLICY_LOSSES, policy_loss_entry
 from grpo_mp.algorithms.sequences import Reduce, Sequences
 from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig, RatioLevel, RolloutCorrectionConfig
-from grpo_mp.errors import UserError
-from grpo_mp.types import MicroBatch, PerToken
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import MicroBatch, PerToken
 
 MicroBatchLoss = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 MAX_LOG_RATIO = 700.0  # exp(709) is the largest float64

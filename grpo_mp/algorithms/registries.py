@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from grpo_mp.registry import LazyEntry, Registry
+from grpo_mp.utils.registry import LazyEntry, Registry
 
 if TYPE_CHECKING:
     from grpo_mp.algorithms.advantages import AdvantageEstimator

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch
 
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks that hold parts of the same sequences
 

@@ -14,8 +14,8 @@ from grpo_mp.algorithms.registries import (
     POLICY_LOSSES,
     policy_loss_entry,
 )
-from grpo_mp.errors import did_you_mean
-from grpo_mp.section import Section
+from grpo_mp.utils.errors import did_you_mean
+from grpo_mp.utils.section import Section
 
 RatioLevel = Literal["token", "sequence", "sequence_token", "product"]
 

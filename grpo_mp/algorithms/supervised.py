@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch
 
 SUMS = ("loss", "entropy", "tokens")  # of a micro-batch: its share of the loss; sums over the learned tokens
 

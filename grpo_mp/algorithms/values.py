@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch
 
 ValueLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
 LOSS_SUMS = ("value_loss", "vf_clipped", "tokens")  # of a micro-batch: its share of the loss; counts of tokens

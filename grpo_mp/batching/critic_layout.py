@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, sequence_of_token
 from grpo_mp.batching.updates import UpdatePlan
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.types import MicroBatch, SampleInfo
+from grpo_mp.utils.types import MicroBatch, SampleInfo
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.distributed.process_groups import all_gather
-from grpo_mp.types import Sample, SampleGroup, SampleInfo
+from grpo_mp.utils.types import Sample, SampleGroup, SampleInfo
 
 Item = TypeVar("Item")
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from grpo_mp.algorithms.curriculum import Curriculum, call_curriculum
 from grpo_mp.algorithms.settings import CurriculumConfig, FilterConfig
-from grpo_mp.types import SampleInfo
+from grpo_mp.utils.types import SampleInfo
 
 # Number of an ended group in the step's launch order, and whether the filter keeps it; None: it was aborted.
 Verdict = tuple[int, bool | None]

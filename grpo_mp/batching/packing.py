@@ -13,7 +13,7 @@ import torch
 
 from grpo_mp.batching.microbatches import MicroBatchPlan, SharedPrompt
 from grpo_mp.platform.packed_attention import zigzag_positions
-from grpo_mp.types import NO_TOKEN, MicroBatch, PerToken, RowRange, Sample
+from grpo_mp.utils.types import NO_TOKEN, MicroBatch, PerToken, RowRange, Sample
 
 NO_PROMPT = RowRange()
 

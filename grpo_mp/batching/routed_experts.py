@@ -17,7 +17,7 @@ from grpo_mp.batching.updates import UpdatePlan, padded_size
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates, coordinates
 from grpo_mp.distributed.process_groups import Job, all_gather
-from grpo_mp.types import ExpertIds, RoutedExperts, Sample, SampleGroup, SampleInfo
+from grpo_mp.utils.types import ExpertIds, RoutedExperts, Sample, SampleGroup, SampleInfo
 
 RANGE_BYTES = 8  # of rows that follow each other: where it begins, and how many
 Ranges = npt.NDArray[np.int32]  # [n, 2]

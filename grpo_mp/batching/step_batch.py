@@ -26,7 +26,7 @@ from grpo_mp.batching.updates import UpdatePlan, microbatches, padding_multiple,
 from grpo_mp.config import Settings
 from grpo_mp.distributed.coordinates import data_parallel_size, model_parallel_ranks
 from grpo_mp.distributed.process_groups import Job, Parallel, sum_over_context
-from grpo_mp.types import MicroBatch, PerToken, Sample, SampleGroup, SampleInfo
+from grpo_mp.utils.types import MicroBatch, PerToken, Sample, SampleGroup, SampleInfo
 
 UpdateBatches = list[list[MicroBatch]]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from grpo_mp.batching.updates import UpdatePlan, microbatches, plan_updates
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.types import MicroBatch, Sample
+from grpo_mp.utils.types import MicroBatch, Sample
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from grpo_mp.batching.microbatches import Cost, MicroBatchSchedule, plan_microba
 from grpo_mp.batching.packing import pack, slice_context, with_mtp_targets
 from grpo_mp.batching.shared_prompts import SamplePrompt, make_units, unpack_units
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
-from grpo_mp.types import MicroBatch, PerToken, Sample
+from grpo_mp.utils.types import MicroBatch, PerToken, Sample
 
 FP8_ROWS = {"blockwise": 16, "tensorwise": 16, "mxfp8": 32}  # Megatron's get_fp8_align_size
 # Of tensor-parallel ranks, so that tiles of 128 tokens are those of the gathered rows, and FP8 is what is gathered.

@@ -11,7 +11,7 @@ from grpo_mp.algorithms.values import generalized_advantages
 from grpo_mp.batching.packing import context_index
 from grpo_mp.batching.step_batch import UpdateBatches, kl_costs
 from grpo_mp.distributed.process_groups import Parallel, sum_over_context
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch
 
 
 def with_values(update: Sequence[MicroBatch], values: Sequence[Tensor]) -> list[MicroBatch]:

@@ -44,8 +44,8 @@ from torch.futures import Future
 
 from grpo_mp.checkpoint.safe_metadata import SafeReader, read_metadata
 from grpo_mp.checkpoint.torch_dist_reader import find_elements, memory_of, read_at
-from grpo_mp.errors import UserError, one_line
 from grpo_mp.platform.pinned import PinnedBuffer
+from grpo_mp.utils.errors import UserError, one_line
 
 PAGE_BYTES = 4096  # a disk reads no less
 Shape = tuple[int, ...]

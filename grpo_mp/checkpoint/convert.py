@@ -34,13 +34,13 @@ from grpo_mp.checkpoint.resumable_writer import (
 from grpo_mp.checkpoint.run_state import SETTINGS
 from grpo_mp.checkpoint.torch_dist import GLOBAL_FILES, CheckpointSlot, merge_parts, slot_of, write_part
 from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader
-from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8, SCALE, quantize, requantize, scale_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, fuse, split_by_bytes
 from grpo_mp.models.multi_token_prediction import copied_names
-from grpo_mp.reading import read_yaml
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.reading import read_yaml
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from safetensors.torch import _TYPES
 from torch import Tensor
 
 from grpo_mp.checkpoint.manifest import Checksums
-from grpo_mp.errors import UserError, one_line
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantize, scale_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 from grpo_mp.models.multi_token_prediction import copied_names
-from grpo_mp.reading import check_regular, read_json, shorten
+from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.reading import check_regular, read_json, shorten
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"  # of a folder without an index

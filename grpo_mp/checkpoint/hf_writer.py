@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from grpo_mp.checkpoint.hf_reader import INDEX, SINGLE_FILE
-from grpo_mp.files import sync_to_disk
 from grpo_mp.models.families import add_transformers_4_names
 from grpo_mp.models.fp8 import BLOCK
+from grpo_mp.utils.files import sync_to_disk
 
 SHARD_BYTES = 2**30  # of a file: a writer holds one that is written and one that is filled, and the tensor after them
 # What goes with the weights, by kind. Everything else stays behind: weights in other formats, adapters, what a trainer

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.errors import UserError, one_line
-from grpo_mp.files import file_digest, sync_to_disk
-from grpo_mp.reading import check_path, read_json
+from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.files import file_digest, sync_to_disk
+from grpo_mp.utils.reading import check_path, read_json
 
 CONVERSION_RECORD = "conversion.json"  # the source's fingerprint, and size and checksum of every file of every part
 SOURCE_FOLDER = "source_folder"  # key of the record: path of a Hugging Face folder that was converted

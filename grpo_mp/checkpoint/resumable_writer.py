@@ -22,8 +22,8 @@ from torch.distributed import PrefixStore, Store, rendezvous
 
 from grpo_mp.checkpoint.manifest import CONVERSION_RECORD, SHARED_FILES, SOURCE_FOLDER, checksums
 from grpo_mp.distributed.rendezvous import is_first_failure
-from grpo_mp.errors import PhaseTimeout, UserError
-from grpo_mp.files import read_json, write_json
+from grpo_mp.utils.errors import PhaseTimeout, UserError
+from grpo_mp.utils.files import read_json, write_json
 
 TIMEOUT_S = 1800.0  # without a byte from any rank
 POLL_S = 0.1

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 LOCK = "job.lock"
 WAIT_S = 120.0  # the locks of a dead host on NFS stay for its lease of 90 s

@@ -15,10 +15,10 @@ import xxhash
 from grpo_mp.checkpoint.manifest import HASH, Checksums, Files, checksums, unreadable_is_damaged
 from grpo_mp.checkpoint.settings_changes import describe_changes, settings_changes, write_inputs
 from grpo_mp.data.cursor import Cursor
-from grpo_mp.errors import UserError, one_line
-from grpo_mp.files import remove_incomplete, sync_to_disk, write_atomically, write_json
-from grpo_mp.reading import check_regular, parse_yaml, read_json, read_yaml, refuse_unreadable
-from grpo_mp.redact import has_secrets
+from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.files import remove_incomplete, sync_to_disk, write_atomically, write_json
+from grpo_mp.utils.reading import check_regular, parse_yaml, read_json, read_yaml, refuse_unreadable
+from grpo_mp.utils.redact import has_secrets
 
 MANIFEST = "manifest.json"
 SETTINGS = "settings.yaml"

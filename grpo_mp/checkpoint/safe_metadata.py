@@ -16,8 +16,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from grpo_mp.checkpoint.describe import TORCH_DIST
-from grpo_mp.errors import UserError
-from grpo_mp.reading import check_regular
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.reading import check_regular
 
 ALLOWED_NAMES = {  # module -> names
     "torch.distributed.checkpoint.metadata": (

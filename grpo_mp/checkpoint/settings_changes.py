@@ -16,11 +16,11 @@ from grpo_mp.config import Settings, SftSettings
 from grpo_mp.config.renamed import RENAMED
 from grpo_mp.config.settings import default_value
 from grpo_mp.data.template_date import set_template_date, template_date
-from grpo_mp.files import write_json
 from grpo_mp.models.folder_digest import model_digest
-from grpo_mp.reading import parse_yaml, read_json
-from grpo_mp.redact import without_secrets
-from grpo_mp.user_code import PYTHON_FILE, file_digests
+from grpo_mp.utils.files import write_json
+from grpo_mp.utils.reading import parse_yaml, read_json
+from grpo_mp.utils.redact import without_secrets
+from grpo_mp.utils.user_code import PYTHON_FILE, file_digests
 
 INPUTS = "inputs.json"
 EVAL_SET = re.compile(r"data\.eval\.(.+)\.(?!path$)[^.]+")

@@ -25,8 +25,8 @@ from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.checkpoint.run_state import MANIFEST, checkpoint_checksums, read_manifest
 from grpo_mp.checkpoint.safe_metadata import SafeReader
 from grpo_mp.checkpoint.torch_dist import LAYER, CheckpointSlot, sharded_tensor
-from grpo_mp.errors import UserError
 from grpo_mp.models.mapping import Param, unfuse
+from grpo_mp.utils.errors import UserError
 
 OPTIMIZER = "optimizer."  # keys of the optimizer in checkpoints of Megatron itself
 

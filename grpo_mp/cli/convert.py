@@ -27,9 +27,9 @@ from rich.table import Table
 
 from grpo_mp.checkpoint.describe import compare_weights, describe_hf, is_torch_dist
 from grpo_mp.checkpoint.resumable_writer import PART_BYTES, ProgressCallback, WorkerGroup
-from grpo_mp.errors import USER_STATUS, UserError
-from grpo_mp.log import log_to_terminal
-from grpo_mp.parsers import Parser, non_negative, positive_int
+from grpo_mp.utils.errors import USER_STATUS, UserError
+from grpo_mp.utils.log import log_to_terminal
+from grpo_mp.utils.parsers import Parser, non_negative, positive_int
 
 DIFFERENT = 1  # exit status
 LOGIT_TOLERANCE = 2e-6  # float32 rounding of either side

@@ -7,9 +7,9 @@ only warnings or none, 2 for a wrong command line.
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_mp.errors import UserError
-from grpo_mp.findings import exit_status, render
-from grpo_mp.parsers import Parser, non_negative, positive_int
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.findings import exit_status, render
+from grpo_mp.utils.parsers import Parser, non_negative, positive_int
 
 STUCK = """Say who waits for whom in a run that does not go on: grpo-mp doctor stuck RUN
 
@@ -79,8 +79,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def diagnose_stuck(run_folder: Path, timeout_s: float, over_s: float, full: bool = False) -> int:
     """Print what the ranks of a run wait for; return the exit status."""
-    from grpo_mp.doctor.processes import ask_ranks
-    from grpo_mp.doctor.stuck import diagnose, full_stacks, shown_engines
+    from grpo_mp.monitor.rank_processes import ask_ranks
+    from grpo_mp.monitor.stuck import diagnose, full_stacks, shown_engines
 
     dumps, silent, engines = ask_ranks(run_folder, timeout_s)
     findings = diagnose(dumps, silent, over_s)
@@ -102,8 +102,8 @@ def diagnose_machine(config: Path | None, overrides: Sequence[str], quick: bool)
 
 def diagnose_run_folder(folder: Path) -> int:
     """Print what is found about a run; return the exit status. Raises UserError for what is no run."""
-    from grpo_mp.doctor.live_engines import ask_weights, find_servers
-    from grpo_mp.doctor.run import diagnose_run, read_run
+    from grpo_mp.monitor.live_engines import ask_weights, find_servers
+    from grpo_mp.monitor.run_findings import diagnose_run, read_run
 
     facts = read_run(folder)
     findings = diagnose_run(facts, [ask_weights(server) for server in find_servers(folder)])
@@ -119,7 +119,7 @@ def diagnose_model_folder(folder: Path, dtype: str, without: Sequence[str], sequ
     from grpo_mp.doctor.compare_models import compare_models
     from grpo_mp.doctor.model import random_tokens
     from grpo_mp.models.hf_config import HfConfig
-    from grpo_mp.trainer.load_models import check_memory
+    from grpo_mp.policy.load_models import check_memory
 
     hf = HfConfig.read(folder)
     if not has_hf_weights(folder):

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from grpo_mp.errors import UserError
-from grpo_mp.launch.resubmit import OPTIONS_VARIABLE
-from grpo_mp.parsers import (
+from grpo_mp.cli.slurm_resubmit import OPTIONS_VARIABLE
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.parsers import (
     MAX_RANKS,
     Parser,
     count_up_to,
@@ -27,7 +27,7 @@ from grpo_mp.parsers import (
     sft_parser,
     train_parser,
 )
-from grpo_mp.processes import end_with_launcher
+from grpo_mp.utils.processes import end_with_launcher
 
 SCRIPTS, CONFIGS = Path("launch"), Path("configs")  # in the root of the repository
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     local.add_argument("--evaluate", action="store_true", help="with --ranks: evaluate instead of training")
     args, rest = local.parse_known_args(arguments)
     if args.ranks:
-        from grpo_mp.launch.local import start_ranks  # torch is slow to import
+        from grpo_mp.cli.local_launch import start_ranks  # torch is slow to import
 
         return start_ranks(args.ranks, rest, "grpo_mp.evaluate" if args.evaluate else _module_of(rest))
     parser = settings_parser("launch", __doc__, local)
@@ -95,7 +95,7 @@ def _run(module: str, ranks: int | None, arguments: Sequence[str]) -> int:
         end_with_launcher()
         import_module(module).main(arguments)
         return 0
-    from grpo_mp.launch.local import start_ranks  # torch is slow to import
+    from grpo_mp.cli.local_launch import start_ranks  # torch is slow to import
 
     return start_ranks(ranks, arguments, module)
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 
 import grpo_mp
-from grpo_mp.errors import INTERRUPT_STATUS, UserError, did_you_mean, exit_with
-from grpo_mp.reading import refuse_unreadable
+from grpo_mp.utils.errors import INTERRUPT_STATUS, UserError, did_you_mean, exit_with
+from grpo_mp.utils.reading import refuse_unreadable
 
 # What runs a command, and its line in the help. Functions take the arguments and return the exit status.
 COMMANDS = {

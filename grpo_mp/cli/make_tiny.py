@@ -20,7 +20,6 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from grpo_mp.errors import UserError
 from grpo_mp.examples import calculator
 from grpo_mp.examples.arithmetic import (
     TEMPLATES,
@@ -39,9 +38,10 @@ from grpo_mp.examples.cold_start import (
     write_examples,
 )
 from grpo_mp.examples.tiny_models import TINY_CONFIGS, make_tiny, make_tokenizer
-from grpo_mp.log import log_to_terminal
-from grpo_mp.parsers import Parser, number_of_ranks, positive_int, share
-from grpo_mp.reading import check_path, read_json
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.log import log_to_terminal
+from grpo_mp.utils.parsers import Parser, number_of_ranks, positive_int, share
+from grpo_mp.utils.reading import check_path, read_json
 
 
 def main(arguments: Sequence[str]) -> int:

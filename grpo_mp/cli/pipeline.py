@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_mp.parsers import Parser, number_of_ranks
+from grpo_mp.utils.parsers import Parser, number_of_ranks
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -19,12 +19,12 @@ from rich.console import Console
 
 from grpo_mp.cli.simulation_arguments import add_simulation_arguments
 from grpo_mp.config import SftSettings, is_pipeline, load_any_settings, load_pipeline
-from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.plan_file import DOES_NOT_FIT
-from grpo_mp.parsers import Parser, number_between, number_of_ranks, positive_int, settings_parser
 from grpo_mp.planner.clusters import Cluster, cluster_names, describe_rates, read_cluster
 from grpo_mp.planner.model_configs import find_config
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.parsers import Parser, number_between, number_of_ranks, positive_int, settings_parser
 
 DEFAULT_CLUSTER = "h100-80"
 TABLE_WIDTH = 130  # of measured steps: a narrower terminal breaks its lines, and nothing is left out
@@ -59,13 +59,13 @@ def main(arguments: Sequence[str]) -> int:
 
     # torch is slow to import: the help and mistakes so far come without it.
     from grpo_mp.cli.simulate import simulate_and_show
-    from grpo_mp.log import log_to_terminal
     from grpo_mp.planner.explain import explain
     from grpo_mp.planner.job import make_job
     from grpo_mp.planner.record import write_plan
     from grpo_mp.planner.show import plan_and_show, search_and_show
     from grpo_mp.rollout.engine_args import check_arguments
     from grpo_mp.simulation.lengths import read_lengths
+    from grpo_mp.utils.log import log_to_terminal
 
     log_to_terminal()
     if find_spec("sglang"):  # a laptop need not have an engine
@@ -101,8 +101,8 @@ def _fill_in_machines(args: argparse.Namespace) -> str:
 
 def _plan_pipeline(args: argparse.Namespace, cluster: Cluster) -> int:
     """Plan the stages of a pipeline."""
-    from grpo_mp.log import log_to_terminal
     from grpo_mp.pipeline.plan import Machines, plan_pipeline, show_pipeline_plan
+    from grpo_mp.utils.log import log_to_terminal
 
     log_to_terminal()
     machines = Machines(cluster, args.nodes, args.gpus_per_node, args.response_tokens)
@@ -113,9 +113,9 @@ def _plan_pipeline(args: argparse.Namespace, cluster: Cluster) -> int:
 
 def _plan_sft(settings: SftSettings, hf: HfConfig, cluster: Cluster, args: argparse.Namespace, console: Console) -> int:
     """Plan a job of supervised fine-tuning."""
-    from grpo_mp.log import log_to_terminal
     from grpo_mp.planner.record import write_sft_plan
     from grpo_mp.planner.sft import plan_and_show_sft, sft_job
+    from grpo_mp.utils.log import log_to_terminal
 
     log_to_terminal()
     job = sft_job(settings, hf, cluster, args.nodes, args.gpus_per_node, args.response_tokens)

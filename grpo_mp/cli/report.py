@@ -10,9 +10,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_mp.errors import UserError
-from grpo_mp.files import write_atomically
-from grpo_mp.parsers import Parser
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.files import write_atomically
+from grpo_mp.utils.parsers import Parser
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,10 +38,10 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"--out {out}: its folder does not exist: make it first")
     if out.is_dir():
         raise UserError(f"{out} is a folder: give --out a file for the page")
+    from grpo_mp.monitor.report.build import build_report  # slow to import
+    from grpo_mp.monitor.report.page import render
+    from grpo_mp.monitor.report.records import read_runs
     from grpo_mp.monitor.timeline import merge_traces
-    from grpo_mp.report.build import build_report  # slow to import
-    from grpo_mp.report.page import render
-    from grpo_mp.report.records import read_runs
 
     runs = read_runs(args.runs)
     try:
@@ -67,8 +67,8 @@ def _check_arguments(args: Namespace) -> None:
 
 def _export(folders: Sequence[Path], file: Path) -> int:
     """Write the metrics of runs as a table; return the exit status."""
-    from grpo_mp.report.export import check_export, write_table
-    from grpo_mp.report.records import read_runs
+    from grpo_mp.monitor.report.export import check_export, write_table
+    from grpo_mp.monitor.report.records import read_runs
 
     check_export(file)
     runs = read_runs(folders)
@@ -83,9 +83,9 @@ def _draw(folders: Sequence[Path], file: Path) -> int:
         raise UserError(f"--picture {file}: a picture is SVG: give it a name that ends in .svg")
     if not file.parent.is_dir():
         raise UserError(f"--picture {file}: its folder does not exist: make it first")
-    from grpo_mp.report.build import main_charts
-    from grpo_mp.report.charts import write_charts
-    from grpo_mp.report.records import read_runs
+    from grpo_mp.monitor.report.build import main_charts
+    from grpo_mp.monitor.report.charts import write_charts
+    from grpo_mp.monitor.report.records import read_runs
 
     charts = main_charts(read_runs(folders))
     if not charts:

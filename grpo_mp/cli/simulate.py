@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
-from grpo_mp.errors import UserError
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.show import table_of
@@ -17,6 +16,7 @@ from grpo_mp.simulation.planned_failures import describe_best as describe_saves
 from grpo_mp.simulation.planned_failures import row_of as failure_row
 from grpo_mp.simulation.scenario import Outcome, Schedule
 from grpo_mp.simulation.table import COLUMNS, describe_best, rows_of
+from grpo_mp.utils.errors import UserError
 
 
 def simulate_and_show(job: PlannedJob, lengths: Sequence[int], args: Namespace, console: Console) -> int:

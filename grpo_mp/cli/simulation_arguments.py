@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from grpo_mp.parsers import (
+from grpo_mp.utils.parsers import (
     MAX_RANKS,
     Parser,
     count_up_to,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_mp.parsers import Parser, count_up_to, non_negative
+from grpo_mp.utils.parsers import Parser, count_up_to, non_negative
 
 LAST_PORT = 2**16 - 1
 
@@ -39,8 +39,8 @@ def show(folder: Path, once: bool, every_s: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from grpo_mp.watch.screen import Frame
-    from grpo_mp.watch.state import RunReader
+    from grpo_mp.monitor.watch.screen import Frame
+    from grpo_mp.monitor.watch.state import RunReader
 
     reader, console = RunReader(folder), Console(highlight=False)
     if once:
@@ -54,8 +54,8 @@ def show(folder: Path, once: bool, every_s: float) -> None:
 
 async def serve(folder: Path, port: int) -> None:
     """Serve the report of a run until Ctrl-C. Raises UserError where the port is taken."""
-    from grpo_mp.report.page import live, waiting_page
-    from grpo_mp.watch.server import LivePage, page_maker, serving
+    from grpo_mp.monitor.report.page import live, waiting_page
+    from grpo_mp.monitor.watch.server import LivePage, page_maker, serving
 
     script = live()
     page = LivePage(folder, page_maker(folder, script), page=waiting_page(script))

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.models.families import MODEL_FAMILIES
-from grpo_mp.section import Section
+from grpo_mp.utils.section import Section
 
 
 class CriticConfig(Section):

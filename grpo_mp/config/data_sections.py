@@ -13,9 +13,9 @@ from pydantic import (
     model_validator,
 )
 
+from grpo_mp.algorithms.pass_at_k import MAX_SAMPLES
 from grpo_mp.config.registries import DATA_SOURCES
-from grpo_mp.evaluation.pass_at_k import MAX_SAMPLES
-from grpo_mp.section import PathText, Section
+from grpo_mp.utils.section import PathText, Section
 
 SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
 TemplateVariables = Annotated[

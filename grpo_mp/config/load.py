@@ -19,11 +19,11 @@ from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
 from grpo_mp.config.sections import DEFAULT_DTYPE
 from grpo_mp.config.settings import Settings
 from grpo_mp.config.sft_settings import SftSettings
-from grpo_mp.errors import UserError, did_you_mean
-from grpo_mp.reading import parse_override, read_yaml, shorten
-from grpo_mp.redact import without_secrets
 from grpo_mp.rewards.settings import StepModelConfig
-from grpo_mp.section import Section, section_type
+from grpo_mp.utils.errors import UserError, did_you_mean
+from grpo_mp.utils.reading import parse_override, read_yaml, shorten
+from grpo_mp.utils.redact import without_secrets
+from grpo_mp.utils.section import Section, section_type
 
 SETS = (["data", "train"], ["data", "eval"])  # of sets by name
 EVAL_SET = re.compile(r"^data\.eval\.[^.]+\.")  # users name their sets

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from grpo_mp.section import Section
+from grpo_mp.utils.section import Section
 
 ALL_LINEAR: Literal["all-linear"] = "all-linear"  # as peft writes it
 

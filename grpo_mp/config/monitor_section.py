@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from grpo_mp.config.registries import LOGGERS
-from grpo_mp.section import Section
+from grpo_mp.utils.section import Section
 
 
 class MetricGuard(Section):

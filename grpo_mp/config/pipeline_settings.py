@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from grpo_mp.section import Section
+from grpo_mp.utils.section import Section
 
 STAGE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,60}", re.ASCII)
 Overrides = dict[str, Any]  # values by section.key, as on a command line

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from grpo_mp.registry import LazyEntry, Registry
+from grpo_mp.utils.registry import LazyEntry, Registry
 
 # DataSource of data/rows.py, RolloutFunction of episodes/protocol.py, MakeLogger of monitor/loggers.py, SampleFilter of
 # sampling/filters.py
@@ -13,16 +13,16 @@ DATA_SOURCES: Registry[ExtensionFunction] = Registry(
     "data source",
     {
         **{name: LazyEntry(f"grpo_mp.data.rows:read_{name}") for name in ("jsonl", "parquet", "datasets")},
-        "verifiers": LazyEntry("grpo_mp.episodes.verifiers_env:read_environment"),
+        "verifiers": LazyEntry("grpo_mp.rollout.verifiers_env:read_environment"),
     },
     parameters=("name",),
 )
 ROLLOUT_FUNCTIONS: Registry[ExtensionFunction] = Registry(
     "rollout function",
     {
-        "call_tools": LazyEntry("grpo_mp.episodes.tool_loop:call_tools"),
-        "openai_agent": LazyEntry("grpo_mp.episodes.openai_agent:OpenAIAgent"),
-        "verifiers": LazyEntry("grpo_mp.episodes.verifiers_env:VerifiersRollout"),
+        "call_tools": LazyEntry("grpo_mp.rollout.tool_loop:call_tools"),
+        "openai_agent": LazyEntry("grpo_mp.rollout.openai_agent:OpenAIAgent"),
+        "verifiers": LazyEntry("grpo_mp.rollout.verifiers_env:VerifiersRollout"),
     },
     parameters=("task", "policy"),
     makes=True,
@@ -41,7 +41,7 @@ LOGGERS: Registry[ExtensionFunction] = Registry(
 SAMPLE_FILTERS: Registry[ExtensionFunction] = Registry(
     "filter of samples",
     {
-        name: LazyEntry(f"grpo_mp.sampling.filters:{name.title()}")
+        name: LazyEntry(f"grpo_mp.trainer.sampling.filters:{name.title()}")
         for name in ("right", "best", "reward", "tokens", "complete", "language", "without", "distinct", "first")
     },
     parameters=("prompt", "samples"),

@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from grpo_mp.config.registries import SAMPLE_FILTERS
-from grpo_mp.section import Section
+from grpo_mp.utils.section import Section
 
 
 class SampleConfig(Section):

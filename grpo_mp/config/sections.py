@@ -10,7 +10,7 @@ from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
 from grpo_mp.config.speculative_section import SpeculativeConfig
 from grpo_mp.models.families import MODEL_FAMILIES
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.section import Section, as_bytes
+from grpo_mp.utils.section import Section, as_bytes
 
 PIECE_BYTES = 2**30
 DEFAULT_DTYPE = "bfloat16"  # of weights and activations, where nothing says that a CPU computes

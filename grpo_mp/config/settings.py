@@ -23,9 +23,9 @@ from grpo_mp.config.sections import (
     TrainingConfig,
 )
 from grpo_mp.config.trainer_settings import check_training
-from grpo_mp.errors import did_you_mean
 from grpo_mp.rewards.settings import COSINE, RewardConfig
-from grpo_mp.section import Section
+from grpo_mp.utils.errors import did_you_mean
+from grpo_mp.utils.section import Section
 
 MAX_TOPK_VALUES = 2**24  # of a teacher's logprobs of one response, which come in one reply of 180 MB
 

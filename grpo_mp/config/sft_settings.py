@@ -15,7 +15,7 @@ from grpo_mp.config.sections import (
     TrainingConfig,
 )
 from grpo_mp.config.trainer_settings import check_training
-from grpo_mp.section import PathText, Section
+from grpo_mp.utils.section import PathText, Section
 
 SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
 OF_RL = ("rollout", "engine", "reward", "algorithm", "sync", "schedule")  # sections without a meaning here

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from grpo_mp.section import Section
+from grpo_mp.utils.section import Section
 
 
 class SpeculativeConfig(Section):

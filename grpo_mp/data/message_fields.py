@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo_mp.errors import UserError
-from grpo_mp.types import Message
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import Message
 
 THINKING = ("reasoning_content", "reasoning", "thinking")
 # Switches of the loss: of OpenAI (weight), ms-swift (loss), slime (loss_mask, step_loss_mask), axolotl (train,

@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.data.message_fields import with_thinking_as_read
 from grpo_mp.data.rows import without_nulls
-from grpo_mp.errors import UserError
-from grpo_mp.reading import shorten
-from grpo_mp.types import Message
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.reading import shorten
+from grpo_mp.utils.types import Message
 
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from grpo_mp.config.data_sections import TrainSetConfig
 from grpo_mp.data.rows import read_rows
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 PassRates = dict[str, float]  # by the prompt's text
 

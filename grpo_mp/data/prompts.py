@@ -21,12 +21,12 @@ from grpo_mp.data.pass_rates import within_pass_rates
 from grpo_mp.data.rows import Row, Rows, read_rows
 from grpo_mp.data.set_warnings import copies, dropped_system, left_out
 from grpo_mp.data.template import check_template, conversation_text, drops_system, render_template
-from grpo_mp.errors import UserError, one_line
-from grpo_mp.reading import did_you_mean_column, has_column, read_column, shorten
 from grpo_mp.rewards.math import boxed_answer
 from grpo_mp.rewards.settings import DATA_SET
-from grpo_mp.types import Prompt
-from grpo_mp.user_code import time_limit
+from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.reading import did_you_mean_column, has_column, read_column, shorten
+from grpo_mp.utils.types import Prompt
+from grpo_mp.utils.user_code import time_limit
 
 BOXES = re.compile(r"\}[\s$]*(?:,|,?\s*(?:\\text\{\s*)?\b(?:and|or)\b\s*\}?)[\s$]*\\boxed\b")
 ROWS_AT_ONCE = 1024  # that the tokenizer is given

@@ -17,8 +17,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 
 from grpo_mp.config.registries import DATA_SOURCES
-from grpo_mp.errors import UserError, one_line
-from grpo_mp.reading import check_path, check_regular, parse_json
+from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.reading import check_path, check_regular, parse_json
 
 Columns = dict[str, Any]
 

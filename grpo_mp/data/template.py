@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.data.messages import as_template_reads
 from grpo_mp.data.template_date import strftime_now
-from grpo_mp.errors import UserError, did_you_mean
-from grpo_mp.types import Message
+from grpo_mp.utils.errors import UserError, did_you_mean
+from grpo_mp.utils.types import Message
 
 # What transformers gives a template itself, or takes as options of the rendering.
 OWN = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"kwargs"}

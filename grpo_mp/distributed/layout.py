@@ -9,9 +9,9 @@ from typing import Any
 from grpo_mp.config.megatron_fields import PLACEMENT_FIELDS
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import data_parallel_size
-from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.utils.errors import UserError
 
 
 @dataclass(frozen=True)

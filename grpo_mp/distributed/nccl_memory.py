@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.communicators import PIPELINE
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 FIRST_NCCL = (2, 29, 7)  # with ncclCommSuspend
 

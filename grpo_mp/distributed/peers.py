@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from grpo_mp.background import BackgroundTask
+from grpo_mp.utils.background import BackgroundTask
 
 TAG = 1  # of these messages among others between two ranks
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 FIRST_PORT, LAST_PORT = 15000, 65535
 JOB_PORTS = "GRPO_MP_PORTS"  # "20001-20199": ports that the batch script set apart for this job

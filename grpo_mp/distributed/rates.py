@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp import platform
-from grpo_mp.errors import one_line
+from grpo_mp.utils.errors import one_line
 
 REPEATS = 5  # of a measured collective, of which the fastest counts
 CUDA_BYTES, CPU_BYTES = 2**28, 2**22  # that it moves

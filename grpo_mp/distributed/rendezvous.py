@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp import platform
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 # How many of its last collectives a rank remembers, in torch's flight recorder: `grpo-mp doctor stuck` reads them.
 RECORDER_VARIABLE, RECORDED_COLLECTIVES = "TORCH_FR_BUFFER_SIZE", 1000

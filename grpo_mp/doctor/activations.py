@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from grpo_mp import platform
-from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.forward import sequence_logits
+from grpo_mp.policy.load_models import policy_tensors, transformers_model
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.trainer.load_models import policy_tensors, transformers_model
+from grpo_mp.utils.errors import UserError
 
 EMBEDDING = "embedding"
 OUTPUT = "final norm and output layer"  # of which the logprobs are compared

@@ -18,9 +18,9 @@ from grpo_mp.doctor.weights import (
     params_of,
     write_folder,
 )
-from grpo_mp.findings import Finding
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.precision import is_fp8_checkpoint
+from grpo_mp.utils.findings import Finding
 
 FP8 = "fp8"
 

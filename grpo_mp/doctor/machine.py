@@ -22,9 +22,6 @@ import torch
 from grpo_mp import platform
 from grpo_mp.config import Settings, SftSettings
 from grpo_mp.distributed.ports import claim_ports
-from grpo_mp.errors import UserError, one_line
-from grpo_mp.findings import Finding, Level
-from grpo_mp.phases import GIB
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.platform.gpu_state import GpuState, peers_without_access, read_gpus
 from grpo_mp.platform.machine_check import (
@@ -42,6 +39,9 @@ from grpo_mp.platform.machine_check import (
 from grpo_mp.policy.parameter_bytes import DiskNeed, disk_need, policy_disk_need
 from grpo_mp.rollout.server import check_temporary_folder
 from grpo_mp.trainer.disk_check import check_disk
+from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.findings import Finding, Level
+from grpo_mp.utils.phases import GIB
 
 CPU_RANKS = 2  # that exchange tensors where there is no GPU
 COMMAND = [sys.executable, "-m", "grpo_mp.doctor.exchange"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from grpo_mp.doctor.activations import EMBEDDING, OUTPUT, Activations, attention_point, layer_point
-from grpo_mp.findings import Finding, Level
+from grpo_mp.utils.findings import Finding, Level
 
 FLOAT32_TOLERANCE = 1e-4  # of a point's relative error; sums in another order differ by less
 LOW_PRECISION_FACTOR = 4.0  # how much further from float32 than transformers itself in that precision

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from grpo_mp.checkpoint.hf_reader import HfReader, read_non_policy_tensors
 from grpo_mp.checkpoint.hf_writer import begin_hf, complete_hf, write_shards
-from grpo_mp.findings import Finding, Level
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import SCALE, dequantize, quantize
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, unfuse
+from grpo_mp.utils.findings import Finding, Level
 
 MOST_NAMED = 5  # tensors that evidence lists
 NamedTensors = Iterable[tuple[str, Tensor]]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.errors import UserError
-from grpo_mp.files import write_atomically
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.files import write_atomically
 
 NAMES = ("Tom", "Ann", "Sam", "Mia", "Ben", "Eva")
 OBJECTS = ("apples", "books", "coins", "pens", "eggs", "cards")

@@ -9,10 +9,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
-from grpo_mp.errors import UserError
 from grpo_mp.examples.arithmetic import Problem
 from grpo_mp.examples.tiny_models import make_tokenizer
-from grpo_mp.types import Message
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import Message
 
 SMALLEST, LARGEST = 11, 99
 EXAMPLES_WITH_TOOL, EXAMPLES_THAT_CALL = 0.8, 0.4  # shares: of examples, and of those with the tool

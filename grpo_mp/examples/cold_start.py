@@ -8,16 +8,16 @@ import torch
 
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.config import SftSettings, check_sft_settings
+from grpo_mp.data.chat_data import ChatSet
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
-from grpo_mp.episodes.chat_data import ChatSet
-from grpo_mp.errors import UserError
 from grpo_mp.examples.arithmetic import write_rows
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.trainer.sft_preflight import SftInputs, run_sft_preflight
 from grpo_mp.trainer.sft_step import next_batch, pack_samples, supervised_update
-from grpo_mp.types import Message
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import Message
 
 LIMIT_S = 600.0  # of a wait in a job of one rank
 HELD_OUT = "held_out"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import httpx
 
-from grpo_mp.episodes.protocol import Episode, Policy, Task
-from grpo_mp.errors import UserError
-from grpo_mp.types import Message
+from grpo_mp.rollout.protocol import Episode, Policy, Task
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import Message
 
 MOST = 3  # stones of a move
 RULES = "Take 1, 2 or 3 stones. Who takes the last one wins. Answer with a number."

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from grpo_mp.errors import UserError, did_you_mean
 from grpo_mp.models import deepseek, glm4_moe, gqa, llama_qwen, mixtral
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, expand
-from grpo_mp.registry import Registry
+from grpo_mp.utils.errors import UserError, did_you_mean
+from grpo_mp.utils.registry import Registry
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.errors import Number, UserError, read_number
-from grpo_mp.reading import read_json, refuse_unreadable, shorten
+from grpo_mp.utils.errors import Number, UserError, read_number
+from grpo_mp.utils.reading import read_json, refuse_unreadable, shorten
 
 DEFAULT_ROPE_THETA = 10000.0  # where a file leaves rope_theta out
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")

@@ -7,8 +7,8 @@ part of its rows. So adapters, their gradients and their updates are those that 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from grpo_mp.errors import UserError, did_you_mean
 from grpo_mp.models.mapping import Param
+from grpo_mp.utils.errors import UserError, did_you_mean
 
 A, B = "lora_A", "lora_B"  # peft's names
 

@@ -13,9 +13,9 @@ import transformers
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from grpo_mp.errors import UserError, one_line
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.reading import check_regular, read_json, read_text, shorten
+from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.reading import check_regular, read_json, read_text, shorten
 
 LOGGER = logging.getLogger(__name__)
 TIKTOKEN = "tiktoken.model"

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, Shape, expand
+from grpo_mp.utils.errors import UserError
 
 VALUE_HEAD = "output_layer.weight"  # Megatron's name
 STORED_HEAD = "score.weight"  # that of transformers' models for sequence classification, as reward models are

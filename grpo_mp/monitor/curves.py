@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_mp.phases import GIB
+from grpo_mp.utils.phases import GIB
 
 
 @dataclass(frozen=True)

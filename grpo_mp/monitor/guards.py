@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from grpo_mp.config.monitor_section import MetricGuard
-from grpo_mp.errors import EarlyStopError
+from grpo_mp.utils.errors import EarlyStopError
 
 
 class MetricGuards:

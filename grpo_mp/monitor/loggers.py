@@ -17,12 +17,12 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import FileWriter, SummaryWriter
 
 from grpo_mp.config.registries import LOGGERS
-from grpo_mp.errors import UserError
-from grpo_mp.files import PatientFile, write_atomically
 from grpo_mp.monitor.curves import tensorboard_layout
-from grpo_mp.monitor.metric_lines import parse_metrics
 from grpo_mp.monitor.metrics import find_metric
-from grpo_mp.redact import without_secrets
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.files import PatientFile, write_atomically
+from grpo_mp.utils.metric_lines import parse_metrics
+from grpo_mp.utils.redact import without_secrets
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,7 +7,7 @@ from typing import Literal
 
 import yaml
 
-from grpo_mp.errors import did_you_mean
+from grpo_mp.utils.errors import did_you_mean
 
 Kind = Literal["scalar", "histogram", "text", "image"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from grpo_mp.errors import UserError, one_line
-from grpo_mp.reading import read_json
+from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.reading import read_json
 
 PLAN = "plan.json"
 DOES_NOT_FIT = 1  # exit status of `grpo-mp plan`

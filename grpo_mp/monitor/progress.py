@@ -11,10 +11,10 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from grpo_mp.evaluation.score import EvalScore
+from grpo_mp.algorithms.evaluation import EvalScore
 from grpo_mp.monitor import screen
 from grpo_mp.monitor.screen import AnswerPair, View
-from grpo_mp.phases import Phase
+from grpo_mp.utils.phases import Phase
 
 LOGGER = logging.getLogger(__name__)
 

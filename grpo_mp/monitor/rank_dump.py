@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from grpo_mp.checkpoint.run_state import PROCESSES
-from grpo_mp.errors import UserError
-from grpo_mp.files import read_json, write_json
-from grpo_mp.processes import DUMP_SIGNAL
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.files import read_json, write_json
+from grpo_mp.utils.processes import DUMP_SIGNAL
 
 LAST_COLLECTIVES = 20  # of each group that a dump holds
 # torch's recorder of gloo, and where torch is built for CUDA that of NCCL.

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from grpo_mp.findings import Finding, Level
 from grpo_mp.monitor.rules import Finding as Warning
 from grpo_mp.monitor.rules import MetricLine, find_warnings
+from grpo_mp.utils.findings import Finding, Level
 
 SPOILS = 80  # from this weight on a warning says that what the run makes is spoiled; below, that it could be better
 

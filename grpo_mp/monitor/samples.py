@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grpo_mp.files import as_json, encodable, write_atomically
-from grpo_mp.monitor.metric_lines import finite, is_step
-from grpo_mp.types import Sample, SampleGroup
+from grpo_mp.utils.files import as_json, encodable, write_atomically
+from grpo_mp.utils.metric_lines import finite, is_step
+from grpo_mp.utils.types import Sample, SampleGroup
 
 T = TypeVar("T")
 STEP_FILE = re.compile(r"(?:step|eval)_([0-9]+)\.jsonl?")  # other names are copies that users made

@@ -8,10 +8,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo_mp.evaluation.pass_at_k import Estimate
-from grpo_mp.evaluation.score import EvalScore
+from grpo_mp.algorithms.evaluation import EvalScore
+from grpo_mp.algorithms.pass_at_k import Estimate
 from grpo_mp.monitor.metrics import metric_name
-from grpo_mp.phases import Phase
+from grpo_mp.utils.phases import Phase
 
 LONGEST_TEXT = 1500  # characters of a question or answer that are shown
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from grpo_mp.processes import with_death_signal
+from grpo_mp.utils.processes import with_death_signal
 
 NICENESS = 19
 LIMIT_S = 60.0  # for one that is still running when the run ends

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.monitor.timeline import Span
-from grpo_mp.phases import WAIT, Phase
+from grpo_mp.utils.phases import WAIT, Phase
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from grpo_mp.files import PatientFile, incomplete, write_atomically
+from grpo_mp.utils.files import PatientFile, incomplete, write_atomically
 
 LOGGER = logging.getLogger(__name__)
 Event = dict[str, Any]

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from grpo_mp.files import write_atomically
 from grpo_mp.monitor.loggers import Logger
+from grpo_mp.utils.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,9 +10,9 @@ from typing import Any
 from grpo_mp.config import Settings, SftSettings, load_settings, load_sft_settings
 from grpo_mp.config.registries import DATA_SOURCES
 from grpo_mp.data.rows import SOURCE_BY_SUFFIX, source_of
-from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.pipeline.stages import EVALUATE, MODEL, OF_RUN, StageJob
+from grpo_mp.utils.errors import UserError
 
 POLICY, CRITIC, TEACHER = "model.path", "critic.path", "algorithm.distillation.teacher.folder"
 UNREAD: Mapping[str, dict[str, Any]] = {  # settings that a command does not read, or takes from its options

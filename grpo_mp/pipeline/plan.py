@@ -8,7 +8,6 @@ from pathlib import Path
 from rich.console import Console
 
 from grpo_mp.config import PipelineSettings, Settings, SftSettings
-from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig, check_positions
 from grpo_mp.pipeline.inputs import check_made, find_maker, load_job_settings, model_folders
 from grpo_mp.pipeline.stages import EVALUATE, MODEL, StageJob, make_jobs
@@ -22,7 +21,8 @@ from grpo_mp.planner.plan import check_engines_fit, check_fits, make_plan
 from grpo_mp.planner.sft import make_sft_plan, sft_job
 from grpo_mp.planner.show import table_of
 from grpo_mp.policy.parameter_bytes import bytes_per_parameter
-from grpo_mp.sampling.settings import sampling_settings
+from grpo_mp.trainer.sampling.settings import sampling_settings
+from grpo_mp.utils.errors import UserError
 
 COLUMNS = ("stage", "command", "fits", "steps", "s a step", "hours", "GPU hours")
 

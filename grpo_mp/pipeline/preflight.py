@@ -13,18 +13,15 @@ from grpo_mp.config.registries import DATA_SOURCES
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.data.rows import SOURCE_BY_SUFFIX
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
-from grpo_mp.errors import UserError
 from grpo_mp.evaluate import read_command as read_evaluation
 from grpo_mp.models.hf_config import HfConfig, check_positions
 from grpo_mp.models.value_head import critic_config
 from grpo_mp.monitor.loggers import load_loggers
-from grpo_mp.parsers import evaluate_parser, sample_parser
 from grpo_mp.pipeline.inputs import CRITIC, POLICY, StageInputs
 from grpo_mp.pipeline.stages import EVALUATE
 from grpo_mp.rewards.base import load_reward
 from grpo_mp.rollout.placement import engine_placements
 from grpo_mp.sample import read_command as read_sampling
-from grpo_mp.sampling.filters import load_sample_filters
 from grpo_mp.trainer.context import local_ranks
 from grpo_mp.trainer.preflight import (
     check_guards,
@@ -33,7 +30,10 @@ from grpo_mp.trainer.preflight import (
     run_preflight,
     run_sampling_preflight,
 )
+from grpo_mp.trainer.sampling.filters import load_sample_filters
 from grpo_mp.trainer.sft_preflight import run_sft_preflight
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.parsers import evaluate_parser, sample_parser
 
 DATA_BYTES = 2**26  # of a stage whose rows are all read: larger sets take minutes, and its own start reads them
 LENGTHS = "rollout.max_prompt_tokens + rollout.max_response_tokens"

@@ -18,14 +18,14 @@ from typing import Any
 
 from grpo_mp.checkpoint.weights_digest import weights_digest
 from grpo_mp.config import PipelineSettings, Settings, SftSettings
-from grpo_mp.errors import UserError
-from grpo_mp.files import file_digest, write_json
 from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.pipeline.inputs import StageInputs, check_made, load_job_settings, read_inputs, read_tree, texts_in
 from grpo_mp.pipeline.stages import Record, StageJob, check_inputs, check_records, digests, present_records
-from grpo_mp.processes import PR_SET_PDEATHSIG, prctl
-from grpo_mp.reading import read_json, read_text
-from grpo_mp.user_code import file_digests
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.files import file_digest, write_json
+from grpo_mp.utils.processes import PR_SET_PDEATHSIG, prctl
+from grpo_mp.utils.reading import read_json, read_text
+from grpo_mp.utils.user_code import file_digests
 
 RECORDS, LOCK = "pipeline.json", "pipeline.lock"
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
@@ -66,8 +66,8 @@ def _end_with_parent() -> None:
 
 
 def _check_stages(inputs: Sequence[StageInputs], ranks: int | None, starts: bool) -> None:
-    from grpo_mp.log import log_to_terminal
     from grpo_mp.pipeline.preflight import check_stages, job_size  # torch and what users wrote
+    from grpo_mp.utils.log import log_to_terminal
 
     log_to_terminal()
     check_stages(inputs, job_size(ranks, starts))

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_mp.evaluation.score import EvalScore, read_scores
+from grpo_mp.algorithms.evaluation import EvalScore, read_scores
 from grpo_mp.pipeline.stages import EVALUATE, StageJob
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def plot_scores(scores: Scores) -> "Figure | None":
 
 def write_stage_scores(folder: Path, scores: Scores, seconds: Mapping[str, float]) -> None:
     """Write the table and the picture into the pipeline's folder, and show the table."""
-    from grpo_mp.evaluation.score import write_svg
-    from grpo_mp.files import write_atomically
+    from grpo_mp.algorithms.evaluation import write_svg
+    from grpo_mp.utils.files import write_atomically
 
     table = score_table(scores, seconds)
     write_atomically(folder / TABLE, table)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mp.config import PipelineSettings
-from grpo_mp.errors import UserError, did_you_mean
+from grpo_mp.utils.errors import UserError, did_you_mean
 
 BASE = "base"  # name of the model before the first stage
 EVALUATE = "evaluate"  # folder of the scores, by stage

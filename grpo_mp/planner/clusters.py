@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-from grpo_mp.errors import UserError, did_you_mean
-from grpo_mp.phases import GIB
-from grpo_mp.reading import check_path, read_yaml, shorten
+from grpo_mp.utils.errors import UserError, did_you_mean
+from grpo_mp.utils.phases import GIB
+from grpo_mp.utils.reading import check_path, read_yaml, shorten
 
 LARGEST = 1e12  # of any number of a profile
 PROFILES = Path(__file__).with_name("clusters.yaml")

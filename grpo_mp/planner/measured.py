@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mp.config import check_settings
-from grpo_mp.errors import UserError
 from grpo_mp.planner.clusters import LARGEST, Efficiency, read_cluster
 from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import SubPhase
@@ -16,7 +15,8 @@ from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.resource_use import ResourceUse, estimate_time
 from grpo_mp.planner.sync_use import send_use
 from grpo_mp.planner.weight_traffic import sync_traffic
-from grpo_mp.reading import read_yaml, shorten
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.reading import read_yaml, shorten
 
 MEASURED = Path(__file__).with_name("measured.yaml")
 STEP = "step"

@@ -10,7 +10,6 @@ from grpo_mp.distributed.communicators import PIPELINE, WORLD, communicators
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.models.fp8 import AT_ONCE
-from grpo_mp.phases import TRAINER, Phase, Residency
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import EngineMemory, engine_memory
@@ -19,7 +18,8 @@ from grpo_mp.planner.parameter_count import largest_adapted, largest_layer
 from grpo_mp.planner.reward_memory import reward_memory, teacher_memory
 from grpo_mp.planner.weight_traffic import check_lengths
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
-from grpo_mp.types import expert_id_bytes
+from grpo_mp.utils.phases import TRAINER, Phase, Residency
+from grpo_mp.utils.types import expert_id_bytes
 from grpo_mp.weight_sync.changes import CHUNK_WORDS, WORD_BYTES
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
 from grpo_mp.weight_sync.wire import BUCKET_BYTES

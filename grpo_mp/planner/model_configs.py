@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.utils.errors import UserError
 
 PUBLISHED = Path(__file__).with_name("published")
 NAMES = Path(__file__).with_name("names.yaml")

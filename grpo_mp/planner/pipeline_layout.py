@@ -8,8 +8,8 @@ from typing import Any
 from grpo_mp.config.megatron_fields import FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS, PIPELINE_LAYOUT
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.layout import check_stages
-from grpo_mp.errors import UserError, read_number
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.utils.errors import UserError, read_number
 
 StageLayers = tuple[tuple[int, ...], ...]  # layers of every stage, over all its chunks
 

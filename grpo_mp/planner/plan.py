@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from grpo_mp.algorithms.settings import needs_old_logprobs
-from grpo_mp.phases import GIB
 from grpo_mp.planner.generation import GenerationPlan, generation_use, plan_generation
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.memory import (
@@ -21,6 +20,7 @@ from grpo_mp.planner.memory import (
 from grpo_mp.planner.resource_use import Part, ResourceUse, TimeEstimate, estimate_time
 from grpo_mp.planner.sync_use import check_use, save_moves_use, sleep_use, sync_use
 from grpo_mp.planner.training_use import logprob_use, optimizer_use, train_use
+from grpo_mp.utils.phases import GIB
 
 ONCE_PER_RUN = (SubPhase.START, SubPhase.LOAD)
 ON_ENGINES = (SubPhase.GENERATE,)  # what they do on GPUs of their own while the policy trains

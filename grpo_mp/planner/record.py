@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mp.distributed.layout import describe_parallelism
-from grpo_mp.errors import UserError
-from grpo_mp.files import write_json
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.memory import BytesByKind, SubPhase, total_bytes
 from grpo_mp.planner.plan import Feasibility, Plan, check_fits, make_plan
 from grpo_mp.planner.sft import SftPlan, make_sft_plan
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.files import write_json
 
 # The planner's parts of a phase of a run, which counts them as one.
 PHASES = {

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_mp.errors import UserError
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import ComingModel
 from grpo_mp.rewards.teacher import SECTION
 from grpo_mp.rollout.engine_parallelism import read_argument
-from grpo_mp.section import ServedModelConfig
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.section import ServedModelConfig
 
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 

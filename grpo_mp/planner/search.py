@@ -12,7 +12,6 @@ from grpo_mp.config.megatron_fields import FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import divisors, layout_violations
-from grpo_mp.errors import UserError
 from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import SubPhase, total_bytes
 from grpo_mp.planner.parameter_count import parameter_table
@@ -21,6 +20,7 @@ from grpo_mp.planner.pipeline_layout import (
     format_pipeline_layout,
 )
 from grpo_mp.planner.plan import Plan, check_fits, make_plan
+from grpo_mp.utils.errors import UserError
 
 LAYOUTS_WITH_EVERY_ENGINE = 12
 ENGINES_WITH_EVERY_LAYOUT = 4

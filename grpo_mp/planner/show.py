@@ -7,7 +7,6 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from grpo_mp.distributed.layout import describe_parallelism
-from grpo_mp.phases import GIB
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
 from grpo_mp.planner.clusters import describe_rates
 from grpo_mp.planner.job import PlannedJob
@@ -17,6 +16,7 @@ from grpo_mp.planner.plan import Feasibility, Plan, check_fits, make_plan
 from grpo_mp.planner.resource_use import GIGA, ResourceUse, TimeEstimate
 from grpo_mp.planner.search import SearchResult, plan_to_yaml, search_layouts
 from grpo_mp.planner.speculation import speculation
+from grpo_mp.utils.phases import GIB
 
 MODEL_COLUMNS = ("", "trained", "a rank's device, GiB", "a node's host, GiB")
 TERM_COLUMNS = ("", "resource", "what", "seconds")

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from grpo_mp.errors import UserError
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import PlannedJob
+from grpo_mp.utils.errors import UserError
 
 
 @dataclass(frozen=True)

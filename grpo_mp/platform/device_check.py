@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from grpo_mp import platform
-from grpo_mp.errors import UserError, one_line
+from grpo_mp.utils.errors import UserError, one_line
 
 MAX_USED_SHARE = 0.2  # of the memory; a CUDA context or a display uses less
 CHOOSE_OTHER = "choose other GPUs (CUDA_VISIBLE_DEVICES)"

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from grpo_mp.files import ENGINE_SCRATCH
 from grpo_mp.platform import engine_layers
 from grpo_mp.platform.engine_attention import paged_attention
 from grpo_mp.platform.engine_decode import RunningSequences
 from grpo_mp.platform.engine_invariance import enable_batch_invariance
-from grpo_mp.processes import write_stacks_on_signal
+from grpo_mp.utils.files import ENGINE_SCRATCH
+from grpo_mp.utils.processes import write_stacks_on_signal
 
 
 def register() -> None:

@@ -9,8 +9,8 @@ import psutil
 import torch
 
 from grpo_mp import platform
-from grpo_mp.findings import Finding, Level
 from grpo_mp.platform.gpu_state import GpuState, peers_without_access, read_gpus
+from grpo_mp.utils.findings import Finding, Level
 
 SHARED_MEMORY = Path("/dev/shm")
 LAUNCH = Path(__file__).parents[2] / "launch"  # beside the package in a checkout

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from grpo_mp import platform
-from grpo_mp.errors import UserError
-from grpo_mp.phases import GIB
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.phases import GIB
 
 PAGE_BYTES = mmap.PAGESIZE
 ALIGNMENT = 512  # of every tensor, as torch aligns those on a device

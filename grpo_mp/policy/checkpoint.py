@@ -18,12 +18,12 @@ from grpo_mp.checkpoint.torch_dist import COMMON
 from grpo_mp.checkpoint.weights_digest import has_weights_digest
 from grpo_mp.config.sections import PIECE_BYTES
 from grpo_mp.distributed.process_groups import all_gather
-from grpo_mp.errors import DiskError, UserError, one_line
 from grpo_mp.policy.former_checkpoint import is_torch_dist_of_megatron, read_torch_dist
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks, weight_chunks
 from grpo_mp.policy.te_adam import state_dict_without_copies, stores_param_remainders
 from grpo_mp.policy.trained_model import TrainedModel
+from grpo_mp.utils.errors import DiskError, UserError, one_line
 
 Value = TypeVar("Value")
 TORCH_WRITER = "inline_container"  # in what torch raises where it cannot write

@@ -15,7 +15,6 @@ from grpo_mp.config import Settings
 from grpo_mp.config.sections import ModelConfig
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.value_head import (
     CLASSIFIER,
@@ -33,7 +32,8 @@ from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.policy.model import ValueModel
 from grpo_mp.policy.trained_model import TrainedModel, UpdateReport
 from grpo_mp.policy.weights import clear_weights, load_hf
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import MicroBatch
 
 
 class Critic(TrainedModel):

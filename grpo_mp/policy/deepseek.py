@@ -11,7 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 Topk = Callable[..., tuple[Tensor, Tensor]]  # of Megatron: scores, top-k, number of groups, top-k of them
 

@@ -9,9 +9,9 @@ from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingExc
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_mp.checkpoint.safe_metadata import restrict_unpickling
-from grpo_mp.errors import UserError, one_line
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.policy.trained_model import TrainedModel
+from grpo_mp.utils.errors import UserError, one_line
 
 METADATA = {"singleton_local_shards": False}  # of the format of the weights
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_mp import platform
 from grpo_mp.policy.routing_replay import RoutingReplay
 from grpo_mp.policy.shared_prompt_attention import packed_sequences, shared_prompt_params
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch
 
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Any]]  # of logprobs and entropies [T]
 OutputLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]  # of all that the last stage returns

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.distributed.shards import tp_size
-from grpo_mp.errors import UserError
 from grpo_mp.models.mapping import Param
+from grpo_mp.utils.errors import UserError
 
 # What both sizes of a matrix are multiples of: TransformerEngine's assert_dim_for_fp8_exec, blocks of MXFP8.
 FEATURES = {"blockwise": 16, "tensorwise": 16, "mxfp8": 32}

@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from grpo_mp.errors import UserError, did_you_mean
+from grpo_mp.utils.errors import UserError, did_you_mean
 
 HYBRID_OPTIMIZER = (  # Megatron's, which keeps float32 state on the host and updates it there
     "optimizer_cpu_offload",

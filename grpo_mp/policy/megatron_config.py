@@ -14,10 +14,10 @@ from grpo_mp.config.megatron_fields import PIPELINE_LAYOUT
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.distributed.layout import check_stages
 from grpo_mp.distributed.process_groups import megatron_sizes
-from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.megatron_args import overrides_for
+from grpo_mp.utils.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch
 
 # What Megatron's GPTModel gives the layer as it is; where it is packed, and how it is rotated.
 MTP_INPUTS = (

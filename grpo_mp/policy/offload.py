@@ -8,10 +8,10 @@ import torch
 
 from grpo_mp import platform
 from grpo_mp.distributed.nccl_memory import NcclMemory
-from grpo_mp.errors import PhaseTimeout
 from grpo_mp.platform.pinned import PinnedBuffer
 from grpo_mp.policy.fp8_base import with_scales
 from grpo_mp.policy.trained_model import TrainedModel
+from grpo_mp.utils.errors import PhaseTimeout
 
 POLL_S = 0.05
 MARGIN_BYTES = 2**28

@@ -35,7 +35,7 @@ from grpo_mp.policy.reference import Reference
 from grpo_mp.policy.routing_replay import RoutingReplay, check_router_replay
 from grpo_mp.policy.trained_model import TrainedModel, UpdateReport
 from grpo_mp.policy.weights import clear_weights, load_hf
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch
 
 
 class Policy(TrainedModel):

@@ -16,9 +16,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from grpo_mp import platform
-from grpo_mp.errors import UserError
 from grpo_mp.policy.deepseek import GroupLimitedTopk, Topk
-from grpo_mp.types import MicroBatch, RoutedExperts, expert_id_bytes
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import MicroBatch, RoutedExperts, expert_id_bytes
 
 Target = tuple[Tensor, Tensor]  # rows [n], and their experts [n, top-k]
 

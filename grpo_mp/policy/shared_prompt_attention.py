@@ -15,7 +15,7 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from grpo_mp.types import RowRange
+from grpo_mp.utils.types import RowRange
 
 
 @dataclass(kw_only=True)

@@ -22,7 +22,7 @@ from grpo_mp.policy.optimizer import build_optimizer, wrap_for_training
 from grpo_mp.policy.reference import Reference
 from grpo_mp.policy.routing_replay import RoutingReplay
 from grpo_mp.policy.weights import local_tensors
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mp.types import LEAST_LOGPROB
+from grpo_mp.utils.types import LEAST_LOGPROB
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from grpo_mp.checkpoint.torch_dist import LAYER
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates
 from grpo_mp.distributed.shards import tensor_part, tp_size
-from grpo_mp.errors import UserError
 from grpo_mp.models.fp8 import BLOCK, FP8, dequantize, quantize
 from grpo_mp.models.mapping import Param, fuse, shard_range
 from grpo_mp.policy.model import PolicyModel
+from grpo_mp.utils.errors import UserError
 
 MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?")  # the latter from 0.19 on
 LOCAL_EXPERT = re.compile(r"(?<=\.weight)\d+$")

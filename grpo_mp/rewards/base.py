@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from grpo_mp.errors import one_line
-from grpo_mp.reading import has_column, read_column, shorten
-from grpo_mp.registry import Registry
-from grpo_mp.types import SampleGroup, StepRewards
-from grpo_mp.user_code import is_path, load_attribute, no_exit, without_exit
+from grpo_mp.utils.errors import one_line
+from grpo_mp.utils.reading import has_column, read_column, shorten
+from grpo_mp.utils.registry import Registry
+from grpo_mp.utils.types import SampleGroup, StepRewards
+from grpo_mp.utils.user_code import is_path, load_attribute, no_exit, without_exit
 
 OTHERS = ("completion_ids", "trainer_state", "log_extra", "log_metric")  # that every reward is called with
 RESERVED = ("prompt", "completion", "completion_ids")  # columns that are not passed on

@@ -10,7 +10,7 @@ from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.code_tests import CodeTest, RowTests, read_tests
 from grpo_mp.rewards.sandbox import Sandbox
 from grpo_mp.rewards.settings import CodeConfig
-from grpo_mp.types import SampleGroup
+from grpo_mp.utils.types import SampleGroup
 
 # The opening fence is at the beginning of its line, or indented as a list item; the closing one is as long.
 BLOCK = re.compile(

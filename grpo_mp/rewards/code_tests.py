@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_mp.reading import did_you_mean_column, has_column, read_column, shorten
 from grpo_mp.rewards.code_scripts import defines, is_code, read_script
+from grpo_mp.utils.reading import did_you_mean_column, has_column, read_column, shorten
 
 # Keys of what holds the tests.
 HOLDERS = ("ground_truth", "test_cases", "tests", "test_list", "test_code", "test", "functional", "assert_case")

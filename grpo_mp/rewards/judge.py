@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from grpo_mp.background import EventLoopThread
-from grpo_mp.errors import UserError
-from grpo_mp.files import encodable
 from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.reward_model import read_address, read_api_key, shown_text
 from grpo_mp.rewards.settings import JUDGE_EPISODE_TEMPLATE, JUDGE_FIELDS, JUDGE_TEMPLATE, JudgeConfig
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.utils.background import EventLoopThread
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.files import encodable
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 PATH = "/chat/completions"
 LOCK_LIMIT_S = 60.0  # for which a rank waits while others write the cache

@@ -20,9 +20,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.errors import UserError
-from grpo_mp.processes import shared_environment
 from grpo_mp.rewards.answer_reading import is_close
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.processes import shared_environment
 
 START_LIMIT_S = 120.0
 MEMORY_BYTES = 4 * 2**30

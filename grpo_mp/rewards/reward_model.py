@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import httpx
 
-from grpo_mp.errors import UserError, one_line
-from grpo_mp.redact import mask_headers, split_login
 from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.settings import StepModelConfig
-from grpo_mp.section import ServedModelConfig
-from grpo_mp.types import SampleGroup
+from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.redact import mask_headers, split_login
+from grpo_mp.utils.section import ServedModelConfig
+from grpo_mp.utils.types import SampleGroup
 
 PATH = "/classify"  # SGLang's "reward model request": {"input_ids"} to [{"embedding": [score], "meta_info"}, ...]
 KEEPALIVE_S = 2.0  # less than the five seconds after which SGLang closes an idle connection

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_mp.errors import UserError
 from grpo_mp.rewards.base import RESERVED, STEP_REWARDS, USAGE, load_reward, own_parameters
 from grpo_mp.rewards.code_tests import read_tests
 from grpo_mp.rewards.settings import DATA_SET, STEPS, RewardConfig
+from grpo_mp.utils.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from grpo_mp.errors import UserError
 from grpo_mp.rewards.base import RewardError
 from grpo_mp.rewards.settings import SandboxLimits
-from grpo_mp.scratch import ScratchFolder, remove_abandoned
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.scratch import ScratchFolder, remove_abandoned
 
 JAIL, HARNESS = (Path(__file__).with_name(name) for name in ("jail.py", "harness.py"))
 FOLDER_FILES = 16  # the program's folder holds this many files of the largest size

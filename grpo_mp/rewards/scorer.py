@@ -13,7 +13,6 @@ from typing import Any
 
 from transformers import TrainerState
 
-from grpo_mp.errors import UserError
 from grpo_mp.rewards.base import (
     STEP_REWARDS,
     EachCompletion,
@@ -33,7 +32,8 @@ from grpo_mp.rewards.math import answer_numbers
 from grpo_mp.rewards.reward_model import Decode, Server, StepModelClient
 from grpo_mp.rewards.settings import COSINE, DATA_SET, EPISODE, STEPS, CorrectnessRule, RewardConfig, StepModelConfig
 from grpo_mp.rewards.terms import BuiltInTerms, cosine_reward
-from grpo_mp.types import Sample, SampleGroup, StepRewards
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import Sample, SampleGroup, StepRewards
 
 SHOWN_CHARACTERS = 300
 Extras = dict[str, list[Any]]  # what functions gave to log_extra for one group, by column

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from grpo_mp.rewards.base import RewardError
 from grpo_mp.rewards.sandbox import GRACE_S, Sandbox, open_pipe
-from grpo_mp.scratch import ScratchFolder
+from grpo_mp.utils.scratch import ScratchFolder
 
 HARNESS = Path(__file__).with_name("session_harness.py")
 INTERRUPT_S = 1.0  # code that its own alarm does not end is killed after this

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_mp.errors import did_you_mean
 from grpo_mp.rewards.language_codes import check_language
-from grpo_mp.section import Section, ServedModelConfig, as_bytes
+from grpo_mp.utils.errors import did_you_mean
+from grpo_mp.utils.section import Section, ServedModelConfig, as_bytes
 
 STEPS = "steps"  # the name under which step rewards are logged; no term of the reward
 DATA_SET = "data_set"  # column with the name of a row's set in a mixture

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from grpo_mp.errors import UserError, one_line
 from grpo_mp.rewards.base import RewardError
 from grpo_mp.rewards.reward_model import ServedModelClient
-from grpo_mp.section import ServedModelConfig
-from grpo_mp.types import NO_TOKEN, Sample, SampleGroup, TopLogprobs
+from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.section import ServedModelConfig
+from grpo_mp.utils.types import NO_TOKEN, Sample, SampleGroup, TopLogprobs
 
 PATH, DETOKENIZE = "/generate", "/v1/detokenize"
 CHECK_LIMIT_S = 30.0

@@ -5,8 +5,6 @@ from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from functools import partial
 
-from grpo_mp.errors import UserError
-from grpo_mp.reading import has_column, read_column
 from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.code import CodeTests
 from grpo_mp.rewards.judge import Judge
@@ -16,7 +14,9 @@ from grpo_mp.rewards.math import answer_reward, boxed_answer
 from grpo_mp.rewards.math_verify_worker import MathVerifier
 from grpo_mp.rewards.reward_model import ModelClient
 from grpo_mp.rewards.settings import CosineConfig, RewardConfig
-from grpo_mp.types import Sample, SampleGroup
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.reading import has_column, read_column
+from grpo_mp.utils.types import Sample, SampleGroup
 
 COMPARISON_LIMIT_S = 5.0
 GroupValues = Callable[[SampleGroup], Values]

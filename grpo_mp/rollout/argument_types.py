@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from grpo_mp.errors import UserError
 from grpo_mp.rollout.sglang_source import source_folder
+from grpo_mp.utils.errors import UserError
 
 KINDS = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 NAMES = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}

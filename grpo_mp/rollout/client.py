@@ -14,10 +14,10 @@ import httpx
 
 from grpo_mp.config.sections import PauseMode
 from grpo_mp.distributed.layout import ModelShape
-from grpo_mp.errors import EngineError, EngineTimeout, UserError
 from grpo_mp.rollout.request_limits import RequestLimits
 from grpo_mp.rollout.routed_experts import read_routed_experts
-from grpo_mp.types import ExpertIds
+from grpo_mp.utils.errors import EngineError, EngineTimeout, UserError
+from grpo_mp.utils.types import ExpertIds
 
 LOGGER = logging.getLogger(__name__)
 MESSAGE_CHARACTERS = 500

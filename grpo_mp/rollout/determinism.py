@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_mp.errors import UserError, did_you_mean
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.utils.errors import UserError, did_you_mean
 
 # Of SGLang 0.5.23: those whose kernels do not depend on the batch, and those that keep that with a cached prefix or
 # with latent attention.

@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from grpo_mp.errors import UserError, one_line
-from grpo_mp.files import as_json, encodable, file_digest, incomplete, sync_to_disk, write_atomically
-from grpo_mp.reading import check_regular, read_bytes
-from grpo_mp.types import ExpertIds, Message, Prompt, Sample, SampleGroup, TopLogprobs
+from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.files import as_json, encodable, file_digest, incomplete, sync_to_disk, write_atomically
+from grpo_mp.utils.reading import check_regular, read_bytes
+from grpo_mp.utils.types import ExpertIds, Message, Prompt, Sample, SampleGroup, TopLogprobs
 
 FACTS = b"grpo_mp"  # key of the file's own metadata
 TOKENS, NUMBERS = pa.list_(pa.int32()), pa.map_(pa.string(), pa.float64())

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.errors import UserError, did_you_mean
-from grpo_mp.files import ENGINE_SCRATCH
 from grpo_mp.rollout.argument_types import argument_types, check_values
 from grpo_mp.rollout.engine_main import ARGUMENTS, TRAINER_PID
 from grpo_mp.rollout.engine_parallelism import attention_replicas
 from grpo_mp.rollout.sglang_source import model_classes, source_folder
 from grpo_mp.rollout.shared_memory import LOADER
+from grpo_mp.utils.errors import UserError, did_you_mean
+from grpo_mp.utils.files import ENGINE_SCRATCH
 
 ENGINE_SITE = Path(__file__).parents[1] / "platform" / "engine_site"  # first on the path of a CPU engine
 DP_ATTENTION_PORTS = 14  # data-parallel attention takes the rendezvous port, the six behind it, and the thirteenth

@@ -13,8 +13,8 @@ import sys
 import time
 from contextlib import suppress
 
-from grpo_mp.files import ENGINE_SCRATCH
-from grpo_mp.processes import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+from grpo_mp.utils.files import ENGINE_SCRATCH
+from grpo_mp.utils.processes import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 
 ARGUMENTS = "GRPO_MP_ENGINE_ARGUMENTS"  # ServerArgs as JSON: by environment, since it holds the engine's key
 TRAINER_PID = "GRPO_MP_TRAINER_PID"  # of the process that started this one: it may end before this one asks for it

@@ -11,11 +11,11 @@ from itertools import product
 from typing import Any
 
 from grpo_mp.distributed.layout import divisors
-from grpo_mp.errors import Number, UserError, read_number
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import BLOCK
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.precision import engine_uses_fp8, is_fp8_checkpoint
+from grpo_mp.utils.errors import Number, UserError, read_number
 
 # With these every rank computes the shared experts for its own tokens, so it holds all of them.
 REPLICATING_A2A_BACKENDS = ("deepep", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "flashinfer_megamoe")

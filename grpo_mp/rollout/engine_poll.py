@@ -9,9 +9,9 @@ from typing import Self
 
 import httpx
 
-from grpo_mp.background import BackgroundTask
-from grpo_mp.monitor.engine_load import EngineLoad, EngineLoadFile, load_file, read_sglang_loads
+from grpo_mp.rollout.engine_load import EngineLoad, EngineLoadFile, load_file, read_sglang_loads
 from grpo_mp.rollout.hosted_engine import HostedEngine
+from grpo_mp.utils.background import BackgroundTask
 
 LOGGER = logging.getLogger(__name__)
 LIMIT_S = 2.0  # of a request; SGLang answers it from what its scheduler has left in shared memory

@@ -10,14 +10,14 @@ from itertools import chain, takewhile
 from typing import Any
 
 from grpo_mp.config.sections import EpisodeLimits
+from grpo_mp.data.chat import ChatRenderer
 from grpo_mp.distributed.layout import ModelShape
-from grpo_mp.episodes.chat import ChatRenderer
-from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, RecordedSequence, Segment, ToolCall, Turn
-from grpo_mp.errors import EngineError
-from grpo_mp.files import encodable
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
+from grpo_mp.rollout.protocol import Episode, EpisodeLimitError, RecordedSequence, Segment, ToolCall, Turn
 from grpo_mp.rollout.routed_experts import joined_routed_experts, known_tokens
-from grpo_mp.types import EpisodeState, ExpertIds, Message, Prompt
+from grpo_mp.utils.errors import EngineError
+from grpo_mp.utils.files import encodable
+from grpo_mp.utils.types import EpisodeState, ExpertIds, Message, Prompt
 
 # What ends a model's thinking, as SGLang's reasoning parsers know it.
 THINKING_END = re.compile(r"</(?:\w+[:|])?think\w*>|\[/THINK\]|◁/think▷|<\|END_THINKING\|>")

@@ -12,17 +12,17 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
 from grpo_mp.config.sections import RolloutConfig
+from grpo_mp.data.chat import ChatRenderer
 from grpo_mp.data.rows import Row
 from grpo_mp.distributed.layout import ModelShape
-from grpo_mp.episodes.chat import ChatRenderer
-from grpo_mp.episodes.protocol import Episode, EpisodeLimitError, RolloutFunction, ScoresGroups, Segment, Task
-from grpo_mp.episodes.tools import EpisodeTools, ToolKit, load_tools
-from grpo_mp.errors import UserError, did_you_mean, one_line
-from grpo_mp.reading import shorten
 from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.episode_policy import EpisodeAbortedError, EpisodeContext, EpisodePolicy, EpisodeWatch
-from grpo_mp.types import EpisodeState, ExpertIds, Message, Prompt, Sample, SampleGroup
-from grpo_mp.user_code import without_exit
+from grpo_mp.rollout.protocol import Episode, EpisodeLimitError, RolloutFunction, ScoresGroups, Segment, Task
+from grpo_mp.rollout.tools import EpisodeTools, ToolKit, load_tools
+from grpo_mp.utils.errors import UserError, did_you_mean, one_line
+from grpo_mp.utils.reading import shorten
+from grpo_mp.utils.types import EpisodeState, ExpertIds, Message, Prompt, Sample, SampleGroup
+from grpo_mp.utils.user_code import without_exit
 
 ENVIRONMENT_COLUMN = "environment"  # TRL's
 LOGGER = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from grpo_mp.rollout.client import EngineOutput
 from grpo_mp.rollout.routed_experts import joined_routed_experts
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from threading import Event, Lock
 
 import torch.distributed as dist
 
-from grpo_mp.background import BackgroundTask, EventLoopThread
 from grpo_mp.config.sections import EngineConfig
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.distributed.ports import own_address
-from grpo_mp.errors import EngineError, UserError, one_line
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.placement import EnginePlacement
 from grpo_mp.rollout.server import STOP_LIMIT_S, EngineProcess
+from grpo_mp.utils.background import BackgroundTask, EventLoopThread
+from grpo_mp.utils.errors import EngineError, UserError, one_line
 
 LOGGER = logging.getLogger(__name__)
 LEFT = "engines/left"  # in the job's store: how many the job goes on without

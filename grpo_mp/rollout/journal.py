@@ -22,13 +22,13 @@ import xxhash
 from pydantic import TypeAdapter
 
 from grpo_mp.batching.routed_experts import experts_of_group, with_experts, without_experts
-from grpo_mp.errors import one_line
-from grpo_mp.files import append_durably, sync_to_disk
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import EngineOutput
 from grpo_mp.rollout.dump import FACTS, SCHEMA, Row, experts_of, group_of_rows, rows_of
 from grpo_mp.rollout.groups import EndedGroup, PausedGroup
-from grpo_mp.types import Prompt, SampleGroup
+from grpo_mp.utils.errors import one_line
+from grpo_mp.utils.files import append_durably, sync_to_disk
+from grpo_mp.utils.types import Prompt, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
 HEADER, LARGE_SIZE = struct.Struct("<II"), struct.Struct("<Q")

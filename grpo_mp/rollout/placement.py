@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from grpo_mp.config.sections import EngineConfig
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 
 @dataclass(frozen=True)

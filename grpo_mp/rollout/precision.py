@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_mp.checkpoint.hf_writer import FP8_CONFIG, QUANTIZATION_CONFIG
-from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.utils.errors import UserError
 
 OVERRIDES = "json_model_override_args"
 

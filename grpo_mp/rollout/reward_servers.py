@@ -10,11 +10,9 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
-from grpo_mp.background import EventLoopThread
 from grpo_mp.checkpoint.hf_reader import HfReader, check_model, has_hf_weights
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import all_gather
-from grpo_mp.errors import UserError, one_line
 from grpo_mp.models.families import known_params
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.tokenizer import load_tokenizer
@@ -25,8 +23,10 @@ from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec, check_arguments
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.sglang_source import model_classes
-from grpo_mp.section import ServedModelConfig
-from grpo_mp.types import SampleGroup
+from grpo_mp.utils.background import EventLoopThread
+from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.section import ServedModelConfig
+from grpo_mp.utils.types import SampleGroup
 
 Connect = Callable[[Sequence[Server]], None]
 TEACHER = "teacher"

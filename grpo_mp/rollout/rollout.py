@@ -12,13 +12,11 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
-from grpo_mp.background import EventLoopThread
 from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.checkpoint.hf_reader import has_hf_weights
 from grpo_mp.config import Settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RolloutConfig
 from grpo_mp.distributed.layout import model_shape
-from grpo_mp.errors import EngineError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rewards.teacher import TeacherClient
@@ -42,7 +40,9 @@ from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.speculation import speculative_arguments
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import HealthCheck, RolloutTask, RolloutWorker, give_back, pause_running
-from grpo_mp.types import Prompt, SampleGroup
+from grpo_mp.utils.background import EventLoopThread
+from grpo_mp.utils.errors import EngineError
+from grpo_mp.utils.types import Prompt, SampleGroup
 
 
 class Rollout:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from grpo_mp.distributed.layout import ModelShape
-from grpo_mp.errors import UserError
 from grpo_mp.rollout.engine_parallelism import read_argument
-from grpo_mp.types import ExpertIds, expert_id_bytes
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import ExpertIds, expert_id_bytes
 
 ARGUMENT = "enable_return_routed_experts"
 # SGLang keeps the experts of a token beside its slot in the cache, for the tokens of one batch after the other. Caches

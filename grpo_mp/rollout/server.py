@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 
 from grpo_mp.distributed.ports import PortClaim, claim_ports
-from grpo_mp.errors import EngineError, EngineTimeout, UserError
-from grpo_mp.files import last_lines, open_private
 from grpo_mp.rollout.engine_args import EngineSpec, engine_arguments, engine_environment, ports_needed
-from grpo_mp.scratch import PREFIX, ScratchFolder, remove_abandoned
+from grpo_mp.utils.errors import EngineError, EngineTimeout, UserError
+from grpo_mp.utils.files import last_lines, open_private
+from grpo_mp.utils.scratch import PREFIX, ScratchFolder, remove_abandoned
 
 SCRATCH = f"{PREFIX}engine-"  # and eight characters
 # Below an engine's folder Python's multiprocessing has sockets such as pymp-12345678/listener-12345678.

@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 
 def source_folder() -> Path:

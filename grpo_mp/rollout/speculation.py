@@ -8,10 +8,10 @@ from typing import Any
 
 from grpo_mp.checkpoint.hf_reader import LAYER, HfReader, has_hf_weights
 from grpo_mp.config.sections import EngineConfig
-from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.engine_parallelism import attention_replicas
 from grpo_mp.rollout.precision import precision_arguments
+from grpo_mp.utils.errors import UserError
 
 
 def speculative_arguments(engine: EngineConfig, group_size: int) -> dict[str, Any]:

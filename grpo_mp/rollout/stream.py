@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from grpo_mp.batching.group_selection import Admission, AdmissionRule, Verdict, admit
 from grpo_mp.distributed.rendezvous import has_failed
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 POLL_S = 0.02
 MARKS = {True: "+", False: "-", None: "x"}

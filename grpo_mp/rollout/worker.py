@@ -10,7 +10,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.distributed.layout import ModelShape
-from grpo_mp.errors import EngineError
 from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams, sampling_seed
 from grpo_mp.rollout.episodes import EpisodeRunner, with_failures
@@ -25,7 +24,8 @@ from grpo_mp.rollout.groups import (
 )
 from grpo_mp.rollout.routed_experts import known_tokens
 from grpo_mp.rollout.stream import GroupStream, LaunchGate
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.utils.errors import EngineError
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
 ABORT_EVERY_S = 0.5

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
 
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 MAX_FAILURES = 50_000
 SAVE_EVERY = (1, 2, 5, 10, 20, 50)

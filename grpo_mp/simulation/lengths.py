@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from grpo_mp.errors import UserError
 from grpo_mp.planner.job import AssumedLengths, PlannedJob, response_lengths
-from grpo_mp.reading import check_path, parse_json, read_text
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.reading import check_path, parse_json, read_text
 
 LONGEST = 10**8  # tokens of a response
 

@@ -12,9 +12,9 @@ from random import Random
 from typing import TypeVar
 
 from grpo_mp.batching.group_selection import Admission, admit
-from grpo_mp.errors import UserError
 from grpo_mp.simulation.engine import EngineState, SimulatedEngine, SimulatedGroup
 from grpo_mp.simulation.scenario import Outcome, Scenario, Schedule, Totals
+from grpo_mp.utils.errors import UserError
 
 MAX_FAILURES = 20_000
 MAX_FAILURES_OF_LOST = 200_000  # that hit an engine while it is lost, which is quickly played

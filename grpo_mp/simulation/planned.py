@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from grpo_mp.distributed.layout import layout_violations, sets_pipeline_layout
-from grpo_mp.errors import UserError
 from grpo_mp.planner.engine_memory import EngineMemory
 from grpo_mp.planner.generation import DecodeWork, decode_use, prefill_flops, running_limit
 from grpo_mp.planner.job import PlannedJob
@@ -16,6 +15,7 @@ from grpo_mp.planner.speculation import speculation
 from grpo_mp.simulation.failing_engines import simulate_with_failures
 from grpo_mp.simulation.loop import simulate
 from grpo_mp.simulation.scenario import Outcome, Rates, Scenario, Schedule
+from grpo_mp.utils.errors import UserError
 
 SPLITS = 8  # the engines' share of the GPUs is tried in so many parts
 SIMULATED_SPLITS = 3  # those with the lowest bounds

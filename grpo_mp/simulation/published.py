@@ -8,10 +8,10 @@ from typing import Any
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.measured import MEASURED, read_measured, read_recipe
 from grpo_mp.planner.plan import make_plan
-from grpo_mp.reading import read_yaml
 from grpo_mp.simulation.loop import simulate
 from grpo_mp.simulation.planned import Assumptions, put_on, scenario_of
 from grpo_mp.simulation.scenario import Rates, Scenario, Schedule
+from grpo_mp.utils.reading import read_yaml
 
 PUBLISHED = Path(__file__).with_name("published.yaml")
 STEPS = 4

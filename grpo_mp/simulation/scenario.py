@@ -11,7 +11,7 @@ from statistics import fmean, linear_regression
 from typing import Any, Literal
 
 from grpo_mp.batching.group_selection import AdmissionRule
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 MAX_DROP_RATE = 0.999  # a step launches 1,000 groups for each that it trains on
 

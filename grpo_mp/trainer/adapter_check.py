@@ -10,10 +10,10 @@ from grpo_mp.checkpoint.run_state import MANIFEST, checkpoint_checksums, complet
 from grpo_mp.checkpoint.torch_dist import COMMON
 from grpo_mp.config import TrainerSettings
 from grpo_mp.config.sections import ModelConfig
-from grpo_mp.errors import UserError
 from grpo_mp.policy.checkpoint import check_same_adapters, read_common
 from grpo_mp.policy.former_checkpoint import is_torch_dist_of_megatron
 from grpo_mp.trainer.save import POLICY
+from grpo_mp.utils.errors import UserError
 
 
 def check_adapters(settings: TrainerSettings) -> list[str]:

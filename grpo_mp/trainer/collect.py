@@ -31,20 +31,20 @@ from grpo_mp.data.prompt_queue import PromptQueue
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.peers import watching_peers
 from grpo_mp.distributed.process_groups import Job, all_gather
-from grpo_mp.errors import UserError
-from grpo_mp.phases import Phase
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
 from grpo_mp.rollout.groups import EndedGroup, LaunchedGroups, PausedGroup, RunningGroup, as_unfinished, oldest_version
 from grpo_mp.rollout.journal import GroupJournal, PausedRecords, load, prune
 from grpo_mp.rollout.rollout import Rollout, rollout_sampling, rollout_seed
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask
-from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.generation_times import EngineWork, generation_times
+from grpo_mp.trainer.phase_manager import PhaseManager
 from grpo_mp.trainer.rebalance import rebalance
 from grpo_mp.trainer.recorded import RecordedGroups, read_recorded
 from grpo_mp.trainer.recover import EngineRecovery
-from grpo_mp.types import Prompt, SampleGroup, SampleInfo
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.phases import Phase
+from grpo_mp.utils.types import Prompt, SampleGroup, SampleInfo
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,6 @@ from grpo_mp import platform
 from grpo_mp.checkpoint.run_state import saved_state
 from grpo_mp.config import Settings, SftSettings, load_settings, load_sft_settings
 from grpo_mp.distributed.process_groups import single_rank_environment
-from grpo_mp.errors import UserError
-from grpo_mp.log import log_to_terminal
-from grpo_mp.parsers import sft_parser, train_parser
 from grpo_mp.platform.device_check import check_device
 from grpo_mp.trainer.context import local_ranks
 from grpo_mp.trainer.describe import describe_run
@@ -21,6 +18,9 @@ from grpo_mp.trainer.exit import end_without_cleanup, exit_on_error
 from grpo_mp.trainer.preflight import RunInputs, run_preflight, run_replay_preflight
 from grpo_mp.trainer.replay import replay_settings
 from grpo_mp.trainer.sft_preflight import SftInputs, describe_sft, run_sft_preflight
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.log import log_to_terminal
+from grpo_mp.utils.parsers import sft_parser, train_parser
 
 
 def run_command(train: Callable[[Settings, RunInputs], None], arguments: Sequence[str] | None = None) -> None:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from grpo_mp.checkpoint.hf_reader import has_hf_weights
-from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.forward import sequence_logits
-from grpo_mp.trainer.load_models import check_memory, policy_model, transformers_model
+from grpo_mp.policy.load_models import check_memory, policy_model, transformers_model
+from grpo_mp.utils.errors import UserError
 
 SEQUENCES, LENGTH = 4, 32
 

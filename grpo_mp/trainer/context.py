@@ -23,9 +23,8 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.reference import Reference
 from grpo_mp.rollout.engine_poll import EnginePoll
 from grpo_mp.rollout.rollout import Rollout
-from grpo_mp.scheduler.memory import explain_out_of_memory
-from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.collect import Collector, RolloutCollector
+from grpo_mp.trainer.engine_check import MAX_PROMPTS, EngineCheck
 from grpo_mp.trainer.evaluation import Evaluator
 from grpo_mp.trainer.exit import PreemptionHandler
 from grpo_mp.trainer.job import (
@@ -41,13 +40,14 @@ from grpo_mp.trainer.job import (
     show_notes,
 )
 from grpo_mp.trainer.machine_notes import machine_notes
+from grpo_mp.trainer.memory import explain_out_of_memory
 from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_engines_first
+from grpo_mp.trainer.phase_manager import PhaseManager
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.recorded import RecordedGroups, drop_groups_of_changed_inputs, read_recorded
 from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.trainer.replay import ReplayCollector
 from grpo_mp.trainer.save import CheckpointSaver
-from grpo_mp.weight_sync.engine_check import MAX_PROMPTS, EngineCheck
 from grpo_mp.weight_sync.update import PolicyShards, WeightSync, build_weight_sync
 
 Models = tuple[Policy, Critic | None]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from grpo_mp.algorithms.values import LOSS_SUMS, RETURN_SUMS, return_sums, value_metrics
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.policy.trained_model import UpdateReport
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch
 
 
 def reduce_value_losses(report: UpdateReport, parallel: Parallel) -> dict[str, float]:

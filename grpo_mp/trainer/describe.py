@@ -7,8 +7,8 @@ from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.rollout.reward_servers import TEACHER, served_models
-from grpo_mp.section import Section
 from grpo_mp.trainer.preflight import RunInputs
+from grpo_mp.utils.section import Section
 
 CHANGED = "settings that differ from the defaults (--all shows every one):"
 

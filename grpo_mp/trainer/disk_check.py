@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grpo_mp.checkpoint.run_state import CHECKPOINTS, EXPORTS, FINAL, ROLLOUTS, complete_checkpoints
-from grpo_mp.errors import UserError
 from grpo_mp.policy.parameter_bytes import DiskNeed
 from grpo_mp.trainer.replay import FOLDER
+from grpo_mp.utils.errors import UserError
 
 PROBE_BYTES, LEAST_PROBE_BYTES = 2**24, 2**20  # that a start writes to see how fast the disk is
 SLOW_BYTES_PER_S = 20e6

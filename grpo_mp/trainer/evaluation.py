@@ -8,27 +8,27 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from grpo_mp.algorithms.evaluation import EvalScore, Votes, read_scores, score_eval_set, step_file
 from grpo_mp.batching.exchange import all_gather_sample_info, gather_groups
 from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.checkpoint.run_state import EVALUATIONS, FALLBACKS, ROLLOUTS, checkpoint_step, complete_checkpoints
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.peers import watching_peers
 from grpo_mp.distributed.process_groups import Job, all_gather, broadcast
-from grpo_mp.evaluation.score import EvalScore, Votes, read_scores, score_eval_set, step_file
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import evenly_spaced, samples_to_markdown
 from grpo_mp.monitor.screen import AnswerPair
-from grpo_mp.phases import Phase
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
 from grpo_mp.rollout.groups import EndedGroup
 from grpo_mp.rollout.journal import GroupJournal, PausedRecords, load, prune
 from grpo_mp.rollout.rollout import Rollout
-from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics
+from grpo_mp.trainer.phase_manager import PhaseManager
 from grpo_mp.trainer.recorded import RecordedGroups
 from grpo_mp.trainer.recover import EngineRecovery
-from grpo_mp.types import SampleGroup, SampleInfo
+from grpo_mp.utils.phases import Phase
+from grpo_mp.utils.types import SampleGroup, SampleInfo
 
 OnGroups = Callable[[str, Sequence[SampleGroup]], None]
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from grpo_mp.distributed.finish_markers import mark_finished
 from grpo_mp.distributed.rendezvous import FAILURE, is_first_failure
-from grpo_mp.errors import (
+from grpo_mp.utils.errors import (
     DISK_ERRORS,
     INTERRUPT_STATUS,
     DiskError,
@@ -27,7 +27,7 @@ from grpo_mp.errors import (
     UserError,
     exit_with,
 )
-from grpo_mp.files import write_atomically
+from grpo_mp.utils.files import write_atomically
 
 PEER_FAILED_STATUS = 1
 FIRST_RANK_LIMIT_S = 30.0  # the other ranks wait so long for rank 0 to report what every rank finds wrong

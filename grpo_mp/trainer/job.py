@@ -10,7 +10,6 @@ from grpo_mp.checkpoint.run_state import TrainState, check_run_folder, claim_run
 from grpo_mp.config import Settings, TrainerSettings
 from grpo_mp.data.template_date import set_template_date, template_date
 from grpo_mp.distributed.process_groups import Job, Parallel, broadcast, join_job, make_parallel, stop_parallel
-from grpo_mp.log import log_file, logging_to
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.rank_dump import RankDumper
 from grpo_mp.monitor.timeline import Timeline
@@ -18,10 +17,11 @@ from grpo_mp.monitor.watchdog import Watchdog
 from grpo_mp.policy.checkpoint import load_policy, load_reference
 from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.policy import Policy
-from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, report_error_once
+from grpo_mp.trainer.phase_manager import PhaseManager
 from grpo_mp.trainer.resume import find_whole_checkpoint
 from grpo_mp.trainer.save import CRITIC, CheckpointSaver
+from grpo_mp.utils.log import log_file, logging_to
 
 FindCheckpoints = Callable[[], Sequence[Path]]
 

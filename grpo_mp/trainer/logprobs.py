@@ -23,7 +23,7 @@ from grpo_mp.batching.values import with_generalized_advantages, with_values
 from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.policy import Policy
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch
 
 REFERENCE = "reference_logprobs"
 

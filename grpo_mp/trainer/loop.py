@@ -6,15 +6,15 @@ from shutil import rmtree
 from grpo_mp.checkpoint.hf_writer import incomplete_folder
 from grpo_mp.checkpoint.run_state import EXPORTS, METRICS
 from grpo_mp.distributed.process_groups import broadcast
-from grpo_mp.errors import DiskError
 from grpo_mp.monitor.guards import MetricGuards
 from grpo_mp.monitor.loggers import read_metrics
 from grpo_mp.monitor.reporter import Reporter
-from grpo_mp.phases import SAVE_WAIT, Phase
 from grpo_mp.trainer.export_servers import load_export
 from grpo_mp.trainer.job import PolicyContext
 from grpo_mp.trainer.save import export_adapters, export_policy
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord
+from grpo_mp.utils.errors import DiskError
+from grpo_mp.utils.phases import SAVE_WAIT, Phase
 
 
 def make_guards(ctx: PolicyContext) -> MetricGuards:

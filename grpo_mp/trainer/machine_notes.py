@@ -5,9 +5,9 @@ import socket
 from collections.abc import Iterable, Sequence
 
 from grpo_mp.distributed.process_groups import Job, all_gather
-from grpo_mp.errors import UserError
-from grpo_mp.findings import Finding, Level
 from grpo_mp.platform.machine_check import quick_findings
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.findings import Finding, Level
 
 HostFindings = tuple[str, Sequence[Finding]]  # of a rank
 

@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.algorithms.distillation_settings import DistillationConfig
+from grpo_mp.algorithms.evaluation import EvalScore
 from grpo_mp.algorithms.loss_metrics import MAXIMA, SUMS, merge_reports
 from grpo_mp.batching.step_batch import StepBatch, student_logprobs
 from grpo_mp.distributed.process_groups import Parallel, all_gather
-from grpo_mp.evaluation.score import EvalScore
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.policy.multi_token_prediction import MtpLoss
 from grpo_mp.policy.routing_replay import RoutingReplay
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.rewards.scorer import RewardStats
-from grpo_mp.scheduler.memory import MemoryUsage, max_usage
 from grpo_mp.trainer.collect import RolloutBatch
-from grpo_mp.types import EpisodeState, MicroBatch, PerToken, SampleInfo
+from grpo_mp.trainer.memory import MemoryUsage, max_usage
+from grpo_mp.utils.types import EpisodeState, MicroBatch, PerToken, SampleInfo
 
 # Means over the updates; other metrics of this name describe the first update alone, for which engine and policy have
 # the same weights.

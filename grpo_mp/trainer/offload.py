@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from grpo_mp import platform
 from grpo_mp.distributed.nccl_memory import NcclMemory
-from grpo_mp.errors import EngineError
-from grpo_mp.phases import TRAINER
 from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.offload import PolicyOffloader
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.rollout import Rollout
-from grpo_mp.scheduler.phase_manager import OffloadFunction
+from grpo_mp.trainer.phase_manager import OffloadFunction
+from grpo_mp.utils.errors import EngineError
+from grpo_mp.utils.phases import TRAINER
 
 HINT = "where it ran out of device memory, lower engine.args.mem_fraction_static"
 ENGINE_TAGS = {"engine_weights": ("weights",), "engine_cache": ("kv_cache", "cuda_graph")}

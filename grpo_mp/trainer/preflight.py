@@ -27,7 +27,6 @@ from grpo_mp.data.set_warnings import smallest_set, too_few
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.nccl_memory import check_nccl
 from grpo_mp.distributed.shards import tp_size
-from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.multi_token_prediction import engine_params
@@ -57,6 +56,7 @@ from grpo_mp.trainer.adapter_check import check_adapters
 from grpo_mp.trainer.disk_check import check_disk
 from grpo_mp.trainer.export_servers import read_servers
 from grpo_mp.trainer.replay import ReplayedRollouts, open_replay
+from grpo_mp.utils.errors import UserError
 from grpo_mp.weight_sync.wire import WireFormat
 
 

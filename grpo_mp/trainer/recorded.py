@@ -12,9 +12,9 @@ from grpo_mp.checkpoint.run_state import EVALUATIONS, ROLLOUTS
 from grpo_mp.config import Settings
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.process_groups import Job, all_gather, broadcast
-from grpo_mp.files import read_json, write_json
 from grpo_mp.rollout.journal import Extent, GroupKey, Record, best_records, read_records
-from grpo_mp.user_code import file_digests
+from grpo_mp.utils.files import read_json, write_json
+from grpo_mp.utils.user_code import file_digests
 
 INPUTS = "code.json"  # beside the groups: checksums of the users' files that had a part in them, and of the data
 DATA, EVAL_DATA = "data.train", "data.eval."  # the second before a set's name

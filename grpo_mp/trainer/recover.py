@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from grpo_mp.distributed.process_groups import Job, all_gather
-from grpo_mp.phases import Phase
 from grpo_mp.policy.reference import Reference
 from grpo_mp.rollout.rollout import Rollout
-from grpo_mp.scheduler.phase_manager import PhaseManager
-from grpo_mp.weight_sync.engine_check import EngineCheck
+from grpo_mp.trainer.engine_check import EngineCheck
+from grpo_mp.trainer.phase_manager import PhaseManager
+from grpo_mp.utils.phases import Phase
 from grpo_mp.weight_sync.update import SyncReport, WeightSync
 
 

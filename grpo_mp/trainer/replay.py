@@ -15,14 +15,14 @@ from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Job
-from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.phases import Phase
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.dump import read_facts, read_groups, write_groups
-from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.collect import RolloutBatch
-from grpo_mp.types import SampleInfo
+from grpo_mp.trainer.phase_manager import PhaseManager
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.phases import Phase
+from grpo_mp.utils.types import SampleInfo
 
 FOLDER = "rollouts_dump"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from grpo_mp.checkpoint.run_state import checkpoint_checksums, set_aside
 from grpo_mp.distributed.process_groups import Job, all_gather
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 
 def find_whole_checkpoint(checkpoints: Iterable[Path], job: Job) -> tuple[Path | None, list[str]]:

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_mp.background import BackgroundTask
 from grpo_mp.checkpoint.chunk_files import ChunkWriter, share_buffer
 from grpo_mp.checkpoint.describe import TORCH_DIST
 from grpo_mp.checkpoint.hf_reader import open_non_policy_tensors, read_non_policy_tensors
@@ -30,11 +29,9 @@ from grpo_mp.checkpoint.run_state import (
 )
 from grpo_mp.config.sections import RunConfig
 from grpo_mp.distributed.process_groups import all_gather, make_groups
-from grpo_mp.errors import DiskError, one_line
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import expert_projections
 from grpo_mp.models.multi_token_prediction import copied_names
-from grpo_mp.phases import Phase
 from grpo_mp.policy.checkpoint import (
     Written,
     gather_written,
@@ -48,6 +45,9 @@ from grpo_mp.policy.checkpoint import (
 from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.trained_model import TrainedModel
+from grpo_mp.utils.background import BackgroundTask
+from grpo_mp.utils.errors import DiskError, one_line
+from grpo_mp.utils.phases import Phase
 from grpo_mp.weight_sync.plan import WHOLE, ParamGroup, Piece, Readers, Slice, group_params
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.update import plan_rounds

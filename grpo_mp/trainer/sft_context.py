@@ -12,8 +12,6 @@ from grpo_mp.checkpoint.run_state import write_settings
 from grpo_mp.config import SftSettings, dump_settings
 from grpo_mp.distributed.process_groups import Job, make_parallel
 from grpo_mp.policy.offload import device_items
-from grpo_mp.scheduler.memory import explain_out_of_memory
-from grpo_mp.scheduler.phase_manager import PhaseManager
 from grpo_mp.trainer.exit import PreemptionHandler
 from grpo_mp.trainer.job import (
     FindCheckpoints,
@@ -25,6 +23,8 @@ from grpo_mp.trainer.job import (
     show_notes,
 )
 from grpo_mp.trainer.machine_notes import machine_notes
+from grpo_mp.trainer.memory import explain_out_of_memory
+from grpo_mp.trainer.phase_manager import PhaseManager
 from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.trainer.sft_preflight import SftInputs
 

@@ -9,11 +9,10 @@ from transformers import PreTrainedTokenizerBase
 from grpo_mp.checkpoint.run_state import check_run_folder, check_same_data
 from grpo_mp.checkpoint.settings_changes import use_template_date
 from grpo_mp.config import SftSettings, dump_settings
+from grpo_mp.data.chat_data import ChatSet, load_held_out_chats, load_train_chats, stop_tokens
 from grpo_mp.data.set_warnings import smallest_set, too_few
+from grpo_mp.data.supervised import ChatEncoder
 from grpo_mp.distributed.layout import describe_parallelism
-from grpo_mp.episodes.chat_data import ChatSet, load_held_out_chats, load_train_chats, stop_tokens
-from grpo_mp.episodes.supervised import ChatEncoder
-from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig, check_positions
 from grpo_mp.models.tokenizer import read_tokenizer
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
@@ -24,6 +23,7 @@ from grpo_mp.trainer.describe import describe_settings
 from grpo_mp.trainer.disk_check import check_disk
 from grpo_mp.trainer.export_servers import read_servers
 from grpo_mp.trainer.preflight import check_device_for, check_export, check_guards
+from grpo_mp.utils.errors import UserError
 
 
 @dataclass(frozen=True)

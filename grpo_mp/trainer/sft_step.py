@@ -10,15 +10,15 @@ import torch.distributed as dist
 from grpo_mp.algorithms.supervised import SUMS, merge_sums, supervised_metrics, token_mean_loss
 from grpo_mp.batching.supervised import SupervisedBatch, supervised_batch
 from grpo_mp.config import SftSettings
+from grpo_mp.data.chat_data import ChatSet
 from grpo_mp.data.cursor import Cursor, take
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.episodes.chat_data import ChatSet
-from grpo_mp.files import write_json
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.monitor.summary import StepSummary
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.metrics import mtp_metrics
+from grpo_mp.utils.files import write_json
 
 SKIPPED = "skipped_updates"  # folder of what skipped updates were made of
 

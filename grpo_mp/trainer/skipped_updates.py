@@ -8,7 +8,6 @@ from pathlib import Path
 from grpo_mp.checkpoint.run_state import ROLLOUTS
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import all_gather
-from grpo_mp.errors import EarlyStopError
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.rollout.journal import with_recorded_experts
 from grpo_mp.trainer.collect import RolloutBatch
@@ -16,6 +15,7 @@ from grpo_mp.trainer.context import TrainContext
 from grpo_mp.trainer.job import PolicyContext
 from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step, step_file
 from grpo_mp.trainer.step_logger import disk_may_be_full
+from grpo_mp.utils.errors import EarlyStopError
 
 NAMED = 3  # parameters in a sentence
 

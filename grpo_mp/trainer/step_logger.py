@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from grpo_mp.algorithms.distillation_settings import DistillationConfig
+from grpo_mp.algorithms.evaluation import EvalScore, plot_pass_at_k, step_file, write_scores, write_svg
 from grpo_mp.batching.exchange import gather_groups
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.distributed.process_groups import Parallel, all_gather
-from grpo_mp.errors import DISK_ERRORS, one_line
-from grpo_mp.evaluation.score import EvalScore, plot_pass_at_k, step_file, write_scores, write_svg
 from grpo_mp.monitor.loggers import Logger, write_metrics
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.monitor.progress import Progress
@@ -25,11 +24,11 @@ from grpo_mp.monitor.summary import StepSummary, reduce_over_ranks, step_scalars
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.policy.expert_load import ExpertLoad, heat_map, load_ratios, max_load_ratio
 from grpo_mp.policy.trained_model import UpdateReport
-from grpo_mp.scheduler.memory import MemoryTracker
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.critic_metrics import critic_metrics
 from grpo_mp.trainer.evaluation import Evaluation
 from grpo_mp.trainer.generation_times import slowest_rank_ratio
+from grpo_mp.trainer.memory import MemoryTracker
 from grpo_mp.trainer.metrics import (
     collect_metrics,
     distillation_metrics,
@@ -49,7 +48,8 @@ from grpo_mp.trainer.token_details import (
     most_mismatched,
     sample_records,
 )
-from grpo_mp.types import MicroBatch, SampleGroup
+from grpo_mp.utils.errors import DISK_ERRORS, one_line
+from grpo_mp.utils.types import MicroBatch, SampleGroup
 from grpo_mp.weight_sync.compare import CheckReport
 from grpo_mp.weight_sync.update import SyncReport
 

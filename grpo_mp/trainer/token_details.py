@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_mp.batching.step_batch import StepBatch
 from grpo_mp.distributed.process_groups import Parallel, all_gather
-from grpo_mp.types import MicroBatch, Sample, SampleGroup, SampleInfo
+from grpo_mp.utils.types import MicroBatch, Sample, SampleGroup, SampleInfo
 
 TOKENS = 240  # of an answer that are kept: those around the largest mismatch, else the first
 Key = tuple[int, ...]  # of a sample: SampleInfo.key

@@ -18,7 +18,7 @@ from grpo_mp.policy.reference import Reference
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.critic_metrics import reduce_value_losses
 from grpo_mp.trainer.metrics import mtp_metrics, reduce_report, routing_metrics
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch
 
 
 def train_step(

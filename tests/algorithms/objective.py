@@ -20,7 +20,7 @@ from grpo_mp.algorithms.sequences import Reduce
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.microbatches import plan_microbatches
 from grpo_mp.batching.packing import pack
-from grpo_mp.types import MicroBatch, Sample, SampleInfo
+from grpo_mp.utils.types import MicroBatch, Sample, SampleInfo
 
 Values = NDArray[np.float32]
 PROMPT_TOKENS, LIMIT = 3, 50  # LIMIT: max_response_tokens

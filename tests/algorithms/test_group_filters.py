@@ -2,7 +2,7 @@ from dataclasses import replace
 
 from grpo_mp.algorithms.group_filters import load_group_filter
 from grpo_mp.algorithms.settings import FilterConfig
-from grpo_mp.types import SampleInfo
+from grpo_mp.utils.types import SampleInfo
 
 BY_REWARD, BY_ACCURACY = load_group_filter(FilterConfig()), load_group_filter(FilterConfig(metric="accuracy"))
 

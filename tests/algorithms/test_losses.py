@@ -12,7 +12,7 @@ from grpo_mp.algorithms.losses import LossCoefficients, estimate_kl
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
 from grpo_mp.batching.packing import gather_responses
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch
 from tests.algorithms.objective import UpdateData, draw_update, loss_of, objective, to_microbatches
 
 ONE_MICROBATCH = 10_000  # tokens: more than any update here has

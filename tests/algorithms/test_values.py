@@ -18,7 +18,7 @@ from grpo_mp.algorithms.values import (
     return_sums,
     value_metrics,
 )
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch
 
 TOKENS = st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), max_size=40)
 DISCOUNTS = st.sampled_from([1.0, 0.99, 0.9, 0.5])

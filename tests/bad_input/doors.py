@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 LIMIT_S = 60.0
 NOBODY = 65534

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
-from grpo_mp.episodes.chat_data import ChatSet, load_train_chats
-from grpo_mp.episodes.supervised import ChatEncoder
+from grpo_mp.data.chat_data import ChatSet, load_train_chats
+from grpo_mp.data.supervised import ChatEncoder
 from grpo_mp.examples.tiny_models import make_tokenizer
 from tests.bad_input.doors import NO_TEXT, NOT_FILES, Content, answers, as_nobody, noise, put, refused, tree
 

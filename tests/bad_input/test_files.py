@@ -26,7 +26,6 @@ from grpo_mp.checkpoint.safe_metadata import read_metadata
 from grpo_mp.cli.main import main
 from grpo_mp.config import check_settings, dump_settings
 from grpo_mp.distributed.ports import JOB_PORTS, claim_ports
-from grpo_mp.errors import UserError
 from grpo_mp.monitor.loggers import read_metrics
 from grpo_mp.monitor.timeline import Timeline, close_open_spans, read_trace, trace_path
 from grpo_mp.planner.clusters import PROFILES, read_cluster
@@ -34,6 +33,7 @@ from grpo_mp.planner.measured import MEASURED, read_measured
 from grpo_mp.rollout.dump import read_facts, read_groups, write_groups
 from grpo_mp.rollout.journal import cut_torn_tail, load, read_records
 from grpo_mp.simulation.lengths import read_lengths
+from grpo_mp.utils.errors import UserError
 from tests.bad_input.doors import NO_TEXT, NOT_FILES, UNREADABLE, Content, answers, as_nobody, noise, put, refused, tree
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.rollout.test_journal import FINISHED, PAUSED, PROMPT, written
@@ -302,7 +302,7 @@ PARTS: dict[str, Content] = {
 
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_by_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_mp.user_code.IMPORT_LIMIT_S", 0.2)
+    monkeypatch.setattr("grpo_mp.utils.user_code.IMPORT_LIMIT_S", 0.2)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     bad(lambda file: POLICY_LOSSES.resolve(f"{file}:loss", "here"), tmp_path / "part.py", PARTS[name], name)
 

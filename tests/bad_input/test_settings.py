@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from grpo_mp.config import Settings, check_settings, load_settings
-from grpo_mp.section import nested_sections
+from grpo_mp.utils.section import nested_sections
 from tests.bad_input.doors import NO_TEXT, NOT_FILES, Content, answers, as_nobody, noise, put, refused, tree
 from tests.minimal_settings import MINIMAL_SETTINGS
 

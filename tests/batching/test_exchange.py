@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo_mp.batching.exchange import all_gather_sample_info, gather_groups, redistribute
-from grpo_mp.types import Prompt, Sample, SampleGroup, SampleInfo
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup, SampleInfo
 
 TOKENS = st.lists(st.integers(0, 2**31), min_size=1, max_size=8)
 

@@ -18,8 +18,8 @@ from grpo_mp.batching.group_selection import (
     admit,
     length_bias,
 )
-from grpo_mp.errors import UserError
-from grpo_mp.types import SampleInfo
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import SampleInfo
 
 
 def make_infos(*groups: tuple[float, ...], first: int = 10) -> list[SampleInfo]:

@@ -18,7 +18,7 @@ from grpo_mp.batching.step_batch import is_masked, whiten
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.trainer.logprobs import with_old_logprobs
-from grpo_mp.types import MicroBatch, Sample, SampleInfo
+from grpo_mp.utils.types import MicroBatch, Sample, SampleInfo
 from tests.algorithms.objective import loss_of
 from tests.minimal_settings import MINIMAL_SETTINGS
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from grpo_mp.batching.microbatches import MicroBatchPlan, plan_microbatches
 from grpo_mp.batching.packing import gather_responses, pack, slice_context
-from grpo_mp.types import Sample
+from grpo_mp.utils.types import Sample
 from tests.batching.helpers import join_context
 
 

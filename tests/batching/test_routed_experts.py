@@ -15,7 +15,7 @@ from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import microbatches, plan_updates
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import coordinates
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 LAYERS, TOPK, GROUP = 3, 2, 4
 

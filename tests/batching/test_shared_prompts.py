@@ -8,7 +8,7 @@ from grpo_mp.batching.packing import gather_responses
 from grpo_mp.batching.shared_prompts import SamplePrompt, make_units
 from grpo_mp.batching.updates import microbatches, plan_updates
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.types import MicroBatch, Sample
+from grpo_mp.utils.types import MicroBatch, Sample
 
 HIDDEN = 64
 

@@ -16,7 +16,7 @@ from grpo_mp.batching.updates import (
     plan_updates,
 )
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
-from grpo_mp.types import MicroBatch, Sample
+from grpo_mp.utils.types import MicroBatch, Sample
 from tests.batching.helpers import join_context
 
 LAYOUTS = [

@@ -13,7 +13,7 @@ from grpo_mp.batching.microbatches import plan_microbatches
 from grpo_mp.batching.packing import gather_responses, pack
 from grpo_mp.batching.values import with_generalized_advantages, with_values
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.types import MicroBatch, Sample
+from grpo_mp.utils.types import MicroBatch, Sample
 from tests.algorithms.objective import scatter_responses
 
 GIVEN = ((), (), (True, True, False, False, True, True, True, False, True), (True, True, False))

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from grpo_mp.evaluation.score import read_scores
+from grpo_mp.algorithms.evaluation import read_scores
 from grpo_mp.examples.arithmetic import Problem, write_jsonl
 from grpo_mp.examples.calculator import make_problems
 from tests.bench.quickstart_run import grpo_mp

@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from grpo_mp.monitor.timeline import read_trace, trace_path
-from grpo_mp.phases import Phase
+from grpo_mp.utils.phases import Phase
 from tests.bench.workload import GROUP_SIZE, PROMPTS, describe, make_workload
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")

@@ -2,7 +2,7 @@
 
 Trains each sickness of tests/bench/sicknesses.py whose run is not there, records the metrics that rules look at in
 tests/monitor/sick/NAME.jsonl, and its best answers of the first and the last step beside them; draws all that are
-recorded beside the healthy run, by the report's charts; writes grpo_mp/report/GALLERY.md of them.
+recorded beside the healthy run, by the report's charts; writes grpo_mp/monitor/GALLERY.md of them.
 A sickness that its rule does not find is not recorded, and the exit status is 1.
 About a quarter of an hour on two cores.
 """
@@ -19,19 +19,19 @@ from typing import Any
 
 from grpo_mp.monitor.curves import CURVES, Curve
 from grpo_mp.monitor.metrics import find_metric
+from grpo_mp.monitor.report.answers import choose_answers
+from grpo_mp.monitor.report.charts import write_charts
+from grpo_mp.monitor.report.contents import Chart, Series
+from grpo_mp.monitor.report.curves import chart_of
+from grpo_mp.monitor.report.page import describe
+from grpo_mp.monitor.report.records import RunRecords, read_metric_lines, read_run
 from grpo_mp.monitor.rules import RULES, Finding, MetricLine, find_warnings
 from grpo_mp.pages import render, table
-from grpo_mp.report.answers import choose_answers
-from grpo_mp.report.charts import write_charts
-from grpo_mp.report.contents import Chart, Series
-from grpo_mp.report.curves import chart_of
-from grpo_mp.report.page import describe
-from grpo_mp.report.records import RunRecords, read_metric_lines, read_run
 from tests.bench.sicknesses import BASE, HEALTHY, SICKNESSES, run, show, with_names
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests" / "monitor" / "sick"
-PAGE = ROOT / "grpo_mp" / "report" / "GALLERY.md"
+PAGE = ROOT / "grpo_mp" / "monitor" / "GALLERY.md"
 PICTURES = PAGE.with_name("gallery")
 ALWAYS = ("reward/mean", "rollout/accuracy", "train/entropy")  # drawn where a rule looks at fewer metrics
 CHARTS = 3

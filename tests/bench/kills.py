@@ -28,9 +28,9 @@ import psutil
 import pyarrow as pa
 
 from grpo_mp.checkpoint.run_state import ROLLOUTS
-from grpo_mp.files import write_json
 from grpo_mp.rollout.journal import read_records
 from grpo_mp.trainer.recorded import EVALUATIONS
+from grpo_mp.utils.files import write_json
 from tests.conftest import make_tiny_run
 from tests.e2e.jobs import LAUNCH, Job, read_jsonl
 
@@ -58,7 +58,7 @@ BEGUN = "begun.txt"  # beside the functions: a line an episode, its step, the pr
 TURNS = f"""
 from pathlib import Path
 
-from grpo_mp.episodes.protocol import ToolCall
+from grpo_mp.rollout.protocol import ToolCall
 
 async def two_turns(task, policy):
     return await ask(task, policy, lambda first: "again")

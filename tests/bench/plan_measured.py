@@ -37,10 +37,10 @@ from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
 from grpo_mp.policy.trained_model import TrainedModel
+from grpo_mp.trainer.engine_check import sequence_logprobs
 from grpo_mp.trainer.save import export_policy
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch
 from grpo_mp.weight_sync.compare import MAX_TEXTS, comparison_sequences
-from grpo_mp.weight_sync.engine_check import sequence_logprobs
 from grpo_mp.weight_sync.update import PolicyShards, build_weight_sync
 from tests.bench.small_policy import MIB, TOKENS, padding, peak_bytes, settled_bytes, start_small_policy
 from tests.bench.sync_memory import StandIn, rollout_with

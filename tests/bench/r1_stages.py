@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from grpo_mp.evaluation.score import EvalScore, read_scores, write_svg
+from grpo_mp.algorithms.evaluation import EvalScore, read_scores, write_svg
 from tests.bench.quickstart_run import grpo_mp
 
 CONFIG, SET, STEM = Path("configs/tiny_r1_pipeline.yaml"), "arithmetic", "runs/tiny_r1_seed"

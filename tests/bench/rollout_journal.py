@@ -21,7 +21,7 @@ from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.plan import make_plan
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.journal import GroupJournal, journal_file
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 RECIPE, CLUSTER, NODES = Path(__file__).parents[2] / "configs/moe_671b.yaml", "h100-80", 16
 

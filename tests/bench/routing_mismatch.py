@@ -23,7 +23,7 @@ from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.groups import make_samples
 from grpo_mp.rollout.routed_experts import ARGUMENT
-from grpo_mp.types import MicroBatch, Prompt, SampleGroup
+from grpo_mp.utils.types import MicroBatch, Prompt, SampleGroup
 from tests.engines import started_engine
 from tests.one_rank import one_rank_job
 from tests.trainer.one_step import make_batch

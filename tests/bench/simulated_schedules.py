@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from grpo_mp.monitor.timeline import read_trace, trace_path
-from grpo_mp.phases import Phase
 from grpo_mp.simulation.loop import simulate
 from grpo_mp.simulation.scenario import Rates, Scenario, Schedule
+from grpo_mp.utils.phases import Phase
 from tests.bench import workload as w
 from tests.bench.compare_trl import CORES, run
 

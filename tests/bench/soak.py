@@ -23,7 +23,7 @@ from statistics import fmean
 
 import psutil
 
-from grpo_mp.files import write_json
+from grpo_mp.utils.files import write_json
 from tests.bench.kills import FOUND, SCHEDULES, children_of, evidence, make_inputs, processes, rank_of
 from tests.e2e.jobs import Job, read_jsonl, spans
 

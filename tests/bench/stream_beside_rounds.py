@@ -35,7 +35,7 @@ from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.trainer.collect import RolloutCollector
-from grpo_mp.types import Prompt, SampleGroup, SampleInfo
+from grpo_mp.utils.types import Prompt, SampleGroup, SampleInfo
 from tests.trainer.test_collect import OneRankRollout, collector
 
 GROUP, SHORTEST, LONGEST, PROMPT_TOKENS, ENGINES = 8, 16, 512, 16, 2

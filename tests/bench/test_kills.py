@@ -10,7 +10,7 @@ from grpo_mp.checkpoint.run_state import ROLLOUTS
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.groups import PausedGroup
 from grpo_mp.rollout.journal import GroupJournal
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 from tests.bench import kills, soak
 
 

@@ -19,9 +19,9 @@ from grpo_mp.checkpoint.run_state import (
 )
 from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
 from grpo_mp.config import check_settings
-from grpo_mp.errors import UserError
 from grpo_mp.trainer.job import build_policy
 from grpo_mp.trainer.resume import find_whole_checkpoint
+from grpo_mp.utils.errors import UserError
 from tests.checkpoint.helpers import flip_bit, no_progress, policy_of
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.one_rank import one_rank_job

@@ -15,10 +15,10 @@ from grpo_mp.checkpoint.converted_reader import ConvertedReader, open_weights
 from grpo_mp.checkpoint.describe import compare_weights, describe_hf
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
 from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
-from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.families import add_transformers_4_names
 from grpo_mp.models.fp8 import FP8, SCALE, quantize
+from grpo_mp.utils.errors import UserError
 from tests.checkpoint.helpers import no_progress
 
 TINY: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}

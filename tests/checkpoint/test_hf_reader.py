@@ -16,8 +16,8 @@ from torch import Tensor
 from grpo_mp.checkpoint import hf_reader, hf_writer
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
 from grpo_mp.checkpoint.hf_writer import copy_aux_files, write_hf
-from grpo_mp.errors import UserError
 from grpo_mp.models.mapping import Param
+from grpo_mp.utils.errors import UserError
 
 LIMIT_S = 20.0
 TENSORS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.checkpoint.run_lock import LOCK, run_lock
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 HOLD = """
 import os, sys, time

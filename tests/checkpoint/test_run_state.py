@@ -29,7 +29,7 @@ from grpo_mp.checkpoint.run_state import (
 )
 from grpo_mp.checkpoint.settings_changes import INPUTS
 from grpo_mp.data.cursor import Cursor
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 RESOLVED = "run:\n  steps: 10\n  save_every: 2\n  resume: auto\noptimizer:\n  lr: 1.0e-06\n"
 

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from grpo_mp.checkpoint.convert import to_megatron
 from grpo_mp.checkpoint.safe_metadata import read_metadata
 from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader, describe_torch_dist
-from grpo_mp.errors import UserError
 from grpo_mp.policy.checkpoint import load_policy
+from grpo_mp.utils.errors import UserError
 from tests.checkpoint.helpers import flip_bit, malicious_pickle, no_progress, policy_of
 from tests.policy.by_megatron import copies, save_by_megatron, unequal
 

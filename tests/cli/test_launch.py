@@ -7,7 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from grpo_mp.launch import nodes, task
+from grpo_mp.cli import slurm_nodes as nodes
+from grpo_mp.cli import slurm_task as task
 from tests.cli.command import run_command
 
 ROOT = Path(__file__).parents[2]

@@ -8,12 +8,12 @@ import pytest
 
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.config.sft_settings import ChatDataConfig
+from grpo_mp.data.chat_data import read_chat
 from grpo_mp.data.messages import call_form, read_message
 from grpo_mp.data.prompts import load_prompts
 from grpo_mp.data.rows import Row
-from grpo_mp.episodes.chat_data import read_chat
-from grpo_mp.episodes.supervised import ChatEncoder
-from grpo_mp.errors import UserError
+from grpo_mp.data.supervised import ChatEncoder
+from grpo_mp.utils.errors import UserError
 from tests.episodes.test_chat import ASK, CALLING, RESULT, call_of, make_renderer, rendered
 
 HUGGING_FACE: dict[str, Any] = {"content": "", "arguments": {"a": 1}}

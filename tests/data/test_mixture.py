@@ -15,10 +15,10 @@ from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.cursor import Cursor, mix_sets, take
 from grpo_mp.data.prompt_queue import PromptQueue
 from grpo_mp.data.prompts import PromptSet, load_eval_prompts, load_train_prompts
-from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.rewards.base import call_arguments
-from grpo_mp.types import Sample, SampleGroup
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import Sample, SampleGroup
 from tests.minimal_settings import MINIMAL_SETTINGS
 
 TOKENIZER = make_tokenizer(["How", "many", "apples"])

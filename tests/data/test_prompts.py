@@ -21,9 +21,9 @@ from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data import prompts as prompts_module
 from grpo_mp.data.overlap import Overlap, find_overlaps
 from grpo_mp.data.prompts import PromptSet, final_answer, load_prompts
-from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.rewards.answer_reading import Number, read_answer
+from grpo_mp.utils.errors import UserError
 
 TOKENIZER = make_tokenizer(["How", "many", "apples"])
 ROWS = [

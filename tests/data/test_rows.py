@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from grpo_mp.data.rows import read_rows
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 ROWS = [{"question": "a", "answer": 1, "own": {"x": [1, None]}}, {"question": "b\nc", "other": "é"}]
 

@@ -9,11 +9,11 @@ import pytest
 from transformers.utils import chat_template_utils
 
 from grpo_mp.config.data_sections import DataConfig
+from grpo_mp.data.chat import ChatRenderer
 from grpo_mp.data.prompts import load_train_prompts
+from grpo_mp.data.supervised import Chat, ChatEncoder
 from grpo_mp.data.template_date import set_template_date, template_date
-from grpo_mp.episodes.chat import ChatRenderer
-from grpo_mp.episodes.supervised import Chat, ChatEncoder
-from grpo_mp.types import Message
+from grpo_mp.utils.types import Message
 from tests.episodes.test_chat import make_renderer, published
 
 ASK: Message = {"role": "user", "content": "1+2?"}

@@ -17,7 +17,7 @@ from grpo_mp.distributed.layout import (
     nearest_layout,
     sets_pipeline_layout,
 )
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 
 def model_of(

@@ -17,8 +17,8 @@ from grpo_mp.distributed.communicators import PIPELINE, Communicator, communicat
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.nccl_memory import NcclMemory, check_nccl
 from grpo_mp.distributed.process_groups import megatron_sizes
-from grpo_mp.errors import UserError
 from grpo_mp.planner.model_configs import find_config
+from grpo_mp.utils.errors import UserError
 from tests.policy.build_on_meta import COMMAND
 from tests.recipes import RL
 

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_mp.distributed import ports
 from grpo_mp.distributed.ports import PortClaim, claim_ports, own_address
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 CLAIM = """
 import sys

@@ -13,7 +13,7 @@ import pytest
 
 from grpo_mp.distributed.ports import claim_ports
 from grpo_mp.distributed.rendezvous import RECORDER_VARIABLE, _listener, rendezvous
-from grpo_mp.errors import UserError
+from grpo_mp.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120.0

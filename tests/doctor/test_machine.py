@@ -23,8 +23,6 @@ from grpo_mp.doctor.machine import (
     measure_disk,
     read_nccl_log,
 )
-from grpo_mp.errors import UserError
-from grpo_mp.findings import Finding, Level
 from grpo_mp.platform import machine_check
 from grpo_mp.platform.gpu_state import read_gpus
 from grpo_mp.platform.machine_check import (
@@ -34,6 +32,8 @@ from grpo_mp.platform.machine_check import (
     quick_findings,
 )
 from grpo_mp.trainer.machine_notes import describe
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.findings import Finding, Level
 from tests.conftest import TinyRun
 
 GIB = 2**30

@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 
-from grpo_mp.doctor.live_engines import EngineServer, EngineWeights, ask_weights
+from grpo_mp.monitor.live_engines import EngineServer, EngineWeights, ask_weights
 from tests.cli.command import Result, run_command
 from tests.doctor.test_run import SETTINGS, line
 

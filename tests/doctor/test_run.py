@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from grpo_mp.cli.main import main
-from grpo_mp.doctor.live_engines import EngineServer, EngineWeights, ask_weights, read_server
-from grpo_mp.doctor.run import (
+from grpo_mp.monitor.live_engines import EngineServer, EngineWeights, ask_weights, read_server
+from grpo_mp.monitor.rules import find_warnings
+from grpo_mp.monitor.run_findings import (
     RunFacts,
     check_end,
     check_engines,
@@ -21,11 +22,10 @@ from grpo_mp.doctor.run import (
     diagnose_run,
     worked_seconds,
 )
-from grpo_mp.findings import Finding, Level
-from grpo_mp.monitor.engine_load import EngineLoad
-from grpo_mp.monitor.rules import find_warnings
 from grpo_mp.monitor.timeline import Event
 from grpo_mp.rollout.engine_args import EngineSpec, engine_arguments
+from grpo_mp.rollout.engine_load import EngineLoad
+from grpo_mp.utils.findings import Finding, Level
 
 SETTINGS: Mapping[str, Any] = {
     "run": {"steps": 9},

@@ -10,11 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.cli.main import main
-from grpo_mp.doctor import processes
-from grpo_mp.doctor.processes import find_process
-from grpo_mp.doctor.stuck import diagnose
-from grpo_mp.errors import UserError
-from grpo_mp.findings import Level
+from grpo_mp.monitor import rank_processes as processes
 from grpo_mp.monitor.rank_dump import (
     Collective,
     Group,
@@ -25,7 +21,11 @@ from grpo_mp.monitor.rank_dump import (
     read_collective,
     read_process,
 )
-from grpo_mp.processes import catches_dump_signal
+from grpo_mp.monitor.rank_processes import find_process
+from grpo_mp.monitor.stuck import diagnose
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.findings import Level
+from grpo_mp.utils.processes import catches_dump_signal
 from tests.doctor.hanging_rank import WORLD_SIZE
 
 GROUPS = {"1": Group("tensor", (0, 1)), "2": Group("expert", (1, 2)), "3": Group("data", (0, 2))}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.checkpoint.run_lock import run_lock
-from grpo_mp.doctor.live_engines import EngineWeights, ask_weights, find_servers
-from grpo_mp.errors import UserError
-from grpo_mp.watch.state import RunReader, RunState
+from grpo_mp.monitor.live_engines import EngineWeights, ask_weights, find_servers
+from grpo_mp.monitor.watch.state import RunReader, RunState
+from grpo_mp.utils.errors import UserError
 from tests.conftest import TinyRun
 from tests.e2e.jobs import LAUNCH, Job, read_jsonl, spans
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from grpo_mp.config import Settings
 from grpo_mp.monitor.timeline import Timeline
-from grpo_mp.phases import GENERATION, Residency
 from grpo_mp.policy.policy import Policy
-from grpo_mp.scheduler.phase_manager import OffloadFunction, PhaseManager
 from grpo_mp.train import main
 from grpo_mp.trainer import context
 from grpo_mp.trainer.context import RankRuntime
 from grpo_mp.trainer.offload import engine_functions
+from grpo_mp.trainer.phase_manager import OffloadFunction, PhaseManager
+from grpo_mp.utils.phases import GENERATION, Residency
 
 
 def make_phases(settings: Settings, runtime: RankRuntime, policy: Policy, offload: bool) -> PhaseManager:

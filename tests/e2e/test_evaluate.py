@@ -15,7 +15,7 @@ from grpo_mp.config import dump_settings
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.prompts import load_train_prompts
 from grpo_mp.evaluate import read_command
-from grpo_mp.parsers import evaluate_parser
+from grpo_mp.utils.parsers import evaluate_parser
 from tests.conftest import EVAL_PROMPTS, TinyRun
 from tests.e2e.conftest import LAST_STEP, FinishedRun, StartJob, outcome
 from tests.e2e.jobs import read_jsonl

@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 
 from grpo_mp.checkpoint.convert import to_hf
 from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader
-from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny
+from grpo_mp.utils.errors import UserError
 from tests.conftest import TinyRun
 from tests.e2e.conftest import REWARD, StartJob, outcome
 from tests.e2e.jobs import read_jsonl

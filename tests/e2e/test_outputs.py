@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_mp.checkpoint.run_state import checkpoint_folder
 from grpo_mp.config import Settings, load_settings
-from grpo_mp.monitor.engine_load import read_loads
 from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.engine_load import read_loads
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.weight_sync.engine_check import sequence_logprobs
+from grpo_mp.trainer.engine_check import sequence_logprobs
 from tests.conftest import TinyRun
 from tests.e2e.conftest import LAST_STEP, FinishedRun, finished_settings
 from tests.e2e.jobs import read_jsonl

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_mp.data.pass_rates import read_pass_rates
 from grpo_mp.rollout.journal import read_records
-from grpo_mp.sampling.results import PASS_RATES, SAMPLES, SUMMARY
+from grpo_mp.trainer.sampling.results import PASS_RATES, SAMPLES, SUMMARY
 from tests.conftest import TRAIN_PROMPTS, TinyRun
 from tests.e2e.conftest import StartJob, outcome
 from tests.e2e.jobs import read_jsonl

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from grpo_mp.cli.main import main
-from grpo_mp.doctor.run import check_live
-from grpo_mp.findings import Level
+from grpo_mp.monitor.run_findings import check_live
+from grpo_mp.utils.findings import Level
 from tests.e2e.conftest import LAST_STEP, FinishedRun
 from tests.e2e.jobs import read_jsonl
 
@@ -45,7 +45,9 @@ def test_its_engines_hold_the_weights_of_one_update(finished_run: FinishedRun, r
 
 def test_the_run_that_has_ended(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "220")
-    monkeypatch.setattr("grpo_mp.doctor.run.MIN_BUSY_POLLS", 1)  # four steps are too short for more on a fast machine
+    monkeypatch.setattr(
+        "grpo_mp.monitor.run_findings.MIN_BUSY_POLLS", 1
+    )  # four steps are too short for more on a fast machine
     assert main(["watch", str(run), "--once"]) == 0
     assert f"ended  step {LAST_STEP}/{LAST_STEP}" in capsys.readouterr().out
     assert main(["doctor", "run", str(run)]) == 0

@@ -20,13 +20,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_mp.config.sections import EpisodeLimits
+from grpo_mp.data.chat import MARK, ChatRenderer
 from grpo_mp.data.template_date import set_template_date
-from grpo_mp.episodes.chat import MARK, ChatRenderer
-from grpo_mp.episodes.protocol import Episode
-from grpo_mp.errors import UserError
 from grpo_mp.rollout.client import SamplingParams
 from grpo_mp.rollout.episode_policy import EpisodeContext, EpisodePolicy, EpisodeWatch
-from grpo_mp.types import Message, Prompt
+from grpo_mp.rollout.protocol import Episode
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import Message, Prompt
 from tests.rollout.engineless import TextClient
 
 KIMI_K2 = (

@@ -9,9 +9,7 @@ import pytest
 from datasets import Dataset
 
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
-from grpo_mp.data.cursor import Cursor, take
-from grpo_mp.data.rows import Row
-from grpo_mp.episodes.chat_data import (
+from grpo_mp.data.chat_data import (
     ChatReader,
     ChatSet,
     check_chats,
@@ -19,9 +17,11 @@ from grpo_mp.episodes.chat_data import (
     load_train_chats,
     read_chat,
 )
-from grpo_mp.episodes.supervised import ChatEncoder
-from grpo_mp.errors import UserError
+from grpo_mp.data.cursor import Cursor, take
+from grpo_mp.data.rows import Row
+from grpo_mp.data.supervised import ChatEncoder
 from grpo_mp.examples.tiny_models import make_tokenizer
+from grpo_mp.utils.errors import UserError
 
 ASK, ANSWER = {"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}
 CHAT = {"messages": [ASK, ANSWER]}

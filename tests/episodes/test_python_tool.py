@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_mp.episodes.protocol import ToolCall, ToolResult
-from grpo_mp.episodes.tools import EpisodeTools, load_tools
-from grpo_mp.errors import UserError
 from grpo_mp.rewards.sandbox import Sandbox
 from grpo_mp.rewards.settings import CodeConfig
+from grpo_mp.rollout.protocol import ToolCall, ToolResult
+from grpo_mp.rollout.tools import EpisodeTools, load_tools
+from grpo_mp.utils.errors import UserError
 
-PATH = "grpo_mp.episodes.python_tool:Python"
+PATH = "grpo_mp.rollout.python_tool:Python"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mp.episodes import retrieval
-from grpo_mp.episodes.protocol import ToolCall
-from grpo_mp.episodes.retrieval import SearchIndex
-from grpo_mp.episodes.tools import load_tools
-from grpo_mp.errors import UserError
+from grpo_mp.rollout import retrieval
+from grpo_mp.rollout.protocol import ToolCall
+from grpo_mp.rollout.retrieval import SearchIndex
+from grpo_mp.rollout.tools import load_tools
+from grpo_mp.utils.errors import UserError
 from tests.episode_page import read_example
 
 DOCUMENTS = [

@@ -5,9 +5,9 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from grpo_mp.episodes.supervised import Chat, ChatEncoder, LearnedTokens, LossOn
-from grpo_mp.errors import UserError
-from grpo_mp.types import Message
+from grpo_mp.data.supervised import Chat, ChatEncoder, LearnedTokens, LossOn
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import Message
 from tests.episodes.test_chat import (
     ANSWER,
     ASK,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.episodes.protocol import ToolCall, ToolResult
-from grpo_mp.episodes.tools import EpisodeTools, RemoteTools, ToolKit, load_tools
-from grpo_mp.errors import UserError
+from grpo_mp.rollout.protocol import ToolCall, ToolResult
+from grpo_mp.rollout.tools import EpisodeTools, RemoteTools, ToolKit, load_tools
+from grpo_mp.utils.errors import UserError
 from tests.virtual_time import run_with_skips, skip
 
 TOOLS = '''
@@ -161,7 +161,7 @@ async def call(tools: EpisodeTools, name: str, **arguments: Any) -> ToolResult:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """How a process has ended is told late on a busy machine."""
-    monkeypatch.setattr("grpo_mp.episodes.tool_processes.ENDED_LIMIT_S", 60.0)
+    monkeypatch.setattr("grpo_mp.rollout.tool_processes.ENDED_LIMIT_S", 60.0)
 
 
 async def appear(file: Path, lines: int = 1) -> None:

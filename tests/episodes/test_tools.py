@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.episodes.protocol import ToolCall, ToolResult
-from grpo_mp.episodes.tools import MOST_HANGING, EpisodeTools, ToolKit, ToolThreads, load_tools
-from grpo_mp.errors import UserError
+from grpo_mp.rollout.protocol import ToolCall, ToolResult
+from grpo_mp.rollout.tools import MOST_HANGING, EpisodeTools, ToolKit, ToolThreads, load_tools
+from grpo_mp.utils.errors import UserError
 from tests.episode_page import read_example
 from tests.virtual_time import run_with_skips, skip
 
 TOOLS = '''
 import asyncio, concurrent.futures, os, tempfile, time
-from grpo_mp.episodes.protocol import BoundedTools
+from grpo_mp.rollout.protocol import BoundedTools
 
 def add(a: int, b: int = 1) -> int:
     """

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.errors import UserError
-from grpo_mp.evaluation.pass_at_k import Estimate
-from grpo_mp.evaluation.score import (
+from grpo_mp.algorithms.evaluation import (
     EvalScore,
     Votes,
     plot_pass_at_k,
@@ -18,9 +16,11 @@ from grpo_mp.evaluation.score import (
     write_scores,
     write_svg,
 )
+from grpo_mp.algorithms.pass_at_k import Estimate
 from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.trainer.metrics import eval_metrics
-from grpo_mp.types import SampleInfo
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import SampleInfo
 
 
 def samples(*problems: str) -> tuple[list[SampleInfo], Votes]:

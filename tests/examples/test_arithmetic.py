@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mp.data.prompts import final_answer
-from grpo_mp.errors import UserError
 from grpo_mp.examples.arithmetic import (
     TEMPLATES,
     Problem,
@@ -23,6 +22,7 @@ from grpo_mp.examples.arithmetic import (
     write_jsonl,
 )
 from grpo_mp.rewards.math import boxed_answer
+from grpo_mp.utils.errors import UserError
 
 KINDS = tuple(TEMPLATES)
 NUMBERS = st.one_of(st.integers(0, 99), st.integers(0, 10**6))

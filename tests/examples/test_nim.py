@@ -13,12 +13,12 @@ import pytest
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
 from grpo_mp.data.prompts import load_prompts
-from grpo_mp.episodes.protocol import Episode, Task, Turn
-from grpo_mp.episodes.tools import ToolKit
-from grpo_mp.errors import UserError
 from grpo_mp.examples.nim import Nim, read_move
 from grpo_mp.examples.tiny_models import make_tokenizer
-from grpo_mp.types import Message, Prompt
+from grpo_mp.rollout.protocol import Episode, Task, Turn
+from grpo_mp.rollout.tools import ToolKit
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import Message, Prompt
 from tests.episode_page import PAGE, read_example
 from tests.http_server import JsonServer, Reply, chat_reply
 

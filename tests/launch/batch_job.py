@@ -103,7 +103,7 @@ class BatchJob:
 
     def rank(self, number: int) -> psutil.Process:
         """Return the process of one rank."""
-        ranks = [process for process in self._processes() if "grpo_mp.launch.task" in " ".join(process.cmdline())]
+        ranks = [process for process in self._processes() if "grpo_mp.cli.slurm_task" in " ".join(process.cmdline())]
         return next(rank for rank in ranks if rank.environ().get("SLURM_PROCID") == str(number))
 
     def remaining_processes(self) -> list[str]:

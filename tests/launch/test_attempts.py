@@ -17,10 +17,10 @@ from grpo_mp.checkpoint.run_state import (
     own_checksums,
     write_manifest,
 )
+from grpo_mp.cli import slurm_job as job
 from grpo_mp.config import dump_settings, load_sft_settings
-from grpo_mp.errors import UserError
-from grpo_mp.launch import job
 from grpo_mp.monitor.loggers import JsonLinesLogger
+from grpo_mp.utils.errors import UserError
 from tests.conftest import TinyRun
 
 SHARD = "policy/__0_0.distcp"

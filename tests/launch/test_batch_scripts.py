@@ -42,7 +42,7 @@ def test_dry_run_shows_settings_nodes_environment_and_commands(script: Path) -> 
     assert "MASTER_PORT=20000" in process.stdout
     assert all("--cpu-bind=none" in line for line in process.stdout.splitlines() if line.startswith("srun "))
     assert (
-        f"-m grpo_mp.launch.task runs/{script.stem}/attempts/dry.0 configs/{script.stem}.yaml run.steps=7"
+        f"-m grpo_mp.cli.slurm_task runs/{script.stem}/attempts/dry.0 configs/{script.stem}.yaml run.steps=7"
         in process.stdout
     )
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.launch.job import first_failure
-from grpo_mp.launch.resubmit import OPTIONS_VARIABLE
+from grpo_mp.cli.slurm_job import first_failure
+from grpo_mp.cli.slurm_resubmit import OPTIONS_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 NODES = ("n1", "n2")
@@ -28,7 +28,7 @@ COMMANDS = {
         for argument in "$@"; do case $argument in --output=*) log=${{argument#--output=}} ;; esac; done
         attempt=$(dirname "$log")
         case $* in
-          *grpo_mp.launch.nodes*) step=check ;;
+          *grpo_mp.cli.slurm_nodes*) step=check ;;
           *) step=train ;;
         esac
         echo "$step" >>"$NOTES"
@@ -36,7 +36,7 @@ COMMANDS = {
         cd "$attempt"
         if [ -f "$FOLDER/$step" ]; then source "$FOLDER/$step"; fi""",
     "bin/python": """
-        if [ "$2" != grpo_mp.launch.job ]; then exec {python} "$@"; fi
+        if [ "$2" != grpo_mp.cli.slurm_job ]; then exec {python} "$@"; fi
         case $3 in
           folder) echo "$FOLDER/run" ;;
           begin) mkdir -p "$6" && echo 0 >"$6/saved_step" ;;

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.launch.job import FAULTY_NODES, first_failure, report_failure
-from grpo_mp.launch.task import error_file
+from grpo_mp.cli.slurm_job import FAULTY_NODES, first_failure, report_failure
+from grpo_mp.cli.slurm_task import error_file
 
 SRUN_LOG = """srun: error: n2: task 5: Killed
 srun: Terminating StepId=7.1

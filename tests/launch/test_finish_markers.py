@@ -55,7 +55,7 @@ def test_only_exit_status_0_of_the_trainer_leaves_a_mark(
 
 def test_batch_script_checks_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def check_ended() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "grpo_mp.launch.job", "check-finished", str(tmp_path), "3"]
+        command = [sys.executable, "-m", "grpo_mp.cli.slurm_job", "check-finished", str(tmp_path), "3"]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
     mark_finished(1)  # no launcher named a folder

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from grpo_mp.cli import slurm_nodes as nodes_module
+from grpo_mp.cli.slurm_job import BAD_NODES, CHECK_LOG, name_crashed_node
+from grpo_mp.cli.slurm_nodes import NodeReport, bad_nodes
 from grpo_mp.distributed.rates import all_to_all_rate, measured_pairs, neighbor_pairs, result_within
-from grpo_mp.launch import nodes as nodes_module
-from grpo_mp.launch.job import BAD_NODES, CHECK_LOG, name_crashed_node
-from grpo_mp.launch.nodes import NodeReport, bad_nodes
 
 GOOD = NodeReport("a", "torch 2", 0.0, 100 * 2**30, 90 * 2**30, None, all_reduce=100e9, all_to_all=20e9)
 REPORTS = [replace(GOOD, node=node) for node in "abcd" for _ in range(2)]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.errors import UserError
-from grpo_mp.launch.task import rank_environment, tasks_per_node
+from grpo_mp.cli.slurm_task import rank_environment, tasks_per_node
+from grpo_mp.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 TASK_ENVIRONMENT = {
@@ -27,7 +27,7 @@ def test_rank_environment_of_a_task() -> None:
 TOLD_EARLY = """
 import os, signal, sys
 from types import SimpleNamespace
-from grpo_mp.launch import task
+from grpo_mp.cli import slurm_task as task
 
 def main(command):  # in place of a run's, which loads its model for minutes
     os.kill(os.getpid(), signal.SIGUSR1)

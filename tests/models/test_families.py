@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import LLAMA3, TINY_CONFIGS
 from grpo_mp.models import families
 from grpo_mp.models.families import FAMILIES, family_of
+from grpo_mp.utils.errors import UserError
 from tests.models.conftest import MakeHf
 
 YARN = TINY_CONFIGS["deepseek_v3"]["rope_scaling"]

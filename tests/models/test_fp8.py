@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_mp.checkpoint.hf_reader import HfReader
-from grpo_mp.errors import UserError
 from grpo_mp.models import fp8
 from grpo_mp.models.fp8 import FP8, dequantize, quantize, quantize_at_once, requantize, scale_shape
+from grpo_mp.utils.errors import UserError
 
 SHAPES = [(128, 128), (256, 384), (130, 70), (1, 1), (127, 257), (576, 200)]
 DTYPES = [torch.bfloat16, torch.float32]

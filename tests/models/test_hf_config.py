@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.utils.errors import UserError
 
 YARN = {"type": "yarn", "factor": 40, "mscale": 1.0}
 

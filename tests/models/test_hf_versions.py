@@ -10,12 +10,12 @@ from transformers import AutoConfig
 from grpo_mp.checkpoint.convert import to_megatron
 from grpo_mp.checkpoint.hf_reader import check_layers
 from grpo_mp.checkpoint.hf_writer import copy_aux_files
-from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import TINY_CONFIGS, make_tiny, make_tokenizer
 from grpo_mp.models import mixtral
 from grpo_mp.models.families import FAMILIES, TRANSFORMERS_NAMES, add_transformers_4_names, family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.trainer.compare_logits import compare_logits
+from grpo_mp.utils.errors import UserError
 from tests.models.published import PUBLISHED
 
 NEWER = ("rope_parameters", "num_local_experts", "dtype")  # names that transformers 4 does not know

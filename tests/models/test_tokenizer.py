@@ -14,9 +14,9 @@ import tiktoken
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.tokenizer import PROBES, load_tokenizer, read_tokenizer, split_pattern
+from grpo_mp.utils.errors import UserError
 
 TEXTS = [*PROBES, "Tom has 12 red apples, 3 pears.", "for i in range(10):\n    print(i, end=' ')", "Il a été là."] * 3
 TEMPLATE = "{% for message in messages %}<|user|>{{ message['content'] }}{% endfor %}"

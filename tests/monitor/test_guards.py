@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from grpo_mp.config.monitor_section import MetricGuard
-from grpo_mp.errors import EarlyStopError
 from grpo_mp.monitor.guards import MetricGuards
+from grpo_mp.utils.errors import EarlyStopError
 
 
 def first_violation(guard: MetricGuard, series: list[float | None], done: int = 0) -> int | None:

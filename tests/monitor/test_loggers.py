@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
-from grpo_mp.files import PatientFile
 from grpo_mp.monitor.curves import CURVES
 from grpo_mp.monitor.loggers import (
     JsonLinesLogger,
@@ -26,6 +25,7 @@ from grpo_mp.monitor.loggers import (
     read_metrics,
     write_metrics,
 )
+from grpo_mp.utils.files import PatientFile
 
 
 @contextmanager

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from grpo_mp.evaluation.pass_at_k import Estimate
-from grpo_mp.evaluation.score import EvalScore
+from grpo_mp.algorithms.evaluation import EvalScore
+from grpo_mp.algorithms.pass_at_k import Estimate
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.screen import AnswerPair, View, duration, live_view
-from grpo_mp.phases import Phase
+from grpo_mp.utils.phases import Phase
 
 SCALARS = {
     "reward/mean": 0.8125,

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_mp.errors import UserError
 from grpo_mp.monitor.plan_file import DOES_NOT_FIT, PLAN
 from grpo_mp.monitor.reporter import REPORT, Reporter
 from grpo_mp.monitor.side_process import NICENESS
+from grpo_mp.utils.errors import UserError
 
 STAND_IN = """
 import os, sys, time
@@ -203,7 +203,7 @@ def test_a_run_that_ends_by_an_error_leaves_a_report_of_its_steps(start: Callabl
 FAILING = """
 import sys
 from pathlib import Path
-from grpo_mp.errors import UserError, exit_with
+from grpo_mp.utils.errors import UserError, exit_with
 from grpo_mp.monitor import reporter
 
 reporter.EARLY_LIMIT_S = float(sys.argv[2])

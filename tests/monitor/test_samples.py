@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_mp.evaluation.score import EvalScore, step_file, write_scores
+from grpo_mp.algorithms.evaluation import EvalScore, step_file, write_scores
 from grpo_mp.monitor.samples import (
     drop_later_files,
     evenly_spaced,
@@ -17,7 +17,7 @@ from grpo_mp.monitor.samples import (
     write_samples,
 )
 from grpo_mp.rollout.dump import read_groups, write_groups
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 
 def make_group(group_id: int, rewards: tuple[float, ...] = (0.0, 1.5, 0.5)) -> SampleGroup:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.log import log_file, logging_to
 from grpo_mp.monitor.timeline import Event, Timeline, close_open_spans, merge_traces, read_trace, trace_path
+from grpo_mp.utils.log import log_file, logging_to
 
 
 def balanced(events: list[Event]) -> bool:

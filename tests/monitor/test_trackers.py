@@ -10,9 +10,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from grpo_mp.config.load import check_settings
-from grpo_mp.errors import UserError
 from grpo_mp.monitor.loggers import PACKAGES, Logger, load_loggers, open_loggers, write_metrics
-from grpo_mp.redact import without_secrets
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.redact import without_secrets
 from tests.minimal_settings import MINIMAL_SETTINGS
 
 SETTINGS = {

@@ -17,7 +17,7 @@ from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from grpo_mp.cli.main import COMMANDS, main
 from grpo_mp.config import Settings, SftSettings
-from grpo_mp.section import Section, section_type
+from grpo_mp.utils.section import Section, section_type
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(

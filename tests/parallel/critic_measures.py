@@ -25,7 +25,7 @@ from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.critic_metrics import reduce_value_losses
 from grpo_mp.trainer.job import make_critic_parallel
 from grpo_mp.trainer.replica_check import check_replicas
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch
 from tests.parallel.cases import LAYOUTS, SMALL
 from tests.parallel.inputs import CLIPRANGE_VALUE, fixed_head, with_fixed_returns
 from tests.parallel.measures import Bench, Result, _at, _copy, _gradients, _groups, _joined, _save, _updated

@@ -14,7 +14,7 @@ from grpo_mp.distributed.process_groups import context_reduction
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import reduce_report
-from grpo_mp.types import NO_TOKEN, Sample, TopLogprobs
+from grpo_mp.utils.types import NO_TOKEN, Sample, TopLogprobs
 from tests.algorithms.objective import loss_of
 from tests.parallel.cases import SMALL
 from tests.parallel.measures import Bench, Result, _gradients, _groups, _held

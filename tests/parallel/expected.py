@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from grpo_mp.checkpoint.hf_reader import HfReader
-from grpo_mp.types import Sample
+from grpo_mp.utils.types import Sample
 from tests.parallel.inputs import (
     CLIPRANGE_VALUE,
     KL_WEIGHT,

@@ -16,7 +16,7 @@ from grpo_mp.batching.updates import UpdatePlan, microbatches, plan_updates
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.types import MicroBatch, Sample
+from grpo_mp.utils.types import MicroBatch, Sample
 from tests.parallel.cases import LORA, SMALL, Case
 
 TEMPERATURE = 0.7

@@ -29,7 +29,6 @@ from grpo_mp.config import Settings
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import Parallel, all_gather, context_reduction
 from grpo_mp.distributed.shards import shard_holders
-from grpo_mp.errors import ReplicaDriftError, UserError
 from grpo_mp.models.fp8 import SCALE, quantize
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.pipeline_layout import layers_of_stages, with_mtp_layer
@@ -38,13 +37,14 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.shared_prompt_attention import packed_sequences
 from grpo_mp.policy.trained_model import TrainedModel, UpdateReport
 from grpo_mp.rollout.packed_tensors import packed_bytes
+from grpo_mp.trainer.engine_check import sequence_logprobs
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import mtp_metrics, reduce_report
 from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.trainer.sft_step import pack_samples, reduce_sums
-from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
-from grpo_mp.weight_sync.engine_check import sequence_logprobs
+from grpo_mp.utils.errors import ReplicaDriftError, UserError
+from grpo_mp.utils.types import MicroBatch, Prompt, Sample, SampleGroup
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, WHOLE, Piece, RankRound, group_params, plan_sync
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.transport import IpcTransport

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from grpo_mp.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch
 from tests.parallel.cases import Case, cases_with
 from tests.parallel.conftest import Outcomes
 

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from grpo_mp.config import load_pipeline
-from grpo_mp.errors import UserError
 from grpo_mp.pipeline.inputs import CRITIC, POLICY, TEACHER, StageInputs, read_inputs
 from grpo_mp.pipeline.stages import make_jobs
+from grpo_mp.utils.errors import UserError
 from tests.minimal_settings import MINIMAL_SETTINGS
 
 TEACHER_SECTION = "algorithm.distillation"

@@ -8,7 +8,6 @@ import yaml
 
 from grpo_mp.cli.plan import main
 from grpo_mp.config import Settings, check_settings, load_pipeline, load_settings
-from grpo_mp.errors import UserError
 from grpo_mp.pipeline.plan import Machines, StagePlan, plan_pipeline
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
@@ -17,6 +16,7 @@ from grpo_mp.planner.model_configs import named_config
 from grpo_mp.planner.parameter_count import ComingModel, stored_bytes
 from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.reward_memory import teacher_memory
+from grpo_mp.utils.errors import UserError
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.recipes import CONFIGS, PIPELINES
 

@@ -13,12 +13,12 @@ import yaml
 
 from grpo_mp.cli.pipeline import main
 from grpo_mp.config import load_pipeline
-from grpo_mp.errors import UserError
 from grpo_mp.pipeline import preflight
 from grpo_mp.pipeline.inputs import read_inputs
 from grpo_mp.pipeline.preflight import check_stages, job_size
 from grpo_mp.pipeline.runner import Pipeline
 from grpo_mp.pipeline.stages import make_jobs
+from grpo_mp.utils.errors import UserError
 from tests.conftest import TinyRun
 
 TWO = (2, 2)

@@ -13,15 +13,15 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from grpo_mp.algorithms.evaluation import EvalScore
+from grpo_mp.algorithms.pass_at_k import Estimate
 from grpo_mp.config import load_pipeline
-from grpo_mp.errors import UserError
-from grpo_mp.evaluation.pass_at_k import Estimate
-from grpo_mp.evaluation.score import EvalScore
-from grpo_mp.files import write_json
 from grpo_mp.pipeline import runner
 from grpo_mp.pipeline.runner import RECORDS, Pipeline, read_records
 from grpo_mp.pipeline.scores import plot_scores, score_table
 from grpo_mp.pipeline.stages import Record, StageJob, digests, make_jobs
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.files import write_json
 from tests.minimal_settings import MINIMAL_SETTINGS
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,6 @@ import pytest
 
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import coordinates
-from grpo_mp.errors import UserError
 from grpo_mp.planner.activations import activation_bytes
 from grpo_mp.planner.explain import explain
 from grpo_mp.planner.memory import SubPhase, communicator_bytes
@@ -15,6 +14,7 @@ from grpo_mp.planner.meta_model import check_parameter_counts
 from grpo_mp.planner.plan import load_use, make_plan, save_uses
 from grpo_mp.planner.search import search_layouts
 from grpo_mp.planner.show import ppo_models
+from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of
 
 SEVEN_B = 7_070_619_136  # Qwen2.5-7B without its output layer

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
-from grpo_mp.phases import GIB
 from grpo_mp.planner.explain import explain
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.memory import SubPhase, plan_memory, total_bytes
@@ -18,6 +16,8 @@ from grpo_mp.planner.search import search_layouts
 from grpo_mp.planner.weight_traffic import plan_job_sync
 from grpo_mp.simulation.planned import Assumptions, put_on, scenario_of, simulate_job
 from grpo_mp.simulation.scenario import Schedule
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.phases import GIB
 from tests.cli.command import run_command
 from tests.planner.jobs import job_of
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from grpo_mp.errors import UserError
 from grpo_mp.planner.activations import forward_bytes, layer_bytes
 from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.resource_use import estimate_time
 from grpo_mp.planner.training_use import logprob_use, train_use
+from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of
 
 IN_FP8 = {"training": {"fp8_format": "e4m3"}}

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.errors import UserError
 from grpo_mp.planner.meta_model import check_parameter_counts, megatron_weight_bytes
 from grpo_mp.planner.plan import make_plan, save_uses
 from grpo_mp.policy.parameter_bytes import bytes_per_parameter
+from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of
 
 MEGATRON = {"megatron_args": {"num_layers_in_last_pipeline_stage": 13}}

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_mp.errors import UserError
 from grpo_mp.planner.clusters import Efficiency, read_cluster
 from grpo_mp.planner.measured import COLUMNS, FITTED, MEASURED, compare, read_measured
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.plan import make_plan
+from grpo_mp.utils.errors import UserError
 from tests.bench.fit_rates import log_error
 from tests.cli.command import run_command
 

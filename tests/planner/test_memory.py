@@ -7,7 +7,6 @@ from typing import Any, cast
 import pytest
 
 from grpo_mp.config import load_settings
-from grpo_mp.phases import GIB
 from grpo_mp.planner.activations import backward_bytes, forward_bytes, layer_bytes, logits_bytes
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.engine_memory import engine_memory
@@ -17,6 +16,7 @@ from grpo_mp.planner.model_configs import published_config
 from grpo_mp.planner.plan import check_fits, make_plan, save_uses
 from grpo_mp.policy.offload import device_items
 from grpo_mp.policy.policy import Policy
+from grpo_mp.utils.phases import GIB
 from tests.planner.jobs import job_of
 
 QWEN = 7_615_616_512  # parameters of Qwen2.5-7B, as its publisher's files hold

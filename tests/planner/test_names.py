@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.errors import UserError
 from grpo_mp.models.families import FAMILIES, family_of
 from grpo_mp.planner.model_configs import (
     NAMES,
@@ -19,6 +18,7 @@ from grpo_mp.planner.model_configs import (
     published_names,
 )
 from grpo_mp.planner.parameter_count import local_parameter_counts
+from grpo_mp.utils.errors import UserError
 
 # Elements of the tensors in the publisher's files, without multi-token prediction and router biases.
 PARAMETERS = {

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.meta_model import megatron_parameter_counts
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.planner.parameter_count import critic_parameter_counts, local_parameter_counts
 from grpo_mp.planner.pipeline_layout import balance_layers, format_pipeline_layout, layers_of_stages, with_mtp_layer
 from grpo_mp.policy.megatron_config import transformer_config
+from grpo_mp.utils.errors import UserError
 from tests.models.published import PUBLISHED
 from tests.planner.jobs import job_of, settings_of
 

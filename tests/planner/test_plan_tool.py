@@ -11,9 +11,7 @@ import yaml
 
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.layout import layout_violations
-from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
-from grpo_mp.phases import GIB, Phase
 from grpo_mp.planner.clusters import PROFILES, cluster_names, cluster_of, read_cluster
 from grpo_mp.planner.explain import explain
 from grpo_mp.planner.job import PlannedJob, make_job
@@ -24,6 +22,8 @@ from grpo_mp.planner.plan import check_fits, make_plan
 from grpo_mp.planner.search import _engine_candidates, plan_to_yaml, search_layouts
 from grpo_mp.planner.show import grpo_models, ppo_models
 from grpo_mp.rollout.engine_args import check_arguments
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.phases import GIB, Phase
 from tests.cli.command import Result, run_command
 from tests.planner.jobs import job_of
 from tests.recipes import FULL_SIZE

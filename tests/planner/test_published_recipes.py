@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_mp.phases import GIB
 from grpo_mp.planner.job import BytesPerParameter
 from grpo_mp.planner.memory import SubPhase, total_bytes
 from grpo_mp.planner.plan import check_fits, make_plan
+from grpo_mp.utils.phases import GIB
 from tests.planner.jobs import job_of
 
 TB = 1e12

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_mp.phases import GIB
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.planner.sft import RESUME, SftPlan, make_sft_plan, sft_job
+from grpo_mp.utils.phases import GIB
 from tests.cli.command import run_command
 from tests.test_sft_settings import MINIMAL, settings_of
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from grpo_mp.distributed.communicators import communicators
-from grpo_mp.errors import UserError
 from grpo_mp.planner.engine_memory import engine_memory
 from grpo_mp.planner.flops import active_parameters
 from grpo_mp.planner.job import PlannedJob
@@ -16,6 +15,7 @@ from grpo_mp.planner.training_use import train_use
 from grpo_mp.planner.weight_traffic import sync_traffic
 from grpo_mp.simulation.loop import simulate
 from grpo_mp.simulation.planned import Assumptions, scenario_of
+from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of
 
 GPUS, HIDDEN, LAYERS = 16, 7168, 61

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.config import load_settings
-from grpo_mp.phases import GIB
 from grpo_mp.planner.clusters import OVERHEADS, read_cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase, total_bytes
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.plan import Plan, check_fits, make_plan
 from grpo_mp.planner.weight_traffic import check_lengths
+from grpo_mp.utils.phases import GIB
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from grpo_mp.config import load_settings
-from grpo_mp.phases import GIB
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import named_config
 from grpo_mp.planner.plan import Plan, make_plan
 from grpo_mp.planner.weight_traffic import sync_traffic
+from grpo_mp.utils.phases import GIB
 from tests.planner.jobs import job_of
 from tests.planner.test_divided_jobs import QWEN, divided
 

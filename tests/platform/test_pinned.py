@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from grpo_mp import platform
-from grpo_mp.errors import UserError
 from grpo_mp.platform.pinned import PAGE_BYTES, PinnedBuffer
+from grpo_mp.utils.errors import UserError
 
 LIKE = [
     torch.empty(3, 1000, dtype=torch.bfloat16),

@@ -82,8 +82,8 @@ def _round_trip(folder: Path, name: str, megatron: dict[str, Any]) -> RoundTrip:
 
 
 def _load_error(folder: Path, name: str, megatron: dict[str, Any]) -> str:
-    from grpo_mp.errors import UserError
     from grpo_mp.policy.checkpoint import load_policy
+    from grpo_mp.utils.errors import UserError
 
     with _policy(folder / "model", megatron) as policy:
         try:

@@ -11,11 +11,11 @@ from grpo_mp.checkpoint.chunk_files import TensorChunk
 from grpo_mp.checkpoint.safe_metadata import read_metadata
 from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.policy.checkpoint import load_policy, on_all_ranks
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
+from grpo_mp.utils.errors import UserError
 from tests.checkpoint.helpers import malicious_pickle
 from tests.planner.jobs import BASE
 from tests.policy.by_megatron import save_by_megatron

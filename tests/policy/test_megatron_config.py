@@ -11,11 +11,11 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from grpo_mp.errors import UserError
 from grpo_mp.models.families import family_of
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.platform import fused_fields
 from grpo_mp.policy.megatron_args import ARCHITECTURE, check_overrides, overrides_for
+from grpo_mp.utils.errors import UserError
 
 
 def test_unknown_dtype_is_an_error() -> None:

@@ -9,9 +9,9 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from grpo_mp.errors import UserError
 from grpo_mp.policy.deepseek import GroupLimitedTopk
 from grpo_mp.policy.routing_replay import LayerReplay, check_router_replay
+from grpo_mp.utils.errors import UserError
 
 TOKENS, EXPERTS, TOPK = 12, 16, 4
 GROUPS = {"num_groups": 4, "group_topk": 2}

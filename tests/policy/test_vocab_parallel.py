@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_mp.policy.vocab_parallel import VocabularyShard, output_logits, token_logprobs
-from grpo_mp.types import LEAST_LOGPROB
+from grpo_mp.utils.types import LEAST_LOGPROB
 from tests.policy.logprob_error_bounds import error_bounds
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.cli.main import main
-from grpo_mp.report.build import build_report
-from grpo_mp.report.contents import Chart, HeatMap, Picture
-from grpo_mp.report.records import read_runs
+from grpo_mp.monitor.report.build import build_report
+from grpo_mp.monitor.report.contents import Chart, HeatMap, Picture
+from grpo_mp.monitor.report.records import read_runs
 from tests.report.chromium import NEEDS_CHROMIUM, SHIFT, Browser
 from tests.report.test_report import make_run
 

@@ -7,15 +7,15 @@ from typing import Any
 from rich.console import Console
 
 from grpo_mp.config.load import check_settings, dump_settings
+from grpo_mp.monitor.report.build import build_report, main_charts
+from grpo_mp.monitor.report.contents import Chart, Series
+from grpo_mp.monitor.report.curves import charts_of
+from grpo_mp.monitor.report.overview import scores_table
+from grpo_mp.monitor.report.page import ROWS, picture_table
+from grpo_mp.monitor.report.records import RunRecords, read_run
 from grpo_mp.monitor.rules import find_warnings
-from grpo_mp.report.build import build_report, main_charts
-from grpo_mp.report.contents import Chart, Series
-from grpo_mp.report.curves import charts_of
-from grpo_mp.report.overview import scores_table
-from grpo_mp.report.page import ROWS, picture_table
-from grpo_mp.report.records import RunRecords, read_run
+from grpo_mp.monitor.watch.screen import curves
 from grpo_mp.trainer.metrics import rollout_metrics
-from grpo_mp.watch.screen import curves
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.report.test_report import make_run
 from tests.trainer.test_metrics import INFOS

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from grpo_mp.cli.main import main
-from grpo_mp.errors import UserError
-from grpo_mp.report.build import build_report
-from grpo_mp.report.contents import Answer
-from grpo_mp.report.page import render
-from grpo_mp.report.records import read_run, read_runs
-from grpo_mp.watch.server import LivePage, page_maker
+from grpo_mp.monitor.report.build import build_report
+from grpo_mp.monitor.report.contents import Answer
+from grpo_mp.monitor.report.page import render
+from grpo_mp.monitor.report.records import read_run, read_runs
+from grpo_mp.monitor.watch.server import LivePage, page_maker
+from grpo_mp.utils.errors import UserError
 from tests.cli.command import run_command
 from tests.report.test_report import DETAILS, PLAN, make_run, metrics, sample, write_lines
 

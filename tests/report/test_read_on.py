@@ -7,14 +7,14 @@ import pytest
 
 from grpo_mp.cli.main import main
 from grpo_mp.monitor.appended import COMPARED_BYTES
+from grpo_mp.monitor.report.build import build_report
+from grpo_mp.monitor.report.charts import draw
+from grpo_mp.monitor.report.contents import Picture
+from grpo_mp.monitor.report.page import render
+from grpo_mp.monitor.report.records import RunFolder, read_run
 from grpo_mp.monitor.rules import Finding, MetricLine, RuleWatch
 from grpo_mp.monitor.timeline import Timeline
-from grpo_mp.report.build import build_report
-from grpo_mp.report.charts import draw
-from grpo_mp.report.contents import Picture
-from grpo_mp.report.page import render
-from grpo_mp.report.records import RunFolder, read_run
-from grpo_mp.watch.server import page_maker
+from grpo_mp.monitor.watch.server import page_maker
 from tests.report.test_report import make_run
 
 
@@ -33,7 +33,7 @@ def test_a_run_that_goes_on_is_read_on_and_only_what_changed_is_drawn(
         looked.append(int(line["step"] or 0))
         return step(watch, line)
 
-    monkeypatch.setattr("grpo_mp.report.page.draw", count)
+    monkeypatch.setattr("grpo_mp.monitor.report.page.draw", count)
     monkeypatch.setattr(RuleWatch, "step", look)
     folder, first = RunFolder(run, "run"), make()
     assert folder.read().metrics

@@ -18,21 +18,21 @@ import yaml
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.cli.main import main
 from grpo_mp.config.load import check_settings, dump_settings
-from grpo_mp.errors import UserError
 from grpo_mp.monitor.curves import CURVES, SOLVE_RATES
 from grpo_mp.monitor.metrics import find_metric
+from grpo_mp.monitor.report.answers import CHARACTERS, TIMES, shortened, token_classes
+from grpo_mp.monitor.report.build import build_report, main_charts
+from grpo_mp.monitor.report.charts import legend
+from grpo_mp.monitor.report.contents import Chart, Token
+from grpo_mp.monitor.report.export import check_export
+from grpo_mp.monitor.report.overview import preset_settings, settings_tables
+from grpo_mp.monitor.report.page import picture_table, render
+from grpo_mp.monitor.report.records import read_run, read_runs
+from grpo_mp.monitor.report.times import last_steps
 from grpo_mp.monitor.samples import write_samples
 from grpo_mp.monitor.timeline import Timeline
-from grpo_mp.report.answers import CHARACTERS, TIMES, shortened, token_classes
-from grpo_mp.report.build import build_report, main_charts
-from grpo_mp.report.charts import legend
-from grpo_mp.report.contents import Chart, Token
-from grpo_mp.report.export import check_export
-from grpo_mp.report.overview import preset_settings, settings_tables
-from grpo_mp.report.page import picture_table, render
-from grpo_mp.report.records import read_run, read_runs
-from grpo_mp.report.times import last_steps
 from grpo_mp.trainer.token_details import TOKENS, TokenDetails
+from grpo_mp.utils.errors import UserError
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.monitor.test_samples import make_group
 
@@ -476,10 +476,10 @@ def test_a_page_does_not_take_a_folders_place(tmp_path: Path, capsys: pytest.Cap
 def test_a_run_folder_that_is_removed_meanwhile_does_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
-    """Whenever that is: as its records have been read, or the page is drawn."""
-    run, at = tmp_path / "run", "grpo_mp.report.records.read_runs" if options else "grpo_mp.report.page.render"
+    run = tmp_path / "run"
+    at = f"grpo_mp.monitor.report.{'records.read_runs' if options else 'page.render'}"
     make_run(run, 2)
-    before = {"grpo_mp.report.records.read_runs": read_runs, "grpo_mp.report.page.render": render}[at]
+    before = read_runs if options else render
 
     def and_remove(argument: Any) -> Any:
         made = before(argument)

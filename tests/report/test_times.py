@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from grpo_mp.monitor.report.records import RunRecords
+from grpo_mp.monitor.report.times import last_steps, rank_tables, traced_steps
 from grpo_mp.monitor.timeline import Span
-from grpo_mp.report.records import RunRecords
-from grpo_mp.report.times import last_steps, rank_tables, traced_steps
 
 PHASES = ("GENERATE", "SCORE", "LOGPROB", "TRAIN", "SYNC", "CHECK")
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from grpo_mp.algorithms.distillation_settings import TeacherConfig
 from grpo_mp.config.sections import ExportServers
-from grpo_mp.errors import UserError
-from grpo_mp.redact import mask_headers, split_login, without_secrets
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.teacher import TeacherClient
 from grpo_mp.trainer.export_servers import load_export, read_servers
-from grpo_mp.types import SampleGroup
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.redact import mask_headers, split_login, without_secrets
+from grpo_mp.utils.types import SampleGroup
 from tests.http_server import JsonServer, Reply, chat_reply
 
 MakeGroup = Callable[..., SampleGroup]

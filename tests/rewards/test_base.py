@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.errors import UserError
 from grpo_mp.rewards.base import REWARDS, call_reward, load_reward
+from grpo_mp.utils.errors import UserError
 
 
 def test_functions_load_from_modules_and_files(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.errors import UserError
 from grpo_mp.rewards import sandbox as sandbox_module
 from grpo_mp.rewards.code import extract_program
 from grpo_mp.rewards.sandbox import Outcome, Sandbox
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import CodeConfig, RewardConfig
-from grpo_mp.types import SampleGroup
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import SampleGroup
 
 MakeGroup = Callable[..., SampleGroup]
 ADD = "def add(a, b):\n    return a + b\n"

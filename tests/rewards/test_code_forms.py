@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.errors import UserError
 from grpo_mp.rewards.code import CodeTests
 from grpo_mp.rewards.sandbox import Sandbox
 from grpo_mp.rewards.settings import CodeConfig
-from grpo_mp.types import SampleGroup
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import SampleGroup
 
 MakeGroup = Callable[..., SampleGroup]
 MAX, MIN = "def largest(xs):\n    return max(xs)\n", "def largest(xs):\n    return min(xs)\n"

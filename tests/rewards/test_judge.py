@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from grpo_mp.errors import UserError
 from grpo_mp.rewards.judge import ReplyCache, read_number
 from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rewards.settings import JudgeConfig, RewardConfig
-from grpo_mp.types import SampleGroup
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import SampleGroup
 from tests.http_server import SLOW, JsonServer, Reply, chat_reply, limit_s
 
 MakeGroup = Callable[..., SampleGroup]

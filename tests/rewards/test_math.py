@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mp.errors import UserError
 from grpo_mp.rewards import math_verify_worker
 from grpo_mp.rewards.answer_reading import Number, read_answer
 from grpo_mp.rewards.math import answer_numbers, answer_reward, boxed_answer
 from grpo_mp.rewards.math_verify_worker import MathVerifier
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.terms import BuiltInTerms
-from grpo_mp.types import SampleGroup
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import SampleGroup
 from tests.rewards.conftest import hurry
 
 

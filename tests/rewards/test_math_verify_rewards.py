@@ -7,7 +7,7 @@ import pytest
 
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.types import SampleGroup
+from grpo_mp.utils.types import SampleGroup
 
 REWARDS = r"""
 from decimal import Decimal

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.errors import UserError
 from grpo_mp.rewards.reward_model import Server as Address
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.types import SampleGroup
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import SampleGroup
 from tests.http_server import SLOW, JsonServer, Reply, limit_s
 
 MakeGroup = Callable[..., SampleGroup]

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.errors import UserError
 from grpo_mp.rewards.row_check import make_row_check
 from grpo_mp.rewards.settings import RewardConfig
+from grpo_mp.utils.errors import UserError
 
 CODE = """
 async def slime(args, sample, **kwargs): return 1.0

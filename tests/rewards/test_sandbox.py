@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_mp.errors import UserError
 from grpo_mp.rewards import sandbox as sandbox_module
 from grpo_mp.rewards.sandbox import Outcome, Sandbox
 from grpo_mp.rewards.settings import CodeConfig
+from grpo_mp.utils.errors import UserError
 
 LEAVES_A_PROCESS = """
 import ctypes, os, sys, time

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.errors import UserError
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
 from grpo_mp.rewards.settings import CorrectnessRule, RewardConfig
-from grpo_mp.types import SampleGroup
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import SampleGroup
 from tests.rewards.conftest import hurry
 
 MakeGroup = Callable[..., SampleGroup]
@@ -374,10 +374,10 @@ def test_a_child_that_a_reward_forks_ends_as_children_do(scorer: Callable[..., S
     assert [sample.reward for sample in scored.samples] == [5.0, 5.0]
 
 
-AFTERWARDS = "import os\nfrom grpo_mp.user_code import no_exit\nwith no_exit(): pass\nos._exit(7)\n"
+AFTERWARDS = "import os\nfrom grpo_mp.utils.user_code import no_exit\nwith no_exit(): pass\nos._exit(7)\n"
 MEANWHILE = """
 import asyncio, os
-from grpo_mp.user_code import without_exit
+from grpo_mp.utils.user_code import without_exit
 
 async def main():
     guarded = asyncio.create_task(without_exit(asyncio.sleep(60)))

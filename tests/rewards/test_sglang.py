@@ -16,7 +16,7 @@ from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.reward_servers import MEMORY_TAGS
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.types import SampleGroup
+from grpo_mp.utils.types import SampleGroup
 from tests.conftest import TinyRun
 from tests.engines import started_engine
 from tests.reward_models import make_reward_model

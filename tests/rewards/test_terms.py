@@ -12,7 +12,7 @@ from trl.rewards import think_format_reward
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import CosineConfig, RewardConfig
 from grpo_mp.rewards.terms import BuiltInTerms, cosine_reward, overlong_penalty, repetition_penalty, think_format
-from grpo_mp.types import SampleGroup
+from grpo_mp.utils.types import SampleGroup
 
 
 def test_length_is_the_used_share_of_the_limit(make_group: Callable[..., SampleGroup]) -> None:

@@ -14,7 +14,7 @@ import grpo_mp.platform
 from grpo_mp.rewards.base import call_arguments
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.types import SampleGroup
+from grpo_mp.utils.types import SampleGroup
 
 pytest.importorskip("trl")
 if not torch.cuda.is_available():

@@ -18,7 +18,7 @@ from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.episodes import EpisodeRunner, load_episode_parts
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.types import Prompt, SampleGroup
+from grpo_mp.utils.types import Prompt, SampleGroup
 from tests.engines import started_engine
 
 START_TIMEOUT_S = 300.0  # a limit for a busy machine: alone it takes ten seconds

@@ -11,7 +11,7 @@ from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
 from grpo_mp.rollout.episodes import EpisodeRunner, load_episode_parts
 from grpo_mp.rollout.request_limits import RequestLimits
-from grpo_mp.types import Prompt, Sample
+from grpo_mp.utils.types import Prompt, Sample
 from tests.virtual_time import run_virtually
 
 ASK = {"role": "user", "content": "How many?"}

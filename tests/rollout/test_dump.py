@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from grpo_mp.errors import UserError
 from grpo_mp.rollout.dump import checksum_file, read_facts, read_groups, write_groups
-from grpo_mp.types import Prompt, Sample, SampleGroup, TopLogprobs
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup, TopLogprobs
 
 PROMPT = Prompt(7, "How much?", (1, 2), "3")
 LOGPROB = float(np.float32(-0.1))

@@ -13,10 +13,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from grpo_mp.monitor import engine_load
-from grpo_mp.monitor.engine_load import EngineLoad, EngineLoadFile, load_file, read_loads, read_sglang_loads, thinned
 from grpo_mp.monitor.timeline import Timeline, close_open_spans, read_trace, trace_path
+from grpo_mp.rollout import engine_load
 from grpo_mp.rollout.client import EngineClient, SamplingParams
+from grpo_mp.rollout.engine_load import EngineLoad, EngineLoadFile, load_file, read_loads, read_sglang_loads, thinned
 from grpo_mp.rollout.engine_poll import EnginePoll
 from grpo_mp.rollout.server import EngineProcess
 

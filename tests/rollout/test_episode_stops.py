@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.episodes.protocol import Episode, Policy, Task
 from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
 from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.client import SamplingParams
 from grpo_mp.rollout.groups import PausedGroup, RunningGroup
 from grpo_mp.rollout.journal import GroupJournal, journal_file, load, read_records
+from grpo_mp.rollout.protocol import Episode, Policy, Task
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker, pause_running
-from grpo_mp.types import Sample, SampleGroup
+from grpo_mp.utils.types import Sample, SampleGroup
 from tests.rollout.engineless import TextClient, make_prompt, make_runner, roll_out, roll_out_virtually
 
 HERE = str(Path(__file__))
@@ -59,7 +59,7 @@ async def block() -> None:
 def test_an_episode_outlives_tools_that_die_or_block_the_loop(
     monkeypatch: pytest.MonkeyPatch, tool: str, limit_s: float, metric: str, error: str
 ) -> None:
-    monkeypatch.setattr("grpo_mp.episodes.tool_processes.ENDED_LIMIT_S", 60.0)
+    monkeypatch.setattr("grpo_mp.rollout.tool_processes.ENDED_LIMIT_S", 60.0)
     client = TextClient(WORDS, [f"[{tool}]({{}})<|im_end|>", "6<|im_end|>"])
     tools = {"tools": [f"{HERE}:kill", f"{HERE}:block"], "tool_process": True, "tool_parser": "pythonic"}
     sample = roll_out(make_runner(client, "call_tools", limits={"tool_s": limit_s}, **tools))

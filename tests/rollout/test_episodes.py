@@ -16,13 +16,13 @@ from transformers import AutoTokenizer
 from grpo_mp.algorithms.advantages import estimate_process
 from grpo_mp.algorithms.settings import AdvantageConfig
 from grpo_mp.batching.exchange import sample_infos
-from grpo_mp.episodes.protocol import Episode, Policy, Task
 from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.episodes import with_failures
-from grpo_mp.types import EpisodeState, Prompt, Sample, SampleGroup
+from grpo_mp.rollout.protocol import Episode, Policy, Task
+from grpo_mp.utils.types import EpisodeState, Prompt, Sample, SampleGroup
 from tests.rollout.conftest import Logprobs
 from tests.rollout.engineless import TextClient, make_prompt, make_runner, roll_out_virtually
 from tests.test_extending import EXAMPLES

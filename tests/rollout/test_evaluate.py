@@ -11,18 +11,18 @@ import pytest
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
+from grpo_mp.algorithms.evaluation import score_eval_set
 from grpo_mp.batching.exchange import sample_infos
 from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.config import load_settings
-from grpo_mp.episodes.tools import ToolKit
-from grpo_mp.evaluation.score import score_eval_set
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.rollout.stream import GroupStream
+from grpo_mp.rollout.tools import ToolKit
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
-from grpo_mp.types import Prompt
+from grpo_mp.utils.types import Prompt
 from tests.conftest import TinyRun
 from tests.rollout.fake_engine import FakeEngine
 

@@ -17,13 +17,13 @@ from grpo_mp.batching.exchange import sample_infos
 from grpo_mp.batching.step_batch import with_kl_in_reward
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.episodes.protocol import Episode, Policy, Task
 from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout import journal
 from grpo_mp.rollout.dump import checksum_file, read_groups, write_groups
 from grpo_mp.rollout.groups import oldest_version
-from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
+from grpo_mp.rollout.protocol import Episode, Policy, Task
+from grpo_mp.utils.types import MicroBatch, Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 from tests.episodes.test_chat import CALLING, ENDS, make_renderer
 from tests.rollout.engineless import TextClient, make_runner, roll_out

@@ -14,10 +14,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from grpo_mp.background import EventLoopThread
 from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.config.sections import EngineConfig
-from grpo_mp.errors import EngineError, UserError
 from grpo_mp.rollout.client import SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.hosted_engine import EngineNode, HostedEngine
@@ -27,7 +25,9 @@ from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.trainer.offload import engine_functions
-from grpo_mp.types import Prompt
+from grpo_mp.utils.background import EventLoopThread
+from grpo_mp.utils.errors import EngineError, UserError
+from grpo_mp.utils.types import Prompt
 from grpo_mp.weight_sync.transport import EngineLink
 
 SERVER = """

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_mp.episodes.protocol import Episode, Segment
-from grpo_mp.files import BLOCK_BYTES, append_durably
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import EngineOutput
 from grpo_mp.rollout.episodes import Outcome, as_sample
@@ -29,7 +27,9 @@ from grpo_mp.rollout.journal import (
     prune,
     read_records,
 )
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.rollout.protocol import Episode, Segment
+from grpo_mp.utils.files import BLOCK_BYTES, append_durably
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 PROMPT = Prompt(7, "How much?", (5, 6), "3", {"level": "hard"}, epoch=2)
 EXPERTS = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
@@ -276,8 +276,8 @@ def test_large_records_are_written_past_the_page_cache(
             writes.append(len(data))
         return write(descriptor, data, offset)
 
-    monkeypatch.setattr("grpo_mp.files.os.open", open_)
-    monkeypatch.setattr("grpo_mp.files.os.pwrite", pwrite)
+    monkeypatch.setattr("grpo_mp.utils.files.os.open", open_)
+    monkeypatch.setattr("grpo_mp.utils.files.os.pwrite", pwrite)
     rng, file, expected = random.Random(direct), tmp_path / "file", b""
     for size in (5, 2**13, 4091, 0, 3 * 2**22 + 17, 2**22, 1):
         parts = [rng.randbytes(size), b"", memoryview(rng.randbytes(size // 3))]

@@ -15,12 +15,12 @@ from openai import AsyncOpenAI
 from transformers.utils import get_json_schema
 
 from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
-from grpo_mp.episodes.openai_agent import OpenAIAgent
-from grpo_mp.episodes.protocol import Task
-from grpo_mp.errors import UserError
 from grpo_mp.examples.calculator import calculator
 from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
+from grpo_mp.rollout.openai_agent import OpenAIAgent
+from grpo_mp.rollout.protocol import Task
+from grpo_mp.utils.errors import UserError
 from tests.episode_page import read_example
 from tests.rollout.conftest import Logprobs
 from tests.rollout.engineless import TextClient, make_prompt, make_runner

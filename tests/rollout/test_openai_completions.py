@@ -9,11 +9,11 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from grpo_mp.episodes.openai_completions import read_completion
-from grpo_mp.episodes.openai_requests import RequestError
-from grpo_mp.episodes.protocol import Task
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
-from grpo_mp.types import Sample
+from grpo_mp.rollout.openai_completions import read_completion
+from grpo_mp.rollout.openai_requests import RequestError
+from grpo_mp.rollout.protocol import Task
+from grpo_mp.utils.types import Sample
 from tests.episodes.test_chat import make_renderer
 from tests.rollout.engineless import TextClient, cut_at_stop, make_runner, roll_out
 

@@ -9,10 +9,10 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from grpo_mp.episodes.openai_requests import RequestError, read_request
-from grpo_mp.episodes.protocol import Task
 from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
+from grpo_mp.rollout.openai_requests import RequestError, read_request
+from grpo_mp.rollout.protocol import Task
 from tests.rollout.engineless import TextClient, cut_at_stop, make_runner, roll_out
 
 HERE = str(Path(__file__))

@@ -10,9 +10,9 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from grpo_mp.episodes.openai_responses import as_events, read_response_request, response
-from grpo_mp.episodes.protocol import Task, ToolCall, Turn
-from grpo_mp.types import Sample
+from grpo_mp.rollout.openai_responses import as_events, read_response_request, response
+from grpo_mp.rollout.protocol import Task, ToolCall, Turn
+from grpo_mp.utils.types import Sample
 from tests.episodes.test_chat import make_renderer
 from tests.rollout.engineless import TextClient, make_runner, roll_out
 

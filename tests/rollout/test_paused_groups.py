@@ -14,7 +14,7 @@ import torch
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.groups import PausedGroup
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
-from grpo_mp.types import Prompt, SampleGroup
+from grpo_mp.utils.types import Prompt, SampleGroup
 
 PROMPT = Prompt(0, "", (5, 6, 7, 8, 9, 10, 11, 12))
 SAMPLES, MAX_TOKENS, TOLERANCE = 256, 24, 1e-4

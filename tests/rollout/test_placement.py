@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 
 from grpo_mp.config.sections import EngineConfig
-from grpo_mp.errors import UserError
 from grpo_mp.rollout.placement import EnginePlacement, engine_host_ranks, engine_placements
+from grpo_mp.utils.errors import UserError
 
 JOBS = [
     (nodes * ranks_per_node, ranks_per_node, gpus)

@@ -13,11 +13,10 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from grpo_mp.config import Settings, check_settings
-from grpo_mp.doctor.live_engines import read_server
-from grpo_mp.errors import EngineError, UserError
 from grpo_mp.models.families import known_params
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.value_head import reward_head
+from grpo_mp.monitor.live_engines import read_server
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase, plan_memory
@@ -35,7 +34,8 @@ from grpo_mp.rollout.reward_servers import (
     share_of,
 )
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.types import Prompt, SampleGroup
+from grpo_mp.utils.errors import EngineError, UserError
+from grpo_mp.utils.types import Prompt, SampleGroup
 from tests.conftest import TinyRun
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.reward_models import change_weights, make_reward_model

@@ -16,13 +16,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_mp.distributed.layout import ModelShape, model_shape
-from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.engine_args import ENGINE_SITE
 from grpo_mp.rollout.groups import joined
 from grpo_mp.rollout.routed_experts import ARGUMENT, check_routed_experts, known_tokens, read_routed_experts
-from grpo_mp.types import ExpertIds
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import ExpertIds
 from tests.rollout.test_client import PROMPT, Ask, generate_while, send_weights
 
 TURNS = Path(__file__).parent / "test_episodes.py"

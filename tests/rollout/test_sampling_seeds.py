@@ -13,7 +13,7 @@ from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.groups import joined
 from grpo_mp.rollout.rollout import engine_seed
 from grpo_mp.rollout.worker import RolloutTask
-from grpo_mp.types import Prompt
+from grpo_mp.utils.types import Prompt
 from tests.engines import started_engine
 from tests.rollout.conftest import REQUEST_TIMEOUT_S, START_TIMEOUT_S
 

@@ -17,12 +17,12 @@ import httpx
 import psutil
 import pytest
 
-from grpo_mp.errors import PhaseTimeout, UserError
-from grpo_mp.files import last_lines
 from grpo_mp.models.tokenizer import load_tokenizer
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.engine_main import ARGUMENTS
 from grpo_mp.rollout.server import EngineProcess, check_temporary_folder
+from grpo_mp.utils.errors import PhaseTimeout, UserError
+from grpo_mp.utils.files import last_lines
 from tests.engines import started_engine
 
 START_TIMEOUT_S = 300.0

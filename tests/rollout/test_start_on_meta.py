@@ -13,7 +13,6 @@ import pytest
 from grpo_mp.checkpoint.hf_reader import INDEX
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.ports import claim_ports
-from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import read_cluster
@@ -25,6 +24,7 @@ from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
 from grpo_mp.rollout.placement import EnginePlacement
 from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.rollout.rollout import engine_spec
+from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import settings_of
 from tests.recipes import RL
 

@@ -10,7 +10,7 @@ import torch
 from grpo_mp.algorithms.distillation_settings import TeacherConfig
 from grpo_mp.rewards.teacher import TeacherClient
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 KEY = "TEACHER_KEY"
 PROMPT = Prompt(0, "?", (5, 6, 7))

@@ -11,8 +11,8 @@ import pytest
 
 from grpo_mp.config.registries import DATA_SOURCES, ROLLOUT_FUNCTIONS
 from grpo_mp.data.rows import read_rows
-from grpo_mp.episodes.verifiers_env import load_environment
-from grpo_mp.errors import UserError
+from grpo_mp.rollout.verifiers_env import load_environment
+from grpo_mp.utils.errors import UserError
 from tests.episode_page import read_example
 
 IS_INSTALLED = importlib.util.find_spec("verifiers") is not None

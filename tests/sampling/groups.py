@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 PROMPT = Prompt(3, "How many?", (5, 6), "7", {"level": 2}, ({"role": "user", "content": "How many?"},))
 

@@ -13,18 +13,18 @@ from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
 from grpo_mp.checkpoint.run_state import METRICS, SETTINGS
-from grpo_mp.errors import UserError
-from grpo_mp.files import read_json, write_json
 from grpo_mp.models.folder_digest import model_digest
-from grpo_mp.parsers import sample_parser
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.journal import GroupJournal
 from grpo_mp.sample import GENERATED, SamplingJob, check_answered, read_command, run
-from grpo_mp.sampling.farm import Throughput
-from grpo_mp.sampling.identity import FILE, check_folder
-from grpo_mp.sampling.results import GROUPS, SAMPLES, SUMMARY
 from grpo_mp.trainer.preflight import run_sampling_preflight
-from grpo_mp.types import SampleGroup
+from grpo_mp.trainer.sampling.farm import Throughput
+from grpo_mp.trainer.sampling.identity import FILE, check_folder
+from grpo_mp.trainer.sampling.results import GROUPS, SAMPLES, SUMMARY
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.files import read_json, write_json
+from grpo_mp.utils.parsers import sample_parser
+from grpo_mp.utils.types import SampleGroup
 from tests.conftest import TRAIN_PROMPTS, TinyRun, make_tiny_run
 from tests.sampling.groups import answer
 

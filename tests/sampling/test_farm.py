@@ -10,12 +10,12 @@ import pytest
 import torch.distributed as dist
 
 from grpo_mp.config.sections import EngineConfig, RolloutConfig
-from grpo_mp.errors import DiskError
 from grpo_mp.rollout.journal import GroupJournal, load
 from grpo_mp.rollout.worker import RolloutTask
-from grpo_mp.sampling.farm import SampleFarm
-from grpo_mp.sampling.results import GROUPS, recorded_share
-from grpo_mp.types import Prompt, SampleGroup
+from grpo_mp.trainer.sampling.farm import SampleFarm
+from grpo_mp.trainer.sampling.results import GROUPS, recorded_share
+from grpo_mp.utils.errors import DiskError
+from grpo_mp.utils.types import Prompt, SampleGroup
 from tests.rollout.fake_engine import FakeEngine, draw_length, token_of
 from tests.trainer.test_collect import MortalEngine, OneRankRollout
 from tests.trainer.test_lost_engines import StuckEngine

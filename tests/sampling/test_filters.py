@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from grpo_mp.config import check_settings
-from grpo_mp.errors import UserError
-from grpo_mp.sampling.filters import apply_filters, check_columns, load_sample_filters
-from grpo_mp.types import Sample
+from grpo_mp.trainer.sampling.filters import apply_filters, check_columns, load_sample_filters
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import Sample
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.sampling.groups import PROMPT, answer, group_of
 

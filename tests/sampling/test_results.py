@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 
+from grpo_mp.algorithms.pass_at_k import pass_at_k
 from grpo_mp.data.pass_rates import read_pass_rates
 from grpo_mp.data.rows import Row
-from grpo_mp.errors import UserError
-from grpo_mp.evaluation.pass_at_k import pass_at_k
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.journal import GroupJournal
-from grpo_mp.sampling.filters import load_sample_filters
-from grpo_mp.sampling.results import (
+from grpo_mp.trainer.sampling.filters import load_sample_filters
+from grpo_mp.trainer.sampling.results import (
     GROUPS,
     PARTS,
     PASS_RATES,
@@ -28,8 +27,9 @@ from grpo_mp.sampling.results import (
     share_of_prompts,
     sum_counts,
 )
-from grpo_mp.sampling.table import Source
-from grpo_mp.types import Prompt
+from grpo_mp.trainer.sampling.table import Source
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import Prompt
 from tests.sampling.groups import answer, group_of
 
 ANSWERS = 4

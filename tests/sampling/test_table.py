@@ -11,13 +11,13 @@ import pytest
 from pyarrow import parquet
 
 from grpo_mp.config.sft_settings import ChatDataConfig
+from grpo_mp.data.chat_data import read_chat
 from grpo_mp.data.rows import read_rows
-from grpo_mp.episodes.chat_data import read_chat
 from grpo_mp.rollout.client import sampling_seed
 from grpo_mp.rollout.dump import FACTS, check_digest
-from grpo_mp.sampling import table
-from grpo_mp.sampling.table import Source, join_parts, open_part, row_of, schema_of
-from grpo_mp.types import Prompt, Sample
+from grpo_mp.trainer.sampling import table
+from grpo_mp.trainer.sampling.table import Source, join_parts, open_part, row_of, schema_of
+from grpo_mp.utils.types import Prompt, Sample
 from tests.sampling.groups import PROMPT, answer
 
 SOURCE = Source("models/x", "abc", "def", 17)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from grpo_mp.errors import UserError
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
-from grpo_mp.phases import GENERATION, Phase, Residency
-from grpo_mp.scheduler.phase_manager import OffloadFunction, PhaseManager
+from grpo_mp.trainer.phase_manager import OffloadFunction, PhaseManager
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.phases import GENERATION, Phase, Residency
 
 ORDER = (Phase.GENERATE, Phase.LOGPROB, Phase.TRAIN, Phase.SYNC, Phase.GENERATE, Phase.SAVE)
 Monitors = tuple[Timeline, Watchdog, Progress]

@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 
-from grpo_mp.phases import Phase, Residency
-from grpo_mp.scheduler.phase_manager import plan_moves
+from grpo_mp.trainer.phase_manager import plan_moves
+from grpo_mp.utils.phases import Phase, Residency
 
 NAMES = [field.name for field in fields(Residency)]
 RESIDENCIES = [Residency(*flags) for flags in product((False, True), repeat=len(NAMES))]

@@ -3,8 +3,8 @@
 import pytest
 
 from grpo_mp.cli.simulation_arguments import FAILING, add_simulation_arguments
-from grpo_mp.errors import UserError
-from grpo_mp.parsers import Parser
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.parsers import Parser
 
 HOURS = [f"--{name}-mtbf-hours" for name in FAILING]
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from grpo_mp import planner
-from grpo_mp.errors import UserError
 from grpo_mp.simulation import failures
 from grpo_mp.simulation.failures import FailureCost, UnreliableJob, play_failures
 from grpo_mp.simulation.planned_failures import COLUMNS, FailureAssumptions, row_of
+from grpo_mp.utils.errors import UserError
 
 
 def play(**values: Any) -> FailureCost:

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.errors import UserError
 from grpo_mp.simulation import loop
 from grpo_mp.simulation.engine import SimulatedEngine, SimulatedGroup
 from grpo_mp.simulation.loop import simulate
 from grpo_mp.simulation.scenario import Schedule
+from grpo_mp.utils.errors import UserError
 from tests.simulation.scenarios import RATES, long_tail, scenario_of
 
 RUNS: list[tuple[Schedule, dict[str, Any]]] = [

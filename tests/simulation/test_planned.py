@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.config import load_settings
-from grpo_mp.errors import UserError
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.model_configs import find_config
@@ -17,6 +16,7 @@ from grpo_mp.simulation.loop import simulate
 from grpo_mp.simulation.planned import Assumptions, on_gpus, scenario_of, simulate_job
 from grpo_mp.simulation.recipes import ON_80_GB, ON_141_GB, Recipe, plan_recipe
 from grpo_mp.simulation.scenario import Schedule
+from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of
 from tests.simulation.scenarios import RATES
 

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from grpo_mp.background import EventLoopThread
 from grpo_mp.batching.step_batch import StepBatch, send_routed_experts
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import Settings, load_settings
@@ -40,7 +39,8 @@ from grpo_mp.rollout.rollout import rollout_seed
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
 from grpo_mp.trainer.collect import RolloutCollector
-from grpo_mp.types import ExpertIds, Prompt, SampleGroup, SampleInfo
+from grpo_mp.utils.background import EventLoopThread
+from grpo_mp.utils.types import ExpertIds, Prompt, SampleGroup, SampleInfo
 from tests.trainer.one_step import OneStep, make_batch
 
 PROMPTS, PROMPT_TOKENS, VOCABULARY, LONGEST, SLOTS, ENGINES = 60, 2, 48, 12, 5, 2

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from grpo_mp.distributed.peers import watching_peers
-from grpo_mp.errors import UserError
 from grpo_mp.trainer.exit import end_without_cleanup, exit_on_error
+from grpo_mp.utils.errors import UserError
 
 
 class SlowToDelete:

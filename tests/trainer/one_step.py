@@ -13,7 +13,7 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.update import train_step
-from grpo_mp.types import SampleGroup
+from grpo_mp.utils.types import SampleGroup
 
 
 @dataclass(frozen=True)

@@ -16,19 +16,19 @@ import torch.distributed as dist
 
 from grpo_mp.algorithms.curriculum import Curriculum
 from grpo_mp.algorithms.settings import AlgorithmConfig
-from grpo_mp.background import EventLoopThread
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config.sections import EngineConfig, RolloutConfig
 from grpo_mp.data.prompt_queue import PromptQueue
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.rendezvous import FAILURE, is_first_failure
-from grpo_mp.errors import EngineError, UserError
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.groups import EndedGroup, LaunchedGroups
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import HealthCheck, RolloutTask, RolloutWorker, give_back, pause_running
 from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
-from grpo_mp.types import Prompt, SampleGroup, SampleInfo
+from grpo_mp.utils.background import EventLoopThread
+from grpo_mp.utils.errors import EngineError, UserError
+from grpo_mp.utils.types import Prompt, SampleGroup, SampleInfo
 from tests.rollout.fake_engine import FakeEngine, draw_length, token_of
 from tests.virtual_time import VirtualLoop
 

@@ -18,10 +18,8 @@ from grpo_mp.batching.packing import pack
 from grpo_mp.checkpoint.run_state import TrainState, latest_checkpoint
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.errors import UserError
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.value_head import VALUE_HEAD
-from grpo_mp.phases import Residency
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.engine_memory import engine_memory
 from grpo_mp.planner.job import make_job
@@ -33,7 +31,9 @@ from grpo_mp.trainer.job import build_critic
 from grpo_mp.trainer.offload import offload_functions
 from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.save import CheckpointSaver
-from grpo_mp.types import MicroBatch, Sample
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.phases import Residency
+from grpo_mp.utils.types import MicroBatch, Sample
 from tests.planner.jobs import BASE
 from tests.reward_models import change_weights, expected_scores, make_reward_model
 from tests.trainer.test_offload import NO_ENGINE

@@ -12,14 +12,14 @@ import pytest
 from grpo_mp.checkpoint.run_state import MANIFEST
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.layout import model_shape
-from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.parameter_bytes import DiskNeed, disk_need
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.dump import write_groups
 from grpo_mp.rollout.journal import GroupJournal
 from grpo_mp.trainer.disk_check import check_disk
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 
 NEED = DiskNeed(checkpoint=2_000_000, export=500_000, rollouts=0, run=6_500_000)

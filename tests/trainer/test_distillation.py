@@ -20,7 +20,7 @@ from grpo_mp.batching.packing import gather_responses, pack
 from grpo_mp.batching.step_batch import with_distillation
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.trainer.metrics import distillation_metrics
-from grpo_mp.types import NO_TOKEN, MicroBatch, Sample, TopLogprobs
+from grpo_mp.utils.types import NO_TOKEN, MicroBatch, Sample, TopLogprobs
 from tests.algorithms.objective import LIMIT, loss_of, scatter_responses
 
 LENGTHS = (5, 1, 9, 3)

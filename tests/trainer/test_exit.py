@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from grpo_mp.errors import DiskError, EarlyStopError, ReplicaDriftError, UserError
 from grpo_mp.monitor.watchdog import Watchdog
 from grpo_mp.trainer import exit
 from grpo_mp.trainer.exit import PeerFailedError, exit_on_error, ignore_more_interrupts, report_error_once
+from grpo_mp.utils.errors import DiskError, EarlyStopError, ReplicaDriftError, UserError
 
 # What torch reports of a peer that is gone: gloo twice, NCCL, and the store of a launcher that was killed, twice.
 PEER_GONE = (

@@ -22,7 +22,7 @@ from grpo_mp.rollout.request_limits import RequestLimits
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
 from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
-from grpo_mp.types import Prompt, SampleGroup, SampleInfo
+from grpo_mp.utils.types import Prompt, SampleGroup, SampleInfo
 from tests.trainer.test_collect import FakeScorer, FakeTokenizer, collector
 from tests.virtual_time import Running, VirtualTimeLoop
 

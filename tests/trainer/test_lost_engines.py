@@ -18,7 +18,6 @@ from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import load_settings
 from grpo_mp.data.prompts import PromptSet
-from grpo_mp.errors import EngineError, UserError
 from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import RewardStats, Scorer
@@ -29,7 +28,8 @@ from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import SCORES, HealthCheck, RolloutTask
 from grpo_mp.trainer.evaluation import Evaluator
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.utils.errors import EngineError, UserError
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 from tests.rollout.engineless import TextClient, make_prompt, make_runner
 from tests.rollout.fake_engine import FakeEngine

@@ -17,8 +17,8 @@ from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.rewards.scorer import RewardStats
-from grpo_mp.scheduler.memory import MemoryUsage
 from grpo_mp.trainer.collect import RolloutBatch
+from grpo_mp.trainer.memory import MemoryUsage
 from grpo_mp.trainer.metrics import (
     collect_metrics,
     distributions,
@@ -33,7 +33,7 @@ from grpo_mp.trainer.metrics import (
     solve_rates,
     update_metrics,
 )
-from grpo_mp.types import Sample, SampleInfo
+from grpo_mp.utils.types import Sample, SampleInfo
 
 
 def info(group_id: int, index: int, reward: float, response: int, version: int = 4, **parts: float) -> SampleInfo:

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from grpo_mp.distributed.nccl_memory import NcclMemory
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.errors import EngineError
-from grpo_mp.phases import Residency
 from grpo_mp.policy.offload import PolicyOffloader
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.trainer.offload import offload_functions
+from grpo_mp.utils.errors import EngineError
+from grpo_mp.utils.phases import Residency
 from tests.policy.test_checkpoint import make_policy
 
 NO_ENGINE = cast(Rollout, SimpleNamespace(client=None, losing_engine=nullcontext, reward_servers=None))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from grpo_mp.rollout.client import EngineOutput
 from grpo_mp.rollout.groups import LaunchedGroups, PausedGroup
 from grpo_mp.trainer import rebalance as rebalance_module
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 
 class Exchange:

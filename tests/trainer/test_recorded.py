@@ -15,7 +15,6 @@ from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.checkpoint.run_state import MANIFEST, TrainState
 from grpo_mp.config import load_settings
 from grpo_mp.data.prompts import PromptSet
-from grpo_mp.files import write_json
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.groups import PausedGroup
 from grpo_mp.rollout.journal import GroupJournal, PausedRecords, best_records, load, read_records
@@ -25,7 +24,8 @@ from grpo_mp.trainer import collect as collect_module
 from grpo_mp.trainer import recorded as recorded_module
 from grpo_mp.trainer.collect import RolloutCollector
 from grpo_mp.trainer.recorded import RecordedGroups, drop_groups_of_changed_inputs
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.utils.files import write_json
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 from tests.rollout.fake_engine import FakeEngine
 from tests.trainer.test_collect import GROUP, PROMPTS, check_samples, collector, kept

@@ -22,10 +22,10 @@ from grpo_mp.checkpoint.run_state import (
 from grpo_mp.checkpoint.weights_digest import weights_digest
 from grpo_mp.config import dump_settings, load_settings
 from grpo_mp.data.prompts import load_train_prompts
-from grpo_mp.errors import UserError
 from grpo_mp.models.tokenizer import read_tokenizer
-from grpo_mp.parsers import evaluate_parser, sample_parser
 from grpo_mp.train import main
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.parsers import evaluate_parser, sample_parser
 from tests.conftest import TinyRun
 from tests.trainer.conftest import Refuse
 

@@ -12,11 +12,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from grpo_mp.config import load_settings
-from grpo_mp.errors import UserError
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.train import main
 from grpo_mp.trainer.command_line import started_job
 from grpo_mp.trainer.preflight import check_bucket, check_engine
+from grpo_mp.utils.errors import UserError
 from tests.conftest import TinyRun
 from tests.planner.jobs import settings_of
 from tests.trainer.conftest import Refuse

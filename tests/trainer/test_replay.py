@@ -17,7 +17,6 @@ from grpo_mp.batching.exchange import sample_infos
 from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, own_checksums, write_manifest
 from grpo_mp.config import Settings, dump_settings, load_settings
 from grpo_mp.data.cursor import Cursor
-from grpo_mp.errors import UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.dump import checksum_file
@@ -32,7 +31,8 @@ from grpo_mp.trainer.replay import (
     replay_settings,
     step_file,
 )
-from grpo_mp.types import Prompt, Sample, SampleGroup, TopLogprobs
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup, TopLogprobs
 from tests.conftest import TinyRun
 from tests.trainer.test_refused_critic import copy_with_other_tokens
 

@@ -19,13 +19,13 @@ from grpo_mp.checkpoint.hf_writer import begin_hf, incomplete_folder
 from grpo_mp.checkpoint.run_state import MANIFEST, TrainState, checkpoint_folder, latest_checkpoint, read_manifest
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.errors import DiskError, PhaseTimeout
 from grpo_mp.platform.pinned import PinnedBuffer
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
 from grpo_mp.trainer import loop
 from grpo_mp.trainer.job import build_policy
 from grpo_mp.trainer.save import CheckpointSaver, FailedSaves
+from grpo_mp.utils.errors import DiskError, PhaseTimeout
 from tests.conftest import TinyRun
 from tests.trainer.one_step import OneStep, make_batch
 from tests.trainer.test_update import SETTINGS, groups

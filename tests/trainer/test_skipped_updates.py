@@ -17,7 +17,6 @@ from grpo_mp.batching.routed_experts import experts_of_group, without_experts
 from grpo_mp.checkpoint.run_state import ROLLOUTS, TrainState
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.errors import EarlyStopError, UserError
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.rewards.scorer import RewardStats
@@ -33,7 +32,8 @@ from grpo_mp.trainer.skipped_updates import (
     with_sent_experts,
 )
 from grpo_mp.trainer.update import train_step
-from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup
+from grpo_mp.utils.errors import EarlyStopError, UserError
+from grpo_mp.utils.types import MicroBatch, Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 from tests.trainer.one_step import OneStep
 from tests.trainer.test_update import make_trainer, weights

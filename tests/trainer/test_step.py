@@ -20,7 +20,7 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.logprobs import sample_microbatches
 from grpo_mp.trainer.metrics import logprob_tokens, update_metrics
 from grpo_mp.trainer.save import export_policy
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 from tests.conftest import TinyRun
 from tests.trainer.one_step import OneStep, make_batch
 

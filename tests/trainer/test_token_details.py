@@ -25,7 +25,7 @@ from grpo_mp.trainer.token_details import (
     most_mismatched,
     sample_records,
 )
-from grpo_mp.types import MicroBatch, Prompt, Sample, SampleGroup, SampleInfo
+from grpo_mp.utils.types import MicroBatch, Prompt, Sample, SampleGroup, SampleInfo
 from tests.one_rank import one_rank_job
 
 RANDOM = Random(0)

@@ -12,7 +12,7 @@ from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.job import build_policy
-from grpo_mp.types import Prompt, Sample, SampleGroup
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 from tests.algorithms.objective import loss_of
 from tests.conftest import TinyRun
 from tests.save_policy import save_policy

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from grpo_mp.monitor.engine_load import read_loads
-from grpo_mp.watch.screen import Frame
-from grpo_mp.watch.state import MetricFile, RunReader
+from grpo_mp.monitor.watch.screen import Frame
+from grpo_mp.monitor.watch.state import MetricFile, RunReader
+from grpo_mp.rollout.engine_load import read_loads
 
 DEEP = "[" * 100_000
 GOOD = '{"step": 1, "reward/mean": 0.5}\n'

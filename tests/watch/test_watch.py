@@ -23,17 +23,17 @@ import pytest
 from rich.console import Console
 
 from grpo_mp.cli.main import main
-from grpo_mp.errors import UserError
-from grpo_mp.files import write_atomically
 from grpo_mp.monitor.appended import COMPARED_BYTES
-from grpo_mp.monitor.engine_load import EngineLoad, EngineLoadFile, load_file
 from grpo_mp.monitor.rules import Finding as Warning
 from grpo_mp.monitor.rules import MetricLine, RuleWatch, find_warnings
 from grpo_mp.monitor.run_warnings import to_findings
 from grpo_mp.monitor.timeline import Timeline, read_trace, trace_path
-from grpo_mp.watch.screen import Frame, name_ranges, share_rows, sparkline
-from grpo_mp.watch.server import LivePage, serving
-from grpo_mp.watch.state import MetricFile, RankPhase, RunReader, RunState, current_phase
+from grpo_mp.monitor.watch.screen import Frame, name_ranges, share_rows, sparkline
+from grpo_mp.monitor.watch.server import LivePage, serving
+from grpo_mp.monitor.watch.state import MetricFile, RankPhase, RunReader, RunState, current_phase
+from grpo_mp.rollout.engine_load import EngineLoad, EngineLoadFile, load_file
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.files import write_atomically
 
 STEPS = 30
 LIMIT_S = 120.0
@@ -345,14 +345,14 @@ def serve(folder: Path, make: Callable[[], str], ask: Callable[[str, LivePage], 
 
 def test_the_page_is_for_who_has_the_key(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made anew when the metrics change, and not otherwise."""
-    monkeypatch.setattr("grpo_mp.watch.server.LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("grpo_mp.monitor.watch.server.LOOK_EVERY_S", 0.02)
     made, clock_reads = 0, list[float]()
 
     def read_clock() -> float:
         clock_reads.append(0.0)
         return 0.0
 
-    monkeypatch.setattr("grpo_mp.watch.server.time", SimpleNamespace(monotonic=read_clock))
+    monkeypatch.setattr("grpo_mp.monitor.watch.server.time", SimpleNamespace(monotonic=read_clock))
 
     def let_it_look() -> None:
         """Wait until a look has begun and ended: it reads the clock at both, and another may be under way."""
@@ -399,7 +399,7 @@ def test_the_page_shows_what_is_written_behind_the_metrics(
     run: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """As the scores of step 0, until whose end there is no other line of metrics."""
-    monkeypatch.setattr("grpo_mp.watch.server.LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("grpo_mp.monitor.watch.server.LOOK_EVERY_S", 0.02)
     (run / "eval").mkdir()
 
     def make() -> str:
@@ -439,7 +439,7 @@ def test_a_run_without_a_report_yet_says_so(tmp_path: Path) -> None:
 
 
 def test_a_page_that_cannot_be_made_anew_says_so(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_mp.watch.server.LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("grpo_mp.monitor.watch.server.LOOK_EVERY_S", 0.02)
     problems = list[str]()
 
     def make() -> str:

@@ -13,15 +13,15 @@ import pytest
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
-from grpo_mp.errors import EarlyStopError, EngineError
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.rollout import Rollout
-from grpo_mp.scheduler.phase_manager import PhaseManager
+from grpo_mp.trainer import engine_check
+from grpo_mp.trainer.engine_check import EngineCheck, EngineDisagreesError, sequence_logprobs
+from grpo_mp.trainer.phase_manager import PhaseManager
 from grpo_mp.trainer.step_logger import sync_metrics
-from grpo_mp.types import Sample
-from grpo_mp.weight_sync import engine_check
+from grpo_mp.utils.errors import EarlyStopError, EngineError
+from grpo_mp.utils.types import Sample
 from grpo_mp.weight_sync.compare import NOT_COMPARED, RECHECK_SETS, ROUNDING_FACTOR, CheckReport
-from grpo_mp.weight_sync.engine_check import EngineCheck, EngineDisagreesError, sequence_logprobs
 from grpo_mp.weight_sync.update import SyncReport, WeightSync
 from tests.conftest import TinyRun
 

@@ -1,0 +1,77 @@
+"""Run one rank as a Slurm task: `srun ... python -m grpo_mp.cli.slurm_task ATTEMPT CONFIG section.key=value ...`.
+
+A rank that fails leaves its error in the folder ATTEMPT: see job.py.
+"""
+
+import argparse
+import os
+import re
+import signal
+import threading
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+
+from grpo_mp.config import training_module
+from grpo_mp.utils.errors import UserError, exit_with
+from grpo_mp.utils.parsers import Parser
+
+TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x\d+\))?")
+
+
+def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return RANK, WORLD_SIZE and LOCAL_* of one task of `srun`; the script sets MASTER_ADDR and MASTER_PORT.
+
+    Raises UserError where srun did not start this process, or nodes have different numbers of tasks.
+    """
+    try:
+        return {
+            "RANK": environment["SLURM_PROCID"],
+            "LOCAL_RANK": environment["SLURM_LOCALID"],
+            "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+            "LOCAL_WORLD_SIZE": str(tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])),
+        }
+    except KeyError as error:
+        raise UserError(f"{error} is not set: start this with srun, as launch/common.sh does") from error
+
+
+def tasks_per_node(value: str) -> int:
+    """Parse SLURM_STEP_TASKS_PER_NODE: '8(x16)' is 8. Raises UserError for '8(x15),4'."""
+    counts = {int(match.group(1)) for match in TASKS_PER_NODE.finditer(value)}
+    if len(counts) != 1:
+        raise UserError(f"the nodes have different numbers of tasks ({value}): set --ntasks-per-node and --nodes")
+    return counts.pop()
+
+
+def error_file(attempt: str, rank: str) -> str:
+    """Return the file in which a rank leaves the message it ends with."""
+    return str(Path(attempt, f"rank_{rank}.error.json").absolute())
+
+
+def _keep_pending(number: signal.Signals) -> None:
+    """Let a signal that comes before the run handles it stay pending, where the run looks for it.
+
+    Threads that libraries have started do not block it: one of them may take it, and would end the process.
+    """
+    signal.signal(number, lambda *_: signal.pthread_kill(threading.main_thread().ident or 0, number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+
+
+def main() -> None:
+    """Run the command line."""
+    _keep_pending(signal.SIGUSR1)
+    parser = Parser("python -m grpo_mp.cli.slurm_task", str(__doc__))
+    parser.add_argument("attempt")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    try:
+        args = parser.parse_args()
+        os.environ.update(rank_environment(os.environ))
+        module = training_module(Path(next((word for word in args.command if not word.startswith("-")), "")))
+    except UserError as error:
+        exit_with(error)
+    os.environ["TORCHELASTIC_ERROR_FILE"] = error_file(args.attempt, os.environ["RANK"])
+    import_module(module).main(args.command)  # after the environment is complete
+
+
+if __name__ == "__main__":
+    main()

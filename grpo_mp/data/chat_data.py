@@ -1,0 +1,276 @@
+"""Sets of chats to learn from: every row is checked and measured at the start, and read again when it is trained on."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+
+from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
+from grpo_mp.data.cursor import Mixture, mix_sets
+from grpo_mp.data.digest import RowsDigest, joined_digest
+from grpo_mp.data.messages import read_message
+from grpo_mp.data.rows import Row, Rows, read_rows, without_nulls
+from grpo_mp.data.set_warnings import dropped_system, left_out
+from grpo_mp.data.supervised import Chat, ChatEncoder, LearnedText, LearnedTokens
+from grpo_mp.data.template import check_template, drops_system
+from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.reading import did_you_mean_column, has_column, parse_json, read_column, read_json, shorten
+from grpo_mp.utils.types import Message, Sample
+from grpo_mp.utils.user_code import time_limit
+
+ROWS_AT_ONCE = 1024  # that the tokenizer is given
+TEMPLATE_LIMIT_S = 20.0  # of one chat
+
+
+@dataclass(frozen=True)
+class ChatReader:
+    """How a row becomes a sample."""
+
+    data: ChatDataConfig  # columns and system prompt
+    sft: SftConfig
+    encoder: ChatEncoder
+
+    def render(self, row: Row) -> LearnedText:
+        """Return a row as the template writes it. Raises UserError, which names file and line, for one that is bad."""
+        chat = read_chat(row, self.data)
+        try:
+            return self.encoder.render(chat)
+        except UserError as error:
+            raise UserError(f"{row.location}: {error}") from error
+        except Exception as error:  # a template is a program
+            raise UserError(
+                f"{row.location}: the tokenizer's chat template refuses the chat: {one_line(error) or repr(error)}"
+            ) from error
+
+    def drops_system(self, row: Row) -> bool:
+        """Return whether the template leaves out the system message with which a chat begins."""
+        chat = read_chat(row, self.data)
+        return drops_system(
+            lambda messages: self.encoder.render(replace(chat, messages=(*messages,))).text, chat.messages
+        )
+
+    def encode(self, rows: Sequence[Row]) -> list[LearnedTokens]:
+        """Return the tokens of rows, cut where sft.too_long says so."""
+        limit = self.sft.max_tokens if self.sft.too_long == "truncate" else None
+        encoded = self.encoder.encode([self.render(row) for row in rows])
+        return [one.cut(limit) if limit else one for one in encoded]
+
+    def sample(self, row: Row, number: int) -> Sample | None:
+        """Return the sample of a row; None where nothing of it is learned."""
+        return self.encode([row])[0].sample(number)
+
+
+@dataclass(frozen=True, eq=False)
+class ChatRows:
+    """The samples of one file or source, read when they are asked for; memory holds each one's row and sizes."""
+
+    rows: Rows
+    reader: ChatReader
+    numbers: npt.NDArray[np.int64]  # of rows
+    lengths: npt.NDArray[np.int64]  # tokens of each sample
+    learned: npt.NDArray[np.int64]  # of them, those that have a loss
+    digest: str  # of what the rows say
+    too_long: int  # rows that were left out
+
+    def warnings(self, setting: str, outcome: str) -> Iterator[str]:
+        """Warn of rows that are left out, and of a system message that the template does not show."""
+        limit, rows = self.reader.sft.max_tokens, self.too_long + len(self.numbers)
+        yield from left_out(setting, self.too_long, rows, "chats", f"sft.max_tokens={limit}", outcome)
+        if self.reader.drops_system(self.rows[0]):
+            yield dropped_system(setting)
+
+    def read(self, place: int, number: int) -> Sample:
+        """Return a sample. Raises UserError where the data changed since the start."""
+        row = self.rows[int(self.numbers[place])]
+        sample = self.reader.sample(row, number)
+        if sample is None or _sizes(sample) != (self.lengths[place], self.learned[place]):
+            raise UserError(
+                f"{row.location}: the row has changed since the run started: leave data alone while it runs"
+            )
+        return sample
+
+
+@dataclass(frozen=True, eq=False)
+class ChatSet:
+    """The samples of several sources, one after the other; `too_long`: rows that were left out."""
+
+    source: str
+    parts: tuple[ChatRows, ...]
+    too_long: int
+    mixture: Mixture = ()
+    digest: str = ""  # of what its rows say; "": of a set that is not trained on
+    warnings: tuple[str, ...] = ()  # sentences that every start shows
+
+    @cached_property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Return the tokens of each sample, up to the last that is learned."""
+        return np.concatenate([part.lengths for part in self.parts])
+
+    @cached_property
+    def learned(self) -> npt.NDArray[np.int64]:
+        """Return the tokens of each sample that have a loss."""
+        return np.concatenate([part.learned for part in self.parts])
+
+    @property
+    def epoch_size(self) -> int:
+        """Return the samples of an epoch."""
+        return sum(share.count for share in self.mixture) or len(self)
+
+    def __len__(self) -> int:
+        return sum(len(part.numbers) for part in self.parts)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Return one sample. Raises UserError where the data changed since the start."""
+        part, place = self._find(index)
+        return part.read(place, index)
+
+    def location(self, index: int) -> str:
+        """Return file and line of a sample."""
+        part, place = self._find(index)
+        return f"{part.rows.name}, {part.rows.unit} {int(part.numbers[place]) + 1}"
+
+    def _find(self, index: int) -> tuple[ChatRows, int]:
+        place = index
+        for part in self.parts:
+            if place < len(part.numbers):
+                return part, place
+            place -= len(part.numbers)
+        raise IndexError(index)
+
+
+def load_train_chats(data: ChatDataConfig, sft: SftConfig, encoder: ChatEncoder) -> ChatSet:
+    """Check and measure the sets of `data.train`. Raises UserError for the first row that is bad."""
+    parts, too_long, warnings = list[ChatRows](), 0, list[str]()
+    for name, train_set in data.train.items():
+        own = train_set.model_dump(include={"source", "system_prompt"}, exclude_none=True)
+        part = check_chats(train_set.path, ChatReader(data.model_copy(update=own), sft, encoder))
+        too_long += part.too_long
+        warnings += part.warnings("data.train" if name == "train" else f"data.train.{name}", "left out")
+        parts.append(part)
+    sizes, weights = [len(part.numbers) for part in parts], [one.weight for one in data.train.values()]
+    mixture = mix_sets(sizes, weights) if len(sizes) > 1 else ()
+    return ChatSet(
+        ", ".join(part.rows.name for part in parts),
+        tuple(parts),
+        too_long,
+        mixture,
+        joined_digest(part.digest for part in parts),
+        tuple(warnings),
+    )
+
+
+def load_held_out_chats(data: ChatDataConfig, sft: SftConfig, encoder: ChatEncoder) -> dict[str, ChatSet]:
+    """Check and measure the sets of `data.eval`. Raises UserError as `load_train_chats`."""
+    sets = {}
+    for name, held_out in data.eval.items():
+        own = data.model_copy(update=held_out.model_dump(include={"source", "system_prompt"}, exclude_none=True))
+        part = check_chats(held_out.path, ChatReader(own, sft, encoder), held_out.max_samples or data.max_eval_samples)
+        warnings = part.warnings(f"data.eval.{name}", "no part of its loss")
+        sets[name] = ChatSet(held_out.path, (part,), part.too_long, warnings=tuple(warnings))
+    return sets
+
+
+def check_chats(source: str, reader: ChatReader, count: int | None = None) -> ChatRows:
+    """Read every row of `source` once, or the first `count`, and measure the samples that fit.
+
+    Raises UserError: no chat template, a malformed row or one whose answer the template cuts (file and line), one that
+    is too long with sft.too_long=refuse, nothing left.
+    """
+    check_template(reader.encoder.tokenizer, reader.encoder.variables)
+    rows = read_rows(source, reader.data.source)
+    if not len(rows):
+        raise UserError(f"{source}: no rows: give a file with at least one chat")
+    with time_limit(TEMPLATE_LIMIT_S, f"{reader.encoder.tokenizer.name_or_path or 'model.path'}: the chat template"):
+        reader.render(rows[0])
+    numbers, lengths, learned = list[int](), list[int](), list[int]()
+    sft, end, content = reader.sft, min(len(rows), count or len(rows)), RowsDigest()
+    for start in range(0, end, ROWS_AT_ONCE):
+        chunk = [rows[number] for number in range(start, min(start + ROWS_AT_ONCE, end))]
+        for number, (row, tokens) in enumerate(zip(chunk, reader.encode(chunk), strict=True), start):
+            sample = tokens.sample(number)
+            content.add_tokens(tokens.tokens, tokens.learned)
+            if sample is None or sample.total_tokens > sft.max_tokens:
+                if sft.too_long == "refuse":
+                    raise UserError(
+                        f"{row.location}: {len(tokens.tokens)} tokens, sft.max_tokens={sft.max_tokens}: raise it, or "
+                        "set sft.too_long=drop or truncate"
+                    )
+                continue
+            numbers.append(number)
+            length, count_learned = _sizes(sample)
+            lengths.append(length)
+            learned.append(count_learned)
+    if not numbers:
+        raise UserError(f"{source}: all {end} chats are longer than sft.max_tokens={sft.max_tokens}: raise it")
+    kept, sizes, losses = (np.array(values, dtype=np.int64) for values in (numbers, lengths, learned))
+    return ChatRows(rows, reader, kept, sizes, losses, content.of(kept), end - len(kept))
+
+
+def _sizes(sample: Sample) -> tuple[int, int]:
+    """Return the tokens of a sample, and those of them that have a loss."""
+    return sample.total_tokens, len(sample.tokens) - sample.given_tokens
+
+
+def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the tokens at which the engines end an answer: of generation_config.json, and the tokenizer's."""
+    file = model / "generation_config.json"
+    config = read_json(file) if file.is_file() else {}
+    eos = config.get("eos_token_id") if isinstance(config, dict) else None
+    listed = eos if isinstance(eos, list) else [eos]
+    return frozenset(token for token in (*listed, tokenizer.eos_token_id) if isinstance(token, int))
+
+
+def read_chat(row: Row, data: ChatDataConfig) -> Chat:
+    """Return the chat of a row. Raises UserError, which names file and line, for a malformed one."""
+    tools = _read_tools(row, data.tools_column)
+    if has_column(row.columns, data.messages_column):
+        messages, first = _messages(row, data.messages_column), 0
+    elif has_column(row.columns, data.prompt_column) and has_column(row.columns, data.completion_column):
+        prompt = _messages(row, data.prompt_column, "user")
+        messages = [*prompt, *_messages(row, data.completion_column, "assistant")]
+        first = len(prompt)
+        if not prompt[-1]["content"].strip():
+            raise UserError(f"{row.location}: column {data.prompt_column}: the prompt is empty")
+    else:
+        known = shorten(", ".join(map(str, row.columns)), 300) or "none"
+        hint = did_you_mean_column(data.messages_column, row.columns)
+        raise UserError(
+            f"{row.location}: no column {data.messages_column}{hint}, and not both {data.prompt_column} and "
+            f"{data.completion_column}; the row has: {known}: set data.messages_column, or data.prompt_column and "
+            "data.completion_column, to its columns"
+        )
+    if data.system_prompt and messages[0]["role"] != "system":
+        messages, first = [{"role": "system", "content": data.system_prompt}, *messages], first + 1
+    return Chat(tuple(messages), first, tools)
+
+
+def _messages(row: Row, column: str, role: str = "") -> list[Message]:
+    """Return the messages of a column; with `role` a text is one of it."""
+    value, location = read_column(row.columns, column), f"{row.location}: column {column}"
+    chat = [{"role": role, "content": value}] if role and isinstance(value, str) else value
+    if not isinstance(chat, list) or not chat or not all(isinstance(message, Mapping) for message in chat):
+        raise UserError(f"{location}: expected {'text or ' if role else ''}a list of chat messages")
+    return [_message(message, location) for message in chat]
+
+
+def _message(value: Mapping[str, Any], location: str) -> Message:
+    message = read_message(value, location)
+    if message["role"] == "assistant" and not (message["content"].strip() or message.get("tool_calls")):
+        raise UserError(f"{location}: an answer of the assistant is empty")
+    return message
+
+
+def _read_tools(row: Row, column: str) -> tuple[dict[str, Any], ...]:
+    value = read_column(row.columns, column) if has_column(row.columns, column) else None
+    if isinstance(value, str):
+        value = parse_json(value, f"{row.location}, column {column}")
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise UserError(f"{row.location}: column {column}: expected a list of JSON schemas, or its JSON")
+    return tuple(without_nulls(tool) for tool in value)

@@ -1,0 +1,283 @@
+"""Which tokens of a given chat are learned: the assistant's, as the template marks them or as prompts show them.
+
+A template with `{% generation %}` marks says so itself. Of others, a turn is what the finished chat has behind the
+prompt to which the policy would answer there; a template that does not keep what it wrote is refused.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from grpo_mp.data.chat import ChatRenderer
+from grpo_mp.data.message_fields import is_learned, texts_beside
+from grpo_mp.data.messages import as_template_reads, name_of_call
+from grpo_mp.data.template_date import strftime_now
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.types import Message, Sample
+
+LossOn = Literal["assistant", "last", "all"]
+Span = tuple[int, int]  # characters of a text: the first, and that after the last
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+SHOWN = 40  # characters of a text in a sentence
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat to learn from. `first`: the first message that may be learned; `tools`: JSON schemas for the template."""
+
+    messages: tuple[Message, ...]
+    first: int = 0
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class LearnedText:
+    """A rendered chat, and the parts of it that are learned, in order."""
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class LearnedTokens:
+    """Tokens of a chat, and which of them are learned."""
+
+    tokens: tuple[int, ...]
+    learned: npt.NDArray[np.bool_]
+
+    def cut(self, count: int) -> "LearnedTokens":
+        """Return the first `count` tokens."""
+        return LearnedTokens(self.tokens[:count], self.learned[:count])
+
+    def sample(self, number: int) -> Sample | None:
+        """Return the prompt, up to the first token that is learned, and the rest up to the last; None without any."""
+        where = np.flatnonzero(self.learned)
+        if not len(where):
+            return None
+        first, end = int(where[0]), int(where[-1]) + 1
+        mask = self.learned[first:end]
+        generated = () if mask.all() else tuple(mask.tolist())
+        return Sample.from_tokens(number, self.tokens[:first], self.tokens[first:end], generated)
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """Renders and tokenizes chats. `stops`: tokens that end an answer, where the template writes none.
+
+    `variables`: of the chat template.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    loss_on: LossOn
+    stops: frozenset[int]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise UserError where nothing could end an answer."""
+        if self._end is None:
+            raise UserError(
+                "the tokenizer has no eos_token, and the model's generation_config.json no eos_token_id: nothing would "
+                "end an answer: set eos_token in tokenizer_config.json"
+            )
+
+    @property
+    def _end(self) -> int | None:
+        """Return the token that ends an answer where the template writes none."""
+        eos = self.tokenizer.eos_token_id
+        return int(eos) if isinstance(eos, int) else min(self.stops, default=None)
+
+    def render(self, chat: Chat) -> LearnedText:
+        """Return the chat as the template writes it, and what of it is learned.
+
+        Raises UserError where the template refuses the chat, changes what it wrote, or cuts an answer.
+        """
+        renderer = ChatRenderer(self.tokenizer, chat.tools, self.variables)
+        turns = self._turns(chat)
+        if self.loss_on == "all":
+            text = renderer.render(chat.messages, asks=False)
+            before = renderer.render(chat.messages[: turns[-1]], asks=False)
+            last = text[_common_length(text, before) :]  # templates may leave out what earlier ones thought
+            _check_whole(last, chat.messages[turns[-1]])
+            learned = LearnedText(text, ((0, len(text)),))
+        else:
+            template = self.tokenizer.get_chat_template(tools=list(chat.tools) or None)
+            if MARKS.search(template):
+                learned, by_turn = self._marked_turns(renderer, template, chat.messages, turns)
+            else:
+                learned = _behind_prompts(renderer, chat.messages, turns)
+                by_turn = [(span,) for span in learned.spans]
+            for turn, spans in zip(turns, by_turn, strict=True):
+                _check_whole(" ".join(learned.text[start:end] for start, end in spans), chat.messages[turn])
+        for message in chat.messages:
+            if message["role"] != "assistant":
+                _check_written(learned.text, texts_beside(message), message["role"])
+        return learned
+
+    def _turns(self, chat: Chat) -> list[int]:
+        """Return the messages that are learned. Raises UserError where there is none.
+
+        An answer that begins the chat is not: no prompt asks for it.
+        """
+        first = max(1, chat.first)
+        turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant" and i >= first]
+        switched_off = [i for i in turns if not is_learned(chat.messages[i])]
+        if self.loss_on == "all" and switched_off:
+            raise UserError(
+                f"message {switched_off[0] + 1} is not to be learned, and sft.loss_on=all learns every token: set "
+                "sft.loss_on=assistant"
+            )
+        turns = [i for i in (turns[-1:] if self.loss_on == "last" else turns) if i not in switched_off]
+        if not turns:
+            which = " that may be learned" if switched_off else ""
+            raise UserError(f"the chat has no answer of the assistant{which}: nothing would be learned")
+        return turns
+
+    def encode(self, texts: Sequence[LearnedText]) -> list[LearnedTokens]:
+        """Tokenize rendered chats."""
+        if not self.tokenizer.is_fast:
+            return [self._ended(*self._by_part(learned)) for learned in texts]
+        # The template has written the special tokens already; adding them here would begin chats with two.
+        encoded = self.tokenizer(
+            [learned.text for learned in texts], add_special_tokens=False, return_offsets_mapping=True
+        )
+        rows = zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        return [self._ended(tokens, _turns_of(learned, offsets)) for learned, tokens, offsets in rows]
+
+    def _marked(self, renderer: ChatRenderer, template: str, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        """Return the text of a conversation and what the template marks of it."""
+        (text,), (spans,) = render_jinja_template(
+            [as_template_reads(messages, self.tokenizer)],
+            tools=list(renderer.tools) or None,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **({"strftime_now": strftime_now} | self.tokenizer.special_tokens_map | dict(self.variables)),
+        )
+        return str(text), spans
+
+    def _marked_turns(
+        self, renderer: ChatRenderer, template: str, messages: Sequence[Message], turns: Sequence[int]
+    ) -> tuple[LearnedText, list[tuple[Span, ...]]]:
+        """Return what the template marks in `turns`, and the spans of each: it may have several."""
+        text, marked = self._marked(renderer, template, messages)
+        spans, first = tuple(marked), turns[0]
+        if any(message["role"] == "assistant" for message in messages[:first]):
+            before = renderer.render(messages[:first], asks=False)
+            if not text.startswith(before):
+                raise _changed(first, text, before, is_last=True)
+            spans = tuple(span for span in spans if span[0] >= len(before))
+        earlier = len(marked) - len(spans)
+        # A chat that ends with a turn has as many marks as the whole one has up to there, whatever they hold.
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+        counts = [len(self._marked(renderer, template, messages[: turn + 1])[1]) for turn in answers[:-1]]
+        ends = (max(0, count - earlier) for count in counts)
+        by_answer = dict(zip(answers, pairwise((0, *ends, len(spans))), strict=True))
+        by_turn = [spans[slice(*by_answer[turn])] for turn in turns]
+        return LearnedText(text, tuple(chain.from_iterable(by_turn))), by_turn
+
+    def _by_part(self, learned: LearnedText) -> tuple[list[int], npt.NDArray[np.int64]]:
+        """Tokenize by parts, where a tokenizer does not say which characters a token is of."""
+        parts, end = list[tuple[int, int, int]](), 0
+        for number, (start, stop) in enumerate(learned.spans):
+            parts += [(-1, end, start), (number, start, stop)]
+            end = stop
+        tokens, turns = list[int](), list[int]()
+        for turn, start, stop in (*parts, (-1, end, len(learned.text))):
+            part = self.tokenizer(learned.text[start:stop], add_special_tokens=False)["input_ids"]
+            tokens += part
+            turns += [turn] * len(part)
+        return tokens, np.array(turns, dtype=np.int64)
+
+    def _ended(self, tokens: Sequence[int], turns: npt.NDArray[np.int64]) -> LearnedTokens:
+        """Let a turn that has no token at which the policy stops be ended by one: that which follows, or one more."""
+        tokens, learned = list(tokens), turns >= 0
+        for turn in np.unique(turns[learned]).tolist() if self.loss_on != "all" else ():
+            where = np.flatnonzero(turns == turn)
+            if not self.stops.isdisjoint(tokens[i] for i in where):
+                continue
+            after = int(where[-1]) + 1
+            if after < len(turns) and tokens[after] in self.stops:
+                learned[after] = True
+            elif after == len(turns) == len(tokens):
+                assert self._end is not None  # see above
+                tokens.append(self._end)
+                learned = np.append(learned, True)
+        learned[:1] = False  # nothing stands before it that could predict it
+        return LearnedTokens(tuple(tokens), learned)
+
+
+def _behind_prompts(renderer: ChatRenderer, messages: Sequence[Message], turns: Sequence[int]) -> LearnedText:
+    """Return what the chat has behind the prompt of each turn, up to the next message."""
+    text, spans = renderer.render(messages, asks=False), []
+    for turn in turns:
+        prompt, upto = renderer.render(messages[:turn], asks=True), renderer.render(messages[: turn + 1], asks=False)
+        for part in (prompt, upto):
+            if not text.startswith(part):
+                raise _changed(turn, text, part, is_last=turn == len(messages) - 1)
+        spans.append((len(prompt), len(upto)))
+    return LearnedText(text, tuple(spans))
+
+
+def _changed(turn: int, text: str, part: str, is_last: bool) -> UserError:
+    """Return the error of a template that does not keep what it wrote; `is_last`: of the last message."""
+    at = _common_length(text, part)
+    return UserError(
+        f"the chat template cuts or changes what it wrote up to message {turn + 1}: {part[at : at + SHOWN]!r} became "
+        f"{text[at : at + SHOWN]!r} in the whole chat: use a template that keeps it, such as one with "
+        f"{{% generation %}} marks{'' if is_last else ', or set sft.loss_on=last'}"
+    )
+
+
+def _common_length(one: str, other: str) -> int:
+    """Return with how many characters both texts begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _check_whole(text: str, answer: Message) -> None:
+    """Raise UserError where a turn's text lacks a part of the answer; blanks do not count."""
+    said = [("content", answer["content"])] if isinstance(answer.get("content"), str) else []
+    left = _check_written(text, [*said, *texts_beside(answer)], "assistant")  # words may name a tool that is not called
+    for name in map(name_of_call, answer.get("tool_calls") or ()):
+        if _without_blanks(name) not in left:
+            raise UserError(
+                f"the chat template leaves out the assistant's call of {name[:SHOWN]}: use a template with tools"
+            )
+
+
+def _check_written(text: str, said: Iterable[tuple[str, str]], role: str) -> str:
+    """Return a rendered text without blanks and without the texts of a message's fields.
+
+    Raises UserError where one is not there.
+    """
+    left, different = _without_blanks(text), dict[tuple[bool, str], tuple[str, str]]()
+    for name, part in said:  # two fields may say the same, as answers of servers do: the template writes it once
+        different.setdefault((name == "content", _without_blanks(part)), (name, part))
+    for (_, said_part), (name, part) in sorted(different.items(), key=lambda item: len(item[0][1]), reverse=True):
+        if said_part not in left:
+            remedy = "" if name == "content" else f", or remove the field {name}"
+            raise UserError(
+                f"the chat template cuts the {role}'s {name} {part.strip()[:SHOWN]!r}: use a template that writes it "
+                f"whole{remedy}"
+            )
+        left = left.replace(said_part, " ", 1) if said_part else left  # a part of another text is no text of its own
+    return left
+
+
+def _without_blanks(text: str) -> str:
+    return "".join(text.split())
+
+
+def _turns_of(learned: LearnedText, offsets: Sequence[Span]) -> npt.NDArray[np.int64]:
+    """Return for each token, by the characters that it is of, the number of its span; -1: of none."""
+    starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    turns = np.full(len(starts), -1)
+    for number, (start, end) in enumerate(learned.spans):
+        turns[(ends > start) & (starts < end) & (ends > starts)] = number
+    return turns

@@ -1,1 +1,0 @@
-"""Rollouts of more than one answer: what a user's rollout function gets and returns, chat templates, tools."""

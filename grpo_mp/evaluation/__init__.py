@@ -1,1 +1,0 @@
-"""Scores of held-out problems: avg@n, pass@k and maj@k, their files and their plot."""

@@ -1,0 +1,76 @@
+"""One model folder in this process, in transformers or in Megatron, to compare what they compute."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+from grpo_mp.checkpoint.converted_reader import open_weights
+from grpo_mp.checkpoint.describe import count_parameters
+from grpo_mp.checkpoint.hf_reader import HfReader
+from grpo_mp.checkpoint.hf_writer import QUANTIZATION_CONFIG
+from grpo_mp.config.sections import LayoutConfig, TrainingConfig
+from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
+from grpo_mp.models.families import TRANSFORMERS_NAMES, family_of
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.policy.megatron_config import transformer_config
+from grpo_mp.policy.model import build_chunks
+from grpo_mp.policy.weights import load_hf, local_tensors
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.phases import GIB
+
+WEIGHT_COPIES = 2  # as read, and in the model
+TIMEOUT_S = 600.0  # of the process group of one rank
+
+
+def check_memory(folder: Path, advice: str) -> None:
+    """Raise UserError, with `advice`, where a model in float32 does not fit the free memory of this machine."""
+    hf, free = HfConfig.read(folder), psutil.virtual_memory().available
+    needed = WEIGHT_COPIES * 4 * count_parameters(family_of(hf).params(hf).values())
+    if needed > free:
+        raise UserError(
+            f"{folder}: running it takes {ceil(needed / GIB)} GiB in float32 and {free // GIB} GiB are free: {advice}"
+        )
+
+
+def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Load a Hugging Face folder in transformers; blockwise FP8 is widened first."""
+    values = {key: value for key, value in HfConfig.read(folder).values.items() if key != QUANTIZATION_CONFIG}
+    model_type = values.pop("model_type")
+    config = AutoConfig.for_model(TRANSFORMERS_NAMES.get(model_type, model_type), **values)
+    with HfReader(folder, dequantize_to=torch.float32, verify=True) as reader:
+        state = {name: reader.read(name).float() for name in reader.names}
+    model: nn.Module = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype, experts_implementation="eager"
+    )
+    return model.eval()
+
+
+@contextmanager
+def policy_model(folder: Path, dtype: str = "float32") -> Iterator[nn.Module]:
+    """Yield the policy's model of a folder, Hugging Face's or converted, on one rank; needs `sequence_logits`."""
+    with policy_tensors(folder, dtype) as (model, _):
+        yield model
+
+
+@contextmanager
+def policy_tensors(folder: Path, dtype: str = "float32") -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
+    """Yield what `policy_model` does, and its tensors by their names in the mapping."""
+    hf, layout, training = HfConfig.read(folder), LayoutConfig(), TrainingConfig()
+    params = family_of(hf).params(hf)
+    with single_rank_environment():
+        parallel = start_parallel(layout, 0, TIMEOUT_S)
+        try:
+            config = transformer_config(layout, training, dtype, hf)
+            (model,) = build_chunks(config, hf, training, temperature=1.0)
+            tensors = local_tensors([model], params, parallel.coords, 1)
+            with open_weights(folder, verify=True) as reader:
+                load_hf(tensors, params, reader, parallel.coords, layout)
+            yield model, tensors
+        finally:
+            stop_parallel()

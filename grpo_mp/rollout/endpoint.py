@@ -1,0 +1,213 @@
+"""An OpenAI endpoint on loopback: each episode has a key of its own, behind which its policy answers."""
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from aiohttp import web
+
+from grpo_mp.rollout.openai_completions import CompletionRequest, as_text_stream, read_completion, text_completion
+from grpo_mp.rollout.openai_requests import (
+    MODEL,
+    ChatRequest,
+    RequestError,
+    as_stream,
+    completion,
+    error_body,
+    read_request,
+)
+from grpo_mp.rollout.openai_responses import as_events, read_response_request, response
+from grpo_mp.rollout.protocol import EpisodeLimitError, Policy, Turn
+from grpo_mp.utils.errors import EngineError, UserError
+from grpo_mp.utils.log import server_log
+from grpo_mp.utils.types import Message
+
+LOGGER = logging.getLogger(__name__)
+LOOPBACK = "127.0.0.1"
+MAX_BODY = 16 * 2**20  # bytes
+INVALID = "invalid_request_error"
+Write = Callable[[Turn, tuple[int, ...]], web.Response]  # a turn, after these tokens, as the answer to its request
+Ask = ChatRequest | CompletionRequest
+
+
+@dataclass
+class Session:
+    """The endpoint as one episode sees it. `failure` gets what ended the episode, which no answer can say."""
+
+    policy: Policy
+    base_url: str
+    api_key: str
+    failure: "asyncio.Future[None]"
+    reached_limit: bool = False
+    turns: set["asyncio.Task[web.Response]"] = field(default_factory=set)  # that are being generated, or wait
+    queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # one turn at a time: in the order of the requests
+    ignores_sampling: bool = False
+    told: set[str] = field(default_factory=set)  # parameters of whose neglect the log tells
+    responses: dict[str, tuple[Message, ...]] = field(default_factory=dict)  # conversations up to each, by its id
+
+
+Read = Callable[[Any, Session], tuple[Ask, Write]]  # the JSON of a request
+
+
+@dataclass
+class Endpoint:
+    """One server for all episodes of a rank: it listens while there are any.
+
+    `ignores_sampling`: requests for other sampling than the run's are answered, and logged once.
+    """
+
+    ignores_sampling: bool = False
+    sessions: dict[str, Session] = field(default_factory=dict)  # by key
+    told: set[str] = field(default_factory=set)
+    _server: "asyncio.Task[tuple[web.AppRunner, str]] | None" = None
+
+    @asynccontextmanager
+    async def open(self, policy: Policy) -> AsyncIterator[Session]:
+        """Give an episode its URL and key, which end with the block, as do turns that are being generated."""
+        if self._server is None:
+            self._server = asyncio.create_task(_listen(self.sessions))
+        key, server = f"sk-{secrets.token_urlsafe(24)}", self._server
+        failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        session = self.sessions[key] = Session(
+            policy, "", key, failure, ignores_sampling=self.ignores_sampling, told=self.told
+        )
+        try:
+            _, session.base_url = await asyncio.shield(server)
+            yield session
+        finally:
+            del self.sessions[key]
+            failure.cancel()
+            if is_last := not self.sessions:
+                self._server = None
+            await _end(session.turns)
+            if is_last:
+                await (await server)[0].cleanup()
+
+
+async def _end(turns: set["asyncio.Task[web.Response]"]) -> None:
+    for turn in turns:
+        turn.cancel()
+    await asyncio.gather(*turns, return_exceptions=True)
+
+
+async def _listen(sessions: Mapping[str, Session]) -> tuple[web.AppRunner, str]:
+    """Serve on a free port; return the server and the URL of its API."""
+    app = web.Application(client_max_size=MAX_BODY)
+    app.router.add_post("/v1/chat/completions", partial(_serve, _read_chat, sessions))
+    app.router.add_post("/v1/completions", partial(_serve, _read_completion, sessions))
+    app.router.add_post("/v1/responses", partial(_serve, _read_response, sessions))
+    app.router.add_get("/v1/models", partial(_models, sessions))
+    # A client that hangs up ends its turn: it will ask again, or not at all.
+    runner = web.AppRunner(
+        app, access_log=None, logger=server_log(__name__), handler_cancellation=True, shutdown_timeout=1.0
+    )
+    await runner.setup()
+    await web.TCPSite(runner, LOOPBACK, 0).start()
+    return runner, f"http://{LOOPBACK}:{runner.addresses[0][1]}/v1"
+
+
+async def _models(sessions: Mapping[str, Session], request: web.Request) -> web.Response:
+    _session(sessions, request)
+    return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "grpo_mp"}]})
+
+
+def _read_chat(body: Any, session: Session) -> tuple[Ask, Write]:
+    chat = read_request(body, session.policy, session.ignores_sampling)
+
+    def write(turn: Turn, before: tuple[int, ...]) -> web.Response:
+        answer = completion(turn, len(before))
+        return _stream(as_stream(answer)) if chat.stream else web.json_response(answer)
+
+    return chat, write
+
+
+def _read_completion(body: Any, session: Session) -> tuple[Ask, Write]:
+    request = read_completion(body, session.policy, session.ignores_sampling)
+
+    def write(turn: Turn, before: tuple[int, ...]) -> web.Response:
+        answer = text_completion(turn, before, request, session.policy)
+        return _stream(as_text_stream(answer)) if request.stream else web.json_response(answer)
+
+    return request, write
+
+
+def _read_response(body: Any, session: Session) -> tuple[Ask, Write]:
+    chat, messages = read_response_request(body, session.responses, session.policy, session.ignores_sampling)
+
+    def write(turn: Turn, before: tuple[int, ...]) -> web.Response:
+        answer = response(turn, len(before), chat, session.policy)
+        session.responses[answer["id"]] = (*messages, turn.message)
+        return _stream(as_events(answer)) if chat.stream else web.json_response(answer)
+
+    return chat, write
+
+
+def _stream(events: str) -> web.Response:
+    return web.Response(text=events, content_type="text/event-stream")
+
+
+async def _serve(read: Read, sessions: Mapping[str, Session], request: web.Request) -> web.Response:
+    """Answer with the next turn of the episode that the key is of."""
+    session = _session(sessions, request)
+    try:
+        ask, write = read(json.loads(await request.read()), session)
+        return await _generate(session, asyncio.ensure_future(_answer(session, ask, write)))
+    except web.HTTPException:  # a body that is too long
+        raise
+    except EpisodeLimitError as error:
+        session.reached_limit = True
+        return _error(400, str(error), INVALID, "context_length_exceeded")
+    except EngineError as error:
+        return _fail(session, error)
+    except (RequestError, UserError, ValueError) as error:  # ValueError: no JSON, or what the policy refuses
+        return _error(400, str(error), INVALID)
+    except Exception as error:  # noqa: BLE001 - handed to the episode
+        return _fail(session, error)
+
+
+async def _answer(session: Session, ask: Ask, write: Write) -> web.Response:
+    """Generate the turn of a request, after those of the requests before it."""
+    if ignored := [name for name in ask.ignored if name not in session.told]:
+        session.told.update(ignored)
+        LOGGER.warning("requests of agents give %s: turns are sampled as the run says", ", ".join(ignored))
+    policy = session.policy
+    async with session.queue:
+        turn = await ask.answer(policy)
+        *before, _ = policy.episode().segments
+    return write(turn, tuple(chain.from_iterable(part.tokens for part in before)))
+
+
+async def _generate(session: Session, turn: "asyncio.Task[web.Response]") -> web.Response:
+    session.turns.add(turn)
+    try:
+        return await turn
+    finally:
+        turn.cancel()
+        session.turns.discard(turn)
+
+
+def _session(sessions: Mapping[str, Session], request: web.Request) -> Session:
+    """Return the episode that a request belongs to. Raises HTTPUnauthorized."""
+    kind, _, key = request.headers.get("Authorization", "").partition(" ")
+    if kind != "Bearer" or key not in sessions:
+        body = error_body("the key is of no episode, or of one that has ended", INVALID, "invalid_api_key")
+        raise web.HTTPUnauthorized(text=json.dumps(body), content_type="application/json")
+    return sessions[key]
+
+
+def _fail(session: Session, error: Exception) -> web.Response:
+    """End the episode: whatever its agent makes of the answer."""
+    if not session.failure.done():
+        session.failure.set_exception(error)
+    return _error(500, "the episode has ended", "server_error")
+
+
+def _error(status: int, message: str, kind: str, code: str | None = None) -> web.Response:
+    return web.json_response(error_body(message, kind, code), status=status)

@@ -1,0 +1,220 @@
+"""Worker processes of a rank's tools (`rollout.tool_process`): one that hangs is killed; a rank outlives all of them.
+
+An environment has a process of its own for its episode; calls of functions share some. Those that ended well are used
+again, but for one in which an environment left processes. All that a worker has started ends with it. No more than JSON
+comes back from them (see tool_worker.py).
+"""
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from grpo_mp.rollout.tool_worker import HEADER_BYTES, MOST_BYTES
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.processes import shared_environment, with_descendants
+from grpo_mp.utils.user_code import IMPORT_LIMIT_S
+
+ENDED_LIMIT_S = 5.0  # for the kernel to tell how a process that is gone has ended
+
+
+class ToolTimeoutError(Exception):
+    """A tool took longer than `rollout.limits.tool_s`."""
+
+
+class ToolRaisedError(Exception):
+    """A tool in another process raised; the message begins with the name of what."""
+
+
+class ToolDiedError(Exception):
+    """The process of a tool has ended, and with it what it knew."""
+
+
+class ToolProcess:
+    """One worker process, behind one that ends all that it starts."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        """Take a process that has been started `with_descendants`."""
+        self._process = process
+        self._turn = asyncio.Lock()
+        self._ended = ""  # how
+
+    @property
+    def works(self) -> bool:
+        """Return whether the process can be asked."""
+        return not self._ended
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether nothing that the worker has started runs."""
+        with suppress(psutil.NoSuchProcess):
+            return len(psutil.Process(self._process.pid).children(recursive=True)) <= 1  # the worker itself
+        return True
+
+    async def ask(self, name: str, request: tuple[str, str, Mapping[str, Any]] | None, limit_s: float) -> Any:
+        """Return what a call brings; `request` None: what the process says first.
+
+        Raises ToolRaisedError; ToolTimeoutError after `limit_s`, ToolDiedError: the process is gone then.
+        """
+        message = b"" if request is None else json.dumps(request, default=str).encode()
+        async with self._turn:
+            if self._ended:
+                raise ToolDiedError(f"{name} cannot be called: its process {self._ended}")
+            try:
+                async with asyncio.timeout(limit_s):
+                    reply = await self._exchange(message)
+            except TimeoutError as error:
+                await self.end("was ended with a call that took too long")
+                raise ToolTimeoutError(f"{name} took longer than {limit_s:g} s") from error
+            except (ConnectionError, asyncio.IncompleteReadError, ValueError) as error:
+                how = await self._how_it_ended()
+                self.kill(how)
+                raise ToolDiedError(f"{name} ended its process, which {how}") from error
+            except asyncio.CancelledError:
+                self.kill("was ended with a call")
+                raise
+        if "error" in reply:
+            raise ToolRaisedError(str(reply["error"]))
+        return base64.b64decode(reply["bytes"]) if "bytes" in reply else reply["value"]
+
+    async def _exchange(self, message: bytes) -> dict[str, Any]:
+        """Send a message, if any, and read the next. Raises ValueError for what is no reply."""
+        requests, replies = self._process.stdin, self._process.stdout
+        assert requests
+        assert replies
+        if message:
+            requests.write(len(message).to_bytes(HEADER_BYTES) + message)
+            await requests.drain()
+        length = int.from_bytes(await replies.readexactly(HEADER_BYTES))
+        if length > MOST_BYTES:
+            raise ValueError(f"{length} bytes")
+        reply = json.loads(await replies.readexactly(length))
+        if not isinstance(reply, dict) or not {"error", "bytes", "value"} & reply.keys():
+            raise ValueError("no reply")
+        return reply
+
+    async def _how_it_ended(self) -> str:
+        try:
+            status = await asyncio.wait_for(self._process.wait(), ENDED_LIMIT_S)
+        except TimeoutError:
+            return "wrote what is no reply"
+        return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+    def kill(self, how: str) -> None:
+        """End the process, and all that it has started."""
+        if not self._ended:
+            self._ended = how
+            with suppress(ProcessLookupError):
+                self._process.terminate()  # then it kills what it has started
+            assert self._process.stdin
+            self._process.stdin.close()
+
+    async def end(self, how: str = "was ended") -> None:
+        """End the process, and wait until it has gone."""
+        self.kill(how)
+        await self._how_it_ended()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class RemoteTool:
+    """A function, or a method of an environment, in another process. `process` None: in any that is idle."""
+
+    name: str
+    path: str
+    method: str = ""
+    process: ToolProcess | None = None
+
+
+@dataclass(frozen=True)
+class ToolProcesses:
+    """The processes of a rank. `paths`: all of its tools; `most`: calls of functions at a time.
+
+    `variables`: of the run's environment, which they find beside SHARED_VARIABLES.
+    """
+
+    paths: tuple[str, ...]
+    most: int
+    makers: Mapping[str, Mapping[str, Any]]  # arguments of what makes environments, by path
+    variables: tuple[str, ...] = ()
+    _idle: list[ToolProcess] = field(default_factory=list)
+    _slots: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_slots", asyncio.Semaphore(self.most))
+
+    async def call(self, tool: RemoteTool, arguments: Mapping[str, Any], limit_s: float) -> Any:
+        """Call a tool; to wait for a process is no part of `limit_s`. Raises as ToolProcess.ask."""
+        request = (tool.path, tool.method, arguments)
+        if tool.process:
+            return await tool.process.ask(tool.name, request, limit_s)
+        async with self._slots:
+            process = await self._take()
+            try:
+                return await process.ask(tool.name, request, limit_s)
+            finally:
+                self._give_back(process)
+
+    async def make(self, tool: RemoteTool, limit_s: float) -> ToolProcess:
+        """Make an environment in a process of its own. Raises as ToolProcess.ask."""
+        process = await self._take()
+        try:
+            await process.ask(tool.name, (tool.path, "", {}), limit_s)
+        except BaseException:
+            process.kill("was ended")
+            raise
+        return process
+
+    async def drop(self, process: ToolProcess, limit_s: float) -> None:
+        """Let a process forget its environment, and wait for another; one that does not is killed.
+
+        So is one in which the environment left processes: they are no business of the next episode.
+        """
+        with suppress(ToolTimeoutError, ToolRaisedError, ToolDiedError):
+            await process.ask("the end of an environment", ("", "", {}), limit_s)
+        if not process.is_alone:
+            process.kill("was ended")
+        self._give_back(process)
+
+    async def check(self) -> None:
+        """Start one process. Raises UserError where it cannot load the tools."""
+        await (await self._start()).end()
+
+    async def close(self) -> None:
+        """End the processes that are idle; the others end with their episodes."""
+        while self._idle:
+            await self._idle.pop().end()
+
+    async def _take(self) -> ToolProcess:
+        return self._idle.pop() if self._idle else await self._start()
+
+    def _give_back(self, process: ToolProcess) -> None:
+        if process.works:
+            self._idle.append(process)
+
+    async def _start(self) -> ToolProcess:
+        given = {path: self.makers.get(path) for path in self.paths}
+        process = ToolProcess(
+            await asyncio.create_subprocess_exec(
+                *with_descendants((sys.executable, "-m", "grpo_mp.rollout.tool_worker", json.dumps(given))),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env={**shared_environment(self.variables), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # a signal to the rank's group is none to tools
+            )
+        )
+        try:
+            await process.ask("the import of rollout.tools", None, IMPORT_LIMIT_S)
+        except (ToolRaisedError, ToolTimeoutError, ToolDiedError) as error:
+            await process.end()
+            raise UserError(f"rollout.tool_process: {error}") from error
+        return process

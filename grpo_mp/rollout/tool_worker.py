@@ -1,0 +1,96 @@
+"""What a worker process of `rollout.tool_process` runs: it loads the tools, and calls them one at a time.
+
+Messages are JSON behind their length in four bytes. A request is [path of the tool, method, arguments]: without a
+method a function is called, or an environment made, which the process keeps; without a path it is dropped. A reply is
+an object with `value`, `bytes` (in base64) or `error`.
+"""
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.processes import PR_SET_PDEATHSIG, prctl
+from grpo_mp.utils.user_code import load_attribute, no_exit
+
+HEADER_BYTES = 4
+MOST_BYTES = 2**26  # of a reply
+
+
+def serve(tools: Mapping[str, Mapping[str, Any] | None]) -> None:
+    """Answer the requests of standard input on what was standard output, until it is closed.
+
+    `tools`: by path; of what makes environments, its arguments.
+    """
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # a tool neither reads requests
+        os.dup2(2, 1)  # nor writes replies
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank that is killed leaves no hanging tool behind
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, this process does, and no rank
+    try:
+        worker = _Worker({path: _load(path, arguments) for path, arguments in tools.items()})
+    except UserError as error:
+        _send(replies, {"error": str(error)})
+        return
+    _send(replies, {"value": None})
+    while len(header := requests.read(HEADER_BYTES)) == HEADER_BYTES:
+        path, method, arguments = json.loads(requests.read(int.from_bytes(header)))
+        _send(replies, worker.answer(path, method, arguments))
+
+
+def _load(path: str, arguments: Mapping[str, Any] | None) -> Any:
+    loaded = load_attribute(path, f"rollout.tools {path!r}")
+    return loaded if arguments is None else partial(loaded, **arguments)
+
+
+class _Worker:
+    def __init__(self, loaded: Mapping[str, Any]) -> None:
+        self._loaded = loaded
+        self._environment: Any = None
+        self._loop = asyncio.new_event_loop()  # one for all calls: an environment may keep what is bound to it
+
+    def answer(self, path: str, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what a request says; whatever a tool raises is a reply."""
+        try:
+            with no_exit():
+                return _as_reply(self._do(path, method, arguments))
+        except BaseException as error:  # noqa: BLE001 - a tool may raise anything
+            return {"error": f"{type(error).__name__}: {one_line(error)}"}
+
+    def _do(self, path: str, method: str, arguments: Mapping[str, Any]) -> Any:
+        if not path:
+            self._environment = None
+            return None
+        value = (getattr(self._environment, method) if method else self._loaded[path])(**arguments)
+        if asyncio.iscoroutine(value):
+            value = self._loop.run_until_complete(value)
+        if not method and isinstance(self._loaded[path], partial):
+            self._environment, value = value, None
+        return float(value) if method == "get_reward" else value
+
+
+def _as_reply(value: Any) -> dict[str, Any]:
+    reply = {"bytes": base64.b64encode(value).decode()} if isinstance(value, bytes) else {"value": value}
+    if len(json.dumps(reply, default=str)) > MOST_BYTES:
+        raise ValueError(f"the result has more than {MOST_BYTES} bytes")
+    return reply
+
+
+def _send(replies: BinaryIO, reply: Mapping[str, Any]) -> None:
+    message = json.dumps(reply, default=str).encode()
+    replies.write(len(message).to_bytes(HEADER_BYTES) + message)
+    replies.flush()
+
+
+if __name__ == "__main__":
+    serve(json.loads(sys.argv[1]))

@@ -1,0 +1,112 @@
+"""Environments of the `verifiers` library: their rows as data, their rollouts as episodes."""
+
+import importlib
+import json
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import httpx
+
+from grpo_mp.rollout.endpoint import Endpoint, Session
+from grpo_mp.rollout.openai_agent import run_agent
+from grpo_mp.rollout.protocol import Episode, Policy, Task
+from grpo_mp.utils.errors import UserError, one_line
+
+VERSIONS = "verifiers>=0.1.14,<0.2"
+FIELDS = ("prompt", "answer", "info", "task", "example_id")  # of a row, as an environment's rollout takes it
+
+
+class VerifiersRollout:
+    """The rollout function `verifiers`: an environment plays an episode against the policy's endpoint."""
+
+    def __init__(self, environment: str, args: Mapping[str, Any] | None = None) -> None:
+        """Load an environment by its name. Raises UserError where it or the library is missing, or begins groups."""
+        self._environment = load_environment(environment, json.dumps(args or {}, sort_keys=True))
+        self._scores_groups = bool(self._environment.requires_group_rollouts)
+        if self._scores_groups and not self._environment.rubric.has_group_rewards:
+            raise UserError(
+                f"{_label(environment)}: its taskset has stages of whole groups: only a rubric may have them"
+            )
+        self._endpoint = Endpoint()
+
+    async def __call__(self, task: Task, policy: Policy) -> Episode:
+        """Roll out one row. Its reward is the rubric's; the rubric's metrics are the episode's."""
+        output = await run_agent(self._endpoint, policy, lambda session: self._play(task, session))
+        if self._scores_groups:
+            return replace(policy.episode(), kept=output)
+        return policy.episode(output["reward"], output["metrics"])
+
+    async def score_group(self, states: Sequence[Any]) -> list[tuple[float, Mapping[str, float]]]:
+        """Return what the rubric says of a group's rollouts, whose states its functions see together."""
+        rubric = self._environment.rubric
+        try:
+            await rubric.score_group(list(states))
+        finally:
+            for state in states:
+                await rubric.cleanup(state)
+        return [(state["reward"], state["metrics"]) for state in states]
+
+    async def _play(self, task: Task, session: Session) -> Mapping[str, Any]:
+        openai, clients = importlib.import_module("openai"), importlib.import_module("verifiers.clients")
+        columns = task.prompt.columns
+        row = {name: columns[name] for name in FIELDS if columns.get(name) is not None}
+        async with openai.AsyncOpenAI(
+            base_url=session.base_url,
+            api_key=session.api_key,
+            max_retries=0,
+            http_client=httpx.AsyncClient(trust_env=False, timeout=None),
+        ) as connection:
+            client = clients.OpenAIChatCompletionsClient(connection)
+            play = self._environment.rollout if self._scores_groups else self._environment.run_rollout
+            output: Mapping[str, Any] = await play(row, client, "policy", {})
+        if output.get("error"):
+            raise RuntimeError(f"the environment ended with {one_line(output['error'])}")
+        return output
+
+
+def read_environment(name: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of an environment, `NAME`, `NAME:eval` or `NAME:train:{"argument": 1}`, as its data source."""
+    environment, _, rest = name.partition(":")
+    split, _, args = rest.partition(":")
+    if split not in ("", "train", "eval"):
+        raise UserError(f"data.source=verifiers: {name!r} is not NAME, NAME:train or NAME:eval, with :{{arguments}}")
+    try:
+        loaded = load_environment(environment, json.dumps(json.loads(args or "{}"), sort_keys=True))
+    except ValueError as error:
+        raise UserError(f"data.source=verifiers: the arguments of {name!r} are no JSON: {error}") from error
+    yield from loaded.get_eval_dataset() if split == "eval" else loaded.get_dataset()
+
+
+@cache
+def load_environment(name: str, args: str) -> Any:
+    """Load an environment, once in a process; `args`: JSON. Raises UserError where that fails."""
+    try:
+        library: Any = importlib.import_module("verifiers.utils.env_utils")
+    except ImportError as error:
+        raise UserError(
+            f"{_label(name)}: the library is missing here, or of another version ({error}): pip install {VERSIONS!r}"
+        ) from error
+    try:
+        with _own_signals():
+            return library.load_environment(name, **json.loads(args))
+    except Exception as error:
+        raise UserError(f"{_label(name)}: loading it failed: {type(error).__name__}: {one_line(error)}") from error
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep what the run does on signals: an environment sets handlers of its own."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _label(name: str) -> str:
+    return f"environment {name!r} of verifiers"

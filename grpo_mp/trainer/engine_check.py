@@ -1,0 +1,295 @@
+"""Check after a weight sync that every engine computes the policy's logprobs; find the tensor that differs."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+
+from grpo_mp.batching.microbatches import MicroBatchPlan, round_up
+from grpo_mp.batching.packing import context_index, gather_responses, pack, slice_context
+from grpo_mp.batching.updates import alignment
+from grpo_mp.config import Settings
+from grpo_mp.distributed.process_groups import Job, all_gather, broadcast
+from grpo_mp.policy.policy import Policy
+from grpo_mp.policy.rounding import rounding_noise
+from grpo_mp.rollout.rollout import Rollout
+from grpo_mp.trainer.phase_manager import PhaseManager
+from grpo_mp.utils.errors import EarlyStopError, EngineError, UserError, one_line
+from grpo_mp.utils.phases import WEIGHT_CHECK, Phase
+from grpo_mp.utils.types import Sample
+from grpo_mp.weight_sync.compare import (
+    ANSWER_TOKENS,
+    ANSWERS,
+    LEAST_LIMIT,
+    RECHECK_SETS,
+    ROUNDING_FACTOR,
+    WRONG_FACTOR,
+    CheckReport,
+    compare,
+    comparison_sequences,
+    describe_difference,
+    describe_repair,
+    pool_reports,
+    trimmed_mean,
+    worst_report,
+)
+from grpo_mp.weight_sync.update import WeightSync
+
+MAX_PROMPTS = 256  # of the train data, from which texts are drawn
+ANNOUNCED_S = 10.0  # what takes longer is announced
+WARNED_FACTOR = 1.5  # how much a difference that was warned of may grow before the tensors are compared again
+Sequences = Sequence[tuple[int, ...]]
+Logprobs = list[list[float]]
+LOGGER = logging.getLogger(__name__)
+
+
+class EngineDisagreesError(EngineError):
+    """An engine's logprobs differ from the policy's because a tensor differs."""
+
+
+@dataclass
+class EngineCheck:
+    """Compares every engine's logprobs with the policy's, on texts of the run."""
+
+    settings: Settings
+    policy: Policy | None  # None on a rank that does not train
+    has_experts: bool  # without any, no token can be routed differently
+    job: Job
+    weight_sync: WeightSync
+    engines: Rollout
+    phases: PhaseManager
+    prompts: Sequences  # of the train data
+    should_stop: Callable[[], bool] = lambda: False  # every rank calls it
+    say: Callable[[str], None] = LOGGER.info
+    _rounding: float = field(default=0.0, init=False)  # what noise of one rounding changes in the policy's logprobs
+    _warned: float = field(default=0.0, init=False)  # mean difference that a warning has named
+
+    def run(self, version: int, answers: Sequence[Sample] = ()) -> CheckReport:
+        """Return the worst engine's distance from the policy, just synced as `version`. Every rank must call this.
+
+        Engines that are lost, also meanwhile, do not count: without any other the report is of no tokens. The limit is
+        `sync.check_tolerance` or, without it, what rounding changes in the policy's own logprobs on the same tokens.
+        An engine beyond it with a tensor that is not the policy's is given up; EngineDisagreesError is raised, on its
+        rank, where it may not be. Where all tensors are the policy's no other engine would do better: a warning says
+        what it is as long as rounding explains it, else EarlyStopError is raised on every rank.
+
+        `answers`: samples that this rank's engine generated in the last step. The answers with the lowest group ids of
+        all ranks are compared, so that the report does not depend on which engine generated which group.
+        """
+        with self.phases.activity(WEIGHT_CHECK, 4 + 2 * RECHECK_SETS):
+            first = sorted(answers, key=lambda sample: sample.group_id)[:ANSWERS]
+            own = [(sample.group_id, (*sample.prompt_tokens, *sample.tokens)[-ANSWER_TOKENS:]) for sample in first]
+            gathered = sorted(answer for of_rank in all_gather(own, self.job.group) for answer in of_rank)
+            texts = [tokens for _, tokens in gathered]
+            return self._run(version, comparison_sequences(self.prompts, self._longest, 0, texts))
+
+    @property
+    def _longest(self) -> int:
+        return self.settings.rollout.max_prompt_tokens + self.settings.rollout.max_response_tokens
+
+    def _run(self, version: int, sequences: Sequences) -> CheckReport:
+        began_s = time.monotonic()
+        reports, expected = self._compare_engines(sequences)
+        set_s = time.monotonic() - began_s
+        worst = worst_report(reports)
+        limit = self._limit(worst, sequences, expected, set_s)
+        if not worst.tokens or worst.passes(max(limit, WARNED_FACTOR * self._warned)):
+            return replace(worst, limit=limit)
+        sets = [reports, *self._compare_more(worst, limit, set_s)]
+        if self.should_stop():
+            return replace(worst, limit=limit)
+        limit = self.settings.sync.check_tolerance or max(LEAST_LIMIT, ROUNDING_FACTOR * self._rounding)
+        by_engine = [[report for report in of_engine if report.tokens] for of_engine in zip(*sets, strict=True)]
+        for engine, of_engine in enumerate(by_engine):
+            if of_engine:
+                mean = trimmed_mean(of_engine) if self.has_experts else pool_reports(of_engine).mean
+                if not mean <= limit:  # so that what is no number does not pass
+                    self._judge(engine, replace(pool_reports(of_engine), mean=mean, limit=limit), version)
+        return replace(worst_report([pool_reports(of_engine) for of_engine in by_engine if of_engine]), limit=limit)
+
+    def _limit(self, worst: CheckReport, sequences: Sequences, expected: Logprobs, set_s: float) -> float:
+        """Return the allowed mean difference, measured again on these tokens where `worst` is beyond what it was."""
+        if self.settings.sync.check_tolerance:
+            return self.settings.sync.check_tolerance
+        if worst.tokens and not worst.passes(max(LEAST_LIMIT, ROUNDING_FACTOR * self._rounding)):
+            if set_s > ANNOUNCED_S:
+                self.say(f"weight check: measuring the rounding of {self._precision}, about {set_s:.0f} s")
+            self._rounding = self._measure(sequences, expected).mean
+        return max(LEAST_LIMIT, ROUNDING_FACTOR * self._rounding)
+
+    def _measure(self, sequences: Sequences, expected: Logprobs) -> CheckReport:
+        """Return how far noise of one rounding moves the policy's logprobs from `expected`, those without noise."""
+        with self.phases.phase(Phase.SYNC, "rounding of the policy's logprobs"):
+            return compare(self._policy_logprobs(sequences, noise=True), expected)
+
+    @property
+    def _precision(self) -> str:
+        """Return the lowest precision in which engine or policy compute."""
+        in_fp8 = self.weight_sync.resharder.wire.fp8 or self.settings.training.fp8_format
+        return "fp8" if in_fp8 or "fp8" in str(self.settings.engine.args.get("kv_cache_dtype")) else self._dtype
+
+    @property
+    def _dtype(self) -> str:
+        return self.settings.model.dtype
+
+    def _compare_more(self, worst: CheckReport, limit: float, set_s: float) -> list[list[CheckReport]]:
+        """Return the reports on more sets, where a tie between two experts may explain the difference."""
+        if not self.has_experts:
+            return []
+        self.say(
+            f"weight check: a mean |logprob difference| of {worst.mean:.3g} is beyond {limit:.3g}; comparing "
+            f"{RECHECK_SETS - 1} more sets of texts, about {2 * (RECHECK_SETS - 1) * set_s:.0f} s"
+        )
+        sets, noise = list[list[CheckReport]](), list[CheckReport]()
+        for number in range(1, RECHECK_SETS):
+            if self.should_stop():
+                return sets
+            sequences = comparison_sequences(self.prompts, self._longest, number)
+            reports, expected = self._compare_engines(sequences)
+            sets.append(reports)
+            if not self.settings.sync.check_tolerance:
+                noise.append(self._measure(sequences, expected))
+        if noise:
+            self._rounding = pool_reports(noise).mean
+        return sets
+
+    def _judge(self, engine: int, report: CheckReport, version: int) -> None:
+        """Find out why an engine is beyond the limit: give it up, warn, or raise EarlyStopError, see `run`."""
+        host, tolerance = self.engines.host_ranks[engine], self.settings.sync.check_tolerance
+        self.say(f"weight check: engine {engine} is beyond the limit; all its weights are sent twice to compare them")
+        found = self._find_wrong_tensor(host, version)
+        # The tolerance of float32, where rounding may be too small to be measured.
+        rounding = max(self._rounding, LEAST_LIMIT / ROUNDING_FACTOR)
+        allowed = "(sync.check_tolerance)" if tolerance else f"(rounding of {self._precision} makes {rounding:.3g})"
+        sentence = (
+            f"after the weight sync engine {engine} (rank {host}) disagrees with the policy: mean "
+            f"|logprob difference| {report.mean:.3g} over {report.tokens} tokens, largest {report.largest:.3g}, "
+            f"allowed mean {report.limit:.3g} {allowed}"
+        )
+        if found:
+            if self.job.rank == host:
+                self.engines.lose_engine(EngineDisagreesError(f"{sentence}; {found}"))
+        elif tolerance is None and report.mean <= WRONG_FACTOR * rounding:
+            self._warned = report.mean
+            if self.job.rank == host:
+                LOGGER.warning("%s; %s", sentence, self._advice())
+        else:
+            raise EarlyStopError(
+                f"{sentence}; all tensors arrive unchanged: the engine computes another function, as by another rope, "
+                "scale or norm, and starting it again would not help: find the layer by `grpo-mp doctor model`"
+            )
+
+    def _advice(self) -> str:
+        correction = self.settings.algorithm.rollout_correction
+        covers = (
+            f"algorithm.rollout_correction.kind={correction.kind} covers it"
+            if correction.kind != "none"
+            else "set algorithm.rollout_correction={kind: truncate, high: 2.0}, which covers it, or model.dtype=float32"
+        )
+        return (
+            f"all tensors arrive unchanged, and rounding explains it: the engine's own, of {self._precision}, is "
+            f"coarser than the policy's; {covers}"
+        )
+
+    def check_unchanged(self, step: int, version: int) -> None:
+        """Check by checksum, every `sync.check_delta_every` steps, the weights that the last sync left out.
+
+        They are sent after all, which changes no tensor of an engine that has them; one that it changes is right
+        then, and is named in a warning. Every rank must call this, after the sync as `version`.
+        """
+        every = self.settings.sync.check_delta_every
+        if not every or step % every or not self.weight_sync.unchanged:
+            return
+        with self.phases.phase(Phase.SYNC, "check of unchanged weights"):
+            before = self._checksums()
+            self.weight_sync.send_unchanged(version)
+            again = self._checksums()
+        if before and again and (repair := describe_repair(before, again)):
+            LOGGER.warning(
+                "engine %d: %s, though they had been sent before: they are now; what it generated in the %d steps "
+                "up to step %d (sync.check_delta_every) may be of wrong weights",
+                self.engines.host_ranks.index(self.job.rank),
+                repair,
+                every,
+                step,
+            )
+
+    def _checksums(self) -> dict[str, str]:
+        """Return the checksums of this rank's engine; nothing where it has none, or does not compute them.
+
+        SGLang needs memory for it: that of FP8 weights in float32, some tensors at a time. One that is lost is found so
+        by what it is sent next.
+        """
+        try:
+            return self.weight_sync.checksums()
+        except UserError as error:
+            LOGGER.warning("weights that a sync leaves out are sent, and not compared: %s", one_line(error))
+            return {}
+
+    def _compare_engines(self, sequences: Sequences) -> tuple[list[CheckReport], Logprobs]:
+        """Return every engine's report on sequences, the same on every rank, and the policy's logprobs."""
+        job, engines = self.job, self.engines
+        with self.phases.phase(Phase.SYNC, "policy logprobs"):
+            expected = self._policy_logprobs(sequences)
+        differences = torch.zeros(job.world_size, 3, dtype=torch.float64)
+        with self.phases.phase(Phase.CHECK):
+            with engines.losing_engine() as client:
+                if client:
+                    report = compare(engines.call(client.score(sequences)), expected)
+                    measured = [report.mean, report.largest, report.tokens]
+                    differences[job.rank] = torch.tensor(measured, dtype=torch.float64)
+            dist.all_reduce(differences, group=job.group)
+        of_engines = [differences[rank].tolist() for rank in engines.host_ranks]
+        return [CheckReport(mean, largest, int(tokens)) for mean, largest, tokens in of_engines], expected
+
+    def _policy_logprobs(self, sequences: Sequences, noise: bool = False) -> Logprobs:
+        """Return the policy's logprobs on every rank; with `noise` its linear layers read inputs that differ by it."""
+        logprobs = Logprobs()
+        if self.policy:
+            models = self.policy.models() if noise else ()
+            with rounding_noise(models, self._precision, self.job.rank):
+                logprobs = sequence_logprobs(self.policy, sequences)
+        return broadcast(logprobs, self.job.group)
+
+    def _find_wrong_tensor(self, host: int, version: int) -> str:
+        """Push the weights again and compare the checksums of the engine of rank `host` before and after.
+
+        The others are sent what they have: they may be generating. Every rank must call this; all get the answer.
+        """
+
+        def sync_again() -> dict[str, str]:
+            self.weight_sync.update_weights(version, all_weights=True)
+            return self._checksums() if self.job.rank == host else {}
+
+        with self.phases.phase(Phase.SYNC, "looking for the wrong tensor"):
+            before = self._checksums() if self.job.rank == host else {}
+            again = sync_again()
+            if self.job.rank == host:
+                self.weight_sync.overwrite_weights()
+            restored = sync_again()
+        return all_gather(describe_difference(before, again, restored), self.job.group)[host]
+
+
+def sequence_logprobs(policy: Policy, sequences: Sequences) -> Logprobs:
+    """Compute the policy's logprob at temperature 1 of every token after the first of each sequence.
+
+    Works in any layout. Every rank must call this, and all get the logprobs.
+    """
+    parallel, layout = policy.parallel, policy.parallel.layout
+    align = alignment(layout)
+    samples = {i: Sample.from_tokens(i, tokens[:1], tokens[1:]) for i, tokens in enumerate(sequences)}
+    lengths = tuple(round_up(len(tokens), align) for tokens in sequences)
+    unused, padded = [0.0] * len(sequences), round_up(sum(lengths), policy.padding_multiple)
+    batch = pack(samples, unused, unused, MicroBatchPlan(tuple(samples), lengths), align, padded)
+    local_batch = slice_context(batch, layout.context, parallel.coords.context)
+    repeat = layout.pipeline if layout.virtual_pipeline else 1  # an interleaved schedule needs that many
+    with policy.use_temperature(1.0):
+        outputs = policy.logprobs([local_batch] * repeat)
+    values = torch.zeros(batch.total_tokens)
+    if outputs and parallel.coords.tensor == parallel.coords.data == 0:
+        values[context_index(batch.lengths, layout.context, parallel.coords.context)] = outputs[0][0].cpu()
+    dist.all_reduce(values, group=parallel.cpu_group)
+    return [response.tolist() for response in gather_responses(values, batch)]

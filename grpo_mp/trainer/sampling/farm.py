@@ -1,0 +1,149 @@
+"""Generate and record the answers to all prompts, in rounds: engines go on over a round's end, memory does not grow."""
+
+import threading
+import time
+from collections.abc import Sequence, Set
+from dataclasses import asdict, dataclass, field, replace
+
+from grpo_mp.batching.group_selection import AdmissionRule
+from grpo_mp.config import Settings
+from grpo_mp.distributed.peers import watching_peers
+from grpo_mp.distributed.process_groups import all_gather
+from grpo_mp.rewards.scorer import RewardStats
+from grpo_mp.rollout.groups import EndedGroup, LaunchedGroups, RunningGroup
+from grpo_mp.rollout.journal import GroupJournal
+from grpo_mp.rollout.rollout import rollout_sampling, rollout_seed
+from grpo_mp.rollout.stream import GroupStream
+from grpo_mp.rollout.worker import RolloutTask
+from grpo_mp.trainer.context import EngineContext
+from grpo_mp.trainer.sampling.filters import response_tokens
+from grpo_mp.utils.errors import DiskError
+from grpo_mp.utils.phases import Phase
+from grpo_mp.utils.types import Prompt, SampleGroup
+
+ROUNDS_AHEAD = 3  # a long answer holds the engines up only once so many rounds after its own are done
+GROUPS_A_FILE = 2**12  # of the journal
+
+
+@dataclass
+class Throughput:
+    """What was generated, and in which time."""
+
+    prompts: int = 0
+    samples: int = 0
+    tokens: int = 0  # generated
+    seconds: float = 0.0  # of rounds
+    engines: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the generated tokens of a second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the numbers with the rates, as they are written to JSON."""
+        each = self.tokens_per_s / self.engines if self.engines else 0.0
+        return asdict(self) | {"tokens_per_s": self.tokens_per_s, "tokens_per_s_of_an_engine": each}
+
+
+@dataclass
+class SampleFarm:
+    """Answers prompts on all engines of the job. Group i is of prompt i, whichever engine answers it, and when."""
+
+    settings: Settings
+    prompts: Sequence[Prompt]
+    engines: EngineContext
+    journal: GroupJournal
+    own: Throughput = field(default_factory=Throughput)  # of this rank's engine
+    _running: LaunchedGroups = field(default_factory=dict, init=False)  # by prompt
+    _ended: set[int] = field(default_factory=set, init=False)  # prompts that the round has answered, on this rank
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def run(self, done: Set[int]) -> Throughput:
+        """Answer all prompts that are not `done`; return what all engines generated. Every rank must call this.
+
+        A prompt that takes longer than `rollout.group_timeout_s` is left out.
+        """
+        job, settings, done = self.engines.job, self.settings, set(done)
+        size = settings.engine.concurrent_groups * len(self.engines.rollout.host_ranks)
+        began_s = time.monotonic()
+        # The weights of an engine that is lost come by a sync, for which all others must be idle.
+        ahead = 0 if self.engines.recovery.weight_sync else size * ROUNDS_AHEAD
+        total = Throughput(engines=len(self.engines.rollout.host_ranks))
+        for first in range(0, len(self.prompts), size):
+            prompts = range(first, min(first + size, len(self.prompts)))
+            if done.issuperset(prompts):
+                continue
+            self._round(prompts, done, ahead)
+            done.update(*all_gather(self._ended, job.group))
+            self._ended = set()
+            total = self._sum(time.monotonic() - began_s)
+            self.engines.progress.note(
+                f"{prompts.stop:,} of {len(self.prompts):,} prompts; {total.tokens_per_s:,.0f} tokens/s"
+            )
+        return total
+
+    def _round(self, prompts: range, done: Set[int], ahead: int) -> None:
+        """Answer so many prompts, and begin up to `ahead` later ones where an engine has a place."""
+        engines, first = self.engines, prompts.start
+        ahead = min(ahead, len(self.prompts) - prompts.stop)
+        window = range(first, prompts.stop + ahead)
+        rule = AdmissionRule(len(prompts), len(prompts), len(prompts), lookahead=ahead)
+        stream = GroupStream(engines.job.store, f"sample/{first}", rule, len(engines.rollout.host_ranks))
+        running = frozenset().union(*all_gather(set(self._running), engines.job.group))
+        task = RolloutTask(
+            lambda number: self.prompts[first + number],
+            self.settings.rollout.group_size,
+            first,
+            0,
+            rollout_sampling(self.settings.rollout),
+            carried={prompt - first: group for prompt, group in self._running.items()},
+            carried_by_all=frozenset(prompt - first for prompt in window if prompt in done or prompt in running),
+            lookahead=lambda: ahead,
+            pauses=False,
+            seed=rollout_seed(self.settings, "train"),
+            record=self._record,
+            forgets=True,
+        )
+        if engines.job.rank == 0:
+            for prompt in done & set(prompts):
+                stream.report(prompt - first, kept=True)
+        launched = self._generate(stream, task)
+        self._running = {first + n: group for n, group in launched.items() if isinstance(group, RunningGroup)}
+        self._ended |= {first + n for n, group in launched.items() if isinstance(group, SampleGroup)}
+
+    def _generate(self, stream: GroupStream, task: RolloutTask) -> LaunchedGroups:
+        """Return what this rank launched when the round is answered; engines that are lost come back meanwhile."""
+        engines = self.engines
+        engines.recovery.begin_step()
+        while True:
+            detail = f"prompts {task.first_group_id:,} to {task.first_group_id + stream.rule.needed - 1:,}"
+            with engines.phases.phase(Phase.GENERATE, detail), watching_peers(engines.job.group) as check_peers:
+                stream.check_peers = check_peers
+                launched = engines.rollout.begin(task, stream).result()
+                done = any(all_gather(stream.admission().done, engines.job.group))
+            if done:
+                return launched
+            engines.recovery.run()  # no engine was left
+            stream, task = stream.try_again(), replace(task, carried=launched)
+
+    def _record(self, prompt: int, group: EndedGroup, stats: RewardStats) -> None:
+        """Keep a group on disk; called in any thread. Raises DiskError where that fails: it is nowhere else."""
+        if not isinstance(group, SampleGroup):
+            return
+        (scored,) = self.engines.rollout.score([group], 0)
+        if not self.journal.append(prompt // GROUPS_A_FILE, prompt, scored, stats, kept=True):
+            raise DiskError(f"prompt {prompt}: its answers cannot be written, see the log: make room, and start again")
+        with self._lock:
+            self.own.prompts += 1
+            self.own.samples += len(scored.samples)
+            self.own.tokens += sum(map(response_tokens, scored.samples))
+
+    def _sum(self, seconds: float) -> Throughput:
+        with self._lock:
+            own = replace(self.own)
+        parts = all_gather(own, self.engines.job.group)
+        prompts, samples, tokens = (
+            sum(vars(part)[name] for part in parts) for name in ("prompts", "samples", "tokens")
+        )
+        return Throughput(prompts, samples, tokens, seconds, len(self.engines.rollout.host_ranks))

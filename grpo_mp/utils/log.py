@@ -1,0 +1,114 @@
+"""Logging of one process: what matters on the terminal, and of a rank everything in a file of the run folder."""
+
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from grpo_mp.utils.errors import DISK_ERRORS
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+PYTHON_WARNINGS = "py.warnings"  # the logger of warnings.warn
+
+# What libraries say in good runs and a user cannot act on: (message, module) patterns of Megatron and torch.
+KNOWN_WARNINGS = (
+    # Megatron uses deprecated names of torch's collectives.
+    (r"`torch\.distributed\.\w+` is deprecated", r"torch\.distributed\.c10d_logger"),
+    # The distributed optimizer reads .grad of its shards, views of the parameters, which never have one.
+    (r"The \.grad attribute of a Tensor that is not a leaf", r"megatron\.core\.optimizer\.optimizer"),
+    # Megatron reads checkpoints with a function and a tensor class that torch has deprecated.
+    (r"`load_state_dict` is deprecated", r"megatron\.core\.dist_checkpointing\."),
+    (r"Please use DTensor instead", r"torch\.distributed\.checkpoint\."),
+    # Megatron-Core 0.19 reads checkpoints by itself on every rank, and passes arguments in an order that torch changed.
+    (r"torch\.distributed is disabled, unavailable or uninitialized", r"torch\.distributed\.checkpoint\."),
+    (r"The argument order of load has been changed", r"torch\.distributed\.checkpoint\."),
+)
+# (logger, beginning of a message)
+KNOWN_MESSAGES = (
+    ("megatron.core.rerun_state_machine", ""),  # says that it is not in use
+    ("matplotlib", ""),  # says where it caches its fonts
+    ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),  # this and the next two: from 0.19 on
+    ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel: full_param_layout not provided"),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCore's async save is deprecated"),
+)
+
+
+class TerminalHandler(logging.Handler):
+    """Shows warnings and errors on stderr, but no known notices."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.addFilter(lambda record: not is_known_notice(record))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record's message to the current stderr."""
+        sys.stderr.write(self.format(record).rstrip() + "\n")
+
+
+def log_to_terminal() -> None:
+    """Show warnings and errors of all loggers, and Python's warnings, for the rest of the process."""
+    root = logging.getLogger()
+    if not any(isinstance(handler, TerminalHandler) for handler in root.handlers):
+        root.addHandler(TerminalHandler())
+    logging.captureWarnings(True)
+
+
+def is_known_notice(record: logging.LogRecord) -> bool:
+    """Return whether a record is one of the notices that mean nothing. Errors never are."""
+    message = record.getMessage()
+    if record.levelno >= logging.ERROR:
+        return False
+    if record.name == PYTHON_WARNINGS:  # "PATH:LINE: CATEGORY: MESSAGE": a module is found in the path
+        return any(
+            re.search(text, message) and re.search(module.replace(r"\.", "/"), message)
+            for text, module in KNOWN_WARNINGS
+        )
+    return any(f"{record.name}.".startswith(f"{name}.") and message.startswith(text) for name, text in KNOWN_MESSAGES)
+
+
+def server_log(name: str) -> logging.Logger:
+    """Return the log of an aiohttp server, without requests that are not HTTP: their sender gets status 400."""
+    log = logging.getLogger(name)
+    log.addFilter(_is_of_a_request)
+    return log
+
+
+def _is_of_a_request(record: logging.LogRecord) -> bool:
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or kind.__module__ != "aiohttp.http_exceptions"  # by name: no import for every command
+
+
+def log_file(run_folder: Path, rank: int) -> Path:
+    """Return the path of a rank's log."""
+    return run_folder / "logs" / f"rank_{rank}.log"
+
+
+@contextmanager
+def logging_to(file: Path, level: str) -> Iterator[None]:
+    """Append records of `level` and above to `file` while the body runs, known notices included."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = _DiskTolerantHandler(file, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    root = logging.getLogger()
+    level_before = root.level
+    root.setLevel(level.upper())
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level_before)
+        with suppress(OSError):  # as in emit
+            handler.close()
+
+
+class _DiskTolerantHandler(logging.FileHandler):
+    """Leaves out what the disk does not take: no run ends for want of its log."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Say nothing of a disk that is full, read-only or broken."""
+        error = sys.exception()
+        if not (isinstance(error, OSError) and error.errno in DISK_ERRORS):
+            super().handleError(record)

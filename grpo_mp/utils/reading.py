@@ -1,0 +1,269 @@
+"""Read what others wrote: text, YAML, JSON. Whatever is wrong with a file is one sentence that names it."""
+
+import errno
+import json
+import math
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_mp.utils.errors import UserError, did_you_mean, one_line
+
+YAML_BYTES = 2**18
+TEXT_BYTES = 2**28  # an index of every tensor of the largest model has a hundredth of it
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+MISSING = object()  # what a row does not have
+MAX_DEPTH = 64
+MAX_NODES = 100_000  # of a YAML file, each alias with all that it stands for
+TAG = "tag:yaml.org,2002:"
+YAML_MARKS = "'\"|>&!"  # begin text that is quoted, a block, an anchor or a tag
+# Not those of YAML 1.1, by which 1:30 is 90, 010 is 8, and 2024-01-01 a date: they are text.
+NUMBERS = {
+    f"{TAG}int": re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$|0x[0-9a-fA-F]+$"),
+    f"{TAG}float": re.compile(
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
+    ),
+}
+
+
+@contextmanager
+def refuse_unreadable(what: Path | str, missing: str = "give an existing file") -> Iterator[None]:
+    """Turn what the system says of a file into a sentence about `what`: permission, type, length of the name, loops.
+
+    `missing` says what to do where there is no such file. Raises UserError.
+    """
+    try:
+        yield
+    except OSError as error:
+        remedy = f": {missing}" if error.errno in NOT_THERE else ""
+        name = shorten(str(error.filename or what))
+        raise UserError(f"{name}: {error.strerror or one_line(error)}{remedy}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what}: not UTF-8 text (byte {error.start}): save it as UTF-8") from error
+    except RecursionError as error:
+        raise UserError(f"{what}: nested too deep: write it flat") from error
+
+
+def check_path(path: Path) -> Path:
+    """Return the path. Raises UserError for one that no file can have, or that must not be looked up."""
+    with refuse_unreadable(shorten(str(path))):
+        try:
+            path.lstat()
+        except FileNotFoundError:
+            pass
+        except (ValueError, UnicodeEncodeError) as error:
+            raise UserError(f"{str(path)!r}: no name of a file: {error}") from error
+    return path
+
+
+def shorten(text: str, limit: int = 100) -> str:
+    """Return a text that fits a sentence: a long one without its middle, since a path's last name says most."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
+
+
+def check_regular(file: Path, missing: str = "give an existing file") -> Path:
+    """Return the file. Raises UserError where it is missing, not readable, a pointer of Git LFS, or no regular file."""
+    try:
+        with refuse_unreadable(shorten(str(file)), missing):
+            if stat.S_ISDIR(mode := file.stat().st_mode):
+                raise IsADirectoryError(errno.EISDIR, "Is a directory", shorten(str(file)))
+            if not stat.S_ISREG(mode):
+                raise UserError(f"{file}: a device or pipe, not a file: give an existing file")
+            with file.open("rb") as stream:
+                is_pointer = stream.read(len(LFS_POINTER)) == LFS_POINTER
+            if is_pointer:
+                raise UserError(f"{file}: a pointer of Git LFS, not the file: run `git lfs pull` in its folder")
+    except ValueError as error:
+        raise UserError(f"{str(file)!r}: no name of a file: {error}") from error
+    return file
+
+
+def read_bytes(file: Path, limit: int = TEXT_BYTES) -> bytes:
+    """Return a file's content. Raises UserError as `check_regular`, and for a file of more than `limit` bytes."""
+    with refuse_unreadable(file), check_regular(file).open("rb") as stream:
+        content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise UserError(f"{file}: larger than {limit:,} bytes: give the file that was meant")
+    return content
+
+
+def read_text(file: Path, limit: int = TEXT_BYTES) -> str:
+    """Return a file of UTF-8, with or without a byte order mark. Raises UserError as `read_bytes`, and for others."""
+    with refuse_unreadable(file):
+        return read_bytes(file, limit).decode("utf-8-sig")
+
+
+def read_yaml(file: Path) -> Any:
+    """Read a YAML file. Raises UserError as `read_text` and `parse_yaml`."""
+    return parse_yaml(read_text(file, YAML_BYTES), str(file))
+
+
+def parse_yaml(text: str, where: str, loader: "type[_Loader] | None" = None) -> Any:
+    """Parse YAML. Raises UserError: no YAML, a name twice, tags, numbers that are not finite, too deep or too much."""
+    try:
+        return (loader or _Loader)(text).get_single_data()
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{where}: not valid YAML: {one_line(error, None)}") from error
+
+
+def parse_override(text: str, where: str) -> Any:
+    """Parse the value of an override as YAML in which # begins no comment, and text without quotes stays as it is.
+
+    Raises UserError as `parse_yaml`.
+    """
+    value = parse_yaml(text, where, _OverrideLoader)
+    is_plain = isinstance(value, str) and text.strip()[0] not in YAML_MARKS
+    return text.strip() if is_plain else value
+
+
+def read_json(file: Path, limit: int = TEXT_BYTES) -> Any:
+    """Read a JSON file. Raises UserError as `read_text` and `parse_json`."""
+    return parse_json(read_text(file, limit), str(file))
+
+
+def parse_json(text: str | bytes, where: str, remedy: str = "correct it, or copy the file again") -> Any:
+    """Parse JSON. Raises UserError: no JSON (`remedy`: what to do), a key twice, numbers not finite, too deep."""
+    try:
+        return json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise UserError(f"{where}: nested too deep: write it flat") from error
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON ({one_line(error)}): {remedy}") from error
+
+
+def has_column(columns: Mapping[str, Any], name: str) -> bool:
+    """Return whether a row has a column, as `read_column` reads it."""
+    return _inside(columns, name) is not MISSING
+
+
+def read_column(columns: Mapping[str, Any], name: str) -> Any:
+    """Return a column of a row. A dotted name reads inside one: `reward_model.ground_truth`, `choices.0`.
+
+    A column whose own name has the dots is preferred. Raises KeyError where there is none.
+    """
+    if (found := _inside(columns, name)) is MISSING:
+        raise KeyError(name)
+    return found
+
+
+def _inside(value: Any, name: str) -> Any:
+    """Return what a dotted name means in a mapping or list; MISSING where there is nothing."""
+    if isinstance(value, Mapping):
+        if name in value:
+            return value[name]
+        splits = ((name[: dot.start()], name[dot.end() :]) for dot in re.finditer(r"\.", name))
+        found = (_inside(value[first], rest) for first, rest in splits if first in value)
+        return next((item for item in found if item is not MISSING), MISSING)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        first, _, rest = name.partition(".")
+        if re.fullmatch(r"-?\d{1,9}", first, re.ASCII) and -len(value) <= int(first) < len(value):
+            item = value[int(first)]
+            return _inside(item, rest) if rest else item
+    return MISSING
+
+
+def did_you_mean_column(name: str, columns: Mapping[str, Any]) -> str:
+    """Return ' (did you mean X?)' for the column most like `name`, which may be inside of another one."""
+    names = list(_dotted_names(columns))
+    inside = [known for known in names if known.endswith(f".{name}")]
+    return f" (did you mean {inside[0]}?)" if inside else did_you_mean(name, names)
+
+
+def _dotted_names(columns: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in columns.items():
+        yield str(name)
+        if isinstance(value, Mapping):
+            yield from (f"{name}.{inner}" for inner in _dotted_names(value))
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{shorten(text)} is no finite number")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        seen = set[str]()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice!r} is there twice")
+    return values
+
+
+class _Loader(yaml.SafeLoader):
+    """Takes plain YAML: an alias bomb or a second value of a name is an error before anything is made of it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._count = 0
+        self._sizes = dict[int, int]()  # nodes that an anchor's node stands for, by id
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        is_alias, before = isinstance(event, yaml.AliasEvent), self._count
+        if not is_alias and event.tag not in (None, "!"):
+            raise _error(f"the tag {shorten(event.tag)}: write plain values", event)
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise _error(f"more than {MAX_DEPTH} levels", event)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias and id(node) not in self._sizes:
+            raise _error("an anchor that contains itself", event)
+        self._count += self._sizes[id(node)] if is_alias else 1
+        self._sizes.setdefault(id(node), self._count - before)
+        if self._count > MAX_NODES:
+            raise _error(f"more than {MAX_NODES:,} values, aliases written out", event)
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        names = set[str]()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _error("a list or section where a name belongs", key)
+            if key.value in names:
+                raise _error(f"{shorten(key.value)} is there twice: keep one", key)
+            names.add(key.value)
+        return node
+
+
+class _OverrideLoader(_Loader):
+    """Takes # as any other character."""
+
+    def peek(self, index: int = 0) -> str:
+        char = str(super().peek(index))
+        return "x" if char == "#" else char  # the scanner looks at characters here, and copies them elsewhere
+
+
+def _construct_float(loader: _Loader, node: Any) -> float:
+    value: float = loader.construct_yaml_float(node)
+    if not math.isfinite(value):
+        raise _error(f"{shorten(node.value)} is no finite number", node)
+    return value
+
+
+def _error(problem: str, at: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(None, None, problem, at.start_mark)
+
+
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """Return what tells a number from text, by the first character of a value."""
+    kept = {
+        first: [(tag, pattern) for tag, pattern in patterns if tag not in (*NUMBERS, f"{TAG}timestamp")]
+        for first, patterns in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    return kept | {first: [*kept.get(first, ()), *NUMBERS.items()] for first in "-+.0123456789"}
+
+
+_Loader.yaml_implicit_resolvers = _resolvers()
+_Loader.add_constructor(f"{TAG}float", _construct_float)

@@ -1,0 +1,93 @@
+"""Extensions by name or by path: one frozen registry for each kind of part that a user may replace."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
+
+from grpo_mp.utils.errors import UserError, did_you_mean
+from grpo_mp.utils.reading import shorten
+from grpo_mp.utils.user_code import PATH_FORMAT, is_path, load_attribute
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LazyEntry:
+    """A built-in extension that is imported when it is used, so that settings are read without torch."""
+
+    path: str  # 'module:attribute'
+
+
+@dataclass(frozen=True)
+class Registry(Generic[T]):
+    """The extensions of one kind: built-in ones by name, a user's by 'module:attribute' or 'file.py:attribute'.
+
+    An extension is called with `parameters` by position and a user's `args` by name. One with `keywords` is called by
+    name, with these and with others that are known later. Where `instance` is set, it is an object of that class. Where
+    `makes` is set, a class is made with `args` when it is resolved, and its object is what is called.
+    """
+
+    kind: str  # in messages: "policy loss"
+    built_in: Mapping[str, T | LazyEntry] = field(default_factory=dict)
+    parameters: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
+    instance: type | None = None
+    makes: bool = False
+    usage: str = ""  # what to write, in the message of an extension that is called with other arguments
+
+    def check_name(self, name: str) -> str:
+        """Return the name. Raises ValueError, with the nearest name, for one that is neither built in nor a path."""
+        if name in self.built_in or is_path(name):
+            return name
+        if not self.built_in:
+            raise ValueError(f"{shorten(name)!r} is no {self.kind}: {PATH_FORMAT}")
+        known = ", ".join(self.built_in)
+        raise ValueError(
+            f"unknown {self.kind} {shorten(name)!r}{did_you_mean(name, self.built_in)}: there are {known}; "
+            f"or {PATH_FORMAT}"
+        )
+
+    def resolve(self, name: str, setting: str, args: Mapping[str, Any] | None = None) -> T:
+        """Return the extension, with `args` bound to it.
+
+        Raises UserError, which names the setting, for an unknown name, a failing import, or something of another kind.
+        """
+        try:
+            extension: Any = self.built_in.get(self.check_name(name), LazyEntry(name))
+        except ValueError as error:
+            raise UserError(f"{setting}: {error}") from error
+        label = f"{setting} {shorten(name)!r}"
+        if isinstance(extension, LazyEntry):
+            extension = load_attribute(extension.path, label)
+        if self.makes and isinstance(extension, type):
+            extension, args = self._make(extension, label, args or {}), None
+        self._check(extension, label, args or {})
+        return cast(T, partial(extension, **args) if args else extension)
+
+    def _make(self, extension: type, label: str, args: Mapping[str, Any]) -> Any:
+        try:
+            inspect.signature(extension).bind(**args)
+        except TypeError as error:
+            raise UserError(f"{label}: its arguments: {error}") from error
+        return extension(**args)
+
+    def _check(self, extension: Any, label: str, args: Mapping[str, Any]) -> None:
+        if self.instance:
+            if not isinstance(extension, self.instance):
+                kind = f"{self.instance.__module__}.{self.instance.__name__}"
+                raise UserError(f"{label}: as {self.kind} it must be a {kind}, not {type(extension).__name__}")
+            return
+        if not callable(extension):
+            raise UserError(f"{label}: as {self.kind} it must be a function, not {type(extension).__name__}")
+        names = ", ".join((*self.parameters, *(f"{name}=" for name in (*self.keywords, *args))))
+        try:
+            signature = inspect.signature(extension)
+            bind = signature.bind_partial if self.keywords else signature.bind
+            bind(*self.parameters, **dict.fromkeys(self.keywords), **args)
+        except TypeError as error:
+            usage = f"; {self.usage}" if self.usage else ""
+            raise UserError(f"{label}: as {self.kind} it is called with ({names}): {error}{usage}") from error
+        except ValueError:
+            return  # written in C: it has no signature

@@ -1,0 +1,176 @@
+"""Base classes of the settings' sections, the walk over nested ones, and parsing of byte sizes."""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+from grpo_mp.utils.user_code import PYTHON_FILE
+
+UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)(KiB|MiB|GiB|)", re.ASCII)
+LARGEST = 2**62  # of any number: it fits 64 bits, and so do sums of some
+LONGEST_S = 10**8  # of any time limit: about three years; the system's own limit is near
+NAME_BYTES, PATH_BYTES = 255, 4095  # of Linux
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
+VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})", re.ASCII)
+BEGINS_AS_PATH = re.compile(r"(~\w*|\$\w+|\$\{\w+\})/")
+
+
+def expand_path(value: Any) -> Any:
+    """Return the text of a path with ~ and environment variables expanded, as a shell does; any other value as it is.
+
+    Raises ValueError for a variable that is not set, and for ~NAME where there is no such user.
+    """
+    if not isinstance(value, str):
+        return value
+    path = os.path.expanduser(VARIABLE.sub(_variable, value))
+    if path.startswith("~"):
+        raise ValueError(f"{value[:100]!r}: there is no user {path[1:].partition('/')[0]}: write the folder in full")
+    return path
+
+
+def _variable(match: re.Match[str]) -> str:
+    name = match[1] or match[2]
+    if not os.environ.get(name):
+        raise ValueError(f"the environment variable {name} in {match.string[:100]!r} is not set, or empty: set it")
+    return os.environ[name]
+
+
+PathText = Annotated[str, BeforeValidator(expand_path)]  # a path, or in some cases the name of something else
+
+
+class Section(BaseModel):
+    """A frozen section of the settings that refuses unknown names, and values that nothing can compute with."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_type(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if section_type(annotation):
+            return value  # which checks its own
+        kinds = set(_types_in(annotation))
+        value = _mapped(value, lambda item: expand_path(item) if _is_path(item, kinds) else item)
+        for item in _scalars(value):
+            _check_size(item, info.field_name or "")
+            if isinstance(item, bool) and not kinds & {bool, Any} and kinds & {int, float}:
+                raise ValueError(f"expected a number, found {str(item).lower()}")
+            if isinstance(item, str):
+                _check_text(item, is_path=Path in kinds)
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _check_range(cls, value: Any, info: ValidationInfo) -> Any:
+        for item in _scalars(value):
+            _check_size(item, info.field_name or "")
+        return value
+
+
+class ServedModelConfig(Section):
+    """A model behind SGLang: a server at `url`, or those that the job itself starts on a `folder`."""
+
+    url: str | None = Field(None, pattern="^https?://", description="an SGLang server with the policy's tokenizer")
+    folder: Path | None = Field(
+        None, description="instead of url: a Hugging Face folder, which the job serves on its own devices"
+    )
+    gpus_per_server: int = Field(
+        1, ge=1, description="consecutive ranks of a node that one server of the folder spans (SGLang tp_size)"
+    )
+    args: dict[str, Any] = Field(
+        {}, description="of the folder's servers: any argument of the installed SGLang, checked by name"
+    )
+    api_key_env: str | None = Field(
+        None, description="environment variable that holds the server's API key; null: none"
+    )
+    timeout_s: float = Field(30.0, gt=0, description="time limit of one call for one group, in seconds")
+    retries: int = Field(2, ge=0, description="retries when there is no answer, or the status is 429 or 500 and above")
+
+
+def _types_in(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for inner in get_args(annotation):
+        yield from _types_in(inner)
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """Yield a value, or those in it."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield name
+            yield from _scalars(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _scalars(item)
+    else:
+        yield value
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a value with `function` applied to each scalar in it, names of mappings included."""
+    if isinstance(value, Mapping):
+        return {function(name): _mapped(item, function) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(item, function) for item in value)
+    return function(value)
+
+
+def _is_path(value: Any, kinds: set[Any]) -> bool:
+    """Return whether a value is a path by the types of its field, by its suffix, or among arguments by its start."""
+    if not isinstance(value, str):
+        return False
+    return Path in kinds or bool(PYTHON_FILE.fullmatch(value)) or (Any in kinds and bool(BEGINS_AS_PATH.match(value)))
+
+
+def _check_size(value: Any, field: str) -> None:
+    """Raise ValueError for a number that is too large."""
+    largest = LONGEST_S if field.endswith("_s") else LARGEST
+    if isinstance(value, int | float) and abs(value) > largest:
+        raise ValueError(f"the number is beyond {largest:.0e}: give a smaller one")
+
+
+def _check_text(text: str, is_path: bool) -> None:
+    """Raise ValueError for text that no program takes as an argument, or no system as the name of a file."""
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{text[:100]!r} is no Unicode text: {error.reason}") from error
+    if "\0" in text:
+        raise ValueError(f"{text[:100]!r} has a zero character: remove it")
+    if is_path and (not text.strip() or UNPRINTABLE.search(text)):
+        raise ValueError(f"{text[:100]!r} is no name of a file or folder")
+    if is_path and (size > PATH_BYTES or any(len(name.encode()) > NAME_BYTES for name in text.split("/"))):
+        raise ValueError(f"'{text[:100]}...' is longer than a name of a file can be")
+
+
+def section_type(annotation: Any) -> type[Section] | None:
+    """Return the section type in an annotation `X`, `X | None` or `dict[str, X]`; None where there is none."""
+    types = [item for item in (annotation, *get_args(annotation)) if isinstance(item, type)]
+    return next((item for item in types if issubclass(item, Section)), None)
+
+
+def nested_sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """Yield a section and all below it with their dotted names; NAME stands for a name that the user chooses."""
+    yield path, section
+    for name, field in section.model_fields.items():
+        nested = section_type(field.annotation)
+        if nested:
+            chosen = ".NAME" if get_origin(field.annotation) is dict else ""
+            yield from nested_sections(nested, f"{path}.{name}{chosen}".removeprefix("."))
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a byte size: '512MiB' -> 536870912. Raises ValueError for anything else."""
+    if match := BYTES.fullmatch(text):
+        return int(float(match[1]) * UNITS[match[2]]) if match[2] else int(match[1])
+    raise ValueError(f"{text[:100]!r} is not a number of bytes: write 512MiB, 1GiB or a plain number")
+
+
+def as_bytes(value: Any) -> Any:
+    """Parse text with a unit as bytes; leave any other value to the type of the field."""
+    return parse_bytes(value) if isinstance(value, str) else value

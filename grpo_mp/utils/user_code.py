@@ -1,0 +1,182 @@
+"""Load what users wrote, by 'module:attribute' or 'path/file.py:attribute', and keep it from ending the process."""
+
+import asyncio
+import importlib.util
+import os
+import re
+import signal
+import sys
+import threading
+import zlib
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn, TypeVar
+
+from grpo_mp.utils.errors import UserError, did_you_mean, one_line
+from grpo_mp.utils.files import file_digest
+from grpo_mp.utils.reading import check_path, check_regular
+from grpo_mp.utils.thread_alarms import cancel_alarm, guarded, install_alarms, is_guarded
+
+T = TypeVar("T")
+PATH_FORMAT = "write module:function or path/file.py:function"
+IMPORT_LIMIT_S = 600.0  # models may be loaded
+PYTHON_FILE = re.compile(r"(.+\.py)(:\w+)?")
+
+
+class ExitCallError(Exception):
+    """A user's code called exit or os._exit, which would have ended the rank without a message."""
+
+
+class SelfCancelledError(Exception):
+    """A user's coroutine raised CancelledError though nobody had cancelled it: the task that awaits it would end."""
+
+
+class _TimeOverError(BaseException):
+    """Code took too long; none of its handlers of exceptions should catch it."""
+
+
+_process_exit = os._exit
+_user_folders = set[str]()  # of the files that were loaded
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """Make os._exit raise ExitCallError in this thread, or in this task of an event loop, and let it use SIGALRM.
+
+    Forked children, which must end by os._exit, still do.
+    """
+    os._exit = _exit_or_raise
+    install_alarms()
+    before = guarded.get()
+    guarded.set(os.getpid())
+    try:
+        yield
+    finally:
+        if before is None:
+            cancel_alarm()
+        guarded.set(before)  # no reset by a token: a coroutine that is collected ends in another context
+
+
+def _exit_or_raise(status: int) -> NoReturn:
+    if is_guarded():
+        raise ExitCallError(f"it called os._exit({status}): return, or raise an error")
+    _process_exit(status)
+
+
+@contextmanager
+def time_limit(limit_s: float, label: str) -> Iterator[None]:
+    """Raise UserError, which begins with `label`, in a body that takes longer; only the main thread gets signals."""
+
+    def end(*_: Any) -> NoReturn:
+        raise _TimeOverError
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler, (outer_s, _) = signal.signal(signal.SIGALRM, end), signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    except _TimeOverError as error:
+        raise UserError(f"{label}: no end after {limit_s:g} s: it may loop") from error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, outer_s)
+        signal.signal(signal.SIGALRM, handler)
+
+
+async def without_exit(work: Coroutine[Any, Any, T]) -> T:
+    """Await a user's coroutine. Raises ExitCallError for SystemExit and os._exit: the loop or the rank would end.
+
+    Raises SelfCancelledError for a CancelledError while nobody cancels the task that this runs in.
+    """
+    try:
+        with no_exit():
+            return await work
+    except SystemExit as error:
+        raise ExitCallError(f"it raised {error!r}: return, or raise an error") from error
+    except asyncio.CancelledError as error:
+        if (task := asyncio.current_task()) and task.cancelling():
+            raise
+        raise SelfCancelledError("it raised CancelledError, and nobody had cancelled it") from error
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name has the form of a path: something on both sides of its last colon."""
+    source, _, attribute = name.rpartition(":")
+    return bool(source and attribute)
+
+
+def file_digests(tree: Any) -> dict[str, str]:
+    """Return the checksum of each Python file that nested settings name, in keys, values or words of a command."""
+    return {name: file_digest(Path(name)) for name in sorted(set(_python_files(tree)))}
+
+
+def _python_files(tree: Any) -> Iterator[str]:
+    if isinstance(tree, dict):
+        yield from _python_files([*tree.keys(), *tree.values()])
+    elif isinstance(tree, list | tuple):
+        for part in tree:
+            yield from _python_files(part)
+    elif isinstance(tree, str):
+        named = map(PYTHON_FILE.fullmatch, (tree, *tree.split()))
+        yield from (match[1] for match in named if match and os.path.isfile(match[1]))
+
+
+def load_attribute(path: str, label: str) -> Any:
+    """Import a module, or once in a process a file relative to the working directory, and return its attribute.
+
+    label: the setting, which begins the message. Raises UserError with the reason where that fails.
+    """
+    source, _, attribute = path.rpartition(":")
+    if not is_path(path):
+        raise UserError(f"{label}: {PATH_FORMAT}")
+    try:
+        with no_exit(), time_limit(IMPORT_LIMIT_S, f"{label}: importing {source}"):
+            module = _load_file(Path(source), label) if source.endswith(".py") else import_module(source)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        reason = one_line(f"{type(error).__name__}: {error}", None).removesuffix(":")
+        raise UserError(f"{label}: importing {source} failed: {reason}") from error
+    if attribute not in vars(module):
+        raise UserError(f"{label}: {source} has no {attribute}{did_you_mean(attribute, vars(module))}")
+    return vars(module)[attribute]
+
+
+def _load_file(path: Path, label: str) -> ModuleType:
+    if not check_path(path).exists():
+        raise UserError(f"{label}: no such file: {path}")
+    check_regular(path)
+    module_name = f"grpo_mp_user_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
+    if module_name in sys.modules:  # two names of one file share its module
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{label}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    _add_folder(str(path.resolve().parent), label)
+    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up here
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+def _add_folder(folder: str, label: str) -> None:
+    """Add the folder of a user's file to the import path of this process and of its child processes.
+
+    Installed modules come first. Raises UserError where the file would get a module of another user's folder.
+    """
+    if folder in _user_folders:
+        return
+    for name, module in [*sys.modules.items()]:
+        other = os.path.dirname(getattr(module, "__file__", None) or "")
+        if other in _user_folders and os.path.isfile(os.path.join(folder, f"{name}.py")):
+            raise UserError(f"{label}: {folder} and {other} both have {name}.py, of which one is imported: rename one")
+    _user_folders.add(folder)
+    if folder not in sys.path:
+        sys.path.append(folder)
