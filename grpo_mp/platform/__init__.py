@@ -43,6 +43,8 @@ def prepare() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # TransformerEngine's context parallelism else sends pair by pair, and each pair has a communicator of its own.
     os.environ.setdefault("NVTE_BATCH_MHA_P2P_COMM", "1")
+    # Communicators of NVLink's multicast keep their memory when NCCL suspends them (NVIDIA/nccl#2337).
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if on_cuda():
         torch._C._accelerator_setAllocatorSettings(allocator_settings(os.environ))
         return

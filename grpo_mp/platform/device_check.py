@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from grpo_mp import platform
+from grpo_mp.platform.cuda_libraries import check_preload, check_toolkit, memory_saver_library
 from grpo_mp.utils.errors import UserError, one_line
 
 MAX_USED_SHARE = 0.2  # of the memory; a CUDA context or a display uses less
@@ -26,6 +27,8 @@ def check_device(local_rank: int) -> None:
         check_no_unusable_gpu(os.environ, DRIVER)
         return
     check_requirements(os.environ, import_module)
+    check_toolkit(os.environ)
+    check_preload(memory_saver_library(), os.environ)
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise UserError(
@@ -55,6 +58,8 @@ def check_requirements(environment: Mapping[str, str], load: Callable[[str], obj
     for name in ALLOCATOR_VARIABLES:
         if "expandable_segments:true" in environment.get(name, "").lower():
             raise UserError(f"{name}: expandable segments cannot be shared with an engine: remove them")
+    if environment.get("TORCH_DIST_USE_NCCL2") == "1":
+        raise UserError("TORCH_DIST_USE_NCCL2=1: its process groups cannot release memory between phases: unset it")
     for module, advice in REQUIRED.items():
         try:
             load(module)

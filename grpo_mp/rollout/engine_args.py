@@ -5,9 +5,11 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any
 
+from grpo_mp.platform.cuda_libraries import cuda_environment
 from grpo_mp.rollout.argument_types import argument_types, check_values
 from grpo_mp.rollout.engine_main import ARGUMENTS, TRAINER_PID
 from grpo_mp.rollout.engine_parallelism import attention_replicas
@@ -43,7 +45,7 @@ RESERVED = {
     "enable_memory_saver": "the phases of a step need it",
     "sampling_defaults": "the model's generation_config.json would change the distribution unseen",
     "preferred_sampling_params": "set rollout.temperature and rollout.top_p",
-    "skip_server_warmup": "the run warms its engines up itself",
+    "skip_server_warmup": "the check after the first weight sync is an engine's first request",
     "custom_weight_loader": "the weight sync brings its own",
     "enable_return_routed_experts": "set training.router_replay=R3",
     **dict.fromkeys(
@@ -96,7 +98,16 @@ CUDA_ENVIRONMENT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
     # NVSHMEM, which DeepEP is built on, would else use NCCL for collectives of its own.
     "NVSHMEM_DISABLE_NCCL": "1",
+    # An engine that starts again shares its GPUs with the trainer, which does not use the same memory on each.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
 }
+# A user's own values have precedence over these. By default DeepGEMM compiles for every batch size of up to 16,384
+# tokens inside the first requests, for 10 to 20 minutes, longer than a request may take.
+CUDA_ENVIRONMENT_DEFAULTS = {
+    "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false",
+    "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "true",
+}
+GRAPH_REQUESTS = 256  # SGLang captures decode graphs of at least as many requests
 UNSET_VARIABLES = {"DISABLE_OPENAPI_DOC"}  # the probe asks for the server's own description
 # What torchrun and Slurm tell a rank; SGLang would take its own process group for the trainer's.
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -130,6 +141,18 @@ class EngineSpec:
 def ports_needed(spec: EngineSpec) -> int:
     """Count the consecutive ports that an engine process claims: its server's, then those of its processes."""
     return 1 + (DP_ATTENTION_PORTS if _needs_rendezvous(spec) else 1)
+
+
+def cuda_defaults(args: Mapping[str, Any], in_flight: int, request_timeout_s: float) -> dict[str, Any]:
+    """Return the arguments of an engine on GPUs that `args`, the user's, may override.
+
+    SGLang's watchdog ends an engine when a forward pass takes 300 s: a first compilation or a pause may take longer.
+    Decode graphs for more requests than are ever `in_flight` would cost memory and minutes at each start.
+    """
+    # Replicas are loaded unevenly, and a batch above the bound decodes without a graph.
+    graph_requests = ceil(1.5 * in_flight / attention_replicas(args))
+    bound = {"cuda_graph_max_bs_decode": graph_requests} if graph_requests < GRAPH_REQUESTS else {}
+    return {"watchdog_timeout": request_timeout_s, **bound}
 
 
 def engine_arguments(
@@ -203,6 +226,7 @@ def engine_environment(
     unused = [] if MODEL_CLASS_ARGUMENTS & arguments.keys() else unused_models(spec.model)
     return {
         **({"SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused)} if unused else {}),
+        **({} if spec.cpu else CUDA_ENVIRONMENT_DEFAULTS),
         **inherited,
         ARGUMENTS: json.dumps(arguments),
         TRAINER_PID: str(os.getpid()),
@@ -221,7 +245,7 @@ def engine_environment(
         "HF_HUB_OFFLINE": "1",
         "no_proxy": loopback,
         "NO_PROXY": loopback,
-        **(cpu_environment if spec.cpu else CUDA_ENVIRONMENT),
+        **(cpu_environment if spec.cpu else {**CUDA_ENVIRONMENT, **cuda_environment(parent, Path(scratch))}),
     }
 
 

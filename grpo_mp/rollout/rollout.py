@@ -21,7 +21,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rewards.teacher import TeacherClient
 from grpo_mp.rollout.client import EngineClient, SamplingParams, sampling_seed
-from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec
+from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec, cuda_defaults
 from grpo_mp.rollout.episodes import EpisodeParts, EpisodeRunner, with_failures
 from grpo_mp.rollout.groups import EndedGroup, LaunchedGroups, PausedGroup, RunningGroup, unanswered
 from grpo_mp.rollout.hosted_engine import EngineNode, HostedEngine
@@ -329,6 +329,8 @@ def engine_spec(
     replay = {ARGUMENT: True} if settings.training.router_replay == "R3" and not load_weights else {}
     seeded = {"enable_deterministic_inference": True} if settings.engine.deterministic else {}
     head = {FP32_HEAD: settings.model.fp32_head}
+    in_flight = settings.engine.concurrent_groups * settings.rollout.group_size
+    defaults = {} if cpu else cuda_defaults(settings.engine.args, in_flight, settings.engine.request_timeout_s)
     reads_text = bool(settings.rollout.stop) or settings.rollout.function == "openai_agent"
     return EngineSpec(
         index=placement.engine,
@@ -345,7 +347,7 @@ def engine_spec(
         node_rank=placement.node_rank,
         trust_remote_code=settings.model.trust_remote_code,
         dummy_weights=not load_weights and (not cpu or bool(precision) or not has_hf_weights(settings.model.path)),
-        args=settings.engine.args | precision | replay | drafting | seeded | head,
+        args=defaults | settings.engine.args | precision | replay | drafting | seeded | head,
     )
 
 

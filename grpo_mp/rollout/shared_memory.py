@@ -107,9 +107,22 @@ def load_weights(model: Any, named_tensors: NamedTensors) -> None:
     """Load exported weights into SGLang's model; `named_tensors` holds their description. SGLang calls this."""
     ((_, description),) = named_tensors
     opened: list[torch.Tensor] = []  # until copies out of it have ended
+    reset_cache_scales(model)
     model.load_weights(open_exports(description, opened))
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()  # the trainer may free the memory once SGLang has answered
+
+
+def reset_cache_scales(model: torch.nn.Module) -> None:
+    """Set the FP8 cache's scales to 1: no weight sync sends them, and sleeping engines lose their memory.
+
+    SGLang keeps any positive value that it finds there when weights have been loaded.
+    """
+    for module in model.modules():
+        for name in ("k_scale", "v_scale"):
+            scale = getattr(module, name, None)
+            if isinstance(scale, torch.nn.Parameter):
+                scale.data.fill_(1.0)
 
 
 def _memory_range(specs: Sequence[TensorSpec]) -> tuple[int, int]:

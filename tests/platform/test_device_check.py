@@ -52,3 +52,5 @@ def test_missing_requirement_of_a_gpu_run_is_named() -> None:
     with pytest.raises(UserError, match=r"^PYTORCH_ALLOC_CONF: expandable segments cannot be shared with an engine"):
         check_requirements({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}, load)
     check_requirements({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, lambda _: None)
+    with pytest.raises(UserError, match=r"^TORCH_DIST_USE_NCCL2=1: its process groups cannot release memory"):
+        check_requirements({"TORCH_DIST_USE_NCCL2": "1"}, lambda _: None)

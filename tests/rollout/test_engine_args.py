@@ -22,6 +22,7 @@ from grpo_mp.rollout.engine_args import (
     RESERVED,
     EngineSpec,
     check_arguments,
+    cuda_defaults,
     engine_arguments,
     engine_environment,
 )
@@ -223,3 +224,16 @@ def run_in_engine_site(tmp_path: Path) -> Callable[[str], str]:
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300).stderr
 
     return run
+
+
+def test_engines_on_gpus_outlast_a_compilation_and_capture_graphs_for_what_is_in_flight(tmp_path: Path) -> None:
+    environment = engine_environment(SPEC, {}, str(tmp_path), {})
+    assert environment["SGLANG_JIT_DEEPGEMM_PRECOMPILE"] == "false"
+    assert environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "false"
+    own = {"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "true"}
+    assert engine_environment(SPEC, {}, str(tmp_path), own)["SGLANG_JIT_DEEPGEMM_PRECOMPILE"] == "true"
+    assert "SGLANG_JIT_DEEPGEMM_PRECOMPILE" not in engine_environment(CPU, {}, str(tmp_path), {})
+    assert cuda_defaults({}, 96, 7200.0) == {"watchdog_timeout": 7200.0, "cuda_graph_max_bs_decode": 144}
+    assert cuda_defaults({}, 512, 600.0) == {"watchdog_timeout": 600.0}
+    assert cuda_defaults({"attn_dp_size": 32}, 3072, 600.0)["cuda_graph_max_bs_decode"] == 144
+    check_arguments(cuda_defaults({}, 96, 7200.0))

@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_mp.rollout.packed_tensors import specs_of
-from grpo_mp.rollout.shared_memory import as_tensor, export_to_host
+from grpo_mp.rollout.shared_memory import as_tensor, export_to_host, load_weights
 
 READER = """
 import json, sys, torch
@@ -55,3 +56,27 @@ def test_export_closes_its_file_descriptor() -> None:
     with pytest.raises(ZeroDivisionError), export_to_host(list(bucket), specs_of(bucket)):
         raise ZeroDivisionError
     assert os.listdir("/proc/self/fd") == before
+
+
+class OneLayer(torch.nn.Module):
+    """A weight, and the scales of an FP8 cache that SGLang makes as parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+        self.attention = torch.nn.Module()
+        for name in ("k_scale", "v_scale"):
+            setattr(self.attention, name, torch.nn.Parameter(torch.tensor(torch.nan), requires_grad=False))
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.get_parameter(name).data.copy_(tensor)
+
+
+def test_a_sync_sets_the_scales_of_an_fp8_cache_to_one() -> None:
+    """Memory that an engine gave back when it slept is undefined when it wakes."""
+    model, bucket = OneLayer(), [("weight", torch.arange(3.0))]
+    with export_to_host(list(bucket), specs_of(bucket)) as export:
+        load_weights(model, [("", as_tensor([export]))])
+    assert model.weight.tolist() == [0, 1, 2]
+    assert (model.attention.k_scale.item(), model.attention.v_scale.item()) == (1, 1)

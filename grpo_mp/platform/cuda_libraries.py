@@ -1,0 +1,99 @@
+"""CUDA's runtime library and toolkit in an environment that pip made, where nothing puts them on a loader's path."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from grpo_mp.utils.errors import UserError, one_line
+
+SYSTEM_TOOLKIT = Path("/usr/local/cuda")
+CHECK_TIMEOUT_S = 120.0
+
+
+def runtime_folder(name: str = "libcudart.so.13") -> Path | None:
+    """Return the folder of the CUDA runtime library that pip installed with torch; None where there is none."""
+    spec = find_spec("nvidia")
+    for root in (spec and spec.submodule_search_locations) or ():
+        for file in sorted(Path(root).glob(f"*/lib/{name}")):
+            return file.parent
+    return None
+
+
+def library_path(folder: Path | None, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return LD_LIBRARY_PATH with `folder` first; nothing without a folder.
+
+    SGLang preloads torch_memory_saver into its schedulers. That library needs libcudart and has no path to pip's.
+    """
+    if folder is None:
+        return {}
+    return {"LD_LIBRARY_PATH": ":".join(filter(None, (str(folder), environment.get("LD_LIBRARY_PATH"))))}
+
+
+def find_toolkit(environment: Mapping[str, str], system: Path = SYSTEM_TOOLKIT) -> Path | None:
+    """Return the CUDA toolkit that DeepGEMM and flashinfer compile kernels with, found in the order they search."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if environment.get(name):
+            return Path(environment[name])
+    if nvcc := shutil.which("nvcc", path=environment.get("PATH", "")):
+        return Path(nvcc).parents[1]
+    return system if system.is_dir() else None
+
+
+def link_toolkit(packages: Path, folder: Path) -> Path:
+    """Make `folder` a toolkit in the layout of NVIDIA's installer, by links to pip's packages; return it.
+
+    `packages`: nvidia/cu13 of the site-packages. pip has `lib` for `lib64`, and no `libcudart.so`.
+    """
+    libraries = folder / "lib64"
+    libraries.mkdir(parents=True, exist_ok=True)
+    links = {folder / entry.name: entry for entry in packages.iterdir()}
+    for library in sorted((packages / "lib").iterdir()):
+        links[libraries / library.name] = library
+        if ".so." in library.name:
+            links.setdefault(libraries / f"{library.name.partition('.so.')[0]}.so", library)
+    for link, target in links.items():
+        if not link.is_symlink():
+            link.symlink_to(target)
+    return folder
+
+
+def cuda_environment(environment: Mapping[str, str], scratch: Path, system: Path = SYSTEM_TOOLKIT) -> dict[str, str]:
+    """Return the variables by which an engine finds the runtime library and a toolkit. `scratch`: for links."""
+    folder = runtime_folder()
+    variables = library_path(folder, environment)
+    if folder and find_toolkit(environment, system) is None and (folder.parent / "bin" / "nvcc").is_file():
+        variables["CUDA_HOME"] = str(link_toolkit(folder.parent, scratch / "cuda_home"))
+    return variables
+
+
+def check_toolkit(environment: Mapping[str, str], system: Path = SYSTEM_TOOLKIT) -> None:
+    """Raise UserError where engines would find no CUDA toolkit to compile their kernels with."""
+    folder = runtime_folder()
+    from_pip = folder is not None and (folder.parent / "bin" / "nvcc").is_file()
+    if find_toolkit(environment, system) is None and not from_pip:
+        raise UserError(
+            "no CUDA toolkit was found, and engines compile kernels when they start: install CUDA 13's toolkit and set "
+            "CUDA_HOME to its folder, or install the package nvidia-cuda-nvcc"
+        )
+
+
+def check_preload(library: Path, environment: Mapping[str, str]) -> None:
+    """Raise UserError where a process does not start with a library preloaded, as an engine's schedulers do."""
+    variables = {**environment, **library_path(runtime_folder(), environment), "LD_PRELOAD": str(library)}
+    command = [sys.executable, "-I", "-S", "-c", ""]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=CHECK_TIMEOUT_S)
+    if ended.returncode:
+        raise UserError(
+            f"engines cannot start: a process with LD_PRELOAD={library} ends with status {ended.returncode} "
+            f"({one_line(ended.stderr, 300)}): install nvidia-cuda-runtime at the version of requirements-gpu.txt"
+        )
+
+
+def memory_saver_library() -> Path:
+    """Return the library of torch_memory_saver that SGLang preloads into its schedulers."""
+    from torch_memory_saver.utils import get_binary_path_from_package
+
+    return Path(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))
