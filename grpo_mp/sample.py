@@ -243,7 +243,7 @@ def _all_recorded(job: SamplingJob, prompts: int, ranks: Job) -> Recorded:
 def _write_part(job: SamplingJob, inputs: RunInputs, recorded: Recorded, rank: int, size: int) -> Counts:
     """Write what this of `size` ranks makes of its share of the recorded prompts."""
     identity, seed = job.identity, rollout_seed(job.settings, "train")
-    source = Source(str(job.name), identity.weights, identity.settings_digest, seed)
+    source = Source(str(job.name), identity.model, identity.settings_digest, seed)
     tools = inputs.episodes.schemas_of if inputs.episodes else None
     writer = PartWriter(job.folder, rank, job.prompts(inputs), job.filters, source, tools)
     return writer.write(share_of_prompts(recorded, rank, size))
@@ -255,7 +255,7 @@ def _finish(job: SamplingJob, prompts: int, counts: Counts, parts: int, throughp
     facts = {
         "model": str(job.settings.model.path),
         "checkpoint": str(job.checkpoint) if job.checkpoint else None,
-        "model_digest": identity.weights,
+        "model_digest": identity.model,
         "settings_digest": identity.settings_digest,
         "seed": job.settings.run.seed,
         "deterministic": job.settings.engine.deterministic,

@@ -91,8 +91,7 @@ class ChunkWriter:
         pieces = [piece for chunk in chunks if not chunk.is_replica for piece in _pieces(chunk, piece_bytes)]
         self.folder = folder
         self._planner = _ChunkSavePlanner(pieces)
-        # One piece at a time. Files are synced when their checksums are taken.
-        self._writer = dcp.FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
+        self._writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # one piece at a time
         self._writer.set_up_storage_writer(is_coordinator=False, rank=rank, use_collectives=False)
         self._plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
 

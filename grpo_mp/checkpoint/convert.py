@@ -1,6 +1,6 @@
 """Convert between Hugging Face folders and Megatron's torch_dist format, a bounded part at a time, without a model."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_mp.checkpoint.hf_reader import (
-    INDEX,
     NON_POLICY,
     HfReader,
     check_finite,
@@ -23,6 +22,7 @@ from grpo_mp.checkpoint.hf_reader import (
 from grpo_mp.checkpoint.hf_writer import copy_aux_files, shard_name, write_index
 from grpo_mp.checkpoint.resumable_writer import (
     PART_BYTES,
+    SOURCE_FOLDER,
     Part,
     ProgressCallback,
     WorkerGroup,
@@ -32,7 +32,7 @@ from grpo_mp.checkpoint.resumable_writer import (
     write_parts,
 )
 from grpo_mp.checkpoint.run_state import SETTINGS
-from grpo_mp.checkpoint.torch_dist import GLOBAL_FILES, CheckpointSlot, merge_parts, slot_of, write_part
+from grpo_mp.checkpoint.torch_dist import CheckpointSlot, merge_parts, slot_of, write_part
 from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8, SCALE, quantize, requantize, scale_shape
@@ -79,7 +79,7 @@ def to_megatron(
     """
     check_destination(source, destination)
     model = ModelMapping.of(source)
-    with HfReader(source, verify=True) as reader:
+    with HfReader(source) as reader:
         check_names(reader, model)
         sizes = {name: _num_bytes(reader, param) for name, param in model.params.items()}
         parts = [Part(f"part_{i:05d}", *group) for i, group in enumerate(split_by_bytes(sizes, part_bytes))]
@@ -106,14 +106,13 @@ def to_megatron(
             else:
                 write_part(path, tensors)
 
-        def finish(folder: Path) -> Sequence[str]:
+        def finish(folder: Path) -> None:
             merge_parts(folder, [part.name for part in parts])
             copy_aux_files(source, folder)
-            return GLOBAL_FILES
 
         source_hash = fingerprint([*reader.files, source / "config.json"], "to-megatron", part_bytes)
-        all_parts = [*parts, *non_policy_parts]
-        write_parts(destination, source_hash, all_parts, load, save, finish, report_progress, workers, source)
+        record = {"source": source_hash, SOURCE_FOLDER: str(source.absolute())}
+        write_parts(destination, record, [*parts, *non_policy_parts], load, save, finish, report_progress, workers)
 
 
 def check_names(reader: HfReader, model: ModelMapping) -> None:
@@ -236,12 +235,12 @@ def to_hf(
     """
     check_destination(source, destination)
     aux_source = like or _folder_with_config(source)
-    reader = TorchDistReader(source, verify=True)
+    reader = TorchDistReader(source)
     model = ModelMapping.of(aux_source)
     if reader.has_layer(model.hf.int("num_hidden_layers")) and model.hf.get("num_nextn_predict_layers"):
         model = ModelMapping.of(aux_source, trains_mtp=True)  # the run has trained it
-    original = HfReader(like, verify=True) if like and has_hf_weights(like) else None
-    extra = open_non_policy_tensors(source, verify=True) or original
+    original = HfReader(like) if like and has_hf_weights(like) else None
+    extra = open_non_policy_tensors(source) or original
     non_policy = {name: extra for name in sorted(extra.names) if is_non_policy_tensor(name, model.hf)} if extra else {}
     copies = {name: copy for name, copy in copied_names(model.hf).items() if extra and copy in extra.names}
     reader.check_layers(model.hf.policy_layers)
@@ -258,14 +257,12 @@ def to_hf(
     def save(file: Path, tensors: dict[str, Tensor]) -> None:
         save_file(tensors, file, metadata={"format": "pt"})
 
-    def finish(folder: Path) -> Sequence[str]:
+    def finish(folder: Path) -> None:
         copy_aux_files(aux_source, folder, fp8)
-        if len(parts) == 1:
-            return ()
-        weight_map = {name: part.name for part in parts for param in part.params for name in outputs[param]}
-        write_index(folder, weight_map, sum(sizes.values()))
-        return (INDEX,)
+        if len(parts) > 1:
+            weight_map = {name: part.name for part in parts for param in part.params for name in outputs[param]}
+            write_index(folder, weight_map, sum(sizes.values()))
 
     files = [*(file for file in reader.folder.rglob("*") if file.is_file()), aux_source / "config.json"]
     source_hash = fingerprint([*files, *(original.files if original else ())], "to-hf", fp8, part_bytes)
-    write_parts(destination, source_hash, parts, load, save, finish, report_progress, workers)
+    write_parts(destination, {"source": source_hash}, parts, load, save, finish, report_progress, workers)

@@ -18,16 +18,13 @@ from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader
 class ConvertedReader:
     """Reads full tensors, as HfReader does."""
 
-    def __init__(self, folder: Path, verify: bool = False, family: str | None = None) -> None:
-        """Open a folder. Raises UserError where a file is missing or damaged, or config.json is of another model.
-
-        `verify`: compare each file with its checksum before it is used.
-        """
+    def __init__(self, folder: Path, family: str | None = None) -> None:
+        """Open a folder; refuse one with missing files, or with a config.json of another model."""
         self.folder = folder
         self.absent: Mapping[str, str] = {}
-        self._model, self._reader = ModelMapping.of(folder, family), TorchDistReader(folder, verify)
+        self._model, self._reader = ModelMapping.of(folder, family), TorchDistReader(folder)
         self._reader.check_layers(self._model.hf.int("num_hidden_layers"))
-        extra = open_non_policy_tensors(folder, verify)
+        extra = open_non_policy_tensors(folder)
         self._non_policy = dict.fromkeys(extra.stored_names, extra) if extra else {}
         self._params = {name: param for param in self._model.params.values() for name in param.hf}
         self.names = self.stored_names = frozenset(self._params) | frozenset(self._non_policy)
@@ -69,9 +66,6 @@ class ConvertedReader:
         return self._cached[name]
 
 
-def open_weights(folder: Path, verify: bool = False, family: str | None = None) -> HfReader | ConvertedReader:
-    """Open a Hugging Face folder or a converted one. Raises UserError where it is neither, or damaged.
-
-    `verify`: compare each file that has a checksum with it before it is used. `family`: as in `HfConfig`.
-    """
-    return ConvertedReader(folder, verify, family) if is_converted(folder) else HfReader(folder, verify=verify)
+def open_weights(folder: Path, family: str | None = None) -> HfReader | ConvertedReader:
+    """Open a Hugging Face folder or a converted one. `family`: as in `HfConfig`."""
+    return ConvertedReader(folder, family) if is_converted(folder) else HfReader(folder)

@@ -11,7 +11,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES
 from torch import Tensor
 
-from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, dequantize, scale_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
@@ -59,15 +58,9 @@ class HfReader:
         folder: Path,
         dequantize_to: torch.dtype = torch.bfloat16,
         files: Sequence[Path] = (),
-        verify: bool = False,
     ) -> None:
-        """Open every shard, or the given files. Raises UserError for a missing or damaged file.
-
-        FP8 is read as `dequantize_to`. `verify`: compare a file that a conversion wrote with its checksum before a
-        tensor of it is read.
-        """
+        """Open every shard, or the given files. FP8 is read as `dequantize_to`."""
         self.folder, self.dequantize_to = folder, dequantize_to
-        self.checksums = Checksums.of_conversion(folder) if verify else Checksums(folder, {})
         if not (files or has_hf_weights(folder)):
             raise UserError(f"{folder} contains neither {SINGLE_FILE} nor {INDEX}")
         index = folder / INDEX
@@ -132,8 +125,6 @@ class HfReader:
 
     def read_stored(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
         """Return the full tensor, or a slice, in its stored dtype: FP8 stays FP8."""
-        if name in self._file_of:
-            self.checksums.check(self._file_of[name])
         if axis is None:
             tensor: torch.Tensor = self._handle(name).get_tensor(name)
             return tensor
@@ -250,12 +241,12 @@ def check_layers(names: Iterable[str], hf: HfConfig) -> None:
         )
 
 
-def open_non_policy_tensors(folder: Path, verify: bool = False) -> HfReader | None:
+def open_non_policy_tensors(folder: Path) -> HfReader | None:
     """Open the tensors outside the policy in a Hugging Face or converted folder; None where it has none."""
     if has_hf_weights(folder):
-        return HfReader(folder, verify=verify)
+        return HfReader(folder)
     files = sorted(folder.glob(f"{NON_POLICY}*.safetensors"))
-    return HfReader(folder, files=files, verify=verify) if files else None
+    return HfReader(folder, files=files) if files else None
 
 
 def read_non_policy_tensors(

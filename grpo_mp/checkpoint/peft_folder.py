@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_mp.checkpoint.describe import is_converted
 from grpo_mp.checkpoint.hf_writer import incomplete_folder, replace_folder
-from grpo_mp.checkpoint.manifest import CONVERSION_RECORD, SOURCE_FOLDER
+from grpo_mp.checkpoint.resumable_writer import CONVERSION_RECORD, SOURCE_FOLDER
 from grpo_mp.config.lora_section import LoraConfig
 from grpo_mp.utils.files import read_json, sync_to_disk, write_json
 
@@ -56,15 +56,9 @@ def _leaf(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def base_of(model: Path) -> Path | None:
-    """Return the folder onto which peft loads adapters of `model`: itself, or what it was converted from.
-
-    None where a converted folder does not know that: peft loads none of its own.
-    """
-    if not is_converted(model):
-        return model
-    source = read_json(model / CONVERSION_RECORD).get(SOURCE_FOLDER)
-    return Path(source) if isinstance(source, str) else None
+def base_of(model: Path) -> Path:
+    """Return the folder onto which peft loads adapters of `model`: itself, or what it was converted from."""
+    return Path(read_json(model / CONVERSION_RECORD)[SOURCE_FOLDER]) if is_converted(model) else model
 
 
 def write_peft(
@@ -87,7 +81,7 @@ def write_peft(
         save_file(named, incomplete / WEIGHTS, metadata={"format": "pt"})
     except SafetensorError as error:  # is no OSError
         raise OSError(f"{WEIGHTS}: {error}") from error
-    write_json(incomplete / CONFIG, adapter_config(lora, base_of(model) or model, own, expert_projections))
+    write_json(incomplete / CONFIG, adapter_config(lora, base_of(model), own, expert_projections))
     if lora.base_dtype:
         (incomplete / NOTE).write_text(BASE_NOTE)
     for path in (*incomplete.iterdir(), incomplete):

@@ -1,6 +1,5 @@
 """A run's folder and checkpoints: a checkpoint is complete once its manifest, written last, is there."""
 
-import json
 import os
 import re
 import shutil
@@ -10,9 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from grpo_mp.checkpoint.manifest import HASH, Checksums, Files, checksums, unreadable_is_damaged
 from grpo_mp.checkpoint.settings_changes import describe_changes, settings_changes, write_inputs
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.utils.errors import UserError, one_line
@@ -32,16 +28,6 @@ PROCESSES = "processes"  # where each rank runs, what it does when it is asked
 METRICS = "metrics.jsonl"  # a line for each step
 EXPORTS = "exports"  # those that are written while the run goes on
 STEP = re.compile(r"step_([0-9]{6,})")  # other names are copies that users made
-DISTCP_FILE = re.compile(r"__([0-9]+)_[0-9]+\.distcp")  # the number is the rank that wrote the file
-# Names of the state in manifests of older versions.
-RENAMED_STATE = {
-    "resting": "skipped_until",
-    "controls": "adaptive_coefs",
-    "reference_refreshed": "reference_updated",
-    "solve_streak": "solved_streak",
-}
-REMOVED_STATE = {"weight_version"}
-COUNTS = ("step", "optimizer_step", "samples_seen", "groups_launched", "skipped_in_a_row", "critic_skipped_in_a_row")
 
 
 @dataclass(frozen=True)
@@ -68,46 +54,36 @@ def checkpoint_folder(run_folder: Path, step: int) -> Path:
     return run_folder / CHECKPOINTS / f"step_{step:06d}"
 
 
-def own_checksums(folder: Path, rank: int, size: int) -> Files:
-    """Compute size and checksum of the files that this of `size` ranks wrote; the first has those that name no rank.
+def write_manifest(folder: Path, state: TrainState) -> None:
+    """Complete a checkpoint: write the state and the sizes of all files.
 
-    A rank reads what it has just written, while its machine still has it in memory.
+    The ranks have synced the tensors that they wrote; what they have not is synced here.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(MANIFEST))
-    writers = {file: DISTCP_FILE.fullmatch(file.name) for file in files}
-    own = [file for file, writer in writers.items() if (int(writer[1]) % size if writer else 0) == rank]
-    return checksums(folder, own)
-
-
-def write_manifest(folder: Path, state: TrainState, files: Files) -> None:
-    """Complete a checkpoint: write the state, and `own_checksums` of all ranks, whose files must be on disk already."""
-    for listed in {folder.parent, folder, *((folder / name).parent for name in files)}:
-        sync_to_disk(listed)
-    content = json.loads(json.dumps({"state": asdict(state), "files": dict(sorted(files.items()))}))  # keys are text
-    write_json(folder / MANIFEST, content | {HASH: _digest(content)})
+    for path in {*files, *(file.parent for file in files), folder, folder.parent}:
+        sync_to_disk(path)
+    sizes = {str(file.relative_to(folder)): file.stat().st_size for file in files}
+    write_json(folder / MANIFEST, {"state": asdict(state), "files": sizes})
     sync_to_disk(folder)
 
 
 def read_manifest(folder: Path) -> TrainState:
-    """Read the state of a complete checkpoint.
-
-    Raises UserError for a manifest that this version did not write, and where a file it names is missing, cut or cannot
-    be read.
-    """
-    state, files = _parse_manifest(folder)
-    for name, entry in files.items():
+    """Read the state of a complete checkpoint; refuse one with a missing or short file."""
+    hint = f"copy it again, or rename {folder.name} to resume from the one before"
+    try:
+        manifest = read_json(folder / MANIFEST)
+        state, sizes = _parse_state(manifest["state"]), dict(manifest["files"])
+    except (UserError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{folder / MANIFEST}: not a checkpoint manifest ({one_line(error)}): {hint}") from error
+    for name, size in sizes.items():
         file = folder / name
-        with unreadable_is_damaged(file, _rename_hint(folder)):
-            if not file.is_file() or file.stat().st_size != entry["bytes"]:
-                raise UserError(
-                    f"{folder}: damaged checkpoint, {name} is missing or cut short: copy it again{_rename_hint(folder)}"
-                )
+        try:
+            is_whole = file.is_file() and file.stat().st_size == size
+        except OSError as error:
+            raise UserError(f"{file} cannot be read ({error.strerror}): {hint}") from error
+        if not is_whole:
+            raise UserError(f"{folder}: damaged checkpoint, {name} is missing or cut short: {hint}")
     return state
-
-
-def checkpoint_checksums(folder: Path) -> Checksums:
-    """Return what compares a complete checkpoint's files with their checksums. Raises as `read_manifest`."""
-    return Checksums(folder, _parse_manifest(folder)[1], _rename_hint(folder))
 
 
 def latest_checkpoint(run_folder: Path) -> Path | None:
@@ -267,40 +243,14 @@ def complete_checkpoints(run_folder: Path) -> list[Path]:
     return sorted(own, key=lambda path: numbers[path])
 
 
-def _digest(content: Mapping[str, Any]) -> str:
-    """Return the checksum of what a manifest says, however it is written."""
-    return str(xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest())
-
-
-def _parse_manifest(folder: Path) -> tuple[TrainState, Files]:
-    try:
-        manifest = read_json(folder / MANIFEST)
-        digest = manifest.pop(HASH, None)  # those of older versions have none
-        if digest is not None and digest != _digest(manifest):
-            raise ValueError("it differs from its checksum")
-        state = _parse_state(manifest["state"])
-        files = {
-            str(name): {"bytes": int(entry["bytes"]), HASH: str(entry[HASH])}
-            for name, entry in manifest["files"].items()
-        }
-        for name in COUNTS:
-            if type(number := vars(state)[name]) is not int or number < 0:
-                raise ValueError(f"{name} {number!r}")
-    except (UserError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(
-            f"{folder / MANIFEST}: not a checkpoint manifest ({one_line(error)}): copy it again{_rename_hint(folder)}"
-        ) from error
-    return state, files
-
-
 def _parse_state(tree: dict[str, Any]) -> TrainState:
-    values = {RENAMED_STATE.get(name, name): value for name, value in tree.items() if name not in REMOVED_STATE}
-    if cursor := values.get("cursor"):
+    """Undo what JSON does to a state: keys become text, tuples become lists."""
+    values = dict(tree)
+    if cursor := values["cursor"]:
         values["cursor"] = Cursor(**{**cursor, "deferred": tuple(cursor["deferred"])})
-    for name in {"solved_streak", "skipped_until"} & values.keys():  # keys are text in JSON
+    for name in ("solved_streak", "skipped_until"):
         values[name] = {int(prompt): value for prompt, value in values[name].items()}
-    if rates := values.get("solve_rates"):
-        values["solve_rates"] = {int(prompt): tuple(map(float, last)) for prompt, last in rates.items()}
+    values["solve_rates"] = {int(prompt): tuple(rates) for prompt, rates in values["solve_rates"].items()}
     return TrainState(**values)
 
 
@@ -309,7 +259,3 @@ def set_aside(folder: Path) -> Path:
     aside = folder.with_name(f"{folder.name}.damaged")
     shutil.rmtree(aside, ignore_errors=True)
     return folder.rename(aside)
-
-
-def _rename_hint(folder: Path) -> str:
-    return f", or rename {folder.name} to resume from the one before"

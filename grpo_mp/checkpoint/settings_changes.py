@@ -11,7 +11,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.checkpoint.weights_digest import weights_digest
 from grpo_mp.config import Settings, SftSettings
 from grpo_mp.config.renamed import RENAMED
 from grpo_mp.config.settings import default_value
@@ -123,7 +122,7 @@ def _is_same_model(change: Change, digests: Mapping[str, str]) -> bool:
 def _digest_of_model(path: str) -> str:
     """Return the digest of a model's folder; "" where it cannot be read."""
     try:
-        return f"{model_digest(Path(path))} {weights_digest(Path(path))}"
+        return model_digest(Path(path))
     except OSError:
         return ""
 

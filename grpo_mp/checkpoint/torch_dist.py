@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
@@ -21,12 +21,10 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
-from grpo_mp.checkpoint.describe import TORCH_DIST
 from grpo_mp.checkpoint.safe_metadata import read_metadata
 from grpo_mp.models.mapping import Param
 
 COMMON = "common.pt"
-GLOBAL_FILES = (TORCH_DIST, COMMON, CONFIG_FNAME)  # of the checkpoint
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.weight)\d+$")
 
@@ -80,7 +78,7 @@ def write_part(folder: Path, tensors: Iterable[tuple[CheckpointSlot, Tensor]]) -
 
 
 def merge_parts(folder: Path, parts: Sequence[str]) -> None:
-    """Make the folder's parts one checkpoint: write its `GLOBAL_FILES`."""
+    """Make the folder's parts one checkpoint: write its metadata."""
     merged, results = Metadata({}), []
     for part in parts:
         metadata = read_metadata(folder / part)

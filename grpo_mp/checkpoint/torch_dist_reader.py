@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER, TORCH_DIST, WEIGHT, is_torch_dist
 from grpo_mp.checkpoint.hf_reader import LAYER as HF_LAYER
-from grpo_mp.checkpoint.manifest import Checksums
-from grpo_mp.checkpoint.run_state import MANIFEST, checkpoint_checksums, read_manifest
+from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
 from grpo_mp.checkpoint.safe_metadata import SafeReader
 from grpo_mp.checkpoint.torch_dist import LAYER, CheckpointSlot, sharded_tensor
 from grpo_mp.models.mapping import Param, unfuse
@@ -94,21 +93,11 @@ class _TensorUnpickler(pickle.Unpickler):
 class TorchDistReader:
     """Reads full parameters, one at a time."""
 
-    def __init__(self, folder: Path, verify: bool = False) -> None:
-        """Open a checkpoint, or a run's step; `verify`: compare each file with its checksum before it is used.
-
-        Raises UserError where there is none, or a file is cut short or changed.
-        """
+    def __init__(self, folder: Path) -> None:
+        """Open a checkpoint, or a run's step; refuse one with missing or short files."""
         self.folder = folder / "policy" if (folder / "policy").is_dir() else folder
         if not is_torch_dist(folder):
             raise UserError(f"{folder} is not a torch_dist checkpoint ({TORCH_DIST} is missing)")
-        if not verify:
-            self.checksums = Checksums(self.folder, {})
-        elif (folder / MANIFEST).is_file():
-            self.checksums = checkpoint_checksums(folder)
-        else:
-            self.checksums = Checksums.of_conversion(folder)
-        self.checksums.check(self.folder / TORCH_DIST)
         self._reader = SafeReader(self.folder)
         self.metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self.metadata, True)
@@ -166,8 +155,6 @@ class TorchDistReader:
         metadata = self._tensor_metadata(slot)
         chunks = self._chunks_of(slot, metadata)
         stored = [self.metadata.storage_data[MetadataIndex(slot.key, chunk.offsets)] for chunk in chunks]
-        for info in stored:
-            self.checksums.check(self.folder / info.relative_path)
         shape = tuple(metadata.size) if slot.padded else slot.shape
         tensor = torch.empty(shape, dtype=metadata.properties.dtype)
         if len(chunks) == 1:  # as `to_megatron` writes it
@@ -207,9 +194,8 @@ def _hf_slots(param: Param) -> list[CheckpointSlot]:
 
 
 def describe_torch_dist(folder: Path) -> dict[str, str]:
-    """Describe a checkpoint for people. Raises UserError for a damaged one, or one that differs from its checksums."""
-    reader = TorchDistReader(folder, verify=True)
-    reader.checksums.check_share()
+    """Return the rows that describe a checkpoint."""
+    reader = TorchDistReader(folder)
     tensors = reader.tensors()
     files = [file for file in reader.folder.rglob("*") if file.is_file()]
     dtypes = sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in tensors.values()})
@@ -223,5 +209,4 @@ def describe_torch_dist(folder: Path) -> dict[str, str]:
         "tensors": f"{len(tensors):,}",
         "dtypes": ", ".join(dtypes),
         "files": f"{len(files)} ({sum(file.stat().st_size for file in files):,} bytes)",
-        "checksums": reader.checksums.summary,
     }

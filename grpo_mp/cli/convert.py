@@ -50,7 +50,7 @@ def _info(args: argparse.Namespace, console: Console) -> int:
 
         rows = describe_torch_dist(args.path)
     else:
-        rows = describe_hf(args.path).rows()
+        rows = describe_hf(args.path)
     table = Table.grid(padding=(0, 2))
     for row in rows.items():
         table.add_row(*row)
@@ -63,7 +63,7 @@ def _check(args: argparse.Namespace, console: Console) -> int:
         return _check_logits(args, console)
     from grpo_mp.checkpoint.converted_reader import open_weights
 
-    with open_weights(args.left, verify=True) as left, open_weights(args.right, verify=True) as right:
+    with open_weights(args.left) as left, open_weights(args.right) as right:
         differences = compare_weights(left, right, args.tolerance or 0.0)
         tensors = len(left.stored_names)
     for difference in differences:
@@ -88,7 +88,7 @@ def _to_megatron(args: argparse.Namespace, console: Console) -> int:
 
     from grpo_mp.checkpoint.convert import to_megatron
 
-    set_crc32_options(False)  # slow; conversion.json has a checksum of every file
+    set_crc32_options(False)  # slow
     with _workers() as workers, _progress(console, args.destination, workers) as report_progress:
         to_megatron(args.source, args.destination, report_progress, args.part_bytes, workers)
     return 0

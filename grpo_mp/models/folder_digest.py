@@ -1,22 +1,22 @@
-"""A checksum that differs where a model's folder holds other weights, config or tokenizer."""
+"""A digest that differs where a model's folder holds other weights, another config or another tokenizer."""
 
 from pathlib import Path
 
 import xxhash
 
-PARTS, PART_BYTES = 16, 2**16  # of a file of weights that is read
-MODEL_FILES = ("*.safetensors", "*.distcp", "config.json", "tokenizer*.json", "chat_template.jinja", "manifest.json")
+PARTS, PART_BYTES = 16, 2**16  # of each file that are read
+MODEL_FILES = ("*.safetensors", "**/*.distcp", "config.json", "tokenizer*.json", "chat_template.jinja", "manifest.json")
 
 
 def model_digest(folder: Path) -> str:
-    """Return a checksum of a model's files: of small ones all, of weights the size and some parts at even distances.
+    """Return a digest of a model's files: small files whole, of large ones the size and 16 samples of 64 KiB.
 
-    It differs where training has changed all weights; checkpoint/weights_digest.py sees a change of any tensor.
+    It differs where training has changed all weights; a change to a single tensor may go unnoticed.
     """
     digest = xxhash.xxh3_128()
     for file in sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.is_file()}):
         size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
+        digest.update(f"{file.relative_to(folder)} {size} ".encode())
         last = max(0, size - PART_BYTES)
         with file.open("rb") as stream:
             for start in sorted({last * part // (PARTS - 1) for part in range(PARTS)}):

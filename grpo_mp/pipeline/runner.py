@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.checkpoint.weights_digest import weights_digest
 from grpo_mp.config import PipelineSettings, Settings, SftSettings
 from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.pipeline.inputs import StageInputs, check_made, load_job_settings, read_inputs, read_tree, texts_in
@@ -81,7 +80,7 @@ def input_digests(job: StageJob) -> dict[str, str]:
         if os.path.isfile(text):
             found[text] = file_digest(Path(text))
         elif os.path.isfile(os.path.join(text, "config.json")):
-            found |= {text: model_digest(Path(text)), f"{text} (its weights)": weights_digest(Path(text))}
+            found[text] = model_digest(Path(text))
     return dict(sorted(found.items()))
 
 

@@ -154,30 +154,28 @@ def load_use(job: PlannedJob, stage: int) -> ResourceUse:
 def resume_use(job: PlannedJob, stage: int) -> ResourceUse:
     """Return the use of one GPU that a resume takes; a fresh start reads less: its weights alone.
 
-    The ranks read all of the checkpoint once for its checksums, each its share. Then each reads its weights, the
-    reference's too, as do its replicas on the node, and its share of the state.
+    Each rank reads its weights, the reference's too, as do its replicas on the node, and its share of the state.
     """
     per_parameter = job.per_parameter
     weights = job.held_weight_bytes[stage]
     state = job.trained_share(stage) * per_parameter.saved_state
     reference = job.policy_trained_counts[stage].total * per_parameter.weights * job.has_reference
     own = weights + reference + state
-    checked = job.trained_parameters * per_parameter.saved / max(1.0, job.train_ranks / job.gpus_per_node)
     on_node = min(job.gpus_per_node, job.train_ranks)
-    return ResourceUse(disk_bytes=checked + own * on_node, host_link_bytes=weights + state)
+    return ResourceUse(disk_bytes=own * on_node, host_link_bytes=weights + state)
 
 
 def save_uses(job: PlannedJob) -> tuple[ResourceUse, ResourceUse]:
     """Return the use of one GPU that a checkpoint takes: for weights, and for the rest.
 
-    All is read once more, for its checksums. A reference that is updated is written before the step goes on.
+    A reference that is updated is written before the next step.
     """
     per_parameter = job.per_parameter
     nodes = max(1.0, job.train_ranks / job.gpus_per_node)
     waits_for = per_parameter.weights + per_parameter.saved_reference
     weights = ResourceUse(disk_bytes=job.trained_parameters * waits_for / nodes)
     rest = ResourceUse(
-        disk_bytes=job.trained_parameters * (per_parameter.saved_state + per_parameter.saved) / nodes,
+        disk_bytes=job.trained_parameters * per_parameter.saved_state / nodes,
         host_copy_bytes=max(map(job.trained_share, range(len(job.stage_layers))))
         * (per_parameter.weights + per_parameter.saved_state),
     )

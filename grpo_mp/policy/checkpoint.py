@@ -15,10 +15,9 @@ import torch.distributed as dist
 from grpo_mp.checkpoint.chunk_files import ChunkWriter, WrittenChunks, read_chunks, write_index
 from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER
 from grpo_mp.checkpoint.torch_dist import COMMON
-from grpo_mp.checkpoint.weights_digest import has_weights_digest
 from grpo_mp.config.sections import PIECE_BYTES
 from grpo_mp.distributed.process_groups import all_gather
-from grpo_mp.policy.former_checkpoint import is_torch_dist_of_megatron, read_torch_dist
+from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks, weight_chunks
 from grpo_mp.policy.te_adam import state_dict_without_copies, stores_param_remainders
@@ -118,12 +117,9 @@ def load_policy(policy: TrainedModel, folder: Path, piece_bytes: int = PIECE_BYT
 
 
 def _load_policy(policy: TrainedModel, folder: Path, piece_bytes: int) -> None:
-    if is_torch_dist_of_megatron(folder):
-        common = read_torch_dist(policy, folder)
-    else:
-        common = read_common(folder)
-        read_chunks(local_weight_chunks(policy, policy.trained_tensors), folder, piece_bytes)
-    saved, expected = common.get("main_weights", "whole"), _main_weight_format(policy)
+    common = read_common(folder)
+    read_chunks(local_weight_chunks(policy, policy.trained_tensors), folder, piece_bytes)
+    saved, expected = common["main_weights"], _main_weight_format(policy)
     if saved != expected:
         raise UserError(
             f"{folder}: the checkpoint holds main weights as {saved}, training.megatron_args asks for {expected}: set "
@@ -155,7 +151,7 @@ def check_same_adapters(
             "it as it was, or start with another run.folder"
         )
     saved_digest = common.get("base", "")
-    if base and saved_digest != digest and not has_weights_digest(base, saved_digest):
+    if base and saved_digest != (digest or model_digest(base)):
         raise UserError(
             f"{folder}: the checkpoint's adapters are for other weights than model.path has now: restore those, or "
             "start with another run.folder"
@@ -164,10 +160,7 @@ def check_same_adapters(
 
 def load_reference(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
     """Read the reference's weights, from any layout. Every rank must call this; raises as `load_policy`."""
-    if is_torch_dist_of_megatron(folder):
-        with policy.use_reference_weights():
-            read_torch_dist(policy, folder)
-    elif policy.reference:
+    if policy.reference:
         read_chunks(local_weight_chunks(policy, policy.reference.host_tensors), folder, piece_bytes)
 
 

@@ -10,7 +10,6 @@ from grpo_mp import platform
 from grpo_mp.algorithms.values import ValueLoss
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.hf_reader import check_model
-from grpo_mp.checkpoint.manifest import Checksums
 from grpo_mp.config import Settings
 from grpo_mp.config.sections import ModelConfig
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
@@ -54,7 +53,6 @@ class Critic(TrainedModel):
             clear_weights(tensors, params)
             if not load_weights:
                 return
-            Checksums.of_conversion(settings.model.path).check_share(parallel.rank, parallel.world_size)
             with open_weights(settings.model.path, family=settings.model.family) as reader:
                 has_head = STORED_HEAD in reader.names
                 stored = {name: tensor for name, tensor in tensors.items() if name != VALUE_HEAD or has_head}

@@ -43,7 +43,7 @@ def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.M
     values = {key: value for key, value in HfConfig.read(folder).values.items() if key != QUANTIZATION_CONFIG}
     model_type = values.pop("model_type")
     config = AutoConfig.for_model(TRANSFORMERS_NAMES.get(model_type, model_type), **values)
-    with HfReader(folder, dequantize_to=torch.float32, verify=True) as reader:
+    with HfReader(folder, dequantize_to=torch.float32) as reader:
         state = {name: reader.read(name).float() for name in reader.names}
     model: nn.Module = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None, config=config, state_dict=state, dtype=dtype, experts_implementation="eager"
@@ -69,7 +69,7 @@ def policy_tensors(folder: Path, dtype: str = "float32") -> Iterator[tuple[nn.Mo
             config = transformer_config(layout, training, dtype, hf)
             (model,) = build_chunks(config, hf, training, temperature=1.0)
             tensors = local_tensors([model], params, parallel.coords, 1)
-            with open_weights(folder, verify=True) as reader:
+            with open_weights(folder) as reader:
                 load_hf(tensors, params, reader, parallel.coords, layout)
             yield model, tensors
         finally:

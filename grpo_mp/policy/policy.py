@@ -12,13 +12,12 @@ from torch import Tensor
 from grpo_mp import platform
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.hf_reader import check_model
-from grpo_mp.checkpoint.manifest import Checksums
-from grpo_mp.checkpoint.weights_digest import weights_digest
 from grpo_mp.config import TrainerSettings
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
 from grpo_mp.distributed.process_groups import Parallel, broadcast
 from grpo_mp.models.families import family_of
+from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import adapter_params, check_adapters
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, is_of_mtp
@@ -47,8 +46,6 @@ class Policy(TrainedModel):
         """Build the model, load this rank's shards of the weights, build the optimizer.
 
         Without `load_weights` they are zero: a checkpoint will bring them.
-
-        Raises UserError where a file of a converted folder differs from its checksum; each rank checks some files.
         """
         hf = settings.model.read_config()
         self.lora, self._seed = settings.model.lora, settings.run.seed
@@ -61,7 +58,6 @@ class Policy(TrainedModel):
                 coords, experts = parallel.coords, parallel.layout.expert
                 hold_in_fp8(self.models(), self.base_params, coords.expert, experts, self.config.params_dtype)
             if load_weights or self.lora:  # checkpoints have adapters alone
-                Checksums.of_conversion(settings.model.path).check_share(parallel.rank, parallel.world_size)
                 with open_weights(settings.model.path, family=settings.model.family) as reader:
                     load_hf(base, self.base_params, reader, parallel.coords, parallel.layout)
             else:
@@ -71,7 +67,7 @@ class Policy(TrainedModel):
         if self.lora:
             self.base, self.adapters = settings.model.path, self.lora.description
             first = dist.get_rank(parallel.cpu_group) == 0
-            own = weights_digest(self.base) if first else ""  # of a large model it is many small reads
+            own = model_digest(self.base) if first else ""
             self.base_digest = broadcast(own, parallel.cpu_group)
         self.expert_load = ExpertLoad(self.models(), self.config.num_layers, self.config.num_moe_experts or 0)
         self.mtp_loss = MtpLoss(settings.model.mtp_loss_scaling_factor) if settings.model.trains_mtp else None

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mp.checkpoint.peft_folder import base_of
-from grpo_mp.checkpoint.run_state import MANIFEST, checkpoint_checksums, complete_checkpoints, read_manifest
-from grpo_mp.checkpoint.torch_dist import COMMON
+from grpo_mp.checkpoint.run_state import MANIFEST, complete_checkpoints, read_manifest
 from grpo_mp.config import TrainerSettings
 from grpo_mp.config.sections import ModelConfig
 from grpo_mp.policy.checkpoint import check_same_adapters, read_common
-from grpo_mp.policy.former_checkpoint import is_torch_dist_of_megatron
 from grpo_mp.trainer.save import POLICY
 from grpo_mp.utils.errors import UserError
 
@@ -20,7 +18,7 @@ def check_adapters(settings: TrainerSettings) -> list[str]:
     """Return a warning where peft will not find the base of the adapters that the run exports.
 
     Raises UserError, on the first rank, where the run's newest whole checkpoint has other adapters, or for other
-    weights. It reads samples of model.path, see `weights_digest`; nothing without adapters.
+    weights.
     """
     run, model = settings.run, settings.model
     if model.lora is None:
@@ -38,7 +36,7 @@ def check_checkpoint(checkpoint: Path, model: ModelConfig) -> None:
     if not (checkpoint / MANIFEST).is_file():
         raise UserError(f"{checkpoint}: incomplete checkpoint, {MANIFEST} is missing: give RUN/checkpoints/step_N")
     read_manifest(checkpoint)
-    if not _is_first_rank() or is_torch_dist_of_megatron(checkpoint / POLICY):  # which is compared when it is loaded
+    if not _is_first_rank():
         return
     saved, lora = _saved_policy(checkpoint), model.lora
     model.read_config()  # the folder is there
@@ -65,20 +63,14 @@ def _newest_saved(run_folder: Path) -> tuple[Path, dict[str, Any]] | None:
 def _saved_policy(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
     """Return a checkpoint's folder of the policy and what it says beside tensors. Raises UserError: it is damaged."""
     folder = checkpoint / POLICY
-    checkpoint_checksums(checkpoint).check(folder / COMMON)
     return folder, read_common(folder)
 
 
 def _peft_warnings(model: Path) -> list[str]:
-    base, what = base_of(model), f"model.path={model} is a converted folder"
-    if base is None:
-        return [
-            f"{what} that does not name its source, so exported adapters name a base that peft cannot load: convert "
-            "the same source to it again, which only notes where that is"
-        ]
-    if not (base / "config.json").is_file():
-        return [
-            f"{what} of {base}, which is not there, so exported adapters name a base that peft cannot load: put it "
-            "back, or convert it to model.path again from where it is, which only notes that"
-        ]
-    return []
+    base = base_of(model)
+    if (base / "config.json").is_file():
+        return []
+    return [
+        f"model.path={model} is a converted folder of {base}, which is not there: exported adapters name it as their "
+        "base, and peft cannot load them: put it back"
+    ]

@@ -10,20 +10,16 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mp.checkpoint.chunk_files import ChunkWriter, share_buffer
-from grpo_mp.checkpoint.describe import TORCH_DIST
 from grpo_mp.checkpoint.hf_reader import open_non_policy_tensors, read_non_policy_tensors
 from grpo_mp.checkpoint.hf_writer import Shard, begin_hf, complete_hf, write_shards
-from grpo_mp.checkpoint.manifest import Files, checksums
 from grpo_mp.checkpoint.peft_folder import write_peft
 from grpo_mp.checkpoint.run_state import (
     TrainState,
     begin_checkpoint,
     checkpoint_folder,
-    own_checksums,
     prune_checkpoints,
     write_manifest,
 )
@@ -198,23 +194,17 @@ class CheckpointSaver:
 
     def _write_rest(self, folder: Path, state: TrainState, first: Written, writers: Sequence[ChunkWriter]) -> None:
         """Write what the next update changes and complete the checkpoint; runs in a thread of each rank."""
-        rank, world_size, group = self._policy.parallel.rank, self._policy.parallel.world_size, self._group
+        rank, group = self._policy.parallel.rank, self._group
 
-        def write() -> tuple[Written, Files]:
-            written = {**first, **{writer.folder: writer.write() for writer in writers}}
-            return written, own_checksums(folder, rank, world_size)  # each rank reads those that it wrote
+        def write() -> Written:
+            return {**first, **{writer.folder: writer.write() for writer in writers}}
 
-        written, own_files = on_all_ranks(write, folder, group)
-        by_folder = gather_written(written, group)
-        files_by_rank: list[Files] | None = [{}] * world_size if rank == 0 else None
-        dist.gather_object(own_files, files_by_rank, dst=0, group=group)
+        by_folder = gather_written(on_all_ranks(write, folder, group), group)
 
         def complete() -> None:
-            if files_by_rank:
+            if rank == 0:
                 write_indexes(by_folder)
-                indexes = checksums(folder, [written_folder / TORCH_DIST for written_folder in by_folder])
-                files = {name: entry for own in (*files_by_rank, indexes) for name, entry in own.items()}
-                write_manifest(folder, state, files)
+                write_manifest(folder, state)
 
         on_all_ranks(complete, folder, group)
         if rank == 0:

@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from grpo_mp.algorithms.registries import POLICY_LOSSES
-from grpo_mp.checkpoint.manifest import CONVERSION_RECORD, Checksums
 from grpo_mp.checkpoint.run_state import (
     MANIFEST,
     TrainState,
@@ -214,28 +213,6 @@ def test_run_folders(name: str, tmp_path: Path) -> None:
     resolved = dump_settings(check_settings(MINIMAL_SETTINGS, "here"))
     refused(lambda: check_run_folder(run, resolved, resume=True))
     assert tree(tmp_path) == before
-
-
-RECORDS = (
-    "",
-    "[]",
-    "{}",
-    "null",
-    "{",
-    '{"parts": []}',
-    '{"parts": {"a": 3}}',
-    '{"parts": {"a": {"b": {"bytes": true}}}}',
-    '{"parts": {"a": {"b": {"bytes": 1}}}}',
-    '{"parts": {"a": {"b": {"bytes": "1", "xxh3_128": "x"}}}}',
-    '{"parts": {"a": {"b": {"bytes": 1, "xxh3_128": 3}}}}',
-    '{"parts": NaN}',
-    '{"parts": ' + "[" * 99_999,
-)
-
-
-@pytest.mark.parametrize("text", RECORDS, ids=lambda text: text[:40])
-def test_records_of_conversions(text: str, tmp_path: Path) -> None:
-    bad(lambda file: Checksums.of_conversion(file.parent), tmp_path / CONVERSION_RECORD, text.encode())
 
 
 @pytest.mark.parametrize("name", [*NOT_FILES, *NO_TEXT])

@@ -66,16 +66,16 @@ def test_fp8_is_compared_by_its_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_summary_counts_the_tensors_of_the_files(family: str, tmp_path: Path) -> None:
     make_tiny(tmp_path, family, make_tokenizer(["apples"]), num_hidden_layers=2, hidden_size=32)
-    summary = describe_hf(tmp_path)
+    rows = describe_hf(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    assert summary.family == family
-    assert summary.stored == summary.policy == sum(tensor.numel() for tensor in tensors.values())
-    assert summary.dtypes == {"float32": len(tensors)}
-    assert (summary.shards, summary.fp8) == (1, False)
-    assert summary.bytes == (tmp_path / "model.safetensors").stat().st_size
+    stored = sum(tensor.numel() for tensor in tensors.values())
     experts = {name: tensor.numel() for name, tensor in tensors.items() if ".experts." in name}
     config = json.loads((tmp_path / "config.json").read_text())
     counts = [config[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if config.get(key)]
     share = config["num_experts_per_tok"] / counts[0] if counts else 1.0
+    active = round(stored - sum(experts.values()) * (1 - share))
     assert bool(counts) == bool(experts)
-    assert summary.active == summary.stored - sum(experts.values()) * (1 - share)
+    assert rows["parameters"] == f"{stored:,} stored, {stored:,} of the policy, {active:,} active per token"
+    assert rows["architecture"].endswith(f"(family {family})")
+    assert (rows["format"], rows["dtypes"]) == ("Hugging Face", f"float32 x {len(tensors)}")
+    assert rows["shards"] == f"1 ({(tmp_path / 'model.safetensors').stat().st_size:,} bytes)"

@@ -14,7 +14,7 @@ from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.converted_reader import ConvertedReader, open_weights
 from grpo_mp.checkpoint.describe import compare_weights, describe_hf
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
-from grpo_mp.checkpoint.manifest import CONVERSION_RECORD
+from grpo_mp.checkpoint.resumable_writer import CONVERSION_RECORD
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.families import add_transformers_4_names
 from grpo_mp.models.fp8 import FP8, SCALE, quantize
@@ -141,21 +141,21 @@ def test_a_second_start_resumes(after: int, tmp_path: Path) -> None:
         reports: list[tuple[int, int]] = []
         convert(lambda written, total, reports=reports: reports.append((written, total)))
         assert sum(written for written, _ in reports) == reports[0][1]
-        parts = json.loads((final / CONVERSION_RECORD).read_text())["parts"]
+        parts = [*final.glob("part_*"), *final.glob("model-*")]
         assert len(reports) == len(parts) - after - 1  # while a part is reported, the next one reaches the disk
         convert(die_after(1))  # complete: nothing is written
     assert compare_weights(HfReader(model), HfReader(back)) == []
 
 
-def test_a_part_that_was_changed_is_written_again(tmp_path: Path) -> None:
+def test_an_unfinished_part_is_written_again(tmp_path: Path) -> None:
     model, megatron = make_model(tmp_path / "model"), tmp_path / "megatron"
     with pytest.raises(MachineDiedError):
         to_megatron(model, megatron, die_after(2), PART_BYTES)
-    file = next((tmp_path / "megatron.incomplete").glob("part_00000/*.distcp"))
-    file.write_bytes(file.read_bytes()[:-100])
-    (tmp_path / "megatron.incomplete" / ".tmpAbc").write_text("as safetensors writes before it renames")
+    incomplete = tmp_path / "megatron.incomplete"
+    (incomplete / "part_00000").rename(incomplete / "unfinished_part_00000")
+    (incomplete / ".tmpAbc").write_text("as safetensors writes before it renames")
     to_megatron(model, megatron, no_progress, PART_BYTES)
-    assert not (megatron / ".tmpAbc").exists()
+    assert not [*megatron.glob("unfinished*"), *megatron.glob(".tmp*")]
     to_hf(megatron, tmp_path / "back", None, False, no_progress)
     assert compare_weights(HfReader(model), HfReader(tmp_path / "back")) == []
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_mp.checkpoint.run_state import checkpoint_folder, own_checksums, read_manifest, write_manifest
+from grpo_mp.checkpoint.run_state import checkpoint_folder, read_manifest, write_manifest
 from tests.e2e.conftest import LAST_STEP, FinishedRun, Outcome, StartJob, finished_settings, outcome
 from tests.e2e.jobs import ALONE, LAUNCH, read_jsonl, spans
 
@@ -41,7 +41,7 @@ def damage(run: Path, step: int, folder: Path) -> None:
     """Make a checkpoint after the next step, of which a bit has flipped."""
     checkpoint = checkpoint_folder(folder, step + 1)
     shutil.copytree(checkpoint_folder(run, step), checkpoint)
-    write_manifest(checkpoint, replace(read_manifest(checkpoint), step=step + 1), own_checksums(checkpoint, 0, 1))
+    write_manifest(checkpoint, replace(read_manifest(checkpoint), step=step + 1))
     file = max(checkpoint.rglob("*.distcp"), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

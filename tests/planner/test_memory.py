@@ -271,21 +271,19 @@ def test_a_step_waits_for_the_weights_of_its_checkpoint_only() -> None:
         for async_save in (True, False)
     )
     assert beside.uses[SubPhase.SAVE].disk_bytes == pytest.approx(QWEN * 2)
-    assert waiting.uses[SubPhase.SAVE].disk_bytes == pytest.approx(QWEN * 2 * 8)
+    assert waiting.uses[SubPhase.SAVE].disk_bytes == pytest.approx(QWEN * 8)
     assert beside.step_s < waiting.step_s
 
 
-def test_a_save_writes_and_reads_the_reference_that_is_updated() -> None:
-    """Two bytes a parameter, for which the step waits; they are read for their checksums, and at each start."""
+def test_a_save_writes_the_reference_that_is_updated() -> None:
+    """Two bytes a parameter, for which the step waits."""
     kept, updated = (
         make_plan(job_of("qwen2.5-7b", "h100-80", 1, algorithm={"kl": {"coef": 0.1, "ref_update_every": every}}))
         for every in (0, 5)
     )
     (weights, rest), (more_weights, more_rest) = save_uses(kept.job), save_uses(updated.job)
     assert more_weights.disk_bytes - weights.disk_bytes == pytest.approx(QWEN * 2)
-    assert more_rest.disk_bytes - rest.disk_bytes == pytest.approx(QWEN * 2)
-    loads = [plan.uses[SubPhase.LOAD].disk_bytes for plan in (kept, updated)]
-    assert loads[1] - loads[0] == pytest.approx(QWEN * 2)
+    assert more_rest.disk_bytes == pytest.approx(rest.disk_bytes)
 
 
 def test_all_state_is_saved_as_it_is_kept() -> None:

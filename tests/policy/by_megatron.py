@@ -1,15 +1,14 @@
-"""Load a converted checkpoint with Megatron's own loader, and save as former versions of grpo_mp did."""
+"""Load a converted checkpoint, and save weights, by Megatron itself."""
 
-import shutil
 from pathlib import Path
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from grpo_mp.policy.former_checkpoint import METADATA
 from grpo_mp.policy.policy import Policy
-from tests.save_policy import save_policy
+
+METADATA = {"singleton_local_shards": False}  # of the format of the weights
 
 
 def load_by_megatron(policy: Policy, folder: Path) -> None:
@@ -30,14 +29,8 @@ def load_by_megatron(policy: Policy, folder: Path) -> None:
 
 
 def save_by_megatron(policy: Policy, folder: Path) -> None:
-    """Save weights, and what is beside them, by Megatron; of the optimizer's state nothing has changed. One rank."""
-    new = folder.with_name(f"{folder.name}_new")
-    new.mkdir()
-    save_policy(policy, new)
-    common = torch.load(new / "common.pt", weights_only=True)
-    model = policy.models()[0].sharded_state_dict(metadata=dict(METADATA))
-    dist_checkpointing.save({"model": model} | common, str(folder))
-    shutil.move(new / "optimizer", folder)
+    """Save the weights of one rank by Megatron."""
+    dist_checkpointing.save({"model": policy.models()[0].sharded_state_dict(metadata=dict(METADATA))}, str(folder))
 
 
 def copies(policy: Policy) -> dict[str, torch.Tensor]:

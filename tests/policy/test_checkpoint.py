@@ -18,7 +18,6 @@ from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
 from grpo_mp.utils.errors import UserError
 from tests.checkpoint.helpers import malicious_pickle
 from tests.planner.jobs import BASE
-from tests.policy.by_megatron import save_by_megatron
 from tests.save_policy import save_policy
 
 
@@ -115,17 +114,6 @@ def test_a_full_disk_is_one_sentence(policy: Policy, tmp_path: Path, monkeypatch
     monkeypatch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", full)
     with pytest.raises(UserError, match=r"cannot be written \(rank 0\): .*No space left on device"):
         save_policy(policy, tmp_path)
-
-
-def test_a_checkpoint_of_a_former_version_is_read(policy: Policy, tmp_path: Path) -> None:
-    (tmp_path / "policy").mkdir()
-    save_by_megatron(policy, tmp_path / "policy")
-    chunks = all_chunks(policy)
-    expected = [chunk.tensor.clone() for chunk in chunks]
-    for chunk in chunks:
-        chunk.tensor.zero_()
-    load_policy(policy, tmp_path / "policy")
-    assert all(torch.equal(chunk.tensor, before) for chunk, before in zip(chunks, expected, strict=True))
 
 
 def test_what_is_no_error_of_the_disk_is_raised_as_itself(parallel: Parallel, tmp_path: Path) -> None:

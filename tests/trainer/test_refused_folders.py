@@ -16,12 +16,11 @@ from grpo_mp.checkpoint.run_state import (
     begin_checkpoint,
     checkpoint_folder,
     claim_run_folder,
-    own_checksums,
     write_manifest,
 )
-from grpo_mp.checkpoint.weights_digest import weights_digest
 from grpo_mp.config import dump_settings, load_settings
 from grpo_mp.data.prompts import load_train_prompts
+from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.models.tokenizer import read_tokenizer
 from grpo_mp.train import main
 from grpo_mp.utils.errors import UserError
@@ -39,7 +38,7 @@ def saved_run(tiny_run: TinyRun, tmp_path: Path) -> Path:
     begin_checkpoint(checkpoint)
     (checkpoint / "policy").mkdir()
     (checkpoint / "policy" / "__0_0.distcp").write_bytes(b"weights")
-    write_manifest(checkpoint, TrainState(step=2), own_checksums(checkpoint, 0, 1))
+    write_manifest(checkpoint, TrainState(step=2))
     return run
 
 
@@ -75,7 +74,7 @@ def test_other_rows_than_those_of_the_steps_before(
     train = load_train_prompts(settings.data, tokenizer, settings.rollout.max_prompt_tokens)
     for data in (train.digest, "another"):
         checkpoint = saved_run / "checkpoints" / "step_000002"
-        write_manifest(checkpoint, TrainState(step=2, data=data), own_checksums(checkpoint, 0, 1))
+        write_manifest(checkpoint, TrainState(step=2, data=data))
         if data == train.digest:
             main([str(tiny_run.config), f"run.folder={saved_run}", "--dry-run", "--ranks", "2"])
             assert capfd.readouterr().err == ""
@@ -102,8 +101,8 @@ def test_adapters_for_other_weights(
         (checkpoint / "policy").mkdir()
         assert settings.model.lora
         adapters = settings.model.lora.description
-        torch.save({"base": weights_digest(base), "adapters": adapters}, checkpoint / "policy" / "common.pt")
-        write_manifest(checkpoint, TrainState(step=2), own_checksums(checkpoint, 0, 1))
+        torch.save({"base": model_digest(base), "adapters": adapters}, checkpoint / "policy" / "common.pt")
+        write_manifest(checkpoint, TrainState(step=2))
         if base == tiny_run.model:
             main([str(tiny_run.config), f"run.folder={run}", LORA, "--dry-run", "--ranks", "2"])
             assert capfd.readouterr().err == ""
@@ -124,7 +123,7 @@ def test_a_checkpoint_given_with_other_settings_of_adapters(
     (checkpoint / "policy").mkdir()
     common = checkpoint / "policy" / "common.pt"
     torch.save({}, common)
-    write_manifest(checkpoint, TrainState(step=2), own_checksums(checkpoint, 0, 1))
+    write_manifest(checkpoint, TrainState(step=2))
 
     def read(*overrides: str) -> Any:
         arguments = [str(tiny_run.config), *overrides, "--checkpoint", str(checkpoint)]

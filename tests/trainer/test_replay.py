@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from grpo_mp.batching.exchange import sample_infos
-from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, own_checksums, write_manifest
+from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder, write_manifest
 from grpo_mp.config import Settings, dump_settings, load_settings
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.models.hf_config import HfConfig
@@ -242,7 +242,7 @@ def test_the_command_passes_over_a_damaged_checkpoint(
         checkpoint = checkpoint_folder(run, step)
         checkpoint.mkdir(parents=True)
         (checkpoint / "common.pt").write_bytes(b"weights")
-        write_manifest(checkpoint, TrainState(step=step), own_checksums(checkpoint, 0, 1))
+        write_manifest(checkpoint, TrainState(step=step))
     (checkpoint_folder(run, 2) / "common.pt").write_bytes(b"weig")
     start = [str(tiny_run.config), f"run.folder={run}", "run.steps=2", "--dry-run", "--ranks", "2", "--replay"]
     (run / "settings.yaml").write_text(dump_settings(replay_settings(load_settings(tiny_run.config, start[1:3]))))

@@ -17,7 +17,6 @@ from grpo_mp.checkpoint.run_state import (
     TrainState,
     checkpoint_folder,
     complete_checkpoints,
-    own_checksums,
     read_manifest,
     write_manifest,
 )
@@ -58,7 +57,7 @@ def save(run: Path, step: int) -> Path:
     for number, name in enumerate(FILES[:-1]):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(Random(step + number).randbytes(2000))
-    write_manifest(folder, TrainState(step=step), own_checksums(folder, 0, 1))
+    write_manifest(folder, TrainState(step=step))
     return folder
 
 
@@ -70,17 +69,11 @@ def cut(file: Path, random: Random) -> None:
     file.write_bytes(file.read_bytes()[: random.randrange(file.stat().st_size)])
 
 
-def flip(file: Path, random: Random) -> None:
-    content = bytearray(file.read_bytes())
-    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
-    file.write_bytes(content)
-
-
 def remove(file: Path, random: Random) -> None:
     file.unlink()
 
 
-@pytest.mark.parametrize("damage", [cut, flip, remove])
+@pytest.mark.parametrize("damage", [cut, remove])
 def test_damage_anywhere_is_noticed_and_the_one_before_is_taken(
     job: SimpleNamespace, tmp_path: Path, damage: Callable[[Path, Random], None]
 ) -> None:
@@ -98,7 +91,7 @@ def test_damage_anywhere_is_noticed_and_the_one_before_is_taken(
         assert newest_first(run) == [former]
 
 
-@pytest.mark.parametrize("damage", [cut, flip])
+@pytest.mark.parametrize("damage", [cut, remove])
 def test_damage_anywhere_in_what_a_run_has_saved_is_noticed(
     job: SimpleNamespace, saved: Path, tmp_path: Path, damage: Callable[[Path, Random], None]
 ) -> None:
@@ -107,8 +100,7 @@ def test_damage_anywhere_in_what_a_run_has_saved_is_noticed(
     files = sorted(str(file.relative_to(source)) for file in source.rglob("*") if file.is_file())
     assert {MANIFEST, "policy/common.pt", "policy/.metadata", "policy/optimizer/.metadata"} <= set(files)
     former, newest = save(tmp_path, 2), checkpoint_folder(tmp_path, 4)
-    for case in range(CASES):
-        name = files[case] if case < len(files) else random.choice(files)
+    for case, name in enumerate(name for name in files if name != MANIFEST or damage is cut):
         shutil.copytree(source, newest, copy_function=os.link)
         (newest / name).unlink()
         shutil.copyfile(source / name, newest / name)
@@ -129,7 +121,7 @@ def test_a_file_that_cannot_be_read_is_damage(
 ) -> None:
     """Whether the system says so when it is opened, or looked up."""
     read, look_up = Path.open, Path.stat
-    for call in ("open", "stat") if name != MANIFEST else ("open",):
+    for call in ("stat",) if name != MANIFEST else ("open",):
         run = tmp_path / call
         former, newest = save(run, 2), save(run, 4)
 
@@ -163,7 +155,9 @@ def test_a_folder_in_place_of_a_file_is_damage(job: SimpleNamespace, tmp_path: P
 def test_without_a_whole_one_all_are_left_as_they_are(job: SimpleNamespace, tmp_path: Path) -> None:
     for step in (2, 4):
         cut(save(tmp_path, step) / FILES[1], Random(0))
-    with pytest.raises(UserError, match=r"step_000004/policy/weights/__0_0\.distcp is missing or cut short"):
+    with pytest.raises(
+        UserError, match=r"damaged checkpoint, policy/weights/__0_0\.distcp is missing or cut short"
+    ):
         find_whole_checkpoint(newest_first(tmp_path), job)
     assert len(newest_first(tmp_path)) == 2
     assert find_whole_checkpoint([], job) == (None, [])

@@ -144,7 +144,7 @@ def test_a_resumed_run_has_the_weights_of_its_checkpoint(parallel: Parallel, tin
         folder = checkpoint_folder(tmp_path, step)
         (folder / "policy").mkdir(parents=True)
         save_policy(policy, folder / "policy")
-        write_manifest(folder, TrainState(step=step), {})
+        write_manifest(folder, TrainState(step=step))
         saved = {name: tensor.detach().clone() for name, tensor in policy.tensors.items()}
         checkpoint, with_reference = latest_checkpoint(settings.run.folder), settings.algorithm.kl.measured_share > 0
         resumed = build_policy(settings, parallel, TrainState(step=step), checkpoint, with_reference)

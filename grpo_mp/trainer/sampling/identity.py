@@ -10,7 +10,6 @@ from typing import Any
 import xxhash
 
 from grpo_mp.checkpoint.run_state import METRICS, complete_checkpoints
-from grpo_mp.checkpoint.weights_digest import weights_digest
 from grpo_mp.config import Settings
 from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.utils.errors import UserError
@@ -41,7 +40,6 @@ NEUTRAL = re.compile(
 )
 DIFFERENCES = {
     "model": "the model's files differ",
-    "weights": "the model's weights differ",
     "prompts": "the prompts, or their answers, differ",
 }
 
@@ -52,7 +50,6 @@ class SamplingIdentity:
 
     settings: Mapping[str, Any]  # by dotted name
     model: str  # digest of its files
-    weights: str  # digest of its tensors; answers of older versions have none
     data: Mapping[str, str]  # digest of each file, by its path; of users' code, too
     prompts: str  # digest of what was read of them
 
@@ -64,7 +61,7 @@ class SamplingIdentity:
         data = {str(file): file_digest(file) for file in sorted(files) if file.is_file()}
         data |= file_digests(chosen)
         decisive = {name: value for name, value in _dotted(chosen) if not NEUTRAL.fullmatch(name)}
-        return cls(decisive, model_digest(model), weights_digest(model), data, prompts)
+        return cls(decisive, model_digest(model), data, prompts)
 
     @property
     def settings_digest(self) -> str:
@@ -83,10 +80,7 @@ def check_folder(folder: Path, identity: SamplingIdentity) -> None:
         raise UserError(f"{folder} holds a training run: choose another --out")
     if not (folder / FILE).exists():
         return
-    before = read_json(folder / FILE)
-    if isinstance(before, dict):
-        before.setdefault("weights", identity.weights)
-    if difference := _difference(before, asdict(identity)):
+    if difference := _difference(read_json(folder / FILE), asdict(identity)):
         raise UserError(f"{folder} holds answers of another sampling ({difference}): choose another --out, or move it")
 
 
