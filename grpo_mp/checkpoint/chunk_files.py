@@ -1,149 +1,212 @@
-"""Rectangles of Hugging Face tensors as files: each rank writes its own, and reads any from those that others wrote.
+"""Rectangles of Hugging Face tensors in files: each rank writes its own and reads any that other ranks wrote.
 
-By torch's distributed checkpoint, which reads any rectangles from any others: so any layout loads what any layout
-saved, no rank gathers anything, and nothing is widened. Writing needs no other rank, so it may go on in a thread; the
-index, `.metadata`, is written last, from what all ranks have written.
+A folder holds one file of raw bytes per rank and an index, written last, of where each rectangle lies. So any layout
+loads what any layout saved, no rank gathers a tensor, and values keep their dtype. Ranks write independently, in a
+background thread if need be.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from io import FileIO
-from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from grpo_mp.checkpoint.safe_metadata import SafeReader, read_metadata
-from grpo_mp.checkpoint.torch_dist_reader import find_elements, memory_of, read_at
 from grpo_mp.platform.pinned import PinnedBuffer
-from grpo_mp.utils.errors import UserError, one_line
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.files import sync_to_disk
+from grpo_mp.utils.reading import read_json
 
+INDEX = "chunks.json"
 PAGE_BYTES = 4096  # a disk reads no less
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A rectangle of one Hugging Face tensor: `tensor` is a view of what this rank keeps."""
+    """A rectangle of one Hugging Face tensor, a vector or matrix. `tensor` views this rank's memory."""
 
-    name: str  # of what is kept and of the Hugging Face tensor: exp_avg/model.norm.weight
-    shape: tuple[int, ...]  # of the Hugging Face tensor
-    offsets: tuple[int, ...]
+    name: str  # exp_avg/model.norm.weight
+    shape: Shape  # of the Hugging Face tensor
+    offsets: Shape
     tensor: Tensor
-    is_replica: bool  # another rank keeps and saves the same
-
-    @property
-    def index(self) -> MetadataIndex:
-        """Return its key in torch's plans."""
-        return MetadataIndex(self.name, torch.Size(self.offsets))
-
-    @property
-    def storage(self) -> ChunkStorageMetadata:
-        """Return its place in the Hugging Face tensor."""
-        return ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.shape)
+    is_replica: bool  # another rank saves the same
 
 
 @dataclass(frozen=True)
-class WrittenChunks:
-    """What one rank has written into a folder."""
+class StoredPiece:
+    """Where some rows of a chunk lie: `sizes` elements from byte `start` of a file."""
 
-    plan: SavePlan
-    results: list[WriteResult]
+    file: str
+    start: int
+    offsets: Shape  # in the Hugging Face tensor
+    sizes: Shape
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """The pieces of one Hugging Face tensor."""
+
+    shape: Shape
+    dtype: torch.dtype
+    pieces: list[StoredPiece]
+
+
+WrittenChunks = dict[str, StoredTensor]  # by name
 
 
 class ChunkWriter:
-    """Writes one rank's chunks that are no replicas, a piece at a time.
+    """Writes one rank's chunks, except replicas, a piece at a time.
 
-    `write` in another thread than the loop's needs `share_buffer` before.
+    To `write` in a background thread, call `share_buffer` in the main thread first.
     """
 
     def __init__(self, folder: Path, rank: int, chunks: Iterable[TensorChunk], piece_bytes: int) -> None:
-        """Take the chunks, whose tensors must stay as they are until `write` returns; makes the folder."""
-        pieces = [piece for chunk in chunks if not chunk.is_replica for piece in _pieces(chunk, piece_bytes)]
-        self.folder = folder
-        self._planner = _ChunkSavePlanner(pieces)
-        self._writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # one piece at a time
-        self._writer.set_up_storage_writer(is_coordinator=False, rank=rank, use_collectives=False)
-        self._plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
+        """Make the folder. The chunks' tensors must not change until `write` returns."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._file = folder, folder / f"rank_{rank:05d}.bin"
+        self._pieces = [piece for chunk in chunks if not chunk.is_replica for piece in _pieces(chunk, piece_bytes)]
+        on_device = [piece.tensor.nbytes for piece in self._pieces if piece.tensor.device.type != "cpu"]
+        self.staged_bytes = max(on_device, default=0)
+        self.buffer: PinnedBuffer | None = None  # of `staged_bytes` or more
 
     def write(self) -> WrittenChunks:
-        """Write them; no other rank need be there."""
-        if self._planner.buffer is None:
+        """Write the chunks to disk; return where they are."""
+        if self.buffer is None:
             share_buffer([self])
-        return WrittenChunks(self._plan, self._writer.write_data(self._plan, self._planner).wait())
+        written: WrittenChunks = {}
+        with self._file.open("wb") as stream:
+            for piece in self._pieces:
+                stored = StoredTensor(piece.shape, piece.tensor.dtype, [])
+                place = StoredPiece(self._file.name, stream.tell(), piece.offsets, tuple(piece.tensor.shape))
+                written.setdefault(piece.name, stored).pieces.append(place)
+                stream.write(memory_of(self._on_host(piece.tensor)))
+            stream.flush()
+            os.fsync(stream.fileno())
+        return written
+
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            return tensor
+        assert self.buffer
+        host = self.buffer.tensors[0][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return host.copy_(tensor)
 
 
 def share_buffer(writers: Sequence[ChunkWriter]) -> list[ChunkWriter]:
-    """Make one pinned buffer for writers that write one after the other, and return them.
+    """Give writers that write one after the other one pinned buffer, and return them.
 
-    It lives as long as they do. In a thread that writes, it would be made for another GPU, the first.
+    A background thread must not allocate it: there the current GPU would be the first one.
     """
-    size = max(writer._planner.staged_bytes for writer in writers)
+    size = max(writer.staged_bytes for writer in writers)
     buffer = PinnedBuffer([torch.empty(size, dtype=torch.uint8, device="meta")])
     for writer in writers:
-        writer._planner.buffer = buffer
+        writer.buffer = buffer
     return list(writers)
 
 
-def write_index(folder: Path, written: Sequence[WrittenChunks]) -> None:
-    """Make what all ranks have written into a folder readable: write its index."""
-    _, metadata = create_default_global_save_plan([one.plan for one in written])
-    writer = dcp.FileSystemWriter(folder, sync_files=False)
-    writer.set_up_storage_writer(is_coordinator=True)
-    writer.finish(metadata, [one.results for one in written])
+def write_index(folder: Path, written: Iterable[WrittenChunks]) -> None:
+    """Make a folder readable once all ranks have written: write its index."""
+    index: dict[str, Any] = {}
+    for name, stored in (item for by_rank in written for item in by_rank.items()):
+        entry = {"shape": stored.shape, "dtype": str(stored.dtype).removeprefix("torch."), "pieces": []}
+        index.setdefault(name, entry)["pieces"] += [list(vars(piece).values()) for piece in stored.pieces]
+    (folder / INDEX).write_text(json.dumps(index))
+    sync_to_disk(folder / INDEX)
+
+
+def read_index(folder: Path) -> Mapping[str, StoredTensor]:
+    """Return the stored tensors of a folder by name."""
+    try:
+        return {
+            name: StoredTensor(
+                tuple(entry["shape"]),
+                getattr(torch, entry["dtype"]),
+                [StoredPiece(file, start, tuple(at), tuple(sizes)) for file, start, at, sizes in entry["pieces"]],
+            )
+            for name, entry in read_json(folder / INDEX).items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{folder / INDEX} is damaged: copy it again") from error
 
 
 def read_chunks(chunks: Iterable[TensorChunk], folder: Path, piece_bytes: int) -> None:
-    """Fill this rank's chunks from what any layout saved, through `piece_bytes` of memory at most, or one row.
+    """Fill this rank's chunks from what any layout saved, through at most `piece_bytes` of host memory, or one row.
 
-    No more is read than the chunks are, but for gaps between rows of less than a page.
-    Raises UserError where a part of one is missing, or the folder is damaged.
+    Only the needed bytes are read, and gaps of less than a page between rows.
     """
-    read_metadata(folder)  # its errors are sentences, which torch would replace by its own
-    with _one_sentence(folder):
-        planner = _ChunkLoadPlanner(chunks, folder)
-        dcp.load({}, storage_reader=_RectangleReader(folder, piece_bytes), planner=planner, no_dist=True)
+    index = read_index(folder)
+    overlaps = [overlap for chunk in chunks for overlap in _overlaps(chunk, index, folder)]
+    overlaps.sort(key=lambda overlap: (overlap.piece.file, overlap.piece.start))
+    with ExitStack() as stack:
+        files: dict[str, FileIO] = {}
+        for overlap in overlaps:
+            name = overlap.piece.file
+            if name not in files:
+                files[name] = stack.enter_context((folder / name).open("rb", buffering=0))
+            overlap.read(files[name], piece_bytes)
 
 
-@contextmanager
-def _one_sentence(folder: Path) -> Iterator[None]:
-    """Raise as UserError what torch collects with a stack trace."""
-    try:
-        yield
-    except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        if isinstance(cause, UserError):
-            raise cause from error
-        raise UserError(f"{folder}: the checkpoint cannot be read: {one_line(cause)}") from error
+@dataclass(frozen=True)
+class _Overlap:
+    """The part of a stored piece that a chunk needs: rows and columns of either; a vector is a matrix of one column."""
+
+    piece: StoredPiece
+    dtype: torch.dtype
+    rows: range  # of the piece
+    columns: range
+    target: Tensor  # [rows, columns] of the chunk
+
+    def read(self, stream: FileIO, strip_bytes: int) -> None:
+        """Fill the target, a strip of rows at a time."""
+        width = self.piece.sizes[1] if len(self.piece.sizes) > 1 else 1
+        itemsize, columns = self.dtype.itemsize, self.columns
+        if len(self.rows) > 1 and (width - len(columns)) * itemsize < PAGE_BYTES:
+            columns = range(width)  # one read for many rows
+        count = max(1, strip_bytes // max(1, len(columns) * itemsize))
+        strip = torch.empty(min(count, len(self.rows)), len(columns), dtype=self.dtype)
+        for done in range(0, len(self.rows), count):
+            part = strip[: len(self.rows) - done]
+            first = self.rows[done] * width + columns.start
+            reads = [part] if len(columns) == width else list(part)
+            for number, memory in enumerate(reads):
+                place = self.piece.start + (first + number * width) * itemsize
+                if not read_at(stream, place, memory_of(memory)):
+                    raise UserError(f"{stream.name} is cut short: copy it again")
+            shift = self.columns.start - columns.start
+            self.target[done : done + count].copy_(part[:, shift : shift + len(self.columns)])
+
+
+def _overlaps(chunk: TensorChunk, index: Mapping[str, StoredTensor], folder: Path) -> list[_Overlap]:
+    """Return the parts of stored pieces that make up a chunk."""
+    stored, found = index.get(chunk.name), list[_Overlap]()
+    matrix = chunk.tensor.view(-1, 1) if chunk.tensor.dim() == 1 else chunk.tensor
+    for piece in stored.pieces if stored and stored.shape == chunk.shape else ():
+        bounds = [
+            (max(start, other), min(start + size, other + other_size))
+            for start, size, other, other_size in zip(
+                chunk.offsets, chunk.tensor.shape, piece.offsets, piece.sizes, strict=True
+            )
+        ]
+        if stored and all(start < stop for start, stop in bounds):
+            (rows, own_rows), *columns = [
+                (range(start - at, stop - at), slice(start - own, stop - own))
+                for (start, stop), at, own in zip(bounds, piece.offsets, chunk.offsets, strict=True)
+            ]
+            of_row, own_columns = columns[0] if columns else (range(1), slice(0, 1))
+            found.append(_Overlap(piece, stored.dtype, rows, of_row, matrix[own_rows, own_columns]))
+    if sum(overlap.target.numel() for overlap in found) != chunk.tensor.numel():
+        raise UserError(
+            f"{folder}: the checkpoint lacks {chunk.name} {list(chunk.shape)} or a part of it: it is another model's, "
+            "another optimizer's, or of another version of grpo_mp"
+        )
+    return found
 
 
 def _pieces(chunk: TensorChunk, piece_bytes: int) -> Iterator[TensorChunk]:
@@ -154,198 +217,36 @@ def _pieces(chunk: TensorChunk, piece_bytes: int) -> Iterator[TensorChunk]:
         yield replace(chunk, offsets=offsets, tensor=chunk.tensor[start : start + rows])
 
 
-class _ChunkSavePlanner(SavePlanner):
-    """Saves pieces as they are, from the memory that they are in; those of a device through one buffer."""
-
-    buffer: PinnedBuffer | None  # of `staged_bytes` or more
-
-    def __init__(self, pieces: Iterable[TensorChunk]) -> None:
-        self._pieces = {piece.index: piece for piece in pieces}
-        on_device = [piece.tensor.nbytes for piece in self._pieces.values() if piece.tensor.device.type != "cpu"]
-        self.staged_bytes, self.buffer = max(on_device, default=0), None
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None: ...
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan(
-            [
-                WriteItem(
-                    index,
-                    WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(
-                        piece.storage, TensorProperties.create_from_tensor(piece.tensor), torch.Size(piece.shape)
-                    ),
-                )
-                for index, piece in self._pieces.items()
-            ]
-        )
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        tensor = self._pieces[write_item.index].tensor
-        return _with_own_storage(tensor if tensor.device.type == "cpu" else self._on_host(tensor))
-
-    def _on_host(self, tensor: Tensor) -> Tensor:
-        assert self.buffer
-        host = self.buffer.tensors[0][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return host.copy_(tensor)
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the writable bytes of a contiguous tensor of the host."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
-def _with_own_storage(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same memory that is all of its storage.
-
-    torch copies any other to save it, and the copies of several pieces then wait for the garbage collector.
-    """
-    return torch.from_numpy(_as_bytes(tensor).numpy()).view(tensor.dtype).view(tensor.shape)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
-class _RectangleReader(SafeReader):
-    """Reads rectangles of pieces: into their place where that is memory of the host, else through a strip of rows."""
-
-    def __init__(self, folder: Path, strip_bytes: int) -> None:
-        super().__init__(folder)
-        self._strip_bytes = strip_bytes
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-        self._tensors = metadata.state_dict_metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        items = sorted(plan.items, key=lambda item: self._place(item)[:2])
-        for place, parts in groupby(items, key=self._place):
-            self._read_piece(place, list(parts), planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _place(self, item: ReadItem) -> tuple[str, int, int]:
-        info = self.storage_data[item.storage_index]
-        return info.relative_path, info.offset, info.length
-
-    def _read_piece(self, place: tuple[str, int, int], items: list[ReadItem], planner: LoadPlanner) -> None:
-        saved, number = self._tensors[items[0].storage_index.fqn], items[0].storage_index.index
-        assert isinstance(saved, TensorStorageMetadata)
-        assert number is not None  # create_read_items_for_chunk_list sets it
-        (name, start, length), sizes, dtype = place, tuple(saved.chunks[number].sizes), saved.properties.dtype
-        file = Path(self.path) / name
-        with file.open("rb", buffering=0) as stream:
-            elements = find_elements(stream, start, length, sizes, dtype.itemsize)
-            for item in items:
-                target = planner.resolve_tensor(item).detach()
-                if elements is None or not self._read(_Piece(stream, elements, sizes, dtype), item, target):
-                    raise UserError(f"{file}: a piece of {item.storage_index.fqn} is damaged: copy it again")
-
-    def _read(self, piece: "_Piece", item: ReadItem, target: Tensor) -> bool:
-        """Read an item; tell whether all of it is there."""
-        (first, *corner), lengths = item.storage_offsets, item.lengths
-        rows, before = piece.rows_as_read(lengths[0], tuple(corner), tuple(lengths[1:]))
-        whole = rows == tuple(lengths[1:])
-        if whole and target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous():
-            # By a view of its own: of a dimension of one row, a contiguous tensor may have any stride.
-            return piece.read(target.view(-1).view(lengths), first, before)
-        count = max(1, self._strip_bytes // max(1, prod(rows) * piece.dtype.itemsize))
-        strip = torch.empty((min(count, lengths[0]), *rows), dtype=piece.dtype)
-        for done in range(0, lengths[0], count):
-            part = strip[: lengths[0] - done]
-            if not piece.read(part, first + done, before):
-                return False
-            for dim, (wanted, has) in enumerate(zip(corner, before, strict=True), start=1):
-                part = part.narrow(dim, wanted - has, lengths[dim])
-            target[done : done + count].copy_(part)
-        return True
+def read_at(stream: FileIO, place: int, memory: memoryview) -> bool:
+    """Fill `memory` from a place in a file; return whether the file holds that much."""
+    while memory and (count := os.preadv(stream.fileno(), [memory], place)):
+        memory, place = memory[count:], place + count
+    return not memory
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A piece in a file: its elements lie one after the other from `elements` on."""
+class SavedTensors:
+    """Reads whole tensors of a folder."""
 
-    stream: FileIO
-    elements: int
-    sizes: Shape
-    dtype: torch.dtype
+    folder: Path
+    tensors: Mapping[str, StoredTensor]
 
-    def rows_as_read(self, count: int, corner: Shape, lengths: Shape) -> tuple[Shape, Shape]:
-        """Return sizes and offsets of what is read of each of `count` rows, of which a rectangle is wanted.
-
-        That is a range of the row's first dimension, or all of it where the gaps to the next row have no whole page.
-        """
-        row = self.sizes[1:]
-        if not row or (count > 1 and (row[0] - lengths[0]) * prod(row[1:]) * self.dtype.itemsize < PAGE_BYTES):
-            return row, (0,) * len(row)
-        return (lengths[0], *row[1:]), (corner[0], *(0 for _ in row[1:]))
-
-    def read(self, out: Tensor, first: int, before: Shape) -> bool:
-        """Fill `out`, contiguous, with rows from `first` on, each from `before` on; tell whether they are there."""
-        memory, row = memory_of(out), self.sizes[1:]
-        row_bytes, at = prod(row) * self.dtype.itemsize, self.elements
-        at += first * row_bytes
-        if tuple(out.shape[1:]) == row:
-            return read_at(self.stream, at, memory)
-        at += before[0] * prod(row[1:]) * self.dtype.itemsize
-        size = len(memory) // len(out)
-        return all(
-            read_at(self.stream, at + number * row_bytes, memory[number * size : (number + 1) * size])
-            for number in range(len(out))
-        )
-
-
-class _ChunkLoadPlanner(LoadPlanner):
-    """Reads the chunks of this rank from those that were saved; two may be of the same place (tied embeddings)."""
-
-    def __init__(self, chunks: Iterable[TensorChunk], folder: Path) -> None:
-        self._chunks, self._folder = defaultdict[str, list[TensorChunk]](list), folder
-        for chunk in chunks:
-            self._chunks[chunk.name].append(chunk)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        assert metadata is not None
-        self._saved = metadata.state_dict_metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([item for name, chunks in self._chunks.items() for item in self._read_items(name, chunks)])
-
-    def _read_items(self, name: str, chunks: list[TensorChunk]) -> list[ReadItem]:
-        saved, shape = self._saved.get(name), chunks[0].shape
-        items = (
-            create_read_items_for_chunk_list(name, saved, [chunk.storage for chunk in chunks])
-            if isinstance(saved, TensorStorageMetadata) and tuple(saved.size) == shape
-            else []
-        )
-        if sum(prod(item.lengths) for item in items) != sum(chunk.tensor.numel() for chunk in chunks):
-            raise UserError(
-                f"{self._folder}: the checkpoint lacks {name} {list(shape)} or a part of it: it is another model's, "
-                "another optimizer's, or of another version of grpo_mp"
-            )
-        return items
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise AssertionError("a checkpoint's pieces are tensors only")
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        number = read_item.dest_index.index
-        assert number is not None  # the position in the list that the items were made for
-        tensor = self._chunks[read_item.dest_index.fqn][number].tensor
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            tensor = tensor.narrow(dim, start, length)
+    def read(self, name: str, shape: Shape) -> Tensor:
+        """Return a tensor; refuse a folder that lacks it or has it in another shape."""
+        tensor = torch.empty(shape, dtype=self.dtype(name))
+        chunk = TensorChunk(name, shape, (0,) * len(shape), tensor, is_replica=False)
+        for overlap in _overlaps(chunk, self.tensors, self.folder):
+            with (self.folder / overlap.piece.file).open("rb", buffering=0) as stream:
+                overlap.read(stream, tensor.nbytes)
         return tensor
 
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the stored dtype of a tensor."""
+        if name not in self.tensors:
+            raise UserError(f"{self.folder}: the tensor {name} is missing: it is of another model")
+        return self.tensors[name].dtype

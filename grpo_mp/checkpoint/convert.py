@@ -33,7 +33,7 @@ from grpo_mp.checkpoint.resumable_writer import (
 )
 from grpo_mp.checkpoint.run_state import SETTINGS
 from grpo_mp.checkpoint.torch_dist import CheckpointSlot, merge_parts, slot_of, write_part
-from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader
+from grpo_mp.checkpoint.torch_dist_reader import SavedReader, TorchDistReader, open_checkpoint
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8, SCALE, quantize, requantize, scale_shape
 from grpo_mp.models.hf_config import HfConfig
@@ -138,7 +138,7 @@ class HfExporter:
     """
 
     model: ModelMapping
-    reader: TorchDistReader
+    reader: SavedReader | TorchDistReader
     original: HfReader | None
     non_policy: Mapping[str, HfReader]
     copies: Mapping[str, str]
@@ -235,7 +235,7 @@ def to_hf(
     """
     check_destination(source, destination)
     aux_source = like or _folder_with_config(source)
-    reader = TorchDistReader(source)
+    reader = open_checkpoint(source)
     model = ModelMapping.of(aux_source)
     if reader.has_layer(model.hf.int("num_hidden_layers")) and model.hf.get("num_nextn_predict_layers"):
         model = ModelMapping.of(aux_source, trains_mtp=True)  # the run has trained it

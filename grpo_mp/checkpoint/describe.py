@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from grpo_mp.checkpoint.chunk_files import INDEX
 from grpo_mp.checkpoint.hf_reader import HfReader, WeightsReader, check_layers, has_hf_weights
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
@@ -15,12 +16,22 @@ from grpo_mp.models.mapping import Param
 
 TORCH_DIST = ".metadata"  # the file that makes a folder a torch_dist checkpoint
 OPTIMIZER_FOLDER = "optimizer"  # in that of the weights: the state of the optimizer
-WEIGHT = "weight"  # of a run's checkpoints: weight/model.norm.weight is that Hugging Face tensor
+WEIGHT = "weight"  # in a run's checkpoints weight/model.norm.weight is that Hugging Face tensor
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Return whether the folder is in the torch_dist format, or a checkpoint of a run, which has it in `policy`."""
-    return (folder / TORCH_DIST).is_file() or (folder / "policy" / TORCH_DIST).is_file()
+    """Return whether the folder is in the torch_dist format."""
+    return (folder / TORCH_DIST).is_file()
+
+
+def is_saved(folder: Path) -> bool:
+    """Return whether the folder is a checkpoint of a run, or its folder `policy`."""
+    return (policy_folder(folder) / INDEX).is_file()
+
+
+def policy_folder(checkpoint: Path) -> Path:
+    """Return the folder of the policy in a run's checkpoint, or that folder itself."""
+    return checkpoint / "policy" if (checkpoint / "policy").is_dir() else checkpoint
 
 
 def is_converted(folder: Path) -> bool:

@@ -1,9 +1,10 @@
-"""Megatron's torch_dist format without a model: a parameter's slot in it, and writing it part by part.
+"""Megatron's torch_dist format without a model: a parameter's slot in it, its metadata, and writing it part by part.
 
 A checkpoint is a `.metadata` of torch.distributed.checkpoint that names every chunk's file, Megatron's metadata.json
 and common.pt. Tensors are full-model tensors, so any layout reads its shards of them.
 """
 
+import pickle
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,17 +17,35 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
-from grpo_mp.checkpoint.safe_metadata import read_metadata
+from grpo_mp.checkpoint.describe import TORCH_DIST
 from grpo_mp.models.mapping import Param
+from grpo_mp.utils.errors import UserError
 
 COMMON = "common.pt"
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.weight)\d+$")
+# `.metadata` is a pickle, which may come from anywhere: only the classes of the format are loaded, by module.
+METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.planner": {  # Megatron keeps the plans of a save for the next one
+        *("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    },
+    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
+    "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},  # older torch
+    "torch.serialization": {"_get_layout"},  # looks a layout up by its name
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "collections": {"OrderedDict", "defaultdict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +80,43 @@ def slot_of(param: Param, config: Mapping[str, Any]) -> CheckpointSlot:
         key = EXPERT.sub(r".mlp.experts.experts.\1", key)
         stacked.append((param.expert, param.experts))
     return CheckpointSlot(key, tuple(stacked), param.local_shape(1), param.vocabulary)
+
+
+class MetadataReader(FileSystemReader):
+    """torch's reader of a torch_dist folder, with this module's `read_metadata`."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Return the folder's metadata."""
+        metadata = read_metadata(Path(self.path))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read a folder's `.metadata`; refuse one that is damaged, or names anything outside the format."""
+    file = folder / TORCH_DIST
+    try:
+        with file.open("rb") as stream:
+            metadata = _Unpickler(stream).load()
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise ValueError("no list of tensors")
+    except ForeignNameError as error:
+        raise UserError(f"{file} names {error}, which is no part of a checkpoint: do not use this folder") from error
+    except Exception as error:
+        raise UserError(f"{file} is damaged ({type(error).__name__}): copy it again") from error
+    return metadata
+
+
+class ForeignNameError(pickle.UnpicklingError):
+    """A pickle names something outside its format."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in METADATA_CLASSES.get(module, ()):
+            raise ForeignNameError(f"{module}.{name}")
+        return super().find_class(module, name)
 
 
 def write_part(folder: Path, tensors: Iterable[tuple[CheckpointSlot, Tensor]]) -> None:

@@ -1,14 +1,10 @@
-"""Read a checkpoint, Megatron's torch_dist or a run's, one full parameter at a time, without a model.
-
-A run's checkpoint has weights by the names of Hugging Face tensors (policy/state_chunks.py), Megatron's by its own.
-"""
+"""Read a checkpoint, Megatron's torch_dist or a run's, one full parameter at a time, without a model."""
 
 import io
-import os
 import pickle
+import re
 from collections import OrderedDict, defaultdict
 from dataclasses import replace
-from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,11 +15,18 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER, TORCH_DIST, WEIGHT, is_torch_dist
+from grpo_mp.checkpoint.chunk_files import INDEX, SavedTensors, memory_of, read_at, read_index
+from grpo_mp.checkpoint.describe import (
+    OPTIMIZER_FOLDER,
+    TORCH_DIST,
+    WEIGHT,
+    is_saved,
+    is_torch_dist,
+    policy_folder,
+)
 from grpo_mp.checkpoint.hf_reader import LAYER as HF_LAYER
 from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
-from grpo_mp.checkpoint.safe_metadata import SafeReader
-from grpo_mp.checkpoint.torch_dist import LAYER, CheckpointSlot, sharded_tensor
+from grpo_mp.checkpoint.torch_dist import LAYER, CheckpointSlot, MetadataReader, sharded_tensor
 from grpo_mp.models.mapping import Param, unfuse
 from grpo_mp.utils.errors import UserError
 
@@ -33,44 +36,23 @@ OPTIMIZER = "optimizer."  # keys of the optimizer in checkpoints of Megatron its
 def read_into(file: Path, start: int, length: int, out: Tensor) -> bool:
     """Fill `out` from what torch.save wrote, `length` bytes at `start`; torch.load would copy the tensor twice.
 
-    Returns False, and reads nothing, for no plain tensor: as `find_elements`.
+    Returns False, and reads nothing, unless that is one contiguous tensor of this shape in a storage of its own.
     """
     with file.open("rb", buffering=0) as stream:
-        place = find_elements(stream, start, length, tuple(out.shape), out.itemsize) if out.is_contiguous() else None
-        return place is not None and read_at(stream, place, memory_of(out))
-
-
-def find_elements(stream: FileIO, start: int, length: int, shape: tuple[int, ...], itemsize: int) -> int | None:
-    """Return where the elements are in a file that torch.save wrote of a tensor, `length` bytes at `start`.
-
-    Returns None for no plain tensor: contiguous, of this shape, in a storage of its own.
-    """
-    view: Any = _create_file_view(stream, start, length)
-    archive: Any = torch._C.PyTorchFileReader(view)  # torch's annotations lack half of its methods
-    if not archive.has_record("byteorder") or archive.get_record("byteorder") != b"little":
-        return None
-    try:
-        layout = _TensorUnpickler(io.BytesIO(archive.get_record("data.pkl"))).load()
-    except pickle.UnpicklingError:
-        return None
-    if not isinstance(layout, tuple) or layout[1:] != (shape, torch.empty(shape, device="meta").stride()):
-        return None
-    record = f"data/{layout[0]}"
-    if archive.get_record_size(record) != prod(shape) * itemsize:
-        return None
-    return start + int(archive.get_record_offset(record))
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor of the host, which may be written."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
-
-
-def read_at(stream: FileIO, place: int, memory: memoryview) -> bool:
-    """Fill `memory` from a place in a file; tell whether so much is there."""
-    while memory and (count := os.preadv(stream.fileno(), [memory], place)):
-        memory, place = memory[count:], place + count
-    return not memory
+        view: Any = _create_file_view(stream, start, length)
+        archive: Any = torch._C.PyTorchFileReader(view)  # torch's annotations lack half of its methods
+        if not archive.has_record("byteorder") or archive.get_record("byteorder") != b"little":
+            return False
+        try:
+            layout = _TensorUnpickler(io.BytesIO(archive.get_record("data.pkl"))).load()
+        except pickle.UnpicklingError:
+            return False
+        if not isinstance(layout, tuple) or layout[1:] != (tuple(out.shape), out.stride()):
+            return False
+        record = f"data/{layout[0]}"
+        if not out.is_contiguous() or archive.get_record_size(record) != out.nbytes:
+            return False
+        return read_at(stream, start + int(archive.get_record_offset(record)), memory_of(out))
 
 
 class _TensorUnpickler(pickle.Unpickler):
@@ -90,15 +72,47 @@ class _TensorUnpickler(pickle.Unpickler):
         return str(pid[2])
 
 
-class TorchDistReader:
-    """Reads full parameters, one at a time."""
+class SavedReader:
+    """Reads the weights of a run's checkpoint, which have the names of Hugging Face tensors."""
 
     def __init__(self, folder: Path) -> None:
-        """Open a checkpoint, or a run's step; refuse one with missing or short files."""
-        self.folder = folder / "policy" if (folder / "policy").is_dir() else folder
+        """Open a checkpoint of a run, or its folder `policy`."""
+        self.folder = policy_folder(folder)
+        self._saved = SavedTensors(self.folder, read_index(self.folder))
+
+    def has_layer(self, number: int) -> bool:
+        """Return whether there are weights of a layer."""
+        return any(name.startswith(f"{WEIGHT}/model.layers.{number}.") for name in self._saved.tensors)
+
+    def check_layers(self, count: int) -> None:
+        """Refuse weights of more layers than `count`, and adapters."""
+        for name in self._saved.tensors:
+            if ".lora_A." in name:
+                raise UserError(
+                    f"{self.folder} holds adapters (model.lora) without the weights that they are for: the run's "
+                    "folders final and exports have both"
+                )
+            _check_layer(self.folder, name, HF_LAYER.match(name.removeprefix(f"{WEIGHT}/")), count)
+
+    def hf_dtype(self, param: Param, _: CheckpointSlot) -> torch.dtype:
+        """Return the dtype of a parameter."""
+        return self._saved.dtype(f"{WEIGHT}/{param.hf[0]}")
+
+    def read_hf(self, param: Param, _: CheckpointSlot) -> tuple[Tensor, ...]:
+        """Return the Hugging Face tensors of a parameter."""
+        names = zip(param.hf, param.shapes, strict=True)
+        return tuple(self._saved.read(f"{WEIGHT}/{name}", shape) for name, shape in names)
+
+
+class TorchDistReader:
+    """Reads full parameters of a torch_dist checkpoint, one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open a checkpoint; refuse one with missing or short files."""
+        self.folder = folder
         if not is_torch_dist(folder):
             raise UserError(f"{folder} is not a torch_dist checkpoint ({TORCH_DIST} is missing)")
-        self._reader = SafeReader(self.folder)
+        self._reader = MetadataReader(self.folder)
         self.metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self.metadata, True)
         ends: dict[str, int] = {}  # of the last tensor in each file
@@ -109,7 +123,6 @@ class TorchDistReader:
             if not file.is_file() or file.stat().st_size < end:
                 raise UserError(f"{file} is missing or cut short: copy it again")
         self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
-        self.has_hf_names = any(key.startswith(f"{WEIGHT}/") for key in self.metadata.state_dict_metadata)
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """Return the metadata of weights by key, without the optimizer's tensors."""
@@ -120,35 +133,22 @@ class TorchDistReader:
         }
 
     def has_layer(self, number: int) -> bool:
-        """Return whether a run's checkpoint has weights of a layer."""
-        return any(key.startswith(f"{WEIGHT}/model.layers.{number}.") for key in self.tensors())
+        """Return False: a conversion keeps the multi-token-prediction layer outside the policy."""
+        return False
 
     def check_layers(self, count: int) -> None:
-        """Raise UserError where there are weights of more layers than `count`, or adapters."""
+        """Refuse weights of more layers than `count`."""
         for key in self.tensors():
-            if ".lora_A." in key:
-                raise UserError(
-                    f"{self.folder} holds adapters (model.lora) without the weights that they are for: the run's "
-                    "folders final and exports have both"
-                )
-            layer = LAYER.match(key) or HF_LAYER.match(key.removeprefix(f"{WEIGHT}/"))
-            if layer and int(layer[1]) >= count:
-                raise UserError(f"{self.folder} contains {key}, but config.json has num_hidden_layers={count}")
+            _check_layer(self.folder, key, LAYER.match(key), count)
 
     def hf_dtype(self, param: Param, slot: CheckpointSlot) -> torch.dtype:
-        """Return the dtype of a parameter, which is in `slot` where Megatron wrote it. Raises as `dtype`."""
-        return self.dtype(_hf_slots(param)[0] if self.has_hf_names else slot)
-
-    def read_hf(self, param: Param, slot: CheckpointSlot) -> tuple[Tensor, ...]:
-        """Return the Hugging Face tensors of a parameter, which is in `slot` where Megatron wrote it."""
-        if not self.has_hf_names:
-            return unfuse(param, self.read(slot))
-        return tuple(self.read(tensor_slot) for tensor_slot in _hf_slots(param))
-
-    def dtype(self, slot: CheckpointSlot) -> torch.dtype:
-        """Return a parameter's dtype. Raises UserError where the checkpoint lacks it or has it in another shape."""
+        """Return the dtype of a parameter."""
         dtype: torch.dtype = self._tensor_metadata(slot).properties.dtype
         return dtype
+
+    def read_hf(self, param: Param, slot: CheckpointSlot) -> tuple[Tensor, ...]:
+        """Return the Hugging Face tensors of a parameter."""
+        return unfuse(param, self.read(slot))
 
     def read(self, slot: CheckpointSlot) -> Tensor:
         """Return the full parameter, without vocabulary padding."""
@@ -188,25 +188,31 @@ class TorchDistReader:
         return metadata
 
 
-def _hf_slots(param: Param) -> list[CheckpointSlot]:
-    """Return where a run's checkpoint has the Hugging Face tensors of a parameter."""
-    return [CheckpointSlot(f"{WEIGHT}/{name}", (), shape) for name, shape in zip(param.hf, param.shapes, strict=True)]
+def _check_layer(folder: Path, name: str, layer: re.Match[str] | None, count: int) -> None:
+    if layer and int(layer[1]) >= count:
+        raise UserError(f"{folder} contains {name}, but config.json has num_hidden_layers={count}")
 
 
-def describe_torch_dist(folder: Path) -> dict[str, str]:
-    """Return the rows that describe a checkpoint."""
-    reader = TorchDistReader(folder)
-    tensors = reader.tensors()
-    files = [file for file in reader.folder.rglob("*") if file.is_file()]
-    dtypes = sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in tensors.values()})
-    optimizer = (reader.folder / OPTIMIZER_FOLDER / TORCH_DIST).is_file()
-    step = str(read_manifest(folder).step) if (folder / MANIFEST).is_file() else "not a step of a run"
-    return {
-        "format": ("checkpoint of a run" if reader.has_hf_names else "Megatron torch_dist")
-        + (", with optimizer" if optimizer else ", weights only"),
-        "step": step,
-        "parameters": f"{sum(prod(tensor.size) for tensor in tensors.values()):,}",
+def open_checkpoint(folder: Path) -> SavedReader | TorchDistReader:
+    """Open a checkpoint of a run, or one in the torch_dist format."""
+    return SavedReader(folder) if is_saved(folder) else TorchDistReader(folder)
+
+
+def describe_checkpoint(folder: Path) -> dict[str, str]:
+    """Return the rows that describe a checkpoint of a run, or one in the torch_dist format."""
+    if is_saved(folder):
+        own = policy_folder(folder)
+        tensors = [(one.shape, one.dtype) for name, one in read_index(own).items() if name.startswith(f"{WEIGHT}/")]
+        optimizer = "with optimizer" if (own / OPTIMIZER_FOLDER / INDEX).is_file() else "weights only"
+        rows = {"format": f"checkpoint of a run, {optimizer}"}
+        rows |= {"step": str(read_manifest(folder).step)} if (folder / MANIFEST).is_file() else {}
+    else:
+        own, rows = folder, {"format": "Megatron torch_dist"}
+        tensors = [(tuple(one.size), one.properties.dtype) for one in TorchDistReader(folder).tensors().values()]
+    files = [file for file in own.rglob("*") if file.is_file()]
+    return rows | {
+        "parameters": f"{sum(prod(shape) for shape, _ in tensors):,}",
         "tensors": f"{len(tensors):,}",
-        "dtypes": ", ".join(dtypes),
+        "dtypes": ", ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in tensors})),
         "files": f"{len(files)} ({sum(file.stat().st_size for file in files):,} bytes)",
     }

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from grpo_mp.checkpoint.describe import compare_weights, describe_hf, is_torch_dist
+from grpo_mp.checkpoint.describe import compare_weights, describe_hf, is_saved, is_torch_dist
 from grpo_mp.checkpoint.resumable_writer import PART_BYTES, ProgressCallback, WorkerGroup
 from grpo_mp.utils.errors import USER_STATUS, UserError
 from grpo_mp.utils.log import log_to_terminal
@@ -45,10 +45,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _info(args: argparse.Namespace, console: Console) -> int:
-    if is_torch_dist(args.path):
-        from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist  # Megatron is slow to import
+    if is_torch_dist(args.path) or is_saved(args.path):
+        from grpo_mp.checkpoint.torch_dist_reader import describe_checkpoint  # Megatron is slow to import
 
-        rows = describe_torch_dist(args.path)
+        rows = describe_checkpoint(args.path)
     else:
         rows = describe_hf(args.path)
     table = Table.grid(padding=(0, 2))

@@ -5,7 +5,15 @@ from pathlib import Path
 import xxhash
 
 PARTS, PART_BYTES = 16, 2**16  # of each file that are read
-MODEL_FILES = ("*.safetensors", "**/*.distcp", "config.json", "tokenizer*.json", "chat_template.jinja", "manifest.json")
+MODEL_FILES = (
+    "*.safetensors",
+    "**/*.distcp",
+    "**/rank_*.bin",
+    "config.json",
+    "tokenizer*.json",
+    "chat_template.jinja",
+    "manifest.json",
+)
 
 
 def model_digest(folder: Path) -> str:

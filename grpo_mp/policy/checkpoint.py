@@ -1,9 +1,6 @@
 """Save and load a policy in pieces: weights, optimizer and learning-rate step; any layout can load them."""
 
-import errno
-import os
 import pickle
-import shutil
 from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -25,16 +22,14 @@ from grpo_mp.policy.trained_model import TrainedModel
 from grpo_mp.utils.errors import DiskError, UserError, one_line
 
 Value = TypeVar("Value")
-TORCH_WRITER = "inline_container"  # in what torch raises where it cannot write
 LEARNING_RATES = {"max_lr", "min_lr"}  # of a parameter group: those of the settings, which may have changed, hold
-FULL_BYTES = 2**20  # a disk with less free is full
 Written = Mapping[Path, WrittenChunks]  # what one rank has written, by folder
 
 
 def write_common(policy: TrainedModel, folder: Path) -> None:
     """Write the state that all ranks share; only rank 0 writes."""
     if policy.parallel.rank == 0:
-        content = BytesIO()  # torch would hide what the disk says
+        content = BytesIO()  # torch would report a full disk as RuntimeError
         torch.save(_common(policy), content)
         (folder / COMMON).write_bytes(content.getbuffer())
 
@@ -68,29 +63,18 @@ def on_all_ranks(work: Callable[[], Value], folder: Path, group: dist.ProcessGro
         value = work()
     except Exception as caught:  # noqa: BLE001 - the others wait for this rank; it is raised below
         error = caught
-    if error and not _is_of_disk(error):
-        all_gather((False, one_line(error) or type(error).__name__), group)
+    reason = (one_line(error) or type(error).__name__) if error else ""
+    of_disk = error is None or isinstance(error, OSError)
+    reasons: list[tuple[bool, str]] = all_gather((of_disk, reason), group)
+    if error and not of_disk:
         raise error
-    reasons: list[tuple[bool, str]] = all_gather((True, _reason(error, folder) if error else ""), group)
-    for rank, (of_disk, reason) in enumerate(reasons):
-        if not of_disk:
-            raise RuntimeError(f"rank {rank}, which was to write below {folder}: {reason}")
-    for rank, (_, reason) in enumerate(reasons):
-        if reason:
-            raise DiskError(f"{folder} cannot be written (rank {rank}): {reason}") from error
+    for rank, (is_disk_error, text) in enumerate(reasons):
+        if not is_disk_error:
+            raise RuntimeError(f"rank {rank}, which was to write below {folder}: {text}")
+    for rank, (_, text) in enumerate(reasons):
+        if text:
+            raise DiskError(f"{folder} cannot be written (rank {rank}): {text}") from error
     return value  # type: ignore[return-value]
-
-
-def _is_of_disk(error: Exception) -> bool:
-    """Return whether writing failed. Torch's writers report a full disk as RuntimeError, and other failures too."""
-    return isinstance(error, OSError) or (isinstance(error, RuntimeError) and TORCH_WRITER in str(error))
-
-
-def _reason(error: Exception, folder: Path) -> str:
-    """Return why writing failed; torch's writers do not report that a disk is full."""
-    if isinstance(error, RuntimeError) and shutil.disk_usage(folder).free < FULL_BYTES:
-        return os.strerror(errno.ENOSPC)
-    return one_line(error) or type(error).__name__
 
 
 def gather_written(written: Written, group: dist.ProcessGroup) -> dict[Path, list[WrittenChunks]]:

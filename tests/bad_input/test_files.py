@@ -21,7 +21,7 @@ from grpo_mp.checkpoint.run_state import (
     checkpoint_folder,
     read_manifest,
 )
-from grpo_mp.checkpoint.safe_metadata import read_metadata
+from grpo_mp.checkpoint.torch_dist import read_metadata
 from grpo_mp.cli.main import main
 from grpo_mp.config import check_settings, dump_settings
 from grpo_mp.distributed.ports import JOB_PORTS, claim_ports

@@ -1,7 +1,7 @@
 """Rectangles that other ranks wrote, in one process: each writes its share, another layout reads all."""
 
+from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -72,13 +72,13 @@ def test_what_is_read_goes_through_no_more_memory_than_a_piece(
     rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the loader, whatever the save had: here all in one. Two columns of three are read with the third."""
-    whole, sizes, read = torch.randn(1000, 3), list[int](), chunk_files._Piece.read
+    whole, sizes, read = torch.randn(1000, 3), list[int](), chunk_files.read_at
 
-    def watched(piece: chunk_files._Piece, out: torch.Tensor, *place: Any) -> bool:
-        sizes.append(out.nbytes)
-        return read(piece, out, *place)
+    def watched(stream: FileIO, place: int, memory: memoryview) -> bool:
+        sizes.append(len(memory))
+        return read(stream, place, memory)
 
-    monkeypatch.setattr(chunk_files._Piece, "read", watched)
+    monkeypatch.setattr(chunk_files, "read_at", watched)
     write_index(tmp_path, [ChunkWriter(tmp_path, 0, cut(whole, 1000, 3), whole.nbytes).write()])
     chunks = cut(torch.zeros(1000, 3), 1000, 2)
     read_chunks(chunks[:1], tmp_path, 12 * rows + 11)

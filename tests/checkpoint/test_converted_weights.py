@@ -12,7 +12,7 @@ from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.describe import compare_weights
 from grpo_mp.checkpoint.hf_reader import HfReader, read_non_policy_tensors
-from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
+from grpo_mp.checkpoint.torch_dist_reader import describe_checkpoint
 from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.policy import Policy
@@ -91,10 +91,10 @@ def test_a_converted_checkpoint_equals_its_export(model: Path, tmp_path: Path) -
     assert compare_weights(HfReader(tmp_path / "export"), HfReader(tmp_path / "back")) == []
     (difference,) = compare_weights(HfReader(model), HfReader(tmp_path / "back"))
     assert difference.name == "model.norm.weight"
-    rows = describe_torch_dist(tmp_path / "step")
+    rows = describe_checkpoint(tmp_path / "step")
     assert rows["format"] == "checkpoint of a run, with optimizer"
     to_megatron(model, tmp_path / "megatron", no_progress)
-    assert describe_torch_dist(tmp_path / "megatron")["parameters"] == rows["parameters"]
+    assert describe_checkpoint(tmp_path / "megatron")["parameters"] == rows["parameters"]
 
 
 def test_a_converted_folder_is_read_by_the_family_of_the_settings(tmp_path: Path) -> None:

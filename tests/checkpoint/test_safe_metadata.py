@@ -8,8 +8,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from grpo_mp.checkpoint.safe_metadata import read_metadata
-from grpo_mp.checkpoint.torch_dist_reader import describe_torch_dist
+from grpo_mp.checkpoint.torch_dist import read_metadata
+from grpo_mp.checkpoint.torch_dist_reader import describe_checkpoint
 from grpo_mp.utils.errors import UserError
 from tests.checkpoint.helpers import malicious_pickle, policy_of
 from tests.policy.by_megatron import save_by_megatron
@@ -29,7 +29,7 @@ def test_malicious_metadata_is_not_run(checkpoint: Path, tmp_path: Path) -> None
     shutil.copytree(checkpoint, tmp_path / "megatron")
     (tmp_path / "megatron" / ".metadata").write_bytes(malicious_pickle(tmp_path / "ran"))
     with pytest.raises(UserError, match=r"\.metadata names (posix|os)\.mkdir, which is no part of a checkpoint"):
-        describe_torch_dist(tmp_path / "megatron")
+        describe_checkpoint(tmp_path / "megatron")
     assert not (tmp_path / "ran").exists()
     with pytest.raises(AttributeError):
         FileSystemReader(tmp_path / "megatron").read_metadata()  # what torch does with it

@@ -41,7 +41,7 @@ def test_a_kill_in_the_background_write_leaves_the_former_checkpoint(start_job: 
     run = tmp_path / "run"
     second = checkpoint_folder(run, 2)
     job = start_job(f"run.folder={run}", *SMALL_PIECES)
-    job.wait_until(lambda: any((second / "policy").glob("*.distcp")))
+    job.wait_until(lambda: any((second / "policy").glob("*.bin")))
     kill(job)
     job.wait()
     assert not (second / MANIFEST).exists()

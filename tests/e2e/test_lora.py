@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from grpo_mp.checkpoint.convert import to_hf
-from grpo_mp.checkpoint.torch_dist_reader import TorchDistReader
+from grpo_mp.checkpoint.chunk_files import read_index
 from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.utils.errors import UserError
 from tests.conftest import TinyRun
@@ -46,7 +46,7 @@ def test_adapters_learn_resume_and_are_exported(start_job: StartJob, tiny_run: T
     rewards = [step["reward/mean"] for step in steps]
     assert sum(rewards[-2:]) > 1.3 * sum(rewards[:2])
     checkpoint = max((run / "checkpoints").iterdir())
-    assert all(".lora_" in name for name in TorchDistReader(checkpoint).tensors())
+    assert all(".lora_" in name for name in read_index(checkpoint / "policy"))
     with pytest.raises(UserError, match="holds adapters"):
         to_hf(checkpoint, tmp_path / "converted", model, False, lambda done, total: None)
     adapters = load_file(run / "final_adapter" / "adapter_model.safetensors")

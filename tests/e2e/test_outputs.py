@@ -84,7 +84,7 @@ def test_an_export_is_there_before_the_checkpoint_that_passes_it(run: Path) -> N
     """A start behind that checkpoint does not make it."""
     export, policy = run / "exports" / f"step_{LAST_STEP:06d}", checkpoint_folder(run, LAST_STEP) / "policy"
     exported = [file.stat().st_mtime for file in export.glob("*.safetensors")]
-    saved = [file.stat().st_mtime for file in policy.glob("**/*.distcp")]
+    saved = [file.stat().st_mtime for file in policy.glob("**/*.bin")]
     assert max(exported) < min(saved)
 
 

@@ -38,14 +38,12 @@ def replayed(run: FinishedRun, start_job: StartJob, folder: Path, *overrides: st
 
 
 def damage(run: Path, step: int, folder: Path) -> None:
-    """Make a checkpoint after the next step, of which a bit has flipped."""
+    """Make a checkpoint after the next step, of which a file is cut short."""
     checkpoint = checkpoint_folder(folder, step + 1)
     shutil.copytree(checkpoint_folder(run, step), checkpoint)
     write_manifest(checkpoint, replace(read_manifest(checkpoint), step=step + 1))
-    file = max(checkpoint.rglob("*.distcp"), key=lambda path: path.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    file = max(checkpoint.rglob("*.bin"), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-1])
 
 
 def values(folder: Path, after: int) -> list[Mapping[str, float]]:

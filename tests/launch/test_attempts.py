@@ -22,7 +22,7 @@ from grpo_mp.monitor.loggers import JsonLinesLogger
 from grpo_mp.utils.errors import UserError
 from tests.conftest import TinyRun
 
-SHARD = "policy/__0_0.distcp"
+SHARD = "policy/rank_00000.bin"
 Ask = Callable[..., int]
 
 
@@ -159,7 +159,7 @@ def test_steps_of_the_attempt_count(last: int, status: int, attempt: Path, ask: 
 
 
 def test_steps_after_a_checkpoint_that_the_ranks_set_aside_count(attempt: Path, ask: Ask, run_folder: Path) -> None:
-    """They compare checksums, which `begin` does not."""
+    """Until they have, `begin` counts from it."""
     newest = checkpoint_folder(run_folder, 10)
     newest.rename(newest.with_name(f"{newest.name}.damaged"))
     log_steps(run_folder, 1, range(1, 4), seconds=2.0)

@@ -10,18 +10,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from zipfile import ZipFile
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader
 
 from grpo_mp.platform import fake_cuda
 from tests.policy.late_streams import LateStreams
@@ -201,19 +198,10 @@ def place_of(chunk: Any) -> tuple[slice, ...]:
 
 
 def stored_bytes(folder: Path, model: Path) -> tuple[float, float]:
-    """Return the bytes of a checkpoint's files per parameter of the model: of tensors, and of all else.
-
-    The former are the records of data in the archives, one a piece, that torch writes one after the other into a file.
-    """
+    """Return the bytes of a checkpoint's files per parameter of the model: of tensors, and of all else."""
     parameters = sum(tensor.numel() for part in model.glob("*.safetensors") for tensor in load_file(part).values())
     total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    data = 0
-    for index in folder.rglob(".metadata"):
-        for piece in FileSystemReader(index.parent).read_metadata().storage_data.values():
-            with (index.parent / piece.relative_path).open("rb") as file:
-                file.seek(piece.offset)
-                with ZipFile(BytesIO(file.read(piece.length))) as archive:
-                    data += sum(entry.file_size for entry in archive.infolist() if "/data/" in entry.filename)
+    data = sum(file.stat().st_size for file in folder.rglob("*.bin"))
     return data / parameters, (total - data) / parameters
 
 

@@ -37,7 +37,7 @@ def saved_run(tiny_run: TinyRun, tmp_path: Path) -> Path:
     checkpoint = checkpoint_folder(run, 2)
     begin_checkpoint(checkpoint)
     (checkpoint / "policy").mkdir()
-    (checkpoint / "policy" / "__0_0.distcp").write_bytes(b"weights")
+    (checkpoint / "policy" / "rank_00000.bin").write_bytes(b"weights")
     write_manifest(checkpoint, TrainState(step=2))
     return run
 
@@ -54,9 +54,9 @@ def test_checkpoints_without_resume_are_refused(refuse: Refuse, saved_run: Path)
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"weigh")])
 def test_a_torn_checkpoint_to_resume_from(refuse: Refuse, saved_run: Path, damage: Callable[[Path], Any]) -> None:
-    damage(saved_run / "checkpoints" / "step_000002" / "policy" / "__0_0.distcp")
+    damage(saved_run / "checkpoints" / "step_000002" / "policy" / "rank_00000.bin")
     message = refuse()
-    assert "step_000002: damaged checkpoint, policy/__0_0.distcp is missing or cut short: copy it again" in message
+    assert "step_000002: damaged checkpoint, policy/rank_00000.bin is missing or cut short: copy it again" in message
     assert message.endswith("or rename step_000002 to resume from the one before")
 
 

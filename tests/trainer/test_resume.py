@@ -30,9 +30,9 @@ from tests.checkpoint.helpers import policy_of
 CASES = 50
 FILES = (
     "policy/common.pt",
-    "policy/weights/__0_0.distcp",
-    "policy/optimizer/__0_0.distcp",
-    "policy/.metadata",
+    "policy/weights/rank_00000.bin",
+    "policy/optimizer/rank_00000.bin",
+    "policy/chunks.json",
     MANIFEST,
 )
 
@@ -98,7 +98,7 @@ def test_damage_anywhere_in_what_a_run_has_saved_is_noticed(
     """Each time another file, in a newest checkpoint whose other files are links to the saved ones."""
     random, source = Random(1), checkpoint_folder(saved, 4)
     files = sorted(str(file.relative_to(source)) for file in source.rglob("*") if file.is_file())
-    assert {MANIFEST, "policy/common.pt", "policy/.metadata", "policy/optimizer/.metadata"} <= set(files)
+    assert {MANIFEST, "policy/common.pt", "policy/chunks.json", "policy/optimizer/chunks.json"} <= set(files)
     former, newest = save(tmp_path, 2), checkpoint_folder(tmp_path, 4)
     for case, name in enumerate(name for name in files if name != MANIFEST or damage is cut):
         shutil.copytree(source, newest, copy_function=os.link)
@@ -155,9 +155,7 @@ def test_a_folder_in_place_of_a_file_is_damage(job: SimpleNamespace, tmp_path: P
 def test_without_a_whole_one_all_are_left_as_they_are(job: SimpleNamespace, tmp_path: Path) -> None:
     for step in (2, 4):
         cut(save(tmp_path, step) / FILES[1], Random(0))
-    with pytest.raises(
-        UserError, match=r"damaged checkpoint, policy/weights/__0_0\.distcp is missing or cut short"
-    ):
+    with pytest.raises(UserError, match=r"damaged checkpoint, policy/weights/rank_00000\.bin is missing or cut short"):
         find_whole_checkpoint(newest_first(tmp_path), job)
     assert len(newest_first(tmp_path)) == 2
     assert find_whole_checkpoint([], job) == (None, [])

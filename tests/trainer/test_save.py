@@ -128,7 +128,7 @@ def test_weights_that_nothing_swaps_or_moves_are_written_beside_the_run(
     with saver_of(trainer, weights_stay=True) as saver:
         saver.save(TrainState(step=1))
         updates = trainer.compute_logprobs()
-        assert list(checkpoint_folder(tmp_path, 1).rglob("*.distcp")) == []
+        assert list(checkpoint_folder(tmp_path, 1).rglob("*.bin")) == []
         gate.opened.set()
         saver.finish()
         trainer.train(updates)
@@ -173,7 +173,7 @@ def test_other_weights_are_written_when_the_run_goes_on(
     trainer = make_trainer(tiny_run, parallel, tmp_path, f"algorithm.kl.coef={kl}")
     with saver_of(trainer, weights_stay) as saver:
         saver.save(TrainState(step=1))
-        written = [file.parent.name for file in checkpoint_folder(tmp_path, 1).rglob("*.distcp")]
+        written = [file.parent.name for file in checkpoint_folder(tmp_path, 1).rglob("*.bin")]
         gate.opened.set()
     assert written == ["policy"]
 
@@ -202,7 +202,7 @@ def test_training_is_the_same_with_and_without(tiny_run: TinyRun, parallel: Para
                 saver.finish()
                 reports.append([asdict(report) for report in trainer.train(updates)])
         folder = checkpoint_folder(run, 3)
-        files.append({file.relative_to(folder): file.read_bytes() for file in folder.rglob("*.distcp")})
+        files.append({file.relative_to(folder): file.read_bytes() for file in folder.rglob("*.bin")})
     assert reports[:3] == reports[3:]
     assert files[0] == files[1]
     assert len(files[0]) == 2
@@ -222,7 +222,7 @@ def test_errors_in_the_background_end_the_run_at_last_and_leave_the_former_check
         saver.finish()
         gate.opened.clear()
         saver.save(TrainState(step=2))  # weights are written
-        monkeypatch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", fail)
+        monkeypatch.setattr(ChunkWriter, "write", fail)
         gate.opened.set()
         for step in (3, 4):
             saver.save(TrainState(step=step))  # run.max_failed_saves is 3
