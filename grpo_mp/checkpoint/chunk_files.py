@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from io import FileIO
-from math import prod
 from pathlib import Path
 from typing import Any
 

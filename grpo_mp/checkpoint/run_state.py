@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ from grpo_mp.checkpoint.settings_changes import describe_changes, settings_chang
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.files import remove_incomplete, sync_to_disk, write_atomically, write_json
-from grpo_mp.utils.reading import check_regular, parse_yaml, read_json, read_yaml, refuse_unreadable
+from grpo_mp.utils.reading import parse_yaml, read_json, read_yaml, refuse_unreadable
 from grpo_mp.utils.redact import has_secrets
 
 MANIFEST = "manifest.json"
@@ -21,7 +21,7 @@ SETTINGS = "settings.yaml"
 FINAL = "final"  # the exported Hugging Face folder
 ROLLOUTS = "rollouts"  # what was generated since the last checkpoints
 EVALUATIONS = "eval"  # folder in it of what is recorded of evaluations, by set
-FALLBACKS = 2  # so many: a start passes over a damaged checkpoint, and repeats the steps after the one before
+FALLBACKS = 2  # checkpoints whose rollouts are kept: a resume may pass over a damaged one
 CHECKPOINTS = "checkpoints"
 MODEL = "config.json"
 PROCESSES = "processes"  # where each rank runs, what it does when it is asked
@@ -92,15 +92,12 @@ def latest_checkpoint(run_folder: Path) -> Path | None:
 
 
 def saved_step(run_folder: Path) -> int:
-    """Return the last step of a run that has a checkpoint whose manifest and files are there; 0 without any.
-
-    It passes over damaged ones, as the run does that resumes.
-    """
+    """Return the step of the newest whole checkpoint; 0 without one."""
     return saved_state(run_folder).step
 
 
 def saved_state(run_folder: Path) -> TrainState:
-    """Return the state after `saved_step`."""
+    """Return the state of the newest whole checkpoint."""
     for checkpoint in reversed(complete_checkpoints(run_folder)):
         with suppress(UserError):
             return read_manifest(checkpoint)
@@ -126,19 +123,14 @@ def prune_checkpoints(run_folder: Path, keep: int) -> None:
 
 
 def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
-    """Check that a folder can be this run's; writes nothing. `resolved`: the run's settings as YAML.
+    """Refuse a folder that is not writable, or holds another run's results; write nothing.
 
-    Raises UserError: not a folder or not writable, results of other settings or of another program in it, results
-    without `resume`, or a damaged checkpoint to resume from. A start that never finished a step leaves no obstacle.
+    `resolved`: the run's settings as YAML. What a start without a finished step left does not count as results.
     """
     with refuse_unreadable(run_folder):
         existing = next(path for path in (run_folder, *run_folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"{run_folder}: {existing} is not a folder that can be written to: choose another run.folder")
-    own = (run_folder / METRICS, *run_folder.glob("trace/rank_*.json"), *run_folder.glob("samples/step_*.jsonl"))
-    for file in own:
-        if os.path.lexists(file):
-            check_regular(file, "remove it, or copy the run folder again")
     checkpoint = latest_checkpoint(run_folder)
     file = run_folder / SETTINGS
     if checkpoint is None and not (run_folder / METRICS).exists():
@@ -155,12 +147,12 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
         )
     if checkpoint and not resume:
         raise UserError(f"{run_folder} has checkpoints of this run: set run.resume=auto to resume it, or move it away")
-    if checkpoint:
-        _check_any_manifest(complete_checkpoints(run_folder))
+    if checkpoint and not saved_step(run_folder):
+        read_manifest(checkpoint)  # none is whole: raise what is wrong with the newest
 
 
 def _check_content(run_folder: Path) -> None:
-    """Raise UserError where a run's start would remove, or mix with its own, what is no run's."""
+    """Refuse a folder without settings whose files a start would remove or mix with its own."""
     names = (ROLLOUTS, PROCESSES, f"{CHECKPOINTS}/step_*", MODEL)
     found = next((path for name in names for path in run_folder.glob(name)), None)
     if found and not (run_folder / SETTINGS).exists():
@@ -170,12 +162,9 @@ def _check_content(run_folder: Path) -> None:
 
 
 def check_same_data(run_folder: Path, data: str) -> None:
-    """Raise UserError where a run would resume on other data than its checkpoint's.
-
-    `data`: digest of the train set; "" of a replay, which reads none.
-    """
+    """Refuse to resume on other train data. `data`: digest of the train set; "" for a replay, which reads none."""
     state = saved_state(run_folder)
-    if data and state.data not in ("", data):  # older versions: none
+    if data and state.data not in ("", data):
         raise UserError(
             f"{run_folder}: the rows of data.train are no longer those of the run's first {state.step} steps, or the "
             "model's template is not: take those, or another run.folder"
@@ -183,32 +172,17 @@ def check_same_data(run_folder: Path, data: str) -> None:
 
 
 def resumable_checkpoints(run_folder: Path, data: str) -> list[Path]:
-    """Return the checkpoints from which a run of these data may resume, newest first; `data`: see `check_same_data`.
-
-    Raises UserError where a run of other data has saved them.
-    """
+    """Return the checkpoints from which a run may resume, newest first. `data`: see `check_same_data`."""
     check_same_data(run_folder, data)
     return complete_checkpoints(run_folder)[::-1]
 
 
-def _check_any_manifest(checkpoints: Sequence[Path]) -> None:
-    """Raise the newest checkpoint's UserError where no manifest is as it should be, and the files that it names."""
-    errors = []
-    for folder in reversed(checkpoints):
-        try:
-            read_manifest(folder)
-            return
-        except UserError as error:
-            errors.append(error)
-    raise errors[0]
-
-
 def claim_run_folder(run_folder: Path, resolved: str) -> list[str]:
-    """Write the resolved settings into the folder, which `check_run_folder` has passed, and what identifies its inputs.
+    """Write the settings and digests of the inputs into a folder that `check_run_folder` has passed.
 
-    Returns a sentence for each setting with which a run resumes otherwise. Removes what a start with other settings,
-    which never finished a step, has generated there, recorded answers to an eval set that is evaluated otherwise now,
-    and what processes that were killed were writing. One rank calls this, before any other writes there.
+    Returns a sentence for each changed setting. Removes rollouts of a start with other settings that never finished a
+    step, recorded answers to eval sets that have changed, and unfinished files of killed processes. One rank calls
+    this, before any other writes there.
     """
     file, sentences = run_folder / SETTINGS, list[str]()
     if file.exists():
@@ -221,7 +195,7 @@ def claim_run_folder(run_folder: Path, resolved: str) -> list[str]:
         if (run_folder / METRICS).exists():
             sentences = describe_changes(old, new, run_folder)
         shutil.rmtree(run_folder / PROCESSES, ignore_errors=True)  # of ranks that were killed
-        for checkpoint in (run_folder / CHECKPOINTS).glob("step_*"):  # amid a save, or the removal of an old one
+        for checkpoint in (run_folder / CHECKPOINTS).glob("step_*"):  # a killed save or removal
             if STEP.fullmatch(checkpoint.name) and not (checkpoint / MANIFEST).exists():
                 shutil.rmtree(checkpoint, ignore_errors=True)
         remove_incomplete(run_folder)
@@ -231,12 +205,12 @@ def claim_run_folder(run_folder: Path, resolved: str) -> list[str]:
 
 
 def write_settings(run_folder: Path, resolved: str) -> None:
-    """Write the resolved settings into a run's folder; where they hold a login or a key, for this user alone."""
+    """Write the resolved settings into a run's folder; readable by this user alone if they hold a login or key."""
     write_atomically(run_folder / SETTINGS, resolved, private=has_secrets(parse_yaml(resolved, SETTINGS)))
 
 
 def complete_checkpoints(run_folder: Path) -> list[Path]:
-    """Return the checkpoints that a run saved, oldest first; users' copies and renamed ones are left alone."""
+    """Return the complete checkpoints that a run saved, oldest first, without copies under other names."""
     steps = {path: STEP.fullmatch(path.name) for path in (run_folder / CHECKPOINTS).glob("step_*")}
     numbers = {path: int(step[1]) for path, step in steps.items() if step and (path / MANIFEST).is_file()}
     own = [path for path, number in numbers.items() if path == checkpoint_folder(run_folder, number)]

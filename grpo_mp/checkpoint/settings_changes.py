@@ -1,6 +1,6 @@
-"""Which settings differ between a run and an attempt to resume it, by what they compute: files count by their content.
+"""Which settings differ between a run and an attempt to resume it. Models count by their content, not their path.
 
-RUN/inputs.json keeps the date that chat templates write, and digests of models and code that the settings name.
+RUN/inputs.json keeps the date that chat templates write, and digests of the models that the settings name.
 """
 
 import os
@@ -12,19 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mp.config import Settings, SftSettings
-from grpo_mp.config.renamed import RENAMED
 from grpo_mp.config.settings import default_value
 from grpo_mp.data.template_date import set_template_date, template_date
 from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.utils.files import write_json
 from grpo_mp.utils.reading import parse_yaml, read_json
 from grpo_mp.utils.redact import without_secrets
-from grpo_mp.utils.user_code import PYTHON_FILE, file_digests
 
 INPUTS = "inputs.json"
 EVAL_SET = re.compile(r"data\.eval\.(.+)\.(?!path$)[^.]+")
-# Settings that may change when a run resumes, which the log names: what ends a run and what it writes, where it
-# computes, its learning rate, limits of time, and what it is evaluated on.
+# Settings that may change at a resume: what ends a run and what it writes, where it computes, learning rate, time
+# limits, evaluation.
 CHANGEABLE = re.compile(
     r"run\.(steps|epochs|save_every|eval_every|resume|keep_checkpoints|max_failed_saves|async_save|piece_bytes|export\w*)"
     r"|(layout|critic\.layout|engine|sync|monitor|sample|data\.eval)\..+|critic\.layout|data\.(eval|max_eval_\w+)"
@@ -33,14 +31,14 @@ CHANGEABLE = re.compile(
     r"|rollout\.dump|reward\.judge\.cache|sft\.epochs|(\w+\.)+\w+_s"
     r"|(training|critic)\.megatron_args\.(num_layers_in_\w+|pipeline_model_parallel_layout)"
 )
-# Where files are, which other digests compare: the checkpoint has that of the train set.
+# Places of files; the checkpoint has a digest of the train set.
 PLACES = re.compile(r"run\.folder|data\.train(\..+\.(path|pass_rates))?")
 MODELS = re.compile(r"(model|critic)\.path|(reward|algorithm)(\.\w+)*\.folder")
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that an attempt to resume a run has otherwise."""
+    """A setting that differs at an attempt to resume a run."""
 
     name: str
     before: Any
@@ -59,53 +57,44 @@ class Change:
 
 
 def settings_changes(old: Any, new: Any, run_folder: Path) -> list[Change]:
-    """Return the settings that differ between two nested dictionaries; `run_folder`: that of the run.
-
-    What an older version of this program did not know was as it is by default now.
-    """
-    recorded = read_inputs(run_folder)
-    old_values = dict(_dotted(_with_moved_code(old, recorded.get("code", {}), new)))
-    old_values = {RENAMED.get(name, name): value for name, value in old_values.items()}
-    new_values, root = dict(_dotted(new)), SftSettings if "sft" in new else Settings
-    changes = []
+    """Return the settings that differ between two nested dictionaries; a missing one has its default value."""
+    digests = _read_inputs(run_folder).get("models", {})
+    old_values, new_values = dict(_dotted(old)), dict(_dotted(new))
+    root, changes = SftSettings if "sft" in new else Settings, []
     for name in new_values | old_values:
         change = Change(name, *(values.get(name, default_value(name, root)) for values in (old_values, new_values)))
         if change.before == change.now or PLACES.fullmatch(name):
             continue
-        if MODELS.fullmatch(name) and _is_same_model(change, recorded.get("models", {})):
-            continue
-        changes.append(change)
+        if not (MODELS.fullmatch(name) and _is_same_model(change, digests)):
+            changes.append(change)
     return changes
 
 
 def describe_changes(old: Any, new: Any, run_folder: Path) -> list[str]:
-    """Return a sentence for each setting with which a run resumes otherwise, without logins and keys."""
+    """Return a sentence for each changed setting, without logins and keys."""
     changes = settings_changes(without_secrets(old), without_secrets(new), run_folder)
     return [f"resume: {change.name} {_shown(change.before)} -> {_shown(change.now)}" for change in changes]
 
 
 def use_template_date(run_folder: Path) -> None:
-    """Set the date of chat templates to the date recorded in the run folder, where there is one."""
-    if day := read_inputs(run_folder).get("date"):
+    """Set the date of chat templates to the date recorded in the run folder, if any."""
+    if day := _read_inputs(run_folder).get("date"):
         set_template_date(date.fromisoformat(day))
 
 
 def write_inputs(run_folder: Path, resolved: str) -> None:
-    """Record the date of the run, and the digests of models and code that its settings, as YAML, name."""
-    tree, before = parse_yaml(resolved, "settings"), read_inputs(run_folder)
-    models = {str(value): "" for name, value in _dotted(tree) if value and MODELS.fullmatch(name)}
-    for path in models:
-        models[path] = before.get("models", {}).get(path) or _digest_of_model(path)
-    day = before.get("date", template_date().isoformat())
-    now = {"date": day, "models": models, "code": file_digests(tree)}
+    """Record the date of the run, and the digests of the models that its settings name."""
+    before = _read_inputs(run_folder)
+    digests = before.get("models", {})
+    paths = {value for name, value in _dotted(parse_yaml(resolved, "settings")) if value and MODELS.fullmatch(name)}
+    models = {path: digests.get(path) or _digest_of_model(path) for path in sorted(paths)}
+    now = {"date": before.get("date", template_date().isoformat()), "models": models}
     if now != before:
         write_json(run_folder / INPUTS, now)
 
 
-def read_inputs(run_folder: Path) -> Mapping[str, Any]:
-    """Return what `write_inputs` has recorded; nothing of a run of an older version. Raises UserError."""
-    file = run_folder / INPUTS
-    content = read_json(file) if file.exists() else {}
+def _read_inputs(run_folder: Path) -> Mapping[str, Any]:
+    content = read_json(run_folder / INPUTS) if (run_folder / INPUTS).exists() else {}
     return content if isinstance(content, dict) else {}
 
 
@@ -125,27 +114,6 @@ def _digest_of_model(path: str) -> str:
         return model_digest(Path(path))
     except OSError:
         return ""
-
-
-def _with_moved_code(old: Any, digests: Mapping[str, str], new: Any) -> Any:
-    """Return old settings with the files of code where the new ones have those with the same content."""
-    now = file_digests(new)
-    moved = {
-        before: path
-        for before, digest in digests.items()
-        for path, other in now.items()
-        if digest == other and before not in now and Path(before).name == Path(path).name
-    }
-    return _renamed(old, moved) if moved else old
-
-
-def _renamed(tree: Any, moved: Mapping[str, str]) -> Any:
-    if isinstance(tree, dict):
-        return {_renamed(name, moved): _renamed(value, moved) for name, value in tree.items()}
-    if isinstance(tree, list):
-        return [_renamed(value, moved) for value in tree]
-    match = PYTHON_FILE.fullmatch(tree) if isinstance(tree, str) else None
-    return f"{moved[match[1]]}{match[2] or ''}" if match and match[1] in moved else tree
 
 
 def _shown(value: Any) -> str:

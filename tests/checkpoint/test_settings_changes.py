@@ -1,4 +1,4 @@
-"""A run is compared by what it computes: a file by its content, wherever it is; the log names what has changed."""
+"""A run is compared by what it computes: a model by its content, wherever it is; the log names what has changed."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ import yaml
 from safetensors.numpy import save_file
 
 from grpo_mp.checkpoint.run_state import EVALUATIONS, ROLLOUTS, check_run_folder, claim_run_folder
-from grpo_mp.checkpoint.settings_changes import INPUTS, settings_changes, use_template_date
+from grpo_mp.checkpoint.settings_changes import INPUTS, use_template_date
 from grpo_mp.data.template_date import set_template_date, strftime_now, template_date
 from grpo_mp.utils.errors import UserError
 
@@ -87,25 +87,6 @@ def test_paths_of_train_data_are_left_to_the_digest_of_their_rows(tmp_path: Path
         mixed.start(**{"data.train.a": {"path": "a.jsonl", "weight": 3.0, "pass_rates": "r.jsonl"}})
 
 
-def test_code_is_what_its_file_holds(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    for folder, text in ((first, "def f(): 1\n"), (second, "def f(): 2\n")):
-        folder.mkdir()
-        (folder / "own.py").write_text(text)
-
-    def settings(folder: Path, function: str = "f") -> dict[str, Any]:
-        path = f"{folder / 'own.py'}:{function}"
-        return {"reward.functions": {path: {"weight": 1.0}}, "rollout.tools": [path]}
-
-    run = Run(tmp_path / "run", **settings(first))
-    shutil.move(first, moved := tmp_path / "moved")
-    assert run.start(**settings(moved)) == []
-    with pytest.raises(UserError, match=r"own\.py:g"):
-        run.start(**settings(moved, "g"))
-    with pytest.raises(UserError, match=r"second/own\.py:f"):
-        run.start(**settings(second))
-
-
 def test_the_log_names_what_a_run_resumes_with(tmp_path: Path) -> None:
     evals = {"data.eval.old": {"path": "a.jsonl", "samples": 1}}
     run = Run(tmp_path / "run", **evals, **{"monitor.loggers": {"wandb": {"api_key": "secret-1"}}})
@@ -134,17 +115,6 @@ def test_the_log_names_what_a_run_resumes_with(tmp_path: Path) -> None:
     assert fresh.start(**{"optimizer.lr": 1.0}) == []  # it has done nothing that could be resumed
 
 
-def test_a_run_of_an_older_version_has_no_record_of_its_inputs(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model")
-    run = Run(tmp_path / "run", **{"model.path": str(model)})
-    (run.folder / INPUTS).unlink()
-    (tmp_path / "link").symlink_to(model)
-    old, new = yaml.safe_load(run.text()), yaml.safe_load(run.text(**{"model.path": str(tmp_path / "link")}))
-    assert settings_changes(old, new, run.folder) == []
-    moved = yaml.safe_load(run.text(**{"model.path": str(shutil.copytree(model, tmp_path / "copy"))}))
-    assert [change.name for change in settings_changes(old, moved, run.folder)] == ["model.path"]
-
-
 @pytest.fixture
 def first_of_may() -> Iterator[None]:
     today = template_date()
@@ -161,7 +131,7 @@ def test_a_run_keeps_the_date_on_which_it_was_started_first(tmp_path: Path) -> N
     assert strftime_now("%d %b %Y %H") == "02 May 2024 00"
     use_template_date(run.folder)
     assert strftime_now("%d %b %Y") == "01 May 2024"
-    assert json.loads((run.folder / INPUTS).read_text()) == {"date": "2024-05-01", "models": {}, "code": {}}
+    assert json.loads((run.folder / INPUTS).read_text()) == {"date": "2024-05-01", "models": {}}
     set_template_date(date(2024, 5, 2))
     use_template_date(tmp_path / "none")
     assert template_date() == date(2024, 5, 2)

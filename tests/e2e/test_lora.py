@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from grpo_mp.checkpoint.convert import to_hf
 from grpo_mp.checkpoint.chunk_files import read_index
+from grpo_mp.checkpoint.convert import to_hf
 from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.utils.errors import UserError
 from tests.conftest import TinyRun

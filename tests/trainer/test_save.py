@@ -300,7 +300,7 @@ def test_a_run_that_is_stopped_behind_a_failed_save_saves_again(
         loop.save_last(ctx, logger, first_step=2)  # it was stopped before its first step
         assert latest_checkpoint(tmp_path) is None
         with monkeypatch.context() as full:
-            full.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", fail)
+            full.setattr(ChunkWriter, "write", fail)
             loop.save(ctx, logger, last=False)
             saver.finish()
             if not passes:
