@@ -14,8 +14,10 @@ def find_whole_checkpoint(checkpoints: Iterable[Path], job: Job) -> tuple[Path |
     Where none is whole, raises the first one's UserError and leaves all as they are.
     """
     found, damages = broadcast(_first_whole(checkpoints) if job.rank == 0 else (None, {}), job.group)
-    if damages and found is None:
-        raise UserError(next(iter(damages.values())))
+    if found is None:
+        if damages:
+            raise UserError(next(iter(damages.values())))
+        return None, []
     notes = []
     for folder, damage in damages.items():
         if job.rank == 0:
