@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from grpo_mp.algorithms.distillation import TopkTerms
-from grpo_mp.algorithms.policy_losses import TokenTerms
+from grpo_mp.algorithms.policy_losses import TokenTerms, TopkTerms
 from grpo_mp.algorithms.registries import policy_loss_entry
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.utils.types import MicroBatch

@@ -1,18 +1,16 @@
-"""The loss of each micro-batch: policy loss, corrections, KL, entropy, distillation; and each token's weight in it."""
+"""The losses of a micro-batch, of RL and of SFT, and the coefficients that adapt."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_mp.algorithms.distillation import topk_terms
 from grpo_mp.algorithms.loss_metrics import loss_report
-from grpo_mp.algorithms.policy_losses import PolicyLoss, TokenTerms
+from grpo_mp.algorithms.policy_losses import PolicyLoss, Reduce, Sequences, TokenTerms, topk_terms
 from grpo_mp.algorithms.registries import POLICY_LOSSES, policy_loss_entry
-from grpo_mp.algorithms.sequences import Reduce, Sequences
-from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig, RatioLevel, RolloutCorrectionConfig
+from grpo_mp.algorithms.settings import AlgorithmConfig, EarlyStopConfig, KLConfig, RatioLevel, RolloutCorrectionConfig
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import MicroBatch, PerToken
 
@@ -238,3 +236,76 @@ def token_weights(
                 return 1.0 / (samples * max(1, tokens))
 
     return [weight(tokens) if included else 0.0 for tokens, included in zip(generated_tokens, in_loss, strict=True)]
+
+
+KL_GAIN = 0.1
+MAX_KL_ERROR = 0.2
+
+AdaptiveCoefs = Mapping[str, float]
+
+
+def current_coefficients(adaptive_coefs: AdaptiveCoefs, algorithm: AlgorithmConfig) -> LossCoefficients:
+    """Return the coefficients of the next update.
+
+    With an entropy target the bonus acts only while the entropy is not above it, as in TRL.
+    """
+    entropy = adaptive_coefs.get("entropy", algorithm.entropy.coef)
+    target = algorithm.entropy.target
+    if target is not None and adaptive_coefs.get("measured_entropy", float("inf")) > target:
+        entropy = 0.0
+    return LossCoefficients(adaptive_coefs.get("kl", algorithm.kl.coef), entropy)
+
+
+def update_adaptive_coefs(
+    adaptive_coefs: AdaptiveCoefs, kl: float, entropy: float, algorithm: AlgorithmConfig
+) -> dict[str, float]:
+    """Return the adaptive coefficients after an update that measured a mean KL and a mean entropy, nats per token.
+
+    KL: coef x (1 + 0.1 clip(kl / target - 1, -0.2, 0.2)) (Ziegler et al., arXiv 1909.08593, section 2.2).
+    Entropy: up by `coef_step` at or below the target, down above it (Skywork-OR1, arXiv 2505.22312, section 4).
+    """
+    updated = dict(adaptive_coefs)
+    if algorithm.kl.target is not None:
+        error = min(max(kl / algorithm.kl.target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
+        updated["kl"] = adaptive_coefs.get("kl", algorithm.kl.coef) * (1 + KL_GAIN * error)
+    bonus = algorithm.entropy
+    if bonus.target is not None:
+        change = bonus.coef_step if entropy <= bonus.target else -bonus.coef_step
+        updated["entropy"] = min(max(adaptive_coefs.get("entropy", bonus.coef) + change, 0.0), bonus.max_coef)
+        updated["measured_entropy"] = entropy
+    return updated
+
+
+def should_early_stop(kl: float, ess: float, limits: EarlyStopConfig) -> bool:
+    """Return whether the policy is too far from the one that the step's samples count as drawn from."""
+    too_far = limits.max_kl is not None and not abs(kl) <= limits.max_kl  # `not <=`: NaN has drifted as well
+    too_few = limits.min_ess is not None and not ess >= limits.min_ess
+    return too_far or too_few
+
+
+SUPERVISED_SUMS = ("loss", "entropy", "tokens")  # of a micro-batch: its share of the loss; sums over the learned tokens
+
+
+def token_mean_loss(logprobs: Tensor, entropy: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return the share of a micro-batch in the update's loss, in nats, and SUPERVISED_SUMS [3] in float64.
+
+    `logprobs`, `entropy`: [T] of each next token. `batch.loss_weights` hold the denominator, the learned tokens of the
+    whole update, on all ranks.
+    """
+    batch = batch.to(logprobs.device)
+    learned = batch.mask.bool()  # what is masked out may be infinite
+    loss = -(logprobs.where(learned, 0.0) * batch.loss_weights).sum()
+    sums = torch.stack([loss.detach(), entropy.detach().where(learned, 0.0).sum().double(), learned.sum().double()])
+    return loss.to(logprobs.dtype), sums
+
+
+def merge_sums(reports: Sequence[Tensor]) -> Tensor:
+    """Add the SUPERVISED_SUMS of micro-batches: float64 on the CPU, ready to be reduced over the job."""
+    return (
+        torch.stack(list(reports)).sum(0).cpu() if reports else torch.zeros(len(SUPERVISED_SUMS), dtype=torch.float64)
+    )
+
+
+def supervised_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of an update from its reduced SUPERVISED_SUMS. Pure."""
+    return {"sft/loss": sums["loss"], "train/entropy": sums["entropy"] / max(sums["tokens"], 1.0)}

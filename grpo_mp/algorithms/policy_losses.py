@@ -1,13 +1,64 @@
-"""Policy losses of a response token before it is weighted: one function per published loss, [T] -> [T]."""
+"""Losses of a response token before they are weighted: one function per published loss, [T] -> [T]."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from grpo_mp.algorithms.sequences import Sequences
+from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.algorithms.settings import AlgorithmConfig
+from grpo_mp.utils.types import MicroBatch
+
+Reduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks that hold parts of the same sequences
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The response tokens of a micro-batch by sequence."""
+
+    index: Tensor  # int64 [T]; padding counts to the first sequence, with a mask of 0
+    mask: Tensor  # float64 [T]
+    count: int
+    reduce: Reduce
+
+    @staticmethod
+    def from_batch(batch: MicroBatch, reduce: Reduce) -> "Sequences":
+        """Take the response tokens with a finite rollout logprob; the others are no part of their sequence."""
+        mask = batch.mask.double() * batch.rollout_logprobs.isfinite()
+        return Sequences(batch.sequence_index.clamp(min=0), mask, max(1, len(batch.sample_ids)), reduce)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sum the response tokens of a sequence, at every one of its tokens: [T] -> [T].
+
+        The gradient goes to every token of the sequence, on whatever rank it is.
+        """
+        summed: Tensor = _SequenceSum.apply(values, self)
+        return summed
+
+    def means(self, values: Tensor) -> Tensor:
+        """Average the response tokens of a sequence, at every one of its tokens: [T] -> [T]."""
+        return self.sums(values) / self.sums(torch.ones_like(self.mask)).clamp(min=1)
+
+    def _sum_and_broadcast(self, values: Tensor) -> Tensor:
+        zeros = torch.zeros(self.count, dtype=torch.float64, device=values.device)
+        masked = values.where(self.mask.bool(), 0.0)
+        return self.reduce(zeros.index_add(0, self.index, masked.double()))[self.index]
+
+
+class _SequenceSum(torch.autograd.Function):
+    """y_t = sum of x_u over the sequence of t, and back: dL/dx_u = sum of dL/dy_t over the same tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, sequences: Sequences) -> Tensor:
+        ctx.sequences = sequences
+        return sequences._sum_and_broadcast(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        sequences: Sequences = ctx.sequences
+        return sequences._sum_and_broadcast(gradients[0]) * sequences.mask, None
 
 
 @dataclass(frozen=True)
@@ -98,3 +149,41 @@ def vespo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
 def policy_gradient(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     """Compute -r A, [T] -> [T], without a clip."""
     return -terms.log_ratio.exp() * terms.advantages
+
+
+LEAST_REST = 1e-7  # a rest of the teacher's probability below it is rounding error of its float32 logprobs
+
+
+@dataclass(frozen=True)
+class TopkTerms:
+    """Of every token, [T] in float64: the divergence, with a gradient, and how much of either is in the k tokens."""
+
+    divergence: Tensor
+    teacher_mass: Tensor
+    policy_mass: Tensor
+
+
+def topk_terms(batch: MicroBatch, distillation: DistillationConfig) -> TopkTerms | None:
+    """Compute the divergence in the place of each token from the policy's and the teacher's logprobs of k tokens.
+
+    Both distributions are taken over k + 1 buckets: the teacher's k most likely tokens, and all others together. That
+    is a function of the token, so by the data processing inequality (Cover and Thomas, Elements of Information Theory,
+    2006, section 2.8, and the log sum inequality, theorem 2.7.1) neither divergence is above that of the whole
+    vocabularies; it is 0 where the buckets agree, and no probability is renormalized. With p the policy, q the teacher:
+
+    reverse: sum p log(p / q), forward: sum q log(q / p), mixed: w x forward + (1 - w) x reverse (NeMo-RL kl_type,
+    mixed_kl_weight). None where no teacher scored the micro-batch.
+    """
+    ids, teacher, policy = batch.teacher_topk_ids, batch.teacher_topk_logprobs, batch.topk_logprobs
+    if ids is None or teacher is None or policy is None:
+        return None
+    known, learned = ids >= 0, batch.mask.bool()[:, None]
+    log_p = policy.t().double().where(learned, 0.0)
+    mass = teacher.double().exp().where(known, 0.0).sum(1)
+    rest = torch.log1p(-mass.clamp(max=1 - LEAST_REST))
+    log_q = torch.cat([teacher.double(), rest[:, None]], 1)
+    difference = (log_p - log_q).where(torch.cat([known, torch.ones_like(known[:, :1])], 1) & learned, 0.0)
+    reverse, forward = (log_p.exp() * difference).sum(1), -(log_q.exp() * difference).sum(1)
+    weight = {"reverse": 0.0, "forward": 1.0, "mixed": distillation.mixed_kl_weight}[distillation.kl_type]
+    policy_mass = log_p.detach()[:, :-1].exp().where(known, 0.0).sum(1)
+    return TopkTerms(weight * forward + (1 - weight) * reverse, mass, policy_mass)

@@ -1,17 +1,11 @@
 """Losses, advantage estimators, group filters and curricula by name, with what settings must know of them. No torch."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from grpo_mp.utils.registry import LazyEntry, Registry
 
-if TYPE_CHECKING:
-    from grpo_mp.algorithms.advantages import AdvantageEstimator
-    from grpo_mp.algorithms.curriculum import Curriculum
-    from grpo_mp.algorithms.group_filters import GroupFilter
-    from grpo_mp.algorithms.policy_losses import PolicyLoss
-
-LOSS_MODULE, FILTER_MODULE = (f"grpo_mp.algorithms.{module}:" for module in ("policy_losses", "group_filters"))
+LOSS_MODULE, FILTER_MODULE = (f"grpo_mp.algorithms.{module}:" for module in ("policy_losses", "selection"))
 
 
 @dataclass(frozen=True)
@@ -33,7 +27,7 @@ class GroupFilterEntry(LazyEntry):
     needs_correctness: bool = False  # which answers are right, by reward.correct
 
 
-POLICY_LOSSES: "Registry[PolicyLoss]" = Registry(
+POLICY_LOSSES: Registry[Any] = Registry(
     "policy loss",
     {
         "clip": PolicyLossEntry(LOSS_MODULE + "ppo_clip", reads=("clip",), has_dual_clip=True),
@@ -53,10 +47,8 @@ POLICY_LOSSES: "Registry[PolicyLoss]" = Registry(
     },
     parameters=("terms", "algorithm"),
 )
-ADVANTAGE_ESTIMATORS: "Registry[AdvantageEstimator]" = Registry(
-    "advantage estimator", parameters=("samples", "advantage", "weights")
-)
-GROUP_FILTERS: "Registry[GroupFilter]" = Registry(
+ADVANTAGE_ESTIMATORS: Registry[Any] = Registry("advantage estimator", parameters=("samples", "advantage", "weights"))
+GROUP_FILTERS: Registry[Any] = Registry(
     "group filter",
     {
         "reward": GroupFilterEntry(FILTER_MODULE + "rewards_differ"),
@@ -65,7 +57,7 @@ GROUP_FILTERS: "Registry[GroupFilter]" = Registry(
     parameters=("samples",),
 )
 
-CURRICULA: "Registry[Curriculum]" = Registry("curriculum", parameters=("samples", "step"))
+CURRICULA: Registry[Any] = Registry("curriculum", parameters=("samples", "step"))
 
 
 def policy_loss_entry(name: str) -> PolicyLossEntry:

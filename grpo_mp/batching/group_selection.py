@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Literal
 
-from grpo_mp.algorithms.curriculum import Curriculum, call_curriculum
+from grpo_mp.algorithms.selection import Curriculum, call_curriculum
 from grpo_mp.algorithms.settings import CurriculumConfig, FilterConfig
 from grpo_mp.utils.types import SampleInfo
 

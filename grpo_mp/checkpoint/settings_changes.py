@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_mp.config import Settings, SftSettings
 from grpo_mp.config.settings import default_value
-from grpo_mp.data.template_date import set_template_date, template_date
+from grpo_mp.data.template import set_template_date, template_date
 from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.utils.files import write_json
 from grpo_mp.utils.reading import parse_yaml, read_json

@@ -13,10 +13,10 @@ from pydantic import (
     model_validator,
 )
 
-from grpo_mp.algorithms.pass_at_k import MAX_SAMPLES
 from grpo_mp.config.registries import DATA_SOURCES
 from grpo_mp.utils.section import PathText, Section
 
+MAX_SAMPLES = 1024  # of one problem: with more, binomial coefficients pass what a float64 holds
 SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
 TemplateVariables = Annotated[
     dict[str, Any],

@@ -8,23 +8,21 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
 from grpo_mp.data.cursor import Mixture, mix_sets
-from grpo_mp.data.digest import RowsDigest, joined_digest
 from grpo_mp.data.messages import read_message
 from grpo_mp.data.rows import Row, Rows, read_rows, without_nulls
-from grpo_mp.data.set_warnings import dropped_system, left_out
+from grpo_mp.data.set_checks import dropped_system, joined_digest, left_out
 from grpo_mp.data.supervised import Chat, ChatEncoder, LearnedText, LearnedTokens
 from grpo_mp.data.template import check_template, drops_system
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.reading import did_you_mean_column, has_column, parse_json, read_column, read_json, shorten
 from grpo_mp.utils.types import Message, Sample
-from grpo_mp.utils.user_code import time_limit
 
 ROWS_AT_ONCE = 1024  # that the tokenizer is given
-TEMPLATE_LIMIT_S = 20.0  # of one chat
 
 
 @dataclass(frozen=True)
@@ -185,15 +183,14 @@ def check_chats(source: str, reader: ChatReader, count: int | None = None) -> Ch
     rows = read_rows(source, reader.data.source)
     if not len(rows):
         raise UserError(f"{source}: no rows: give a file with at least one chat")
-    with time_limit(TEMPLATE_LIMIT_S, f"{reader.encoder.tokenizer.name_or_path or 'model.path'}: the chat template"):
-        reader.render(rows[0])
     numbers, lengths, learned = list[int](), list[int](), list[int]()
-    sft, end, content = reader.sft, min(len(rows), count or len(rows)), RowsDigest()
+    sft, end, content = reader.sft, min(len(rows), count or len(rows)), xxhash.xxh3_128()
     for start in range(0, end, ROWS_AT_ONCE):
         chunk = [rows[number] for number in range(start, min(start + ROWS_AT_ONCE, end))]
         for number, (row, tokens) in enumerate(zip(chunk, reader.encode(chunk), strict=True), start):
             sample = tokens.sample(number)
-            content.add_tokens(tokens.tokens, tokens.learned)
+            size_and_tokens = np.array([len(tokens.tokens), *tokens.tokens], dtype="<i8")
+            content.update(size_and_tokens.tobytes() + tokens.learned.tobytes())
             if sample is None or sample.total_tokens > sft.max_tokens:
                 if sft.too_long == "refuse":
                     raise UserError(
@@ -208,7 +205,9 @@ def check_chats(source: str, reader: ChatReader, count: int | None = None) -> Ch
     if not numbers:
         raise UserError(f"{source}: all {end} chats are longer than sft.max_tokens={sft.max_tokens}: raise it")
     kept, sizes, losses = (np.array(values, dtype=np.int64) for values in (numbers, lengths, learned))
-    return ChatRows(rows, reader, kept, sizes, losses, content.of(kept), end - len(kept))
+    return ChatRows(
+        rows, reader, kept, sizes, losses, joined_digest((content.digest(), kept.tobytes())), end - len(kept)
+    )
 
 
 def _sizes(sample: Sample) -> tuple[int, int]:

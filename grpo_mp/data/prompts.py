@@ -11,26 +11,24 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.cursor import Mixture, mix_sets
-from grpo_mp.data.digest import RowsDigest, joined_digest, row_key
 from grpo_mp.data.messages import read_message
 from grpo_mp.data.pass_rates import within_pass_rates
 from grpo_mp.data.rows import Row, Rows, read_rows
-from grpo_mp.data.set_warnings import copies, dropped_system, left_out
+from grpo_mp.data.set_checks import dropped_system, joined_digest, left_out, row_bytes
 from grpo_mp.data.template import check_template, conversation_text, drops_system, render_template
 from grpo_mp.rewards.math import boxed_answer
 from grpo_mp.rewards.settings import DATA_SET
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.reading import did_you_mean_column, has_column, read_column, shorten
 from grpo_mp.utils.types import Prompt
-from grpo_mp.utils.user_code import time_limit
 
 BOXES = re.compile(r"\}[\s$]*(?:,|,?\s*(?:\\text\{\s*)?\b(?:and|or)\b\s*\}?)[\s$]*\\boxed\b")
 ROWS_AT_ONCE = 1024  # that the tokenizer is given
-TEMPLATE_LIMIT_S = 20.0  # of one prompt
 Messages = list[dict[str, Any]]
 ToolsOf = Callable[[Row], Sequence[dict[str, Any]]]  # JSON schemas for the template, of the tools of a row
 CheckColumns = Callable[[Mapping[str, Any], str], None]  # raises UserError for the columns of the row at a location
@@ -73,22 +71,18 @@ class PromptReader:
         """Return what the template makes of a row's messages. Raises UserError where it fails (file and line)."""
         chat, tools, variables = self.with_system(messages), self.tools(row), self.data.chat_template_kwargs
         try:
-            text = render_template(chat, self.tokenizer, tools, variables=variables)
+            return render_template(chat, self.tokenizer, tools, variables=variables)
         except Exception as error:  # a template is a program
             raise UserError(
                 f"{row.location}: the tokenizer's chat template refuses the prompt: {one_line(error) or repr(error)}"
             ) from error
-        if not _is_text(text):  # it may show calls of tools, and other fields of a message
-            raise UserError(f"{row.location}: a message with half a character (a lone surrogate): write it anew")
-        return text
 
     def check_template(self, row: Row) -> None:
-        """Raise UserError where the template takes too long, or makes the same of any prompt."""
+        """Raise UserError where the template makes the same of any prompt."""
         check_template(self.tokenizer, self.data.chat_template_kwargs)
         *before, last = self.messages(row)
         label = f"{self.tokenizer.name_or_path or 'model.path'}: the chat template"
-        with time_limit(TEMPLATE_LIMIT_S, label):
-            texts = {self.render(row, [*before, last | {"content": content}]) for content in ("one", "two")}
+        texts = {self.render(row, [*before, last | {"content": content}]) for content in ("one", "two")}
         if len(texts) == 1:
             raise UserError(f"{label} leaves the prompt out: use the one of this model")
 
@@ -116,9 +110,6 @@ class PromptReader:
         )
 
 
-Keys = npt.NDArray[np.uint64]
-
-
 @dataclass(frozen=True, eq=False)
 class RowPrompts:
     """Prompts of one file or source, read when they are asked for: memory holds the number of each one's row."""
@@ -126,19 +117,24 @@ class RowPrompts:
     rows: Rows
     numbers: npt.NDArray[np.int64]
     reader: PromptReader
-    content: RowsDigest  # of all rows
-    has_one_system: bool  # every row begins with the same system message, which is then no part of the problem
+    too_long: int  # rows that were left out
+    content: bytes  # digest of all rows
+
+    @property
+    def digest(self) -> str:
+        """Return the digest of the prompts."""
+        return joined_digest((self.content, np.ascontiguousarray(self.numbers, dtype="<i8").tobytes()))
 
     def texts(self) -> Iterator[str]:
         """Yield the text by which each prompt is known, see `conversation_text`."""
-        return map(conversation_text, self._messages())
+        return (conversation_text(self.reader.messages(self.rows[int(number)])) for number in self.numbers)
 
-    def problems(self) -> Iterator[str]:
-        """Yield the same without a system message that all have in common."""
-        return (conversation_text(messages[self.has_one_system :]) for messages in self._messages())
-
-    def _messages(self) -> Iterator[Messages]:
-        return (self.reader.messages(self.rows[int(number)]) for number in self.numbers)
+    def warnings(self, setting: str, max_prompt_tokens: int, outcome: str) -> Iterator[str]:
+        """Warn of rows that are left out, and of a system message that the template does not show."""
+        count, limit = self.too_long + len(self.numbers), f"rollout.max_prompt_tokens={max_prompt_tokens}"
+        yield from left_out(setting, self.too_long, count, "prompts", limit, outcome)
+        if self.reader.drops_system(self.rows[0]):
+            yield dropped_system(setting)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,10 +179,6 @@ class PromptSet:
         """Yield the text by which each prompt is known, see `conversation_text`."""
         return chain.from_iterable(part.texts() for part in self._parts)
 
-    def problems(self) -> Iterator[str]:
-        """Yield the same without a system message that all prompts of a source have in common."""
-        return chain.from_iterable(part.problems() for part in self._parts)
-
     def first_rendered(self) -> str:
         """Return the first prompt as the chat template writes it; "" where no rows were read."""
         for part in self._parts:
@@ -216,28 +208,28 @@ def load_train_prompts(
     check_columns: CheckColumns = no_check,
 ) -> PromptSet:
     """Check the sets of `data.train`; rewards see the set's name as column `data_set`. Raises UserError."""
-    parts, num_too_long, num_filtered, warnings = list[RowPrompts](), 0, 0, list[str]()
+    parts, num_filtered, warnings = list[RowPrompts](), 0, list[str]()
     for name, train_set in data.train.items():
         is_named = len(data.train) > 1 or train_set.reward is not None
         own_columns = {DATA_SET: name} if is_named else {}
         reader = PromptReader(data.of_set(train_set), tokenizer, tools, own_columns, check_columns)
-        part, keys = check_rows(train_set.path, reader, max_prompt_tokens)
-        kept = part.numbers
+        part = check_rows(train_set.path, reader, max_prompt_tokens)
+        setting = "data.train" if name == "train" else f"data.train.{name}"
+        warnings += part.warnings(setting, max_prompt_tokens, "left out")
         if file := train_set.pass_rates:
-            kept = kept[within_pass_rates(part.texts(), file, train_set)]
-        warnings += _train_warnings(part, keys, name, max_prompt_tokens)
-        num_too_long += len(part.rows) - len(part.numbers)
-        num_filtered += len(part.numbers) - len(kept)
-        parts.append(replace(part, numbers=kept))
+            kept = part.numbers[within_pass_rates(part.texts(), file, train_set)]
+            num_filtered += len(part.numbers) - len(kept)
+            part = replace(part, numbers=kept)
+        parts.append(part)
     sizes = [len(part.numbers) for part in parts]
     weights = [train_set.weight for train_set in data.train.values()]
     return PromptSet(
         ", ".join(part.rows.name for part in parts),
         StoredPrompts(tuple(parts)),
-        num_too_long,
+        sum(part.too_long for part in parts),
         mix_sets(sizes, weights) if len(sizes) > 1 else (),
         num_filtered,
-        joined_digest(part.content.of(part.numbers) for part in parts),
+        joined_digest(part.digest for part in parts),
         tuple(warnings),
     )
 
@@ -282,18 +274,13 @@ def load_prompts(
     Raises UserError: no chat template, column missing, empty or malformed row (file and line), nothing left.
     """
     reader = PromptReader(data, tokenizer, tools, check_columns=check_columns)
-    part, keys = check_rows(source, reader, max_prompt_tokens, count)
-    too_long, digest = len(keys) - len(part.numbers), part.content.of(part.numbers)
-    warnings = tuple(_eval_warnings(part, keys, eval_set, max_prompt_tokens))
-    return PromptSet(source, StoredPrompts((part,)), num_too_long=too_long, digest=digest, warnings=warnings)
+    part = check_rows(source, reader, max_prompt_tokens, count)
+    warnings = tuple(part.warnings(eval_set, max_prompt_tokens, "count as wrong"))
+    return PromptSet(source, StoredPrompts((part,)), part.too_long, digest=part.digest, warnings=warnings)
 
 
-def check_rows(
-    source: str, reader: PromptReader, max_prompt_tokens: int, count: int | None = None
-) -> tuple[RowPrompts, Keys]:
-    """Read every row of `source` once; return those of the first `count` prompts that fit, and a key of each prompt.
-
-    Prompts with equal texts and equal answers have equal keys.
+def check_rows(source: str, reader: PromptReader, max_prompt_tokens: int, count: int | None = None) -> RowPrompts:
+    """Read every row of `source` once; return those of the first `count` prompts that fit.
 
     Raises UserError as `load_prompts` does.
     """
@@ -301,48 +288,22 @@ def check_rows(
     if not len(rows):
         raise UserError(f"{source}: no rows: give a file with at least one prompt")
     reader.check_template(rows[0])
-    fits, content = np.zeros(len(rows), dtype=bool), RowsDigest()
-    keys, system = np.zeros(len(rows), dtype=np.uint64), _system_message(reader.messages(rows[0]))
+    fits, content = np.zeros(len(rows), dtype=bool), xxhash.xxh3_128()
     for start in range(0, len(rows), ROWS_AT_ONCE):
-        chunk, texts = [rows[number] for number in range(start, min(start + ROWS_AT_ONCE, len(rows)))], list[str]()
-        for number, row in enumerate(chunk, start):
-            messages, answer = reader.messages(row), reader.answer(row)
-            texts.append(reader.render(row, messages))
+        end, texts = min(start + ROWS_AT_ONCE, len(rows)), list[str]()
+        for row in (rows[number] for number in range(start, end)):
+            texts.append(reader.render(row, reader.messages(row)))
+            reader.answer(row)
             reader.check_columns({**row.columns, **reader.columns}, row.location)
-            content.add(texts[-1], row.columns)
-            keys[number] = row_key(texts[-1], row.columns if answer is None else {"": answer})
-            system = system if system == _system_message(messages) else None
-        fits[start : start + len(texts)] = [len(tokens) <= max_prompt_tokens for tokens in reader.tokenize(texts)]
-    keys, numbers = keys[:count], np.flatnonzero(fits[:count])
-    if not len(numbers):
+            content.update(row_bytes(texts[-1], row.columns))
+        fits[start:end] = [len(tokens) <= max_prompt_tokens for tokens in reader.tokenize(texts)]
+    fits = fits[:count]
+    if not fits.any():
         raise UserError(
-            f"{source}: all {len(keys)} prompts are longer than rollout.max_prompt_tokens={max_prompt_tokens}: "
+            f"{source}: all {len(fits)} prompts are longer than rollout.max_prompt_tokens={max_prompt_tokens}: "
             "raise it or give shorter prompts"
         )
-    return RowPrompts(rows, numbers, reader, content, system is not None and len(rows) > 1), keys
-
-
-def _system_message(messages: Messages) -> str | None:
-    return messages[0]["content"] if messages[0]["role"] == "system" and len(messages) > 1 else None
-
-
-def _train_warnings(part: RowPrompts, keys: Keys, name: str, limit: int) -> Iterator[str]:
-    """Warn of what a user should know of a set of `data.train` at each start."""
-    setting = "data.train" if name == "train" else f"data.train.{name}"
-    yield from _warnings(part, keys, setting, limit, "left out", "an epoch trains on each copy: keep one row of each")
-
-
-def _eval_warnings(part: RowPrompts, keys: Keys, setting: str, limit: int) -> Iterator[str]:
-    remedy = f"each copy counts as a problem: keep one row of each, and sample it more often by {setting}.samples"
-    yield from _warnings(part, keys, setting, limit, "count as wrong", remedy)
-
-
-def _warnings(part: RowPrompts, keys: Keys, setting: str, limit: int, outcome: str, remedy: str) -> Iterator[str]:
-    count, too_long = len(keys), len(keys) - len(part.numbers)
-    yield from left_out(setting, too_long, count, "prompts", f"rollout.max_prompt_tokens={limit}", outcome)
-    yield from copies(setting, keys, remedy)
-    if part.reader.drops_system(part.rows[0]):
-        yield dropped_system(setting)
+    return RowPrompts(rows, np.flatnonzero(fits), reader, len(fits) - int(fits.sum()), content.digest())
 
 
 def final_answer(text: str) -> str:
@@ -372,21 +333,12 @@ def _read_messages(row: Row, column: str) -> Messages:
     return chat
 
 
-def _is_text(text: str) -> bool:
-    """Return whether a text can be encoded."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _read_answer(row: Row, column: str | None) -> str | None:
     if column is None:
         return None
     value = _read_column(row, column, "data.answer_column")
     text = _number_text(value) if isinstance(value, Real | Decimal) else value
-    answer = final_answer(text) if isinstance(text, str) and _is_text(text) else ""
+    answer = final_answer(text) if isinstance(text, str) else ""
     if not answer:
         found = shorten(repr(value))
         raise UserError(f"{row.location}: column {column}: expected an answer as text or number, found {found}")

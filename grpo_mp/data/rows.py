@@ -3,6 +3,7 @@
 import codecs
 import glob
 import gzip
+import json
 import os
 import pickle
 import tempfile
@@ -181,6 +182,10 @@ def _parse_line(line: bytes, location: str) -> Columns:
 def _as_columns(value: Any, location: str) -> Columns:
     if not isinstance(value, dict):
         raise UserError(f"{location}: expected an object with columns, found {type(value).__name__}")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{location}: a text with half a character (a lone surrogate): write it anew") from None
     return value
 
 

@@ -15,10 +15,8 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from grpo_mp.data.chat import ChatRenderer
-from grpo_mp.data.message_fields import is_learned, texts_beside
-from grpo_mp.data.messages import as_template_reads, name_of_call
-from grpo_mp.data.template_date import strftime_now
+from grpo_mp.data.messages import as_template_reads, is_learned, name_of_call, texts_beside
+from grpo_mp.data.template import ChatRenderer, strftime_now
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Message, Sample
 

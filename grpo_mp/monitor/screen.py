@@ -8,8 +8,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo_mp.algorithms.evaluation import EvalScore
-from grpo_mp.algorithms.pass_at_k import Estimate
+from grpo_mp.algorithms.evaluation import Estimate, EvalScore
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.utils.phases import Phase
 

@@ -1,10 +1,15 @@
 """The code reward: whether the program in a response passes the tests of its data row."""
 
+import json
 import re
+import secrets
 import textwrap
 import threading
 import time
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
 
 from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.code_tests import CodeTest, RowTests, read_tests
@@ -16,6 +21,7 @@ from grpo_mp.utils.types import SampleGroup
 BLOCK = re.compile(
     r"^([ \t]*)(`{3,}|~{3,})[ \t]*(?:python|py)[\d.]*\b[^\n]*\n(.*?)^[ \t]*\2", re.DOTALL | re.MULTILINE | re.IGNORECASE
 )
+PROGRAM_TESTS = Path(__file__).with_name("program_tests.py").read_text()
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-5, 1e-8  # of expected decimal fractions, as the graders of APPS and TACO
 
 
@@ -23,9 +29,9 @@ class CodeTests:
     """Scores the programs of groups. Thread-safe: at most `parallel` programs run at one time."""
 
     def __init__(self, settings: CodeConfig) -> None:
-        """Check the sandbox. Raises UserError where programs cannot be isolated as the settings demand."""
+        """Check the sandbox. Raises UserError where programs cannot be isolated."""
         self._settings = settings
-        self.sandbox = Sandbox(settings)
+        self._sandbox = Sandbox(settings, url=settings.url)
         self._slots = threading.BoundedSemaphore(settings.parallel)
 
     def values(self, group: SampleGroup) -> Values:
@@ -56,8 +62,28 @@ class CodeTests:
         return num_passed / len(tests.cases)
 
     def _passes(self, program: str, case: CodeTest, seconds: float) -> bool:
-        outcome = self.sandbox.run(program, case.script, case.stdin, seconds)
-        return outcome.passed and (case.script is not None or is_same_output(outcome.output, case.stdout))
+        if case.script is None:
+            outcome = self._sandbox.run(program, case.stdin, seconds)
+            return outcome.succeeded and is_same_output(outcome.output, case.stdout)
+        token = secrets.token_hex(16)  # which the program does not know, so it cannot say that the tests passed
+        job = f"{PROGRAM_TESTS}\n\nrun({program!r}, {case.script!r}, {token!r})\n"
+        _, _, values = self._sandbox.run(job, "", seconds).output.rpartition(token)
+        return are_allowed(values, case.expected)
+
+
+def are_allowed(values: str, expected: Sequence[Sequence[Any]]) -> bool:
+    """Return whether each value, as program_tests.py writes them, is one of those expected of it."""
+    try:
+        found = json.loads(values, object_hook=_as_dictionary)
+    except (ValueError, TypeError, RecursionError):  # no verdict, or a key that is a list
+        return False
+    return len(found) == len(expected) and all(
+        any(value == one for one in allowed) for value, allowed in zip(found, expected, strict=True)
+    )
+
+
+def _as_dictionary(value: dict[str, Any]) -> Any:
+    return dict(value["dict"]) if "dict" in value else value
 
 
 def extract_program(response: str) -> str | None:

@@ -4,14 +4,18 @@ import ast
 import base64
 import json
 import pickletools
+import re
+import sys
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
-from grpo_mp.rewards.code_scripts import defines, is_code, read_script
 from grpo_mp.utils.reading import did_you_mean_column, has_column, read_column, shorten
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Keys of what holds the tests.
 HOLDERS = ("ground_truth", "test_cases", "tests", "test_list", "test_code", "test", "functional", "assert_case")
 PACKED = "eJ"  # how zlib's bytes begin in base64
@@ -20,6 +24,8 @@ ENTRY_POINTS = ("fn_name", "func_name", "function_name", "entry_point")
 FUNCTIONAL = ("functional", "function_call", "call_based")  # types of tests that call a function
 STDIN = ("stdin", "stdin_stdout", "standard_input")
 FORMS = "give Python tests, a list of them, {inputs, outputs}, or a list of {input, output}"
+FAILING_CALLS = ("raises", "fail", "exit", "_exit", "quit")  # calls that fail a test, beside assert...()
+RUNNERS = ("unittest.main", "pytest.main")  # not called: program_tests.py runs the tests that they would find
 # What graders of contest programs import for them; the last gives back the builtins that math has replaced.
 CONTEST_IMPORTS = (
     "import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys\n"
@@ -30,9 +36,13 @@ CONTEST_IMPORTS = (
 
 @dataclass(frozen=True)
 class CodeTest:
-    """One test: Python that calls the program, or an input and the expected output."""
+    """One test: Python that calls the program, or an input and the expected output.
+
+    `expected`: of each `_call_` of the script, the values that are right.
+    """
 
     script: str | None = None
+    expected: tuple[tuple[Any, ...], ...] = ()
     stdin: str = ""
     stdout: str = ""
 
@@ -110,12 +120,12 @@ def _python_tests(texts: Sequence[str], context: Mapping[str, Any], partial: boo
     entry_point = _entry_point(context, ENTRY_POINTS)
     setup, begin = "", _begin(context)
     beginnings = (context.get(key) for key in BEGINNINGS) if entry_point else ()
-    if entry_point and (setup := next((text for text in beginnings if isinstance(text, str) and is_code(text)), "")):
+    if entry_point and (setup := next((text for text in beginnings if isinstance(text, str) and _is_code(text)), "")):
         name = entry_point.partition("(")[0].partition(".")[0]
-        begin = f"{setup}\n{f'del {name}' if defines(setup, name) else ''}\n{begin}"
+        begin = f"{setup}\n{f'del {name}' if _defines(setup, name) else ''}\n{begin}"
     texts = [text for text in texts if text.strip()]
     units = texts if partial else ["\n".join(texts)]
-    scripts = [read_script(unit, entry_point) for unit in units]
+    scripts = [_read_script(unit, entry_point) for unit in units]
     return RowTests(tuple(CodeTest(f"{begin}\n{script}") for script in scripts if script), setup)
 
 
@@ -136,6 +146,132 @@ def _entry_point(columns: Mapping[str, Any], names: Iterable[str]) -> str | None
     return None
 
 
+def _read_script(text: str, entry_point: str | None) -> str:
+    """Return Python tests as program_tests.py runs them; "" where the text has no statements.
+
+    entry_point: expression for the function of the program that `check(candidate)` of the tests is given. Raises
+    ValueError, with the reason, for a text that is not Python, asserts nothing, or needs what is not there.
+    """
+    tree = _parse(text)
+    if not tree.body:
+        return ""
+    body = [_asserted(node) for node in tree.body if not _starts_runner(node)]
+    called = {_called_name(node) for node in ast.walk(tree)}
+    has_check = "check" not in called and any(isinstance(node, Function) and node.name == "check" for node in body)
+    if has_check and entry_point:
+        _parse(entry_point)
+        body += ast.parse(f"check(_find_({entry_point!r}))").body
+        called.add("check")
+    live = [node for node in body if _is_run(node, called)]
+    if not any(_fails(part) for node in live for part in ast.walk(node)):
+        lacks = ": check(candidate) needs a column entry_point" if has_check and not entry_point else ""
+        raise ValueError(f"asserts nothing when it runs{lacks}")
+    _check_arguments(tree, called)
+    _check_imports(tree)
+    return text if body == tree.body else ast.unparse(ast.Module(body, []))
+
+
+def _is_code(text: str) -> bool:
+    """Return whether a text is Python that imports or defines something."""
+    try:
+        body = _parse(text).body
+    except ValueError:
+        return False
+    return any(isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef) for node in body)
+
+
+def _defines(text: str, name: str) -> bool:
+    return any(isinstance(node, Function | ast.ClassDef) and node.name == name for node in _parse(text).body)
+
+
+def _parse(text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(
+            f"is not Python ({error.msg} in line {error.lineno}: {(error.text or '').strip()[:60]!r})"
+        ) from error
+    except (ValueError, RecursionError, MemoryError) as error:  # a null character, or nested too deep
+        raise ValueError(f"is not Python that can be read ({error or type(error).__name__})") from error
+
+
+def _asserted(node: ast.stmt) -> ast.stmt:
+    """Return an assertion in the place of a bare comparison."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Compare | ast.BoolOp):
+        return ast.copy_location(ast.Assert(node.value), node)
+    return node
+
+
+def _starts_runner(node: ast.stmt) -> bool:
+    """Return whether a statement, or a main block, calls unittest.main() or pytest.main()."""
+    calls = (part for part in ast.walk(node) if isinstance(part, ast.Call))
+    return isinstance(node, ast.Expr | ast.If) and any(ast.unparse(call.func) in RUNNERS for call in calls)
+
+
+def _is_run(node: ast.stmt, called: set[str]) -> bool:
+    """Return whether a statement is more than a definition that neither the tests nor pytest nor unittest use."""
+    if isinstance(node, ast.ClassDef):
+        is_test = node.name.startswith("Test") or any(ast.unparse(base).endswith("TestCase") for base in node.bases)
+        return is_test or node.name in called
+    if isinstance(node, Function):
+        return node.name in called or (isinstance(node, ast.FunctionDef) and node.name.startswith("test"))
+    return True
+
+
+def _fails(node: ast.AST) -> bool:
+    """Return whether a node can fail a test."""
+    if isinstance(node, ast.Assert):
+        is_false = isinstance(node.test, ast.Constant) and not node.test.value
+        return is_false or any(isinstance(part, ast.Name) for part in ast.walk(node.test))
+    name = _called_name(node)
+    return isinstance(node, ast.Raise) or name.startswith("assert") or name in FAILING_CALLS
+
+
+def _called_name(node: ast.AST) -> str:
+    """Return the name of the function or method that a node calls; "" for another node."""
+    function = node.func if isinstance(node, ast.Call) else None
+    if isinstance(function, ast.Name):
+        return function.id
+    return function.attr if isinstance(function, ast.Attribute) else ""
+
+
+def _check_arguments(tree: ast.Module, called: set[str]) -> None:
+    """Raise ValueError for a test that needs an argument which nothing gives it."""
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for function in functions.values():
+        if function.name in called or not function.name.startswith("test"):
+            continue
+        given = {"self", *re.findall(r"\w+", " ".join(_decorators(function, "parametrize")))}
+        required = function.args.args[: len(function.args.args) - len(function.args.defaults)]
+        for name in (one.arg for one in required if one.arg not in given):
+            if not (name in functions and _decorators(functions[name], "fixture")):
+                raise ValueError(f"has {function.name}({name}), and no fixture or parameter {name}")
+
+
+def _decorators(function: ast.FunctionDef, name: str) -> list[str]:
+    return [text for text in map(ast.unparse, function.decorator_list) if name in text]
+
+
+def _check_imports(tree: ast.Module) -> None:
+    """Raise ValueError for a module that is not installed."""
+    for module in _imported(tree):
+        if not _is_installed(module.partition(".")[0]):
+            raise ValueError(f"imports {module or '.'}, which is not installed; the program is the module solution")
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+@cache
+def _is_installed(name: str) -> bool:
+    return name == "solution" or name in sys.stdlib_module_names or bool(name and find_spec(name))
+
+
 # -- tests of an input and an output -------------------------------------------------------------------------
 
 
@@ -152,17 +288,18 @@ def _pairs(tests: Mapping[str, Any], many: bool) -> list[Mapping[str, Any]]:
 
 
 def _pair_tests(pairs: Sequence[Mapping[str, Any]], context: Mapping[str, Any], partial: bool) -> RowTests:
-    calls, cases = list[str](), list[CodeTest]()
+    calls, cases = list[CodeTest](), list[CodeTest]()
     for pair in pairs:
         if pair["output"] is None:
             raise ValueError(f"has no output for the input {shorten(repr(pair['input']))}")
         if entry_point := _function_of(pair, context):
             calls.append(_call(entry_point, pair["input"], pair["output"]))
         else:
-            cases.append(CodeTest(None, _text(pair["input"]), _text(pair["output"])))
-    scripts = calls if partial or not calls else ["\n".join(calls)]
-    of_calls = [CodeTest(f"from math import inf, nan\n{script}") for script in scripts]
-    return RowTests((*of_calls, *cases), CONTEST_IMPORTS)
+            cases.append(CodeTest(stdin=_text(pair["input"]), stdout=_text(pair["output"])))
+    if calls and not partial:
+        script = "\n".join(call.script or "" for call in calls)
+        calls = [CodeTest(script, tuple(values for call in calls for values in call.expected))]
+    return RowTests((*calls, *cases), CONTEST_IMPORTS)
 
 
 def _function_of(pair: Mapping[str, Any], context: Mapping[str, Any]) -> str | None:
@@ -177,7 +314,7 @@ def _function_of(pair: Mapping[str, Any], context: Mapping[str, Any]) -> str | N
     return entry_point
 
 
-def _call(entry_point: str, given: Any, expected: Any) -> str:
+def _call(entry_point: str, given: Any, expected: Any) -> CodeTest:
     """Return a test that calls the function; `given`: its arguments, in a list or as a line of JSON each."""
     if isinstance(given, str):
         arguments = list(map(_json, given.rstrip("\n").split("\n"))) if given.strip() else []
@@ -187,7 +324,7 @@ def _call(entry_point: str, given: Any, expected: Any) -> str:
         # APPS writes a result in a list; JSON makes texts of the keys of a dictionary.
         allowed = [expected, *(expected if isinstance(expected, list) and len(expected) == 1 else [])]
         arguments, allowed = list(map(_with_int_keys, arguments)), list(map(_with_int_keys, allowed))
-    return f"_expect_({entry_point!r}, {arguments!r}, {allowed!r})"
+    return CodeTest(f"_call_({entry_point!r}, {arguments!r})", (tuple(allowed),))
 
 
 def _json(text: str) -> Any:

@@ -1,166 +1,173 @@
-"""One program of a model, run under limits in namespaces of its own (see jail.py)."""
+"""Run a model's program in bubblewrap on this machine, or on a sandbox server at a URL."""
 
-import json
 import os
-import secrets
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import httpx
 
 from grpo_mp.rewards.base import RewardError
 from grpo_mp.rewards.settings import SandboxLimits
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.scratch import ScratchFolder, remove_abandoned
 
-JAIL, HARNESS = (Path(__file__).with_name(name) for name in ("jail.py", "harness.py"))
-FOLDER_FILES = 16  # the program's folder holds this many files of the largest size
-GRACE_S = 10.0  # the jail ends by itself; after this it is killed
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/program", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"}
+OUTPUT_BYTES = 2**20  # the largest file that a program may write, its output included
+FOLDER_BYTES = 16 * OUTPUT_BYTES  # of the program's own folder, in memory
+PROCESSES = 16  # processes and threads of one program
+GRACE_S = 10.0  # beyond the time limit of a program: for its start, or the answer of a server
+NOBODY = "65534"
+FOLDER = Path("/program")
+SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": str(FOLDER), "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"}
+TOOLS = ("bwrap:", "setpriv:", "prlimit:")  # begin a line of stderr where the sandbox fails, not the program
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a program ended."""
 
-    passed: bool  # all tests ran to their end; without tests: status 0
+    succeeded: bool  # with status 0, in time
     output: str  # its stdout, up to the limit
 
 
 class Sandbox:
-    """Runs programs. Thread-safe."""
+    """Runs Python programs with limits of time, memory, output and processes, without network. Thread-safe."""
 
-    def __init__(self, settings: SandboxLimits, section: str = "reward.code") -> None:
-        """Try one empty program. Raises UserError where it fails, or isolation is required and not available.
+    def __init__(self, settings: SandboxLimits, section: str = "reward.code", url: str | None = None) -> None:
+        """Run an empty program. Raises UserError where that fails.
 
-        `section`: of the settings, for the sentence.
+        section: of the settings, for messages; url: of a sandbox server; None: bubblewrap on this machine.
         """
-        remove_abandoned()
-        self.settings, self._section = settings, section
-        self.isolated = True  # programs run in namespaces; else files and network may be open to them
-        reason = self._start_failure()
-        if reason and settings.isolation == "required":
+        self.settings, self._url = settings, url
+        try:
+            outcome = self.run("", "", GRACE_S)
+        except RewardError as error:
+            remedy = "install bubblewrap and allow user namespaces, or set reward.code.url to a sandbox server"
+            raise UserError(f"{section}: programs cannot be isolated here ({error}): {remedy}") from error
+        if not outcome.succeeded:
             raise UserError(
-                f"{section}.isolation: this machine gives programs no namespaces of their own ({reason}): allow "
-                "unprivileged user namespaces, or set best_effort to run programs that you trust with limits only"
+                f"{section}: an empty program fails under its limits: raise {section}.memory_bytes="
+                f"{settings.memory_bytes}"
             )
-        self.isolated = not reason
-        if reason and (reason := self._start_failure()):
-            raise UserError(f"{section}: programs cannot be started here ({reason}): run as a user other than root")
 
-    def run(self, program: str, tests: str | None, stdin: str, timeout_s: float) -> Outcome:
-        """Run `program`, and `tests` in a process that calls it. Raises RewardError if the jail itself fails."""
-        token = secrets.token_hex(16)
+    def run(self, program: str, stdin: str, timeout_s: float) -> Outcome:
+        """Run a program to its end or the limit. Raises RewardError if the sandbox itself fails."""
+        if self._url:
+            return self._run_on_server(self._url, program, stdin, timeout_s)
         with ExitStack() as opened:
-            folder = opened.enter_context(ScratchFolder("code"))
-            os.chmod(folder, 0o777)  # the program may run as another user
-            files = [opened.enter_context(tempfile.TemporaryFile()) for _ in range(6)]
-            *job, stdin_file, output, stderr = files
-            program_file, tests_file, verdict = job
-            _write(program_file, program.encode(errors="replace"))
-            _write(tests_file, _length_prefixed(tests or "") + token.encode())
-            _write(stdin_file, stdin.encode(errors="replace"))
-            used = job[:1] if tests is None else job
-            numbers = [file.fileno() for file in used]
-            control, _held = open_pipe(opened)  # the program ends with this process, too
-            jail = self.start(folder, HARNESS, [*map(str, numbers)], numbers, files[3:], timeout_s, control.fileno())
-            control.close()
-            status = self._wait(jail, timeout_s)
-            if reason := _read(stderr):
+            given, output, stderr = (opened.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+            given.write(stdin.encode(errors="replace"))
+            given.seek(0)
+            process = self.start(program, (), (given, output, stderr), cpu_s=int(timeout_s) + 1)
+            try:
+                status = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                status = process.wait()
+            if status and (reason := _read(stderr)).startswith(TOOLS):
                 raise RewardError(f"the program could not be isolated: {reason}")
-            passed = status == 0 if tests is None else _read(verdict) == token
-            return Outcome(passed, _read(output))
+            return Outcome(status == 0, _read(output))
 
     def start(
-        self,
-        folder: Path,
-        harness: Path,
-        arguments: Sequence[str],
-        descriptors: Sequence[int],
-        streams: Sequence[IO[bytes]],
-        timeout_s: float,
-        control: int,
+        self, program: str, arguments: Sequence[str], streams: Sequence[IO[bytes] | int], cpu_s: int | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start the jail of one program, which ends with it.
+        """Start a program in bubblewrap. Killing the process, or this one, ends all that the program has started.
 
-        `harness`: what the interpreter runs, with `arguments` and open `descriptors`; `streams`: stdin, stdout and the
-        jail's stderr; `control`: a pipe, whose other end ends the program when it is closed.
+        streams: stdin, stdout and stderr; cpu_s: limit of each process's CPU time, in seconds.
         """
         stdin, stdout, stderr = streams
-        limits = self.settings
-        settings = {
-            "isolate": self.isolated,
-            "folder": str(folder),
-            "harness": str(harness),
-            "python": sys.executable,
-            "visible": sorted({sys.prefix, sys.base_prefix}),
-            "arguments": [*arguments],
-            "control": control,
-            "environment": ENVIRONMENT,
-            "timeout_s": timeout_s,
-            "memory_bytes": limits.memory_bytes,
-            "output_bytes": limits.output_bytes,
-            "folder_bytes": limits.output_bytes * FOLDER_FILES,
-            "processes": limits.processes,
+        with tempfile.TemporaryFile() as source:
+            source.write(program.encode(errors="replace"))
+            source.seek(0)
+            command = self._command(source.fileno(), arguments, cpu_s)
+            try:
+                # bwrap ends with the thread that starts it: one that lives as long as this process
+                return (
+                    _spawner(os.getpid())
+                    .submit(
+                        subprocess.Popen, command, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=[source.fileno()]
+                    )
+                    .result()
+                )
+            except FileNotFoundError:
+                raise RewardError("bubblewrap (bwrap) is not installed") from None
+
+    def _command(self, source: int, arguments: Sequence[str], cpu_s: int | None) -> list[str]:
+        is_root = os.geteuid() == 0
+        script = FOLDER / "main.py"
+        limits = {
+            "as": self.settings.memory_bytes,
+            "fsize": OUTPUT_BYTES,
+            "nproc": PROCESSES,
+            "core": 0,
+            **({"cpu": cpu_s} if cpu_s else {}),
         }
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", str(JAIL), json.dumps(settings)],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            pass_fds=[*descriptors, control],
-            cwd=folder,
-            env={},
-            start_new_session=True,
-        )
+        # The kernel exempts root from the limit of processes, so as root the program becomes another user.
+        privileges = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
+        user = [*("setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--no-new-privs")]
+        return [
+            *("bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--die-with-parent", "--new-session"),
+            *([f for name in privileges for f in ("--cap-add", name)] if is_root else ["--unshare-user"]),
+            *("--clearenv", *(word for pair in ENVIRONMENT.items() for word in ("--setenv", *pair))),
+            *_visible(),
+            *("--size", str(FOLDER_BYTES), "--perms", "0777", "--tmpfs", str(FOLDER)),
+            *("--file", str(source), str(script), "--chmod", "0444", str(script)),
+            *("--remount-ro", "/", "--chdir", str(FOLDER)),
+            *([*user, "--inh-caps=-all", "--bounding-set=-all"] if is_root else []),
+            *("prlimit", *(f"--{name}={value}" for name, value in limits.items())),
+            *(sys.executable, "-I", "-B", str(script), *arguments),
+        ]
 
-    def _wait(self, jail: subprocess.Popen[bytes], timeout_s: float) -> int:
+    def _run_on_server(self, url: str, program: str, stdin: str, timeout_s: float) -> Outcome:
+        """Run a program by the API run_code of SandboxFusion."""
+        body = {
+            "code": program,
+            "language": "python",
+            "stdin": stdin,
+            "run_timeout": timeout_s,
+            "memory_limit_MB": self.settings.memory_bytes // 2**20,
+        }
         try:
-            return jail.wait(timeout_s + GRACE_S)
-        except subprocess.TimeoutExpired as error:
-            os.killpg(jail.pid, signal.SIGKILL)
-            jail.wait()
-            raise RewardError(f"the program did not end {GRACE_S:g} s after its limit") from error
-
-    def _start_failure(self) -> str:
-        """Return why an empty program cannot be isolated; empty if it can. Raises UserError where the limits end it."""
-        try:
-            outcome = self.run("", "", "", GRACE_S)
-        except RewardError as error:
-            return str(error)
-        if not outcome.passed:
-            raise UserError(
-                f"{self._section}: an empty program fails under its limits: raise {self._section}.memory_bytes="
-                f"{self.settings.memory_bytes} or {self._section}.output_bytes={self.settings.output_bytes}"
-            )
-        return ""
+            reply = httpx.post(f"{url.rstrip('/')}/run_code", json=body, timeout=timeout_s + GRACE_S)
+            answer: dict[str, Any] = reply.raise_for_status().json()
+            result = answer["run_result"]
+            if answer["status"] == "SandboxError" or result is None:
+                raise RewardError(f"{url}: the sandbox server failed: {answer.get('message')}")
+            succeeded = result["status"] == "Finished" and result["return_code"] == 0
+            return Outcome(succeeded, (result["stdout"] or "").rstrip("\n"))
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise RewardError(f"{url}: no answer of a sandbox server: {type(error).__name__}: {error}") from error
 
 
-def open_pipe(opened: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
-    """Return both ends of a pipe, unbuffered, the one to read from first; `opened` closes what is still open."""
-    read_end, write_end = os.pipe()
-    return (
-        opened.enter_context(open(read_end, "rb", buffering=0)),
-        opened.enter_context(open(write_end, "wb", buffering=0)),
-    )
+@cache
+def _spawner(pid: int) -> ThreadPoolExecutor:
+    """Return the thread of this process, `pid`, that starts programs."""
+    return ThreadPoolExecutor(1, "sandbox")
 
 
-def _length_prefixed(text: str) -> bytes:
-    """Encode tests as harness.py reads them."""
-    content = text.encode(errors="replace")
-    return b"%016d" % len(content) + content
-
-
-def _write(file: IO[bytes], content: bytes) -> None:
-    file.write(content)
-    file.seek(0)
+def _visible() -> list[str]:
+    """Return the arguments for the files that a program sees: the system's and this Python, read-only."""
+    arguments = list[str]()
+    for name in (*SYSTEM, *sorted({sys.prefix, sys.base_prefix})):
+        if os.path.islink(name) and not os.path.isabs(os.readlink(name)):  # /lib is usr/lib
+            arguments += ["--symlink", os.readlink(name), name]
+            continue
+        # Parents that bwrap makes by itself are closed to other users.
+        for parent in reversed(Path(name).parents[:-1]):
+            arguments += ["--perms", "0755", "--dir", str(parent)]
+        arguments += ["--ro-bind-try", name, name]
+    arguments += ["--perms", "0755", "--dir", "/dev"]
+    return [*arguments, *(word for name in DEVICES for word in ("--dev-bind-try", name, name))]
 
 
 def _read(file: IO[bytes]) -> str:
     file.seek(0)
-    return file.read().decode(errors="replace").rstrip("\n")
+    return file.read(OUTPUT_BYTES).decode(errors="replace").rstrip("\n")

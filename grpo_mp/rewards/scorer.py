@@ -124,7 +124,7 @@ class Scorer:
     def warnings(self) -> tuple[str, ...]:
         """Return the warnings that a user should read at the start."""
         missing = "no reward term defines correctness, so there is no accuracy: name one by reward.correct"
-        return (*self._built_in.warnings, *([] if self._correctness_rule else [missing]))
+        return () if self._correctness_rule else (missing,)
 
     def rewards_with(self, parameter: str) -> list[str]:
         """Return the names of the user's reward functions that have a parameter of this name."""

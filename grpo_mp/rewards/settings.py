@@ -211,22 +211,17 @@ class JudgeConfig(Section):
 
 
 class SandboxLimits(Section):
-    """Limits of programs of a model, each of which runs in its own Linux namespaces."""
+    """Limits of a model's programs, each of which runs in a sandbox of its own."""
 
-    isolation: Literal["required", "best_effort"] = Field(
-        "required", description="if the kernel allows no namespaces: refuse to start, or run with limits only"
-    )
     parallel: int = Field(4, gt=0, description="programs that run at one time on one rank")
     timeout_s: float = Field(5.0, gt=0, description="time limit of all tests of one response, in seconds")
     memory_bytes: int = Field(512 * 2**20, gt=0, description="address space of each process of a program")
-    output_bytes: int = Field(2**20, gt=0, description="the largest file a program may write, its output included")
-    processes: int = Field(16, gt=1, description="processes and threads of one program, with that of its tests")
 
-    _unit = field_validator("memory_bytes", "output_bytes", mode="before")(as_bytes)
+    _unit = field_validator("memory_bytes", mode="before")(as_bytes)
 
 
 class CodeConfig(SandboxLimits):
-    """Tests that the Python code of a response must pass; it runs in its own Linux namespaces."""
+    """Tests that the Python code of a response must pass; it runs in bubblewrap, or on a sandbox server."""
 
     weight: float = Field(1.0, description="weight of the tests' result in the reward")
     tests: str = Field(
@@ -234,8 +229,12 @@ class CodeConfig(SandboxLimits):
         description="data column of the tests, or a path such as reward_model.ground_truth: asserts or a list of them "
         "(MBPP), check(candidate) with a column entry_point (HumanEval, LeetCodeDataset), functions for pytest that "
         "import solution (KodCode), unittest classes, {inputs, outputs} with or without fn_name (APPS, TACO), or a "
-        "list of {input, output, testtype} (LiveCodeBench); as text, JSON or lists. Tests in Python call the program "
-        "from another process: they see its names and what it returns, not what it prints; it sees none of theirs",
+        "list of {input, output, testtype} (LiveCodeBench); as text, JSON or lists",
+    )
+    url: str | None = Field(
+        None,
+        pattern="^https?://",
+        description="a sandbox server with the API run_code of SandboxFusion, instead of bubblewrap on this machine",
     )
     partial: bool = Field(False, description="true: score the share of passed tests; false: 1 if all pass, else 0")
 

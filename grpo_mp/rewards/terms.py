@@ -41,9 +41,6 @@ class BuiltInTerms:
             name: part.values for name, part in (("model", self.model), ("judge", self._judge), ("code", code)) if part
         }
         self.values = {name: values for name, values in terms.items() if name in used}  # by name, of a group
-        self.warnings: tuple[str, ...] = ()
-        if code and not code.sandbox.isolated:
-            self.warnings = ("reward.code: this kernel gives no namespaces, so programs run with limits only",)
 
     def with_limit(self, settings: RewardConfig, max_response_tokens: int) -> "BuiltInTerms":
         """Return the same terms, with their processes and connections, for responses of another limit."""

@@ -10,7 +10,7 @@ from itertools import chain, takewhile
 from typing import Any
 
 from grpo_mp.config.sections import EpisodeLimits
-from grpo_mp.data.chat import ChatRenderer
+from grpo_mp.data.template import ChatRenderer
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.protocol import Episode, EpisodeLimitError, RecordedSequence, Segment, ToolCall, Turn

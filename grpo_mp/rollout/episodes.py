@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
 from grpo_mp.config.sections import RolloutConfig
-from grpo_mp.data.chat import ChatRenderer
 from grpo_mp.data.rows import Row
+from grpo_mp.data.template import ChatRenderer
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.episode_policy import EpisodeAbortedError, EpisodeContext, EpisodePolicy, EpisodeWatch

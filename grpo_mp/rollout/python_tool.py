@@ -1,22 +1,81 @@
-"""Python as a tool, in the jail of `reward.code`, with names that live through the turns of an episode."""
+"""Python as a tool, in the sandbox of `reward.code`, with names that live through the turns of an episode."""
 
+import json
+import os
+import secrets
+import subprocess
+import threading
+import time
 import weakref
 from functools import cache
+from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
-from grpo_mp.rewards.sandbox import Sandbox
-from grpo_mp.rewards.session import Session, SessionEndedError
+from grpo_mp.rewards.sandbox import GRACE_S, Sandbox
 from grpo_mp.rewards.settings import SandboxLimits
 from grpo_mp.rollout.protocol import BoundedTools
 
 SECTION = "rollout.tool_args grpo_mp.rollout.python_tool:Python"
+INTERPRETER = Path(__file__).with_name("python_session.py").read_text()
+INTERRUPT_S = 1.0  # code that its own alarm does not end is killed after this
+
+
+class SessionEndedError(Exception):
+    """The interpreter has ended, and its names with it."""
+
+
+class Session:
+    """An interpreter in the sandbox, which ends with `end`, or with this process. One piece of code runs at a time."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        """Start it. Raises SessionEndedError where it does not answer, RewardError without bubblewrap."""
+        self._timeout_s, self._lock = sandbox.settings.timeout_s, threading.Lock()
+        streams = (subprocess.PIPE, subprocess.PIPE, subprocess.DEVNULL)
+        self._process = sandbox.start(INTERPRETER, [str(self._timeout_s)], streams)
+        self._ask("", GRACE_S)  # its start takes no time from the first piece of code
+
+    def run(self, code: str) -> str:
+        """Return what the code prints, and the value of its last line. Raises SessionEndedError."""
+        return self._ask(code, self._timeout_s + INTERRUPT_S)
+
+    def end(self) -> None:
+        """End the interpreter, and all that it has started."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _ask(self, code: str, limit_s: float) -> str:
+        token = secrets.token_hex(16)
+        with self._lock:
+            try:
+                self._process.stdin.write(json.dumps([token, code]).encode() + b"\n")  # type: ignore[union-attr]
+                self._process.stdin.flush()  # type: ignore[union-attr]
+                answer = self._read(token.encode(), limit_s)
+            except (BrokenPipeError, ValueError):
+                answer = None
+            if answer is None:
+                self.end()
+                raise SessionEndedError("the interpreter was ended, and its names are lost: the code ended or held it")
+        return str(json.loads(answer)).rstrip("\n")
+
+    def _read(self, token: bytes, limit_s: float) -> bytes | None:
+        """Return what follows the token on its line; the code may write there, too. None: no answer in time."""
+        descriptor, deadline, text = self._process.stdout.fileno(), time.monotonic() + limit_s, b""  # type: ignore[union-attr]
+        while True:
+            ready = wait([descriptor], max(0.0, deadline - time.monotonic()))
+            if not (ready and (piece := os.read(descriptor, 2**16))):
+                return None
+            text += piece
+            _, found, answer = text.rpartition(b"\n" + token)
+            if found and answer.endswith(b"\n"):
+                return answer
 
 
 class Python(BoundedTools):
     """One episode's interpreter, a process of its own from the first call on."""
 
     def __init__(self, **limits: Any) -> None:
-        """Take `isolation`, `parallel`, `timeout_s` and so on, as `reward.code` does, of each call.
+        """Check `parallel`, `timeout_s` and `memory_bytes`, of each call, as in `reward.code`.
 
         Raises UserError where this machine cannot isolate programs.
         """

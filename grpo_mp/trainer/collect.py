@@ -11,8 +11,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from grpo_mp.algorithms.curriculum import Curriculum
-from grpo_mp.algorithms.group_filters import GroupFilter
+from grpo_mp.algorithms.selection import Curriculum, GroupFilter
 from grpo_mp.algorithms.settings import FilterConfig
 from grpo_mp.batching.exchange import all_gather_sample_info, sample_infos, send_groups
 from grpo_mp.batching.group_selection import (
@@ -26,8 +25,7 @@ from grpo_mp.batching.group_selection import (
 from grpo_mp.batching.routed_experts import without_experts
 from grpo_mp.checkpoint.run_state import FALLBACKS, ROLLOUTS, TrainState, checkpoint_step, complete_checkpoints
 from grpo_mp.config import Settings
-from grpo_mp.data.cursor import Cursor
-from grpo_mp.data.prompt_queue import PromptQueue
+from grpo_mp.data.cursor import Cursor, PromptQueue
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.peers import watching_peers
 from grpo_mp.distributed.process_groups import Job, all_gather

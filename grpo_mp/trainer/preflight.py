@@ -11,19 +11,17 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
 from grpo_mp.algorithms.advantages import AdvantageEstimator, load_estimator
-from grpo_mp.algorithms.curriculum import Curriculum, load_curriculum
-from grpo_mp.algorithms.group_filters import GroupFilter, load_group_filter
 from grpo_mp.algorithms.losses import load_policy_loss
 from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.registries import policy_loss_entry
+from grpo_mp.algorithms.selection import Curriculum, GroupFilter, load_curriculum, load_group_filter
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, check_same_data, saved_step
 from grpo_mp.checkpoint.settings_changes import use_template_date
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RunConfig
-from grpo_mp.data.overlap import find_overlaps
 from grpo_mp.data.prompts import PromptSet, load_eval_prompts, load_train_prompts, no_tools
-from grpo_mp.data.set_warnings import smallest_set, too_few
+from grpo_mp.data.set_checks import overlap_warnings, smallest_set, too_few
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.nccl_memory import check_nccl
 from grpo_mp.distributed.shards import tp_size
@@ -98,10 +96,8 @@ class RunInputs:
     teacher: TeacherClient | None = None  # None: nothing is distilled, or a replay has what it said
 
     def overlaps(self) -> Iterator[str]:
-        """Yield a sentence for each eval set that shares problems with the train data."""
-        evals = {name: prompts.problems() for name, prompts in self.evals.items()}
-        for overlap in find_overlaps(self.train.problems(), evals):
-            yield overlap.sentence
+        """Return a sentence for each eval set that shares problems with the train data."""
+        return overlap_warnings(self.train.texts(), {name: prompts.texts() for name, prompts in self.evals.items()})
 
 
 def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> RunInputs:

@@ -10,7 +10,7 @@ from grpo_mp.checkpoint.run_state import check_run_folder, check_same_data
 from grpo_mp.checkpoint.settings_changes import use_template_date
 from grpo_mp.config import SftSettings, dump_settings
 from grpo_mp.data.chat_data import ChatSet, load_held_out_chats, load_train_chats, stop_tokens
-from grpo_mp.data.set_warnings import smallest_set, too_few
+from grpo_mp.data.set_checks import smallest_set, too_few
 from grpo_mp.data.supervised import ChatEncoder
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.models.hf_config import HfConfig, check_positions

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from grpo_mp.algorithms.supervised import SUMS, merge_sums, supervised_metrics, token_mean_loss
+from grpo_mp.algorithms.losses import SUPERVISED_SUMS, merge_sums, supervised_metrics, token_mean_loss
 from grpo_mp.batching.supervised import SupervisedBatch, supervised_batch
 from grpo_mp.config import SftSettings
 from grpo_mp.data.chat_data import ChatSet
@@ -69,7 +69,7 @@ def reduce_sums(reports: Sequence[torch.Tensor], parallel: Parallel) -> dict[str
     """Reduce the sums of an update's micro-batches over the job. Every rank must call this."""
     sums = merge_sums(reports if parallel.coords.tensor == 0 else ())  # tensor ranks report the same tokens
     dist.all_reduce(sums, group=parallel.cpu_group)
-    return dict(zip(SUMS, sums.tolist(), strict=True))
+    return dict(zip(SUPERVISED_SUMS, sums.tolist(), strict=True))
 
 
 def held_out_losses(

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 
-from grpo_mp.algorithms.controllers import current_coefficients, should_early_stop, update_adaptive_coefs
 from grpo_mp.algorithms.loss_metrics import compute_metrics
-from grpo_mp.algorithms.losses import make_loss
+from grpo_mp.algorithms.losses import current_coefficients, make_loss, should_early_stop, update_adaptive_coefs
 from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
 from grpo_mp.algorithms.values import make_value_loss

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from grpo_mp.algorithms.advantages import outcome_advantages
 from grpo_mp.algorithms.losses import LossCoefficients, MicroBatchLoss, load_policy_loss, make_loss, token_weights
-from grpo_mp.algorithms.policy_losses import PolicyLoss
-from grpo_mp.algorithms.sequences import Reduce
+from grpo_mp.algorithms.policy_losses import PolicyLoss, Reduce
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.microbatches import plan_microbatches
 from grpo_mp.batching.packing import pack

@@ -1,6 +1,6 @@
 import pytest
 
-from grpo_mp.algorithms.controllers import current_coefficients, should_early_stop, update_adaptive_coefs
+from grpo_mp.algorithms.losses import current_coefficients, should_early_stop, update_adaptive_coefs
 from grpo_mp.algorithms.settings import AlgorithmConfig, EarlyStopConfig
 
 

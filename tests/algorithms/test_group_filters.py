@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from grpo_mp.algorithms.group_filters import load_group_filter
+from grpo_mp.algorithms.selection import load_group_filter
 from grpo_mp.algorithms.settings import FilterConfig
 from grpo_mp.utils.types import SampleInfo
 

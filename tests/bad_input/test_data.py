@@ -9,7 +9,6 @@ import pytest
 from pyarrow import parquet
 
 from grpo_mp.config.data_sections import DataConfig, TrainSetConfig
-from grpo_mp.data import prompts as prompts_module
 from grpo_mp.data.pass_rates import read_pass_rates
 from grpo_mp.data.prompts import PromptSet, load_prompts, load_train_prompts
 from grpo_mp.examples.tiny_models import make_tokenizer
@@ -208,14 +207,12 @@ TEMPLATES = {
     "a file": "{% include '/etc/passwd' %}",
     "one that leaves the prompt out": "Answer now.",
     "nothing": " ",
-    "an endless loop": "{% for i in range(9999) %}{% for j in range(9999) %}{{ i }}{% endfor %}{% endfor %}",
     "more numbers than memory": "{{ range(999999999) | list }}",
 }
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts_module, "TEMPLATE_LIMIT_S", 0.3)
     monkeypatch.setattr(TOKENIZER, "chat_template", TEMPLATES[name])
     file = put(tmp_path / "rows.jsonl", GOOD)
     refused(lambda: load(file))

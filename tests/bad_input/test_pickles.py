@@ -22,10 +22,10 @@ ALLOWED = {
     "monitor/rules.py: yaml.safe_load": "shipped with the package",
     "planner/clusters.py: yaml.safe_load": "shipped with the package",
     "planner/model_configs.py: yaml.safe_load": "shipped with the package",
-    "rewards/harness.py: exec": "a program of a model, in its jail",
-    "rewards/harness.py: eval": "the entry point of a data row, in the jail",
-    "rewards/session_harness.py: exec": "code of a model, in its jail",
-    "rewards/session_harness.py: eval": "code of a model, in its jail",
+    "rewards/program_tests.py: exec": "a program of a model, in its sandbox",
+    "rewards/program_tests.py: eval": "the entry point of a data row, in the sandbox",
+    "rollout/python_session.py: exec": "code of a model, in its sandbox",
+    "rollout/python_session.py: eval": "code of a model, in its sandbox",
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_mp.algorithms.losses import off_policy_mask
-from grpo_mp.algorithms.sequences import Sequences
+from grpo_mp.algorithms.policy_losses import Sequences
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.algorithms.values import LOSS_SUMS, RETURN_SUMS, make_value_loss, return_sums
 from grpo_mp.batching.microbatches import plan_microbatches

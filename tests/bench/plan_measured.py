@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_mp.algorithms.supervised import token_mean_loss
+from grpo_mp.algorithms.losses import token_mean_loss
 from grpo_mp.checkpoint.chunk_files import TensorChunk, read_chunks
 from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER
 from grpo_mp.config import Settings

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from grpo_mp.algorithms.supervised import token_mean_loss
+from grpo_mp.algorithms.losses import token_mean_loss
 from grpo_mp.checkpoint.run_state import TrainState, checkpoint_folder
 from grpo_mp.config import Settings
 from grpo_mp.policy.checkpoint import load_policy

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from grpo_mp.algorithms.evaluation import EvalScore
-from grpo_mp.algorithms.pass_at_k import Estimate
+from grpo_mp.algorithms.evaluation import Estimate, EvalScore
 from grpo_mp.config import load_pipeline
 from grpo_mp.pipeline.runner import Pipeline
 from grpo_mp.pipeline.stages import make_jobs

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from grpo_mp.config import Settings, dump_settings, load_settings
 from grpo_mp.config.data_sections import DataConfig
-from grpo_mp.data.cursor import Cursor, mix_sets, take
-from grpo_mp.data.prompt_queue import PromptQueue
+from grpo_mp.data.cursor import Cursor, PromptQueue, mix_sets, take
 from grpo_mp.data.prompts import PromptSet, load_eval_prompts, load_train_prompts
 from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.rewards.base import call_arguments

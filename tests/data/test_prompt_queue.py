@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mp.data.cursor import Cursor, take
-from grpo_mp.data.prompt_queue import PromptQueue
+from grpo_mp.data.cursor import Cursor, PromptQueue, take
 
 
 def none_skipped(_: int) -> bool:

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data import prompts as prompts_module
-from grpo_mp.data.overlap import Overlap, find_overlaps
 from grpo_mp.data.prompts import PromptSet, final_answer, load_prompts
+from grpo_mp.data.set_checks import overlap_warnings
 from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.rewards.answer_reading import Number, read_answer
 from grpo_mp.utils.errors import UserError
@@ -127,7 +127,7 @@ def test_a_prompt_is_known_by_all_of_its_messages(tmp_path: Path) -> None:
     assert [prompt.text for prompt in first] == [f"user: {count} apples\n\nuser: How many?" for count in (2, 3)]
     texts = [[*chats(passages).texts()] for passages in (("2 apples", "3 apples"), ("4 apples", "3 apples"))]
     assert texts[0] == [prompt.text for prompt in first]
-    assert find_overlaps(texts[0], {"x": texts[1]}) == [Overlap("x", 2, exact=1, near=0)]
+    assert len(list(overlap_warnings(texts[0], {"x": texts[1]}))) == 1
     call = {"function": {"name": "count", "arguments": {"of": "apples"}}}
     asked, answered = {"role": "user", "content": "go"}, {"role": "tool", "content": "3"}
     with_calls = [
@@ -136,19 +136,6 @@ def test_a_prompt_is_known_by_all_of_its_messages(tmp_path: Path) -> None:
     ]
     rows = [{"question": chat, "answer": "1"} for chat in with_calls]
     assert len(set(load(write(tmp_path / "calls.jsonl", rows)).texts())) == 2
-
-
-def test_a_system_message_that_all_have_is_no_part_of_a_problem(tmp_path: Path) -> None:
-    """A set whose rows have the same instructions holds the problems of one without; passages stay a part of them."""
-
-    def problems(systems: Sequence[str]) -> list[str]:
-        ask = {"role": "user", "content": "3+4"}
-        chats = [[{"role": "system", "content": text}, ask] if text else [ask] for text in systems]
-        return [*load(write(tmp_path / "a.jsonl", [{"question": c, "answer": "7"} for c in chats])).problems()]
-
-    assert problems(["Box it.", "Box it."]) == problems(["", ""]) == ["3+4", "3+4"]
-    assert problems(["Box it.", ""]) == ["system: Box it.\n\nuser: 3+4", "3+4"]
-    assert problems(["Box it.", "Count."]) == ["system: Box it.\n\nuser: 3+4", "system: Count.\n\nuser: 3+4"]
 
 
 def test_a_row_that_changes_after_the_start_is_named(tmp_path: Path) -> None:
@@ -293,7 +280,7 @@ def test_half_a_character_anywhere_in_a_message_is_refused(tmp_path: Path) -> No
     talkative.chat_template = "{% for message in messages %}{{ message.content ~ message.name }}{% endfor %}"
     messages = [[{"role": "user", "content": "a", "name": name}] for name in ("me", "m\ud800")]
     source = write(tmp_path / "a.jsonl", [{"question": chat, "answer": "1"} for chat in messages])
-    with pytest.raises(UserError, match=r"line 2: .* a text with half a character \(a lone surrogate\): write it anew"):
+    with pytest.raises(UserError, match=r"line 2: a text with half a character \(a lone surrogate\): write it anew"):
         load_prompts(source, DataConfig(train=source), talkative, 10)
 
 

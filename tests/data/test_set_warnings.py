@@ -9,7 +9,7 @@ import pytest
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.cursor import mix_sets
 from grpo_mp.data.prompts import load_eval_prompts, load_train_prompts
-from grpo_mp.data.set_warnings import smallest_set, too_few
+from grpo_mp.data.set_checks import smallest_set, too_few
 from grpo_mp.examples.tiny_models import make_tokenizer
 
 TOKENIZER = make_tokenizer(["How", "many", "apples"])
@@ -44,31 +44,6 @@ def test_prompts_that_are_too_long_are_said(tmp_path: Path) -> None:
 def test_of_a_part_of_a_set_only_its_own_are_said(tmp_path: Path) -> None:
     _, held = said(tmp_path, rows_of("1", "2" * 30, "3", "3", "4" * 31), limit=20, max_eval_prompts=2)
     assert held == ["data.eval.held: 1 of 2 prompts are longer than rollout.max_prompt_tokens=20, and count as wrong"]
-
-
-def test_copies_are_said_with_their_number(tmp_path: Path) -> None:
-    """By prompt and answer: other columns, such as an index, may differ."""
-    train, held = said(tmp_path, rows_of(*["1"] * 32, *["2"] * 30))
-    facts = "its 62 prompts are 2 distinct ones, with up to 32 copies each; "
-    assert train == [f"data.train.all: {facts}an epoch trains on each copy: keep one row of each"]
-    assert len(held) == 1
-    assert held[0].startswith(f"data.eval.held: {facts}each copy counts as a problem")
-    assert "data.eval.held.samples" in held[0]
-
-
-@pytest.mark.parametrize("copies", [1, 2])
-def test_few_copies_are_no_matter(copies: int, tmp_path: Path) -> None:
-    rows = rows_of(*map(str, range(20)), *["3"] * (copies - 1))
-    assert said(tmp_path, rows) == ([], [])
-    assert len(said(tmp_path, [*rows, *rows_of("5")])[0]) == copies - 1
-
-
-def test_the_same_prompt_of_other_rows_is_no_copy(tmp_path: Path) -> None:
-    """Of another answer, or where rows have no answer, of other columns: an environment may read these."""
-    assert said(tmp_path, [{"question": "1", "answer": str(i)} for i in range(4)]) == ([], [])
-    assert said(tmp_path, rows_of("1", "1", "1"), answer_column=None) == ([], [])
-    same = [{"question": "1", "seed": 3}] * 3
-    assert len(said(tmp_path, same, answer_column=None)[0]) == 1
 
 
 SILENT = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"

@@ -9,10 +9,9 @@ import pytest
 from transformers.utils import chat_template_utils
 
 from grpo_mp.config.data_sections import DataConfig
-from grpo_mp.data.chat import ChatRenderer
 from grpo_mp.data.prompts import load_train_prompts
 from grpo_mp.data.supervised import Chat, ChatEncoder
-from grpo_mp.data.template_date import set_template_date, template_date
+from grpo_mp.data.template import ChatRenderer, set_template_date, template_date
 from grpo_mp.utils.types import Message
 from tests.episodes.test_chat import make_renderer, published
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.algorithms.evaluation import (
+    Estimate,
     EvalScore,
     Votes,
     plot_pass_at_k,
@@ -16,7 +17,6 @@ from grpo_mp.algorithms.evaluation import (
     write_scores,
     write_svg,
 )
-from grpo_mp.algorithms.pass_at_k import Estimate
 from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.trainer.metrics import eval_metrics
 from grpo_mp.utils.errors import UserError

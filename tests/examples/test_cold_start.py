@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from grpo_mp.cli.make_tiny import worked_examples
-from grpo_mp.data.chat import ChatRenderer
 from grpo_mp.data.chat_data import load_held_out_chats, load_train_chats
 from grpo_mp.data.supervised import ChatEncoder
+from grpo_mp.data.template import ChatRenderer
 from grpo_mp.examples import calculator
 from grpo_mp.examples.arithmetic import make_problems, vocabulary_words
 from grpo_mp.examples.cold_start import HELD_OUT, NUM_HELD_OUT, cold_start_settings, write_examples

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from grpo_mp.algorithms.evaluation import EvalScore
-from grpo_mp.algorithms.pass_at_k import Estimate
+from grpo_mp.algorithms.evaluation import Estimate, EvalScore
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.screen import AnswerPair, View, duration, live_view
 from grpo_mp.utils.phases import Phase

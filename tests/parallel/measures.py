@@ -17,8 +17,8 @@ from torch import Tensor
 from grpo_mp import platform
 from grpo_mp.algorithms.advantages import load_estimator
 from grpo_mp.algorithms.loss_metrics import compute_metrics
+from grpo_mp.algorithms.losses import token_mean_loss
 from grpo_mp.algorithms.settings import AlgorithmConfig
-from grpo_mp.algorithms.supervised import token_mean_loss
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.routed_experts import exchange_routed_experts
 from grpo_mp.batching.step_batch import assemble_step_batch

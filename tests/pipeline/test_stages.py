@@ -13,8 +13,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from grpo_mp.algorithms.evaluation import EvalScore
-from grpo_mp.algorithms.pass_at_k import Estimate
+from grpo_mp.algorithms.evaluation import Estimate, EvalScore
 from grpo_mp.config import load_pipeline
 from grpo_mp.pipeline import runner
 from grpo_mp.pipeline.runner import RECORDS, Pipeline, read_records

@@ -1,7 +1,6 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,7 @@ from grpo_mp.utils.types import SampleGroup
 
 MakeGroup = Callable[..., SampleGroup]
 ADD = "def add(a, b):\n    return a + b\n"
+TOKEN = "0123456789abcdef"
 ECHO = "import sys\nfor line in sys.stdin:\n    print(2 * int(line), '')\n"
 
 
@@ -30,7 +30,7 @@ def score(make_group: MakeGroup) -> Callable[..., list[dict[str, float]]]:
     try:
         Sandbox(CodeConfig())
     except UserError as error:
-        pytest.skip(f"no namespaces: {error}")
+        pytest.skip(str(error))
 
     def run(responses: list[str], rows: Any, **code: Any) -> list[dict[str, float]]:
         scorer = Scorer(RewardConfig.model_validate({"code": {"timeout_s": 20.0, **code}}), max_response_tokens=10)
@@ -77,24 +77,7 @@ def test_asserts(tests: Any, score: Callable[..., Any]) -> None:
     ]
 
 
-# Each sends the tests' interpreter code that would write the verdict, as its reply to a call or as a call of its own.
-FORGED = """
-import json, os
-STEAL = '''
-import os, sys
-frame = sys._getframe()
-while "verdict" not in frame.f_locals:
-    frame = frame.f_back
-os.write(frame.f_locals["verdict"], os.read(frame.f_locals["tests"], 64))
-os._exit(0)
-'''
-def add(a, b):
-    for descriptor in range(3, 32):
-        try:
-            os.write(descriptor, json.dumps(MESSAGE).encode() + b"\\n")
-        except OSError:
-            pass
-"""
+# What leaves before the tests end, or says that they passed.
 TAMPERING = {
     "leaves": "import os\ndef add(a, b): os._exit(0)",
     "exits": "import sys\ndef add(a, b): sys.exit(0)",
@@ -110,47 +93,7 @@ builtins.abs = lambda x: 0
 abs = len = builtins.len = lambda x: 0
 def add(a, b): return 1j
 """,
-    "replaces a module": """
-import math
-math.isclose = lambda *_: True
-class math: isclose = lambda *_: True
-def add(a, b): return 7
-""",
-    "equals everything": """
-class All:
-    def __eq__(self, other): return True
-    __ne__ = __lt__ = __gt__ = __le__ = __ge__ = lambda self, other: True
-    __sub__ = __rsub__ = lambda self, other: 0.0
-    def __abs__(self): return 0.0
-    def __contains__(self, other): return True
-    def __hash__(self): return hash(3)
-def add(a, b): return All()
-""",
-    "is an integer that equals everything": """
-class Int(int):
-    def __eq__(self, other): return True
-    def __sub__(self, other): return 0
-def add(a, b): return Int(8)
-""",
-    "borrows what equals everything": "from unittest.mock import ANY, _ANY as make\ndef add(a, b): return ANY",
     "prints the mark": "print('passed'); import os\ndef add(a, b): os.write(1, b'passed'); os.write(2, b'passed')",
-    "reads the tests": """
-import gc, os, sys
-def add(a, b):
-    held = [frame.f_locals for frame in sys._current_frames().values()] + gc.get_objects()
-    texts = [value for one in held if isinstance(one, dict) for value in one.values() if isinstance(value, str)]
-    for descriptor in range(3, 32):
-        try: texts.append(os.pread(descriptor, 9999, 0).decode())
-        except OSError: pass
-    return 3 if any("add(1, 2)" + " == 3" in text for text in texts) else 0
-""",
-    "traces the tests": """
-import ctypes, os
-libc = ctypes.CDLL(None, use_errno=True)
-def add(a, b): return 3 if libc.ptrace(0x4206, os.getppid(), 0, 0) == 0 else 0
-""",
-    "says it raised code": FORGED + "MESSAGE = [['exec', 'exec'], {'tuple': [STEAL]}, {'list': [None, None]}]",
-    "calls code": FORGED + "MESSAGE = ['call', {'library': ['builtins', 'exec']}, {'tuple': [STEAL]}, {'dict': []}]",
 }
 
 
@@ -168,16 +111,7 @@ def test_an_answer_cannot_tamper_with_asserts(test: str, score: Callable[..., An
     assert [name for name, parts in zip(TAMPERING, scored[1:], strict=True) if parts["code"]] == []
 
 
-def test_a_function_of_the_tests_gets_nothing_that_runs_code(score: Callable[..., Any]) -> None:
-    forged = FORGED.replace("def add(", "def apply(") + (
-        "MESSAGE = ['call', {'yours': 0}, {'tuple': [{'library': ['builtins', 'exec']}, STEAL]}, {'dict': []}]"
-    )
-    honest = "def apply(call, x): return call(lambda y: y + 1, x)"
-    scored = score([answer(honest), answer(forged)], "assert apply(lambda function, x: function(x), 3) == 4")
-    assert scored == [{"code": 1.0}, {"code": 0.0}]
-
-
-# What tests may expect of Python, though the program is in another process.
+# What tests may expect of Python.
 HONEST = {
     "objects": ("class S:\n    def two(self, x): return [x]", "s = S()\nassert s.two(3) == [3] and isinstance(s, S)"),
     "in place": ("def f(xs): xs.sort()", "xs = [3, 1]\nf(xs)\nassert xs == [1, 3]"),
@@ -295,12 +229,13 @@ def test_waiting_for_a_turn_takes_no_time_from_a_program(
         all_wait.wait(60.0)  # nobody runs before all want to
         return extract_program(response)
 
-    def run(_: Sandbox, program: str, tests: str | None, stdin: str, timeout_s: float) -> Outcome:
+    def run(_: Sandbox, program: str, stdin: str, timeout_s: float) -> Outcome:
         limits.append(timeout_s)
         now[0] += 4.0  # two take longer than the limit of one
-        return Outcome(True, "")
+        return Outcome(True, TOKEN + "[]")
 
     monkeypatch.setattr(Sandbox, "run", run)
+    monkeypatch.setattr("grpo_mp.rewards.code.secrets.token_hex", lambda _: TOKEN)
     monkeypatch.setattr("grpo_mp.rewards.code.extract_program", extract_and_wait)
     monkeypatch.setattr("grpo_mp.rewards.code.time", SimpleNamespace(monotonic=lambda: now[0]))
     with ThreadPoolExecutor(5) as threads:
@@ -309,26 +244,24 @@ def test_waiting_for_a_turn_takes_no_time_from_a_program(
     assert limits == [6.0] * 5
 
 
-def test_a_failing_jail_is_not_a_wrong_program(
-    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_failing_sandbox_is_not_a_wrong_program(
+    score: Callable[..., Any], make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scorer = Scorer(RewardConfig.model_validate({"code": {}, "on_error": -1.0}), max_response_tokens=10)
-    monkeypatch.setattr(sandbox_module, "HARNESS", tmp_path / "gone.py")
+    monkeypatch.setattr(sandbox_module, "SYSTEM", ("/usr",))  # without the loader nothing starts
+    monkeypatch.setenv("PATH", "/nowhere")
     assert scorer.score_group(make_group([answer(ADD)], tests="assert add")).samples[0].reward == -1.0
     assert scorer.take_stats().failures == {"code": 1}
 
 
-@pytest.mark.usefixtures("score")
-def test_a_user_is_warned_that_programs_are_not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
-    def warnings() -> tuple[str, ...]:
-        scorer = Scorer(
-            RewardConfig.model_validate({"code": {"isolation": "best_effort"}, "correct": "code"}),
-            max_response_tokens=10,
-        )
-        scorer.close()
-        return scorer.warnings
-
-    assert warnings() == ()
-    refused = "unshare: Operation not permitted"
-    monkeypatch.setattr(Sandbox, "_start_failure", lambda sandbox: refused if sandbox.isolated else "")
-    assert warnings() == ("reward.code: this kernel gives no namespaces, so programs run with limits only",)
+def test_values_are_compared_where_the_program_is_not(score: Callable[..., Any]) -> None:
+    tests = {"fn_name": "f", "inputs": [[1]], "outputs": [2]}
+    cheats = (
+        "class All(int):\n    def __eq__(self, other): return True\ndef f(x): return All(7)",
+        "import builtins\ndef f(x): print(2)\nbuiltins.print = f",
+        "def f(x): return {'dict': 2}",
+    )
+    assert score([answer("def f(x): return 2 * x"), *map(answer, cheats)], tests) == [
+        {"code": 1.0},
+        *[{"code": 0.0}] * 3,
+    ]

@@ -34,8 +34,7 @@ REVERSE = (
     "class Solution:\n    def reverse(self, head: Optional[ListNode]) -> Optional[ListNode]:\n        last = None\n"
     "        while head:\n            head.next, last, head = last, head, head.next\n        return last\n"
 )
-# Redefining what compares the lists helps no program: that of the tests is another.
-CHEAT = "is_same_list = lambda a, b: True\nclass Solution:\n    def reverse(self, head): return head\n"
+UNCHANGED = "class Solution:\n    def reverse(self, head): return head\n"
 PYTEST = """import pytest
 from solution import largest
 
@@ -96,7 +95,7 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
             "entry_point": "Solution().reverse",
         },
         REVERSE,
-        CHEAT,
+        UNCHANGED,
     ),
     "KodCode": ({"tests": PYTEST}, MAX, MIN),
     "KodCode, whole module": (
@@ -176,7 +175,7 @@ def code() -> CodeTests:
     try:
         Sandbox(CodeConfig())
     except UserError as error:
-        pytest.skip(f"no namespaces: {error}")
+        pytest.skip(str(error))
     return CodeTests(CodeConfig(timeout_s=60.0))
 
 

@@ -39,18 +39,6 @@ CALL = {"fn_name": "f", "inputs": [[1]], "outputs": [2]}
             "from my_module import add\nassert add(1, 2) == 3",
             "imports my_module, which is not installed; the program is",
         ),
-        (
-            "from unittest.mock import patch\nwith patch('x.y'):\n    assert f() == 3",
-            "calls patch, and the program runs",
-        ),
-        (
-            "from unittest import mock\ndef test_a():\n    with mock.patch.object(x, 'y'):\n        assert f() == 3",
-            "calls mock.patch.object, and the program runs",
-        ),
-        (
-            "import contextlib\nwith contextlib.redirect_stdout(x):\n    f()\nassert x",
-            "calls contextlib.redirect_stdout, and",
-        ),
         (7.5, "holds no tests, but 7.5: give Python tests"),
         ([1], "holds no tests, but [1]"),
         ({"question": "x"}, "holds no tests, but {'question': 'x'}"),

@@ -1,13 +1,15 @@
-"""Hostile programs, run for real. Where the kernel gives no namespaces, only what limits can hold is asked for."""
+"""Programs that leave their bounds, run for real in bubblewrap; and a sandbox server that is asked instead."""
 
-import hashlib
+import json
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
@@ -25,80 +27,27 @@ if os.fork() == 0:
     os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)", "{mark}"])
 time.sleep(0.3)
 """
-SEARCH_FOR_TOKENS = """
-import gc, hashlib, re, sys
-def search():
-    held, frame = [], sys._getframe()
-    while frame:
-        held.append({**frame.f_locals, **frame.f_globals})
-        frame = frame.f_back
-    held += [one for one in gc.get_objects() if isinstance(one, (dict, list, tuple))]
-    return {token for one in held for value in (one.values() if isinstance(one, dict) else one)
-            if isinstance(value, (str, bytes)) for token in re.findall(rb"[0-9a-f]{32}", value.encode(errors="replace")
-            if isinstance(value, str) else value)}
-"""
-FAILING_TEST = "raise AssertionError('reached')"
 
 
 @pytest.fixture(scope="module")
 def sandbox() -> Sandbox:
     try:
-        return Sandbox(CodeConfig(output_bytes=2**20, processes=8))
+        return Sandbox(CodeConfig())
     except UserError as error:
-        pytest.skip(f"no namespaces: {error}")
+        pytest.skip(str(error))
 
 
 @pytest.fixture
-def run(sandbox: Sandbox) -> Callable[..., Outcome]:
-    """Runs a program with tests; the limit leaves room for a busy machine."""
+def run(sandbox: Sandbox) -> Callable[..., bool]:
+    """Runs a program, then asserts; returns whether they hold. The limit leaves room for a busy machine."""
 
-    def call(program: str, tests: str | None = "", timeout_s: float = 20.0, stdin: str = "") -> Outcome:
-        return sandbox.run(program, tests, stdin, timeout_s)
+    def call(program: str, asserts: str = "", timeout_s: float = 20.0) -> bool:
+        return sandbox.run(f"{program}\n{asserts}", "", timeout_s).succeeded
 
     return call
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import sys; sys.exit(0)",
-        "import os; os._exit(0)",
-        "raise SystemExit",
-        "import os; os.kill(os.getpid(), 9)",
-        "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'passed')\n    except OSError: pass\nos._exit(0)",
-        "print('passed'); print('{\"passed\": true}'); import sys; sys.stdout.flush(); sys.exit(0)",
-        "import threading, os; threading.Thread(target=lambda: os._exit(0)).start()",
-        "import atexit, os; atexit.register(os._exit, 0)",
-        "import os; os.execv('/bin/true', ['true'])",
-        "import os, sys\nif os.fork(): os.wait()\nos._exit(0)",
-        "import sys; sys.excepthook = lambda *_: None",
-        "import builtins; builtins.AssertionError = type('E', (BaseException,), {'__init__': lambda *_: exit(0)})",
-        "import os; os.write = os._exit = print",
-        "import sys; sys.modules['__main__'].__dict__['AssertionError'] = SystemExit",
-    ],
-)
-def test_a_program_that_leaves_early_or_says_passed_has_failed(program: str, run: Callable[..., Outcome]) -> None:
-    assert not run(program, FAILING_TEST).passed
-
-
-def test_leaving_inside_a_test_is_a_failure(run: Callable[..., Outcome]) -> None:
-    for leave in ("os._exit(0)", "exit(0)"):
-        assert not run(f"import os\ndef f(x): {leave}", "assert f(1) == 2").passed
-    assert run("def f(x): return 2", "assert f(1) == 2").passed
-
-
-def test_no_variable_holds_the_token_of_the_verdict(
-    run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    token = "0123456789abcdef" * 2
-    monkeypatch.setattr(sandbox_module.secrets, "token_hex", lambda _: token)
-    program = f"{SEARCH_FOR_TOKENS}\nknown = {hashlib.sha256(token.encode()).hexdigest()!r}\nearly = search()"
-    not_found = "assert known not in {hashlib.sha256(token).hexdigest() for token in early | search()}"
-    assert run(program, not_found).passed
-    assert not run(f"{program}\nheld = '{token}'", not_found).passed
-
-
-def test_an_endless_program_ends_at_its_limit(run: Callable[..., Outcome]) -> None:
+def test_an_endless_program_ends_at_its_limit(run: Callable[..., bool]) -> None:
     for program in (
         "while True: pass",
         "import time; time.sleep(3600)",
@@ -106,10 +55,10 @@ def test_an_endless_program_ends_at_its_limit(run: Callable[..., Outcome]) -> No
         "for n in range(1, 30):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\n"
         "while True: time.sleep(1)",
     ):
-        assert not run(program, "", 0.5).passed
+        assert not run(program, "", 0.5)
 
 
-def test_a_fork_bomb_stays_small(run: Callable[..., Outcome]) -> None:
+def test_a_fork_bomb_stays_small(run: Callable[..., bool]) -> None:
     program = """
 import os, time
 forks = 0
@@ -122,24 +71,24 @@ for _ in range(200):
     except OSError:
         break
 """
-    assert run(program, "assert 0 < forks < 8, forks").passed
+    assert run(program, "assert 0 < forks < 16, forks")
 
 
-def test_memory_is_limited(run: Callable[..., Outcome]) -> None:
-    assert run("try:\n    bytearray(2**30)\nexcept MemoryError:\n    stopped = True", "assert stopped").passed
+def test_memory_is_limited(run: Callable[..., bool]) -> None:
+    assert run("try:\n    bytearray(2**30)\nexcept MemoryError:\n    stopped = True", "assert stopped")
 
 
-def test_output_is_limited_and_files_too(run: Callable[..., Outcome]) -> None:
-    outcome = run("import sys\nwhile True: print('x' * 10000)", None)
-    assert not outcome.passed
+def test_output_is_limited_and_files_too(sandbox: Sandbox, run: Callable[..., bool]) -> None:
+    outcome = sandbox.run("import sys\nwhile True: print('x' * 10000)", "", 20.0)
+    assert not outcome.succeeded
     assert len(outcome.output) <= 2**20
     fill_folder = (
         "n = 0\ntry:\n    while n < 999:\n        open(f'f{n}', 'wb').write(bytes(2**20)); n += 1\nexcept OSError: pass"
     )
-    assert run(fill_folder, "assert 4 < n < 17, n").passed
+    assert run(fill_folder, "assert 4 < n < 17, n")
 
 
-def test_nothing_outside_can_be_written(run: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_nothing_outside_can_be_written(run: Callable[..., bool], tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     places = [
         "/",
@@ -162,13 +111,11 @@ for place in {places}:
         pass
 open("own", "w").write("mine")
 """
-    assert run(program, "assert written == [] and open('own').read() == 'mine', written").passed
+    assert run(program, "assert written == [] and open('own').read() == 'mine', written")
     assert not [place for place in places if (Path(place) / "grpo_mp_hostile").exists()]
 
 
-def test_nothing_outside_can_be_read(
-    run: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_outside_can_be_read(run: Callable[..., bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "hunter2")
     (tmp_path / "secret").write_text("hunter2")
     program = f"""
@@ -177,47 +124,15 @@ found = dict(os.environ)
 seen = [p for p in ["/etc/shadow", "/etc/passwd", "/proc/1/environ", "/proc/self/mem", {str(tmp_path / "secret")!r},
                     {__file__!r}] if os.path.exists(p)]
 """
-    assert run(program, "assert not seen and 'SECRET_KEY' not in found and 'hunter2' not in str(found), seen").passed
-
-
-KEYRINGS = """
-import ctypes, errno, os, sys
-libc = ctypes.CDLL(None, use_errno=True)
-number = {"x86_64": 250, "aarch64": 219}[os.uname().machine]
-def keyctl(*arguments): return libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments))
-session, user = -3, -4
-def keys(): return keyctl(11, session, 0, 0)  # bytes of the list of its keys; -1 without the right to read it
-"""
-SECRET_KEY = """
-from grpo_mp.rewards.sandbox import Sandbox
-from grpo_mp.rewards.settings import CodeConfig
-libc.syscall(ctypes.c_long(number), ctypes.c_long(1), None)  # a session of its own, as a login has
-add_key = {"x86_64": 248, "aarch64": 217}[os.uname().machine]
-secret = (b"user", b"token", b"hunter2", ctypes.c_size_t(7), ctypes.c_long(session))
-if libc.syscall(ctypes.c_long(add_key), *secret) == -1:
-    sys.exit(77)  # forbidden here
-assert keys() == 4
-assert Sandbox(CodeConfig()).run(PROGRAM, "assert keys() in (0, -1), keys()", "", 20.0).passed
-assert keys() == 4
-"""
-
-
-@pytest.mark.usefixtures("sandbox")
-def test_keys_of_the_login_are_out_of_reach() -> None:
-    """In a process of its own, whose session keyring is changed."""
-    source = f"PROGRAM = {KEYRINGS!r}\n{KEYRINGS}\n{SECRET_KEY}"
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
-    if done.returncode == 77:
-        pytest.skip("no keyrings")
-    assert done.returncode == 0, done.stderr
+    assert run(program, "assert not seen and 'SECRET_KEY' not in found and 'hunter2' not in str(found), seen")
 
 
 def test_the_folder_is_fresh_and_goes_away(
-    run: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox_module.tempfile, "tempdir", str(tmp_path))
     for _ in range(2):
-        assert run("import os; before = os.listdir(); open('left', 'w').write('x')", "assert before == []").passed
+        assert run("import os; before = os.listdir(); open('left', 'w').write('x')", "assert before == ['main.py']")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -228,7 +143,7 @@ def listener() -> Iterator[socket.socket]:
         yield server
 
 
-def test_no_network(run: Callable[..., Outcome], listener: socket.socket) -> None:
+def test_no_network(run: Callable[..., bool], listener: socket.socket) -> None:
     program = f"""
 import socket
 try:
@@ -237,12 +152,12 @@ try:
 except OSError:
     connected = False
 """
-    assert run(program, "assert not connected").passed
+    assert run(program, "assert not connected")
     with pytest.raises(BlockingIOError):
         listener.accept()
 
 
-def test_other_processes_are_out_of_reach(run: Callable[..., Outcome]) -> None:
+def test_other_processes_are_out_of_reach(run: Callable[..., bool]) -> None:
     program = f"""
 import os, signal
 reached = []
@@ -254,10 +169,10 @@ for pid in {[psutil.Process().pid, psutil.Process().ppid()]} + list(range(2, 400
     except OSError:
         pass
 """
-    assert run(program, "assert not reached, reached").passed
+    assert run(program, "assert not reached, reached")
 
 
-def test_a_program_has_no_privileges(run: Callable[..., Outcome]) -> None:
+def test_a_program_has_no_privileges(run: Callable[..., bool]) -> None:
     program = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -275,9 +190,9 @@ for name, call in {
     except (OSError, ZeroDivisionError):
         pass
 """
-    assert run(program, "assert not gained and os.getuid() == os.geteuid() != 0, gained").passed
+    assert run(program, "assert not gained and os.getuid() == os.geteuid() != 0, gained")
     if os.geteuid() == 0:
-        assert run("import os", "assert (os.getuid(), os.getgid(), os.getgroups()) == (65534, 65534, [])").passed
+        assert run("import os", "assert (os.getuid(), os.getgid(), os.getgroups()) == (65534, 65534, [])")
 
 
 @pytest.mark.usefixtures("sandbox")
@@ -288,11 +203,11 @@ def test_limits_too_small_for_any_program() -> None:
         Sandbox(CodeConfig(memory_bytes=9999999))
 
 
-def test_no_process_stays_behind(run: Callable[..., Outcome]) -> None:
+def test_no_process_stays_behind(run: Callable[..., bool]) -> None:
     mark = f"grpo_mp_left_{time.monotonic_ns()}"
     program = LEAVES_A_PROCESS.format(mark=mark)
-    assert run(program, "").passed
-    assert not run(program + "time.sleep(60)", "", 1.0).passed
+    assert run(program, "")
+    assert not run(program + "time.sleep(60)", "", 1.0)
     assert not processes_with(mark)
 
 
@@ -300,13 +215,13 @@ def processes_with(mark: str) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if mark in " ".join(p.info["cmdline"] or [])]
 
 
-def test_input_and_status(run: Callable[..., Outcome]) -> None:
-    assert run("print(input()[::-1])", None, stdin="abc\n") == Outcome(True, "cba")
-    assert run("print(input()); 1/0", None, stdin="abc\n") == Outcome(False, "abc")
-    assert run("try: input()\nexcept EOFError: print('end')", None) == Outcome(True, "end")
+def test_input_and_status(sandbox: Sandbox) -> None:
+    assert sandbox.run("print(input()[::-1])", "abc\n", 20.0) == Outcome(True, "cba")
+    assert sandbox.run("print(input()); 1/0", "abc\n", 20.0) == Outcome(False, "abc")
+    assert sandbox.run("try: input()\nexcept EOFError: print('end')", "", 20.0) == Outcome(True, "end")
 
 
-def test_libraries_and_threads_work(run: Callable[..., Outcome]) -> None:
+def test_libraries_and_threads_work(run: Callable[..., bool]) -> None:
     program = """
 import collections, dataclasses, numpy, threading
 @dataclasses.dataclass
@@ -314,7 +229,7 @@ class Point: x: int
 def total(values): return int(numpy.array(values).sum())
 thread = threading.Thread(target=print); thread.start(); thread.join()
 """
-    assert run(program, "assert total([1, 2]) == 3 and Point(1) == Point(1)").passed
+    assert run(program, "assert total([1, 2]) == 3 and Point(1) == Point(1)")
 
 
 OWNER = """
@@ -322,17 +237,17 @@ from grpo_mp.rewards.sandbox import Sandbox
 from grpo_mp.rewards.settings import CodeConfig
 sandbox = Sandbox(CodeConfig())
 print("an empty program has run", flush=True)
-sandbox.run("import time; time.sleep(300)", None, "", 300.0)
+sandbox.run("import time; time.sleep(300)", "", 300.0)
 """
 
 
-@pytest.mark.usefixtures("sandbox")  # where there are namespaces
+@pytest.mark.usefixtures("sandbox")
 def test_a_program_ends_with_the_process_that_wanted_it() -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE) as owner:
         assert owner.stdout
         assert owner.stdout.readline()
         deadline, process = time.monotonic() + 60, psutil.Process(owner.pid)
-        while len(jailed := process.children(recursive=True)) < 2:  # the monitor, and the program
+        while len(jailed := process.children(recursive=True)) < 3:  # bwrap inside and outside, and the program
             assert time.monotonic() < deadline
             time.sleep(0.05)
         owner.kill()
@@ -340,37 +255,58 @@ def test_a_program_ends_with_the_process_that_wanted_it() -> None:
     assert left == []
 
 
-@pytest.fixture
-def no_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A kernel that refuses namespaces: the jail asks for one that does not exist."""
-    jail = tmp_path / "jail.py"
-    jail.write_text(sandbox_module.JAIL.read_text().replace('_libc("unshare", ', '_libc("unshare", -1 | '))
-    monkeypatch.setattr(sandbox_module, "JAIL", jail)
-
-
-@pytest.mark.usefixtures("no_namespaces")
-def test_without_namespaces_it_refuses_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"^reward\.code\.isolation: .* no namespaces of their own \(.*unshare: Invalid"
-    ):
+def test_a_start_without_a_sandbox_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match=r"^reward\.code: programs cannot be isolated here \(.*install bubblewrap and"):
         Sandbox(CodeConfig())
-    deadline = time.monotonic() + 60
-    while processes_with(str(tmp_path / "jail.py")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
-@pytest.mark.usefixtures("no_namespaces")
-def test_without_namespaces_best_effort_keeps_the_limits() -> None:
-    if os.geteuid() == 0:
-        with pytest.raises(UserError, match=r"programs cannot be started here .*: run as a user other than root"):
-            Sandbox(CodeConfig(isolation="best_effort"))
-        return
-    sandbox = Sandbox(CodeConfig(isolation="best_effort"))
-    assert not sandbox.isolated
-    assert not sandbox.run("while True: pass", FAILING_TEST, "", 0.5).passed
-    assert not sandbox.run("import os; os._exit(0)", FAILING_TEST, "", 20.0).passed
-    assert sandbox.run("x = 1", "assert x", "", 20.0).passed
-    mark = f"grpo_mp_left_{time.monotonic_ns()}"
-    assert sandbox.run(LEAVES_A_PROCESS.format(mark=mark), "", "", 20.0).passed
-    assert not processes_with(mark)
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[dict[str, object]]]]:
+    """The address of a server that answers as SandboxFusion does, and what it was asked to run."""
+    asked: list[dict[str, object]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/run_code"
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            done = subprocess.run(
+                [sys.executable, "-I", "-c", str(asked[-1]["code"])],
+                input=str(asked[-1]["stdin"]),
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            result = {
+                "status": "Finished",
+                "return_code": done.returncode,
+                "stdout": done.stdout,
+                "stderr": done.stderr,
+            }
+            body = json.dumps({"status": "Success" if not done.returncode else "Failed", "run_result": result})
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as http:
+        Thread(target=http.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_port}", asked
+        http.shutdown()
+
+
+def test_a_server_runs_programs_instead(server: tuple[str, list[dict[str, object]]]) -> None:
+    url, asked = server
+    sandbox = Sandbox(CodeConfig(memory_bytes=2**28), url=url)
+    assert sandbox.run("print(input())", "abc\n", 3.0) == Outcome(True, "abc")
+    assert not sandbox.run("1/0", "", 3.0).succeeded
+    assert (asked[-1]["language"], asked[-1]["run_timeout"], asked[-1]["memory_limit_MB"]) == ("python", 3.0, 256)
+
+
+def test_a_server_that_does_not_answer_is_refused_at_the_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(UserError, match=rf"http://127\.0\.0\.1:{port}: no answer of a sandbox server: ConnectError"):
+        Sandbox(CodeConfig(), url=f"http://127.0.0.1:{port}")

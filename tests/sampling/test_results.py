@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 
-from grpo_mp.algorithms.pass_at_k import pass_at_k
+from grpo_mp.algorithms.evaluation import pass_at_k
 from grpo_mp.data.pass_rates import read_pass_rates
 from grpo_mp.data.rows import Row
 from grpo_mp.rewards.scorer import RewardStats

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from grpo_mp.algorithms.curriculum import Curriculum
+from grpo_mp.algorithms.selection import Curriculum
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config.sections import EngineConfig, RolloutConfig
-from grpo_mp.data.prompt_queue import PromptQueue
+from grpo_mp.data.cursor import PromptQueue
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.rendezvous import FAILURE, is_first_failure
 from grpo_mp.rewards.scorer import RewardStats

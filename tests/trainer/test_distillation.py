@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from grpo_mp.algorithms.advantages import distillation_advantages
-from grpo_mp.algorithms.distillation import topk_terms
 from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.algorithms.losses import token_weights
+from grpo_mp.algorithms.policy_losses import topk_terms
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.microbatches import plan_microbatches
 from grpo_mp.batching.packing import gather_responses, pack

@@ -6,8 +6,7 @@ from math import isfinite
 from statistics import fmean
 from typing import Any
 
-from grpo_mp.algorithms.evaluation import EvalScore
-from grpo_mp.algorithms.pass_at_k import Estimate
+from grpo_mp.algorithms.evaluation import Estimate, EvalScore
 from grpo_mp.algorithms.presets import PRESETS, with_preset
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.config import Settings, SftSettings

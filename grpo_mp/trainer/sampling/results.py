@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grpo_mp.algorithms.pass_at_k import k_values, mean_over_problems, pass_at_k
+from grpo_mp.algorithms.evaluation import k_values, mean_over_problems, pass_at_k
 from grpo_mp.data.prompts import ToolsOf
 from grpo_mp.data.rows import Row
 from grpo_mp.rewards.scorer import RewardStats, sum_stats

@@ -1,0 +1,85 @@
+"""What a start finds in sets of data: a digest of the rows, eval problems in the train data, and warnings."""
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import date, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from grpo_mp.data.cursor import Mixture
+
+# Numbers, words, and signs that make another problem of the same numbers. A hyphen between words is no sign.
+TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d]+|[+*/=<>^%]|(?<![^\W\d]{2})-|-(?![^\W\d]{2})")
+
+
+def row_bytes(text: str, columns: Mapping[str, Any]) -> bytes:
+    """Return what identifies a prompt: what the template made of a row, and its columns, which rewards are given."""
+    return json.dumps([text, columns], default=_plain, skipkeys=True).encode()
+
+
+def joined_digest(parts: Iterable[str | bytes]) -> str:
+    """Return the digest of several parts in their order, such as data sets."""
+    joined = xxhash.xxh3_128()
+    for part in parts:
+        joined.update(part.encode() if isinstance(part, str) else part)
+    return str(joined.hexdigest())
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON knows it; of an unknown one its type, as its text may hold an address in memory."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, date | time | timedelta | Decimal | Fraction):
+        return str(value)
+    return type(value).__qualname__
+
+
+def overlap_warnings(train: Iterable[str], evals: Mapping[str, Iterable[str]]) -> Iterator[str]:
+    """Yield a sentence for each eval set with problems that are also in the train data, word by word."""
+    problems = {name: [split_words(text) for text in texts] for name, texts in evals.items()}
+    wanted = {words for of_set in problems.values() for words in of_set}
+    found = {words for text in train if (words := split_words(text)) in wanted}
+    for name, of_set in problems.items():
+        if count := sum(words in found for words in of_set):
+            yield f"data.eval {name}: {count} of {len(of_set)} problems are also in data.train"
+
+
+def split_words(text: str) -> tuple[str, ...]:
+    """Split a text into lower-case words and signs: 'How many  (3.5)?' -> how, many, 3.5."""
+    return tuple(TOKEN.findall(unicodedata.normalize("NFKC", text).casefold()))
+
+
+def left_out(setting: str, count: int, rows: int, unit: str, limit: str, outcome: str) -> Iterator[str]:
+    """Warn of rows that are longer than a limit, if there are any. `outcome`: what becomes of them."""
+    if count:
+        yield f"{setting}: {count} of {rows} {unit} are longer than {limit}, and {outcome}"
+
+
+def dropped_system(setting: str) -> str:
+    """Warn of a template that leaves out system messages."""
+    return (
+        f"{setting}: the chat template leaves out system messages, such as data.system_prompt: write into the prompts "
+        "what they say, or use another template"
+    )
+
+
+def too_few(source: str, size: int, unit: str, takes: str, smallest: str) -> str:
+    """Return why a step cannot be filled. `smallest`: the set that limits an epoch of a mixture; "": no mixture."""
+    limited = f", limited by {smallest}: give that more rows or a lower weight" if smallest else ""
+    return f"{source}: {size} {unit} fit, a step takes {takes}{limited}"
+
+
+def smallest_set(setting: str, names: Iterable[str], mixture: Mixture) -> str:
+    """Return which set of a mixture limits an epoch, and its size; "" where there is no mixture."""
+    if not mixture:
+        return ""
+    name, share = max(zip(names, mixture, strict=True), key=lambda pair: pair[1].count / pair[1].size)
+    return f"the {share.size} of {setting}.{name}"

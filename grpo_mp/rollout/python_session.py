@@ -1,0 +1,72 @@
+"""What a sandboxed interpreter with state executes: its text is handed over, it is never imported.
+
+Argument: the seconds that one piece of code may run. Each line of stdin is a JSON pair of a token and Python code. The
+code runs in names that live as long as the process. The answer is a line of the token and what the code printed, as
+JSON.
+"""
+
+import ast
+import json
+import os
+import signal
+import sys
+import traceback
+from contextlib import suppress
+from typing import Any, NoReturn
+
+
+def main(limit_s: float) -> None:
+    """Run what is asked for until stdin is closed."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    own = os.getpid()
+    requests, replies = os.fdopen(os.dup(0)), os.dup(1)  # children of the code inherit neither
+    printed = os.open("printed", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(printed, 1)
+
+    def interrupt(*_: object) -> NoReturn:
+        raise TimeoutError(f"the code took longer than {limit_s:g} s")
+
+    signal.signal(signal.SIGALRM, interrupt)
+    for line in requests:
+        token, code = json.loads(line)
+        os.ftruncate(printed, 0)
+        output = sys.stdout = os.fdopen(os.dup(1), "w")
+        try:
+            signal.setitimer(signal.ITIMER_REAL, limit_s)
+            try:
+                run(code, names)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the answer
+            with suppress(OSError):  # a file that is full
+                print("".join(traceback.format_exception_only(error)).strip(), file=output)
+        try:
+            output.flush()
+        except OSError:
+            os.dup2(nowhere, output.fileno())  # what did not fit is no output of the next run
+        except ValueError:  # closed by the code
+            pass
+        if os.getpid() != own:  # a copy that the code made
+            os._exit(0)
+        text = os.pread(printed, 2**24, 0).decode(errors="replace")
+        with open(replies, "w", closefd=False) as reply:
+            reply.write("\n" + token + json.dumps(text) + "\n")
+
+
+def run(text: str, names: dict[str, Any]) -> None:
+    """Run code, and print the value of its last expression."""
+    tree = ast.parse(text)
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr):
+        exec(compile(tree, "<cell>", "exec"), names)
+        return
+    exec(compile(ast.Module(tree.body[:-1], []), "<cell>", "exec"), names)
+    value = eval(compile(ast.Expression(last.value), "<cell>", "eval"), names)
+    if value is not None:
+        print(repr(value))
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))
