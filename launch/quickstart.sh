@@ -16,7 +16,7 @@ bash launch/install.sh "$venv"
 
 if [ ! -f "$model/config.json" ]; then
   echo "quickstart: makes a tiny DeepSeek-V3 and teaches it the form of an answer (two minutes)"
-  "$grpo_mp" make-tiny --family deepseek_v3 --out "$model" --data "$data" --seed "$seed" --cold-start 0.4
+  "$venv/bin/python" -m tools.tiny.make --family deepseek_v3 --out "$model" --data "$data" --seed "$seed" --cold-start 0.4
 fi
 
 echo "quickstart: GRPO with two ranks and two engines; engine logs are in $run/logs"

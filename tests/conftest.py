@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from grpo_mp.examples.arithmetic import make_problems, vocabulary_words, write_jsonl
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.platform import prepare
+from tools.tiny.arithmetic import make_problems, vocabulary_words, write_jsonl
+from tools.tiny.models import make_tiny, make_tokenizer
 
 # A loaded machine is slow, not wrong. A test that passes here passes everywhere: it draws the same cases.
 PATIENT = hypothesis.settings(

@@ -22,7 +22,6 @@ from grpo_mp.batching.group_selection import PromptCurriculum
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.data.prompts import load_train_prompts
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.loggers import open_loggers, read_metrics, write_metrics
 from grpo_mp.planner.clusters import read_cluster
@@ -36,6 +35,7 @@ from grpo_mp.utils.types import Prompt, Sample, SampleGroup, SampleInfo
 from tests.algorithms.objective import draw_update, loss_of, objective, to_microbatches
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.one_rank import one_rank_job
+from tools.tiny.models import make_tiny, make_tokenizer
 
 PAGE = (Path(grpo_mp.__file__).parent / "EXTENDING.md").read_text()
 EXAMPLES = {

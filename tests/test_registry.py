@@ -134,8 +134,6 @@ NAMING_MODULES = (
     "algorithms/registries.py",
     "models/families.py",
     "config/renamed.py",
-    "examples/",
-    "cli/make_tiny.py",
 )
 CHOICES = ("preset", "policy_loss", "model_type", "family", "source", "metric")  # settings that name one
 DEFAULTS = {("algorithms/settings.py", "grpo"), ("algorithms/presets.py", "grpo")}

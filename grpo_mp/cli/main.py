@@ -21,7 +21,6 @@ COMMANDS = {
     "watch": ("grpo_mp.cli.watch:main", "look at a run while it goes on, in the terminal or in a browser"),
     "doctor": ("grpo_mp.cli.doctor:main", "say what is wrong with a machine, a model, a run, or one that hangs"),
     "convert": ("grpo_mp.cli.convert:main", "inspect, compare and convert checkpoints"),
-    "make-tiny": ("grpo_mp.cli.make_tiny:main", "make a tiny model and its task, as the quickstart does"),
 }
 HELP_FOOTER = "`grpo-mp COMMAND --help` shows its options, `grpo-mp --version` the version."
 

@@ -3,8 +3,7 @@
 The plan shows for every phase the memory of a rank's device and a node's host, the traffic, and the time; then whether
 the run fits (exit status 0 or 1). `explain CONFIG` describes the settings in words. --search ranks the layouts of
 trainer and engines that fit these machines. --times says how each phase's time is made up. `--against FILE` compares
-measured steps (grpo_mp/planner/measured.yaml) with what is expected of them. --simulate plays steps event by event:
-engines and trainer share their GPUs (schedule colocated) or divide them (one_step_off, async). A file of `grpo-mp sft`
+measured steps (grpo_mp/planner/measured.yaml) with what is expected of them. A file of `grpo-mp sft`
 is planned, too: its ranks only train; of one of `grpo-mp pipeline` every stage, with its GPU hours. Nothing is started.
 """
 
@@ -13,11 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean
 
 from rich.console import Console
 
-from grpo_mp.cli.simulation_arguments import add_simulation_arguments
 from grpo_mp.config import SftSettings, is_pipeline, load_any_settings, load_pipeline
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.monitor.plan_file import DOES_NOT_FIT
@@ -41,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"--json {args.json}: its folder does not exist: make it first")
     cluster = read_cluster(args.cluster)
     if is_pipeline(args.config):
-        if explains or args.search or args.simulate or args.ppo or args.times or args.json or args.model_config:
+        if explains or args.search or args.ppo or args.times or args.json or args.model_config:
             raise UserError("a pipeline is planned by machines alone: plan a stage's own file with the other options")
         return _plan_pipeline(args, cluster)
     settings = load_any_settings(args.config, args.overrides)
@@ -49,8 +46,8 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
     console.print(f"model: {source}", *([assumed] if assumed else []), sep="\n")
     if isinstance(settings, SftSettings):
-        if explains or args.search or args.simulate or args.ppo or args.times:
-            options = "--search, --simulate, --ppo and --times"
+        if explains or args.search or args.ppo or args.times:
+            options = "--search, --ppo and --times"
             raise UserError(f"explain, {options} are for RL: plan this file without them")
         return _plan_sft(settings, hf, cluster, args, console)
     if hf.get("num_nextn_predict_layers") and not settings.model.trains_mtp:
@@ -58,26 +55,21 @@ def main(arguments: Sequence[str]) -> int:
         console.print(f"its multi-token-prediction layer is not part of the policy: it {counted}")
 
     # torch is slow to import: the help and mistakes so far come without it.
-    from grpo_mp.cli.simulate import simulate_and_show
     from grpo_mp.planner.explain import explain
     from grpo_mp.planner.job import make_job
     from grpo_mp.planner.record import write_plan
     from grpo_mp.planner.show import plan_and_show, search_and_show
     from grpo_mp.rollout.engine_args import check_arguments
-    from grpo_mp.simulation.lengths import read_lengths
     from grpo_mp.utils.log import log_to_terminal
 
     log_to_terminal()
     if find_spec("sglang"):  # a laptop need not have an engine
         check_arguments(settings.engine.args)
-    lengths = read_lengths(args.lengths) if args.lengths else ()
-    mean = fmean(lengths) if lengths else args.response_tokens
     try:
-        job = make_job(settings, hf, cluster, args.nodes, args.gpus_per_node, mean, args.acceptance_length)
+        tokens, accepted = args.response_tokens, args.acceptance_length
+        job = make_job(settings, hf, cluster, args.nodes, args.gpus_per_node, tokens, accepted)
     except UserError as error:
         raise UserError(f"{error} ({assumed})" if assumed else str(error)) from error
-    if args.simulate:
-        return simulate_and_show(job, lengths, args, console)
     if explains:
         console.print(explain(job))
         return 0
@@ -162,5 +154,4 @@ def _parser() -> Parser:
         type=number_between(1, 64),
         help="tokens that a decode step with speculation yields for a sequence",
     )
-    add_simulation_arguments(parser)
     return parser

@@ -269,8 +269,7 @@ def _sides_note(plan: Plan) -> str:
     )
     return (
         f"schedule {plan.job.settings.schedule}: a step takes the longer of generation, {generation_s:,.0f} s, and "
-        f"training, {training_s:,.0f} s, and the weight sync, {sync_s:,.1f} s: {slower} sets the pace, {other}{tail}; "
-        "--simulate plays it event by event"
+        f"training, {training_s:,.0f} s, and the weight sync, {sync_s:,.1f} s: {slower} sets the pace, {other}{tail}"
     )
 
 

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 from grpo_mp.utils.errors import UserError
 
 MAX_RANKS = 2**16
-MAX_STEPS = 2_000  # of a simulation, which takes minutes for so many
 
 TRAIN = """Train a policy by GRPO.
 
@@ -114,11 +113,6 @@ def positive_int(text: str) -> int:
 def number_of_ranks(text: str) -> int:
     """Return a number of ranks or nodes. Raises ArgumentTypeError for one below 1, or of more than any cluster has."""
     return _integer(text, MAX_RANKS)
-
-
-def number_of_steps(text: str) -> int:
-    """Return a number of steps to simulate. Raises ArgumentTypeError for one below 1, or of more than any run has."""
-    return _integer(text, MAX_STEPS)
 
 
 def count_up_to(largest: int) -> Callable[[str], int]:

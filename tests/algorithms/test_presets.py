@@ -10,8 +10,8 @@ import yaml
 from grpo_mp.algorithms.presets import PRESETS, with_preset
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.config import Settings, check_settings, dump_settings, load_settings
-from grpo_mp.pages import algorithms_page
 from grpo_mp.utils.errors import UserError
+from tools.write_pages import algorithms_page
 
 BASE: dict[str, Any] = {
     "run": {"folder": "run", "steps": 1},

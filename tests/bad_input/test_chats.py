@@ -9,8 +9,8 @@ import pytest
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
 from grpo_mp.data.chat_data import ChatSet, load_train_chats
 from grpo_mp.data.supervised import ChatEncoder
-from grpo_mp.examples.tiny_models import make_tokenizer
 from tests.bad_input.doors import NO_TEXT, NOT_FILES, Content, answers, as_nobody, noise, put, refused, tree
+from tools.tiny.models import make_tokenizer
 
 CHAT_TEMPLATE = (  # which writes calls of tools
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"

@@ -1,4 +1,4 @@
-"""Files of planner and simulation, of runs, conversions and dumps; parts by path; commands and their environment."""
+"""Files of the planner, of runs, conversions and dumps; parts by path; commands and their environment."""
 
 import json
 import os
@@ -31,7 +31,6 @@ from grpo_mp.planner.clusters import PROFILES, read_cluster
 from grpo_mp.planner.measured import MEASURED, read_measured
 from grpo_mp.rollout.dump import read_facts, read_groups, write_groups
 from grpo_mp.rollout.journal import cut_torn_tail, load, read_records
-from grpo_mp.simulation.lengths import read_lengths
 from grpo_mp.utils.errors import UserError
 from tests.bad_input.doors import NO_TEXT, NOT_FILES, UNREADABLE, Content, answers, as_nobody, noise, put, refused, tree
 from tests.minimal_settings import MINIMAL_SETTINGS
@@ -57,7 +56,7 @@ def bad(door: Callable[[Path], Any], file: Path, content: Content, name: str = "
     return sentence
 
 
-# -- planner and simulation ----------------------------------------------------------------------------------
+# -- planner -------------------------------------------------------------------------------------------------
 
 NUMBERS: tuple[Any, ...] = (0, -1, True, "many", [1], {"a": 1}, 1e300, 10**30)
 CLUSTERS: dict[str, Content] = {
@@ -89,25 +88,6 @@ def test_clusters(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "h100", "a" * 5000, "a\0b.yaml", "/", "/dev/zero", "cluster.json"], ids=ascii)
 def test_names_of_clusters(name: str) -> None:
     refused(lambda: read_cluster(name))
-
-
-LENGTHS: dict[str, Content] = {
-    **NOT_FILES,
-    "binary": bytes(range(256)),
-    "empty": b"",
-    "blank": b"\n \n",
-    **{text: text.encode() for text in ("0", "-3", "1.5", "NaN", "1e9", "many", "true", "null", "[1]", "{}")},
-    "digits": b"9" * 5000,
-    "a sample without tokens": b'{"response": "x"}',
-    "a sample of NaN tokens": b'{"tokens": NaN}',
-    "deep": b"[" * 100_000,
-    "one too long": b"1000000000",
-}
-
-
-@pytest.mark.parametrize("name", LENGTHS, ids=lambda name: name[:30])
-def test_lengths(name: str, tmp_path: Path) -> None:
-    bad(read_lengths, tmp_path / "lengths", LENGTHS[name], name)
 
 
 def step(**changes: Any) -> bytes:
@@ -146,9 +126,6 @@ def test_noise_in_planner_files(tmp_path: Path) -> None:
     for content in noise(as_yaml(H100), count=100, seed=6):
         cluster = answers(lambda content=content: read_cluster(str(put(tmp_path / "c.yaml", content))))
         assert cluster is None or cluster.gpu_bytes > 0
-    for content in noise(b'12\n{"tokens": 34}\n' * 5, count=100, seed=7):
-        lengths = answers(lambda content=content: read_lengths(put(tmp_path / "lengths", content)))
-        assert lengths is None or min(lengths) > 0
 
 
 # -- runs ----------------------------------------------------------------------------------------------------
@@ -346,33 +323,11 @@ PLAN --cluster none
 PLAN --response-tokens 0
 PLAN --model-config none
 PLAN --model-config /dev/zero
-PLAN --lengths none --simulate
-PLAN --staleness -1 --simulate
-PLAN --staleness x
-PLAN --gpus 0
-PLAN --gpus , --simulate
-PLAN --drop-rate nan --simulate
-PLAN --drop-rate 1 --simulate
-PLAN --drop-rate -1 --simulate
-PLAN --response-sigma nan --simulate
-PLAN --response-sigma -1 --simulate
-PLAN --acceptance-length 0 --simulate
-PLAN --steps 0
-PLAN --steps 1000000000 --simulate
-PLAN --response-sigma inf --simulate
-PLAN --draft-tokens -1 --simulate
-PLAN --draft-tokens 1000000000000 --simulate
-PLAN --acceptance-length inf --simulate
-PLAN --staleness 99999999999999999 --simulate
+PLAN --acceptance-length 0
+PLAN --acceptance-length inf
 launch TINY --nodes 2 --spares -1 --dry-run
 launch TINY --nodes 2 --spares 99999999999999999999999 --dry-run
 launch TINY --nodes 99999999999999999999999 --dry-run
-PLAN --gpu-mtbf-hours nan
-PLAN --gpu-mtbf-hours -1
-PLAN --restart-s inf
-PLAN --spares -1 --simulate
-PLAN --schedule none
-PLAN --seed x
 PLAN run.steps=0
 PLAN --serach
 plan --against none.yaml
@@ -396,14 +351,6 @@ convert to-megatron none x
 convert to-megatron . .
 convert to-hf none x --part-bytes 0
 convert to-hf none x --part-bytes -1
-make-tiny --family none
-make-tiny --train 0
-make-tiny --train -1
-make-tiny --threads 0
-make-tiny --largest 0
-make-tiny --cold-start 2
-make-tiny --cold-start nan
-make-tiny --slips nan
 launch none.yaml
 launch TINY --nodes 0
 launch TINY --nodes x

@@ -17,7 +17,6 @@ from grpo_mp.checkpoint.describe import describe_hf
 from grpo_mp.checkpoint.hf_reader import INDEX, SINGLE_FILE, HfReader, check_tensors
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.distributed.layout import model_shape
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import RANGES, HfConfig
 from grpo_mp.models.tokenizer import read_tokenizer
@@ -25,6 +24,7 @@ from grpo_mp.planner.model_configs import find_config, published_config
 from grpo_mp.policy.policy import check_policy
 from tests.bad_input.doors import NO_TEXT, NOT_FILES, Content, answers, as_nobody, noise, put, refused, tree
 from tests.conftest import TinyRun
+from tools.tiny.models import make_tiny, make_tokenizer
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_mp.algorithms.evaluation import read_scores
-from grpo_mp.examples.arithmetic import Problem, write_jsonl
-from grpo_mp.examples.calculator import make_problems
-from tests.bench.quickstart_run import grpo_mp
+from tests.bench.quickstart_run import grpo_mp, make_task
 from tests.bench.quickstart_seeds import fill, read_metrics, seconds
+from tools.tiny.arithmetic import Problem, write_jsonl
+from tools.tiny.products import make_problems
 
 CONFIG, SET = "configs/tiny_tools.yaml", "products"
-TRAIN, CHOSEN_ON, FRESH = 6000, 200, 200  # problems; the first two are the defaults of make-tiny
+TRAIN, CHOSEN_ON, FRESH = 6000, 200, 200  # problems; the first two are the defaults of tools.tiny.make
 COLD_START_FILE = "cold_start_s.json"
 
 
@@ -36,7 +36,7 @@ def run(seed: int, folder: Path) -> None:
     model, data = Path(f"checkpoints/tiny_calculator_seed{seed}"), Path(f"data/calculator_seed{seed}")
     made = ["--family", "qwen3_moe", "--out", str(model), "--data", str(data), "--seed", str(seed)]
     started = time.monotonic()
-    grpo_mp("make-tiny", "--task", "calculator", *made, "--train", str(TRAIN), "--cold-start", "0.3")
+    make_task("--task", "calculator", *made, "--train", str(TRAIN), "--cold-start", "0.3")
     cold_start_s = time.monotonic() - started
     write_jsonl(fresh_problems(seed), data / "fresh.jsonl")
     own = [f"run.seed={seed}", f"data.eval={{{SET}: {{path: {data}/fresh.jsonl, samples: 4}}}}"]

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
+from tools.tiny.models import make_tiny, make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TOOL = [str(ROOT / "tools" / "convert.py")]

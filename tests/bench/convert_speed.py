@@ -30,11 +30,11 @@ from typing import Any
 import torch
 
 from grpo_mp.checkpoint.hf_writer import write_hf
-from grpo_mp.examples.tiny_models import PUBLISHED_KEYS, make_tiny, make_tokenizer
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8, SCALE, scale_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
+from tools.tiny.models import PUBLISHED_KEYS, make_tiny, make_tokenizer
 
 CONFIG: dict[str, Any] = {  # Qwen3-30B-A3B
     "hidden_size": 2048,
@@ -50,7 +50,7 @@ CONFIG: dict[str, Any] = {  # Qwen3-30B-A3B
 SHARD_BYTES = 2**30
 REACH = {"to-megatron": (0.5, 0.25), "to-hf": (0.5, 0.25)}  # bfloat16, FP8
 GIB = 2**30
-TOOL = [sys.executable, "tools/convert.py"]
+TOOL = [sys.executable, "-m", "grpo_mp", "convert"]
 
 
 @dataclass(frozen=True)

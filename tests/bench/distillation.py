@@ -25,10 +25,10 @@ from statistics import fmean, stdev
 from rich.console import Console
 from rich.table import Table
 
-from grpo_mp.examples.arithmetic import vocabulary_words
-from grpo_mp.examples.cold_start import FILES, cold_start, cold_start_settings
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
-from tests.bench.quickstart_run import grpo_mp
+from tests.bench.quickstart_run import grpo_mp, make_task
+from tools.tiny.arithmetic import vocabulary_words
+from tools.tiny.cold_start import FILES, cold_start, cold_start_settings
+from tools.tiny.models import make_tiny, make_tokenizer
 
 TUNED = (("2e-4", 16), ("3e-4", 16), ("5e-4", 16), ("5e-4", 32), ("1e-3", 32))  # rate, batch size
 TASK = ("--largest", "999", "--kinds", "add", "subtract", "two_steps", "--train", "20000", "--slips", "0")
@@ -103,7 +103,7 @@ def make_teacher(seed_folder: Path, seed: int) -> Path:
     folder = seed_folder / "teacher"
     if not (folder / "config.json").exists():
         drawn = ["--data", str(seed_folder / "data"), "--out", str(folder), "--seed", str(seed), *TASK]
-        grpo_mp("make-tiny", "--cold-start", str(TEACHER_TARGET), "--steps", "1000", *drawn)
+        make_task("--cold-start", str(TEACHER_TARGET), "--steps", "1000", *drawn)
     return folder
 
 

@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.save import export_policy
+from tools.tiny.models import make_tiny, make_tokenizer
 
 RATIOS, REACH = "ratios", 0.7
 REPEATS, LIMIT_S, CHUNK = 3, 300.0, os.urandom(2**24)

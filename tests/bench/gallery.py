@@ -26,8 +26,8 @@ from grpo_mp.monitor.report.curves import chart_of
 from grpo_mp.monitor.report.page import describe
 from grpo_mp.monitor.report.records import RunRecords, read_metric_lines, read_run
 from grpo_mp.monitor.rules import RULES, Finding, MetricLine, find_warnings
-from grpo_mp.pages import render, table
 from tests.bench.sicknesses import BASE, HEALTHY, SICKNESSES, run, show, with_names
+from tools.write_pages import render, table
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests" / "monitor" / "sick"

@@ -48,7 +48,7 @@ SCHEDULES = {
     "async": ("schedule=async", "rollout.max_staleness=2", "rollout.tokens_ahead=6", *OWN_RANK),
     "turns": ("schedule=async", "rollout.max_staleness=2", "rollout.tokens_ahead=6", *OWN_RANK),
     "tools": (
-        "rollout.tools=[grpo_mp.examples.calculator:calculator]",
+        "rollout.tools=[tools.tiny.calculator:calculator]",
         *("rollout.tool_process=true", "rollout.tool_parser=pythonic"),
     ),
 }

@@ -18,8 +18,9 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from grpo_mp.examples.tiny_models import add_mtp_layer
+from tests.bench.quickstart_run import make_task
 from tests.bench.quickstart_seeds import read_metrics
+from tools.tiny.models import add_mtp_layer
 
 MODEL, DATA = Path("checkpoints/tiny_deepseek_v3_seed0"), Path("data/arithmetic_seed0")
 PARTS = 5
@@ -32,8 +33,7 @@ def main() -> None:
     parser.add_argument("--factors", type=float, nargs="+", default=[0.1, 0.0])
     args = parser.parse_args()
     if not (MODEL / "config.json").exists():
-        make = ["make-tiny", "--family", "deepseek_v3", "--out", str(MODEL), "--data", str(DATA), "--cold-start", "0.4"]
-        subprocess.run([sys.executable, "-m", "grpo_mp", *make], check=True)
+        make_task("--family", "deepseek_v3", "--out", str(MODEL), "--data", str(DATA), "--cold-start", "0.4")
     folder = Path("checkpoints/tiny_deepseek_v3_mtp")
     if not folder.exists():
         _with_layer(folder)

@@ -8,10 +8,20 @@ from pathlib import Path
 CONFIG = "configs/tiny_moe.yaml"
 
 
-def grpo_mp(*arguments: str) -> None:
-    """Run a command of grpo-mp. Raises CalledProcessError where it fails."""
+def run_module(module: str, *arguments: str) -> None:
+    """Run a module as a command. Raises CalledProcessError where it fails."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", "grpo_mp", *arguments], env=environment, check=True)
+    subprocess.run([sys.executable, "-m", module, *arguments], env=environment, check=True)
+
+
+def grpo_mp(*arguments: str) -> None:
+    """Run a command of grpo-mp."""
+    run_module("grpo_mp", *arguments)
+
+
+def make_task(*arguments: str) -> None:
+    """Make a tiny model and its task."""
+    run_module("tools.tiny.make", *arguments)
 
 
 def make_model(seed: int, family: str = "deepseek_v3") -> tuple[Path, Path]:
@@ -19,7 +29,7 @@ def make_model(seed: int, family: str = "deepseek_v3") -> tuple[Path, Path]:
     model, data = Path(f"checkpoints/tiny_{family}_seed{seed}"), Path(f"data/arithmetic_seed{seed}")
     if not (model / "config.json").exists():
         made = ["--family", family, "--out", str(model), "--data", str(data), "--seed", str(seed)]
-        grpo_mp("make-tiny", *made, "--cold-start", "0.4")
+        make_task(*made, "--cold-start", "0.4")
     return model, data
 
 

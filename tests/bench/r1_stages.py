@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_mp.algorithms.evaluation import EvalScore, read_scores, write_svg
-from tests.bench.quickstart_run import grpo_mp
+from tests.bench.quickstart_run import grpo_mp, make_task
 
 CONFIG, SET, STEM = Path("configs/tiny_r1_pipeline.yaml"), "arithmetic", "runs/tiny_r1_seed"
 PICTURE = Path("runs/tiny_r1_seeds.svg")
@@ -51,7 +51,7 @@ def run(seed: int) -> None:
     for family, name in (("deepseek_v3", "base"), ("qwen3", "student")):
         model = Path(f"checkpoints/tiny_r1_seed{seed}_{name}")
         if not (model / "config.json").exists():
-            grpo_mp("make-tiny", "--family", family, "--out", str(model), *made)
+            make_task("--family", family, "--out", str(model), *made)
     file = Path(f"{STEM}{seed}.yaml")
     file.parent.mkdir(exist_ok=True)
     file.write_text(make_pipeline(CONFIG.read_text(), seed))

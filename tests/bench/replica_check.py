@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.replica_check import check_replicas
 from tests.algorithms.objective import loss_of
 from tests.bench.small_policy import SHAPE, TOKENS, padding, settings_of
+from tools.tiny.models import make_tiny, make_tokenizer
 
 REPEATS = 3
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.layout import ModelShape, model_shape
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
@@ -27,6 +26,7 @@ from grpo_mp.utils.types import MicroBatch, Prompt, SampleGroup
 from tests.engines import started_engine
 from tests.one_rank import one_rank_job
 from tests.trainer.one_step import make_batch
+from tools.tiny.models import make_tiny, make_tokenizer
 
 FAMILIES = ("qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe")
 SHAPE = {"num_hidden_layers": 6, "hidden_size": 64, "initializer_range": 0.1}

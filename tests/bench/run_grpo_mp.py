@@ -1,6 +1,6 @@
 """One rank of our side: `grpo_mp.train` as it is, with an engine client that asks for responses of given lengths.
 
-Started by compare_trl.py and simulated_schedules.py under torchrun; the times are read from the run's trace.
+Started by compare_trl.py under torchrun; the times are read from the run's trace.
 """
 
 import argparse

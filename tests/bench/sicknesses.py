@@ -13,10 +13,10 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from grpo_mp.examples.tiny_models import make_tiny
 from grpo_mp.monitor.loggers import read_metrics
 from grpo_mp.monitor.rules import MetricLine, find_warnings
 from tests.bench.quickstart_run import make_model, train
+from tools.tiny.models import make_tiny
 
 SEED = 0
 DATA = f"data/arithmetic_seed{SEED}"

@@ -17,9 +17,9 @@ from grpo_mp.batching.microbatches import MicroBatchPlan
 from grpo_mp.batching.packing import pack
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.process_groups import Parallel, single_rank_environment, start_parallel, stop_parallel
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.utils.types import MicroBatch
 from tests.bench.sync_memory import reset_peak, status_bytes
+from tools.tiny.models import make_tiny, make_tokenizer
 
 MIB, TOKENS = 2**20, 2048
 SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 32768}

@@ -28,7 +28,6 @@ from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.layout import ModelShape
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
@@ -37,6 +36,7 @@ from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.trainer.collect import RolloutCollector
 from grpo_mp.utils.types import Prompt, SampleGroup, SampleInfo
 from tests.trainer.test_collect import OneRankRollout, collector
+from tools.tiny.models import make_tiny, make_tokenizer
 
 GROUP, SHORTEST, LONGEST, PROMPT_TOKENS, ENGINES = 8, 16, 512, 16, 2
 MIN_KEPT_SHARE = 0.1

@@ -30,13 +30,13 @@ import torch.distributed as dist
 from grpo_mp import platform
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.process_groups import start_parallel, stop_parallel
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.shared_memory import open_exports
 from grpo_mp.weight_sync.update import PolicyShards, WeightSync, build_weight_sync
 from tests.engines import started_engine
+from tools.tiny.models import make_tiny, make_tokenizer
 
 RANKS, PUSHES, LIMIT_S = 2, 3, 300.0
 LAYOUTS = ("expert", "tensor")

@@ -4,7 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
+from tools.tiny.models import make_tiny, make_tokenizer
 
 PROMPTS, GROUP_SIZE = 16, 8
 PROMPT_TOKENS, SHORTEST, LONGEST = 256, 16, 512

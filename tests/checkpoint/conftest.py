@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
+from tools.tiny.models import make_tiny, make_tokenizer
 
 
 @pytest.fixture(scope="session")

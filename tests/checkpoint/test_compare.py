@@ -10,9 +10,9 @@ from torch import Tensor
 
 from grpo_mp.checkpoint.describe import compare_weights, describe_hf
 from grpo_mp.checkpoint.hf_reader import HfReader
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.families import FAMILIES
 from grpo_mp.models.fp8 import quantize
+from tools.tiny.models import make_tiny, make_tokenizer
 
 BASE = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4), "c": torch.zeros(2), "nan": torch.tensor([float("nan")])}
 

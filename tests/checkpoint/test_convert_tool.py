@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from grpo_mp.checkpoint.hf_reader import INDEX
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from tests.cli.command import run_command
+from tools.tiny.models import make_tiny, make_tokenizer
 
 RunTool = Callable[..., tuple[int, str]]
 

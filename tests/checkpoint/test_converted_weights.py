@@ -13,7 +13,7 @@ from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.describe import compare_weights
 from grpo_mp.checkpoint.hf_reader import HfReader, read_non_policy_tensors
 from grpo_mp.checkpoint.torch_dist_reader import describe_checkpoint
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
+from tools.tiny.models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.save import export_policy

@@ -99,16 +99,3 @@ def test_quick_answers_import_no_torch(arguments: list[str]) -> None:
     modules = set(process.stderr.splitlines())
     assert "grpo_mp.cli.main" in modules
     assert not modules & {"torch", "transformers", "megatron", "sglang"}
-
-
-@pytest.mark.parametrize("arguments", [["plan", "--nodes", "0"], ["convert", "to-hf", "--help"]])
-def test_tools_are_the_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    command, *rest = arguments
-    in_process = run_command(capsys, *arguments)
-    for door in (["-m", "grpo_mp", command], [str(ROOT / "tools" / f"{command}.py")]):
-        process = subprocess.run([sys.executable, *door, *rest], capture_output=True, text=True, cwd=ROOT)
-        assert (process.returncode, process.stdout, process.stderr) == (
-            in_process.status,
-            in_process.out,
-            in_process.err,
-        )

@@ -13,10 +13,10 @@ from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
 from grpo_mp.data.chat_data import load_held_out_chats, load_train_chats
 from grpo_mp.data.prompts import load_eval_prompts, load_train_prompts
 from grpo_mp.data.supervised import ChatEncoder
-from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.rollout.episodes import load_episode_parts
 from grpo_mp.utils.errors import UserError
 from tests.minimal_settings import MINIMAL_SETTINGS
+from tools.tiny.models import make_tokenizer
 
 # As Qwen3's: the empty thoughts of a prompt without thinking.
 TEMPLATE = (

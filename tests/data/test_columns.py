@@ -15,12 +15,12 @@ from grpo_mp.config.sft_settings import ChatDataConfig
 from grpo_mp.data.chat_data import read_chat
 from grpo_mp.data.prompts import PromptSet, load_prompts
 from grpo_mp.data.rows import Row
-from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.rewards.base import call_arguments
 from grpo_mp.trainer.sampling.filters import Language
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.reading import did_you_mean_column, has_column, read_column
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
+from tools.tiny.models import make_tokenizer
 
 TOKENIZER = make_tokenizer(["How", "many", "apples"])
 ROW = {

@@ -14,11 +14,11 @@ from grpo_mp.config import Settings, dump_settings, load_settings
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.cursor import Cursor, PromptQueue, mix_sets, take
 from grpo_mp.data.prompts import PromptSet, load_eval_prompts, load_train_prompts
-from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.rewards.base import call_arguments
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Sample, SampleGroup
 from tests.minimal_settings import MINIMAL_SETTINGS
+from tools.tiny.models import make_tokenizer
 
 TOKENIZER = make_tokenizer(["How", "many", "apples"])
 SIZES = st.lists(st.integers(1, 30), min_size=2, max_size=4)

@@ -21,7 +21,7 @@ from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data import prompts as prompts_module
 from grpo_mp.data.prompts import PromptSet, final_answer, load_prompts
 from grpo_mp.data.set_checks import overlap_warnings
-from grpo_mp.examples.tiny_models import make_tokenizer
+from tools.tiny.models import make_tokenizer
 from grpo_mp.rewards.answer_reading import Number, read_answer
 from grpo_mp.utils.errors import UserError
 

@@ -10,7 +10,7 @@ from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.cursor import mix_sets
 from grpo_mp.data.prompts import load_eval_prompts, load_train_prompts
 from grpo_mp.data.set_checks import smallest_set, too_few
-from grpo_mp.examples.tiny_models import make_tokenizer
+from tools.tiny.models import make_tokenizer
 
 TOKENIZER = make_tokenizer(["How", "many", "apples"])
 

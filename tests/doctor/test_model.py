@@ -15,10 +15,10 @@ from grpo_mp.doctor.activations import OUTPUT, Activations, point_names, run_eng
 from grpo_mp.doctor.compare_models import fp8_folders
 from grpo_mp.doctor.model import diagnose_model, expert_agreement, point_errors, random_tokens
 from grpo_mp.doctor.weights import check_engine_weights, check_policy_weights, params_of
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.families import FAMILIES
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.findings import Finding, Level
+from tools.tiny.models import make_tiny, make_tokenizer
 
 LAYERS = 3
 POINTS = point_names(LAYERS)

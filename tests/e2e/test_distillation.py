@@ -10,10 +10,10 @@ from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_mp.examples.tiny_models import make_tiny
 from tests.conftest import TinyRun
 from tests.e2e.conftest import StartJob, outcome
 from tests.e2e.jobs import read_jsonl
+from tools.tiny.models import make_tiny
 
 pytestmark = pytest.mark.nightly
 STEPS, TOPK = 10, 8

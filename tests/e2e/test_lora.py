@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from grpo_mp.checkpoint.chunk_files import read_index
 from grpo_mp.checkpoint.convert import to_hf
-from grpo_mp.examples.tiny_models import make_tiny
+from tools.tiny.models import make_tiny
 from grpo_mp.utils.errors import UserError
 from tests.conftest import TinyRun
 from tests.e2e.conftest import REWARD, StartJob, outcome

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from grpo_mp.examples.tiny_models import add_mtp_layer, make_tiny
 from tests.conftest import TinyRun
 from tests.e2e.conftest import REWARD, StartJob, outcome
 from tests.e2e.jobs import read_jsonl
 from tests.parallel.full_model import file_tensors
+from tools.tiny.models import add_mtp_layer, make_tiny
 
 pytestmark = pytest.mark.slow
 LAYER = "model.layers.2."

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from pyarrow import parquet
 
-from grpo_mp.examples.arithmetic import make_problems, worked_response, write_rows
 from grpo_mp.pipeline.runner import STOPPED
 from tests.conftest import TinyRun
 from tests.e2e.jobs import Job, read_jsonl, spans
+from tools.tiny.arithmetic import make_problems, worked_response, write_rows
 
 COMMAND = (sys.executable, "-m", "grpo_mp", "pipeline", "--ranks", "2")
 

@@ -13,7 +13,6 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from grpo_mp.examples.arithmetic import make_problems, worked_response, write_rows
 from grpo_mp.monitor.metrics import TABLE
 from grpo_mp.monitor.report.build import build_report
 from grpo_mp.monitor.report.overview import settings_tables
@@ -24,6 +23,7 @@ from tests.e2e.jobs import Job, read_jsonl
 from tests.parallel import peft_model
 from tests.parallel.full_model import exceeding, relative_errors
 from tests.report.chromium import wait_until
+from tools.tiny.arithmetic import make_problems, worked_response, write_rows
 
 SFT = (sys.executable, "-m", "grpo_mp", "sft", "--ranks", "2")
 STEPS, BATCH, SAMPLES = 5, 16, 68  # the last step has what is left of the epoch

@@ -20,8 +20,8 @@ from grpo_mp.data.chat_data import (
 from grpo_mp.data.cursor import Cursor, take
 from grpo_mp.data.rows import Row
 from grpo_mp.data.supervised import ChatEncoder
-from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.utils.errors import UserError
+from tools.tiny.models import make_tokenizer
 
 ASK, ANSWER = {"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}
 CHAT = {"messages": [ASK, ANSWER]}

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_mp.evaluate import join_samples, main, read_command
-from grpo_mp.examples.tiny_models import BOXED, END, make_tiny, make_tokenizer
 from grpo_mp.utils.parsers import evaluate_parser
 from tests.conftest import TinyRun
+from tools.tiny.models import BOXED, END, make_tiny, make_tokenizer
 
 CHANCES = {"2": 0.5, "3": 0.3, "4": 0.2}
 ANSWERS = ("2", "3", "4", "9", "2", "3")  # expected, by problem

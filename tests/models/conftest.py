@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.examples.tiny_models import PUBLISHED_KEYS, TINY_CONFIGS
 from grpo_mp.models.families import FAMILIES
 from grpo_mp.models.hf_config import HfConfig
+from tools.tiny.models import PUBLISHED_KEYS, TINY_CONFIGS
 
 GROUPED = {"num_key_value_heads": 4, "num_attention_heads": 4, "head_dim": 4}
 LATENT = {"num_hidden_layers": 3, "n_shared_experts": 2, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2}

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.examples.tiny_models import LLAMA3, TINY_CONFIGS
 from grpo_mp.models import families
 from grpo_mp.models.families import FAMILIES, family_of
 from grpo_mp.utils.errors import UserError
 from tests.models.conftest import MakeHf
+from tools.tiny.models import LLAMA3, TINY_CONFIGS
 
 YARN = TINY_CONFIGS["deepseek_v3"]["rope_scaling"]
 

@@ -10,13 +10,13 @@ from transformers import AutoConfig
 from grpo_mp.checkpoint.convert import to_megatron
 from grpo_mp.checkpoint.hf_reader import check_layers
 from grpo_mp.checkpoint.hf_writer import copy_aux_files
-from grpo_mp.examples.tiny_models import TINY_CONFIGS, make_tiny, make_tokenizer
 from grpo_mp.models import mixtral
 from grpo_mp.models.families import FAMILIES, TRANSFORMERS_NAMES, add_transformers_4_names, family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.trainer.compare_logits import compare_logits
 from grpo_mp.utils.errors import UserError
 from tests.models.published import PUBLISHED
+from tools.tiny.models import TINY_CONFIGS, make_tiny, make_tokenizer
 
 NEWER = ("rope_parameters", "num_local_experts", "dtype")  # names that transformers 4 does not know
 TOLERANCE = 2e-6  # of the largest logit, in float32

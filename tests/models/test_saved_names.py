@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
+from tools.tiny.models import make_tiny, make_tokenizer
 
 TINY: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}
 MOONLIGHT = {"q_lora_rank": None, "rope_scaling": None, "rope_theta": 50000.0, "n_group": 1, "topk_group": 1}

@@ -5,13 +5,13 @@ import re
 import pytest
 
 from grpo_mp.config import Settings, SftSettings
-from grpo_mp.pages import PAGES, ROOT, render, table
+from tools.write_pages import PAGES, ROOT, render, table
 
 
 @pytest.mark.parametrize("file", PAGES)
 def test_a_page_is_up_to_date(file: str) -> None:
     page = PAGES[file]()
-    assert (ROOT / file).read_text(encoding="utf-8") == page, "run python -m grpo_mp.pages"
+    assert (ROOT / file).read_text(encoding="utf-8") == page, "run python -m tools.write_pages"
     assert not re.search(r"\{\{\w+\}\}", page), "a place that nothing filled"
 
 

@@ -146,7 +146,7 @@ def test_commands_exist_with_their_options_and_settings(page: Path, helps: dict[
         if words[0] == "grpo-mp":
             help_text = helps[words[1]] if len(words) > 1 else ""
             assert not [option for option in options if option.partition("=")[0] not in help_text], words
-        elif "-m" in words and words[words.index("-m") + 1].startswith(("grpo_mp", "tests")):
+        elif "-m" in words and words[words.index("-m") + 1].startswith(("grpo_mp", "tests", "tools")):
             assert find_spec(words[words.index("-m") + 1]), words
         elif words[0] in ("bash", "sbatch"):
             script = next(word for word in words[1:] if not word.startswith("--"))

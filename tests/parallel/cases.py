@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_mp.examples.tiny_models import TINY_CONFIGS
 from tests.parallel.cover import pairwise_cover, size_pairs
+from tools.tiny.models import TINY_CONFIGS
 
 # Small, but each width that a layout divides is there, and logits are not flat.
 SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.1}

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
 from grpo_mp.data.chat_data import ChatReader, ChatSet, check_chats, stop_tokens
 from grpo_mp.data.supervised import ChatEncoder
-from grpo_mp.examples.tiny_models import CHAT_TEMPLATE
+from tools.tiny.models import CHAT_TEMPLATE
 
 # The same template, which also says what is the assistant's.
 MARKED = (

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mp.examples.tiny_models import add_mtp_layer, make_tiny, make_tokenizer
 from tests.parallel.cases import CASES, LAYOUTS, MODELS, MTP, Case
 from tests.parallel.expected import Expected, expect
 from tests.parallel.full_model import Tensors, file_tensors, full_tensors
+from tools.tiny.models import add_mtp_layer, make_tiny, make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 1500.0  # of one job

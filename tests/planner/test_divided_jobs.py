@@ -14,8 +14,6 @@ from grpo_mp.planner.memory import SubPhase, plan_memory, total_bytes
 from grpo_mp.planner.plan import Plan, check_fits, make_plan
 from grpo_mp.planner.search import search_layouts
 from grpo_mp.planner.weight_traffic import plan_job_sync
-from grpo_mp.simulation.planned import Assumptions, put_on, scenario_of, simulate_job
-from grpo_mp.simulation.scenario import Schedule
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.phases import GIB
 from tests.cli.command import run_command
@@ -130,20 +128,6 @@ def test_the_trainer_takes_as_long_as_one_that_has_its_gpus_alone() -> None:
     plan, alone = make_plan(divided()), make_plan(job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4}))
     for sub_phase in (SubPhase.LOAD, SubPhase.LOGPROB, SubPhase.TRAIN, SubPhase.OPTIMIZER):
         assert plan.times[sub_phase] == alone.times[sub_phase]
-
-
-@pytest.mark.parametrize("schedule", [Schedule.ONE_STEP_OFF, Schedule.ASYNC])
-def test_the_simulation_divides_times_as_the_plan_does(schedule: Schedule) -> None:
-    plan = make_plan(divided(schedule.value))
-    _, training_s, sync_s = plan.sides_s
-    scenario = scenario_of(plan, sync_s, 1, Assumptions())
-    tokens = plan.job.settings.samples_per_step * plan.job.mean_seq_len
-    assert scenario.train_s(tokens) == pytest.approx(training_s)
-    assert (scenario.engines, scenario.engine_gpus, scenario.trainer_gpus) == (4, 8, 8)
-    (outcome,) = simulate_job(put_on(plan.job, 16), sync_s, Assumptions(), [schedule], [1], engine_gpus=8)
-    assert outcome.scenario.bound_s == pytest.approx(scenario.bound_s)
-    assert outcome.scenario.bound_s <= plan.step_s  # which counts the tail of generation
-    assert plan.step_s == pytest.approx(outcome.step_s, rel=0.25)
 
 
 def test_weights_go_from_the_first_ranks_to_the_last() -> None:

@@ -11,7 +11,6 @@ import yaml
 
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.layout import layout_violations
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.planner.clusters import PROFILES, cluster_names, cluster_of, read_cluster
 from grpo_mp.planner.explain import explain
 from grpo_mp.planner.job import PlannedJob, make_job
@@ -27,6 +26,7 @@ from grpo_mp.utils.phases import GIB, Phase
 from tests.cli.command import Result, run_command
 from tests.planner.jobs import job_of
 from tests.recipes import FULL_SIZE
+from tools.tiny.models import make_tiny, make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"grpo-mp plan (\S+) --cluster (\S+) --nodes (\d+)")

@@ -13,8 +13,6 @@ from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.speculation import Speculation, speculation
 from grpo_mp.planner.training_use import train_use
 from grpo_mp.planner.weight_traffic import sync_traffic
-from grpo_mp.simulation.loop import simulate
-from grpo_mp.simulation.planned import Assumptions, scenario_of
 from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of
 
@@ -70,12 +68,6 @@ def test_waits_of_decode_steps_are_divided_and_drafts_have_their_own() -> None:
     counts = {wait.name: wait.count for wait in drafted.uses[SubPhase.GENERATE].waits}
     assert counts["layers of decode steps"] == pytest.approx(steps * LAYERS)
     assert counts["layers of drafts"] == pytest.approx(steps * 3)
-
-
-def test_a_simulated_step_takes_as_long_as_a_planned_one() -> None:
-    job = replace(r1(MTP), acceptance_length=2.5, mean_response_tokens=3072.0)
-    plan = make_plan(job, with_sync=False)
-    assert simulate(scenario_of(plan, 0.0, 0, Assumptions(steps=2))).step_s == pytest.approx(plan.step_s, rel=2e-3)
 
 
 def test_a_layer_that_learns_costs_the_trainer_and_not_the_engines() -> None:

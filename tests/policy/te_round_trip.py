@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from grpo_mp.config import check_settings
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.platform import fake_cuda
 from tests.policy.te_stub import install_te_stub
+from tools.tiny.models import make_tiny, make_tokenizer
 
 BFLOAT16 = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 CASES: dict[str, dict[str, Any]] = {

@@ -11,7 +11,6 @@ import torch
 from grpo_mp.checkpoint.chunk_files import TensorChunk, read_index
 from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.policy.checkpoint import load_policy, on_all_ranks
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
@@ -19,6 +18,7 @@ from grpo_mp.utils.errors import UserError
 from tests.checkpoint.helpers import malicious_pickle
 from tests.planner.jobs import BASE
 from tests.save_policy import save_policy
+from tools.tiny.models import make_tiny, make_tokenizer
 
 
 def make_policy(folder: Path, parallel: Parallel, **shape: Any) -> Policy:

@@ -8,11 +8,11 @@ import torch
 from grpo_mp.checkpoint.convert import to_hf
 from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.examples.tiny_models import add_mtp_layer, make_tiny, make_tokenizer
 from grpo_mp.policy.policy import Policy
 from tests.parallel.full_model import file_tensors
 from tests.planner.jobs import BASE
 from tests.save_policy import save_policy
+from tools.tiny.models import add_mtp_layer, make_tiny, make_tokenizer
 
 LAYER = "model.layers.2."
 COPIES = {

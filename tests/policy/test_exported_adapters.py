@@ -12,7 +12,6 @@ from peft import AutoPeftModelForCausalLM
 from grpo_mp.checkpoint.convert import to_megatron
 from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.policy.policy import Policy, check_policy
 from grpo_mp.trainer.adapter_check import check_adapters
 from grpo_mp.trainer.save import export_adapters, export_policy
@@ -20,6 +19,7 @@ from tests.checkpoint.helpers import no_progress
 from tests.parallel import peft_model
 from tests.parallel.lora import fill_b
 from tests.planner.jobs import BASE
+from tools.tiny.models import make_tiny, make_tokenizer
 
 SEQUENCE = (3, 5, 7, 9, 11, 2, 4, 6)
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.model_configs import published_config
@@ -20,6 +19,7 @@ from grpo_mp.policy.model import use_fp8
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.utils.errors import UserError
 from tests.platform.test_fp8_linear import E4M3, rounded
+from tools.tiny.models import make_tiny, make_tokenizer
 
 # A head of 128 and one group: blocks of 128 rows are those of the matrices that Megatron has together.
 ALIGNED = {

@@ -13,7 +13,6 @@ from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.doctor.weights import fp8_tensors, write_folder
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.fp8 import dequantize, dequantize_at_once, quantize
 from grpo_mp.models.mapping import Param
 from grpo_mp.policy import fp8_base
@@ -27,6 +26,7 @@ from grpo_mp.utils.errors import UserError
 from tests.parallel.lora import rounded
 from tests.planner.jobs import BASE
 from tests.save_policy import save_policy
+from tools.tiny.models import make_tiny, make_tokenizer
 
 LORA = {"rank": 2, "alpha": 4.0}
 # Whole blocks, also of one part of two, and blocks that an edge cuts.

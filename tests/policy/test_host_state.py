@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.platform.pinned import aligned_bytes
 from grpo_mp.policy.host_state import divide
 from grpo_mp.policy.policy import Policy
 from tests.planner.jobs import BASE
 from tests.policy.te_stub import te_wheel
+from tools.tiny.models import make_tiny, make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 BYTES_PER_PARAMETER = {

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import unfuse
+from tools.tiny.models import make_tiny, make_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Apex is not installed")
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mixtral", "glm4_moe", "deepseek_v3")

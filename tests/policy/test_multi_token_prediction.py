@@ -11,7 +11,6 @@ from grpo_mp.batching.microbatches import MicroBatchPlan
 from grpo_mp.batching.packing import pack, with_mtp_targets
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.config.speculative_section import SpeculativeConfig
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, engine_params
@@ -20,6 +19,7 @@ from grpo_mp.policy.multi_token_prediction import MtpLoss
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import MicroBatch, Sample
+from tools.tiny.models import make_tiny, make_tokenizer
 
 
 def batch_of(sampled: torch.Tensor, p: torch.Tensor) -> MicroBatch:

@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from grpo_mp.algorithms.distillation_settings import TeacherConfig
-from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import SampleGroup
 from tests.http_server import chat_reply
+from tools.tiny.models import make_tokenizer
 
 MakeGroup = Callable[..., SampleGroup]
 Answer = Callable[[bytes, str], None]  # sets what every request is answered from now on: body and type

@@ -12,11 +12,11 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.algorithms.distillation_settings import TeacherConfig
-from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens, check_topk, first_difference, same_tokens
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import SampleGroup
 from tests.http_server import JsonServer, Reply
+from tools.tiny.models import make_tokenizer
 
 MakeGroup = Callable[..., SampleGroup]
 

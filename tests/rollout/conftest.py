@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.distributed.layout import model_shape
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
@@ -20,6 +19,7 @@ from grpo_mp.rollout.episodes import EpisodeRunner, load_episode_parts
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.utils.types import Prompt, SampleGroup
 from tests.engines import started_engine
+from tools.tiny.models import make_tiny, make_tokenizer
 
 START_TIMEOUT_S = 300.0  # a limit for a busy machine: alone it takes ten seconds
 REQUEST_TIMEOUT_S = 60.0

@@ -17,7 +17,6 @@ from grpo_mp.algorithms.settings import AdvantageConfig
 from grpo_mp.batching.exchange import sample_infos
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.prompts import load_prompts
-from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
 from grpo_mp.monitor.samples import samples_to_markdown, write_samples
 from grpo_mp.rollout.client import SamplingParams
 from grpo_mp.rollout.protocol import BoundedTools, Episode, EpisodeLimitError, Policy, Task
@@ -25,6 +24,7 @@ from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Prompt, SampleGroup
 from tests.episodes.test_chat import make_renderer
 from tests.rollout.engineless import TextClient, make_runner
+from tools.tiny.products import tokenizer as calculator_tokenizer
 
 HERE = str(Path(__file__))
 

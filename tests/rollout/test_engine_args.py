@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.planner.model_configs import named_config
 from grpo_mp.rollout.argument_types import argument_types
 from grpo_mp.rollout.engine_args import (
@@ -33,6 +32,7 @@ from grpo_mp.rollout.rollout import engine_spec
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.section import ServedModelConfig
 from tests.planner.jobs import settings_of
+from tools.tiny.models import make_tokenizer
 
 SPEC = EngineSpec(index=0, rank=0, model=Path("m"), dtype="bfloat16", context_tokens=100, gpus=8, first_gpu=4)
 CPU = EngineSpec(index=0, rank=0, model=Path("m"), dtype="float32", context_tokens=100, cpu=True)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
 from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.client import SamplingParams
@@ -20,6 +19,7 @@ from grpo_mp.rollout.protocol import Episode, Policy, Task
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker, pause_running
 from grpo_mp.utils.types import Sample, SampleGroup
 from tests.rollout.engineless import TextClient, make_prompt, make_runner, roll_out, roll_out_virtually
+from tools.tiny.products import tokenizer as calculator_tokenizer
 
 HERE = str(Path(__file__))
 WORDS = calculator_tokenizer()
@@ -31,7 +31,7 @@ def engine(seconds: float) -> TextClient:
 
 def test_the_clock_of_an_episode_stands_still_while_its_turns_are_generated() -> None:
     """Each turn takes longer than the episode may, and so does the engine's parser of its calls."""
-    tools = {"tools": ["grpo_mp.examples.calculator:calculator"], "tool_parser": "pythonic"}
+    tools = {"tools": ["tools.tiny.calculator:calculator"], "tool_parser": "pythonic"}
     runner = make_runner(engine(1.2), "call_tools", limits={"episode_s": 1.0}, **tools)
     (sample,) = roll_out_virtually(runner, 1)
     assert (sample.state, sample.error, sample.metrics["turns"]) == ("completed", "", 1)

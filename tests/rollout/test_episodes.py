@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 from grpo_mp.algorithms.advantages import estimate_process
 from grpo_mp.algorithms.settings import AdvantageConfig
 from grpo_mp.batching.exchange import sample_infos
-from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.client import EngineClient, SamplingParams
@@ -26,6 +25,7 @@ from grpo_mp.utils.types import EpisodeState, Prompt, Sample, SampleGroup
 from tests.rollout.conftest import Logprobs
 from tests.rollout.engineless import TextClient, make_prompt, make_runner, roll_out_virtually
 from tests.test_extending import EXAMPLES
+from tools.tiny.products import tokenizer as calculator_tokenizer
 
 HERE = str(Path(__file__))
 BOUND = 1e-4

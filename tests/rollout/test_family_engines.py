@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.server import EngineProcess
 from tests.engines import started_engine
 from tests.rollout.conftest import REQUEST_TIMEOUT_S, START_TIMEOUT_S, Logprobs
+from tools.tiny.models import make_tiny, make_tokenizer
 
 pytestmark = pytest.mark.slow
 BOUND = 1e-5

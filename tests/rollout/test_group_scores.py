@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.examples.calculator import tokenizer
 from grpo_mp.rollout.client import SamplingParams
 from grpo_mp.rollout.protocol import Episode, Policy, Task
 from grpo_mp.utils.types import Sample
 from tests.rollout.engineless import TextClient, make_prompt, make_runner
 from tests.virtual_time import run_virtually
+from tools.tiny.products import tokenizer
 
 HERE = str(Path(__file__))
 

@@ -15,8 +15,6 @@ from openai import AsyncOpenAI
 from transformers.utils import get_json_schema
 
 from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
-from grpo_mp.examples.calculator import calculator
-from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
 from grpo_mp.rollout.openai_agent import OpenAIAgent
 from grpo_mp.rollout.protocol import Task
@@ -25,6 +23,8 @@ from tests.episode_page import read_example
 from tests.rollout.conftest import Logprobs
 from tests.rollout.engineless import TextClient, make_prompt, make_runner
 from tests.virtual_time import run_with_skips, skip
+from tools.tiny.calculator import calculator
+from tools.tiny.products import tokenizer as calculator_tokenizer
 
 HERE = str(Path(__file__))
 BOUND = 1e-4

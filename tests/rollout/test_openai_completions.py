@@ -145,7 +145,7 @@ def runs(sample: Sample) -> list[tuple[bool, str]]:
     return [(own, WORDS.decode(tokens)) for own, tokens in found]
 
 
-@pytest.mark.parametrize("tools", [{}, {"tools": ["grpo_mp.examples.calculator:calculator"], "tool_parser": "test"}])
+@pytest.mark.parametrize("tools", [{}, {"tools": ["tools.tiny.calculator:calculator"], "tool_parser": "test"}])
 def test_texts_go_on_from_what_was_sampled(tools: dict[str, Any]) -> None:
     client = RaggedClient(f"<think>3+4</think>Seven.{END}", f"Sure.{END}", "no")
     sample = play(client, "by_text", **tools)
@@ -191,7 +191,7 @@ def test_a_prompt_that_comes_again_is_answered_anew() -> None:
 
 def test_calls_of_tools_are_text_here() -> None:
     client = RaggedClient(f'[calculator]({{"a": 1}}) so{END}')
-    config = {"tools": ["grpo_mp.examples.calculator:calculator"], "tool_parser": "test"}
+    config = {"tools": ["tools.tiny.calculator:calculator"], "tool_parser": "test"}
     sample = play(client, "with_a_call", **config)
     assert sample.metrics["turns"] == 1
 

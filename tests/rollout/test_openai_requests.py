@@ -9,11 +9,11 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
 from grpo_mp.rollout.openai_requests import RequestError, read_request
 from grpo_mp.rollout.protocol import Task
 from tests.rollout.engineless import TextClient, cut_at_stop, make_runner, roll_out
+from tools.tiny.products import tokenizer as calculator_tokenizer
 
 HERE = str(Path(__file__))
 WORDS = calculator_tokenizer()

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from grpo_mp.checkpoint.hf_writer import FP8_CONFIG
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.engine_args import ENGINE_SITE
 from grpo_mp.rollout.precision import OVERRIDES, engine_uses_fp8, precision_arguments
 from grpo_mp.utils.errors import UserError
+from tools.tiny.models import make_tiny, make_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import pytest
 from grpo_mp.checkpoint.hf_reader import INDEX
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.ports import claim_ports
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.engine_memory import engine_weight_bytes
@@ -27,6 +26,7 @@ from grpo_mp.rollout.rollout import engine_spec
 from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import settings_of
 from tests.recipes import RL
+from tools.tiny.models import make_tiny, make_tokenizer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = [path.stem for path in RL if path.stem != "tiny_tools"]

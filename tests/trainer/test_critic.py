@@ -18,7 +18,6 @@ from grpo_mp.batching.packing import pack
 from grpo_mp.checkpoint.run_state import TrainState, latest_checkpoint
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.models.value_head import VALUE_HEAD
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.engine_memory import engine_memory
@@ -37,6 +36,7 @@ from grpo_mp.utils.types import MicroBatch, Sample
 from tests.planner.jobs import BASE
 from tests.reward_models import change_weights, expected_scores, make_reward_model
 from tests.trainer.test_offload import NO_ENGINE
+from tools.tiny.models import make_tiny, make_tokenizer
 
 SHAPE = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},

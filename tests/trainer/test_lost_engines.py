@@ -18,7 +18,6 @@ from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import load_settings
 from grpo_mp.data.prompts import PromptSet
-from grpo_mp.examples.calculator import tokenizer as calculator_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rollout.client import SamplingParams
@@ -34,6 +33,7 @@ from tests.conftest import TinyRun
 from tests.rollout.engineless import TextClient, make_prompt, make_runner
 from tests.rollout.fake_engine import FakeEngine
 from tests.trainer.test_collect import PROMPTS, MortalEngine, check_samples, collector, kept, run_steps
+from tools.tiny.products import tokenizer as calculator_tokenizer
 
 
 class StuckEngine(FakeEngine):

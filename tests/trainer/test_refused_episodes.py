@@ -9,12 +9,12 @@ import pytest
 
 from grpo_mp.config import load_settings
 from grpo_mp.data.prompts import load_train_prompts
-from grpo_mp.examples.tiny_models import make_tokenizer
 from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
 from grpo_mp.trainer.preflight import make_scorer
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Prompt
 from tests.conftest import TinyRun
+from tools.tiny.models import make_tokenizer
 
 PARTS = '''
 class Game:

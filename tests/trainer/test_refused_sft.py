@@ -16,13 +16,13 @@ from grpo_mp.checkpoint.run_state import (
     write_manifest,
 )
 from grpo_mp.config import dump_settings, load_sft_settings
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.policy.policy import Policy
 from grpo_mp.sft import main
 from tests.checkpoint.helpers import flip_bit
 from tests.conftest import TinyRun
 from tests.one_rank import one_rank_job
 from tests.save_policy import save_policy
+from tools.tiny.models import make_tiny, make_tokenizer
 
 Start = Callable[..., tuple[int, str, str]]
 ROWS = [{"prompt": "1+2?", "completion": "3"}] * 8

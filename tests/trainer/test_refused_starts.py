@@ -384,7 +384,7 @@ def test_an_extension_that_is_not_there_or_does_not_fit(refuse: Refuse, override
 
 
 def test_tools_that_do_not_fit(refuse: Refuse) -> None:
-    calculator, parser = "rollout.tools=['grpo_mp.examples.calculator:calculator']", "rollout.tool_parser=qwen26"
+    calculator, parser = "rollout.tools=['tools.tiny.calculator:calculator']", "rollout.tool_parser=qwen26"
     assert f"{parser}: the installed SGLang has no such parser (did you mean qwen25?)" in refuse(calculator, parser)
     assert "'json:loads': a tool needs type hints" in refuse(
         "rollout.tools=['json:loads']", "rollout.tool_parser=qwen25"

@@ -21,11 +21,11 @@ from grpo_mp.checkpoint.run_state import (
     write_manifest,
 )
 from grpo_mp.config.sections import RunConfig
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.trainer.resume import find_whole_checkpoint
 from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.utils.errors import UserError
 from tests.checkpoint.helpers import policy_of
+from tools.tiny.models import make_tiny, make_tokenizer
 
 CASES = 50
 FILES = (

@@ -12,13 +12,13 @@ from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import Parallel, single_rank_environment, start_parallel, stop_parallel
-from grpo_mp.examples.tiny_models import make_tiny, make_tokenizer
 from grpo_mp.policy.policy import Policy
 from grpo_mp.weight_sync.plan import WHOLE
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.update import plan_rounds
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.planner.jobs import BASE
+from tools.tiny.models import make_tiny, make_tokenizer
 
 
 @pytest.fixture(scope="module")

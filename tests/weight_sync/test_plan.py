@@ -17,7 +17,6 @@ from torch import Tensor
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.shards import shard_holders, tensor_part, tp_size
-from grpo_mp.examples.tiny_models import TINY_CONFIGS
 from grpo_mp.models.families import FAMILIES
 from grpo_mp.models.fp8 import SCALE, quantize
 from grpo_mp.models.hf_config import HfConfig
@@ -37,6 +36,7 @@ from grpo_mp.weight_sync.plan import (
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.models.test_mapping import megatron_shard
+from tools.tiny.models import TINY_CONFIGS
 
 EXPERTS = 4
 SMALL = {"num_hidden_layers": 3, "hidden_size": 32, "vocab_size": 70, "intermediate_size": 64, "num_key_value_heads": 4}

@@ -1,0 +1,1 @@
+"""Commands of a checkout: tiny models and tasks, and the generated pages."""
