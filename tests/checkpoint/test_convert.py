@@ -15,11 +15,11 @@ from grpo_mp.checkpoint.converted_reader import ConvertedReader, open_weights
 from grpo_mp.checkpoint.describe import compare_weights, describe_hf
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
 from grpo_mp.checkpoint.resumable_writer import CONVERSION_RECORD
-from tools.tiny.models import make_tiny, make_tokenizer
 from grpo_mp.models.families import add_transformers_4_names
 from grpo_mp.models.fp8 import FP8, SCALE, quantize
 from grpo_mp.utils.errors import UserError
 from tests.checkpoint.helpers import no_progress
+from tools.tiny.models import make_tiny, make_tokenizer
 
 TINY: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48}
 CASES: list[tuple[str, dict[str, Any]]] = [

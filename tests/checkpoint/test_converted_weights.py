@@ -13,7 +13,6 @@ from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.describe import compare_weights
 from grpo_mp.checkpoint.hf_reader import HfReader, read_non_policy_tensors
 from grpo_mp.checkpoint.torch_dist_reader import describe_checkpoint
-from tools.tiny.models import make_tiny, make_tokenizer
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.save import export_policy
@@ -21,6 +20,7 @@ from grpo_mp.utils.errors import UserError
 from tests.checkpoint.helpers import no_progress, policy_of
 from tests.policy.by_megatron import copies, load_by_megatron, unequal
 from tests.save_policy import save_policy
+from tools.tiny.models import make_tiny, make_tokenizer
 
 CASES = [
     ("qwen3", {"tie_word_embeddings": True}),

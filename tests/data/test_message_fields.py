@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from grpo_mp.data.messages import as_template_reads, is_learned, texts_beside, thinking_field
-from tools.tiny.models import make_tokenizer
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Message
 from tests.episodes.test_chat import published
+from tools.tiny.models import make_tokenizer
 
 ANSWER: Message = {"role": "assistant", "content": "Seven."}
 

@@ -21,9 +21,9 @@ from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data import prompts as prompts_module
 from grpo_mp.data.prompts import PromptSet, final_answer, load_prompts
 from grpo_mp.data.set_checks import overlap_warnings
-from tools.tiny.models import make_tokenizer
 from grpo_mp.rewards.answer_reading import Number, read_answer
 from grpo_mp.utils.errors import UserError
+from tools.tiny.models import make_tokenizer
 
 TOKENIZER = make_tokenizer(["How", "many", "apples"])
 ROWS = [

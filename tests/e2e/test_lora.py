@@ -9,13 +9,13 @@ from transformers import AutoTokenizer
 
 from grpo_mp.checkpoint.chunk_files import read_index
 from grpo_mp.checkpoint.convert import to_hf
-from tools.tiny.models import make_tiny
 from grpo_mp.utils.errors import UserError
 from tests.conftest import TinyRun
 from tests.e2e.conftest import REWARD, StartJob, outcome
 from tests.e2e.jobs import read_jsonl
 from tests.parallel import peft_model
 from tests.parallel.full_model import exceeding, file_tensors, relative_errors
+from tools.tiny.models import make_tiny
 
 pytestmark = pytest.mark.slow
 

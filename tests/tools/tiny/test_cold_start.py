@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from tools.tiny.make import worked_examples
 from grpo_mp.data.chat_data import load_held_out_chats, load_train_chats
 from grpo_mp.data.supervised import ChatEncoder
 from grpo_mp.data.template import ChatRenderer
 from tools.tiny import products
 from tools.tiny.arithmetic import make_problems, vocabulary_words
 from tools.tiny.cold_start import HELD_OUT, NUM_HELD_OUT, cold_start_settings, write_examples
+from tools.tiny.make import worked_examples
 from tools.tiny.models import make_tokenizer
 
 EXTRA = 40
