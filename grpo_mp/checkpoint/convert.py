@@ -53,7 +53,7 @@ class ModelMapping:
 
     @classmethod
     def of(cls, folder: Path, family_name: str | None = None, trains_mtp: bool = False) -> "ModelMapping":
-        """Make the mapping by the folder's config.json. Raises UserError where that is missing or not supported.
+        """Make the mapping by the folder's config.json.
 
         `trains_mtp`: the multi-token-prediction layer is one of the policy's.
         """
@@ -73,9 +73,8 @@ def to_megatron(
 ) -> None:
     """Convert a Hugging Face folder; config and tokenizer go with the weights.
 
-    Raises UserError, if possible before the first byte is written: damaged files, missing, unknown or wrongly shaped
-    tensors, a full disk, another model at `destination`, values that are not finite. The source is only read. FP8 is
-    stored as bfloat16, except in tensors that are no part of the policy, which stay as they are.
+    The source is only read. FP8 is stored as bfloat16, except in tensors that are no part of the policy, which stay as
+    they are.
     """
     check_destination(source, destination)
     model = ModelMapping.of(source)
@@ -181,7 +180,7 @@ class HfExporter:
         return sizes
 
     def tensors(self, source: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that `sizes` lists for a source. Raises UserError for NaN."""
+        """Yield the tensors that `sizes` lists for a source."""
         if source in self.non_policy:
             reader = self.non_policy[source]
             for name in self._with_scale(source):
@@ -207,7 +206,7 @@ class HfExporter:
 
 
 def _folder_with_config(checkpoint: Path) -> Path:
-    """Return the checkpoint, or for a step of a run model.path of the run's settings. Raises UserError."""
+    """Return the checkpoint, or for a step of a run model.path of the run's settings."""
     if (checkpoint / "config.json").exists() or not checkpoint.is_dir():
         return checkpoint
     settings = checkpoint.resolve().parent.parent / SETTINGS
@@ -231,7 +230,7 @@ def to_hf(
 
     Config and tokenizer come from `like`, from the checkpoint itself, or from model.path of its run. `fp8` writes
     blockwise FP8; blocks that did not change keep the bytes they have in `like`. Tensors that are no part of the policy
-    come from the checkpoint, or from `like` where it has none. Raises UserError as `to_megatron` does.
+    come from the checkpoint, or from `like` where it has none.
     """
     check_destination(source, destination)
     aux_source = like or _folder_with_config(source)

@@ -16,12 +16,11 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 from grpo_mp.models.multi_token_prediction import copied_names
 from grpo_mp.utils.errors import UserError, one_line
-from grpo_mp.utils.reading import check_regular, read_json, shorten
+from grpo_mp.utils.reading import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"  # of a folder without an index
 NON_POLICY = "extra_"  # prefix of a conversion's files of them
-SHARD = re.compile(r"[^/\x00]{1,240}\.safetensors")
 ROTARY = (".inv_freq", ".cos_cached", ".sin_cached")  # tables that older models save and every model computes
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
@@ -81,7 +80,7 @@ class HfReader:
         self._handles.clear()
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that the file stores. Raises UserError for one that torch lacks."""
+        """Return the dtype that the file stores."""
         stored = self._handle(name).get_slice(name).get_dtype()
         dtype = _TYPES.get(stored)
         if dtype is None:
@@ -89,14 +88,11 @@ class HfReader:
         return dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor. Raises UserError where no file has it."""
+        """Return the shape of a tensor."""
         return tuple(self._handle(name).get_slice(name).get_shape())
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
-        """Return the full tensor, or [start, stop) along `axis` (0 or 1).
-
-        Raises UserError for an FP8 tensor whose factors are missing or not those of 128 x 128 blocks.
-        """
+        """Return the full tensor, or [start, stop) along `axis` (0 or 1)."""
         if self.dtype(name) != FP8:
             return self.read_stored(name, axis, start, stop)
         origin = (start if axis == 0 else 0, start if axis == 1 else 0)
@@ -105,7 +101,7 @@ class HfReader:
     def read_fp8(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> tuple[Tensor, Tensor]:
         """Return an FP8 tensor, or [start, stop) along `axis`, as stored, and the float32 factors of its blocks.
 
-        The first block may begin before `start`. Raises as `read`.
+        The first block may begin before `start`.
         """
         stored, scale = self.read_stored(name, axis, start, stop), self._factors(name).float()
         if axis is not None:
@@ -187,7 +183,7 @@ def check_shape(reader: WeightsReader, name: str, shape: tuple[int, ...]) -> Non
 
 
 def check_finite(tensor: Tensor, folder: Path, name: str) -> Tensor:
-    """Return the tensor itself. Raises UserError where a value of it is NaN or infinite."""
+    """Return the tensor itself."""
     if tensor.numel() and not all(bool(extreme.isfinite()) for extreme in tensor.aminmax()):  # NaN is both
         raise UserError(f"{folder}: the tensor {name} holds NaN or infinity: take another checkpoint")
     return tensor
@@ -199,10 +195,8 @@ def _read_index(index: Path) -> dict[str, str]:
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is not an index of safetensors files ({error!r}): copy it again") from error
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not SHARD.fullmatch(file):
-            raise UserError(
-                f"{index}: {shorten(name)} is in {shorten(repr(file))}, no safetensors file beside the index"
-            )
+        if Path(str(file)).name != file:
+            raise UserError(f"{index}: {name} is in {file}, which is no file beside the index")
     if not weight_map:
         raise UserError(f"{index} names no tensor: copy it again")
     return weight_map
@@ -211,7 +205,6 @@ def _read_index(index: Path) -> dict[str, str]:
 def _open(file: Path):  # type: ignore[no-untyped-def]
     if not file.exists():
         raise UserError(f"{file} is missing: the index names it")
-    check_regular(file)
     try:
         return safe_open(file, framework="pt", backend="pread")  # mapped pages would count as memory
     except SafetensorError as error:

@@ -62,7 +62,7 @@ def begin_hf(folder: Path) -> None:
 def write_shards(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], writer: int, shard_bytes: int = SHARD_BYTES
 ) -> list[Shard]:
-    """Write one writer's tensors; several may write at the same time. Raises OSError where the disk does not take them.
+    """Write one writer's tensors; several may write at the same time.
 
     While one shard is written, `tensors` makes the next: held are two shards of `shard_bytes` and the tensor after
     them, or three tensors where they are larger.
@@ -156,8 +156,8 @@ def _split_by_bytes(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int)
 def copy_aux_files(like: Path, folder: Path, fp8: bool = False) -> None:
     """Copy config, tokenizer, chat templates, code and licence of a folder.
 
-    config.json then says whether the weights are blockwise FP8, and uses the names of transformers 4 beside those of
-    5; it is copied as it is where it does so already.
+    config.json then says whether the weights are blockwise FP8, and uses the names of transformers 4 beside those of 5;
+    it is copied as it is where it does so already.
     """
     for file in (file for pattern in AUX_FILES for file in like.glob(pattern) if file.is_file()):
         copy = folder / file.relative_to(like)

@@ -27,7 +27,7 @@ PREFIX = "base_model.model."  # of every name
 def adapter_config(
     lora: LoraConfig, base: Path, names: Iterable[str], expert_projections: Collection[str]
 ) -> dict[str, Any]:
-    """Return what peft reads beside the weights. Pure.
+    """Return what peft reads beside the weights.
 
     `names`: of adapters, such as `...q_proj.lora_A.weight`; `expert_projections`: of the model, with adapters or not.
     In transformers 5 the experts of a layer are one module, and peft takes every target that ends in the name of one of
@@ -70,8 +70,7 @@ def write_peft(
 ) -> None:
     """Write adapters of `model` by their Hugging Face names, all of which are held at a time.
 
-    `expert_projections`: as of `adapter_config`. The folder appears under its name once it is complete. Raises OSError
-    where the disk does not take it.
+    `expert_projections`: as of `adapter_config`. The folder appears under its name once it is complete.
     """
     own, incomplete = dict(tensors), incomplete_folder(folder)
     shutil.rmtree(incomplete, ignore_errors=True)

@@ -25,8 +25,7 @@ LOGGER = logging.getLogger(__name__)
 def run_lock(folder: Path, wait_s: float = WAIT_S) -> Iterator[None]:
     """Keep other jobs out of a run folder while the body runs; it ends with the process, however that ends.
 
-    A job that was killed may need a moment to be gone: waits up to `wait_s` seconds. Raises UserError where another
-    one stays there.
+    A job that was killed may need a moment to be gone: waits up to `wait_s` seconds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as file:

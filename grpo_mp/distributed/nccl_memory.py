@@ -24,14 +24,14 @@ class NcclMemory:
     def __init__(self, *layouts: LayoutConfig) -> None:
         """Take the layouts of policy and critic: with a virtual pipeline the communicators of stages stay as they are.
 
-        Stages then send pair by pair, each pair with a communicator of its own, in one group. To suspend one is to
-        wait for the other rank; torch goes through them in an order that may differ by rank.
+        Stages then send pair by pair, each pair with a communicator of its own, in one group. To suspend one is to wait
+        for the other rank; torch goes through them in an order that may differ by rank.
         """
         self._left_out = {PIPELINE} if any(layout.virtual_pipeline for layout in layouts) else set()
         self._suspended: list[Any] = []
 
     def move(self, onload: bool) -> None:
-        """Resume what is suspended, or suspend all communicators. Every rank must call this, with no work in flight."""
+        """Resume what is suspended, or suspend all communicators."""
         if onload:
             for backend in self._suspended:
                 backend.resume()

@@ -56,8 +56,8 @@ class Job:
 class Parallel:
     """Hold the coordinates of a rank that trains in one layout, and its process groups.
 
-    A job may have another for the critic. Megatron uses the groups of the one that was made first, but inside
-    `in_use` of another.
+    A job may have another for the critic. Megatron uses the groups of the one that was made first, but inside `in_use`
+    of another.
     """
 
     layout: LayoutConfig
@@ -100,17 +100,13 @@ def megatron_sizes(layout: LayoutConfig) -> dict[str, int | None]:
 def start_parallel(layout: LayoutConfig, seed: int, timeout_s: float, name: str = "job") -> Parallel:
     """Join the job that torchrun or srun describes, all of whose ranks train, and create all process groups.
 
-    Processes that left with `stop_parallel` may join again, under another `name`. Raises UserError where
-    the rendezvous fails.
+    Processes that left with `stop_parallel` may join again, under another `name`.
     """
     return make_parallel(join_job(timeout_s, name=name), layout, seed, timeout_s)
 
 
 def join_job(timeout_s: float, engine_ranks: int = 0, name: str = "job") -> Job:
-    """Join the job that torchrun or srun describes in the environment; its last `engine_ranks` do not train.
-
-    Raises UserError where the rendezvous fails.
-    """
+    """Join the job that torchrun or srun describes in the environment; its last `engine_ranks` do not train."""
     timeout = datetime.timedelta(seconds=timeout_s)
     store, rank, world_size = rendezvous(timeout)
     store = dist.PrefixStore(name, store)
@@ -140,8 +136,8 @@ def _join_group(
 ) -> dist.ProcessGroup:
     """Make a group of ranks that are not all in torch's default group, for which torch has no public function.
 
-    As `init_custom_process_group` of SGLang does. Other ranks are numbered from this one in the default group, so
-    that `dist.get_rank` of the group is right; give peers as ranks of the group (`group_dst`, `group_src`).
+    As `init_custom_process_group` of SGLang does. Other ranks are numbered from this one in the default group, so that
+    `dist.get_rank` of the group is right; give peers as ranks of the group (`group_dst`, `group_src`).
     """
     name = distributed_c10d.GroupName(f"job_{backend}")
     group, _ = distributed_c10d._new_process_group_helper(
@@ -197,14 +193,14 @@ def make_groups(groups: Iterable[Sequence[int]], timeout_s: float) -> dist.Proce
 
 
 def all_gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
-    """Return the values of all ranks of a group, by rank; they are pickled. Every rank of it must call this."""
+    """Return the values of all ranks of a group, by rank; they are pickled."""
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def broadcast(value: Value, group: dist.ProcessGroup) -> Value:
-    """Return the value of the group's first rank; it is pickled. Every rank of it must call this."""
+    """Return the value of the group's first rank; it is pickled."""
     values = [value]
     dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]

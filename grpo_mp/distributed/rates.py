@@ -94,6 +94,5 @@ def _rate(data: torch.Tensor, collective: Callable[[], object]) -> float:
 
 
 def _synchronize() -> None:
-    """Wait for what was launched on the stream of this measurement."""
     if platform.on_cuda():
         torch.cuda.current_stream().synchronize()

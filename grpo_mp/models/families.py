@@ -52,7 +52,7 @@ TOP_LEVEL_ROPE = ("rope_theta", "partial_rotary_factor")  # beside rope_scaling 
 
 
 def family_of(hf: HfConfig) -> Family:
-    """Return the family of a config; raises UserError for an architecture that none supports."""
+    """Return the family of a config;"""
     if hf.family is None and hf.model_type not in FAMILIES:
         raise hf.error(
             f"model_type {hf.model_type!r} is not supported"

@@ -13,10 +13,7 @@ LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_positi
 
 
 def config(hf: HfConfig, *, norms: bool = False, bias: bool = False) -> dict[str, Any]:
-    """Return the Megatron settings; `norms` of queries and keys, `bias` of all three projections.
-
-    Raises UserError for a rotary embedding that Megatron lacks.
-    """
+    """Return the Megatron settings; `norms` of queries and keys, `bias` of all three projections."""
     rope = hf.rope
     if rope["rope_type"] not in ("default", "llama3"):
         raise hf.error(f"rope type {rope['rope_type']!r} is not supported, only 'default' or 'llama3'")

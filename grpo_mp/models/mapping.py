@@ -97,8 +97,8 @@ def expand(rules: Iterable[Rule]) -> dict[str, Param]:
 def fuse(param: Param, shards: "Sequence[torch.Tensor]") -> "torch.Tensor":
     """Fuse one tensor-parallel rank's Hugging Face shards into its Megatron shard.
 
-    qkv: rows are ordered by query group, [queries of the group, its key, its value], so that
-    tensor parallelism divides groups; gate_up: gate rows, then up rows.
+    qkv: rows are ordered by query group, [queries of the group, its key, its value], so that tensor parallelism divides
+    groups; gate_up: gate rows, then up rows.
     """
     import torch  # slow to import, and settings check the names of families
 

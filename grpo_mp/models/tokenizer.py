@@ -44,10 +44,7 @@ class Reference:
 
 
 def read_tokenizer(folder: Path, hf: HfConfig, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Read the tokenizer of a policy's folder.
-
-    Raises UserError as `load_tokenizer` does, and where a token has no embedding.
-    """
+    """Read the tokenizer of a policy's folder."""
     tokenizer, vocabulary = load_tokenizer(folder, trust_remote_code), hf.int("vocab_size")
     used = (number for token, number in tokenizer.get_vocab().items() if "reserved" not in token)
     tokens = max(used, default=-1) + 1
@@ -64,7 +61,6 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
 
     transformers may replace a file's splitter by that of a class; the file's own is then loaded in place of the class.
     Python code of the folder runs only with `trust_remote_code`, and only where the folder has no tokenizer.json.
-    Raises UserError where the tokenizer cannot be read, differs from the file, or is code that may not run.
     """
     try:
         if (file := folder / "tokenizer.json").is_file():
@@ -120,7 +116,6 @@ def _first_equal(folder: Path, reference: Reference, classes: tuple[Any, ...]) -
 
 
 def _load(cls: Any, folder: Path) -> Any:
-    """Load without the folder's code, which transformers would otherwise ask about on the terminal."""
     tokenizer = cls.from_pretrained(str(folder), trust_remote_code=False, clean_up_tokenization_spaces=False)
     tokenizer.init_kwargs.pop("auto_map", None)  # a copy would name code that it does not have
     return tokenizer
@@ -151,7 +146,6 @@ def _tokenizers_reference(file: Path) -> Reference:
 
 
 def _between(tokens: Iterable[str]) -> str:
-    """Return text around added tokens: some splitters mark the beginning of each part, others that of the text."""
     return "".join(f"Here{token}there" for token in islice(tokens, 8))
 
 
@@ -199,10 +193,7 @@ def _needs_code(folder: Path, own_class: str) -> UserError:
 
 
 def _read_tiktoken(folder: Path, values: dict[str, Any], own_class: str) -> PreTrainedTokenizerBase:
-    """Read tiktoken.model with the pattern of the folder's class and the tokens of tokenizer_config.json.
-
-    Raises UserError where the class must run to give its pattern, or the result differs from tiktoken's.
-    """
+    """Read tiktoken.model with the pattern of the folder's class and the tokens of tokenizer_config.json."""
     pattern, declared = split_pattern(folder, own_class), values.get("added_tokens_decoder")
     if not pattern or not declared:
         raise _needs_code(folder, own_class)

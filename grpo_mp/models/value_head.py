@@ -65,7 +65,7 @@ def critic_config(hf: HfConfig) -> HfConfig:
 
 
 def critic_rules(hf: HfConfig) -> list[Rule]:
-    """Return the mapping's rules for a critic; `hf`: of `critic_config`. Raises UserError for an unknown family."""
+    """Return the mapping's rules for a critic; `hf`: of `critic_config`."""
     head = Rule(VALUE_HEAD, (STORED_HEAD,), ((1, hf.int("hidden_size")),))
     return [head if rule.name == VALUE_HEAD else rule for rule in family_of(hf).rules(hf)]
 

@@ -175,7 +175,7 @@ def fp8_fields(fp8_format: str | None, recipe: str) -> dict[str, Any]:
 
 
 def fused_fields(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config fields that turn on Megatron's fused kernels for a model on CUDA. Pure.
+    """Return the config fields that turn on Megatron's fused kernels for a model on CUDA.
 
     Unfused, the rotary embedding of packed sequences synchronizes with the device four times per layer and pass, to
     read their lengths. For latent attention Megatron fuses it with yarn only; yarn of factor 1 is the plain one.

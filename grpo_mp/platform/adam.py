@@ -11,8 +11,8 @@ from torch.optim.adamw import adamw
 class FusedAdam(torch.optim.Optimizer):
     """Adam on a CPU with `step` per param group, `exp_avg` and `exp_avg_sq` per parameter.
 
-    Megatron's distributed optimizer cannot load a fully reshardable checkpoint into torch's own AdamW,
-    which has a step per parameter.
+    Megatron's distributed optimizer cannot load a fully reshardable checkpoint into torch's own AdamW, which has a step
+    per parameter.
     """
 
     def __init__(

@@ -89,7 +89,6 @@ def _murmur_hash32(original: Callable[..., Any], *inputs: torch.Tensor) -> torch
 
 
 def _enable_batch_invariance(original: Callable[..., Any], runner: Any) -> None:
-    """Replace SGLang's change to batch-invariant kernels, which are Triton's."""
     if _is_deterministic():
         runner.batch_invariance = enable_batch_invariance()
 
@@ -149,7 +148,6 @@ def _decode(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: An
 
 
 def _is_self_attention(encoder_lengths: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether this is self-attention without a sliding window."""
     return encoder_lengths is None and not kwargs["is_cross_attn"] and kwargs["sliding_window_size"] is None
 
 

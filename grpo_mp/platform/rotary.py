@@ -10,14 +10,13 @@ Halves = tuple[Tensor, Tensor]
 
 
 def _halves(x: Tensor, rotary_dim: int, interleaved: bool) -> Halves:
-    """Return views of the first and second elements of all pairs: neighbors, or halves of the rotated part."""
     if interleaved:
         return x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
     return x[..., : rotary_dim // 2], x[..., rotary_dim // 2 : rotary_dim]
 
 
 def _rotate(source: Halves, target: Halves, cos: Tensor, sin: Tensor) -> None:
-    """Write (a cos - b sin, b cos + a sin) of source (a, b) to target (RoFormer, arXiv 2104.09864, eq. 34)."""
+    # (a cos - b sin, b cos + a sin) of source (a, b): RoFormer, arXiv 2104.09864, eq. 34
     torch.mul(source[0], cos, out=target[0]).addcmul_(source[1], sin, value=-1)
     torch.mul(source[1], cos, out=target[1]).addcmul_(source[0], sin)
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 
 def _set_attributes(param: Tensor, **attributes: Any) -> None:
-    """Set the attributes by which Megatron decides how to reduce and save a parameter."""
     for name, value in attributes.items():
         setattr(param, name, value)
 
@@ -199,7 +198,6 @@ class GroupedLinear(torch.nn.Module):
         return self.matmul(x, splits, *self._weights()), None
 
     def _weights(self) -> list[Tensor]:
-        """Return the weights of the local experts, without adapters."""
         return [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
 
     def sharded_state_dict(

@@ -53,10 +53,10 @@ def optimizer_writer(policy: TrainedModel, folder: Path, piece_bytes: int) -> Ch
 
 
 def on_all_ranks(work: Callable[[], Value], folder: Path, group: dist.ProcessGroup) -> Value:
-    """Return what `work` returns on this rank, once no rank has failed. Every rank of the group must call this.
+    """Return what `work` returns on this rank, once no rank has failed.
 
-    Raises DiskError, on every rank, where one cannot write below `folder`. What is no error of the disk is raised as
-    itself where it happened, and as RuntimeError, with its text, on the others.
+    What is no error of the disk is raised as itself where it happened, and as RuntimeError, with its text, on the
+    others.
     """
     value, error = None, None
     try:
@@ -78,7 +78,7 @@ def on_all_ranks(work: Callable[[], Value], folder: Path, group: dist.ProcessGro
 
 
 def gather_written(written: Written, group: dist.ProcessGroup) -> dict[Path, list[WrittenChunks]]:
-    """Return on the first rank what all ranks wrote, by folder. Every rank of the group must call this."""
+    """Return on the first rank what all ranks wrote, by folder."""
     by_rank: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
     dist.gather_object(written, by_rank, dst=0, group=group)
     return {folder: [other[folder] for other in by_rank] for folder in written} if by_rank else {}
@@ -91,10 +91,9 @@ def write_indexes(written: Mapping[Path, list[WrittenChunks]]) -> None:
 
 
 def load_policy(policy: TrainedModel, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
-    """Read weights, optimizer and learning-rate step of a checkpoint, from any layout. Every rank must call this.
+    """Read weights, optimizer and learning-rate step of a checkpoint, from any layout.
 
     What goes to a device goes through `piece_bytes` of the host.
-    Raises UserError where the checkpoint is incomplete or belongs to another model.
     """
     with policy.parallel.in_use():
         _load_policy(policy, folder, piece_bytes)
@@ -143,7 +142,7 @@ def check_same_adapters(
 
 
 def load_reference(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
-    """Read the reference's weights, from any layout. Every rank must call this; raises as `load_policy`."""
+    """Read the reference's weights, from any layout."""
     if policy.reference:
         read_chunks(local_weight_chunks(policy, policy.reference.host_tensors), folder, piece_bytes)
 
@@ -162,7 +161,7 @@ def _common(policy: TrainedModel) -> dict[str, Any]:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """Read the state that is not a tensor, without unpickling classes. Raises UserError where the file is damaged."""
+    """Read the state that is not a tensor, without unpickling classes."""
     try:
         common: dict[str, Any] = torch.load(folder / COMMON, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -171,7 +170,6 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 def _main_weight_format(policy: TrainedModel) -> str:
-    """Return the format of the main weights in this policy's checkpoints."""
     return "remainders" if stores_param_remainders(policy.optimizer.chained_optimizers) else "whole"
 
 

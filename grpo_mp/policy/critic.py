@@ -42,8 +42,7 @@ class Critic(TrainedModel):
         """Build the model and load this rank's shards of the folder that `critic` names, else of the policy's.
 
         `parallel`: of the critic's layout. The value head that a language model's folder lacks begins at zero. Without
-        `load_weights` all is zero: a checkpoint will bring it. Raises UserError where a file differs from its checksum,
-        ValueError without section critic.
+        `load_weights` all is zero: a checkpoint will bring it.
         """
         settings = settings.for_critic()
         hf = critic_config(settings.model.read_config())
@@ -81,11 +80,7 @@ def _without_replay(microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 
 def check_critic(settings: Settings, policy: HfConfig, world_size: int) -> None:
-    """Check folder and layout of the critic before process groups exist, on so many ranks that train; or nothing.
-
-    Raises UserError: another vocabulary than the policy's, too few positions, a layout that its model does not divide
-    into, what Megatron refuses, missing or wrong tensors.
-    """
+    """Check folder and layout of the critic before process groups exist, on so many ranks that train; or nothing."""
     if settings.critic is None:
         return
     own = settings.for_critic()

@@ -25,7 +25,7 @@ class ExpertLoad:
     def take(self, group: dist.ProcessGroup) -> Tensor | None:
         """Return and reset the counts, summed over `group`: [layers, experts] float64 on the host, 0 in dense layers.
 
-        None for a dense model. Every rank must call this.
+        None for a dense model.
         """
         if not self._experts:
             return None
@@ -39,8 +39,8 @@ class ExpertLoad:
     def _count(self, router: TopKRouter, inputs: object, output: tuple[Tensor, Tensor]) -> None:
         """Add one forward; `output`: probabilities and routing map, [tokens, experts] each.
 
-        Counts only where gradients are computed, as Megatron does for the expert bias (TopKRouter
-        ._apply_expert_bias): not for logprobs, and of a recomputed forward only the second pass.
+        Counts only where gradients are computed, as Megatron does for the expert bias (TopKRouter ._apply_expert_bias):
+        not for logprobs, and of a recomputed forward only the second pass.
         """
         if not torch.is_grad_enabled() or router.layer_number is None:
             return
@@ -57,16 +57,3 @@ def load_ratios(load: Tensor) -> Tensor:
     """Return each expert's load over the mean of its layer: [layers with routed tokens, experts]."""
     routed = load[load.sum(1) > 0]
     return routed / routed.mean(1, keepdim=True)
-
-
-SHADES = " ▁▂▃▄▅▆▇█"  # from no token at all to twice the mean and more
-
-
-def heat_map(load: Tensor) -> str:
-    """Return Markdown with one preformatted line per layer with routed tokens and one character per expert."""
-    darkest, lines = len(SHADES) - 1, []
-    for layer, row in zip((load.sum(1) > 0).nonzero()[:, 0].tolist(), load_ratios(load), strict=True):
-        shades = "".join(SHADES[min(darkest, round(ratio * darkest / 2))] for ratio in row.tolist())
-        busiest = f"expert {int(row.argmax())}, {float(row.max()):.2f} x the mean"
-        lines.append(f"    layer {layer + 1:3d} |{shades}| busiest: {busiest}")
-    return "\n".join(lines)

@@ -20,7 +20,7 @@ CAPABILITY = {  # of the GPUs that have a recipe's products, as TransformerEngin
 def check_fp8(
     training: TrainingConfig, dtype: str, layout: LayoutConfig, params: Iterable[Param], capability: float | None
 ) -> None:
-    """Raise UserError where the linear layers of a rank cannot compute in FP8. Pure.
+    """Raise UserError where the linear layers of a rank cannot compute in FP8.
 
     `capability`: compute capability of the GPU; None on a CPU, where only the blockwise recipe is computed.
     """

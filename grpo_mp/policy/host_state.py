@@ -48,7 +48,7 @@ class Piece:
 
 
 def divide(sizes: Sequence[int], bytes_per_element: int, piece_bytes: int) -> list[list[tuple[int, int, int]]]:
-    """Divide tensors of so many elements into pieces of at most `piece_bytes`: (index, start, stop) in each. Pure.
+    """Divide tensors of so many elements into pieces of at most `piece_bytes`: (index, start, stop) in each.
 
     Raises ValueError where a piece is too small for the alignment.
     """
@@ -74,7 +74,7 @@ class HostState:
     """The state of one of TransformerEngine's Adams, as Megatron makes them, on the host."""
 
     def __init__(self, adam: Any, piece_bytes: int) -> None:
-        """Create the state as Adam does, in pieces. Raises UserError where the host's memory cannot be locked."""
+        """Create the state as Adam does, in pieces."""
         self._adam, self._step_on_device = adam, adam.step
         self._buffer = _allocate(adam)
         self._pieces = _pieces(adam, piece_bytes)
@@ -165,5 +165,4 @@ def _slice(adam: Any, param: Tensor, start: int, stop: int) -> Slice:
 
 
 def _state_dtypes(adam: Any, param: Tensor) -> dict[str, torch.dtype]:
-    """Return the dtypes of a parameter's state by name."""
     return adam.name_to_dtype_map | ({"master_param": torch.int16} if stores_remainder(adam, param) else {})

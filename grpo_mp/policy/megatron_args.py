@@ -106,7 +106,6 @@ def check_overrides(megatron_args: Mapping[str, Any]) -> None:
 
 @cache
 def _types(config_class: type) -> dict[str, Any]:
-    """Return the types of a config's fields by name."""
     hints = get_type_hints(config_class)
     return {field.name: hints[field.name] for field in dataclasses.fields(config_class)}
 

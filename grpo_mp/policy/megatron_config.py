@@ -31,10 +31,7 @@ WHOLE_STATE = {"use_precision_aware_optimizer": True, "store_param_remainders": 
 
 
 def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: str, hf: HfConfig) -> TransformerConfig:
-    """Build the model's config from its Hugging Face config, the layout and the run's numerics.
-
-    Raises UserError where Megatron refuses the combination.
-    """
+    """Build the model's config from its Hugging Face config, the layout and the run's numerics."""
     family = family_of(hf).config(hf)
     config_class = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
     values = family | _numerics(DTYPES[dtype]) | RECOMPUTE[training.recompute] | _layout(layout)

@@ -38,9 +38,9 @@ class PolicyModel(GPTModel):
     """One pipeline chunk of the policy. With `labels`, the last stage returns [2, T]: logprobs and entropies.
 
     Labels are [1, T], each token's next one, or [2, T], that and the one after it: where gradients are computed, the
-    last row then holds its logprobs by the multi-token-prediction layer. No gradient of those reaches the decoder,
-    the embedding or the output layer. Labels of [2 + k, T] have k other tokens for the place of the next one, too:
-    k + 1 rows after the second hold their logprobs and that of all the rest, see `token_logprobs`.
+    last row then holds its logprobs by the multi-token-prediction layer. No gradient of those reaches the decoder, the
+    embedding or the output layer. Labels of [2 + k, T] have k other tokens for the place of the next one, too: k + 1
+    rows after the second hold their logprobs and that of all the rest, see `token_logprobs`.
     """
 
     head: Head

@@ -62,8 +62,8 @@ def build_optimizer(
 def _mark_expert_gradients(layout: LayoutConfig, chunk: PolicyModel) -> None:
     """Mark expert parameters whose gradients are reduced over the expert-data-parallel group.
 
-    Megatron marks them only with expert parallelism; where expert-tensor differs from tensor parallelism it
-    would silently leave out the sum over tensor ranks.
+    Megatron marks them only with expert parallelism; where expert-tensor differs from tensor parallelism it would
+    silently leave out the sum over tensor ranks.
     """
     expert_group = layout.expert > 1 or layout.expert_tensor != layout.tensor
     for name, parameter in chunk.named_parameters():
@@ -90,5 +90,5 @@ def _schedule(optimizer: MegatronOptimizer, settings: OptimizerConfig, total_upd
 
 
 def _sum_gradients(model: list[torch.nn.Module], num_tokens: Any = None, **groups: Any) -> None:
-    """Reduce gradients as Megatron does, without the division by a token count: the loss has its denominator."""
+    # No token count: the loss carries its denominator.
     finalize_model_grads(model, None, **groups)

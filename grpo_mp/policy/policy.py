@@ -164,11 +164,7 @@ class Policy(TrainedModel):
 def check_policy(
     hf: HfConfig, model: ModelConfig, layout: LayoutConfig, training: TrainingConfig, world_size: int
 ) -> None:
-    """Check model and layout before process groups exist.
-
-    Raises UserError: unsupported architecture, invalid layout, unknown Megatron field, missing or incomplete files,
-    missing tensors.
-    """
+    """Check model and layout before process groups exist."""
     check_layout(layout, model_shape(hf), world_size, sets_pipeline_layout(training.megatron_args))
     check_overrides(training.megatron_args)
     config = transformer_config(layout, training, model.dtype, hf)

@@ -15,8 +15,8 @@ def rounding_noise(models: Iterable[nn.Module], precision: str, seed: int) -> It
     """Change the input of every linear layer of the models by up to one rounding of a precision, inside.
 
     Values are multiplied by 1 + u, with u uniform in +- UNIT_ROUNDOFF. The change sends all later roundings other ways,
-    those of attention, norms and residuals, too: what comes out differs as between two implementations that are
-    equally right. It takes no second copy of the weights and works in any layout; ranks should have different seeds.
+    those of attention, norms and residuals, too: what comes out differs as between two implementations that are equally
+    right. It takes no second copy of the weights and works in any layout; ranks should have different seeds.
     """
     generators: dict[torch.device, torch.Generator] = {}
 

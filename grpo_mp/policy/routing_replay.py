@@ -141,13 +141,12 @@ def check_router_replay(config: TransformerConfig) -> None:
 
 
 def _routers(chunk: nn.Module) -> list[TopKRouter]:
-    """Return the routers of a chunk's decoder layers: that of a multi-token-prediction layer never replays."""
     routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+    # The router of a multi-token-prediction layer never replays.
     return [router for router in routers if (router.layer_number or 1) <= router.config.num_layers]
 
 
 def _replay_in(router: TopKRouter) -> LayerReplay:
-    """Put a replay into a router."""
     ranking = router.router_replay if isinstance(router.router_replay, GroupLimitedTopk) else None
     router.router_replay = LayerReplay((router.layer_number or 1) - 1, ranking)
     return router.router_replay

@@ -109,7 +109,7 @@ def use_per_token_rotary(model: torch.nn.Module) -> None:
 def shared_prompt_params(
     lengths: Sequence[int], prompts: Sequence[RowRange], positions: Tensor, device: torch.device
 ) -> SharedPromptParams:
-    """Return the parameters of sequences of `lengths` tokens, each of which also attends to its prompt's rows. Pure."""
+    """Return the parameters of sequences of `lengths` tokens, each of which also attends to its prompt's rows."""
     starts = [0, *accumulate(lengths)]
     rows, key_lengths = [], []
     for start, length, prompt in zip(starts, lengths, prompts, strict=False):

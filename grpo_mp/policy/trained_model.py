@@ -84,7 +84,7 @@ class TrainedModel:
         """Add low-rank adapters to what was built, before Megatron wraps it for training."""
 
     def _mark_tensor_parallel(self) -> None:
-        """Tell Megatron which tensors ranks divide: it counts unmarked ones in the gradient's norm on one rank only."""
+        # Megatron counts unmarked tensors in the gradient's norm on one rank only.
         for name, tensor in self.tensors.items():
             tensor.tensor_model_parallel = self.params[name].tp_dim is not None  # type: ignore[attr-defined]
 
@@ -94,7 +94,6 @@ class TrainedModel:
         return self.tensors
 
     def _outputs(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return what the last stage computes of every micro-batch; an empty list on all other stages."""
         with self.parallel.in_use():
             return forward_only(self.chunks, microbatches, self.replay)
 
@@ -119,7 +118,6 @@ class TrainedModel:
         return UpdateReport(losses, grad_norm, lr, skipped, self._bad_gradients() if skipped else ())
 
     def _bad_gradients(self) -> list[str]:
-        """Return the parameters of this rank whose gradient is not finite."""
         gradients = {name: tensor.main_grad for name, tensor in self.tensors.items() if hasattr(tensor, "main_grad")}
         return [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
 

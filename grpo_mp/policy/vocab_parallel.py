@@ -40,11 +40,11 @@ def token_logprobs(
 ) -> Tensor:
     """Return the log-probability of each target and the entropy of each distribution, at the sampling temperature.
 
-    hidden [T, H], weight [V/tensor, H], targets [T] -> float32 [2, T]: row 0 logprobs, row 1 entropies in nats.
-    Without `fp32_head` logits are rounded to the dtype of the weight.
-    With `others` [T, k], different tokens of each row or NO_TOKEN, k + 1 rows follow: their logprobs, then that of all
-    tokens but these; none is below LEAST_LOGPROB, and there the gradient is 0.
-    The gradient of `hidden` is this rank's part only: the caller sums it over the tensor-parallel group.
+    hidden [T, H], weight [V/tensor, H], targets [T] -> float32 [2, T]: row 0 logprobs, row 1 entropies in nats. Without
+    `fp32_head` logits are rounded to the dtype of the weight. With `others` [T, k], different tokens of each row or
+    NO_TOKEN, k + 1 rows follow: their logprobs, then that of all tokens but these; none is below LEAST_LOGPROB, and
+    there the gradient is 0. The gradient of `hidden` is this rank's part only: the caller sums it over the
+    tensor-parallel group.
     """
     result: Tensor = _TokenLogprobs.apply(hidden, weight, targets, shard, temperature, chunk_tokens, others, fp32_head)
     return result
@@ -53,8 +53,8 @@ def token_logprobs(
 def output_logits(hidden: Tensor, weight: Tensor, fp32_head: bool = True) -> Tensor:
     """Return the float32 logits [T, V] of hidden [T, H] and weight [V, H]; it has no backward pass.
 
-    With `fp32_head` the product of bfloat16 operands is float32, without a float32 copy of either on a GPU. Without
-    it the product is rounded to bfloat16: a logit of 20 to a multiple of 1/8.
+    With `fp32_head` the product of bfloat16 operands is float32, without a float32 copy of either on a GPU. Without it
+    the product is rounded to bfloat16: a logit of 20 to a multiple of 1/8.
     """
     if not fp32_head or hidden.dtype == torch.float32:
         return (hidden @ weight.t()).float()
@@ -186,7 +186,6 @@ def _zero(values: Tensor, columns: Tensor, is_local: Tensor) -> Tensor:
 
 
 def _local_columns(tokens: Tensor, shard: VocabularyShard, width: int) -> tuple[Tensor, Tensor]:
-    """Return each token's column on this rank (0 where it has none), and whether it has one."""
     columns = tokens - shard.start
     is_local = (tokens >= 0) & (columns >= 0) & (columns < width)
     return columns.where(is_local, 0), is_local

@@ -23,10 +23,7 @@ LOCAL_EXPERT = re.compile(r"(?<=\.weight)\d+$")
 def local_tensors(
     chunks: Sequence[PolicyModel], params: dict[str, Param], coords: RankCoordinates, expert_parallel: int
 ) -> dict[str, torch.Tensor]:
-    """Return every parameter, and every buffer that the mapping names, of this rank by its full-model name.
-
-    Raises UserError for a Megatron parameter that the mapping does not have.
-    """
+    """Return every parameter, and every buffer that the mapping names, of this rank by its full-model name."""
     tensors: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
@@ -60,7 +57,6 @@ def load_hf(
     """Load this rank's tensors from Hugging Face files, reading only its slices.
 
     A tensor in FP8 takes stored bits and factors where its blocks are whole in the files, and is quantized elsewhere.
-    Raises UserError where a tensor is missing, has another shape than the config says, or a value that is not finite.
     """
     clear_weights(tensors, params)
     for name, tensor in tensors.items():

@@ -22,7 +22,7 @@ from grpo_mp.monitor.rules import RuleWatch
 from grpo_mp.monitor.samples import evenly_spaced, samples_to_markdown, write_eval_samples, write_samples
 from grpo_mp.monitor.summary import StepSummary, reduce_over_ranks, step_scalars, summarize
 from grpo_mp.monitor.timeline import Timeline
-from grpo_mp.policy.expert_load import ExpertLoad, heat_map, load_ratios, max_load_ratio
+from grpo_mp.policy.expert_load import ExpertLoad, load_ratios, max_load_ratio
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.critic_metrics import critic_metrics
@@ -177,7 +177,6 @@ class StepLogger:
         if load is not None and (max_load := max_load_ratio(load)) is not None:
             record.scalars["train/expert_load/max_over_mean"] = max_load
             record.histograms["train/expert_load/values"] = load_ratios(load)
-            record.texts["train/expert_load/by_layer"] = heat_map(load)
         return summaries, summary, record
 
     def write(self, step: int, record: StepRecord) -> None:

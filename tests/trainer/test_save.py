@@ -208,7 +208,7 @@ def test_training_is_the_same_with_and_without(tiny_run: TinyRun, parallel: Para
     assert len(files[0]) == 2
 
 
-def fail(*_: Any) -> WrittenChunks:
+def fail(*_: Any) -> memoryview:
     raise OSError(28, "No space left on device")
 
 
@@ -222,7 +222,7 @@ def test_errors_in_the_background_end_the_run_at_last_and_leave_the_former_check
         saver.finish()
         gate.opened.clear()
         saver.save(TrainState(step=2))  # weights are written
-        monkeypatch.setattr(ChunkWriter, "write", fail)
+        monkeypatch.setattr(chunk_files, "memory_of", fail)
         gate.opened.set()
         for step in (3, 4):
             saver.save(TrainState(step=step))  # run.max_failed_saves is 3

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.policy.expert_load import heat_map, load_ratios, max_load_ratio
+from grpo_mp.policy.expert_load import load_ratios, max_load_ratio
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.logprobs import sample_microbatches
 from grpo_mp.trainer.metrics import logprob_tokens, update_metrics
@@ -265,7 +265,6 @@ def test_the_load_of_experts_is_what_transformers_routes(make_step: Callable[...
     routed = by_layer[by_layer.any(1)]
     assert max_load_ratio(load_of_experts) == pytest.approx((routed.max(1) / routed.mean(1)).max())
     assert load_ratios(load_of_experts).numpy() == pytest.approx(routed / routed.mean(1, keepdims=True))
-    assert len(heat_map(load_of_experts).splitlines()) == len(routed)
 
     step.policy.logprobs(update)
     no_load = step.policy.expert_load.take(cpu_group)
@@ -345,12 +344,6 @@ def test_samples_without_their_experts_are_counted(make_step: Callable[..., Step
             assert not free[:, : len(ids)].all()
     rows = sum(len(one.routed_experts.rows) for one in batches if one.routed_experts)
     assert rows == sum(sample.total_tokens - 1 for i, sample in enumerate(step.samples) if i not in without)
-
-
-def test_the_drawing_of_a_heat_map() -> None:
-    assert heat_map(torch.tensor([[0.0, 0.0, 0.0], [0.0, 3.0, 9.0]])) == (
-        "    layer   2 | ▃█| busiest: expert 2, 2.25 x the mean"
-    )
 
 
 def test_monitored_kl_has_no_gradient(make_step: Callable[..., Step], tiny_run: TinyRun) -> None:
