@@ -52,7 +52,7 @@ TOP_LEVEL_ROPE = ("rope_theta", "partial_rotary_factor")  # beside rope_scaling 
 
 
 def family_of(hf: HfConfig) -> Family:
-    """Return the family of a config;"""
+    """Return the family of a config."""
     if hf.family is None and hf.model_type not in FAMILIES:
         raise hf.error(
             f"model_type {hf.model_type!r} is not supported"
@@ -73,7 +73,6 @@ def known_params(hf: HfConfig, architecture: str) -> dict[str, Param]:
     if family is None or family.architecture != architecture or (hf.path / "hf_quant_config.json").exists():
         return {}
     try:
-        hf.check_values()
         quantized = hf.get("quantization_config")
         return {} if quantized and quantized.get("quant_method") != "fp8" else family.params(hf)
     except UserError:
