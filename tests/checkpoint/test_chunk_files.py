@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from grpo_mp.checkpoint import chunk_files
-from grpo_mp.checkpoint.chunk_files import ChunkWriter, TensorChunk, read_chunks, share_buffer, write_index
-from grpo_mp.platform.pinned import PinnedBuffer
+from grpo_mp.checkpoint.chunk_files import ChunkWriter, TensorChunk, read_chunks, write_index
 
 PIECE_BYTES = 2**20
 
@@ -84,24 +83,6 @@ def test_what_is_read_goes_through_no_more_memory_than_a_piece(
     read_chunks(chunks[:1], tmp_path, 12 * rows + 11)
     assert max(sizes) == 12 * min(rows, 1000)
     assert torch.equal(chunks[0].tensor, whole[:, :2])
-
-
-def test_writers_share_a_buffer_of_the_largest_piece_of_a_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-
-    def watched(like: list[torch.Tensor]) -> PinnedBuffer:
-        made.extend(tensor.nbytes for tensor in like)
-        return PinnedBuffer(like)
-
-    monkeypatch.setattr(chunk_files, "PinnedBuffer", watched)
-    writers = [
-        ChunkWriter(tmp_path / str(size), 0, cut(torch.empty(size, 256, device="meta"), size, 256), 16 * 1024)
-        for size in (8, 100, 12)
-    ]
-    share_buffer(writers)
-    assert made == [16 * 1024]
 
 
 def bytes_read() -> int:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from grpo_mp.checkpoint.hf_reader import INDEX
 from tests.cli.command import run_command
 from tools.tiny.models import make_tiny, make_tokenizer
 
@@ -100,43 +98,3 @@ def test_a_model_larger_than_memory_is_not_run(run_tool: RunTool, model: Path, m
     status, text = run_tool("check", model, model, "--logits")
     assert status == 2
     assert f"{model}: running it takes 1 GiB in float32 and 0 GiB are free" in text
-
-
-def remove_a_shard(model: Path) -> None:
-    (model / INDEX).write_text('{"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}')
-
-
-def truncate_the_shard(model: Path) -> None:
-    file = model / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def change_model_type(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v4"}))
-
-
-def enlarge_vocabulary(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 1000}))
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (remove_a_shard, "model-00001-of-00002.safetensors is missing: the index names it"),
-        (truncate_the_shard, "model.safetensors is damaged or not a safetensors file"),
-        (change_model_type, "model_type 'deepseek_v4' is not supported (did you mean deepseek_v3?)"),
-        (enlarge_vocabulary, "config.json says [1000, 64]"),
-    ],
-)
-def test_a_damaged_source_is_refused(
-    damage: Callable[[Path], None], message: str, run_tool: RunTool, model: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(model, tmp_path / "model")
-    damage(tmp_path / "model")
-    status, text = run_tool("to-megatron", tmp_path / "model", tmp_path / "megatron")
-    assert status == 2
-    assert text.count("error: ") == 1
-    assert message in text
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]

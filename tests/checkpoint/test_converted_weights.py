@@ -1,7 +1,5 @@
 """The policy loads converted checkpoints, and its own checkpoints are converted."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -9,14 +7,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_mp.checkpoint.convert import to_hf, to_megatron
-from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.describe import compare_weights
 from grpo_mp.checkpoint.hf_reader import HfReader, read_non_policy_tensors
 from grpo_mp.checkpoint.torch_dist_reader import describe_checkpoint
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.save import export_policy
-from grpo_mp.utils.errors import UserError
 from tests.checkpoint.helpers import no_progress, policy_of
 from tests.policy.by_megatron import copies, load_by_megatron, unequal
 from tests.save_policy import save_policy
@@ -95,24 +91,3 @@ def test_a_converted_checkpoint_equals_its_export(model: Path, tmp_path: Path) -
     assert rows["format"] == "checkpoint of a run, with optimizer"
     to_megatron(model, tmp_path / "megatron", no_progress)
     assert describe_checkpoint(tmp_path / "megatron")["parameters"] == rows["parameters"]
-
-
-def test_a_converted_folder_is_read_by_the_family_of_the_settings(tmp_path: Path) -> None:
-    make_tiny(tmp_path / "model", "qwen3", make_tokenizer(["apples"]), **SMALL)
-    to_megatron(tmp_path / "model", tmp_path / "megatron", no_progress)
-    with policy_of(tmp_path / "model", "float32") as policy:
-        direct = copies(policy)
-    file = tmp_path / "megatron" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "no_family_has_this"}))
-    with policy_of(tmp_path / "megatron", "float32", family="qwen3") as policy:
-        assert unequal(policy, direct) == []
-
-
-def test_another_model_is_refused(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(["apples"])
-    make_tiny(tmp_path / "model", "qwen3", tokenizer, num_hidden_layers=2, hidden_size=64)
-    make_tiny(tmp_path / "other", "qwen3", tokenizer, num_hidden_layers=3, hidden_size=64)
-    to_megatron(tmp_path / "other", tmp_path / "megatron", no_progress)
-    shutil.copy(tmp_path / "model" / "config.json", tmp_path / "megatron")
-    with pytest.raises(UserError, match=r"decoder.layers.\S+ has shape \[3, \d+, \d+\], config.json says otherwise"):
-        open_weights(tmp_path / "megatron")

@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -13,13 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from grpo_mp.checkpoint import hf_reader, hf_writer
+from grpo_mp.checkpoint import hf_writer
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
 from grpo_mp.checkpoint.hf_writer import copy_aux_files, write_hf
-from grpo_mp.models.mapping import Param
 from grpo_mp.utils.errors import UserError
 
-LIMIT_S = 20.0
 TENSORS = {
     "model.a": torch.arange(24, dtype=torch.float32).view(6, 4),
     "model.b": torch.arange(10, dtype=torch.bfloat16),
@@ -128,23 +125,6 @@ def test_a_failed_write_leaves_the_old_folder(tmp_path: Path, like: Path) -> Non
         assert reader.names == {"model.a"}
 
 
-def test_a_shard_is_written_while_the_next_is_made(tmp_path: Path, like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    next_is_made, in_time = Event(), []
-
-    def sync_to_disk(path: Path) -> None:
-        if path.name == "shard-0-0":
-            in_time.append(next_is_made.wait(LIMIT_S))
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        yield "model.a", TENSORS["model.a"]
-        yield "model.b", TENSORS["model.b"]  # it does not fit: the first shard is full
-        next_is_made.set()
-
-    monkeypatch.setattr(hf_writer, "sync_to_disk", sync_to_disk)
-    write_hf(tmp_path / "out", tensors(), like, shard_bytes=1)
-    assert in_time == [True]
-
-
 def test_a_disk_that_refuses_a_shard_ends_the_write(
     tmp_path: Path, like: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,15 +138,6 @@ def test_a_disk_that_refuses_a_shard_ends_the_write(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("keep", [0, 4, 60, -1])
-def test_a_torn_file_is_named(keep: int, tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    save_file({"a": torch.zeros(100)}, file)
-    file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(UserError, match=r"model.safetensors is damaged or not a safetensors file .*copy it again"):
-        HfReader(tmp_path)
-
-
 def test_missing_files_and_a_broken_index_are_named(tmp_path: Path, like: Path) -> None:
     with pytest.raises(UserError, match=rf"contains neither model.safetensors nor {INDEX}"):
         HfReader(tmp_path)
@@ -178,40 +149,6 @@ def test_missing_files_and_a_broken_index_are_named(tmp_path: Path, like: Path) 
         (tmp_path / "out" / INDEX).write_text(text)
         with pytest.raises(UserError, match=r"not an index of safetensors files|not valid JSON"):
             HfReader(tmp_path / "out")
-
-
-def test_an_index_that_names_absent_tensors(tmp_path: Path, like: Path) -> None:
-    """Those that the model does not need, such as the output layer of a tied one, are let be."""
-    write_hf(tmp_path / "out", TENSORS.items(), like, 130)
-    index = json.loads((tmp_path / "out" / INDEX).read_text())
-    index["weight_map"]["model.lost"] = "model-00002-of-00003.safetensors"
-    (tmp_path / "out" / INDEX).write_text(json.dumps(index))
-    with HfReader(tmp_path / "out") as reader:
-        needed = [Param(name, (name,), (tuple(tensor.shape),)) for name, tensor in TENSORS.items()]
-        hf_reader.check_tensors(reader, needed)
-        lost = Param("lost", ("model.lost",), ((1,),))
-        with pytest.raises(
-            UserError, match=r"names model.lost, but model-00002-of-00003.safetensors lacks it: copy bo"
-        ):
-            hf_reader.check_tensors(reader, [*needed, lost])
-
-
-def test_a_folder_is_on_disk_before_it_appears(tmp_path: Path, like: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[Path] = []
-    fsync, out = os.fsync, tmp_path / "out"
-
-    def record(descriptor: int) -> None:
-        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
-        assert out.exists() == (synced[-1] == tmp_path)
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", record)
-    write_hf(out, TENSORS.items(), like, shard_bytes=130)
-    incomplete = tmp_path / "out.incomplete"
-    assert synced[-2:] == [incomplete, tmp_path]
-    shards = {f"shard-0-{number}" for number in range(3)}
-    others = {file.name for file in out.iterdir()} - {file.name for file in out.glob("model-*.safetensors")}
-    assert {file.name for file in synced[:-2]} == shards | others
 
 
 def test_a_folder_that_is_replaced_is_whole_under_its_name(

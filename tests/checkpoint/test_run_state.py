@@ -86,12 +86,6 @@ def test_a_killed_write_leaves_no_manifest(tmp_path: Path, monkeypatch: pytest.M
     assert sorted(path.name for path in folder.iterdir()) == [MANIFEST, "policy"]
 
 
-def test_a_new_save_starts_from_an_empty_folder(tmp_path: Path) -> None:
-    save(tmp_path, 5)
-    begin_checkpoint(checkpoint_folder(tmp_path, 5))
-    assert list(checkpoint_folder(tmp_path, 5).iterdir()) == []
-
-
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_a_file_that_is_cut_or_gone_is_named(damage: str, tmp_path: Path) -> None:
     folder = save(tmp_path, 6)
@@ -142,12 +136,6 @@ def test_copies_that_users_make_are_neither_chosen_nor_removed(name: str, tmp_pa
     assert latest_checkpoint(tmp_path) is None
 
 
-def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
-    save(tmp_path, 999_999)
-    save(tmp_path, 1_000_000)
-    assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 1_000_000)
-
-
 def test_pruning_takes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 2)
     save(tmp_path, 4)
@@ -187,15 +175,6 @@ def test_what_no_run_has_left_is_refused_and_stays(tmp_path: Path, name: str) ->
     check_run_folder(tmp_path, RESOLVED, resume=True)
 
 
-def test_a_folder_without_settings_keeps_what_it_holds(tmp_path: Path) -> None:
-    mine = tmp_path / "sub" / "download.12345.incomplete"
-    mine.parent.mkdir()
-    mine.write_text("mine")
-    check_run_folder(tmp_path, RESOLVED, resume=True)
-    claim_run_folder(tmp_path, RESOLVED)
-    assert mine.exists()
-
-
 LOGIN = "reward:\n  judge:\n    url: https://me:hush-hush@judge:8000/v1\n"
 
 
@@ -225,20 +204,6 @@ def test_what_a_kill_left_of_a_checkpoint_is_removed_at_the_next_start(tmp_path:
     assert sorted(mine.parent.iterdir()) == [mine, checkpoint_folder(tmp_path, 4)]
 
 
-def test_what_killed_processes_were_writing_is_removed_at_the_next_start(tmp_path: Path) -> None:
-    """Files of other names are not theirs."""
-    claim_run_folder(tmp_path, RESOLVED)
-    left = [tmp_path / "settings.yaml.17.incomplete", tmp_path / "trace" / "rank_0.json.400.incomplete"]
-    mine = [tmp_path / "notes.incomplete", tmp_path / "17.incomplete", tmp_path / "a.b.incomplete"]
-    (tmp_path / "trace").mkdir()
-    for file in (*left, *mine):
-        file.write_text("")
-    (tmp_path / "final.1.incomplete").mkdir()
-    claim_run_folder(tmp_path, RESOLVED)
-    kept = [tmp_path / SETTINGS, tmp_path / INPUTS, tmp_path / "trace", tmp_path / "final.1.incomplete", *mine]
-    assert sorted(tmp_path.rglob("*")) == sorted(kept)
-
-
 @pytest.mark.parametrize("trace", ["checkpoint", "metrics"])
 def test_results_of_other_settings_are_refused(trace: str, tmp_path: Path) -> None:
     claim_run_folder(tmp_path, RESOLVED)
@@ -253,15 +218,6 @@ def test_results_of_other_settings_are_refused(trace: str, tmp_path: Path) -> No
     (tmp_path / SETTINGS).unlink()
     with pytest.raises(UserError, match=r"it has no settings.yaml"):
         check_run_folder(tmp_path, RESOLVED, resume=True)
-
-
-def test_only_the_length_and_the_saves_of_a_run_may_change(tmp_path: Path) -> None:
-    """reward.steps has the name of run.steps in another section."""
-    claim_run_folder(tmp_path, RESOLVED + "reward:\n  steps: a.py:f\n  args: {}\n")
-    save(tmp_path, 2)
-    check_run_folder(tmp_path, RESOLVED.replace("10", "20") + "reward:\n  steps: a.py:f\n", resume=True)
-    with pytest.raises(UserError, match=r"\(reward.steps was 'a.py:f', is now 'b.py:g'\)"):
-        check_run_folder(tmp_path, RESOLVED + "reward:\n  steps: b.py:g\n", resume=True)
 
 
 def test_checkpoints_are_not_overwritten_without_resume(tmp_path: Path) -> None:
@@ -327,11 +283,3 @@ def test_settings_that_a_resumed_run_may_change(change: str, refused: str, tmp_p
         return
     with pytest.raises(UserError, match=re.escape(f"a run of other settings ({refused})")):
         check_run_folder(tmp_path, yaml.safe_dump(tree), True)
-
-
-def test_a_run_of_a_former_version_is_resumed_with_settings_that_have_another_name_now(tmp_path: Path) -> None:
-    claim_run_folder(tmp_path, RESOLVED + "algorithm:\n  filter: {max_rounds: 7}\n")
-    save(tmp_path, 2)
-    check_run_folder(tmp_path, RESOLVED + "algorithm:\n  filter: {max_launch_factor: 7}\n", True)
-    with pytest.raises(UserError, match=r"algorithm.filter.max_launch_factor was 7, is now 8"):
-        check_run_folder(tmp_path, RESOLVED + "algorithm:\n  filter: {max_launch_factor: 8}\n", True)

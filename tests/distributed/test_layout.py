@@ -1,21 +1,17 @@
 """Each rule's message; over all small layouts, which are valid and which valid one is nearest."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
-from megatron.core.transformer import TransformerConfig
 
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.layout import (
-    PLACEMENT_FIELDS,
     ModelShape,
     check_layout,
-    describe,
     layout_violations,
     nearest_layout,
-    sets_pipeline_layout,
 )
 from grpo_mp.utils.errors import UserError
 
@@ -134,26 +130,6 @@ def test_uneven_pipeline_need_not_divide_layers() -> None:
     check_layout(layout, SPARSE, 8, uneven_pipeline=True)
     with pytest.raises(UserError, match="does not divide the 4 layers"):
         check_layout(layout, SPARSE, 8)
-
-
-@pytest.mark.parametrize(
-    ("field", "places"),
-    [
-        ("pipeline_model_parallel_layout", True),
-        ("num_layers_in_first_pipeline_stage", True),
-        ("deallocate_pipeline_outputs", False),
-    ],
-)
-def test_only_fields_that_place_layers_allow_an_uneven_pipeline(field: str, places: bool) -> None:
-    assert sets_pipeline_layout({field: 1}) is places
-    assert {config_field.name for config_field in fields(TransformerConfig)} >= PLACEMENT_FIELDS
-
-
-def test_valid_layout_passes_and_is_described_as_in_settings_file() -> None:
-    layout = LayoutConfig(tensor=2, pipeline=2, virtual_pipeline=2, expert=2, expert_tensor=2)
-    check_layout(layout, SPARSE, 8)
-    assert describe(layout) == "tensor=2, pipeline=2, virtual_pipeline=2, context=1, expert=2, expert_tensor=2"
-    assert describe(LayoutConfig()) == "tensor=1, pipeline=1, context=1, expert=1, expert_tensor=1"
 
 
 def test_a_single_rank_is_told_how_many_the_layout_takes() -> None:

@@ -22,7 +22,6 @@ from grpo_mp.utils.errors import UserError
 from tests.policy.build_on_meta import COMMAND
 from tests.recipes import RL
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = RL
 GPUS_PER_NODE = 8
 
@@ -131,9 +130,3 @@ def test_an_older_nccl_is_one_sentence() -> None:
     check_nccl((2, 30, 7), {})
     with pytest.raises(UserError, match=r"suspend_communicators needs NCCL 2.29.7 or newer, and torch has 2.27.5: "):
         check_nccl((2, 27, 5), {})
-
-
-def test_an_nccl_that_allocates_in_the_old_way_is_one_sentence() -> None:
-    check_nccl((2, 30, 7), {"NCCL_CUMEM_ENABLE": "1"})
-    with pytest.raises(UserError, match="with NCCL_CUMEM_ENABLE=0 in the environment NCCL cannot free"):
-        check_nccl((2, 30, 7), {"NCCL_CUMEM_ENABLE": "0"})

@@ -31,13 +31,6 @@ def test_an_unknown_model_type_names_the_nearest(model_type: str, nearest: str, 
         family_of(make_hf("qwen3", model_type=model_type))
 
 
-def test_a_config_without_model_type_is_refused(make_hf: MakeHf) -> None:
-    hf = make_hf("qwen3")
-    del hf.values["model_type"]
-    with pytest.raises(UserError, match="not supported"):
-        family_of(hf)
-
-
 @pytest.mark.parametrize(
     ("family", "key", "value"),
     [

@@ -1,6 +1,5 @@
 """Blockwise FP8: which round trips are exact, and reading FP8 folders."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -158,16 +157,6 @@ def test_missing_and_wrong_factors_are_named(tmp_path: Path) -> None:
     write_folder(tmp_path, bad=draw_bytes((256, 256))[0], bad_scale_inv=torch.ones(4, 4))
     with HfReader(tmp_path) as reader, pytest.raises(UserError, match=r"bad_scale_inv has shape \[4, 4\].*128 x 128"):
         reader.read("bad")
-
-
-def test_the_index_of_an_fp8_folder_may_split_weight_and_factors(tmp_path: Path) -> None:
-    weight, scale = draw_bytes((130, 140))
-    save_file({"w": weight}, tmp_path / "a.safetensors")
-    save_file({"w_scale_inv": scale}, tmp_path / "b.safetensors")
-    index = {"weight_map": {"w": "a.safetensors", "w_scale_inv": "b.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with HfReader(tmp_path) as reader:
-        assert same_bits(reader.read("w"), dequantize(weight, scale, torch.bfloat16))
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (1, 1), (130, 300), (576, 96)])

@@ -53,10 +53,3 @@ def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "tie_word_embeddings": true}')
     hf = HfConfig.read(tmp_path)
     assert (hf.model_type, hf.tied, hf.path) == ("qwen3", True, tmp_path)
-
-
-@pytest.mark.parametrize("text", ["[]", "null", '"qwen3"'])
-def test_json_that_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UserError, match=r"config.json: expected an object of settings"):
-        HfConfig.read(tmp_path)

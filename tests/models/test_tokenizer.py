@@ -1,9 +1,7 @@
 """Tokenizers of model folders beside the libraries of their files: tokenizers, SentencePiece, tiktoken."""
 
 import base64
-import builtins
 import json
-import re
 from collections.abc import Callable, Iterable
 from itertools import combinations
 from pathlib import Path
@@ -11,11 +9,11 @@ from typing import Any
 
 import pytest
 import tiktoken
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.models.tokenizer import PROBES, load_tokenizer, read_tokenizer, split_pattern
+from grpo_mp.models.tokenizer import PROBES, load_tokenizer, read_tokenizer
 from grpo_mp.utils.errors import UserError
 
 TEXTS = [*PROBES, "Tom has 12 red apples, 3 pears.", "for i in range(10):\n    print(i, end=' ')", "Il a été là."] * 3
@@ -58,13 +56,6 @@ SPLITTERS = {
 def test_the_texts_tell_any_two_splitters_apart(names: tuple[str, str]) -> None:
     one, other = ([SPLITTERS[name].pre_tokenize_str(text) for text in PROBES] for name in names)
     assert one != other
-
-
-@pytest.mark.parametrize("change", ["NFC", "NFKC", "Lowercase", "StripAccents"])
-def test_the_texts_tell_normalizers_apart(change: str) -> None:
-    normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
-    normalizer = normalizer if change == "StripAccents" else getattr(normalizers, change)()
-    assert any(normalizer.normalize_str(text) != text for text in PROBES)
 
 
 def train(pre_tokenizer: Any, decoder: Any, **model: Any) -> Tokenizer:
@@ -195,15 +186,6 @@ SOURCES = {
     "in place": "from tiktoken import Encoding\nOwn = lambda ranks: Encoding('x', pat_str="
     f"{PARTS[0]!r} '|' {'|'.join(PARTS[1:4])!r} + {'|' + '|'.join(PARTS[4:])!r}, mergeable_ranks=ranks)\n",
 }
-UNREAD = {
-    "two patterns": SOURCES["a constant"] + f"PATTERN = {LLAMA_3!r}\n",
-    "a function's": "def pattern(): return '.'\nOwn = lambda ranks: tiktoken.Encoding('x', pat_str=pattern())\n",
-    "two encodings": SOURCES["a constant"] + f"def more(): return tiktoken.Encoding('y', pat_str={LLAMA_3!r})\n",
-    "itself": "P = P\nOwn = lambda ranks: tiktoken.Encoding('x', pat_str=P)\n",
-    "a format": "Own = lambda ranks: tiktoken.Encoding('x', pat_str=f'{ranks}')\n",
-    "none": "class Own: pass\n",
-    "no Python": "class Own(:\n",
-}
 RUNS = """
 from pathlib import Path
 import tiktoken
@@ -297,43 +279,6 @@ def test_the_pattern_of_a_class_is_read_and_its_code_does_not_run(
     assert read.decode(marked, skip_special_tokens=True) == "DataBase<|call|>x"  # declared as text
 
 
-def test_a_class_that_renders_chats_itself_is_named(
-    make_tiktoken: MakeTiktoken, caplog: pytest.LogCaptureFixture
-) -> None:
-    for method, warnings in (("encode", 0), ("apply_chat_template", 1)):
-        folder, _ = make_tiktoken(SOURCES["joined"] + f"\n    def {method}(self, chat): pass\n")
-        load_tokenizer(folder)
-        assert sum("tokenization_own.Own, which does not run" in text for text in caplog.messages) == warnings
-
-
-@pytest.mark.parametrize("name", UNREAD)
-def test_a_pattern_that_is_computed_is_not_guessed(
-    name: str, make_tiktoken: MakeTiktoken, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(builtins, "input", lambda *question: pytest.fail(f"asks {question}"))
-    folder, _ = make_tiktoken(UNREAD[name])
-    assert split_pattern(folder, "tokenization_own.Own") is None
-    for model_type in ("kimi_k2", "deepseek_v3"):
-        (folder / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 4096}))
-        with pytest.raises(UserError, match=r"tokenization_own.Own.* set model.trust_remote_code=true, or save"):
-            load_tokenizer(folder)
-
-
-@pytest.mark.parametrize(
-    "names", [None, [None, None], ["elsewhere/model--tokenization_own.Own", None], ["absent.Own", None]]
-)
-def test_a_class_that_is_not_there(names: list[str | None] | None, make_tiktoken: MakeTiktoken) -> None:
-    folder, _ = make_tiktoken(SOURCES["joined"], auto_map={"AutoTokenizer": names})
-    with pytest.raises(UserError, match=r"save the tokenizer as tokenizer.json$"):
-        load_tokenizer(folder)
-
-
-def test_a_token_at_another_number(make_tiktoken: MakeTiktoken) -> None:
-    folder, own = make_tiktoken(SOURCES["joined"], bos_token="<|begin|>")
-    with pytest.raises(UserError, match=re.escape(f"'<|begin|>' is token {own.n_vocab}, and not so")):
-        load_tokenizer(folder)
-
-
 def test_trusted_code_runs(make_tiktoken: MakeTiktoken, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder, own = make_tiktoken(RUNS % KIMI)
@@ -343,10 +288,3 @@ def test_trusted_code_runs(make_tiktoken: MakeTiktoken, monkeypatch: pytest.Monk
     (folder / "tokenization_own.py").write_text(IMPORTS)
     with pytest.raises(UserError, match=r"the tokenizer cannot be read \(code ran\)"):
         load_tokenizer(folder, trust_remote_code=True)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "tiktoken.model"])
-def test_a_pointer_of_git_lfs_is_named(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9085657\n")
-    with pytest.raises(UserError, match=rf"{name}: a pointer of Git LFS.*git lfs pull"):
-        load_tokenizer(tmp_path)

@@ -1,14 +1,13 @@
 """The core attention module as Megatron calls it; test_packed_attention tests the arithmetic."""
 
 import megatron.core  # noqa: F401
-import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from grpo_mp.platform.attention import Attention, sequence_lengths
+from grpo_mp.platform.attention import Attention
 
 
 def attention(**changes) -> Attention:
@@ -33,16 +32,3 @@ def test_packed_sequences_equal_a_batch():
     rows = [x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)]
     packed = attention()(*rows, None, packed_seq_params=params, attn_mask_type=AttnMaskType.padding_causal)
     torch.testing.assert_close(packed.unflatten(0, (3, 7)).transpose(0, 1), batch)
-
-
-def test_sequence_lengths_include_padding():
-    bounds, padded = torch.tensor([0, 3, 8]), torch.tensor([0, 4, 12])
-    assert sequence_lengths(bounds, None) == (3, 5)
-    assert sequence_lengths(bounds, padded) == (4, 8)
-
-
-def test_unsupported_arguments_are_an_error():
-    with pytest.raises(NotImplementedError, match="dropout"):
-        attention(attention_dropout=0.1)
-    with pytest.raises(NotImplementedError, match="causal"):
-        attention()(*torch.zeros(3, 2, 1, 4, 8), None, attn_mask_type=AttnMaskType.no_mask)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_mp.platform import engine_decode
-from grpo_mp.platform.engine_decode import RunningSequences, capacity_for
+from grpo_mp.platform.engine_decode import RunningSequences
 from tests.platform.test_engine_attention import attention_per_sequence
 
 ROWS, LONGEST, LAYERS = 12, 300, 2
@@ -123,7 +123,3 @@ def test_bfloat16_cache() -> None:
     expected = attention_per_sequence(query, engine.keys[0], engine.values[0], slots, [30, 9], [1, 1], 0.3)
     assert output.dtype is torch.bfloat16
     torch.testing.assert_close(output, expected, atol=2e-2, rtol=2e-2)
-
-
-def test_capacity_is_at_most_half_more_than_the_length() -> None:
-    assert all(length <= capacity_for(length) <= length * 3 / 2 + 64 for length in range(1, 5000))

@@ -104,21 +104,6 @@ def test_rms_norm(shape: tuple[int, ...]) -> None:
     assert x.equal(original)
 
 
-@pytest.mark.parametrize(
-    ("changes", "dtype"),
-    [
-        ({"variance_size_override": 8}, torch.float32),
-        ({"override_orig_dtype": torch.bfloat16}, torch.float32),
-        ({}, torch.bfloat16),
-    ],
-)
-def test_unsupported_norms_fall_back_to_sglang(changes: dict[str, Any], dtype: torch.dtype) -> None:
-    norm, x = make_norm(16, **changes), torch.randn(2, 16, dtype=dtype)
-    calls = []
-    rms_norm_forward(lambda *args: calls.append(args), norm, x)
-    assert calls == [(norm, x, None)]
-
-
 def make_embedding(size: int, **changes: Any) -> SimpleNamespace:
     angles = torch.arange(50)[:, None] * 100.0 ** -(torch.arange(size // 2) * 2 / size)
     values = {"head_size": size, "rotary_dim": size, "is_neox_style": True}
@@ -140,15 +125,3 @@ def test_rotary() -> None:
     rotated = rotary(no_fallback, make_embedding(8), positions, query.flatten(1), key.flatten(1), None, None)
     for output, heads in zip(rotated, (query, key), strict=True):
         torch.testing.assert_close(output, rotate(heads, positions, 8).flatten(1), **TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("changes", "offsets"),
-    [({"rotary_dim": 4}, None), ({"is_neox_style": False}, None), ({}, torch.ones(3, dtype=torch.long))],
-)
-def test_unsupported_rotaries_fall_back_to_sglang(changes: dict[str, Any], offsets: Tensor | None) -> None:
-    calls = []
-    positions, query, key = torch.arange(3), torch.randn(3, 32), torch.randn(3, 16)
-    embedding = make_embedding(8, **changes)
-    rotary(lambda *args: calls.append(args), embedding, positions, query, key, offsets)
-    assert calls == [(embedding, positions, query, key, offsets)]

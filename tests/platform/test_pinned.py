@@ -66,16 +66,7 @@ def test_memory_is_unlocked_with_the_buffer_and_stays_readable(driver: Driver) -
     assert (values == 7).all()
 
 
-def test_nothing_to_hold_is_not_registered(driver: Driver) -> None:
-    assert PinnedBuffer([]).nbytes == 0
-    assert not driver.registered
-
-
 def test_memory_that_cannot_be_locked_is_one_sentence(driver: Driver) -> None:
     driver.status = 2
     with pytest.raises(UserError, match=r"^4.0 GiB of host memory cannot be page-locked \(CUDA error 2\): see"):
         PinnedBuffer([torch.empty(2**30, device="meta")])
-
-
-def test_on_a_cpu_it_is_plain_memory() -> None:
-    assert [tensor.shape for tensor in PinnedBuffer(LIKE).tensors] == [tensor.shape for tensor in LIKE]

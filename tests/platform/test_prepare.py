@@ -1,11 +1,9 @@
 """The import hook: what it rewrites, and when it does nothing; memory and allocator settings."""
 
 import marshal
-import resource
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,10 +41,6 @@ def test_cuda_calls_become_cpu_calls():
     assert scope["kind"] == "torch.FloatTensor"
 
 
-def test_meta_tensors_stay_meta():
-    assert fake_cuda.to_cpu(torch.ones(2, device="meta")).is_meta
-
-
 def test_code_is_cached_and_a_truncated_file_replaced(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert run(cached_code(b"a = 'cuda'", "m.py"))["a"] == "cpu"
@@ -56,12 +50,6 @@ def test_code_is_cached_and_a_truncated_file_replaced(tmp_path, monkeypatch):
     file.write_bytes(file.read_bytes()[:10])
     assert run(cached_code(b"a = 'cuda'", "m.py"))["a"] == "cpu"
     assert run(cached_code(b"a = 'other'", "m.py"))["a"] == "other"
-
-
-def test_unwritable_cache_is_no_error(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert run(cached_code(b"a = 'cuda'", "m.py"))["a"] == "cpu"
 
 
 @pytest.fixture
@@ -91,22 +79,6 @@ def test_prepare_turns_off_rounding_of_pinned_memory_on_cuda(finders, monkeypatc
     assert platform.allocator_settings({}) == "pinned_max_cached_size_mb:1"
     environment = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:512", "PYTORCH_CUDA_ALLOC_CONF": "a:1"}
     assert platform.allocator_settings(environment) == "pinned_max_cached_size_mb:512"
-
-
-def test_torch_has_the_setting_of_pinned_memory():
-    header = Path(torch.__file__).parent / "include" / "ATen" / "core" / "CachingHostAllocator.h"
-    assert platform.PINNED.removesuffix("_mb") + "()" in header.read_text()
-    torch._C._accelerator_setAllocatorSettings(platform.allocator_settings({}))
-
-
-def test_memory_of_a_cpu():
-    assert platform.device() == torch.device("cpu")
-    assert platform.backend() == "gloo"
-    platform.synchronize()
-    platform.free_device_memory()
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    assert 0 < platform.host_bytes() <= peak_bytes + 2**24
-    assert platform.free_device_bytes() > 0
 
 
 def test_prepare_after_megatron_is_an_error(finders, monkeypatch):

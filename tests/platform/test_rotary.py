@@ -36,9 +36,3 @@ def test_pairs_are_rotated_by_their_angles():
     out = rope_utils._apply_rotary_pos_emb_bshd(x, freqs)
     pairs = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones(()).double(), freqs[..., : SIZE // 2])
     torch.testing.assert_close(out, torch.cat((pairs.real, pairs.imag), -1))
-
-
-def test_interleaved_embedding_falls_back_to_megatron():
-    x, freqs = torch.randn(TOKENS, 1, HEADS, SIZE), torch.randn(TOKENS, 1, 1, SIZE)
-    patched = rope_utils._apply_rotary_pos_emb_bshd
-    assert torch.equal(patched(x, freqs, rotary_interleaved=True), patched.args[0](x, freqs, rotary_interleaved=True))

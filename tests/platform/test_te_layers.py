@@ -17,7 +17,6 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from grpo_mp.platform import megatron_fields
 from grpo_mp.platform.te_layers import (
     ColumnParallelGroupedLinear,
-    DuplicatedLinear,
     LayerNormColumnParallelLinear,
     Norm,
     rms_norm,
@@ -83,13 +82,6 @@ def test_norm_gradient_equals_torch_in_float64(dtype, tolerance):
         torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=10 * tolerance)
 
 
-def test_norm_marks_its_weight_for_sequence_parallelism():
-    config = TransformerConfig(**COMMON, tensor_model_parallel_size=2, sequence_parallel=True)
-    assert Norm(config, 32).weight.sequence_parallel
-    with pytest.raises(NotImplementedError, match="RMSNorm"):
-        Norm(TransformerConfig(**COMMON | {"normalization": "LayerNorm"}), 32)
-
-
 def grouped_linear(experts: int) -> ColumnParallelGroupedLinear:
     config = TransformerConfig(**COMMON, perform_initialization=False)
     groups = SimpleNamespace(ep=None, expt_tp=None, expt_dp=None)
@@ -112,12 +104,6 @@ def test_grouped_linear_and_zero_gradient_of_idle_experts(splits):
         weight = getattr(layer, f"weight{i}")
         torch.testing.assert_close(out[expert == i], torch.einsum("ti,oi->to", x[expert == i], weight))
         torch.testing.assert_close(weight.grad, x[expert == i].sum(0).expand(4, 6))
-
-
-def test_unsupported_parallel_mode_is_an_error():
-    config = TransformerConfig(**COMMON)
-    with pytest.raises(NotImplementedError, match="column"):
-        DuplicatedLinear(4, 4, config=config, init_method=torch.nn.init.normal_, parallel_mode="column")
 
 
 @pytest.fixture(scope="module")
@@ -197,11 +183,3 @@ def test_parameter_names_equal_transformer_engine():
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in names
     assert names["decoder.layers.1.mlp.experts.linear_fc1.weight3"].shape == (32, 32)
     assert names["decoder.layers.1.mlp.experts.linear_fc2.weight3"].shape == (32, 16)
-
-
-@pytest.mark.usefixtures("single_rank")
-def test_bfloat16_gradients_are_finite():
-    gradients = packed_gradients(
-        MLATransformerConfig(**COMMON, **EXPERTS, **LATENT, bf16=True, params_dtype=torch.bfloat16)
-    )
-    assert all(grad.isfinite().all() for grad in gradients.values())

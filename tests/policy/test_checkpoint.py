@@ -64,19 +64,6 @@ def copied(saved: Path, folder: Path) -> Path:
     return shutil.copytree(saved, folder, dirs_exist_ok=True)
 
 
-def test_a_checkpoint_without_the_optimizer_is_one_sentence(policy: Policy, saved: Path, tmp_path: Path) -> None:
-    shutil.rmtree(copied(saved, tmp_path) / "optimizer")
-    with pytest.raises(UserError, match=r"optimizer/chunks.json: No such file or directory"):
-        load_policy(policy, tmp_path)
-
-
-@pytest.mark.parametrize("file", ["chunks.json", "optimizer/chunks.json"])
-def test_a_damaged_index_is_one_sentence(file: str, policy: Policy, saved: Path, tmp_path: Path) -> None:
-    (copied(saved, tmp_path) / file).write_bytes(b"nothing")
-    with pytest.raises(UserError, match=f"{file}: not valid JSON"):
-        load_policy(policy, tmp_path)
-
-
 @pytest.mark.parametrize("content", [b"", b"nothing", None])
 def test_a_damaged_schedule_is_one_sentence(content: bytes | None, policy: Policy, saved: Path, tmp_path: Path) -> None:
     file = copied(saved, tmp_path) / "common.pt"

@@ -9,12 +9,10 @@ import torch
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.planner.model_configs import published_config
 from grpo_mp.platform.fp8_linear import Fp8Matmul
 from grpo_mp.policy.forward import sequence_logits
 from grpo_mp.policy.fp8 import check_fp8
 from grpo_mp.policy.load_models import policy_tensors, transformers_model
-from grpo_mp.policy.megatron_args import check_overrides
 from grpo_mp.policy.model import use_fp8
 from grpo_mp.policy.policy import check_policy
 from grpo_mp.utils.errors import UserError
@@ -98,16 +96,3 @@ def test_matrices_of_odd_sizes_are_refused(tmp_path: Path) -> None:
     check_policy(model.read_config(), model, DEFAULT, training, 1)
     with pytest.raises(UserError, match=r"linear_fc2.weight has \(128, 24\) with 2 tensor-parallel parts: choose a sm"):
         check_policy(model.read_config(), model, TENSOR_2, training, 2)
-
-
-@pytest.mark.parametrize("model", ["deepseek-r1", "kimi-k2", "qwen3-235b-a22b", "glm-4.5-air"])
-def test_published_models_have_sizes_for_fp8(model: str) -> None:
-    hf = published_config(model)
-    layout = LayoutConfig(tensor=4, expert=8)
-    check_fp8(TrainingConfig(fp8_format="e4m3"), "bfloat16", layout, family_of(hf).params(hf).values(), 9.0)
-
-
-@pytest.mark.parametrize("name", ["fp8", "fp8_recipe", "fp8_param"])
-def test_megatrons_fields_name_the_setting(name: str) -> None:
-    with pytest.raises(UserError, match=rf"training.megatron_args.{name} cannot be set: "):
-        check_overrides({name: "e4m3"})

@@ -11,12 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mp.config import check_settings
-from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.platform.pinned import aligned_bytes
 from grpo_mp.policy.host_state import divide
-from grpo_mp.policy.policy import Policy
-from tests.planner.jobs import BASE
 from tests.policy.te_stub import te_wheel
 from tools.tiny.models import make_tiny, make_tokenizer
 
@@ -45,20 +41,6 @@ def test_pieces_cover_every_element_once_and_fit(sizes: list[int], dtypes: list[
     for piece in pieces:
         state = [(stop - start) * size for _, start, stop in piece for size in dtypes]
         assert 0 < sum(aligned_bytes(torch.empty(size, dtype=torch.uint8)) for size in state) <= piece_bytes
-
-
-def test_a_piece_holds_at_least_one_aligned_tensor() -> None:
-    with pytest.raises(ValueError, match="cannot hold 512 elements of 12"):
-        divide([1], 12, 6000)
-
-
-def test_on_a_cpu_the_state_is_on_the_host_anyway(parallel: Parallel, tmp_path: Path) -> None:
-    make_tiny(tmp_path, "qwen3_moe", make_tokenizer(["apples"]), num_hidden_layers=2, hidden_size=64)
-    changes = {"model": {"path": tmp_path}, "optimizer": {"lr": 1e-3, "offload": "host"}}
-    policy = Policy(check_settings(BASE | changes, "test"), parallel, with_reference=False)
-    for part in policy.optimizer.chained_optimizers:
-        assert part.optimizer.step.__self__ is part.optimizer
-        assert not part.config.use_precision_aware_optimizer
 
 
 @pytest.fixture(scope="module")

@@ -98,13 +98,6 @@ def test_engines_hold_the_layer_where_they_draft_with_it(tmp_path: Path) -> None
     assert not SpeculativeConfig(algorithm="ngram").drafts_by_mtp
 
 
-def test_a_folder_that_lacks_the_layer_is_refused(tmp_path: Path) -> None:
-    make_tiny(tmp_path, "deepseek_v3", make_tokenizer(["apples"]), num_nextn_predict_layers=1)
-    model = ModelConfig(path=tmp_path, mtp_loss_scaling_factor=0.1)
-    with pytest.raises(UserError, match=r"model\.layers\.4\."):
-        check_policy(model.read_config(), model, LayoutConfig(), TrainingConfig(), 1)
-
-
 @pytest.mark.parametrize(
     ("megatron_args", "values", "sentence"),
     [
