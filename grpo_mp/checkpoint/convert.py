@@ -32,36 +32,13 @@ from grpo_mp.checkpoint.resumable_writer import (
     write_parts,
 )
 from grpo_mp.checkpoint.run_state import SETTINGS
-from grpo_mp.checkpoint.torch_dist import CheckpointSlot, merge_parts, slot_of, write_part
+from grpo_mp.checkpoint.torch_dist import CheckpointSlot, ModelMapping, merge_parts, write_part
 from grpo_mp.checkpoint.torch_dist_reader import SavedReader, TorchDistReader, open_checkpoint
-from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8, SCALE, quantize, requantize, scale_shape
-from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, fuse, split_by_bytes
 from grpo_mp.models.multi_token_prediction import copied_names
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.reading import read_yaml
-
-
-@dataclass(frozen=True)
-class ModelMapping:
-    """A model's parameters without aliases, and each one's slot in a torch_dist checkpoint."""
-
-    hf: HfConfig
-    params: Mapping[str, Param]
-    slots: Mapping[str, CheckpointSlot]
-
-    @classmethod
-    def of(cls, folder: Path, family_name: str | None = None, trains_mtp: bool = False) -> "ModelMapping":
-        """Make the mapping by the folder's config.json.
-
-        `trains_mtp`: the multi-token-prediction layer is one of the policy's.
-        """
-        hf = HfConfig.read(folder, family_name, trains_mtp=trains_mtp)
-        family = family_of(hf)
-        params = {name: param for name, param in family.params(hf).items() if not param.alias}
-        config = family.config(hf)
-        return cls(hf, params, {name: slot_of(param, config) for name, param in params.items()})
 
 
 def to_megatron(

@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from grpo_mp.checkpoint.describe import TORCH_DIST
+from grpo_mp.models.families import family_of
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 from grpo_mp.utils.errors import UserError
 
@@ -80,6 +82,27 @@ def slot_of(param: Param, config: Mapping[str, Any]) -> CheckpointSlot:
         key = EXPERT.sub(r".mlp.experts.experts.\1", key)
         stacked.append((param.expert, param.experts))
     return CheckpointSlot(key, tuple(stacked), param.local_shape(1), param.vocabulary)
+
+
+@dataclass(frozen=True)
+class ModelMapping:
+    """A model's parameters without aliases, and each one's slot in a torch_dist checkpoint."""
+
+    hf: HfConfig
+    params: Mapping[str, Param]
+    slots: Mapping[str, CheckpointSlot]
+
+    @classmethod
+    def of(cls, folder: Path, family_name: str | None = None, trains_mtp: bool = False) -> "ModelMapping":
+        """Make the mapping by the folder's config.json.
+
+        `trains_mtp`: the multi-token-prediction layer is one of the policy's.
+        """
+        hf = HfConfig.read(folder, family_name, trains_mtp=trains_mtp)
+        family = family_of(hf)
+        params = {name: param for name, param in family.params(hf).items() if not param.alias}
+        config = family.config(hf)
+        return cls(hf, params, {name: slot_of(param, config) for name, param in params.items()})
 
 
 class MetadataReader(FileSystemReader):

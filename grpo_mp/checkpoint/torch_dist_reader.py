@@ -1,75 +1,35 @@
 """Read a checkpoint, Megatron's torch_dist or a run's, one full parameter at a time, without a model."""
 
-import io
-import pickle
 import re
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.utils import _create_file_view
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
-from grpo_mp.checkpoint.chunk_files import INDEX, SavedTensors, memory_of, read_at, read_index
+from grpo_mp.checkpoint.chunk_files import INDEX, SavedTensors, read_index
 from grpo_mp.checkpoint.describe import (
     OPTIMIZER_FOLDER,
     TORCH_DIST,
     WEIGHT,
+    is_converted,
     is_saved,
     is_torch_dist,
     policy_folder,
 )
 from grpo_mp.checkpoint.hf_reader import LAYER as HF_LAYER
+from grpo_mp.checkpoint.hf_reader import HfReader, open_non_policy_tensors
 from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
-from grpo_mp.checkpoint.torch_dist import LAYER, CheckpointSlot, MetadataReader, sharded_tensor
+from grpo_mp.checkpoint.torch_dist import LAYER, CheckpointSlot, MetadataReader, ModelMapping, sharded_tensor
 from grpo_mp.models.mapping import Param, unfuse
 from grpo_mp.utils.errors import UserError
 
 OPTIMIZER = "optimizer."  # keys of the optimizer in checkpoints of Megatron itself
-
-
-def read_into(file: Path, start: int, length: int, out: Tensor) -> bool:
-    """Fill `out` from what torch.save wrote, `length` bytes at `start`; torch.load would copy the tensor twice.
-
-    Returns False, and reads nothing, unless that is one contiguous tensor of this shape in a storage of its own.
-    """
-    with file.open("rb", buffering=0) as stream:
-        view: Any = _create_file_view(stream, start, length)
-        archive: Any = torch._C.PyTorchFileReader(view)  # torch's annotations lack half of its methods
-        if not archive.has_record("byteorder") or archive.get_record("byteorder") != b"little":
-            return False
-        try:
-            layout = _TensorUnpickler(io.BytesIO(archive.get_record("data.pkl"))).load()
-        except pickle.UnpicklingError:
-            return False
-        if not isinstance(layout, tuple) or layout[1:] != (tuple(out.shape), out.stride()):
-            return False
-        record = f"data/{layout[0]}"
-        if not out.is_contiguous() or archive.get_record_size(record) != out.nbytes:
-            return False
-        return read_at(stream, start + int(archive.get_record_offset(record)), memory_of(out))
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Unpickles a tensor to (storage key, shape, stride); nothing that a file names is called."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, _, shape, stride, *__: (storage, tuple(shape), tuple(stride))
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if module == "torch" and name.endswith("Storage"):
-            return name
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a tensor")
-
-    def persistent_load(self, pid: Any) -> str:
-        """Return the storage's key in the archive."""
-        return str(pid[2])
 
 
 class SavedReader:
@@ -154,13 +114,8 @@ class TorchDistReader:
         """Return the full parameter, without vocabulary padding."""
         metadata = self._tensor_metadata(slot)
         chunks = self._chunks_of(slot, metadata)
-        stored = [self.metadata.storage_data[MetadataIndex(slot.key, chunk.offsets)] for chunk in chunks]
         shape = tuple(metadata.size) if slot.padded else slot.shape
         tensor = torch.empty(shape, dtype=metadata.properties.dtype)
-        if len(chunks) == 1:  # as `to_megatron` writes it
-            out = tensor.view(chunks[0].sizes) if prod(chunks[0].sizes) == tensor.numel() else tensor
-            if read_into(self.folder / stored[0].relative_path, stored[0].offset, stored[0].length, out):
-                return tensor[: slot.shape[0]]
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         only_these = Metadata({slot.key: replace(metadata, chunks=chunks)})
         planner.set_up_planner({slot.key: sharded_tensor(replace(slot, shape=shape), tensor)}, only_these, True)
@@ -186,6 +141,62 @@ class TorchDistReader:
         if not slot.accepts(tuple(metadata.size)):
             raise UserError(f"{self.folder}: {slot.key} has shape {list(metadata.size)}, config.json says otherwise")
         return metadata
+
+
+class ConvertedReader:
+    """Reads full tensors, as HfReader does."""
+
+    def __init__(self, folder: Path, family: str | None = None) -> None:
+        """Open a folder; refuse one with missing files, or with a config.json of another model."""
+        self.folder = folder
+        self.absent: Mapping[str, str] = {}
+        self._model, self._reader = ModelMapping.of(folder, family), TorchDistReader(folder)
+        self._reader.check_layers(self._model.hf.int("num_hidden_layers"))
+        extra = open_non_policy_tensors(folder)
+        self._non_policy = dict.fromkeys(extra.stored_names, extra) if extra else {}
+        self._params = {name: param for param in self._model.params.values() for name in param.hf}
+        self.names = self.stored_names = frozenset(self._params) | frozenset(self._non_policy)
+        params, slots = self._model.params, self._model.slots
+        self._dtypes = {name: self._reader.hf_dtype(param, slots[name]) for name, param in params.items()}
+        self._cached_param = ""  # the tensors of a fused parameter are asked for one after the other
+        self._cached: dict[str, Tensor] = {}
+
+    def __enter__(self) -> "ConvertedReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cached_param, self._cached = "", {}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a Hugging Face tensor."""
+        param = self._params.get(name)
+        return param.shapes[param.hf.index(name)] if param else self._non_policy[name].shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which a Hugging Face tensor is stored."""
+        return self._dtypes[self._params[name].name] if name in self._params else self._non_policy[name].dtype(name)
+
+    def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
+        """Return the full tensor, or [start, stop) along `axis`; what is no part of the policy comes dequantized."""
+        if name not in self._params:
+            return self._non_policy[name].read(name, axis, start, stop)
+        tensor = self.read_stored(name)
+        return tensor if axis is None else tensor.narrow(axis, start, stop - start)
+
+    def read_stored(self, name: str) -> Tensor:
+        """Return the full tensor in its stored dtype."""
+        if name not in self._params:
+            return self._non_policy[name].read_stored(name)
+        param = self._params[name]
+        if self._cached_param != param.name:
+            tensors = self._reader.read_hf(param, self._model.slots[param.name])
+            self._cached_param, self._cached = param.name, dict(zip(param.hf, tensors, strict=True))
+        return self._cached[name]
+
+
+def open_weights(folder: Path, family: str | None = None) -> HfReader | ConvertedReader:
+    """Open a Hugging Face folder or a converted one. `family`: as in `HfConfig`."""
+    return ConvertedReader(folder, family) if is_converted(folder) else HfReader(folder)
 
 
 def _check_layer(folder: Path, name: str, layer: re.Match[str] | None, count: int) -> None:

@@ -61,7 +61,7 @@ def _info(args: argparse.Namespace, console: Console) -> int:
 def _check(args: argparse.Namespace, console: Console) -> int:
     if args.logits:
         return _check_logits(args, console)
-    from grpo_mp.checkpoint.converted_reader import open_weights
+    from grpo_mp.checkpoint.torch_dist_reader import open_weights
 
     with open_weights(args.left) as left, open_weights(args.right) as right:
         differences = compare_weights(left, right, args.tolerance or 0.0)

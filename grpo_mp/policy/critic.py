@@ -8,8 +8,8 @@ from torch import Tensor
 
 from grpo_mp import platform
 from grpo_mp.algorithms.values import ValueLoss
-from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.hf_reader import check_model
+from grpo_mp.checkpoint.torch_dist_reader import open_weights
 from grpo_mp.config import Settings
 from grpo_mp.config.sections import ModelConfig
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout

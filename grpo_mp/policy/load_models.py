@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.describe import count_parameters
 from grpo_mp.checkpoint.hf_reader import HfReader
 from grpo_mp.checkpoint.hf_writer import QUANTIZATION_CONFIG
+from grpo_mp.checkpoint.torch_dist_reader import open_weights
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.distributed.process_groups import single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.models.families import TRANSFORMERS_NAMES, family_of

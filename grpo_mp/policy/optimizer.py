@@ -11,10 +11,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_mp.config.sections import LayoutConfig, OptimizerConfig
-from grpo_mp.policy.host_state import keep_on_host
+from grpo_mp.policy.adam_state import init_state, keep_on_host
 from grpo_mp.policy.megatron_config import ddp_config, keeps_state_on_host, optimizer_config
 from grpo_mp.policy.model import PolicyModel
-from grpo_mp.policy.te_adam import init_state
 
 
 def wrap_for_training(

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mp import platform
-from grpo_mp.checkpoint.converted_reader import open_weights
 from grpo_mp.checkpoint.hf_reader import check_model
+from grpo_mp.checkpoint.torch_dist_reader import open_weights
 from grpo_mp.config import TrainerSettings
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
 from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout

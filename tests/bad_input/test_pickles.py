@@ -12,7 +12,6 @@ RUNS_DATA = {
 ALLOWED = {
     "batching/exchange.py: pickle.loads": "samples of another rank, by the job's own process group",
     "checkpoint/torch_dist.py: pickle.Unpickler": "knows the format's few classes",
-    "checkpoint/torch_dist_reader.py: pickle.Unpickler": "calls nothing that a file names",
     "config/other_trainers.py: yaml.safe_load": "shipped with the package",
     "data/rows.py: pickle.loads": "rows of the user's own source, in a file without a name that this process wrote",
     "doctor/activations.py: torch.load": "weights_only",

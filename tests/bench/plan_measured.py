@@ -32,10 +32,9 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import MemoryPlan, SubPhase, plan_memory, total_bytes
-from grpo_mp.policy.checkpoint import load_policy
+from grpo_mp.policy.checkpoint import load_policy, local_weight_chunks, optimizer_chunks
 from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.policy import Policy
-from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
 from grpo_mp.policy.trained_model import TrainedModel
 from grpo_mp.trainer.engine_check import sequence_logprobs
 from grpo_mp.trainer.save import export_policy

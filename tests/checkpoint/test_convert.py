@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_mp.checkpoint.convert import to_hf, to_megatron
-from grpo_mp.checkpoint.converted_reader import ConvertedReader, open_weights
 from grpo_mp.checkpoint.describe import compare_weights, describe_hf
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
 from grpo_mp.checkpoint.resumable_writer import CONVERSION_RECORD
+from grpo_mp.checkpoint.torch_dist_reader import ConvertedReader, open_weights
 from grpo_mp.models.families import add_transformers_4_names
 from grpo_mp.models.fp8 import FP8, SCALE, quantize
 from grpo_mp.utils.errors import UserError

@@ -58,9 +58,9 @@ def main() -> None:
     torch.Tensor.type = _cuda_type
     platform.on_cuda = lambda: True
     platform.device = lambda: META
-    from grpo_mp.policy import host_state
+    from grpo_mp.policy import adam_state
 
-    host_state.PinnedBuffer = MetaBuffer
+    adam_state.PinnedBuffer = MetaBuffer
     print(json.dumps({recipe: [asdict(result) for result in _build(recipe)] for recipe in sys.argv[2:]}))
 
 
@@ -108,7 +108,7 @@ def _build_rank(job: PlannedJob, stage: int, rank: int) -> BuildResult:
 
 
 def _measure(job: PlannedJob, stage: int, chunks: Sequence[Any], optimizer: Any) -> BuildResult:
-    from grpo_mp.policy.te_adam import state_dict_without_copies
+    from grpo_mp.policy.adam_state import state_dict_without_copies
 
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
     weights = [buffer.param_data for buffer in buffers]

@@ -107,14 +107,14 @@ class Trial:
 
     def compare_late(self, compiled: Any, seed: int) -> list[str]:
         """Update where copies and kernels run in any order that the streams' events allow."""
-        from grpo_mp.policy import host_state
+        from grpo_mp.policy import adam_state
 
         expected = self.policy(CASES["remainders"], "step")
         late = LateStreams(seed)
         with pytest.MonkeyPatch.context() as patch:
             kernel = compiled.multi_tensor_adam_param_remainder
             patch.setattr(compiled, "multi_tensor_adam_param_remainder", late.queued(kernel))
-            patch.setattr(host_state, "fake_cuda", late)
+            patch.setattr(adam_state, "fake_cuda", late)
             policy = self.policy(CASES["remainders"], "host", 2**16)
             for number in range(2):
                 update(expected, number)
@@ -123,7 +123,7 @@ class Trial:
 
     def save_updated(self, folder: Path) -> Mapping[str, torch.Tensor]:
         """Save a policy of main weights in 16-bit remainders after an update; return all that it has, of all ranks."""
-        from grpo_mp.policy.state_chunks import optimizer_chunks, weight_chunks
+        from grpo_mp.policy.checkpoint import optimizer_chunks, weight_chunks
         from tests.save_policy import save_policy
 
         policy = self.policy(CASES["remainders"], "step")
@@ -136,8 +136,7 @@ class Trial:
 
     def compare_loaded(self, folder: Path, saved: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Load a checkpoint; return the kinds of tensors that this rank has, and the names of those that differ."""
-        from grpo_mp.policy.checkpoint import load_policy
-        from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
+        from grpo_mp.policy.checkpoint import load_policy, local_weight_chunks, optimizer_chunks
 
         policy = self.policy(CASES["remainders"], "step")
         load_policy(policy, folder)
@@ -245,7 +244,7 @@ def _tensors(policy: Any) -> dict[Any, torch.Tensor]:
 
 
 def _state(policy: Any) -> dict[Any, torch.Tensor]:
-    from grpo_mp.policy.state_chunks import optimizer_chunks
+    from grpo_mp.policy.checkpoint import optimizer_chunks
 
     return {chunk.index: chunk.tensor for chunk in optimizer_chunks(policy)}
 

@@ -1,6 +1,6 @@
 """CUDA's streams on a CPU, at their worst: what is queued runs in any order that streams and events allow.
 
-Stands for `torch.cuda` in policy/host_state.py. Queued are the copies made inside `stream`, and on the current stream
+Stands for `torch.cuda` in policy/adam_state.py. Queued are the copies made inside `stream`, and on the current stream
 the kernels that `queued` wraps.
 """
 

@@ -52,8 +52,8 @@ def main() -> None:
 
 
 def _round_trip(folder: Path, name: str, megatron: dict[str, Any]) -> RoundTrip:
+    from grpo_mp.policy.adam_state import init_state
     from grpo_mp.policy.checkpoint import load_policy
-    from grpo_mp.policy.te_adam import init_state
     from tests.save_policy import save_policy
 
     checkpoint = folder / name

@@ -11,9 +11,8 @@ import torch
 from grpo_mp.checkpoint.chunk_files import TensorChunk, read_index
 from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.policy.checkpoint import load_policy, on_all_ranks
+from grpo_mp.policy.checkpoint import load_policy, local_weight_chunks, on_all_ranks, optimizer_chunks
 from grpo_mp.policy.policy import Policy
-from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
 from grpo_mp.utils.errors import UserError
 from tests.checkpoint.helpers import malicious_pickle
 from tests.planner.jobs import BASE

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mp.platform.pinned import aligned_bytes
-from grpo_mp.policy.host_state import divide
+from grpo_mp.policy.adam_state import divide
 from tests.policy.te_stub import te_wheel
 from tools.tiny.models import make_tiny, make_tokenizer
 

@@ -20,8 +20,8 @@ from grpo_mp.checkpoint.run_state import MANIFEST, TrainState, checkpoint_folder
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.platform.pinned import PinnedBuffer
+from grpo_mp.policy.checkpoint import local_weight_chunks, optimizer_chunks
 from grpo_mp.policy.policy import Policy
-from grpo_mp.policy.state_chunks import local_weight_chunks, optimizer_chunks
 from grpo_mp.trainer import loop
 from grpo_mp.trainer.job import build_policy
 from grpo_mp.trainer.save import CheckpointSaver, FailedSaves

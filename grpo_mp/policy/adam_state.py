@@ -1,26 +1,83 @@
-"""Adam's state in pinned host memory for good, updated piece by piece on the device: `optimizer.offload=host`.
+"""Adam's state: created before the first update, saved without copies, and kept in host memory if asked.
 
+TransformerEngine's precision-aware Adam may store of a float32 main weight only the 16 bits that the bfloat16 weight
+lacks: the remainder.
+
+With `optimizer.offload=host` the state is in pinned host memory for good and is updated piece by piece on the device.
 Megatron clips gradients by the norm of all of them and then calls `step` of its Adam once. The step below takes the
 state through the device: while TransformerEngine's own step updates one piece, the next is on its way there and the one
 before on its way back. Nothing overlaps the backward pass: the norm needs its end. Adam works on each element alone, so
 an update equals that of the whole state to the bit; weights and gradients are views of those on the device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from grpo_mp import platform
 from grpo_mp.platform import fake_cuda
 from grpo_mp.platform.pinned import ALIGNMENT, PinnedBuffer, aligned_bytes, carve
-from grpo_mp.policy.te_adam import stores_remainder
 
 NUM_BUFFERS = 2  # one piece arrives while another is updated and leaves
 State = Mapping[str, Tensor]
+
+
+def init_state(part: MegatronOptimizer) -> None:
+    """Create moments and main weights now, so that they can be saved before the first update."""
+    adam = part.optimizer
+    if not part.config.use_precision_aware_optimizer:
+        part.init_state_fn(adam, part.config)
+        return
+    for group in adam.param_groups:  # Megatron's own function lacks an argument of this Adam
+        for param in group["params"]:
+            if not adam.state[param]:
+                adam.initialize_state(param, stores_remainder(adam, param))
+
+
+@contextmanager
+def state_dict_without_copies(parts: Sequence[MegatronOptimizer]) -> Iterator[None]:
+    """Let Adam's state_dict return its state uncopied, and its load_state_dict set only param groups, inside.
+
+    For a save or load Megatron calls state_dict several times and uses only its param groups; it reads and writes the
+    state by parameter. TransformerEngine's own state_dict would copy all moments to float32 each time (8 bytes per
+    parameter with bfloat16 moments), its load_state_dict cast the state to the dtype of the weights (6 more).
+    """
+
+    def load_groups(adam: Any, saved: dict[str, Any]) -> None:
+        for group, loaded in zip(adam.param_groups, saved["param_groups"], strict=True):
+            group |= {name: value for name, value in loaded.items() if name != "params"}
+
+    adams = [part.optimizer for part in parts]
+    for adam in adams:
+        adam.state_dict = partial(torch.optim.Optimizer.state_dict, adam)
+        adam.load_state_dict = partial(load_groups, adam)
+    try:
+        yield
+    finally:
+        for adam in adams:
+            del adam.state_dict, adam.load_state_dict
+
+
+def stores_param_remainders(parts: list[MegatronOptimizer]) -> bool:
+    """Return whether checkpoints hold remainders instead of main weights."""
+    return any(
+        stores_remainder(part.optimizer, param)
+        for part in parts
+        if part.config.use_precision_aware_optimizer
+        for group in part.optimizer.param_groups
+        for param in group["params"]
+    )
+
+
+def stores_remainder(adam: Any, param: torch.Tensor) -> bool:
+    """Return whether TransformerEngine's Adam keeps a remainder of this parameter, not its main weight."""
+    return bool(adam.store_param_remainders) and param.dtype == torch.bfloat16
 
 
 @dataclass(frozen=True)
