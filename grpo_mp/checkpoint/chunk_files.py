@@ -99,7 +99,7 @@ class ChunkWriter:
 
 
 def share_buffer(writers: Sequence[ChunkWriter]) -> list[ChunkWriter]:
-    """Give writers that write one after the other one pinned buffer, and return them.
+    """Make one pinned buffer for writers that write one after the other, and return them.
 
     A background thread must not allocate it: there the current GPU would be the first one.
     """

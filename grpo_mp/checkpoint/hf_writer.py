@@ -44,10 +44,7 @@ class Shard:
 def write_hf(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], like: Path, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write tensors as numbered shards with an index; everything but weights is copied from `like`.
-
-    The folder appears under its name only when it is complete.
-    """
+    """Write tensors as numbered shards with an index; everything but weights is copied from `like`."""
     begin_hf(folder)
     complete_hf(folder, write_shards(folder, tensors, 0, shard_bytes), like)
 
@@ -64,8 +61,7 @@ def write_shards(
 ) -> list[Shard]:
     """Write one writer's tensors; several may write at the same time.
 
-    While one shard is written, `tensors` makes the next: held are two shards of `shard_bytes` and the tensor after
-    them, or three tensors where they are larger.
+    While one shard is written, `tensors` makes the next: at most two shards and one tensor are in memory.
     """
     shards: list[Shard] = []
     with ThreadPoolExecutor(1, thread_name_prefix="export") as pool:
@@ -80,7 +76,6 @@ def write_shards(
 
 
 def _write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> Shard:
-    """Write one file and wait until it is on disk; the tensors are then dropped, whoever else has the dictionary."""
     path = incomplete_folder(folder) / file
     try:
         save_file(tensors, path, metadata={"format": "pt"})
@@ -93,10 +88,7 @@ def _write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> S
 
 
 def complete_hf(folder: Path, shards: Sequence[Shard], like: Path, fp8: bool = False) -> None:
-    """Give the shards of all writers their numbers, write the index, and copy everything else from `like`.
-
-    The folder then appears under its name, once all of it is on disk.
-    """
+    """Rename the shards of all writers, write the index, copy the other files of `like`, and rename the folder."""
     incomplete = incomplete_folder(folder)
     weight_map: dict[str, str] = {}
     for index, shard in enumerate(shards):
@@ -113,7 +105,7 @@ def complete_hf(folder: Path, shards: Sequence[Shard], like: Path, fp8: bool = F
 
 
 def replace_folder(complete: Path, folder: Path) -> None:
-    """Give a folder whose files are on disk its name; a former one of this name is whole as long as it has it."""
+    """Rename a complete folder to `folder`; the former one of this name stays whole until then."""
     former = folder.with_name(folder.name + ".former")
     shutil.rmtree(former, ignore_errors=True)
     if folder.exists():
@@ -156,8 +148,7 @@ def _split_by_bytes(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int)
 def copy_aux_files(like: Path, folder: Path, fp8: bool = False) -> None:
     """Copy config, tokenizer, chat templates, code and licence of a folder.
 
-    config.json then says whether the weights are blockwise FP8, and uses the names of transformers 4 beside those of 5;
-    it is copied as it is where it does so already.
+    config.json then says whether the weights are blockwise FP8, and has the names of transformers 4 beside those of 5.
     """
     for file in (file for pattern in AUX_FILES for file in like.glob(pattern) if file.is_file()):
         copy = folder / file.relative_to(like)

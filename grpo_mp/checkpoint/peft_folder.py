@@ -27,11 +27,11 @@ PREFIX = "base_model.model."  # of every name
 def adapter_config(
     lora: LoraConfig, base: Path, names: Iterable[str], expert_projections: Collection[str]
 ) -> dict[str, Any]:
-    """Return what peft reads beside the weights.
+    """Return the content of adapter_config.json.
 
     `names`: of adapters, such as `...q_proj.lora_A.weight`; `expert_projections`: of the model, with adapters or not.
-    In transformers 5 the experts of a layer are one module, and peft takes every target that ends in the name of one of
-    their projections for theirs: the same projections of dense layers and shared experts are named by their weights.
+    In transformers 5 the experts of a layer are one module, and peft applies every target that ends in the name of an
+    expert projection to them: so the same projections of dense layers and shared experts are named by their weights.
     """
     modules = {name.split(".lora_")[0] for name in names}
     by_weight = {module for module in modules if ".experts." not in module and _leaf(module) in expert_projections}
@@ -68,10 +68,7 @@ def write_peft(
     lora: LoraConfig,
     expert_projections: Collection[str] = (),
 ) -> None:
-    """Write adapters of `model` by their Hugging Face names, all of which are held at a time.
-
-    `expert_projections`: as of `adapter_config`. The folder appears under its name once it is complete.
-    """
+    """Write adapters of `model` by their Hugging Face names. The folder appears under its name once it is complete."""
     own, incomplete = dict(tensors), incomplete_folder(folder)
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)

@@ -23,9 +23,9 @@ LOGGER = logging.getLogger(__name__)
 
 @contextmanager
 def run_lock(folder: Path, wait_s: float = WAIT_S) -> Iterator[None]:
-    """Keep other jobs out of a run folder while the body runs; it ends with the process, however that ends.
+    """Hold a lock on a run folder while the body runs; it ends with the process.
 
-    A job that was killed may need a moment to be gone: waits up to `wait_s` seconds.
+    A killed job may need a moment to be gone: waits up to `wait_s` seconds for the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as file:

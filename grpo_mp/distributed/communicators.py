@@ -24,9 +24,10 @@ class Communicator:
 
 
 def communicators(layout: LayoutConfig, world_size: int, has_experts: bool, tied: bool) -> tuple[Communicator, ...]:
-    """Return those of a rank. torch makes one when its group is first used; most of Megatron's groups never are.
+    """Return the communicators of one rank.
 
-    `tied`: the last stage has a copy of the embedding, as its output layer or for a multi-token-prediction layer.
+    torch makes a communicator when its group is first used; most of Megatron's groups never are. `tied`: the last stage
+    has a copy of the embedding, as its output layer or for a multi-token-prediction layer.
     """
     return tuple(group for group in _groups(layout, world_size, has_experts, tied) if group.ranks > 1)
 

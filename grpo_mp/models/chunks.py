@@ -55,7 +55,7 @@ def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[int, int, i
 
 
 def _locate(param: Param, rows: int, tp_size: int, part: int, row: int) -> tuple[int, int, int]:
-    """Return the Hugging Face tensor of a row of a shard, the row in it, and how many rows go on from there."""
+    """Return the Hugging Face tensor of a row of a shard, the row in it, and the number of rows that follow there."""
     divided = param.tp_dim == 0
     if param.fuse == "none":
         return 0, row + part * rows * divided, rows - row

@@ -122,7 +122,7 @@ class HfConfig:
 
 
 def _how_to_get(folder: Path) -> str:
-    """Return what to do about a model folder that is not there."""
+    """Return advice on a missing model folder."""
     if folder.is_dir():
         return "give a Hugging Face folder or a converted checkpoint"
     is_hub_name = len(folder.parts) == 2 and not folder.parent.is_dir() and not folder.is_absolute()

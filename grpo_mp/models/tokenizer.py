@@ -106,7 +106,7 @@ def text_difference(tokenizer: Any, reference: Reference | None) -> str:
 
 
 def _first_equal(folder: Path, reference: Reference, classes: tuple[Any, ...]) -> PreTrainedTokenizerBase:
-    """Return what the first class loads that agrees with the reference. Raises what the last one raises."""
+    """Load with the first class that agrees with the reference."""
     for cls in classes[:-1]:
         try:
             return _checked(_load(cls, folder), reference)
@@ -150,7 +150,7 @@ def _between(tokens: Iterable[str]) -> str:
 
 
 def _sentencepiece_reference(file: Path) -> Reference | None:
-    """Return what SentencePiece makes of a text; None where the library is missing, or the file is none of its own."""
+    """Return SentencePiece's reading of a file; None without the library, or for a file of another kind."""
     try:
         from sentencepiece import SentencePieceProcessor
 

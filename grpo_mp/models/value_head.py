@@ -20,7 +20,7 @@ def classifier_name(hf: HfConfig) -> str | None:
 
 
 def reward_head(architecture: str, hidden: int) -> dict[str, Shape] | None:
-    """Return what the head of an SGLang class needs of a folder's weights; None: it is not known here."""
+    """Return the shapes of the tensors of an SGLang class's head; None for an unknown class."""
     if architecture in ("Qwen2ForRewardModel", "Qwen3ForRewardModel"):
         first = {"score.0.weight": (hidden, hidden), "score.0.bias": (hidden,)}
         return {**first, "score.2.weight": (1, hidden), "score.2.bias": (1,)}

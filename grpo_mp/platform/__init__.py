@@ -71,13 +71,13 @@ def device() -> torch.device:
 
 
 def use_device(of_rank: torch.device) -> None:
-    """Take a rank's device in another thread of it, which else has the first GPU of the node."""
+    """Select a rank's device in another thread, whose default would be the first GPU of the node."""
     if on_cuda():
         torch.cuda.set_device(of_rank)
 
 
 def device_name() -> str:
-    """Return what the GPU is called, "" without one."""
+    """Return the name of the GPU, "" without one."""
     return torch.cuda.get_device_name() if on_cuda() else ""
 
 

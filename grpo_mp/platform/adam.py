@@ -25,7 +25,7 @@ class FusedAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         capturable: bool = False,
     ) -> None:
-        """Take FusedAdam's arguments; `capturable`, for CUDA graphs, is ignored."""
+        """Accept FusedAdam's arguments; `capturable`, for CUDA graphs, is ignored."""
         self.update = adamw if adam_w_mode else adam
         defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)

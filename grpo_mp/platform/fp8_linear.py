@@ -101,7 +101,7 @@ class Fp8Matmul:
 
 
 def use_fp8(layers: torch.nn.Module, fp8_format: Fp8Format) -> None:
-    """Let all linear layers below a module compute in blockwise FP8: those that are TransformerEngine's on a GPU."""
+    """Make all linear layers below a module compute in blockwise FP8, as TransformerEngine's do on a GPU."""
     matmul = Fp8Matmul(fp8_format)
     for layer in layers.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):

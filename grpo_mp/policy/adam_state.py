@@ -42,11 +42,11 @@ def init_state(part: MegatronOptimizer) -> None:
 
 @contextmanager
 def state_dict_without_copies(parts: Sequence[MegatronOptimizer]) -> Iterator[None]:
-    """Let Adam's state_dict return its state uncopied, and its load_state_dict set only param groups, inside.
+    """Make Adam's state_dict return its state uncopied, and its load_state_dict set only param groups, inside.
 
-    For a save or load Megatron calls state_dict several times and uses only its param groups; it reads and writes the
-    state by parameter. TransformerEngine's own state_dict would copy all moments to float32 each time (8 bytes per
-    parameter with bfloat16 moments), its load_state_dict cast the state to the dtype of the weights (6 more).
+    For a save or load Megatron calls state_dict several times and uses only its param groups. TransformerEngine's own
+    state_dict would copy all moments to float32 each time (8 bytes per parameter with bfloat16 moments), its
+    load_state_dict cast the state to the dtype of the weights (6 more).
     """
 
     def load_groups(adam: Any, saved: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ class HostState:
         leaving.synchronize()
 
     def _update(self, piece: Piece, on_device: Sequence[Tensor]) -> None:
-        """Let Adam update a piece; its own param groups, and so their count of steps, stay as they are."""
+        """Run Adam's step on one piece; its param groups, and so their count of steps, stay as they are."""
         adam, groups, tensors = self._adam, self._adam.param_groups, iter(on_device)
         for part in piece.slices:
             gradient = part.param.decoupled_grad
@@ -192,7 +192,7 @@ def keep_on_host(adam: Any, piece_bytes: int) -> None:
 
 
 def _allocate(adam: Any) -> PinnedBuffer:
-    """Give Adam state on the host for all of its parameters, with any values."""
+    """Allocate Adam's state on the host for all of its parameters."""
     names = [
         (param, name, dtype)
         for group in adam.param_groups

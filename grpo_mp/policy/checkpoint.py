@@ -47,7 +47,7 @@ def write_common(policy: TrainedModel, folder: Path) -> None:
 
 
 def weights_writer(policy: TrainedModel, folder: Path, piece_bytes: int) -> ChunkWriter:
-    """Return the writer of this rank's weights, which must not change or move until the writer is done."""
+    """Return the writer of this rank's weights, which must not change until the writer is done."""
     return ChunkWriter(folder, policy.parallel.rank, weight_chunks(policy, policy.trained_tensors), piece_bytes)
 
 
@@ -60,15 +60,15 @@ def write_reference(policy: TrainedModel, folder: Path, piece_bytes: int) -> Wri
 
 
 def optimizer_writer(policy: TrainedModel, folder: Path, piece_bytes: int) -> ChunkWriter:
-    """Return the writer of this rank's optimizer state, which must not change or move until the writer is done."""
+    """Return the writer of this rank's optimizer state, which must not change until the writer is done."""
     return ChunkWriter(folder / OPTIMIZER_FOLDER, policy.parallel.rank, optimizer_chunks(policy), piece_bytes)
 
 
 def on_all_ranks(work: Callable[[], Value], folder: Path, group: dist.ProcessGroup) -> Value:
-    """Return what `work` returns on this rank, once no rank has failed.
+    """Return `work()` once it has succeeded on all ranks of the group.
 
-    What is no error of the disk is raised as itself where it happened, and as RuntimeError, with its text, on the
-    others.
+    A disk error on one rank raises DiskError on every rank. Any other error is raised as itself on its rank, and as
+    RuntimeError on the others.
     """
     value, error = None, None
     try:
@@ -188,8 +188,8 @@ def _main_weight_format(policy: TrainedModel) -> str:
 def _optimizer_groups(saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return saved param groups (steps, learning rates) for the optimizers of any layout.
 
-    Dense and expert parameters have separate optimizers only where their sharding differs, and groups are saved as the
-    saving layout had them. Both kinds are always at the same step, so every saved group serves for either.
+    Dense and expert parameters have separate optimizers only where their sharding differs. Both kinds are always at the
+    same step, so every saved group serves for either.
     """
     return [group | {"is_expert_parallel": expert} for group in saved for expert in (False, True)]
 

@@ -38,7 +38,7 @@ class GroupLimitedTopk:
 
 
 def set_group_ranking(model: nn.Module, group_score_topk: int) -> None:
-    """Let the model's routers rank groups by their `group_score_topk` experts, where Megatron would not."""
+    """Rank groups by their `group_score_topk` best experts in the routers for which Megatron would do otherwise."""
     for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
         group_topk = router.config.moe_router_group_topk
         if not group_topk or router.topk // group_topk == group_score_topk:

@@ -20,7 +20,7 @@ OutputLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]  # of all that t
 def forward_only(
     chunks: Sequence[torch.nn.Module], microbatches: Sequence[MicroBatch], replay: RoutingReplay | None = None
 ) -> list[Tensor]:
-    """Return what the last stage computes of every micro-batch, of a policy [2, T] logprobs and entropies.
+    """Return the last stage's output of every micro-batch; of a policy [2, T] logprobs and entropies.
 
     Empty on all but the last pipeline stage.
     """

@@ -22,9 +22,9 @@ from grpo_mp.policy.weights import full_name
 def hold_in_fp8(
     chunks: Sequence[PolicyModel], params: dict[str, Param], expert_rank: int, expert_parallel: int, dtype: torch.dtype
 ) -> None:
-    """Give the projections of the chunks FP8 parameters, with values not yet set; layers compute in `dtype`.
+    """Replace the parameters of the chunks' projections by uninitialized FP8 ones; layers compute in `dtype`.
 
-    `params`: of the model without adapters. It must follow Megatron's wrappers, which cast what floats.
+    `params`: of the model without adapters. Call it after Megatron's wrappers, which cast floating-point parameters.
     """
     for chunk in chunks:
         for prefix, module in chunk.named_modules():
@@ -54,7 +54,7 @@ def with_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def values_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what a parameter stands for: itself, or the values of FP8 in `dtype`."""
+    """Return a parameter itself, or the values of an FP8 one in `dtype`."""
     scale = scale_of(tensor)
     if scale is None:
         return tensor.detach()

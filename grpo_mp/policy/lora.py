@@ -72,7 +72,7 @@ class MergedWeights(Mapping[str, Tensor]):
         lora: LoraConfig,
         dtype: torch.dtype,
     ) -> None:
-        """Take all tensors of this rank, adapters too; `params`: of the model without them, `dtype`: its."""
+        """`tensors`: of this rank, adapters included; `params`, `dtype`: of the model without adapters."""
         self._tensors, self._scale, self._dtype = tensors, lora.scale, dtype
         self._factors = {
             name: Factors(
@@ -167,7 +167,7 @@ def _targeted(
 
 
 def _register(module: nn.Module, factors: Mapping[str, Factors], config: Any) -> None:
-    """Give a linear layer its adapters' parameters, named lora_A.q_proj.weight, or weight3 of an expert."""
+    """Register the adapters of a linear layer, named lora_A.q_proj.weight, or weight3 of an expert."""
     for kind in (A, B):
         setattr(module, kind, nn.ModuleDict())
     for weight, of_weight in factors.items():

@@ -132,7 +132,7 @@ def build_chunks(
 
 
 def use_fp8(models: Sequence[PolicyModel], fp8_format: fp8_linear.Fp8Format) -> None:
-    """Let the linear layers of decoder and multi-token-prediction layer compute in FP8 on a CPU; not the head."""
+    """Make the linear layers of decoder and multi-token-prediction layer compute in FP8 on a CPU; not the head."""
     for model in models:
         for layers in [model.decoder, *([model.mtp] if model.mtp_process else [])]:
             fp8_linear.use_fp8(layers, fp8_format)

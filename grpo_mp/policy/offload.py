@@ -26,7 +26,7 @@ class HostBuffers:
         self._tensors: dict[StateKey, torch.Tensor] = {}
 
     def offload(self, tensors: Mapping[StateKey, torch.Tensor]) -> dict[StateKey, torch.Tensor]:
-        """Return copies of those that are on a device; copying may still go on. Every call takes the same tensors."""
+        """Start to copy the tensors that are on a device; return the copies. Every call takes the same tensors."""
         on_device = {key: tensor for key, tensor in tensors.items() if tensor.device.type != "cpu"}
         if self._buffer is None:
             self._buffer = PinnedBuffer(list(on_device.values()))
@@ -134,10 +134,7 @@ class PolicyOffloader:
     """Moves a model's weights, gradients, optimizer and the communicators' buffers between device and host."""
 
     def __init__(self, policy: TrainedModel, limit_s: float, communicators: NcclMemory | None = None) -> None:
-        """Take the policy, or its critic, and how long to wait for device memory that another process is about to free.
-
-        `communicators` None: theirs cannot be moved.
-        """
+        """`limit_s`: how long to wait for device memory that another process is about to free."""
         self._policy, self._limit_s = policy, limit_s
         self._parts = {"policy_weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
         if communicators:

@@ -44,7 +44,7 @@ class BytesPerParameter:
 def bytes_per_parameter(
     dtype: str, megatron_args: Mapping[str, Any], offload: str = "step", updated_reference: bool = False
 ) -> BytesPerParameter:
-    """Return what this trainer keeps: distributed Adam, offloaded between phases; one host copy of the weights.
+    """Return the bytes of distributed Adam, offloaded between phases, with one host copy of the weights.
 
     In float32 the optimizer works on the model's own weights, and nothing is offloaded. `offload`: optimizer.offload.
     """

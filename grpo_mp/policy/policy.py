@@ -89,7 +89,7 @@ class Policy(TrainedModel):
 
     @property
     def trained_tensors(self) -> dict[str, torch.Tensor]:
-        """Return what checkpoints have of this rank: all of its tensors, or its adapters where there are any."""
+        """Return the tensors of this rank that checkpoints hold: all, or only adapters if there are any."""
         return {name: one for name, one in self.tensors.items() if not self.lora or name not in self.base_params}
 
     @property

@@ -38,7 +38,7 @@ class Reference:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Give the policy the reference's values inside."""
+        """Swap the reference's values into the policy inside."""
         self.swap()
         try:
             yield

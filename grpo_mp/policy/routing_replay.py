@@ -65,10 +65,7 @@ class RoutingReplay:
     """The replays of this rank's routers."""
 
     def __init__(self, chunks: Sequence[nn.Module], num_experts: int) -> None:
-        """Take the place of the routers' own choice wherever a micro-batch has experts to replay.
-
-        chunks: the model's, as Megatron's schedule gets them.
-        """
+        """`chunks`: the model's, as Megatron's schedule gets them."""
         self._by_chunk = {id(chunk): [_replay_in(router) for router in _routers(chunk)] for chunk in chunks}
         self._replays = sorted((replay for of in self._by_chunk.values() for replay in of), key=lambda each: each.layer)
         self._dtype = torch.uint8 if expert_id_bytes(num_experts) == 1 else torch.int16
@@ -86,10 +83,7 @@ class RoutingReplay:
             replay.recomputed.clear()
 
     def begin_forward(self, chunk: nn.Module, batch: MicroBatch) -> None:
-        """Have the routers of a chunk replay the experts of a micro-batch, in its forward and where that is recomputed.
-
-        Routers choose for themselves where the micro-batch has none.
-        """
+        """Replay the experts of a micro-batch in the chunk's routers; without any, the routers choose."""
         routed, device = batch.routed_experts, platform.device()
         rows = None if routed is None else routed.rows.to(device)
         for replay in self._by_chunk[id(chunk)]:
@@ -100,7 +94,7 @@ class RoutingReplay:
             replay.target = rows, routed.experts[:, column].to(device)
 
     def end_forward(self, chunk: nn.Module) -> None:
-        """Keep what the routers chose, between `record` and `take_recorded`."""
+        """Store the routers' choices, between `record` and `take_recorded`."""
         if self._recorded is not None:
             for replay in self._by_chunk[id(chunk)]:
                 assert replay.chosen is not None

@@ -90,7 +90,7 @@ class TrainedModel:
 
     @property
     def trained_tensors(self) -> dict[str, Tensor]:
-        """Return what checkpoints have of this rank."""
+        """Return the tensors of this rank that checkpoints hold."""
         return self.tensors
 
     def _outputs(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:

@@ -246,7 +246,7 @@ def _tensors(policy: Any) -> dict[Any, torch.Tensor]:
 def _state(policy: Any) -> dict[Any, torch.Tensor]:
     from grpo_mp.policy.checkpoint import optimizer_chunks
 
-    return {chunk.index: chunk.tensor for chunk in optimizer_chunks(policy)}
+    return {(chunk.name, chunk.offsets): chunk.tensor for chunk in optimizer_chunks(policy)}
 
 
 def pieces_of(policy: Any) -> int:
