@@ -1,4 +1,4 @@
-"""What the choice of cases promises: every two sizes meet, the README's table holds, newcomers see every measure."""
+"""What the choice of cases promises: every two sizes meet, the table of layouts holds, newcomers see every measure."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from tests.parallel.cases import CASES, COMPARED, FAMILY_LAYOUTS, KINDS, LAYOUTS, LOADING, SWEPT, USUAL, cases_with
 from tests.parallel.cover import pairwise_cover
 
-README = Path(__file__).parents[2] / "README.md"
+LAYOUTS_PAGE = Path(__file__).parents[2] / "grpo_mp" / "docs" / "scaling.md"
 Sizes = dict[str, int]
 
 
@@ -58,7 +58,7 @@ def test_a_cover_is_smaller_than_what_it_covers() -> None:
 
 def layouts_of_readme() -> list[tuple[int, Sizes]]:
     """Ranks and sizes larger than 1 of the table under `Layouts`."""
-    table = README.read_text().partition("## Layouts")[2].partition("\n## ")[0]
+    table = LAYOUTS_PAGE.read_text().partition("## Layouts")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\d) \| (.+) \|$", table, re.MULTILINE)
     sizes = re.compile(r"(tensor|pipeline|virtual|context|expert-tensor|expert|data) (\d)")
     names = ((int(ranks), name) for ranks, row in rows for name in row.split("; "))
