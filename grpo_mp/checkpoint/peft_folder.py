@@ -16,11 +16,6 @@ from grpo_mp.config.lora_section import LoraConfig
 from grpo_mp.utils.files import read_json, sync_to_disk, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-NOTE = "README.md"
-BASE_NOTE = """The projections of the base model were in blockwise FP8 while these adapters learned beside them
-(lora.base_dtype=fp8): float8_e4m3fn with a float32 factor for each block of 128 x 128, max|block| / 448, or as the base
-model has them. On a base in another precision the model is not exactly the one that was trained.
-"""
 PREFIX = "base_model.model."  # of every name
 
 
@@ -78,8 +73,6 @@ def write_peft(
     except SafetensorError as error:  # is no OSError
         raise OSError(f"{WEIGHTS}: {error}") from error
     write_json(incomplete / CONFIG, adapter_config(lora, base_of(model), own, expert_projections))
-    if lora.base_dtype:
-        (incomplete / NOTE).write_text(BASE_NOTE)
     for path in (*incomplete.iterdir(), incomplete):
         sync_to_disk(path)
     replace_folder(incomplete, folder)

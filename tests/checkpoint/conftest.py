@@ -9,7 +9,6 @@ from tools.tiny.models import make_tiny, make_tokenizer
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """DeepSeek-V3 in two layers; tests leave the folder as it is."""
     folder = tmp_path_factory.mktemp("checkpoint") / "model"
     make_tiny(folder, "deepseek_v3", make_tokenizer(["apples"]), num_hidden_layers=2, hidden_size=64)
     return folder

@@ -50,5 +50,4 @@ class Mkdir:
 
 
 def malicious_pickle(folder: Path) -> bytes:
-    """A pickle that makes `folder` where it is loaded."""
     return pickle.dumps(Mkdir(folder), protocol=2)  # as torch.save has it

@@ -86,6 +86,5 @@ def test_what_is_read_goes_through_no_more_memory_than_a_piece(
 
 
 def bytes_read() -> int:
-    """Of this process, by the kernel's count."""
     (line,) = [line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar")]
     return int(line.split()[1])

@@ -61,7 +61,6 @@ def make_fp8_model(folder: Path) -> Path:
 
 
 def aux_files(folder: Path) -> dict[str, bytes]:
-    """Files beside the weights; config.json as a conversion writes it."""
     records = (INDEX, CONVERSION_RECORD)
     files = (file for file in folder.iterdir() if file.suffix != ".safetensors" and file.name not in records)
     config = add_transformers_4_names(json.loads((folder / "config.json").read_text()))
@@ -194,7 +193,6 @@ def test_layers_that_the_config_does_not_count_are_refused(family: str, tmp_path
 
 
 def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Replace tensors of a folder; None removes one."""
     tensors = load_file(folder / "model.safetensors") | changes
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
 

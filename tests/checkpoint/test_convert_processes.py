@@ -26,7 +26,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders `to-megatron` and `to-hf` of one process that nothing disturbed."""
     folder = tmp_path_factory.mktemp("undisturbed")
     with without_crc32():
         to_megatron(model, folder / "to-megatron", no_progress, PART_BYTES)
@@ -36,7 +35,6 @@ def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def without_crc32() -> Iterator[None]:
-    """As the tool writes."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:

@@ -17,7 +17,6 @@ from tests.policy.by_megatron import save_by_megatron
 
 @pytest.fixture(scope="module")
 def checkpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As Megatron writes it."""
     folder = tmp_path_factory.mktemp("metadata") / "policy"
     folder.mkdir()
     with policy_of(model, "float32") as policy:
@@ -57,7 +56,6 @@ def test_every_dtype_is_known(tmp_path: Path) -> None:
 
 
 def save_and_read_dtypes(dtypes: list[torch.dtype], folder: Path) -> list[torch.dtype]:
-    """Save tensors of these dtypes with torch; returns the dtypes that are read."""
     import torch.distributed.checkpoint as dcp
 
     dcp.save({str(dtype): torch.zeros(2, dtype=dtype) for dtype in dtypes}, checkpoint_id=folder, no_dist=True)

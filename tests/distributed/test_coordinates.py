@@ -14,7 +14,6 @@ WORLD_SIZES = (1, 2, 4, 6, 8, 12)
 
 
 def layouts(world_size: int) -> Iterator[LayoutConfig]:
-    """Yield all layouts whose dense and expert sizes divide the ranks."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     for tensor, context, pipeline, expert, expert_tensor in product(sizes, repeat=5):
         if world_size % (tensor * context * pipeline) == 0 == world_size % (expert_tensor * expert * pipeline):
@@ -60,7 +59,6 @@ def rank_generators(layout: LayoutConfig, world_size: int) -> tuple[RankGenerato
 
 
 def group_ranks(generator: RankGenerator, token: str) -> dict[int, int]:
-    """Return rank -> rank within its group."""
     return {rank: group_rank for group in generator.get_ranks(token) for group_rank, rank in enumerate(group)}
 
 

@@ -13,7 +13,6 @@ from grpo_mp.distributed.process_groups import make_groups
 
 @pytest.fixture
 def single_rank_job(tmp_path: Path) -> Iterator[None]:
-    """A job of this process alone."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -21,7 +21,6 @@ ports.claim_ports()
 
 
 def single_free_port(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Let there be a single port to choose from: one that is free now."""
     port = free_port()
     monkeypatch.setattr(ports, "FIRST_PORT", port)
     monkeypatch.setattr(ports, "_last_port", lambda: port)

@@ -59,7 +59,6 @@ def start(environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
 
 
 def network() -> tuple[str, str]:
-    """Name and address of this machine's first network."""
     for name, addresses in psutil.net_if_addrs().items():
         for one in addresses:
             if one.family == socket.AF_INET and not one.address.startswith("127."):

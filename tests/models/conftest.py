@@ -34,7 +34,6 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def make_hf() -> MakeHf:
-    """Makes a config of a family, with any changes to its keys."""
 
     def make(family: str, **changes: Any) -> HfConfig:
         values = {"model_type": family} | TINY_CONFIGS[family] | PUBLISHED_KEYS.get(family, {}) | WIDTHS | SMALL[family]

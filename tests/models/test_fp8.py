@@ -23,7 +23,6 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def draw_values(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Values of a trained tensor's size, with negative zeros."""
     random = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=random) * 0.02
     values[torch.rand(shape, generator=random) < 0.05] = -0.0
@@ -31,7 +30,6 @@ def draw_values(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Te
 
 
 def draw_bytes(shape: tuple[int, int], seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Any bytes but NaN, any factors: no block need reach 448."""
     random = torch.Generator().manual_seed(seed)
     weight = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
     weight[(weight & 0x7F) == 0x7F] = 0x80

@@ -42,13 +42,11 @@ def saved_by_transformers_5(values: dict[str, Any], folder: Path) -> HfConfig:
 
 
 def as_seen_by_transformers_4(values: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the names that it does not know; Mixtral's are the same in both."""
     known = {"num_local_experts"} if values["model_type"] == "mixtral" else set[str]()
     return {name: value for name, value in values.items() if name not in NEWER or name in known}
 
 
 def family_settings(hf: HfConfig) -> tuple[Any, ...]:
-    """Everything that a family makes of a config."""
     family = family_of(hf)
     config = family.config(hf)
     rotary = {} if config.get("multi_latent_attention") else family.rotary(hf)
@@ -71,7 +69,6 @@ def test_published_configs_mean_the_same_after_transformers_5_saved_them(name: s
 
 
 def family_values(family: str) -> dict[str, Any]:
-    """A config of the tiny shape, with rotary settings that are no default."""
     rope = {"rope_theta": THETA, "rope_type": "default"} | ROPES.get(family, {})
     shape = {name: value for name, value in TINY_CONFIGS[family].items() if name not in ("rope_theta", "rope_scaling")}
     return shape | {"rope_parameters": rope, "vocab_size": 128, "model_type": TRANSFORMERS_NAMES.get(family, family)}

@@ -10,7 +10,6 @@ from tests.models.conftest import MakeHf
 
 
 def numbered_tensors(param: Param) -> list[Tensor]:
-    """Hugging Face tensors whose elements are all different numbers."""
     sizes = [torch.Size(shape).numel() for shape in param.shapes]
     flat = torch.arange(1, sum(sizes) + 1).split(sizes)
     return [values.view(shape) for values, shape in zip(flat, param.shapes, strict=True)]

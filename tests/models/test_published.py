@@ -23,7 +23,6 @@ def params_of(values: dict[str, Any]) -> list[Param]:
 
 
 def count_in_transformers(values: dict[str, Any]) -> int:
-    """Count the elements of parameters and saved buffers."""
     model_type = TRANSFORMERS_NAMES.get(values["model_type"], values["model_type"])
     rest = {key: value for key, value in values.items() if key != "model_type"}
     with torch.device("meta"):

@@ -47,7 +47,6 @@ class Engine:
             torch.testing.assert_close(output, expected, **TOLERANCE)
 
     def prefill(self, running: RunningSequences, row: int, length: int) -> None:
-        """Start a new sequence in `row`, with new slots."""
         self.table[row] = self.table[row][torch.randperm(LONGEST)]
         for keys in self.keys:
             keys[self.table[row, :length].long()] = torch.randn(length, *keys.shape[1:])

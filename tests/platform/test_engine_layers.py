@@ -111,7 +111,6 @@ def make_embedding(size: int, **changes: Any) -> SimpleNamespace:
 
 
 def rotate(heads: Tensor, positions: Tensor, size: int) -> Tensor:
-    """Rotate heads as complex numbers, whose real and imaginary parts are the halves of a head."""
     first, second = heads.double().chunk(2, -1)
     angles = positions[:, None, None] * 100.0 ** -(torch.arange(size // 2, dtype=torch.float64) * 2 / size)
     result = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)

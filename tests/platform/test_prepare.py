@@ -54,7 +54,6 @@ def test_code_is_cached_and_a_truncated_file_replaced(tmp_path, monkeypatch):
 
 @pytest.fixture
 def finders(monkeypatch):
-    """Remove the hook from sys.meta_path, as in a new process."""
     path = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     monkeypatch.setattr(sys, "meta_path", path)
     return path

@@ -108,7 +108,6 @@ def test_grouped_linear_and_zero_gradient_of_idle_experts(splits):
 
 @pytest.fixture(scope="module")
 def single_rank():
-    """Create Megatron's process groups for a job of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)

@@ -72,7 +72,6 @@ class MetaBuffer:
 
 
 def _cuda_type(tensor: torch.Tensor, *args: Any) -> Any:
-    """Return type names without `meta`: Megatron compares them."""
     result = super(torch.Tensor, tensor).type(*args)
     return result.replace("torch.meta.", "torch.") if isinstance(result, str) else result
 
@@ -155,13 +154,11 @@ def _optimizer_tensors(parts: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> float:
-    """Return the bytes of all distinct storages."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return float(sum({storage._cdata: storage.nbytes() for storage in storages}.values()))
 
 
 def _allocated(run: Any) -> int:
-    """Return the bytes of all new storages that `run` allocates."""
     with _AllocationCounter() as counter:
         run()
     return counter.nbytes

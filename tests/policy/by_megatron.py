@@ -29,16 +29,13 @@ def load_by_megatron(policy: Policy, folder: Path) -> None:
 
 
 def save_by_megatron(policy: Policy, folder: Path) -> None:
-    """Save the weights of one rank by Megatron."""
     dist_checkpointing.save({"model": policy.models()[0].sharded_state_dict(metadata=dict(METADATA))}, str(folder))
 
 
 def copies(policy: Policy) -> dict[str, torch.Tensor]:
-    """Return copies of this rank's weights by name."""
     return {name: tensor.detach().clone() for name, tensor in policy.tensors.items()}
 
 
 def unequal(policy: Policy, expected: dict[str, torch.Tensor]) -> list[str]:
-    """Return the names of weights that differ."""
     assert policy.tensors.keys() == expected.keys()
     return [name for name, tensor in policy.tensors.items() if not torch.equal(tensor, expected[name])]

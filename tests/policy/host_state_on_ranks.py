@@ -21,7 +21,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from grpo_mp.platform import fake_cuda
-from tests.policy.late_streams import LateStreams
 from tests.policy.te_kernels import install_update_kernels
 from tests.policy.te_stub import install_te_stub
 
@@ -50,7 +49,6 @@ def main() -> None:
     parallel = start_parallel(LayoutConfig(expert=2), 0, 60.0)
     trial = Trial(model, parallel, out)
     result = {name: trial.compare(name, arguments) for name, arguments in CASES.items()}
-    result["any order of streams"] = {str(seed): trial.compare_late(compiled, seed) for seed in range(5)}
     for expert in (1, 2):
         folder = out / f"for expert={expert}"
         saved = trial.save_updated(folder)
@@ -104,22 +102,6 @@ class Trial:
         result["updated again"] = {name: unequal(policy, expected) for name, policy in policies.items()}
         result["steps"] = sorted({step for policy in policies.values() for step in steps_of(policy)})
         return result
-
-    def compare_late(self, compiled: Any, seed: int) -> list[str]:
-        """Update where copies and kernels run in any order that the streams' events allow."""
-        from grpo_mp.policy import adam_state
-
-        expected = self.policy(CASES["remainders"], "step")
-        late = LateStreams(seed)
-        with pytest.MonkeyPatch.context() as patch:
-            kernel = compiled.multi_tensor_adam_param_remainder
-            patch.setattr(compiled, "multi_tensor_adam_param_remainder", late.queued(kernel))
-            patch.setattr(adam_state, "fake_cuda", late)
-            policy = self.policy(CASES["remainders"], "host", 2**16)
-            for number in range(2):
-                update(expected, number)
-                update(policy, number)
-        return unequal(policy, expected)
 
     def save_updated(self, folder: Path) -> Mapping[str, torch.Tensor]:
         """Save a policy of main weights in 16-bit remainders after an update; return all that it has, of all ranks."""
@@ -192,12 +174,10 @@ def joined(chunks: list[Any], parallel: Any) -> dict[str, torch.Tensor]:
 
 
 def place_of(chunk: Any) -> tuple[slice, ...]:
-    """Return where a chunk is in its tensor."""
     return tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.tensor.shape, strict=True))
 
 
 def stored_bytes(folder: Path, model: Path) -> tuple[float, float]:
-    """Return the bytes of a checkpoint's files per parameter of the model: of tensors, and of all else."""
     parameters = sum(tensor.numel() for part in model.glob("*.safetensors") for tensor in load_file(part).values())
     total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     data = sum(file.stat().st_size for file in folder.rglob("*.bin"))
@@ -219,7 +199,6 @@ def as_on_a_device() -> Iterator[None]:
 
 
 def update(policy: Any, number: int) -> None:
-    """Update with a gradient that follows from the number."""
     generator = torch.Generator().manual_seed(number)
     for param in policy.chunks[0].parameters():
         param.main_grad.copy_(torch.randn(param.shape, generator=generator) * (number + 1))
@@ -250,12 +229,10 @@ def _state(policy: Any) -> dict[Any, torch.Tensor]:
 
 
 def pieces_of(policy: Any) -> int:
-    """Return the number of pieces of all optimizers of a policy."""
     return sum(len(part.optimizer.step.__self__._pieces) for part in policy.optimizer.chained_optimizers)
 
 
 def state_bytes(policy: Any) -> float:
-    """Return the bytes of state for each parameter, for all optimizers of a policy."""
     groups = [(part.optimizer, group) for part in policy.optimizer.chained_optimizers for group in part.param_groups]
     params = [(adam, param) for adam, group in groups for param in group["params"]]
     size = sum(tensor.nbytes for adam, param in params for tensor in adam.state[param].values())
@@ -263,7 +240,6 @@ def state_bytes(policy: Any) -> float:
 
 
 def steps_of(policy: Any) -> set[int]:
-    """Return the counts of steps of all param groups."""
     return {group["step"] for part in policy.optimizer.chained_optimizers for group in part.optimizer.param_groups}
 
 

@@ -11,7 +11,6 @@ Lists = Sequence[Sequence[Tensor]]
 
 
 def install_update_kernels(compiled: ModuleType) -> None:
-    """Replace the kernels of a stub of TransformerEngine's compiled module."""
     compiled.multi_tensor_adam = adam  # type: ignore[attr-defined]
     compiled.multi_tensor_adam_param_remainder = adam_param_remainder  # type: ignore[attr-defined]
     compiled.multi_tensor_l2norm = l2norm  # type: ignore[attr-defined]
@@ -20,19 +19,16 @@ def install_update_kernels(compiled: ModuleType) -> None:
 
 
 def l2norm(chunk_size: int, noop: Tensor, lists: Lists, per_tensor: bool) -> tuple[Tensor, None]:
-    """Return the norm of all tensors together."""
     assert not per_tensor
     return torch.stack([tensor.float().norm() for tensor in lists[0]]).norm()[None], None
 
 
 def scale(chunk_size: int, noop: Tensor, lists: Lists, factor: float | Tensor) -> None:
-    """Multiply the first tensors into the second ones."""
     for source, target in zip(*lists, strict=True):
         target.copy_(source.float() * factor)
 
 
 def adam(chunk_size: int, noop: Tensor, lists: Lists, *arguments: Any) -> None:
-    """Update weights and, where they are given as a fifth list, main weights."""
     for gradient, param, *state in zip(*lists, strict=True):
         main_weight = state[2] if len(state) == 3 else param
         main_weight.copy_(_updated(gradient, main_weight.float(), *state[:2], *arguments))

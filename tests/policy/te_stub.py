@@ -89,7 +89,6 @@ def te_wheel() -> Path:
 
 
 def last_json_line(process: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """Return the JSON object that a program printed last; fail with its stderr if it failed."""
     assert process.returncode == 0, process.stderr[-3000:]
     result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return result

@@ -20,7 +20,6 @@ IN_FP8 = f"{RECIPES[0]}@fp8"
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, list[dict[str, Any]]]:
-    """Return the results of one rank of each stage of each recipe."""
     command = [sys.executable, "-m", "tests.policy.build_on_meta", str(te_wheel()), *RECIPES, IN_FP8]
     return last_json_line(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500))
 

@@ -13,7 +13,6 @@ TOKENS, EXPERTS, GROUPS, GROUP_TOPK, TOPK = 200, 40, 8, 3, 6  # as in DeepSeek-V
 
 
 def routed(best: int, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scores and experts, sorted by expert."""
     values, experts = GroupLimitedTopk(best).get_replay_topk(scores, TOPK, GROUPS, GROUP_TOPK, group_limited_topk)
     order = experts.argsort(1)
     return values.gather(1, order), experts.gather(1, order)

@@ -36,7 +36,6 @@ TARGETS = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense layer, and layers with routed and shared experts."""
     folder = tmp_path_factory.mktemp("model") / "deepseek_v3"
     make_tiny(folder, "deepseek_v3", make_tokenizer(["apples"]), initializer_range=0.1)
     return folder
@@ -59,7 +58,6 @@ def export(settings: Any, parallel: Parallel, folder: Path) -> tuple[Path, Path]
 
 
 def check_logits(by_peft: torch.nn.Module, merged: Path, base: Path) -> None:
-    """They are those of the merged weights, which are not those of the base."""
     own, before = (peft_model.logits(peft_model.load(folder), SEQUENCE) for folder in (merged, base))
     scale = float(before.abs().max())
     assert (own - before).abs().max() > 1e-3 * scale

@@ -21,7 +21,6 @@ from grpo_mp.policy.offload import frozen_weights
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.shared_prompt_attention import packed_sequences
 from grpo_mp.policy.weights import _stored_fp8
-from grpo_mp.trainer.save import export_adapters
 from grpo_mp.utils.errors import UserError
 from tests.parallel.lora import rounded
 from tests.planner.jobs import BASE
@@ -42,7 +41,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fp8_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose factors are not those of the formula: its bits could not be found again from values."""
 
     def stretched() -> Any:
         for name, tensor in fp8_tensors(model, None):
@@ -93,7 +91,6 @@ def test_parts_take_bits_over_where_their_blocks_are_whole(parts: int, fp8_model
 
 
 def values(param: Param, reader: HfReader, parts: int, part: int) -> Tensor:
-    """Those of a part: its rows or columns of each tensor, one after the other."""
     assert param.tp_dim is not None
     assert param.fuse in ("none", "gate_up")
     return torch.cat([reader.read(name).chunk(parts, param.tp_dim)[part] for name in param.hf])
@@ -160,7 +157,7 @@ def test_no_value_of_a_weight_is_kept_for_the_backward_pass(
     assert frozen[0] - frozen[1] == 3 * elements - 4 * factors
 
 
-def test_a_resume_beside_other_weights_is_refused_and_a_folder_says_what_they_were(
+def test_a_resume_beside_weights_of_another_precision_is_refused(
     model: Path, parallel: Parallel, tmp_path: Path
 ) -> None:
     (tmp_path / "saved").mkdir()
@@ -169,5 +166,3 @@ def test_a_resume_beside_other_weights_is_refused_and_a_folder_says_what_they_we
     load_policy(policy_of(model, parallel, base_dtype="fp8"), tmp_path / "saved")
     with pytest.raises(UserError, match=r"adapters are of rank 2 .* beside weights in fp8, those of model\.lora of"):
         load_policy(policy_of(model, parallel), tmp_path / "saved")
-    export_adapters(policy, tmp_path / "adapter", model, None)
-    assert "blockwise FP8" in (tmp_path / "adapter" / "README.md").read_text()

@@ -84,9 +84,3 @@ def test_remainders_of_one_layout_are_loaded_in_another_bit_for_bit(expert: int,
         assert [kind for kind in result["kinds"] if not kind.startswith("weight")] == kinds
         assert "weight torch.bfloat16" in result["kinds"]
         assert result["experts"] > 0
-
-
-@pytest.mark.slow
-def test_copies_wait_for_what_they_need(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert not any(rank["any order of streams"].values())

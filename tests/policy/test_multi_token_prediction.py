@@ -23,7 +23,6 @@ from tools.tiny.models import make_tiny, make_tokenizer
 
 
 def batch_of(sampled: torch.Tensor, p: torch.Tensor) -> MicroBatch:
-    """One sequence per token drawn from p: a prompt of one token, some first token, and the drawn one."""
     samples = [
         Sample(i, 0, (1,), (2, int(token)), (-0.5, float(p[token].log())), (0, 0), truncated=False)
         for i, token in enumerate(sampled)

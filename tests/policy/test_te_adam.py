@@ -18,7 +18,6 @@ STATE_DTYPES = {
 
 @pytest.fixture(scope="module")
 def round_trips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the results of saving and loading every case."""
     folder = tmp_path_factory.mktemp("round_trip")
     command = [sys.executable, "-m", "tests.policy.te_round_trip", str(te_wheel()), str(folder)]
     return last_json_line(subprocess.run(command, capture_output=True, text=True, timeout=300))

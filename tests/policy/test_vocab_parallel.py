@@ -39,7 +39,6 @@ def random_case(tokens: int, hidden: int, vocabulary: int, padding: int, seed: i
 def chunked(
     case: Case, vocabulary: int, temperature: float, chunk: int, others: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output, gradient of hidden, gradient of weight."""
     hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
     shard = VocabularyShard(0, vocabulary, None)
     out = token_logprobs(hidden, weight, case.targets, shard, temperature, chunk, others)
@@ -47,7 +46,6 @@ def chunked(
 
 
 def reference(case: Case, vocabulary: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same in float64, without chunks."""
     hidden, weight = case.hidden.double().requires_grad_(), case.weight.double().requires_grad_()
     distribution = torch.distributions.Categorical(logits=hidden @ weight[:vocabulary].t() / temperature)
     out = torch.stack([distribution.log_prob(case.targets), distribution.entropy()])
@@ -100,7 +98,6 @@ def test_padding_columns_have_no_effect_and_no_gradient() -> None:
 
 
 def peaked_case(top: float, vocabulary: int = 256, tokens: int = 64) -> Case:
-    """bfloat16 operands; the largest logit of each row is about `top`, the target has the second largest."""
     case = random_case(tokens, 64, vocabulary, 0)
     largest = (case.hidden @ case.weight.t()).amax(1, keepdim=True)
     hidden, weight = (case.hidden * top / largest).bfloat16(), case.weight.bfloat16()
