@@ -16,7 +16,6 @@ import torch
 
 from grpo_mp.platform import engine_layers
 from grpo_mp.platform.engine_attention import paged_attention
-from grpo_mp.platform.engine_decode import RunningSequences
 from grpo_mp.platform.engine_invariance import enable_batch_invariance
 from grpo_mp.utils.files import ENGINE_SCRATCH
 from grpo_mp.utils.processes import write_stacks_on_signal
@@ -115,15 +114,6 @@ def _get_rope_cpu(original: Callable[..., Any], *args: Any) -> Any:
     return get_rope(*args[:8])
 
 
-def _begin_step(result: None, backend: Any, batch: Any) -> None:
-    backend.running = getattr(backend, "running", None) or RunningSequences()
-    if not batch.forward_mode.is_decode():
-        backend.running.clear()
-        return
-    req_to_token = backend.req_to_token_pool.req_to_token
-    backend.running.step(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), req_to_token)
-
-
 def _extend(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace SGLang's prefill. `slots` [R, L] is indexed by `rows`; the unnamed argument is prefix lengths."""
     query, output, keys, values, slots, rows, lengths, _, new_lengths, encoder_lengths = args
@@ -139,12 +129,9 @@ def _decode(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: An
     query, output, keys, values, slots, rows, lengths, encoder_lengths = args
     if not _is_self_attention(encoder_lengths, kwargs):
         return original(backend, *args, **kwargs)
-    if _is_deterministic():  # as in prefill: a token's bits do not say which of both computed it
-        new_lengths = [1] * len(rows)
-        return output.copy_(
-            paged_attention(query, keys, values, slots[rows], lengths.tolist(), new_lengths, kwargs["scaling"])
-        )
-    return output.copy_(backend.running.attend(query, keys, values, kwargs["scaling"]))
+    return output.copy_(
+        paged_attention(query, keys, values, slots[rows], lengths.tolist(), [1] * len(rows), kwargs["scaling"])
+    )
 
 
 def _is_self_attention(encoder_lengths: Any, kwargs: dict[str, Any]) -> bool:
@@ -172,7 +159,6 @@ CPU_HOOKS: list[tuple[str, str, Callable[..., Any]]] = [
     ("layers.sampler.murmur_hash32", "around", _murmur_hash32),
     ("model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode", "around", _enable_batch_invariance),
     ("layers.rotary_embedding.factory.get_rope_cpu", "around", _get_rope_cpu),
-    (f"{ATTENTION}.init_forward_metadata", "after", _begin_step),
     (f"{ATTENTION}._run_sdpa_forward_extend", "around", _extend),
     (f"{ATTENTION}._run_sdpa_forward_decode", "around", _decode),
     ("layers.layernorm.RMSNorm.forward_native", "around", engine_layers.rms_norm_forward),

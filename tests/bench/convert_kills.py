@@ -20,7 +20,7 @@ from pathlib import Path
 from tools.tiny.models import make_tiny, make_tokenizer
 
 ROOT = Path(__file__).parents[2]
-TOOL = [str(ROOT / "tools" / "convert.py")]
+TOOL = ["-m", "grpo_mp", "convert"]
 PART_BYTES = 100_000
 LIMIT_S = 120.0
 
