@@ -4,7 +4,6 @@ The functions import Megatron lazily: when they run, it has loaded what they nee
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from grpo_mp.platform.adam import FusedAdam
 from grpo_mp.platform.import_hook import Patch
-from grpo_mp.platform.rotary import apply_rotary
 
 
 def _disable_jit(jit: Any) -> None:
@@ -70,11 +68,6 @@ def _router_matmul(moe_utils: Any) -> None:
     moe_utils.te_general_gemm = None
 
 
-def _rotary(rope_utils: Any) -> None:
-    # Megatron's own does six operations that each copy: a tenth of a small model's training time.
-    rope_utils._apply_rotary_pos_emb_bshd = partial(apply_rotary, rope_utils._apply_rotary_pos_emb_bshd)
-
-
 def _fused_adam(optimizer: Any) -> None:
     # With torch's AdamW the distributed optimizer cannot load a fully reshardable checkpoint; apex's Adam, too, has one
     # step per param group.
@@ -105,7 +98,6 @@ AFTER_IMPORT: Mapping[str, Patch] = {
     "megatron.core.tensor_parallel.mappings": _uneven_gather,
     "megatron.core.extensions.transformer_engine": _te_modules,
     "megatron.core.extensions.transformer_engine_spec_provider": _spec_provider,
-    "megatron.core.models.common.embeddings.rope_utils": _rotary,
     "megatron.core.models.gpt.gpt_layer_specs": _layer_specs,
     "megatron.core.transformer.transformer_block": _te_names,
     "megatron.core.transformer.multi_latent_attention": _te_names,
