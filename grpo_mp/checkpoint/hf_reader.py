@@ -1,7 +1,7 @@
 """The safetensors files of a Hugging Face folder: read any slice."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -31,7 +31,6 @@ class WeightsReader(Protocol):
     folder: Path
     names: frozenset[str]  # tensors of the model
     stored_names: frozenset[str]  # and those beside them
-    absent: Mapping[str, str]  # tensors that the index lists and no file has: the file that should
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype."""
@@ -63,12 +62,10 @@ class HfReader:
         if not (files or has_hf_weights(folder)):
             raise UserError(f"{folder} contains neither {SINGLE_FILE} nor {INDEX}")
         index = folder / INDEX
-        weight_map = _read_index(index) if index.is_file() else {}
-        shards = sorted(set(weight_map.values())) if index.is_file() else [SINGLE_FILE]
+        shards = sorted(set(_read_index(index).values())) if index.is_file() else [SINGLE_FILE]
         self.files = tuple(files) or tuple(folder / shard for shard in shards)
         self._handles = {file: _open(file) for file in self.files}
         self._file_of = {name: file for file, handle in self._handles.items() for name in handle.keys()}  # noqa: SIM118
-        self.absent: Mapping[str, str] = {name: file for name, file in weight_map.items() if name not in self._file_of}
         self.stored_names = frozenset(self._file_of)
         self.names = self.stored_names - {name + SCALE for name in self.stored_names}
         self.has_fp8 = len(self.names) < len(self.stored_names)
@@ -143,9 +140,6 @@ def check_tensors(reader: WeightsReader, params: Iterable[Param]) -> None:
     """Raise UserError where a tensor of the model is missing or has another shape than the config says."""
     shapes = {name: shape for param in params for name, shape in zip(param.hf, param.shapes, strict=True)}
     missing = shapes.keys() - reader.names
-    if listed := sorted(missing & reader.absent.keys()):
-        index, file = reader.folder / INDEX, reader.absent[listed[0]]
-        raise UserError(f"{index} names {listed[0]}, but {file} lacks it: copy both again")
     if missing:
         raise UserError(
             f"{reader.folder}: {len(missing)} tensors are missing, the first is {min(missing)}: copy the folder again"

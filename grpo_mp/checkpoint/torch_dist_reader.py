@@ -2,7 +2,6 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -149,7 +148,6 @@ class ConvertedReader:
     def __init__(self, folder: Path, family: str | None = None) -> None:
         """Open a folder; refuse one with missing files, or with a config.json of another model."""
         self.folder = folder
-        self.absent: Mapping[str, str] = {}
         self._model, self._reader = ModelMapping.of(folder, family), TorchDistReader(folder)
         self._reader.check_layers(self._model.hf.int("num_hidden_layers"))
         extra = open_non_policy_tensors(folder)

@@ -51,7 +51,7 @@ def check_parameter_counts(job: PlannedJob) -> None:
 def megatron_weight_bytes(settings: TrainerSettings, hf: HfConfig, world_size: int) -> tuple[int, ...]:
     """Return the bytes of weights, and of factors of those in FP8, on one rank of each pipeline stage."""
     prepare()
-    from grpo_mp.policy.fp8_base import with_scales
+    from grpo_mp.policy.fp8 import with_scales
 
     per_stage, sizes = world_size // settings.layout.pipeline, []
     for stage in range(settings.layout.pipeline):
@@ -93,7 +93,7 @@ def built_on_meta(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from grpo_mp.distributed.process_groups import megatron_sizes
-    from grpo_mp.policy.fp8_base import hold_in_fp8
+    from grpo_mp.policy.fp8 import hold_in_fp8
     from grpo_mp.policy.lora import add_adapters
     from grpo_mp.policy.megatron_config import transformer_config
     from grpo_mp.policy.model import PolicyModel, ValueModel, build_chunks

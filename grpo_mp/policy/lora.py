@@ -26,7 +26,7 @@ from grpo_mp.distributed.shards import tensor_part, tp_size
 from grpo_mp.models.lora import A, Adapter, B, adapters_of
 from grpo_mp.models.mapping import Param, fuse, shard_range
 from grpo_mp.platform.te_layers import grouped_matmul
-from grpo_mp.policy.fp8_base import values_of
+from grpo_mp.policy.fp8 import values_of
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.policy.weights import full_name
 

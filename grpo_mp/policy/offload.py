@@ -9,7 +9,7 @@ import torch
 from grpo_mp import platform
 from grpo_mp.distributed.nccl_memory import NcclMemory
 from grpo_mp.platform.pinned import PinnedBuffer
-from grpo_mp.policy.fp8_base import with_scales
+from grpo_mp.policy.fp8 import with_scales
 from grpo_mp.policy.trained_model import TrainedModel
 from grpo_mp.utils.errors import PhaseTimeout
 

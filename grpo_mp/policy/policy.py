@@ -23,8 +23,7 @@ from grpo_mp.models.lora import adapter_params, check_adapters
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, is_of_mtp
 from grpo_mp.policy.expert_load import ExpertLoad
 from grpo_mp.policy.forward import LossFunction
-from grpo_mp.policy.fp8 import check_fp8
-from grpo_mp.policy.fp8_base import hold_in_fp8
+from grpo_mp.policy.fp8 import check_fp8, hold_in_fp8
 from grpo_mp.policy.lora import MergedWeights, add_adapters, initialize
 from grpo_mp.policy.megatron_args import check_overrides
 from grpo_mp.policy.megatron_config import transformer_config

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_mp import platform
 from grpo_mp.distributed.process_groups import all_gather, replica_groups
-from grpo_mp.policy.fp8_base import with_scales
+from grpo_mp.policy.fp8 import with_scales
 from grpo_mp.policy.trained_model import TrainedModel
 from grpo_mp.utils.errors import ReplicaDriftError
 from grpo_mp.weight_sync.changes import CHUNK_WORDS, fingerprint, random_factors

@@ -5,7 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from grpo_mp.platform.adam import FusedAdam
+from grpo_mp.platform.megatron_patches import FusedAdam
 
 HYPER = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 

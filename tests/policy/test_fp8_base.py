@@ -15,7 +15,7 @@ from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.doctor.weights import fp8_tensors, write_folder
 from grpo_mp.models.fp8 import dequantize, dequantize_at_once, quantize
 from grpo_mp.models.mapping import Param
-from grpo_mp.policy import fp8_base
+from grpo_mp.policy import fp8 as fp8_base
 from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.offload import frozen_weights
 from grpo_mp.policy.policy import Policy
