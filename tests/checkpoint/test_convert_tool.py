@@ -61,15 +61,6 @@ def test_a_step_of_a_run_gets_its_config_from_the_runs_model(run_tool: RunTool, 
     assert "settings.yaml, gone, is not here: name the model's folder with --like" in text
 
 
-def test_check_reports_fp8_as_different(run_tool: RunTool, model: Path, tmp_path: Path) -> None:
-    assert run_tool("to-megatron", model, tmp_path / "megatron")[0] == 0
-    assert run_tool("to-hf", tmp_path / "megatron", tmp_path / "fp8", "--fp8")[0] == 0
-    status, text = run_tool("check", model, tmp_path / "fp8", "--tolerance", "0.1")
-    assert status == 1
-    assert "down_proj.weight: dtype torch.float32 and torch.float8_e4m3fn" in text
-    assert re.search(r"format +Hugging Face, blockwise FP8", run_tool("info", tmp_path / "fp8")[1])
-
-
 def test_a_user_error_is_one_sentence(run_tool: RunTool, model: Path, tmp_path: Path) -> None:
     status, text = run_tool("to-hf", model, tmp_path / "back")
     assert status == 2

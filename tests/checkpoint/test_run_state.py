@@ -70,22 +70,6 @@ def test_a_checkpoint_counts_once_it_has_a_manifest(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 12)
 
 
-def test_a_killed_write_leaves_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(tmp_path, 3, complete=False)
-
-    def killed(descriptor: int) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", killed)
-        with pytest.raises(KeyboardInterrupt):
-            write_manifest(folder, make_state(3))
-    assert latest_checkpoint(tmp_path) is None
-    write_manifest(folder, make_state(3))
-    assert read_manifest(folder) == make_state(3)
-    assert sorted(path.name for path in folder.iterdir()) == [MANIFEST, "policy"]
-
-
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_a_file_that_is_cut_or_gone_is_named(damage: str, tmp_path: Path) -> None:
     folder = save(tmp_path, 6)

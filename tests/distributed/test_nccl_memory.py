@@ -96,14 +96,6 @@ def move(layout: LayoutConfig, world_size: int, rank: int) -> None:
             memory.move(onload)
 
 
-def test_used_groups_are_suspended_once_and_resumed(calls: list[tuple[str, str]]) -> None:
-    move(LayoutConfig(tensor=2, expert=2), 4, rank=0)
-    suspended = [name for what, name in calls if what == "suspend"]
-    assert len(suspended) == len(set(suspended)) > 5
-    assert calls == [("suspend", name) for name in suspended] + [("resume", name) for name in suspended]
-    assert not any("DATA" in name for name in suspended)
-
-
 def test_ranks_that_share_groups_suspend_them_in_the_same_order(calls: list[tuple[str, str]]) -> None:
     orders = []
     for rank in range(16):

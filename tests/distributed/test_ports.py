@@ -51,12 +51,6 @@ def test_a_claimed_port_is_not_chosen_again_until_released(monkeypatch: pytest.M
     claim_ports().release()
 
 
-def test_a_port_in_use_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = single_free_port(monkeypatch)
-    with socket.create_server(("127.0.0.1", port)), pytest.raises(UserError, match="no free port"):
-        claim_ports()
-
-
 def test_another_process_sees_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     port = single_free_port(monkeypatch)
     command = [sys.executable, "-c", CLAIM, str(port)]

@@ -91,13 +91,6 @@ def test_qkv_rows_are_ordered_by_query_group_as_megatron_splits_them(make_hf: Ma
         assert torch.equal(v, value[group * head_dim : (group + 1) * head_dim])
 
 
-def test_gate_comes_before_up(make_hf: MakeHf) -> None:
-    param = FAMILIES["qwen3"].params(make_hf("qwen3"))["decoder.layers.0.mlp.linear_fc1.weight"]
-    gate, up = numbered_tensors(param)
-    assert torch.equal(fuse(param, [gate, up]), torch.cat([gate, up]))
-    assert [name.rpartition("mlp.")[2] for name in param.hf] == ["gate_proj.weight", "up_proj.weight"]
-
-
 def test_expand_fills_in_layers_and_experts() -> None:
     rules = [
         Rule("a.{layer}.w{expert}", ("x.{layer}.{expert}",), ((2, 3),), layers=(1, 4), experts=2),

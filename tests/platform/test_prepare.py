@@ -68,24 +68,6 @@ def test_prepare_installs_no_hook_on_cuda(finders, monkeypatch):
     assert platform.megatron_fields(interleaved=True, model={}) == {"apply_rope_fusion": True}
 
 
-def test_prepare_turns_off_rounding_of_pinned_memory_on_cuda(finders, monkeypatch):
-    settings = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    prepare()
-    assert settings == ["max_split_size_mb:64,pinned_max_cached_size_mb:1"]
-    assert platform.allocator_settings({}) == "pinned_max_cached_size_mb:1"
-    environment = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:512", "PYTORCH_CUDA_ALLOC_CONF": "a:1"}
-    assert platform.allocator_settings(environment) == "pinned_max_cached_size_mb:512"
-
-
-def test_prepare_after_megatron_is_an_error(finders, monkeypatch):
-    monkeypatch.setitem(sys.modules, "megatron.core", types.ModuleType("megatron.core"))
-    with pytest.raises(RuntimeError, match=r"before grpo_mp\.platform\.prepare"):
-        prepare()
-
-
 def test_prepare_twice_installs_one_hook(finders, monkeypatch):
     for name in [n for n in sys.modules if n.startswith("megatron.")]:
         monkeypatch.delitem(sys.modules, name)
