@@ -61,10 +61,7 @@ WrittenChunks = dict[str, StoredTensor]  # by name
 
 
 class ChunkWriter:
-    """Writes one rank's chunks, except replicas, a piece at a time.
-
-    To `write` in a background thread, call `share_buffer` in the main thread first.
-    """
+    """Writes one rank's chunks, except replicas. To `write` in a background thread, call `share_buffer` first."""
 
     def __init__(self, folder: Path, rank: int, chunks: Iterable[TensorChunk], piece_bytes: int) -> None:
         """Make the folder. The chunks' tensors must not change until `write` returns."""

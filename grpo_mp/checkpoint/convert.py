@@ -136,10 +136,7 @@ class HfExporter:
         return frozenset(names)
 
     def sizes(self) -> dict[str, dict[str, int]]:
-        """Return the bytes of the new folder's tensors by source: a Megatron parameter, or a tensor outside the policy.
-
-        The latter is copied unchanged, but dequantized where the new folder has no FP8.
-        """
+        """Return the bytes of the new folder's tensors by source: a parameter, or a tensor outside the policy."""
         sizes: dict[str, dict[str, int]] = {}
         for param in self.model.params.values():
             dtype, outputs = self.reader.hf_dtype(param, self.model.slots[param.name]), sizes.setdefault(param.name, {})

@@ -77,10 +77,7 @@ class Difference:
 
 
 def compare_weights(left: WeightsReader, right: WeightsReader, tolerance: float = 0.0) -> list[Difference]:
-    """Return every difference, the worst first; values count from a largest difference above `tolerance`.
-
-    Tolerance 0 compares what is stored bit for bit. Holds one tensor of each side at a time.
-    """
+    """Return every difference above `tolerance`, the worst first. Tolerance 0 compares bit for bit."""
     differences = [
         Difference(name, f"only in {reader.folder}", float("inf"))
         for reader, other in ((left, right), (right, left))

@@ -46,10 +46,7 @@ class WeightsReader(Protocol):
 
 
 class HfReader:
-    """Reads tensors, or slices of them, from a folder; only the bytes asked for are read.
-
-    FP8 weights are returned as values; their factors are among `stored_names`, not among `names`.
-    """
+    """Reads tensors of a folder, or slices of them. FP8 factors are among `stored_names`, not among `names`."""
 
     def __init__(
         self,
@@ -137,7 +134,7 @@ def has_hf_weights(folder: Path) -> bool:
 
 
 def check_tensors(reader: WeightsReader, params: Iterable[Param]) -> None:
-    """Raise UserError where a tensor of the model is missing or has another shape than the config says."""
+    """Refuse a folder where a tensor of the model is missing or has another shape than the config says."""
     shapes = {name: shape for param in params for name, shape in zip(param.hf, param.shapes, strict=True)}
     missing = shapes.keys() - reader.names
     if missing:
@@ -149,10 +146,7 @@ def check_tensors(reader: WeightsReader, params: Iterable[Param]) -> None:
 
 
 def check_model(reader: WeightsReader, params: Iterable[Param], hf: HfConfig, others: Iterable[str] = ()) -> None:
-    """Raise UserError where a folder lacks a tensor of the model, or has one that nothing reads.
-
-    Without the latter it would be another model. `others`: tensors that are read elsewhere, or stand for nothing.
-    """
+    """Refuse a folder that lacks a tensor of the model, or has one that neither the model nor `others` reads."""
     params = list(params)
     check_tensors(reader, params)
     check_layers(reader.names, hf)
@@ -168,7 +162,7 @@ def check_model(reader: WeightsReader, params: Iterable[Param], hf: HfConfig, ot
 
 
 def check_shape(reader: WeightsReader, name: str, shape: tuple[int, ...]) -> None:
-    """Raise UserError where a tensor has another shape than the config says."""
+    """Refuse a tensor of another shape than the config says."""
     stored, dtype = reader.shape(name), reader.dtype(name)
     if not dtype.is_floating_point:
         raise UserError(f"{reader.folder}: tensor {name} holds {str(dtype).removeprefix('torch.')}, not weights")
@@ -177,7 +171,7 @@ def check_shape(reader: WeightsReader, name: str, shape: tuple[int, ...]) -> Non
 
 
 def check_finite(tensor: Tensor, folder: Path, name: str) -> Tensor:
-    """Return the tensor itself."""
+    """Return the tensor itself; refuse NaN and infinity."""
     if tensor.numel() and not all(bool(extreme.isfinite()) for extreme in tensor.aminmax()):  # NaN is both
         raise UserError(f"{folder}: the tensor {name} holds NaN or infinity: take another checkpoint")
     return tensor
@@ -207,18 +201,13 @@ def _open(file: Path):  # type: ignore[no-untyped-def]
 
 
 def is_non_policy_tensor(name: str, hf: HfConfig) -> bool:
-    """Return whether a tensor is no part of the policy: it is carried unchanged.
-
-    So are rotary tables, and a multi-token-prediction layer that is not trained.
-
-    A conversion keeps them as files beside its parts; an export takes them from the folder that the policy came from.
-    """
+    """Return whether a tensor is carried unchanged: a rotary table, or of an untrained multi-token-prediction layer."""
     layer = LAYER.match(name)
     return (layer is not None and int(layer.group(1)) >= hf.policy_layers) or name.endswith(ROTARY)
 
 
 def check_layers(names: Iterable[str], hf: HfConfig) -> None:
-    """Raise UserError where there are more layers than config.json counts, multi-token prediction among them."""
+    """Refuse more layers than config.json counts, multi-token prediction among them."""
     layers, mtp = hf.int("num_hidden_layers"), int(hf.get("num_nextn_predict_layers") or 0)
     excess = {int(layer[1]): name for name in names if (layer := LAYER.match(name)) and int(layer[1]) >= layers + mtp}
     if excess:
@@ -239,10 +228,7 @@ def open_non_policy_tensors(folder: Path) -> HfReader | None:
 def read_non_policy_tensors(
     folder: Path, hf: HfConfig, fp8: bool = False, rank: int = 0, size: int = 1
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and values of a rank's share, the largest first; they are dealt out to `size` ranks.
-
-    What is stored in FP8 comes as it is, with its scales, or dequantized.
-    """
+    """Yield names and values of one rank's share, the largest first. FP8 stays FP8 with `fp8`."""
     reader = open_non_policy_tensors(folder)
     if reader is None:
         return

@@ -23,10 +23,7 @@ LOGGER = logging.getLogger(__name__)
 
 @contextmanager
 def run_lock(folder: Path, wait_s: float = WAIT_S) -> Iterator[None]:
-    """Hold a lock on a run folder while the body runs; it ends with the process.
-
-    A killed job may need a moment to be gone: waits up to `wait_s` seconds for the lock.
-    """
+    """Hold a run folder's lock while the body runs; wait up to `wait_s` seconds for a job that is ending."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as file:
         deadline_s = time.monotonic() + wait_s

@@ -55,10 +55,7 @@ def checkpoint_folder(run_folder: Path, step: int) -> Path:
 
 
 def write_manifest(folder: Path, state: TrainState) -> None:
-    """Complete a checkpoint: write the state and the sizes of all files.
-
-    The ranks have synced the tensors that they wrote; what they have not is synced here.
-    """
+    """Complete a checkpoint: sync all files and write the state and the files' sizes."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(MANIFEST))
     for path in {*files, *(file.parent for file in files), folder, folder.parent}:
         sync_to_disk(path)

@@ -94,10 +94,7 @@ class ModelMapping:
 
     @classmethod
     def of(cls, folder: Path, family_name: str | None = None, trains_mtp: bool = False) -> "ModelMapping":
-        """Make the mapping by the folder's config.json.
-
-        `trains_mtp`: the multi-token-prediction layer is one of the policy's.
-        """
+        """Read a folder's config.json. `trains_mtp`: the multi-token-prediction layer is part of the policy."""
         hf = HfConfig.read(folder, family_name, trains_mtp=trains_mtp)
         family = family_of(hf)
         params = {name: param for name, param in family.params(hf).items() if not param.alias}

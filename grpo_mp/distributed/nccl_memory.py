@@ -42,10 +42,7 @@ class NcclMemory:
             self._suspended.append(backend)
 
     def _backends(self) -> Iterator[Any]:
-        """Yield those with a communicator in the order in which groups were made.
-
-        That is the same for any two ranks, so that none waits in one group for a rank that waits in another.
-        """
+        """Yield the groups' communicators in an order that all ranks share, so that none waits for another."""
         for member in parallel_state._global_process_group_list or ():
             group: Any = member or dist.group.WORLD  # Megatron names the default group None
             if dist.get_backend(group) != "nccl" or group.group_desc in self._left_out:

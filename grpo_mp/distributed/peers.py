@@ -13,10 +13,10 @@ TAG = 1  # of these messages among others between two ranks
 
 @contextmanager
 def watching_peers(group: dist.ProcessGroup) -> Iterator[Callable[[], None]]:
-    """Yield a function that raises RuntimeError where the next rank is gone.
+    """Yield a function that raises RuntimeError if the next rank is gone.
 
-    A thread waits for a message of the next rank, which sends it when its body has ended: what ends the rank before
-    ends the wait. Each rank so watches one other, and the launcher ends all when one has failed.
+    A thread waits for a message that the next rank sends when its body ends. Each rank watches one other; the launcher
+    ends all ranks when one has failed.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size == 1:

@@ -41,10 +41,7 @@ class PortClaim:
 
 
 def claim_ports(count: int = 1) -> PortClaim:
-    """Claim consecutive ports of the job's own range, else below the range the kernel uses for outgoing connections.
-
-    Claims of one size begin at multiples of it, so that the gaps between them are never too small.
-    """
+    """Claim consecutive ports of the job's own range, else below the kernel's range for outgoing connections."""
     port_range = _port_range()
     starts = range(port_range.start, port_range.stop - count + 1, count)
     for first in random.SystemRandom().sample(starts, min(ATTEMPTS, len(starts))):
@@ -58,10 +55,7 @@ def claim_ports(count: int = 1) -> PortClaim:
 
 
 def own_address() -> str:
-    """Find the address at which the job's other nodes reach this one: on the network that leads to MASTER_ADDR.
-
-    GLOO_SOCKET_IFNAME names another network, for a node that knows its own name as loopback.
-    """
+    """Return this node's address on the network to MASTER_ADDR, or on the one that GLOO_SOCKET_IFNAME names."""
     if interfaces := os.environ.get(GLOO_INTERFACE):
         interface = interfaces.split(",")[0]
         addresses = {

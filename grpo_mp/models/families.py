@@ -64,11 +64,7 @@ def family_of(hf: HfConfig) -> Family:
 
 
 def known_params(hf: HfConfig, architecture: str) -> dict[str, Param]:
-    """Return the parameters of a folder of any causal language model whose tensors are known here; else none.
-
-    They are not where the family is another, where they are quantized (but for FP8, which keeps names and shapes), and
-    where config.json leaves a size to the defaults of transformers, which this package does not know.
-    """
+    """Return the parameters of a folder of any causal language model whose tensors are known here; else none."""
     family = FAMILIES.get(hf.model_type)
     if family is None or family.architecture != architecture or (hf.path / "hf_quant_config.json").exists():
         return {}

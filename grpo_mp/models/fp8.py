@@ -51,10 +51,7 @@ def dequantize(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype, start: tup
 
 
 def dequantize_at_once(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert FP8 [R, C] as `dequantize`, bit for bit, in few large operations: for a GPU.
-
-    It needs the weight in float32 beside the result.
-    """
+    """Convert as `dequantize`, bit for bit, in few large operations for a GPU; needs the weight in float32, too."""
     rows, columns = weight.shape
     values, padding = weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK)
     padded = functional.pad(values, padding) if any(padding) else values
@@ -76,10 +73,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_at_once(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize as `quantize`, bit for bit, in few large operations, of AT_ONCE elements or a row of blocks: for a GPU.
-
-    It needs each such part twice in float32.
-    """
+    """Quantize as `quantize`, bit for bit, in few large operations for a GPU, AT_ONCE elements at a time."""
     rows, columns = weight.shape
     step = max(1, AT_ONCE // (columns * BLOCK)) * BLOCK
     if rows <= step:

@@ -45,10 +45,7 @@ def dense_rules(hf: HfConfig, *, norms: bool = False, bias: bool = False) -> lis
 
 
 def rotary(hf: HfConfig, percent: float = 1.0) -> dict[str, Any]:
-    """Return the rotary arguments of Megatron's GPTModel; `percent`: share of a head rotated unless config.json says.
-
-    Megatron and Hugging Face rotate the first dimensions of a head, in halves.
-    """
+    """Return the rotary arguments of Megatron's GPTModel. `percent`: rotated share, unless in config.json."""
     rope = hf.rope
     percent = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or percent
     arguments = {"rotary_base": rope["rope_theta"], "rotary_percent": float(percent)}

@@ -88,10 +88,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def text_difference(tokenizer: Any, reference: Reference | None) -> str:
-    """Describe the first text that a tokenizer reads or writes otherwise than its file; "" where there is none.
-
-    Without a reference a plain text must come back whole.
-    """
+    """Describe the first text that a tokenizer reads or writes otherwise than its file; "" if none."""
     if reference is None:
         text = PROBES[0]
         back = str(tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])).strip()

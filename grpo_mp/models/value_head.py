@@ -37,10 +37,7 @@ def check_head(
     architecture: str | None,
     remedy: str,
 ) -> None:
-    """Raise UserError where a folder's weights lack a part of the head, or it is one of several values.
-
-    `names` and `shape_of`: of the folder's tensors. `architecture`: by which config.json says that it has a head.
-    """
+    """Refuse weights that lack a part of the head `head`, or whose head has several values."""
     for name, shape in head.items():
         if name not in names:  # lost or renamed
             raise UserError(
@@ -55,10 +52,7 @@ def check_head(
 
 
 def critic_config(hf: HfConfig) -> HfConfig:
-    """Return the config of the critic that a policy's or reward model's folder holds.
-
-    Nothing is tied to its head, and it predicts no tokens ahead.
-    """
+    """Return the config of the critic in a policy's or reward model's folder: untied, without tokens ahead."""
     names = [str(name).replace(CLASSIFIER, "ForCausalLM") for name in hf.get("architectures") or []]
     values = hf.values | {"tie_word_embeddings": False, "architectures": names}
     return replace(hf, values=values, trains_mtp=False)

@@ -35,10 +35,7 @@ def compute_capability() -> float | None:
 
 
 def prepare() -> None:
-    """Make megatron-core importable on this machine. Call it before a device is used; more calls are harmless.
-
-    Raises RuntimeError where there is no CUDA and Megatron was imported before this call.
-    """
+    """Make megatron-core importable on this machine. Call it before Megatron is imported; more calls are harmless."""
     # Megatron relies on one hardware queue to order communication before kernels.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # TransformerEngine's context parallelism else sends pair by pair, and each pair has a communicator of its own.
@@ -57,10 +54,7 @@ def prepare() -> None:
 
 
 def allocator_settings(environment: Mapping[str, str]) -> str:
-    """Return the user's allocator settings, with rounding and caching of pinned host memory turned off.
-
-    torch rounds it up to powers of two: for the policy's weights and optimizer a third too much.
-    """
+    """Return the user's allocator settings without rounding of pinned memory, which would add a third."""
     settings = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     return settings if PINNED in settings else ",".join(filter(None, (settings, f"{PINNED}:1")))
 
@@ -104,10 +98,7 @@ def free_device_memory() -> None:
 
 @contextlib.contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Exclude all present objects, such as plans with millions of them, from garbage collection inside.
-
-    They are unfrozen afterwards, because libraries report objects that are still frozen at exit.
-    """
+    """Exclude all present objects from garbage collection inside."""
     gc.collect()
     gc.freeze()
     try:

@@ -44,10 +44,7 @@ def _move_load_snapshot(path: str, *_: Any) -> str:
 
 
 def zero_score_bias(model: torch.nn.Module, *_: Any, **__: Any) -> None:
-    """Clear the bias of a reward head, as SGLang makes it and before it loads weights; nothing in other models.
-
-    Its classes for Qwen2 and Qwen3 have one, which is random where a folder has none, as those of transformers.
-    """
+    """Clear the bias of a reward head before weights are loaded: SGLang's Qwen classes leave it random."""
     bias = getattr(getattr(model, "score", None), "bias", None)
     if isinstance(bias, torch.Tensor):
         with torch.no_grad():
@@ -103,10 +100,7 @@ def _rotated(value: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _get_rope_cpu(original: Callable[..., Any], *args: Any) -> Any:
-    """Replace SGLang's function of head size, rotary size, positions, base, style, scaling, type, share, device.
-
-    For latent attention on a CPU, SGLang asserts yarn; Moonlight has none.
-    """
+    """Replace SGLang's rotary factory on a CPU, which asserts yarn for latent attention; Moonlight has none."""
     if args[5] is not None:
         return original(*args)
     from sglang.srt.layers.rotary_embedding.factory import get_rope

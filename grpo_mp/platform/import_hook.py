@@ -135,10 +135,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install_import_hook(patches: Mapping[str, Patch]) -> None:
-    """Rewrite Megatron's modules from now on; call `patches[name]` with a module right after its import.
-
-    Raises RuntimeError where a Megatron module was imported without the hook.
-    """
+    """Rewrite Megatron's modules from now on; call `patches[name]` with a module right after its import."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     imported = [name for name in sys.modules if name.startswith(f"{PACKAGE}.")]

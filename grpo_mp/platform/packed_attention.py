@@ -39,10 +39,7 @@ class Packing:
 
 
 def bucket_by_length(lengths: tuple[int, ...], prefixes: tuple[int, ...] = ()) -> list[list[int]]:
-    """Group sequence indices by similar length, longest first; at most a tenth of each row is padding.
-
-    `prefixes`: keys before each sequence's own, equally many in one bucket.
-    """
+    """Group sequences by equal prefix and similar length, longest first; at most a tenth of each row is padding."""
     prefixes = prefixes or (0,) * len(lengths)
     buckets: list[list[int]] = []
     for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (prefixes[i], -lengths[i])):

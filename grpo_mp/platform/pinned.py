@@ -15,10 +15,9 @@ ALIGNMENT = 512  # of every tensor, as torch aligns those on a device
 
 
 class PinnedBuffer:
-    """One flat buffer for tensors like given ones. They are page-locked as long as this object lives.
+    """One flat page-locked buffer for tensors like given ones.
 
-    torch's own allocator of pinned memory makes a call to the driver for each tensor, and, where its settings do not
-    forbid that, rounds each size up to a power of two.
+    torch's allocator of pinned memory calls the driver for each tensor and may round sizes up to powers of two.
     """
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:

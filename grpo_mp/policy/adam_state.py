@@ -105,10 +105,7 @@ class Piece:
 
 
 def divide(sizes: Sequence[int], bytes_per_element: int, piece_bytes: int) -> list[list[tuple[int, int, int]]]:
-    """Divide tensors of so many elements into pieces of at most `piece_bytes`: (index, start, stop) in each.
-
-    Raises ValueError where a piece is too small for the alignment.
-    """
+    """Divide tensors of these sizes into pieces of at most `piece_bytes`: (index, start, stop) in each."""
     capacity = piece_bytes // bytes_per_element // ALIGNMENT * ALIGNMENT
     if not capacity:
         raise ValueError(f"a piece of {piece_bytes} bytes cannot hold {ALIGNMENT} elements of {bytes_per_element}")

@@ -103,10 +103,7 @@ def write_indexes(written: Mapping[Path, list[WrittenChunks]]) -> None:
 
 
 def load_policy(policy: TrainedModel, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
-    """Read weights, optimizer and learning-rate step of a checkpoint, from any layout.
-
-    What goes to a device goes through `piece_bytes` of the host.
-    """
+    """Read weights, optimizer and learning-rate step of any layout, through `piece_bytes` of host memory."""
     with policy.parallel.in_use():
         _load_policy(policy, folder, piece_bytes)
 
@@ -135,10 +132,9 @@ def _load_policy(policy: TrainedModel, folder: Path, piece_bytes: int) -> None:
 def check_same_adapters(
     folder: Path, common: Mapping[str, Any], base: Path | None, adapters: str, digest: str = ""
 ) -> None:
-    """Raise UserError where a checkpoint has other adapters, or for other weights than those in `base`.
+    """Refuse a checkpoint with other adapters, or with adapters for other weights than those in `base`.
 
-    `common`: what `read_common` returns; without adapters, which are in words, `base` is None; `digest`: of `base`,
-    where it is known.
+    `common`: of `read_common`. `digest`: of `base`, if known. `base`: None without adapters.
     """
     if (saved := common.get("adapters", "")) != adapters:
         raise UserError(

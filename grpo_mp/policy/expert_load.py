@@ -12,10 +12,7 @@ class ExpertLoad:
     """Counts on the device in every training forward of this rank, padding included."""
 
     def __init__(self, models: Iterable[nn.Module], layers: int, experts: int) -> None:
-        """Observe the routers of this rank's model chunks. `layers`, `experts`: of the full model; 0 experts: dense.
-
-        A router after the last layer, of a multi-token-prediction layer, is not observed.
-        """
+        """Observe the routers of the decoder layers. `layers`, `experts`: of the full model; 0 experts: dense."""
         self._layers, self._experts = layers, experts
         self._counts: dict[int, Tensor] = {}  # by layer, from 1
         for module in (module for model in models for module in model.modules()):
@@ -23,10 +20,7 @@ class ExpertLoad:
                 module.register_forward_hook(self._count)
 
     def take(self, group: dist.ProcessGroup) -> Tensor | None:
-        """Return and reset the counts, summed over `group`: [layers, experts] float64 on the host, 0 in dense layers.
-
-        None for a dense model.
-        """
+        """Return and reset the counts, summed over `group`: [layers, experts] float64; None for a dense model."""
         if not self._experts:
             return None
         load = torch.zeros(self._layers, self._experts, dtype=torch.float64)

@@ -105,10 +105,7 @@ def add_adapters(
     layout: LayoutConfig,
     lora: LoraConfig,
 ) -> None:
-    """Freeze all weights of the chunks, and give their linear layers adapters, with values not yet set.
-
-    `params`: of the model without adapters.
-    """
+    """Freeze the chunks and register uninitialized adapters. `params`: of the model without adapters."""
     for chunk in chunks:
         chunk.requires_grad_(False)
         for linear, factors in _targeted(chunk, params, coords, layout, lora).items():
@@ -129,10 +126,7 @@ def initialize(
     layout: LayoutConfig,
     seed: int,
 ) -> None:
-    """Set B to zero and draw A as peft does, uniformly within 1 / sqrt(in); the same in every layout.
-
-    Also tell Megatron of which rank each counts in the norm of the gradient.
-    """
+    """Set B to zero and draw A as peft does, uniformly within 1 / sqrt(in); the same in every layout."""
     for name, param in adapters.items():
         if name not in tensors:
             continue

@@ -72,19 +72,13 @@ STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def overrides_for(megatron_args: Mapping[str, Any], config_class: type) -> dict[str, Any]:
-    """Return the fields of `training.megatron_args` that this config class has.
-
-    Names of dtypes become dtypes, and those of members of an enumeration these.
-    """
+    """Return the fields of `training.megatron_args` of a config class, with dtypes and enumerations by name."""
     types = _types(config_class)
     return {name: _converted(value, types[name]) for name, value in megatron_args.items() if name in types}
 
 
 def check_overrides(megatron_args: Mapping[str, Any]) -> None:
-    """Raise UserError for what `training.megatron_args` may not set, or not to that.
-
-    These are names that Megatron's configs lack or that the run sets, and values of another type than the field's.
-    """
+    """Refuse names that Megatron's configs lack or that the run sets itself, and values of another type."""
     classes = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
     types = {name: kind for config_class in classes for name, kind in _types(config_class).items()}
     for name, value in megatron_args.items():

@@ -77,10 +77,7 @@ def embed_detached(embedding: Callable[..., Tensor], is_learning: bool, **inputs
 
 
 def mtp_block_spec(config: TransformerConfig, decoder: Any, vp_stage: int | None) -> Any:
-    """Return the spec of Megatron's block with one NextTokenLayer, whose decoder layer is as the last of `decoder`.
-
-    None where the layer is on another stage.
-    """
+    """Return the spec of a block with one NextTokenLayer; None if the layer is on another stage."""
     spec = get_gpt_mtp_block_spec(config, decoder, use_transformer_engine=True, vp_stage=vp_stage)
     for layer in spec.layer_specs if spec else ():
         layer.module = NextTokenLayer

@@ -62,10 +62,7 @@ def move_optimizer(
 
 
 def device_items(*models: TrainedModel) -> dict[str, float]:
-    """Return bytes on this rank's device by kind; what is not state of these counts as activations and buffers.
-
-    The planner's `MEASURED` says which lines of the plan each kind is.
-    """
+    """Return bytes on this rank's device by kind, as the planner's `MEASURED` groups the lines of a plan."""
     buffers = [buffer for model in models for buffer in _buffers(model)]
     weights = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
     gradients = [buffer.grad_data for buffer in buffers]

@@ -83,10 +83,7 @@ class DiskNeed:
 
 
 def disk_need(settings: Settings, hf: HfConfig) -> DiskNeed:
-    """Return the most that a run of RL needs: what its policy does, and its rollouts.
-
-    Those are kept until two checkpoints are behind them, where `rollout.dump` is set a second time, for good.
-    """
+    """Return the most disk that a run of RL needs: checkpoints, exports, and rollouts behind the last checkpoints."""
     run = settings.run
     behind = (run.save_every or run.steps) * min(run.keep_checkpoints, FALLBACKS)
     steps = min(behind + 1, run.steps) + settings.rollout.max_staleness
@@ -106,11 +103,7 @@ def policy_disk_need(
     updated_reference: bool = False,
     critic: HfConfig | None = None,
 ) -> DiskNeed:
-    """Return the most that a run needs: of checkpoints, one more than is kept while it is written; exports.
-
-    `rollouts`: bytes of one step's, of which those of so many steps are there at a time. `updated_reference`: whether
-    checkpoints have the weights of a reference, too; `critic`: that of one which they have.
-    """
+    """Return the most disk that a run needs. `rollouts`: bytes of one step's, of which `rollout_steps` are kept."""
     params, lora = family_of(hf).params(hf), settings.model.lora
     count = trained = _count(params)
     if lora:

@@ -42,10 +42,7 @@ class Policy(TrainedModel):
     def __init__(
         self, settings: TrainerSettings, parallel: Parallel, with_reference: bool, load_weights: bool = True
     ) -> None:
-        """Build the model, load this rank's shards of the weights, build the optimizer.
-
-        Without `load_weights` they are zero: a checkpoint will bring them.
-        """
+        """Build model and optimizer and load this rank's weights; without `load_weights` they are zero."""
         hf = settings.model.read_config()
         self.lora, self._seed = settings.model.lora, settings.run.seed
         self.base_params = family_of(hf).params(hf)

@@ -12,11 +12,10 @@ UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "fp8": 2.0**-4}  # la
 
 @contextmanager
 def rounding_noise(models: Iterable[nn.Module], precision: str, seed: int) -> Iterator[None]:
-    """Change the input of every linear layer of the models by up to one rounding of a precision, inside.
+    """Change the input of every linear layer by up to one rounding of a precision, inside.
 
-    Values are multiplied by 1 + u, with u uniform in +- UNIT_ROUNDOFF. The change sends all later roundings other ways,
-    those of attention, norms and residuals, too: what comes out differs as between two implementations that are equally
-    right. It takes no second copy of the weights and works in any layout; ranks should have different seeds.
+    Values are multiplied by 1 + u, with u uniform in +- UNIT_ROUNDOFF. All later roundings then differ as between two
+    equally right implementations. Ranks should have different seeds.
     """
     generators: dict[torch.device, torch.Generator] = {}
 
@@ -37,10 +36,7 @@ def rounding_noise(models: Iterable[nn.Module], precision: str, seed: int) -> It
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module multiplies hidden states by weights that engines may hold in low precision.
-
-    Routers and embeddings have a matrix, too, and are none.
-    """
+    """Return whether a module multiplies hidden states by weights that engines may hold in low precision."""
     is_other = isinstance(module, nn.Embedding) or any(
         part in type(module).__name__ for part in ("Router", "Embedding")
     )
