@@ -14,9 +14,10 @@ if __name__ == "__main__":
 from grpo_mp.checkpoint.run_state import FINAL, METRICS, resumable_checkpoints
 from grpo_mp.config import SftSettings
 from grpo_mp.data.cursor import Cursor
-from grpo_mp.monitor.loggers import open_loggers, read_metrics
+from grpo_mp.monitor.loggers import open_loggers
 from grpo_mp.monitor.reporter import Reporter
 from grpo_mp.monitor.rules import RuleWatch
+from grpo_mp.monitor.run_folder import read_metrics
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.planner.clusters import machine_options
 from grpo_mp.platform import device_name

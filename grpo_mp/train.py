@@ -17,9 +17,10 @@ from grpo_mp.checkpoint.run_state import FINAL, METRICS, resumable_checkpoints
 from grpo_mp.config import Settings
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.process_groups import broadcast
-from grpo_mp.monitor.loggers import open_loggers, read_metrics
+from grpo_mp.monitor.loggers import open_loggers
 from grpo_mp.monitor.reporter import Reporter
 from grpo_mp.monitor.rules import RuleWatch
+from grpo_mp.monitor.run_folder import read_metrics
 from grpo_mp.monitor.samples import drop_later_files
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.planner.clusters import machine_options

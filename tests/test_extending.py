@@ -23,7 +23,8 @@ from grpo_mp.batching.packing import gather_responses
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.data.prompts import load_train_prompts
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.monitor.loggers import open_loggers, read_metrics, write_metrics
+from grpo_mp.monitor.loggers import open_loggers, write_metrics
+from grpo_mp.monitor.run_folder import read_metrics
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.policy.forward import sequence_logits

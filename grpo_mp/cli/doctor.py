@@ -20,16 +20,8 @@ longer than --over-s in a collective, also in one that all its ranks are in, or 
 
 MACHINE = """Say whether this machine is fit to train: grpo-mp doctor machine [CONFIG] [section.key=value ...]
 
-Looks at GPUs, driver, clocks, peer access, NCCL's rings and rates, shared and host memory, disks, ports, the versions
-of the tested set, and whether the packages with kernels really load. With a settings file also at what that run needs.
-"""
-
-RUN = """Say what is wrong with a run that goes on or has ended: grpo-mp doctor run RUN
-
-Whether its engines had the policy's model, what its metrics warn of and what to do, and why it is slow: phases beside
-the plan, the rank and the engine that the others wait for. Where it goes on on this host, the engines say which weights
-they hold: on a GPU while they generate. The exit status is 1 where engines and policy differ, or where a warning has a
-weight of 80 or more: it spoils what the run makes, now or before. Lighter ones, and what is only slow, leave it at 0.
+Checks GPUs, their clocks, memory errors and peer access, how fast ranks exchange tensors, shared and host memory, the
+versions of the tested set, and whether the packages with kernels load. With a settings file also the run folder's disk.
 """
 
 MODEL = """Say where policy and engine part from transformers on the same tokens: grpo-mp doctor model FOLDER
@@ -58,9 +50,6 @@ def main(arguments: Sequence[str]) -> int:
     machine = commands.add_parser("machine", help="this machine: is it fit to train", description=MACHINE)
     machine.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="settings file of a run")
     machine.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file's")
-    machine.add_argument("--quick", action="store_true", help="only what each job looks at when it starts")
-    run = commands.add_parser("run", help="a run, going on or ended: engines, warnings, time", description=RUN)
-    run.add_argument("run", type=Path, metavar="RUN", help="run.folder of a run")
     model = commands.add_parser("model", help="a model folder: where policy and engine part", description=MODEL)
     model.add_argument("folder", type=Path, metavar="FOLDER", help="Hugging Face folder")
     model.add_argument("--dtype", choices=["float32", "bfloat16", "fp8"], default="bfloat16", help="default: bfloat16")
@@ -69,9 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     model.add_argument("--length", type=positive_int, default=64, metavar="N", help="tokens of each (default: 64)")
     args = parser.parse_args(arguments)
     if args.what == "machine":
-        return diagnose_machine(args.config, args.overrides, args.quick)
-    if args.what == "run":
-        return diagnose_run_folder(args.run)
+        return diagnose_machine(args.config, args.overrides)
     if args.what == "model":
         return diagnose_model_folder(args.folder, args.dtype, args.without, args.sequences, args.length)
     return diagnose_stuck(args.run, args.timeout_s, args.over_s, args.full)
@@ -90,23 +77,12 @@ def diagnose_stuck(run_folder: Path, timeout_s: float, over_s: float, full: bool
     return exit_status(findings)
 
 
-def diagnose_machine(config: Path | None, overrides: Sequence[str], quick: bool) -> int:
-    """Print what is found about this machine; return the exit status. Raises UserError for wrong settings."""
+def diagnose_machine(config: Path | None, overrides: Sequence[str]) -> int:
+    """Print what is found about this machine; return the exit status."""
     from grpo_mp.config import load_any_settings
-    from grpo_mp.doctor.machine import examine, examine_quickly
+    from grpo_mp.doctor.machine import examine
 
-    findings = [*(examine_quickly() if quick else examine(load_any_settings(config, [*overrides]) if config else None))]
-    print(render(findings))
-    return exit_status(findings)
-
-
-def diagnose_run_folder(folder: Path) -> int:
-    """Print what is found about a run; return the exit status. Raises UserError for what is no run."""
-    from grpo_mp.monitor.live_engines import ask_weights, find_servers
-    from grpo_mp.monitor.run_findings import diagnose_run, read_run
-
-    facts = read_run(folder)
-    findings = diagnose_run(facts, [ask_weights(server) for server in find_servers(folder)])
+    findings = [*examine(load_any_settings(config, [*overrides]) if config else None)]
     print(render(findings))
     return exit_status(findings)
 

@@ -1,8 +1,7 @@
 """Submit a run to Slurm, from the root of the repository; --dry-run shows settings, nodes and commands.
 
 configs/NAME.yaml runs by launch/NAME.sh, another settings file by launch/slurm.sh. Options that are not listed here go
-to sbatch, as --partition=gpu. With --ranks the run starts on this machine, as by `grpo-mp train --ranks`, or where the
-file is one of supervised fine-tuning as by `grpo-mp sft --ranks`.
+to sbatch, such as --partition=gpu.
 """
 
 import os
@@ -18,7 +17,6 @@ from grpo_mp.cli.slurm_resubmit import OPTIONS_VARIABLE
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.parsers import (
     MAX_RANKS,
-    Parser,
     count_up_to,
     evaluate_parser,
     number_of_ranks,
@@ -55,38 +53,19 @@ def sample(arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line, see the text above; return the exit status. Raises UserError."""
-    local = Parser("grpo-mp launch", add_help=False)
-    local.add_argument("--ranks", type=number_of_ranks, help="number of ranks to start on this machine, without Slurm")
-    local.add_argument("--evaluate", action="store_true", help="with --ranks: evaluate instead of training")
-    args, rest = local.parse_known_args(arguments)
-    if args.ranks:
-        from grpo_mp.cli.local_launch import start_ranks  # torch is slow to import
-
-        return start_ranks(args.ranks, rest, "grpo_mp.evaluate" if args.evaluate else _module_of(rest))
-    parser = settings_parser("launch", __doc__, local)
+    """Run `grpo-mp launch`; return the exit status."""
+    parser = settings_parser("launch", __doc__)
     parser.add_argument("--nodes", type=number_of_ranks, help="number of nodes (default: that of the script)")
-    spares = "more nodes, which take the place of bad or lost ones; only the loss of the first ends the job"
+    spares = "more nodes, which replace bad or lost ones; only the loss of the first node ends the job"
     parser.add_argument("--spares", type=count_up_to(MAX_RANKS), default=0, help=spares)
     parser.add_argument("--dry-run", action="store_true", help="show what would be submitted")
     args, unknown = parser.parse_known_intermixed_args(arguments)  # unknown: also settings that follow such an option
     options = [argument for argument in unknown if argument.startswith("-")]
-    overrides = [*args.overrides, *(argument for argument in unknown if argument not in options)]
-    if args.evaluate:
-        parser.error("--evaluate goes with --ranks: jobs of Slurm train")
-    script = _script_of(args.config, overrides)
+    script = _script_of(args.config, [*args.overrides, *(word for word in unknown if word not in options)])
     nodes = args.nodes or _nodes_of(script)
     environment = {"NODES": str(nodes), "SPARES": str(args.spares), OPTIONS_VARIABLE: "\n".join(options)}
     size = [f"--nodes={nodes + args.spares}", *(["--no-kill"] if args.spares else [])]
     return _submit(["sbatch", *size, *options, *script], ["bash", *script, "--dry-run"], environment, args.dry_run)
-
-
-def _module_of(arguments: Sequence[str]) -> str:
-    """Return the module that trains by the settings file of a command line. Raises UserError where it is no YAML."""
-    from grpo_mp.config import training_module  # pydantic is slow to import
-
-    config = next((Path(argument) for argument in arguments if not argument.startswith("-")), None)
-    return training_module(config) if config and config.is_file() else "grpo_mp.train"  # which says what is wrong
 
 
 def _run(module: str, ranks: int | None, arguments: Sequence[str]) -> int:
@@ -105,7 +84,7 @@ def _script_of(config: Path, overrides: list[str]) -> list[str]:
     if not (SCRIPTS / "common.sh").is_file():
         raise UserError(
             f"{SCRIPTS / 'common.sh'}: no such file: jobs start by the repository's scripts: change to its root, "
-            "or start ranks on this machine with --ranks"
+            "or start ranks on this machine with `grpo-mp train --ranks N`"
         )
     from grpo_mp.config import load_any_settings  # pydantic is slow to import
 
@@ -131,4 +110,6 @@ def _submit(command: list[str], dry_command: list[str], variables: dict[str, str
     try:
         return subprocess.run(command, env=environment).returncode
     except FileNotFoundError as error:
-        raise UserError("sbatch is not on this machine: --dry-run shows the job, --ranks N starts it here") from error
+        raise UserError(
+            "sbatch is not on this machine: --dry-run shows the job, `grpo-mp train --ranks N` starts it here"
+        ) from error

@@ -17,9 +17,9 @@ COMMANDS = {
     "pipeline": ("grpo_mp.cli.pipeline:main", "run several stages one after another, each from what a former one made"),
     "launch": ("grpo_mp.cli.launch:main", "submit a run to Slurm, or show what would be submitted"),
     "plan": ("grpo_mp.cli.plan:main", "estimate memory and time of a run, without a GPU"),
-    "report": ("grpo_mp.cli.report:main", "write one HTML page of one or several runs"),
-    "watch": ("grpo_mp.cli.watch:main", "look at a run while it goes on, in the terminal or in a browser"),
-    "doctor": ("grpo_mp.cli.doctor:main", "say what is wrong with a machine, a model, a run, or one that hangs"),
+    "report": ("grpo_mp.cli.report:main", "write one HTML page of one or several runs, and print their warnings"),
+    "watch": ("grpo_mp.cli.watch:main", "follow a run in the terminal"),
+    "doctor": ("grpo_mp.cli.doctor:main", "say what is wrong with a machine, a model, or a run that hangs"),
     "convert": ("grpo_mp.cli.convert:main", "inspect, compare and convert checkpoints"),
 }
 HELP_FOOTER = "`grpo-mp COMMAND --help` shows its options, `grpo-mp --version` the version."

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from grpo_mp.config import SftSettings, is_pipeline, load_any_settings, load_pipeline
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.monitor.plan_file import DOES_NOT_FIT
+from grpo_mp.monitor.reporter import DOES_NOT_FIT
 from grpo_mp.planner.clusters import Cluster, cluster_names, describe_rates, read_cluster
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.utils.errors import UserError

@@ -222,7 +222,7 @@ def _slow_rate(report: NodeReport, reports: Sequence[NodeReport]) -> str | None:
 
 
 def _node_problem(node: str, attempt: Path) -> str | None:
-    from grpo_mp.platform.device_check import check_device
+    from grpo_mp.platform.machine_check import check_device
 
     try:
         check_device(int(os.environ.get("LOCAL_RANK", 0)))

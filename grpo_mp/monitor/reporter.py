@@ -8,11 +8,12 @@ from pathlib import Path
 from types import TracebackType
 
 from grpo_mp.checkpoint.run_state import METRICS
-from grpo_mp.monitor.plan_file import DOES_NOT_FIT, PLAN
+from grpo_mp.monitor.run_folder import PLAN
 from grpo_mp.monitor.side_process import LIMIT_S, NICENESS, SideProcess
 from grpo_mp.utils.files import read_json
 
 REPORT = "report.html"
+DOES_NOT_FIT = 1  # exit status of `grpo-mp plan`
 EARLY_LIMIT_S = 20.0  # of a run that ends early: torchrun kills its ranks 30 s after the first one fails
 
 

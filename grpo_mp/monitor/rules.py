@@ -1,30 +1,102 @@
-"""Warnings of a run, found in its metrics by one table of rules (rules.yaml). Pure."""
+"""Warnings of a run: the rules of rules.yaml, thresholds and windows over the metrics of the last steps."""
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from grpo_mp.monitor.conditions import Condition, Evidence
-from grpo_mp.monitor.history import History
+from grpo_mp.utils.findings import Finding, Level
 
-MetricLine = Mapping[str, float | None]  # as in metrics.jsonl: `step` and metrics by name; None: not finite
+MetricLine = Mapping[str, float | None]  # `step`, and metrics by name; None or NaN for a value that is not finite
+ERROR_WEIGHT = 80  # from this weight on, what the run makes is spoiled
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition on the last `steps` values of a metric. Every limit that is given must hold for each of them.
+
+    `above`, `below`: limits of the values. `rises_to`, `rises_by`: the value exceeds a factor of, or an amount over,
+    the least mean of `steps` values among the `within` values before; `falls_to`, `falls_by`: likewise below the
+    largest. `creeps`: over the last `within` values the metric rises by this share, and in each third of them.
+
+    Values that are not finite exceed every `above`, and are left out otherwise. `optional`: holds without the metric.
+    """
+
+    above: float | None = None
+    below: float | None = None
+    rises_to: float | None = None
+    rises_by: float | None = None
+    falls_to: float | None = None
+    falls_by: float | None = None
+    creeps: float | None = None
+    optional: bool = False
+    steps: int = 5
+    within: int = 40
+
+    def find(self, values: Sequence[float]) -> tuple[float, float] | None:
+        """Return the mean of the last values, and the mean before that they changed from; None if it does not hold."""
+        last = values[-self.steps :]
+        if len(last) < self.steps:
+            return None
+        if self.above is not None and not all(value > self.above for value in last if math.isfinite(value)):
+            return None
+        is_change = any(
+            limit is not None for limit in (self.rises_to, self.rises_by, self.falls_to, self.falls_by, self.creeps)
+        )
+        if self.below is None and not is_change:
+            shown = mean(list(filter(math.isfinite, last)) or last)
+            return shown, shown
+        recent = list(filter(math.isfinite, values[-2 * self.steps :]))[-self.steps :]
+        if len(recent) < self.steps or (self.below is not None and max(recent) >= self.below):
+            return None
+        return self._find_change(recent, list(filter(math.isfinite, values))) if is_change else (mean(recent),) * 2
+
+    def _find_change(self, recent: Sequence[float], finite: Sequence[float]) -> tuple[float, float] | None:
+        if self.creeps is not None:
+            span = finite[-self.within - 1 :]
+            return (span[-1], span[0]) if len(span) > self.within and creeps(span, self.creeps) else None
+        earlier = finite[: -self.steps][-self.within :]
+        means = [mean(earlier[end - self.steps : end]) for end in range(self.steps, len(earlier) + 1)]
+        if not means:
+            return None
+        least, largest = min(means), max(means)
+        rises = (
+            (self.rises_to is None or min(recent) > self.rises_to * least)
+            and (self.rises_by is None or min(recent) > least + self.rises_by)
+            and (self.falls_to is None or max(recent) < self.falls_to * largest)
+            and (self.falls_by is None or max(recent) < largest - self.falls_by)
+        )
+        is_rise = self.rises_to is not None or self.rises_by is not None
+        return (mean(recent), least if is_rise else largest) if rises else None
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean; unlike statistics.fmean it accepts infinities of both signs."""
+    return sum(values) / len(values)
+
+
+def creeps(values: Sequence[float], share: float) -> bool:
+    """Return whether values rise by `share`, and by half an even part of it in each third."""
+    third = len(values) // 3
+    ends = [mean(values[end : end + 1 + third // 4]) for end in (0, third, 2 * third)] + [values[-1]]
+    rises = [after - before for before, after in pairwise(ends)]
+    return sum(rises) > share * abs(ends[0]) and all(rise > sum(rises) / 6 for rise in rises)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table. `when`: conditions by metric, `*` in a name stands for any part of one; all must hold.
+    """A row of rules.yaml. `when` maps metrics to conditions that must all hold; `*` stands for a part of a name.
 
-    The first is the evidence: each metric that it matches is a finding of its own, but those that `but` names. Others
-    compare with what was at the same time, where they say so. `sentence` may hold {value} and {before} of the evidence,
-    and {name}, what `*` stands for. `weight`, 1 to 100, says how much of the run is at stake; `source` where the
-    sickness and its limit are described. A step with a metric of `unless` is none of this kind.
+    Each metric that the first name matches, except `but`, is a finding of its own. `sentence` may contain {value} and
+    {before} of that metric and {name}, the part that `*` stands for. The rule is not applied to a step that has a
+    metric of `unless`. `source` describes the sickness and its limit.
     """
 
     name: str
@@ -40,14 +112,14 @@ class Rule:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Rule":
-        """Make a rule of a row of the file; `steps` and `within` of the row are those of its conditions."""
+        """Make a rule of a row of the file; `steps` and `within` of the row apply to all its conditions."""
         window = {name: row[name] for name in ("steps", "within") if name in row}
         when = {metric: Condition(**(window | condition)) for metric, condition in row["when"].items()}
         fields = {name: value for name, value in row.items() if name not in window}
         return cls(**(fields | {"when": when} | {name: tuple(row.get(name, ())) for name in ("but", "unless")}))
 
-    def matches(self, name: str) -> str | None:
-        """Return what `*` of the first metric stands for in `name`, "" without one; None where it is another metric."""
+    def match(self, name: str) -> str | None:
+        """Return the part of `name` that `*` of the first metric stands for, "" without `*`; None for no match."""
         found = _pattern(next(iter(self.when))).fullmatch(name)
         return None if found is None or name in self.but else "".join(found.groups())
 
@@ -60,120 +132,71 @@ def _pattern(name: str) -> re.Pattern[str]:
 RULES: tuple[Rule, ...] = tuple(
     Rule.from_row(row) for row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 )
+MEMORY = 2 * max(one.steps + one.within for rule in RULES for one in rule.when.values())  # values of a metric
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What a rule found in a metric: from `first_step` on, last at `last_step`, at `steps` of the steps between.
-
-    `sentence` says what was seen last, `meaning` what that is, `action` what to try, by which `setting`.
-    """
-
-    rule: str
-    weight: int
-    metric: str
-    sentence: str
-    meaning: str
-    action: str
-    setting: str
-    source: str
-    first_step: int
-    last_step: int
-    steps: int = 1
-
-    @property
-    def text(self) -> str:
-        """Return the finding in two sentences, for a terminal."""
-        return f"{self.sentence}. {self.action} [{self.setting}; {self.source}]"
-
-
-@dataclass
 class RuleWatch:
-    """Follows a run step by step, with the last values of each metric that a rule looks at."""
+    """Applies the rules to a run, step by step."""
 
-    rules: Sequence[Rule] = RULES
-    found: dict[tuple[str, str], Finding] = field(default_factory=dict)  # by rule and metric
-
-    def __post_init__(self) -> None:
-        memory = max((one.memory for rule in self.rules for one in rule.when.values()), default=1)
-        self._values: dict[str, History] = defaultdict(lambda: History(memory))
+    def __init__(self, rules: Sequence[Rule] = RULES) -> None:
+        self._rules = rules
+        self._values: dict[str, deque[float]] = {}
         self._matching: dict[str, list[tuple[Rule, str]]] = {}  # rules by the name of their first metric
-        self._holding: set[tuple[str, str]] = set()
+        self._found: dict[tuple[str, str], Finding] = {}  # by rule and metric
 
     def step(self, line: MetricLine) -> list[Finding]:
-        """Add the line of a step; return what holds now and did not at the step before, by weight."""
+        """Add the metrics of a step; return the findings that are there for the first time, heaviest first."""
         step, new = int(line.get("step") or 0), []
         for name, value in line.items():
-            self._values[name].add(step, math.nan if value is None else float(value))
+            self._values.setdefault(name, deque(maxlen=MEMORY)).append(math.nan if value is None else float(value))
         for name in line:
             for rule, part in self._rules_of(name):
-                finding, key = self._find(rule, name, part, step), (rule.name, name)
-                finding = None if any(other in line for other in rule.unless) else finding
-                if finding is None:
-                    self._holding.discard(key)
+                key = rule.name, name
+                sentence = None if any(other in line for other in rule.unless) else self._sentence(rule, name, part)
+                if sentence is None:
                     continue
-                if key not in self._holding:
+                finding = _finding(rule, name, sentence, step)
+                if before := self._found.get(key):
+                    finding = replace(finding, first_step=before.first_step, steps=before.steps + 1)
+                else:
                     new.append(finding)
-                self._holding.add(key)
-                earlier = self.found.get(key, replace(finding, steps=0))
-                self.found[key] = replace(finding, first_step=earlier.first_step, steps=earlier.steps + 1)
+                self._found[key] = finding
         return sorted(new, key=lambda one: -one.weight)
 
     def heaviest_first(self) -> tuple[Finding, ...]:
-        """Return all that was found so far."""
-        return tuple(sorted(self.found.values(), key=lambda one: (-one.weight, one.first_step, one.metric)))
+        """Return all findings so far."""
+        return tuple(sorted(self._found.values(), key=lambda one: (-one.weight, one.first_step, one.metric)))
 
     def _rules_of(self, name: str) -> list[tuple[Rule, str]]:
         if name not in self._matching:
-            found = ((rule, rule.matches(name)) for rule in self.rules)
-            self._matching[name] = [(rule, part) for rule, part in found if part is not None]
+            matches = ((rule, rule.match(name)) for rule in self._rules)
+            self._matching[name] = [(rule, part) for rule, part in matches if part is not None]
         return self._matching[name]
 
-    def _find(self, rule: Rule, name: str, part: str, step: int) -> Finding | None:
+    def _sentence(self, rule: Rule, name: str, part: str) -> str | None:
+        """Return the rule's sentence about a metric; None if a condition does not hold."""
         (_, first), *others = rule.when.items()
-        evidence = self._evidence(name, part, first)
-        if evidence is None or not all(any(self._evidences(*other, evidence.since)) for other in others):
+        found = first.find([*self._values[name]])
+        if found is None or not all(self._holds(pattern, condition) for pattern, condition in others):
             return None
-        sentence = rule.sentence.format(value=evidence.value, before=evidence.before, name=part)
-        texts = (sentence, rule.meaning, rule.action, rule.setting, rule.source)
-        return Finding(rule.name, rule.weight, name, *texts, first_step=step, last_step=step)
+        return rule.sentence.format(value=found[0], before=found[1], name=part)
 
-    def _evidences(self, pattern: str, condition: Condition, since: int | None) -> Iterator[bool]:
-        """Yield for each metric of this name whether the condition holds for it."""
-        if condition.optional and pattern not in self._values:
-            yield True
-        for name in [pattern] if "*" not in pattern else [*self._values]:
-            if name in self._values and (match := _pattern(pattern).fullmatch(name)):
-                yield self._evidence(name, "".join(match.groups()), condition, since) is not None
-
-    def _evidence(self, name: str, part: str, condition: Condition, since: int | None = None) -> Evidence | None:
-        """Return what the condition finds in a metric; `part` is what `*` stands for in its name."""
-        errors = self._values.get(condition.error.replace("*", part)) if condition.error else None
-        return condition.find(self._values[name], since, errors)
+    def _holds(self, pattern: str, condition: Condition) -> bool:
+        names = [name for name in self._values if _pattern(pattern).fullmatch(name)]
+        if not names:
+            return condition.optional
+        return any(condition.find([*self._values[name]]) is not None for name in names)
 
 
-class WarningsOfGrowingRun:
-    """Finds the warnings of a run that goes on: each line of its metrics is looked at once."""
-
-    def __init__(self, rules: Sequence[Rule] = RULES) -> None:
-        """Take the rules; no line has been seen."""
-        self._rules, self._seen, self._watch = rules, list[MetricLine](), RuleWatch(rules)
-
-    def find(self, lines: Sequence[MetricLine]) -> tuple[Finding, ...]:
-        """Return what `find_warnings` does for the lines so far, all of them each time.
-
-        Where those seen before are not the first of them, as of a run that resumed, all are looked at anew.
-        """
-        if [*lines[: len(self._seen)]] != self._seen:  # quick: most are the same objects
-            self._seen, self._watch = [], RuleWatch(self._rules)
-        for line in lines[len(self._seen) :]:
-            self._watch.step(line)
-            self._seen.append(line)
-        return self._watch.heaviest_first()
+def _finding(rule: Rule, metric: str, sentence: str, step: int) -> Finding:
+    level = Level.ERROR if rule.weight >= ERROR_WEIGHT else Level.WARNING
+    evidence = (rule.meaning, f"the rule is from {rule.source}")
+    advice = f"{rule.action} ({rule.setting})"
+    return Finding(level, sentence, evidence, advice, rule.name, metric, rule.weight, step, step, 1)
 
 
 def find_warnings(lines: Iterable[MetricLine], rules: Sequence[Rule] = RULES) -> tuple[Finding, ...]:
-    """Return what the rules find in a run's metrics, the lines of metrics.jsonl in order of steps; heaviest first."""
+    """Return the findings of a whole run, the lines of metrics.jsonl in order of steps; heaviest first."""
     watch = RuleWatch(rules)
     for line in lines:
         watch.step(line)

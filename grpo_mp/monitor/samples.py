@@ -1,12 +1,11 @@
 """Write sampled answers of a step for people to read: JSON lines in the run folder and a text in TensorBoard."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_mp.utils.files import as_json, encodable, write_atomically
-from grpo_mp.utils.metric_lines import finite, is_step
 from grpo_mp.utils.types import Sample, SampleGroup
 
 T = TypeVar("T")
@@ -89,31 +88,6 @@ def sample_record(group: SampleGroup, sample: Sample) -> dict[str, Any]:
         "group_id": sample.group_id,
         "index": sample.index,
     }
-
-
-def read_sample(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of `samples/` without the values that are not of the kind that `sample_record` writes.
-
-    Others may have edited the file: what is left can be compared and counted.
-    """
-    kinds: dict[str, Callable[[Any], bool]] = {
-        "reward": lambda value: finite(value) is not None,
-        "tokens": lambda value: is_step(value) and value >= 0,
-        "is_correct": lambda value: isinstance(value, bool),
-        "token_details": _are_details,
-    }
-    return {name: value for name, value in line.items() if name not in kinds or kinds[name](value)}
-
-
-def _are_details(details: Any) -> bool:
-    """Return whether a value is what a run keeps of an answer's tokens: lists of texts and of numbers or null."""
-    if not isinstance(details, Mapping) or not isinstance(details.get("pieces"), list):
-        return False
-    numbers = [details.get("engine"), *(details[name] for name in ("policy", "advantages") if details.get(name))]
-    return all(
-        isinstance(values, list) and all(value is None or finite(value) is not None for value in values)
-        for values in numbers
-    )
 
 
 def samples_to_markdown(groups: Sequence[SampleGroup]) -> str:

@@ -11,14 +11,15 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from grpo_mp.utils.files import PatientFile, incomplete, write_atomically
+from grpo_mp.utils.errors import DISK_ERRORS
+from grpo_mp.utils.files import incomplete, write_atomically
 
 LOGGER = logging.getLogger(__name__)
 Event = dict[str, Any]
@@ -52,7 +53,7 @@ class Timeline:
         lane = {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "policy"}}
         # The earlier trace is replaced in one go, so a kill during the rewrite loses nothing.
         write_atomically(path, "[\n" + _join_events([*earlier, process, lane]))
-        self._path, self._file = path, PatientFile(path)
+        self._path, self._file = path, path.open("a", encoding="utf-8")
         self._writing = Lock()  # spans are the loop's, counters come from a thread beside it
 
     def now_ns(self) -> int:
@@ -85,7 +86,8 @@ class Timeline:
         with self._writing:
             if not self._file.closed:
                 self._write("\n]\n")
-                self._file.close()
+                with suppress(OSError):  # the disk is full
+                    self._file.close()
 
     def _record(self, event_type: str, name: str, time_ns: int) -> None:
         self._append({"ph": event_type, "name": name, "pid": self._rank, "tid": 0, "ts": time_ns / 1000})
@@ -96,10 +98,14 @@ class Timeline:
                 self._write(",\n" + json.dumps(event))
 
     def _write(self, text: str) -> None:
-        """Append a text, later where the disk is full: no run ends for want of its trace."""
-        self._file.write(text.encode())
-        if error := self._file.flush():
-            LOGGER.info("%s: %s: its events are written when there is room", self._path, error.strerror)
+        """Append a text. If the disk is full, the event is lost: a trace is no reason to end a run."""
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            LOGGER.info("%s: %s: an event is lost", self._path, error.strerror)
 
 
 def trace_path(run_folder: Path, rank: int) -> Path:
@@ -135,18 +141,49 @@ def parse_event(line: str | bytes) -> Event | None:
     return event if event.get("ph") in ("B", "E") and type(event.get("tid")) is int else None
 
 
-def rank_traces(run_folder: Path) -> dict[int, list[Event]]:
-    """Return the last events of each rank's trace, finished or not, by rank; of what is no event, none."""
-    files = {match[1]: file for file in (run_folder / "trace").glob("*") if (match := RANK_TRACE.fullmatch(file.name))}
-    return {int(rank): _tail(file) for rank, file in sorted(files.items(), key=lambda item: int(item[0]))}
+@dataclass(frozen=True)
+class RankPhase:
+    """The spans a rank is in, outermost first and joined by " > ", and since when; "" between spans."""
+
+    rank: int
+    name: str
+    since_s: float  # of the innermost span, since the epoch
+    outer_since_s: float  # of the outermost span
 
 
-def _tail(path: Path) -> list[Event]:
+def read_phase(rank: int, path: Path) -> RankPhase:
+    """Return what a rank is doing, from the end of its trace."""
     with path.open("rb") as stream:
         stream.seek(max(0, path.stat().st_size - TAIL_BYTES))
         lines = stream.read().splitlines()
-    # The first is not whole, the last may be torn.
-    return [event for line in lines if (event := parse_event(line)) is not None]
+    return current_phase(rank, [event for line in lines if (event := parse_event(line)) is not None])
+
+
+def current_phase(rank: int, events: Sequence[Event]) -> RankPhase:
+    """Return the spans that are open after the events."""
+    spans: list[Event] = []
+    for event in events:
+        if event["ph"] == "B":
+            spans.append(event)
+        elif event["ph"] == "E" and spans:  # else its begin lies before these events
+            spans.pop()
+        elif event["ph"] == "M" and event.get("name") == "process_name":
+            spans = []  # the run resumed
+    last_s = max((event["ts"] for event in events if event["ph"] in "BE"), default=0.0) / 1e6
+    since_s, outer_since_s = (spans[i]["ts"] / 1e6 if spans else last_s for i in (-1, 0))
+    return RankPhase(rank, " > ".join(span["name"] for span in spans), since_s, outer_since_s)
+
+
+def read_spans(path: Path) -> tuple[Span, ...]:
+    """Return the spans of a trace in order of their ends; open spans end at the last time seen."""
+    spans, begun = list[Span](), list[Event]()
+    for event in close_open_spans(read_trace(path)):
+        if event["ph"] == "B":
+            begun.append(event)
+        elif event["ph"] == "E" and begun:
+            begin = begun.pop()
+            spans.append(Span(begin["name"], round(begin["ts"] * 1000), round(event["ts"] * 1000)))
+    return tuple(spans)
 
 
 def close_open_spans(events: list[Event]) -> list[Event]:

@@ -1,49 +1,64 @@
-"""What is wrong with a machine, as far as milliseconds show it: each job looks at its start; see doctor/machine.py."""
+"""Checks of a machine, each a small function: GPUs, packages, versions, memory.
+
+`check_device` raises for what refuses a start; the others yield findings. `grpo-mp doctor machine`, the start of a job
+and the node check of Slurm jobs use them.
+"""
 
 import importlib.metadata
+import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import psutil
 import torch
 
 from grpo_mp import platform
+from grpo_mp.platform.cuda_libraries import check_preload, check_toolkit, memory_saver_library
 from grpo_mp.platform.gpu_state import GpuState, peers_without_access, read_gpus
+from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.findings import Finding, Level
 
 SHARED_MEMORY = Path("/dev/shm")
 LAUNCH = Path(__file__).parents[2] / "launch"  # beside the package in a checkout
-CORE = ("torch", "megatron-core", "sglang", "transformers", "transformer-engine")  # whose version a run depends on
-# NCCL keeps buffers of ranks that do not reach each other's GPU in shared memory, engines their load.
+CORE = ("torch", "megatron-core", "sglang", "transformers", "transformer-engine")  # packages whose versions matter
+# Engines keep their load in shared memory, NCCL the buffers of ranks that cannot reach each other's GPU.
 LEAST_SHARED_BYTES, ENOUGH_SHARED_BYTES = 2**24, 2**30
 MIN_FREE_SHARE = 0.1  # of host memory
-MOST_PAIRS = 8  # that evidence lists
+MAX_USED_SHARE = 0.2  # of GPU memory; a CUDA context or a display uses less
+CHOOSE_OTHER = "choose other GPUs (CUDA_VISIBLE_DEVICES)"
+DRIVER = Path("/proc/driver/nvidia/version")
+REQUIRED = {  # modules of the trainer, and of an engine that shares its GPU, with advice
+    "transformer_engine.pytorch": "build transformer-engine against this torch, as the README says",
+    "torch_memory_saver": "install the engine as grpo-mp[gpu] does",
+}
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def quick_findings(local_rank: int) -> list[Finding]:
-    """Return what is wrong for one rank; the first of a node looks at what its ranks share, too.
+    """Return what is wrong for one rank; local rank 0 also checks what the ranks of a node share.
 
-    An error is a reason to refuse the start; what is in order is left out.
+    Only warnings and errors are returned. An error is a reason to refuse the start.
     """
-    found = [*check_gpus(local_rank)] if platform.on_cuda() else []
+    found = [*check_gpus([local_rank])] if platform.on_cuda() else []
     if local_rank == 0:
-        found += [*check_versions(installed_versions(CORE), tested_versions(platform.on_cuda()))]
-        found += [*check_shared_memory(shared_memory_free(), platform.on_cuda())]
         memory = psutil.virtual_memory()
-        found += [*check_host_memory(memory.available, memory.total)]
-        if platform.on_cuda():
-            count = torch.cuda.device_count()
-            found += [*check_peers(peers_without_access(count), count)]
+        found += [
+            *check_versions(installed_versions(CORE), tested_versions(platform.on_cuda())),
+            *check_shared_memory(shared_memory_free(), platform.on_cuda()),
+            *check_host_memory(memory.available, memory.total),
+            *(check_peers() if platform.on_cuda() else ()),
+        ]
     return found
 
 
-def check_gpus(*indices: int) -> Iterator[Finding]:
+def check_gpus(indices: Sequence[int]) -> Iterator[Finding]:
     """Yield what is wrong with GPUs, by torch's numbers."""
     try:
         gpus = read_gpus(indices)
     except RuntimeError as error:
-        advice = "read `dmesg | grep -i xid`, reset the GPU, or choose others (CUDA_VISIBLE_DEVICES)"
+        advice = "install nvidia-ml-py; read `dmesg | grep -i xid`, reset the GPU, or choose others"
         yield Finding(Level.WARNING, f"the state of GPU {', '.join(map(str, indices))} is unknown: {error}", (), advice)
         return
     for gpu in gpus:
@@ -51,7 +66,7 @@ def check_gpus(*indices: int) -> Iterator[Finding]:
 
 
 def check_gpu(gpu: GpuState) -> Iterator[Finding]:
-    """Yield what is wrong with a GPU. Pure."""
+    """Yield broken memory rows, memory errors, and reasons for reduced clocks."""
     if gpu.remap_failed:
         sentence = f"GPU {gpu.index}: a row of its memory is broken and cannot be replaced"
         yield Finding(Level.ERROR, sentence, [gpu.text()], "take it out of service (CUDA_VISIBLE_DEVICES), replace it")
@@ -60,22 +75,21 @@ def check_gpu(gpu: GpuState) -> Iterator[Finding]:
         yield Finding(Level.WARNING, sentence, [gpu.text()], "reset it (nvidia-smi --gpu-reset); if more come, replace")
     if gpu.slowdowns:
         sentence = f"GPU {gpu.index} is slowed down: {', '.join(gpu.slowdowns)}"
-        yield Finding(
-            Level.WARNING, sentence, [gpu.text()], "look at cooling and power: all ranks wait for the slowest"
-        )
+        advice = "look at cooling and power: all ranks wait for the slowest"
+        yield Finding(Level.WARNING, sentence, [gpu.text()], advice)
 
 
-def check_peers(blocked: Sequence[tuple[int, int]], count: int) -> Iterator[Finding]:
-    """Yield the pairs of a machine's `count` GPUs that cannot read each other's memory, together. Pure."""
-    if blocked:
-        shown = [f"GPU {one} and GPU {other}" for one, other in blocked[:MOST_PAIRS]]
+def check_peers() -> Iterator[Finding]:
+    """Yield the pairs of this machine's GPUs that cannot read each other's memory, as one finding."""
+    count = torch.cuda.device_count()
+    if blocked := peers_without_access(count):
         sentence = f"{len(blocked)} of {count * (count - 1) // 2} pairs of GPUs cannot read each other's memory"
         advice = "NCCL takes the host's memory between them: look at NVLink, IOMMU and ACS (nvidia-smi topo -p2p r)"
-        yield Finding(Level.WARNING, sentence, shown, advice)
+        yield Finding(Level.WARNING, sentence, [f"the first: GPU {blocked[0][0]} and GPU {blocked[0][1]}"], advice)
 
 
 def installed_versions(names: Sequence[str]) -> dict[str, str]:
-    """Return the versions of those of some packages that are installed, without what stands after a +."""
+    """Return the versions of the installed ones of some packages, without local parts such as +cu128."""
     found = {}
     for name in names:
         try:
@@ -86,9 +100,9 @@ def installed_versions(names: Sequence[str]) -> dict[str, str]:
 
 
 def tested_versions(cuda: bool) -> dict[str, tuple[str, ...]]:
-    """Return the versions of the tested set by package; none where the package is not in a checkout.
+    """Return the tested versions by package, from the lock files in launch/; {} outside of a checkout.
 
-    CPU machines may have the versions that GPUs get: launch/install.sh --gpu-versions.
+    CPU machines may also have the GPU versions: launch/install.sh --gpu-versions.
     """
     versions: dict[str, tuple[str, ...]] = {}
     for name in ("gpu",) if cuda else ("cpu", "gpu"):
@@ -102,7 +116,7 @@ def tested_versions(cuda: bool) -> dict[str, tuple[str, ...]]:
 
 
 def check_versions(installed: Mapping[str, str], tested: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
-    """Yield the packages that are not of the tested set, together. Pure."""
+    """Yield the packages that do not have a tested version, as one finding."""
     differing = {name: version for name, version in installed.items() if version not in tested.get(name, [version])}
     if differing:
         shown = [f"{name} {version}, tested is {' or '.join(tested[name])}" for name, version in differing.items()]
@@ -112,26 +126,79 @@ def check_versions(installed: Mapping[str, str], tested: Mapping[str, Sequence[s
 
 
 def shared_memory_free() -> int:
-    """Return the free bytes of the shared memory file system; 0 where there is none."""
+    """Return the free bytes of the shared memory file system; 0 without one."""
     return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
 
 
 def check_shared_memory(free: int, cuda: bool) -> Iterator[Finding]:
-    """Yield whether the shared memory file system is too small. Pure."""
-    says, advice = (
-        f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free",
-        "enlarge it (docker run --shm-size=16g), or empty it",
-    )
+    """Yield a finding if the shared memory file system is too small."""
+    sentence = f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free"
+    advice = "enlarge it (docker run --shm-size=16g), or empty it"
     if free < LEAST_SHARED_BYTES:
-        yield Finding(Level.ERROR, f"{says}: engines and process groups need more to start", (), advice)
+        yield Finding(Level.ERROR, f"{sentence}: engines and process groups need more to start", (), advice)
     elif cuda and free < ENOUGH_SHARED_BYTES:
-        yield Finding(Level.WARNING, f"{says}: NCCL may fail where GPUs do not reach each other", (), advice)
+        yield Finding(Level.WARNING, f"{sentence}: NCCL may fail where GPUs do not reach each other", (), advice)
 
 
 def check_host_memory(free: int, total: int) -> Iterator[Finding]:
-    """Yield whether other programs have the host's memory. Pure."""
+    """Yield a finding if other programs use most of the host's memory."""
     if free < MIN_FREE_SHARE * total:
         sentence = f"only {free / 2**30:.1f} of {total / 2**30:.1f} GiB of host memory are free"
-        yield Finding(
-            Level.WARNING, sentence, (), "stop the programs that use it: the kernel ends ranks without a word"
+        advice = "stop the programs that use it: the kernel ends ranks without a word"
+        yield Finding(Level.WARNING, sentence, (), advice)
+
+
+def check_device(local_rank: int) -> None:
+    """Raise UserError where the GPU of this rank is missing, cannot be used or is used by another process."""
+    if not platform.on_cuda():
+        check_no_unusable_gpu(os.environ, DRIVER)
+        return
+    check_requirements(os.environ, import_module)
+    check_toolkit(os.environ)
+    check_preload(memory_saver_library(), os.environ)
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(
+            f"the {local_rank + 1} ranks of this node need a GPU each, torch sees {count}: start fewer ranks, or let "
+            "every rank see all of the node's GPUs (CUDA_VISIBLE_DEVICES)"
+        )
+    try:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(local_rank)
+    except RuntimeError as error:
+        raise UserError(f"GPU {local_rank} cannot be used ({error}): reset it, or {CHOOSE_OTHER}") from error
+    check_free(local_rank, free_bytes, total_bytes)
+
+
+def check_no_unusable_gpu(environment: Mapping[str, str], driver: Path) -> None:
+    """Raise UserError where the machine has GPUs that torch cannot use and CUDA_VISIBLE_DEVICES does not hide."""
+    if not driver.exists() or environment.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
+        return
+    reason = f"CUDA {torch.version.cuda} and the driver do not fit" if torch.version.cuda else "it is built for CPUs"
+    raise UserError(
+        f"this machine has NVIDIA GPUs, but torch {torch.__version__} cannot use them ({reason}): install another "
+        "torch or driver, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+    )
+
+
+def check_requirements(environment: Mapping[str, str], load: Callable[[str], object]) -> None:
+    """Raise UserError where a module does not load, or the allocator's memory cannot be shared by CUDA IPC."""
+    for name in ALLOCATOR_VARIABLES:
+        if "expandable_segments:true" in environment.get(name, "").lower():
+            raise UserError(f"{name}: expandable segments cannot be shared with an engine: remove them")
+    if environment.get("TORCH_DIST_USE_NCCL2") == "1":
+        raise UserError("TORCH_DIST_USE_NCCL2=1: its process groups cannot release memory between phases: unset it")
+    for module, advice in REQUIRED.items():
+        try:
+            load(module)
+        except (ImportError, OSError, RuntimeError) as error:
+            raise UserError(f"{module} does not load ({one_line(error, 200)}): {advice}") from error
+
+
+def check_free(device: int, free_bytes: int, total_bytes: int) -> None:
+    """Raise UserError where other processes use more of a device than MAX_USED_SHARE."""
+    used_bytes = total_bytes - free_bytes
+    if used_bytes > MAX_USED_SHARE * total_bytes:
+        raise UserError(
+            f"GPU {device}: {used_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB are in use by another process: "
+            f"stop it, or {CHOOSE_OTHER}"
         )

@@ -11,7 +11,7 @@ from grpo_mp import platform
 from grpo_mp.checkpoint.run_state import saved_state
 from grpo_mp.config import Settings, SftSettings, load_settings, load_sft_settings
 from grpo_mp.distributed.process_groups import single_rank_environment
-from grpo_mp.platform.device_check import check_device
+from grpo_mp.platform.machine_check import check_device
 from grpo_mp.trainer.context import local_ranks
 from grpo_mp.trainer.describe import describe_run
 from grpo_mp.trainer.exit import end_without_cleanup, exit_on_error

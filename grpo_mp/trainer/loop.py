@@ -7,8 +7,8 @@ from grpo_mp.checkpoint.hf_writer import incomplete_folder
 from grpo_mp.checkpoint.run_state import EXPORTS, METRICS
 from grpo_mp.distributed.process_groups import broadcast
 from grpo_mp.monitor.guards import MetricGuards
-from grpo_mp.monitor.loggers import read_metrics
 from grpo_mp.monitor.reporter import Reporter
+from grpo_mp.monitor.run_folder import read_metrics
 from grpo_mp.trainer.export_servers import load_export
 from grpo_mp.trainer.job import PolicyContext
 from grpo_mp.trainer.save import export_adapters, export_policy

@@ -188,7 +188,7 @@ class StepLogger:
             with disk_may_be_full(f"the samples of step {step}"):
                 write_samples(self._folder, step, record.groups, record.tokens)
         for finding in self._watch.step({"step": step, **record.scalars}):
-            self._progress.note(f"warning: step {step}: {finding.text}")
+            self._progress.note(f"warning: step {step}: {finding.sentence}. {finding.advice}")
 
     def write_scores(self, step: int, initial: Mapping[str, EvalScore], evaluation: Evaluation) -> None:
         """Show and write scores and answers after a step; draw the scores beside the initial, those before training."""

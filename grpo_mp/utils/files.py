@@ -15,8 +15,6 @@ from typing import Any
 
 import xxhash
 
-from grpo_mp.utils.errors import DISK_ERRORS
-
 INCOMPLETE = ".incomplete"  # ends the names of files and folders that are being written
 OF_PROCESS = re.compile(r".+\.[0-9]+\.incomplete")  # a file of `incomplete`
 BLOCK_BYTES, CHUNK_BYTES = 2**12, 2**22  # of writes past the page cache
@@ -97,52 +95,6 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-class PatientFile:
-    """Appends to a file: what a full, read-only or broken disk does not take is kept, and written when it does."""
-
-    def __init__(self, path: Path, durable: bool = False) -> None:
-        """Open a file to be appended to. `durable`: what a `flush` has written is on disk."""
-        self._file, self._durable = path.open("ab", buffering=0), durable
-        self._size, self._unwritten, self._torn = self._file.tell(), b"", False
-
-    @property
-    def closed(self) -> bool:
-        """Return whether the file is closed."""
-        return self._file.closed
-
-    def write(self, content: bytes) -> None:
-        """Take what the next `flush` writes."""
-        self._unwritten += content
-
-    def flush(self) -> OSError | None:
-        """Write all that was taken, or nothing; return what the disk said. Raises OSError that is not the disk's."""
-        try:
-            if self._torn:
-                os.ftruncate(self._file.fileno(), self._size)
-                self._torn = False
-            self._append()
-        except OSError as error:
-            if error.errno not in DISK_ERRORS:
-                raise
-            self._torn = True
-            return error
-        self._size, self._unwritten = self._size + len(self._unwritten), b""
-        return None
-
-    def close(self) -> None:
-        """Write what the disk takes, and close the file."""
-        if not self.closed:
-            self.flush()
-            self._file.close()
-
-    def _append(self) -> None:
-        rest = memoryview(self._unwritten)
-        while rest:
-            rest = rest[self._file.write(rest) :]
-        if self._durable and self._unwritten:
-            os.fsync(self._file.fileno())  # after one that failed, what was written before it may be lost
 
 
 def last_lines(log: Path, count: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What is found about a machine, a model or a run: a sentence, its evidence, what to do."""
+"""Findings about a machine, a model or a run: a sentence, its evidence, and what to do."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,24 +13,42 @@ class Level(IntEnum):
     ERROR = 2
 
 
-FOUND_STATUS = 1  # exit status where something is wrong; 2 is that of a wrong command line
+FOUND_STATUS = 1  # exit status if something is wrong; 2 is the status of a wrong command line
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check. Findings in a run's metrics also have the fields from `rule` on.
+
+    `rule` is a name in monitor/rules.yaml, `weight` (1 to 100) how much of the run is at stake; the rule held at
+    `steps` of the steps from `first_step` to `last_step`.
+    """
 
     level: Level
     sentence: str
     evidence: Sequence[str] = ()  # lines
     advice: str = ""
+    rule: str = ""
+    metric: str = ""
+    weight: int = 0
+    first_step: int = 0
+    last_step: int = 0
+    steps: int = 0
+
+    @property
+    def where(self) -> str:
+        """Return the steps at which a rule held, in words."""
+        if self.last_step == self.first_step:
+            return f"step {self.first_step}"
+        return f"{self.steps} of the steps {self.first_step} to {self.last_step}"
 
 
 def render(findings: Iterable[Finding]) -> str:
-    """Return the findings as text, those that matter most first."""
+    """Return the findings as text, the most severe first."""
     lines = []
     for finding in sorted(findings, key=lambda finding: -finding.level):
-        lines.append(f"{finding.level.name.lower()}: {finding.sentence}")
+        where = f" ({finding.where})" if finding.rule else ""
+        lines.append(f"{finding.level.name.lower()}: {finding.sentence}{where}")
         lines += [f"    {line}" for line in finding.evidence]
         if finding.advice:
             lines.append(f"  what to do: {finding.advice}")
@@ -38,5 +56,5 @@ def render(findings: Iterable[Finding]) -> str:
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
-    """Return FOUND_STATUS where a finding is an error, else 0."""
+    """Return FOUND_STATUS if a finding is an error, else 0."""
     return FOUND_STATUS if any(finding.level is Level.ERROR for finding in findings) else 0

@@ -1,7 +1,7 @@
 """Command-line parsers that are quick to import; those of training, evaluation and sampling are here, too."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,11 +33,10 @@ Reads the settings file of a training run; `sample` says which answers are kept.
 class Parser(argparse.ArgumentParser):
     """Raises UserError for a mistake on the command line."""
 
-    def __init__(self, prog: str, description: str = "", parents: Sequence["Parser"] = (), **options: Any) -> None:
+    def __init__(self, prog: str, description: str = "", **options: Any) -> None:
         super().__init__(
             prog=prog,
             description=description,
-            parents=list(parents),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
             **options,
@@ -48,9 +47,9 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}: see `{self.prog} --help`")
 
 
-def settings_parser(command: str, description: str, *parents: Parser) -> Parser:
-    """Return the parser of a command that reads a settings file and settings laid over it, and what `parents` read."""
-    parser = Parser(f"grpo-mp {command}", description, parents)
+def settings_parser(command: str, description: str) -> Parser:
+    """Return the parser of a command that reads a settings file and settings laid over it."""
+    parser = Parser(f"grpo-mp {command}", description)
     parser.add_argument("config", type=Path, help="settings file")
     overrides = "settings laid over the file's"
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=overrides)

@@ -25,7 +25,7 @@ from grpo_mp.checkpoint.torch_dist import read_metadata
 from grpo_mp.cli.main import main
 from grpo_mp.config import check_settings, dump_settings
 from grpo_mp.distributed.ports import JOB_PORTS, claim_ports
-from grpo_mp.monitor.loggers import read_metrics
+from grpo_mp.monitor.run_folder import read_metrics
 from grpo_mp.monitor.timeline import Timeline, close_open_spans, read_trace, trace_path
 from grpo_mp.planner.clusters import PROFILES, read_cluster
 from grpo_mp.planner.measured import MEASURED, read_measured

@@ -9,6 +9,7 @@ About a quarter of an hour on two cores.
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +25,9 @@ from grpo_mp.monitor.report.charts import write_charts
 from grpo_mp.monitor.report.contents import Chart, Series
 from grpo_mp.monitor.report.curves import chart_of
 from grpo_mp.monitor.report.page import describe
-from grpo_mp.monitor.report.records import RunRecords, read_metric_lines, read_run
-from grpo_mp.monitor.rules import RULES, Finding, MetricLine, find_warnings
+from grpo_mp.monitor.rules import RULES, MetricLine, find_warnings
+from grpo_mp.monitor.run_folder import RunRecords, read_metrics, read_run
+from grpo_mp.utils.findings import Finding
 from tests.bench.sicknesses import BASE, HEALTHY, SICKNESSES, run, show, with_names
 from tools.write_pages import render, table
 
@@ -69,7 +71,7 @@ def recorded(lines: Sequence[MetricLine]) -> list[MetricLine]:
     patterns = [re.compile("[^/]+".join(map(re.escape, name.split("*")))) for rule in RULES for name in rule.when]
     return [
         {
-            name: value if value is None else float(f"{value:.5g}")
+            name: float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
             for name, value in line.items()
             if name == "step" or any(pattern.fullmatch(name) for pattern in patterns)
         }
@@ -92,7 +94,7 @@ def printable(text: str) -> str:
 
 def read_recorded(name: str) -> RunRecords:
     """Return a recorded run as far as it was recorded: its metrics."""
-    return RunRecords(name, {}, read_metric_lines(RECORDED / f"{name}.jsonl"), {}, {})
+    return RunRecords(name, {}, read_metrics(RECORDED / f"{name}.jsonl"), {}, {})
 
 
 def warnings_of(name: str) -> tuple[Finding, ...]:
@@ -177,7 +179,7 @@ def _advice(found: Sequence[Finding]) -> Iterator[str]:
         return
     rows = ((f"`{one.rule}`", str(one.weight), f"{one.first_step} to {one.last_step}", one.sentence) for one in found)
     yield table(("warning", "weight", "steps", "as it was last said"), rows).rstrip()
-    first = found[0]
+    first = next(rule for rule in RULES if rule.name == found[0].rule)
     yield first.meaning
     yield f"**What to do:** {first.action} Setting: `{first.setting}`. Source: {first.source}."
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from grpo_mp.monitor.loggers import read_metrics
 from grpo_mp.monitor.rules import MetricLine, find_warnings
+from grpo_mp.monitor.run_folder import read_metrics
 from tests.bench.quickstart_run import make_model, train
 from tools.tiny.models import make_tiny
 

@@ -74,7 +74,6 @@ def test_dry_run_shows_the_job_and_submits_nothing(
     [
         (["configs/tiny_moe.yaml", "run.stps=7"], "unknown setting run.stps (did you mean run.steps?)"),
         (["configs/tiny_moe.yaml", "--partition", "gpu"], "gpu"),
-        (["configs/tiny_moe.yaml", "--evaluate"], "--evaluate goes with --ranks"),
     ],
 )
 def test_mistakes_are_said_before_anything_is_submitted(

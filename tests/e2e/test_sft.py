@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from grpo_mp.monitor.metrics import TABLE
 from grpo_mp.monitor.report.build import build_report
 from grpo_mp.monitor.report.overview import settings_tables
-from grpo_mp.monitor.report.records import read_runs
+from grpo_mp.monitor.run_folder import read_runs
 from grpo_mp.sft import main
 from tests.conftest import TinyRun
 from tests.e2e.jobs import Job, read_jsonl

@@ -37,8 +37,11 @@ def test_launcher_reports_ranks_that_exit_early(tiny_run: TinyRun, tmp_path: Pat
 
 @pytest.mark.slow
 def test_ranks_that_finish_leave_marks(tiny_run: TinyRun, tmp_path: Path) -> None:
-    start = [sys.executable, "-m", "grpo_mp", "launch", "--ranks", "2"]  # hands --dry-run on to the ranks
-    command = [*start, str(tiny_run.config), f"run.folder={tmp_path / 'run'}", "--dry-run"]
+    program = (
+        "import sys; from grpo_mp.cli.local_launch import start_ranks; "
+        "sys.exit(start_ranks(2, sys.argv[1:], 'grpo_mp.train'))"
+    )
+    command = [sys.executable, "-c", program, str(tiny_run.config), f"run.folder={tmp_path / 'run'}", "--dry-run"]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (0, "")
 

@@ -92,7 +92,7 @@ def test_it_is_found_when_it_comes_and_said_once(name: str) -> None:
     said = [found for line in run(report) for found in watch.step(line) if found.rule == report.rule]
     assert len(said) == 1
     assert ONSET < said[0].first_step < ONSET + ONSET_STEPS + 40
-    assert report.source in said[0].source
+    assert report.source in said[0].evidence[1]
 
 
 @pytest.mark.parametrize("name", REPORTS)

@@ -11,7 +11,7 @@ import pytest
 from grpo_mp.cli.main import main
 from grpo_mp.monitor.report.build import build_report
 from grpo_mp.monitor.report.contents import Chart, HeatMap, Picture
-from grpo_mp.monitor.report.records import read_runs
+from grpo_mp.monitor.run_folder import read_runs
 from tests.report.chromium import NEEDS_CHROMIUM, SHIFT, Browser
 from tests.report.test_report import make_run
 

@@ -9,7 +9,7 @@ from grpo_mp.monitor.curves import Curve
 from grpo_mp.monitor.report.charts import DASHES, LINES, write_charts
 from grpo_mp.monitor.report.contents import Chart, Series
 from grpo_mp.monitor.report.curves import POINTS, chart_of, downsample
-from grpo_mp.monitor.report.records import RunRecords
+from grpo_mp.monitor.run_folder import RunRecords
 
 
 def test_downsampling_keeps_ends_extremes_and_gaps() -> None:

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from grpo_mp.monitor.report.records import RunRecords
 from grpo_mp.monitor.rules import RULES
+from grpo_mp.monitor.run_folder import RunRecords
 from tests.bench import gallery
 from tests.bench.sicknesses import HEALTHY, SICKNESSES
 

@@ -12,9 +12,9 @@ from grpo_mp.monitor.report.contents import Chart, Series
 from grpo_mp.monitor.report.curves import charts_of
 from grpo_mp.monitor.report.overview import scores_table
 from grpo_mp.monitor.report.page import ROWS, picture_table
-from grpo_mp.monitor.report.records import RunRecords, read_run
 from grpo_mp.monitor.rules import find_warnings
-from grpo_mp.monitor.watch.screen import curves
+from grpo_mp.monitor.run_folder import RunRecords, read_run
+from grpo_mp.monitor.watch import curves
 from grpo_mp.trainer.metrics import rollout_metrics
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.report.test_report import make_run

@@ -1,6 +1,5 @@
 """A run folder is made by the run's own writers; the page is read back by Python's HTML parser and by Chromium."""
 
-import csv
 import json
 import math
 import re
@@ -24,11 +23,10 @@ from grpo_mp.monitor.report.answers import CHARACTERS, TIMES, shortened, token_c
 from grpo_mp.monitor.report.build import build_report, main_charts
 from grpo_mp.monitor.report.charts import legend
 from grpo_mp.monitor.report.contents import Chart, Token
-from grpo_mp.monitor.report.export import check_export
 from grpo_mp.monitor.report.overview import preset_settings, settings_tables
 from grpo_mp.monitor.report.page import picture_table, render
-from grpo_mp.monitor.report.records import read_run, read_runs
 from grpo_mp.monitor.report.times import last_steps
+from grpo_mp.monitor.run_folder import read_run, read_runs
 from grpo_mp.monitor.samples import write_samples
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.trainer.token_details import TOKENS, TokenDetails
@@ -241,12 +239,10 @@ def test_settings_stand_beside_those_of_the_preset(tmp_path: Path) -> None:
 
 
 def test_the_page_begins_with_a_verdict_on_each_run(long_run: Path) -> None:
-    report = build_report(read_runs([long_run]), find=lambda lines: [])
-    assert report.verdicts == ("1000 of 3 steps; no warnings; held_out 25.0% → 75.0%",)
+    report = build_report(read_runs([long_run]))
+    assert report.verdicts == (f"1000 of 3 steps; {len(report.warnings)} warnings; held_out 25.0% → 75.0%",)
     page = render(report)
     assert page.index(report.verdicts[0]) < page.index("What was run")
-    warned = build_report(read_runs([long_run]))
-    assert f"; {len(warned.warnings)} warning" in warned.verdicts[0]
 
 
 def test_settings_that_are_null_by_default_are_not_listed_as_changed(tmp_path: Path) -> None:
@@ -289,9 +285,7 @@ def damage(run: Path, kind: str) -> None:
     elif kind == "no step":
         (run / "metrics.jsonl").write_text("")
     else:
-        text = {"torn": '{"step": 1, "re\n{"step": 2}\n', "no step number": '{"reward/mean": 1}\n'}
-        text |= {"text": '{"step": 1, "reward/mean": "a"}\n', "list": "[1]\n"}
-        (run / "metrics.jsonl").write_text(text[kind])
+        (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": "a"}\n[1]\n')
 
 
 @pytest.mark.parametrize(
@@ -299,10 +293,7 @@ def damage(run: Path, kind: str) -> None:
     [
         ("no settings", "no run folder"),
         ("no step", "no step is in metrics.jsonl yet"),
-        ("torn", r"metrics.jsonl:1: not valid JSON"),
-        ("no step number", r"metrics.jsonl:1: no metrics of a step"),
-        ("text", r"metrics.jsonl:1: no metrics of a step"),
-        ("list", "a line is no JSON object"),
+        ("damaged", "no step is in metrics.jsonl yet"),
     ],
 )
 def test_what_is_no_run_is_a_sentence(tmp_path: Path, kind: str, sentence: str) -> None:
@@ -373,13 +364,13 @@ def test_warnings_come_in_order_of_weight_with_meaning_setting_and_source(tmp_pa
     sick = {"train/loss": None, "rollout/truncated_ratio": 0.9, "mismatch/token_mult_prob_error": 1.2}
     write_lines(run / "metrics.jsonl", [metrics(step) | sick for step in range(1, 13)])  # type: ignore[list-item]
     report = build_report(read_runs([run]))
-    weights = [one.weight for one in report.warnings]
+    weights = [one.weight for _, one in report.warnings]
     assert weights == sorted(weights, reverse=True)
     assert len({98, 80, 61} & {*weights}) == 3
     page = render(report)
-    for text in ("90% of the answers are cut off", "DAPO, arXiv 2503.14476", "rollout.max_response_tokens</code>"):
+    for text in ("90% of the answers are cut off", "DAPO, arXiv 2503.14476", "(rollout.max_response_tokens)"):
         assert text in page
-    opened = re.findall(r'<li class="warning run0" data-key="[^"]+"><details open>', page)
+    opened = re.findall(r'<li class="warning run0"><details open>', page)
     assert len(opened) == 3 < len(weights)  # curves are not far below
 
 
@@ -418,22 +409,6 @@ def test_before_the_first_update_there_is_no_last_step(tmp_path: Path) -> None:
     assert last_steps(read_runs([run])) == ()
 
 
-def test_metrics_are_exported_as_csv_and_parquet(tmp_path: Path) -> None:
-    import pyarrow.parquet
-
-    runs = [make_run(tmp_path / name, 3) for name in ("a", "b")]
-    for suffix in ("csv", "parquet"):
-        assert main(["report", *map(str, runs), "--export", str(tmp_path / f"all.{suffix}")]) == 0
-    with (tmp_path / "all.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    table = pyarrow.parquet.read_table(tmp_path / "all.parquet").to_pylist()
-    assert [(row["run"], int(row["step"])) for row in rows] == [(run, step) for run in "ab" for step in (1, 2, 3)]
-    assert [row["reward/mean"] for row in table] == [float(row["reward/mean"]) for row in rows]
-    assert math.isnan(table[1]["train/entropy"])
-    with pytest.raises(UserError, match=r"a table is one of \.csv, \.parquet"):
-        check_export(tmp_path / "all.xlsx")
-
-
 def test_the_main_curves_are_drawn_as_one_picture(tmp_path: Path) -> None:
     run, file = make_run(tmp_path / "mine$", 13), tmp_path / "curves.svg"
     assert main(["report", str(run), "--picture", str(file)]) == 0
@@ -457,19 +432,19 @@ def test_the_picture_of_the_readme_is_drawn_by_the_report(tmp_path: Path) -> Non
     assert picture.stat().st_size < 200_000
 
 
-@pytest.mark.parametrize(("name", "sentence"), [("no/a.svg", "its folder does not exist"), ("a.png", "ends in .svg")])
+@pytest.mark.parametrize("name", ["no/a.svg", "a.png"])
 def test_a_picture_that_cannot_be_written_is_refused(
-    tmp_path: Path, name: str, sentence: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path), "--picture", str(tmp_path / name)])
-    assert sentence in capsys.readouterr().err
+    assert "give a file that ends in .svg, in an existing folder" in capsys.readouterr().err
 
 
 def test_a_page_does_not_take_a_folders_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path), "--out", str(tmp_path)])
-    assert f"{tmp_path} is a folder: give --out a file" in capsys.readouterr().err
+    assert f"--out {tmp_path}: give a file in an existing folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [[], ["--trace"]])
@@ -477,7 +452,7 @@ def test_a_run_folder_that_is_removed_meanwhile_does_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
     run = tmp_path / "run"
-    at = f"grpo_mp.monitor.report.{'records.read_runs' if options else 'page.render'}"
+    at = f"grpo_mp.monitor.{'run_folder.read_runs' if options else 'report.page.render'}"
     make_run(run, 2)
     before = read_runs if options else render
 

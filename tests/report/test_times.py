@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from grpo_mp.monitor.report.records import RunRecords
 from grpo_mp.monitor.report.times import last_steps, rank_tables, traced_steps
+from grpo_mp.monitor.run_folder import RunRecords
 from grpo_mp.monitor.timeline import Span
 
 PHASES = ("GENERATE", "SCORE", "LOGPROB", "TRAIN", "SYNC", "CHECK")

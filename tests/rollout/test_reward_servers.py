@@ -16,14 +16,12 @@ from grpo_mp.config import Settings, check_settings
 from grpo_mp.models.families import known_params
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.value_head import reward_head
-from grpo_mp.monitor.live_engines import read_server
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase, plan_memory
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.rewards.reward_model import Server
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.rollout.engine_args import engine_arguments
 from grpo_mp.rollout.reward_servers import (
     HEADS,
     RewardServers,
@@ -33,7 +31,6 @@ from grpo_mp.rollout.reward_servers import (
     served_models,
     share_of,
 )
-from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.utils.errors import EngineError, UserError
 from grpo_mp.utils.types import Prompt, SampleGroup
 from tests.conftest import TinyRun
@@ -334,24 +331,6 @@ def test_a_plan_counts_the_teacher_in_score_and_its_copy_on_the_host(tiny_run: T
         assert sizes["contexts"] > without.device[0][sub_phase]["contexts"]
         assert memory.host[sub_phase]["processes"] > without.host[sub_phase]["processes"]
     assert "teacher" not in without.device[0][SubPhase.SCORE]
-
-
-def test_only_the_policys_engines_are_called_engines(folder: Path, tmp_path: Path) -> None:
-    """By `doctor run`, which compares the weights of those that are."""
-    chosen = settings(
-        {"model": {"folder": str(folder)}}, run={"folder": str(tmp_path), "steps": 1}, **teaching(str(folder))
-    )
-    models = served_models(chosen, rewards=True, teacher=True)
-    servers = RewardServers(chosen, models, rank=0, ranks_per_node=1, host_ranks=(0,))
-    own = servers._own
-    assert [process.log.name for process in own.values()] == ["reward_model_0.log", "teacher_0.log"]
-    assert ["is_embedding" in process.spec.args for process in own.values()] == [True, False]
-    for process in own.values():
-        arguments = engine_arguments(process.spec, 15000, process.served_model_name, "secret")
-        assert read_server(arguments) is None
-    engine = EngineProcess(own["teacher"].spec, tmp_path / "x.log")
-    assert read_server(engine_arguments(engine.spec, 15000, engine.served_model_name, "secret"))
-    servers.stop()
 
 
 def test_sglang_serves_the_families_that_the_page_names() -> None:

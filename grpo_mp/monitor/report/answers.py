@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import starmap
 
 from grpo_mp.monitor.report.contents import Answer, Token
-from grpo_mp.monitor.report.records import Line, RunRecords
+from grpo_mp.monitor.run_folder import Line, RunRecords
 from grpo_mp.monitor.samples import evenly_spaced
 from grpo_mp.utils.files import encodable
 

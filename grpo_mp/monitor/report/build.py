@@ -1,9 +1,9 @@
 """Turn the records of runs into a report. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from grpo_mp.monitor.report.answers import choose_answers
-from grpo_mp.monitor.report.contents import Chart, Report, Section, Warning
+from grpo_mp.monitor.report.contents import Chart, Report, Section
 from grpo_mp.monitor.report.curves import charts_of, solve_rate_maps
 from grpo_mp.monitor.report.overview import (
     score_charts,
@@ -13,20 +13,17 @@ from grpo_mp.monitor.report.overview import (
     time_table,
     verdict,
 )
-from grpo_mp.monitor.report.records import RunRecords
 from grpo_mp.monitor.report.times import last_steps, memory_tables, plan_tables, rank_tables
-from grpo_mp.monitor.rules import Finding, MetricLine, find_warnings
+from grpo_mp.monitor.rules import find_warnings
+from grpo_mp.monitor.run_folder import RunRecords
+from grpo_mp.utils.findings import Finding
 
-FindWarnings = Callable[[Sequence[MetricLine]], Sequence[Finding]]
 # Beside scores; of several runs, with a name.
 PICTURED = ("Reward", "Response length", "Supervised loss", "Entropy", "Phases of a step")
 
 
-def build_report(runs: Sequence[RunRecords], find: FindWarnings = find_warnings) -> Report:
-    """Return the report of one or several runs. Raises UserError for a preset that does not exist.
-
-    `find`: for one run that is built again and again, a `WarningsOfGrowingRun`'s.
-    """
+def build_report(runs: Sequence[RunRecords]) -> Report:
+    """Return the report of one or several runs. Raises UserError for a preset that does not exist."""
     scores, (no_scores, no_samples) = scores_table(runs), _missing(runs)
     answers = tuple(answer for place, run in enumerate(runs) for answer in choose_answers(run, place))
     sections = (
@@ -50,8 +47,8 @@ def build_report(runs: Sequence[RunRecords], find: FindWarnings = find_warnings)
         Section("memory", "Memory", charts_of("memory", runs), memory_tables(runs)),
         Section("samples", "Answers to read", answers=answers, missing=no_samples),
     )
-    warnings = find_all_warnings(runs, find)
-    verdicts = tuple(verdict(run, sum(warning.run == place for warning in warnings)) for place, run in enumerate(runs))
+    warnings = find_all_warnings(runs)
+    verdicts = tuple(verdict(run, sum(of == place for of, _ in warnings)) for place, run in enumerate(runs))
     return Report(tuple(run.name for run in runs), sections, warnings, verdicts)
 
 
@@ -74,15 +71,7 @@ def main_charts(runs: Sequence[RunRecords]) -> tuple[Chart, ...]:
     return (*score_charts(runs), *(one for one in charts if one.title.split(", ")[0] in PICTURED))
 
 
-def find_all_warnings(runs: Sequence[RunRecords], find: FindWarnings = find_warnings) -> tuple[Warning, ...]:
-    """Return what the rules find in each run, the heaviest first."""
-    found = [(place, one) for place, run in enumerate(runs) for one in find(run.metrics)]
-    return tuple(_warning(place, one) for place, one in sorted(found, key=lambda pair: -pair[1].weight))
-
-
-def _warning(run: int, found: Finding) -> Warning:
-    steps = f"step {found.first_step}"
-    if found.last_step > found.first_step:
-        steps = f"{found.steps} of the steps {found.first_step} to {found.last_step}"
-    texts = (found.sentence, found.meaning, found.action, found.setting, found.source)
-    return Warning(run, f"{found.rule} {found.metric}", found.weight, steps, *texts)
+def find_all_warnings(runs: Sequence[RunRecords]) -> tuple[tuple[int, Finding], ...]:
+    """Return the findings of each run with its place, the heaviest first."""
+    found = [(place, one) for place, run in enumerate(runs) for one in find_warnings(run.metrics)]
+    return tuple(sorted(found, key=lambda pair: -pair[1].weight))

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from grpo_mp.utils.findings import Finding
+
 
 @dataclass(frozen=True)
 class Series:
@@ -130,26 +132,10 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Warning:
-    """What a rule found in a run: see Finding in grpo_mp/monitor/rules.py. `steps`: where, in words;
-    `rule`: and its metric."""
-
-    run: int
-    rule: str
-    weight: int
-    steps: str
-    text: str
-    meaning: str
-    action: str
-    setting: str
-    source: str
-
-
-@dataclass(frozen=True)
 class Report:
     """The page of runs: `runs` are their names, unique."""
 
     runs: tuple[str, ...]
     sections: tuple[Section, ...]
-    warnings: tuple[Warning, ...] = ()
+    warnings: tuple[tuple[int, Finding], ...] = ()  # each with its run
     verdicts: tuple[str, ...] = ()  # a sentence for each run: steps, warnings, scores before and after

@@ -9,7 +9,7 @@ from statistics import fmean
 from grpo_mp.monitor.curves import CURVES, SOLVE_RATES, Curve
 from grpo_mp.monitor.report.charts import LINES
 from grpo_mp.monitor.report.contents import Chart, HeatMap, Series
-from grpo_mp.monitor.report.records import RunRecords
+from grpo_mp.monitor.run_folder import RunRecords
 
 POINTS = 480  # of a line: more than a chart has pixels to tell apart
 COLUMNS = 240  # of a map

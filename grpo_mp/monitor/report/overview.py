@@ -11,7 +11,7 @@ from grpo_mp.algorithms.presets import PRESETS, with_preset
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.config import Settings, SftSettings
 from grpo_mp.monitor.report.contents import Chart, Series, Table
-from grpo_mp.monitor.report.records import RunRecords
+from grpo_mp.monitor.run_folder import RunRecords
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.section import Section, section_type
 

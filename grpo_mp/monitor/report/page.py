@@ -1,9 +1,6 @@
 """Render a report as one HTML file that asks for nothing outside of it."""
 
-import base64
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import TypeVar
@@ -24,54 +21,13 @@ T = TypeVar("T")
 COLORINGS = ("nothing", "probability", "mismatch", "advantage")  # of tokens
 
 
-@dataclass(frozen=True)
-class Live:
-    """What a page has more that a browser keeps up to date: `script`, and `policy`, by which only it may run."""
-
-    script: Markup
-    policy: str
-
-
-def live() -> Live:
-    """Return the script that asks this page's own address for what is new."""
-    script = Path(__file__).with_name("live.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return Live(Markup(script), f"; script-src 'sha256-{digest}'; connect-src 'self'")
-
-
-def waiting_page(live: Live) -> str:
-    """Return the page of a run that has no step yet."""
-    policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}{live.policy}">'
-    head = f'<meta charset="utf-8">{policy}<link rel="icon" href="data:,"><title>grpo-mp</title>'
-    return f'<!doctype html><html lang="en"><head>{head}<script>{live.script}</script></head><body></body></html>'
-
-
-class Drawings:
-    """Draws the pictures of a page; one that is the same as in the page before is not drawn again."""
-
-    def __init__(self) -> None:
-        self._before: dict[tuple[int, str], Markup] = {}
-
-    def draw(self, pictures: Sequence[Picture]) -> dict[int, Markup]:
-        """Return the <svg> of each picture by its id()."""
-        keys = [(number, repr(picture)) for number, picture in enumerate(pictures)]  # no NaN is another
-        drawn = {
-            key: self._before.get(key) or Markup(draw(picture, str(key[0])))
-            for key, picture in zip(keys, pictures, strict=True)
-        }
-        self._before = drawn
-        return {id(picture): drawn[key] for key, picture in zip(keys, pictures, strict=True)}
-
-
-def render(report: Report, live: Live | None = None, drawings: Drawings | None = None) -> str:
-    """Return the page. All text is escaped: answers are a model's, names and settings a user's.
-
-    `live`: for a page that is served while the run goes on, `drawings` those of the page before.
-    """
+def render(report: Report) -> str:
+    """Return the page. All text is escaped: answers are a model's, names and settings a user's."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    drawn = (drawings or Drawings()).draw([chart for section in report.sections for chart in section.charts])
+    pictures = [chart for section in report.sections for chart in section.charts]
+    drawn = {id(picture): Markup(draw(picture, str(number))) for number, picture in enumerate(pictures)}
     kinds = {answer.why for section in report.sections for answer in section.answers}
     return environment.get_template("page.html").render(
         report=report,
@@ -86,7 +42,6 @@ def render(report: Report, live: Live | None = None, drawings: Drawings | None =
         kind_number=KINDS.index,
         run_sets=run_sets(report),
         runs_class=runs_class if len(report.runs) > 1 else lambda _: "",
-        live=live,
         policy=POLICY,
         colorings=COLORINGS,
         has_tokens=any(answer.tokens for section in report.sections for answer in section.answers),

@@ -10,7 +10,7 @@ from typing import Any
 from grpo_mp.monitor.curves import PHASES
 from grpo_mp.monitor.report.contents import Bar, Lanes, Table
 from grpo_mp.monitor.report.curves import titled
-from grpo_mp.monitor.report.records import RunRecords
+from grpo_mp.monitor.run_folder import RunRecords
 from grpo_mp.monitor.summary import covered_ns
 from grpo_mp.monitor.timeline import Span
 from grpo_mp.utils.phases import GIB, WAIT, Phase
@@ -116,7 +116,7 @@ def plan_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
             _plan_note(run, "mean step; overhead: share of the step outside of the phases that count as work"),
         )
         for place, run in enumerate(runs)
-        if run.plan
+        if run.plan.get("phases")
     )
 
 
@@ -132,7 +132,7 @@ def memory_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
             _plan_note(run, f"largest rank; a node has {ranks_per_node(run)} ranks"),
         )
         for place, run in enumerate(runs)
-        if run.plan
+        if run.plan.get("phases")
     )
 
 

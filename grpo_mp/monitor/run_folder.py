@@ -1,0 +1,188 @@
+"""Read a run folder: the one reader behind the report, `grpo-mp watch` and the resume of a run."""
+
+import json
+import logging
+import math
+import re
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_mp.algorithms.evaluation import EvalScore, read_scores
+from grpo_mp.checkpoint.run_state import METRICS, PROCESSES, SETTINGS
+from grpo_mp.monitor.rank_dump import RankProcess, read_process
+from grpo_mp.monitor.rank_processes import find_process
+from grpo_mp.monitor.samples import STEP_FILE, evenly_spaced
+from grpo_mp.monitor.timeline import RANK_TRACE, Span, read_spans
+from grpo_mp.rollout.engine_load import FOLDER as ENGINES
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.files import read_json
+from grpo_mp.utils.metric_lines import finite, parse_metrics
+from grpo_mp.utils.reading import check_regular, read_yaml, refuse_unreadable
+from grpo_mp.utils.redact import without_secrets
+
+LOGGER = logging.getLogger(__name__)
+PLAN = "plan.json"  # of `grpo-mp plan --json`
+SAMPLE_FILES = 40  # read of a run: evenly spaced, with the last
+RANKS = 16  # whose traces are read
+NAMED = 5  # damaged lines that a warning lists
+RANK_FILE = re.compile(r"rank_(\d+)\.json")
+WRITTEN = (METRICS, "trace/*", f"{ENGINES}/*", "logs/*")  # files that a running job appends to
+Line = Mapping[str, Any]
+MetricLine = Mapping[str, float]  # `step`, and metrics by name; NaN for a value that is not finite
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """Everything that a report shows of one run.
+
+    `settings` has no secrets. `scores` maps step -> eval set -> score, `samples` and `eval_samples` map step -> lines,
+    `plan` is plan.json or {}, `traces` maps rank -> spans.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    metrics: Sequence[MetricLine]
+    scores: Mapping[int, Mapping[str, EvalScore]]
+    samples: Mapping[int, tuple[Line, ...]]
+    eval_samples: Mapping[int, tuple[Line, ...]] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    traces: Mapping[int, tuple[Span, ...]] = field(default_factory=dict)
+
+
+def read_runs(folders: Sequence[Path]) -> tuple[RunRecords, ...]:
+    """Read run folders, each under a unique name. Raises UserError for a folder that is given twice."""
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise UserError("a run folder is given twice: give each once")
+    names = [folder.resolve().name for folder in folders]
+    unique = len({*names}) == len(names)
+    return tuple(read_run(folder, name if unique else str(folder)) for folder, name in zip(folders, names, strict=True))
+
+
+def read_run(folder: Path, name: str) -> RunRecords:
+    """Read a run folder. Raises UserError if it is not one, or has no step yet."""
+    settings = read_settings(folder)
+    metrics = read_metrics(folder / METRICS)
+    if not metrics:
+        raise UserError(f"{folder}: no step is in {METRICS} yet: wait for the first one, or log with jsonl, too")
+
+    evaluated = files_by_step((folder / "eval").glob("step_*.json"))
+    samples, eval_samples = (files_by_step((folder / "samples").glob(f"{kind}_*.jsonl")) for kind in ("step", "eval"))
+    traces = numbered_files(folder / "trace", RANK_TRACE)
+    with refuse_unreadable(folder):
+        return RunRecords(
+            name,
+            without_secrets(settings),
+            metrics,
+            {step: read_scores(file) for step, file in evaluated.items()},
+            {step: read_samples(samples[step]) for step in _spaced_with_last([*samples])},
+            {step: read_samples(eval_samples[step]) for step in _spaced_with_last([*eval_samples])},
+            read_json(folder / PLAN),
+            {rank: read_spans(traces[rank]) for rank in evenly_spaced([*traces], RANKS)},
+        )
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Read settings.yaml of a run. Raises UserError if the folder is not a run folder."""
+    file = folder / SETTINGS
+    if not file.is_file():
+        raise UserError(f"{folder}: no run folder, it has no {SETTINGS}: give the run.folder of a run")
+    settings = read_yaml(file)
+    if not isinstance(settings, dict):
+        raise UserError(f"{file}: no settings of a run: copy it again")
+    return settings
+
+
+def read_metrics(file: Path) -> list[dict[str, float]]:
+    """Read metrics.jsonl in the order of steps; if a step occurs twice, its last line counts.
+
+    A last line without a line end is still being written and is left out. Damaged lines are left out with a warning.
+    """
+    if not file.exists():
+        return []
+    with refuse_unreadable(file):
+        *complete, _ = check_regular(file).read_bytes().split(b"\n")
+    by_step: dict[int, dict[str, float]] = {}
+    damaged = []
+    for number, text in enumerate(complete, 1):
+        line = parse_metrics(text)
+        if line is not None:
+            values = {name: math.nan if value is None else value for name, value in line.items()}
+            by_step[int(values["step"])] = values
+        elif text.strip():
+            damaged.append(number)
+    if damaged:
+        LOGGER.warning("%s: line %s is damaged and left out", file, ", ".join(map(str, damaged[:NAMED])))
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def read_samples(file: Path) -> tuple[Line, ...]:
+    """Read a file of samples/. Lines and values that the run did not write, or not completely, are left out."""
+    objects = [_parse_object(line) for line in file.read_bytes().splitlines()]
+    kinds: dict[str, Callable[[Any], bool]] = {
+        "reward": lambda value: finite(value) is not None,
+        "tokens": lambda value: isinstance(value, int),
+        "is_correct": lambda value: isinstance(value, bool),
+        "token_details": lambda value: isinstance(value, dict),
+    }
+    return tuple(
+        {name: value for name, value in line.items() if name not in kinds or kinds[name](value)}
+        for line in objects
+        if "response" in line
+    )
+
+
+def _parse_object(text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def files_by_step(files: Iterable[Path]) -> dict[int, Path]:
+    """Return files by the step in their names, ascending; other files, such as copies, are left out."""
+    steps = {int(match[1]): file for file in files if (match := STEP_FILE.fullmatch(file.name))}
+    return dict(sorted(steps.items()))
+
+
+def numbered_files(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
+    """Return the files of a folder by the number in their names, ascending."""
+    files = {int(match[1]): file for file in folder.glob("*") if (match := name.fullmatch(file.name))}
+    return dict(sorted(files.items()))
+
+
+def _spaced_with_last(steps: Sequence[int]) -> list[int]:
+    return evenly_spaced(steps[::-1], SAMPLE_FILES)[::-1]
+
+
+def has_processes(folder: Path) -> bool:
+    """Return whether a rank of the run is alive. Ranks of other hosts count as alive while their file is there."""
+    here = socket.gethostname()
+    return any(
+        process.host != here or find_process(process.pid, process.started_s) is not None
+        for process in _processes(folder)
+    )
+
+
+def is_silent(folder: Path, now_s: float, limit_s: float) -> bool:
+    """Return whether all ranks are on other hosts, and nothing was written for longer than `limit_s`."""
+    if any(process.host == socket.gethostname() for process in _processes(folder)):
+        return False
+    times = []
+    for file in (file for pattern in WRITTEN for file in folder.glob(pattern)):
+        with suppress(FileNotFoundError):  # removed meanwhile
+            times.append(file.stat().st_mtime)
+    return bool(times) and now_s - max(times) > limit_s
+
+
+def _processes(folder: Path) -> list[RankProcess]:
+    found = []
+    for rank in numbered_files(folder / PROCESSES, RANK_FILE):
+        with suppress(UserError):  # another program wrote the file
+            process = read_process(folder, rank)
+            found += [process] if process else []
+    return found
