@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mp import platform
-from grpo_mp.platform.machine_check import check_device, check_free, check_no_unusable_gpu, check_requirements
+from grpo_mp.platform.machine_check import check_free, check_no_unusable_gpu, check_requirements
 from grpo_mp.utils.errors import UserError
 
 GIB = 2**30
