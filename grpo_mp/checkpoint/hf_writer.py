@@ -41,14 +41,6 @@ class Shard:
     nbytes: int
 
 
-def write_hf(
-    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], like: Path, shard_bytes: int = SHARD_BYTES
-) -> None:
-    """Write tensors as numbered shards with an index; everything but weights is copied from `like`."""
-    begin_hf(folder)
-    complete_hf(folder, write_shards(folder, tensors, 0, shard_bytes), like)
-
-
 def begin_hf(folder: Path) -> None:
     """Make the folder that shards are written to until they are complete."""
     incomplete = incomplete_folder(folder)

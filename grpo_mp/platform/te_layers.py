@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from megatron.core.utils import get_pg_rank, get_pg_size
+from megatron.core.utils import get_pg_size
 from torch import Tensor
 
 
@@ -199,29 +197,6 @@ class GroupedLinear(torch.nn.Module):
 
     def _weights(self) -> list[Tensor]:
         return [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Return the checkpoint entries: all experts of a layer form one tensor with a leading expert axis."""
-        metadata = metadata or {}
-        singleton = metadata.get("singleton_local_shards", False)
-        experts = get_pg_size(self.groups.ep) * self.num_gemms
-        state: dict[str, Any] = {}
-        for i, weight in enumerate(self._weights()):
-            key, expert = f"{i}.weight", get_pg_rank(self.groups.ep) * self.num_gemms + i
-            entry = make_sharded_tensors_for_checkpoint(
-                {key: weight},
-                "",
-                {key: self.partition_dim},
-                sharded_offsets if singleton else (*sharded_offsets, (len(sharded_offsets), expert, experts)),
-                tp_group=self.groups.expt_tp,
-                dp_cp_group=metadata["dp_cp_group"],
-            )
-            replace_prefix_for_sharding(entry, f"{i}.", f"{expert}.{prefix}" if singleton else prefix)
-            tensor = state[f"{prefix}weight{i}"] = entry[key]
-            tensor.replica_id = (*tensor.replica_id[:2], get_pg_rank(self.groups.expt_dp))
-        return state
 
 
 class ColumnParallelGroupedLinear(GroupedLinear):

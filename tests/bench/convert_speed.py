@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 
-from grpo_mp.checkpoint.hf_writer import write_hf
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8, SCALE, scale_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
+from tests.checkpoint.helpers import write_hf
 from tools.tiny.models import PUBLISHED_KEYS, make_tiny, make_tokenizer
 
 CONFIG: dict[str, Any] = {  # Qwen3-30B-A3B

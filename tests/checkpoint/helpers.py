@@ -2,15 +2,26 @@
 
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from grpo_mp.checkpoint.hf_writer import SHARD_BYTES, begin_hf, complete_hf, write_shards
 from grpo_mp.config import check_settings
 from grpo_mp.policy.policy import Policy
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.one_rank import one_rank_job
+
+
+def write_hf(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], like: Path, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write tensors as a Hugging Face folder, as one rank that exports them."""
+    begin_hf(folder)
+    complete_hf(folder, write_shards(folder, tensors, 0, shard_bytes), like)
 
 
 def no_progress(written: int, total: int) -> None:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from grpo_mp.checkpoint import hf_writer
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
-from grpo_mp.checkpoint.hf_writer import copy_aux_files, write_hf
+from grpo_mp.checkpoint.hf_writer import copy_aux_files
 from grpo_mp.utils.errors import UserError
+from tests.checkpoint.helpers import write_hf
 
 TENSORS = {
     "model.a": torch.arange(24, dtype=torch.float32).view(6, 4),

@@ -1,11 +1,16 @@
 """Load a converted checkpoint, and save weights, by Megatron itself."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import get_pg_rank, get_pg_size
 
+from grpo_mp.platform.te_layers import GroupedLinear
 from grpo_mp.policy.policy import Policy
 
 METADATA = {"singleton_local_shards": False}  # of the format of the weights
@@ -39,3 +44,30 @@ def copies(policy: Policy) -> dict[str, torch.Tensor]:
 def unequal(policy: Policy, expected: dict[str, torch.Tensor]) -> list[str]:
     assert policy.tensors.keys() == expected.keys()
     return [name for name, tensor in policy.tensors.items() if not torch.equal(tensor, expected[name])]
+
+
+def _sharded_state_dict(
+    self: GroupedLinear, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the entries of a layer's experts on a CPU: one tensor with a leading expert axis."""
+    metadata = metadata or {}
+    singleton = metadata.get("singleton_local_shards", False)
+    experts = get_pg_size(self.groups.ep) * self.num_gemms
+    state: dict[str, Any] = {}
+    for i, weight in enumerate(self._weights()):
+        key, expert = f"{i}.weight", get_pg_rank(self.groups.ep) * self.num_gemms + i
+        entry = make_sharded_tensors_for_checkpoint(
+            {key: weight},
+            "",
+            {key: self.partition_dim},
+            sharded_offsets if singleton else (*sharded_offsets, (len(sharded_offsets), expert, experts)),
+            tp_group=self.groups.expt_tp,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        replace_prefix_for_sharding(entry, f"{i}.", f"{expert}.{prefix}" if singleton else prefix)
+        tensor = state[f"{prefix}weight{i}"] = entry[key]
+        tensor.replica_id = (*tensor.replica_id[:2], get_pg_rank(self.groups.expt_dp))
+    return state
+
+
+GroupedLinear.sharded_state_dict = _sharded_state_dict  # type: ignore[attr-defined]
