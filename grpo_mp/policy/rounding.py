@@ -31,7 +31,7 @@ def rounding_noise(models: Iterable[nn.Module], precision: str, seed: int) -> It
     with ExitStack() as hooks:
         for model in models:
             for module in filter(_is_linear, model.modules()):
-                hooks.enter_context(_removed(module.register_forward_pre_hook(add_noise)))
+                hooks.enter_context(module.register_forward_pre_hook(add_noise))
         yield
 
 
@@ -41,11 +41,3 @@ def _is_linear(module: nn.Module) -> bool:
         part in type(module).__name__ for part in ("Router", "Embedding")
     )
     return not is_other and any(isinstance(each, Tensor) and each.dim() > 1 for each in module._parameters.values())
-
-
-@contextmanager
-def _removed(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
