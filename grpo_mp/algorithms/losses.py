@@ -239,6 +239,7 @@ def token_weights(
 
 
 KL_GAIN = 0.1
+ENTROPY_STEP, MAX_ENTROPY_COEF = 0.005, 1.0  # as in TRL
 MAX_KL_ERROR = 0.2
 
 AdaptiveCoefs = Mapping[str, float]
@@ -262,7 +263,7 @@ def update_adaptive_coefs(
     """Return the adaptive coefficients after an update that measured a mean KL and a mean entropy, nats per token.
 
     KL: coef x (1 + 0.1 clip(kl / target - 1, -0.2, 0.2)) (Ziegler et al., arXiv 1909.08593, section 2.2).
-    Entropy: up by `coef_step` at or below the target, down above it (Skywork-OR1, arXiv 2505.22312, section 4).
+    Entropy: up by ENTROPY_STEP at or below the target, down above it (Skywork-OR1, arXiv 2505.22312, section 4).
     """
     updated = dict(adaptive_coefs)
     if algorithm.kl.target is not None:
@@ -270,8 +271,8 @@ def update_adaptive_coefs(
         updated["kl"] = adaptive_coefs.get("kl", algorithm.kl.coef) * (1 + KL_GAIN * error)
     bonus = algorithm.entropy
     if bonus.target is not None:
-        change = bonus.coef_step if entropy <= bonus.target else -bonus.coef_step
-        updated["entropy"] = min(max(adaptive_coefs.get("entropy", bonus.coef) + change, 0.0), bonus.max_coef)
+        change = ENTROPY_STEP if entropy <= bonus.target else -ENTROPY_STEP
+        updated["entropy"] = min(max(adaptive_coefs.get("entropy", bonus.coef) + change, 0.0), MAX_ENTROPY_COEF)
         updated["measured_entropy"] = entropy
     return updated
 

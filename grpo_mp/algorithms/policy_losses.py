@@ -11,6 +11,9 @@ from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.utils.types import MicroBatch
 
+# Of a positive advantage, and of one that is not, as published.
+SAPO_TEMPERATURES = (1.0, 1.05)
+VESPO_K, VESPO_LAMBDA = (2.0, 3.0), (3.0, 2.0)
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over the ranks that hold parts of the same sequences
 
 
@@ -107,8 +110,7 @@ def cispo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
 
 def sapo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     """Compute -sigmoid(tau (r - 1)) 4 / tau A, [T] -> [T], tau by the sign of A (SAPO, arXiv 2511.20347)."""
-    positive, negative = algorithm.sapo.temperature_positive, algorithm.sapo.temperature_negative
-    tau = torch.where(terms.advantages > 0, positive, negative).double()
+    tau = torch.where(terms.advantages > 0, *SAPO_TEMPERATURES).double()
     return -torch.sigmoid(tau * (terms.log_ratio.exp() - 1)) * 4 / tau * terms.advantages
 
 
@@ -134,14 +136,14 @@ def vespo(terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
     VESPO, arXiv 2602.10693. As in TRL w is clamped to [1e-8, e^20], and the correction for the engine is part of it
     (registries.py).
     """
-    gamma, low, high = algorithm.vespo, torch.tensor(1e-8).log().item(), 20.0
+    low, high = torch.tensor(1e-8).log().item(), 20.0
     log_correction = terms.correction.log().clamp(low, high)
     log_ratio = terms.token_log_ratio.detach().clamp(-high, high)
     log_w = terms.sequences.sums(log_ratio) + terms.sequences.sums(log_correction)
     log_w = log_w.clamp(low, high)
     positive = terms.advantages >= 0
-    k = torch.where(positive, gamma.k_positive, gamma.k_negative)
-    lam = torch.where(positive, gamma.lambda_positive, gamma.lambda_negative)
+    k = torch.where(positive, *VESPO_K)
+    lam = torch.where(positive, *VESPO_LAMBDA)
     phi = (lam + k * log_w - lam * log_w.exp()).exp()
     return -phi * terms.advantages * terms.new
 

@@ -82,24 +82,6 @@ class ClipConfig(Section):
     )
 
 
-class SapoConfig(Section):
-    """Temperatures of the gates of `policy_loss: sapo`; other losses ignore them."""
-
-    temperature_positive: float = Field(1.0, gt=0, description="tau of tokens with a positive advantage")
-    temperature_negative: float = Field(
-        1.05, gt=0, description="tau of tokens with a negative advantage; larger damps more"
-    )
-
-
-class VespoConfig(Section):
-    """Weights w^k e^(lambda (1 - w)) of `policy_loss: vespo`, by the sign of the advantage; others ignore them."""
-
-    k_positive: float = Field(2.0, gt=0, description="exponent k where the advantage is positive")
-    lambda_positive: float = Field(3.0, gt=0, description="decay lambda where the advantage is positive")
-    k_negative: float = Field(3.0, gt=0, description="exponent k where the advantage is negative")
-    lambda_negative: float = Field(2.0, gt=0, description="decay lambda where the advantage is negative")
-
-
 class KLConfig(Section):
     """The KL divergence of the policy from the reference, which starts as a copy of model.path."""
 
@@ -151,12 +133,6 @@ class EntropyConfig(Section):
     target: float | None = Field(
         None, gt=0, description="target of an adaptive coef, in nats (TRL entropy_target); null: coef is constant"
     )
-    coef_step: float = Field(
-        0.005,
-        gt=0,
-        description="change of an adaptive coef at each update (TRL entropy_coef_delta)",
-    )
-    max_coef: float = Field(1.0, gt=0, description="upper limit of an adaptive coef (TRL entropy_coef_max)")
     top_quantile: float = Field(
         1.0,
         gt=0,
@@ -289,8 +265,6 @@ class AlgorithmConfig(Section):
     )
     policy_loss_args: dict[str, Any] = Field({}, description="arguments of your own policy loss, by name")
     clip: ClipConfig = Field(ClipConfig(), description="bounds of the importance ratio")
-    sapo: SapoConfig = Field(SapoConfig(), description="constants of policy_loss sapo")
-    vespo: VespoConfig = Field(VespoConfig(), description="constants of policy_loss vespo")
     aggregation: Literal["sequence_mean", "token_mean", "sequence_sum", "constant", "decoupled"] = Field(
         "sequence_mean",
         description="how token losses are averaged (verl loss_agg_mode); token_mean: DAPO; constant: Dr. GRPO",

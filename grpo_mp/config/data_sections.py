@@ -42,9 +42,7 @@ class EvalSetConfig(Section):
     max_response_tokens: int | None = Field(
         None, gt=0, description="maximum tokens of a response; null: rollout.max_response_tokens"
     )
-    max_prompts: int | None = Field(
-        None, gt=0, description="use only the first prompts, up to this number; null: data.max_eval_prompts"
-    )
+    max_prompts: int | None = Field(None, gt=0, description="use only the first prompts, up to this number; null: all")
     source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
     prompt_column: str | None = Field(None, description="column of the prompt; null: data.prompt_column")
     answer_column: str | None = Field(None, description="column of the answer; null: data.answer_column")
@@ -148,9 +146,6 @@ class DataConfig(NamedSets):
     system_prompt: str | None = Field(None, description="system message before every prompt; null: none")
     chat_template_kwargs: TemplateVariables = Field({})
     shuffle: bool = Field(True, description="reorder the train prompts in each epoch; false: order of the file")
-    max_eval_prompts: int | None = Field(
-        None, gt=0, description="use only the first prompts of each set, up to this number; null: all"
-    )
 
     def of_set(self, own: TrainSetConfig | EvalSetConfig) -> "DataConfig":
         """Return the settings with the reader, columns and system prompt that a set has of its own."""

@@ -458,7 +458,7 @@ class Settings(Section):
                 "temperature": rollout.temperature if eval_set.temperature is None else eval_set.temperature,
                 "top_p": eval_set.top_p or rollout.top_p,
                 "max_response_tokens": eval_set.max_response_tokens or rollout.max_response_tokens,
-                "max_prompts": eval_set.max_prompts or self.data.max_eval_prompts,
+                "max_prompts": eval_set.max_prompts,
             }
         )
 

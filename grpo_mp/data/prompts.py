@@ -1,12 +1,14 @@
 """Prompt sets: rows are read by the column mapping, rendered by the chat template and tokenized as they are needed."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import partial
 from itertools import chain
 from numbers import Rational, Real
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,9 @@ import numpy.typing as npt
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from grpo_mp.config.data_sections import DataConfig
+from grpo_mp.config.data_sections import DataConfig, TrainSetConfig
 from grpo_mp.data.cursor import Mixture, mix_sets
 from grpo_mp.data.messages import read_message
-from grpo_mp.data.pass_rates import within_pass_rates
 from grpo_mp.data.rows import Row, Rows, read_rows
 from grpo_mp.data.set_checks import dropped_system, joined_digest, left_out, row_bytes
 from grpo_mp.data.template import check_template, conversation_text, drops_system, render_template
@@ -26,6 +27,42 @@ from grpo_mp.rewards.settings import DATA_SET
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.reading import did_you_mean_column, has_column, read_column, shorten
 from grpo_mp.utils.types import Prompt
+
+PassRates = dict[str, float]  # by the prompt's text
+
+
+def read_pass_rates(name: str) -> PassRates:
+    """Read rows of `prompt` and either `is_correct`, a row a sample as `grpo-mp evaluate` writes, or `pass_rate`.
+
+    A sample whose is_correct is null, which no term of the reward decided, does not count.
+    Raises UserError for a row that has neither.
+    """
+    verdicts = defaultdict[str, list[float]](list)
+    for row in read_rows(name):
+        prompt, verdict = row.columns.get("prompt"), row.columns.get("pass_rate", row.columns.get("is_correct"))
+        if verdict is None and "is_correct" in row.columns:
+            continue
+        if not isinstance(prompt, str) or not isinstance(verdict, bool | int | float) or not 0 <= verdict <= 1:
+            raise UserError(f"{row.location}: expected a prompt with is_correct (true or false) or pass_rate (0 to 1)")
+        verdicts[prompt].append(float(verdict))
+    return {prompt: fmean(values) for prompt, values in verdicts.items()}
+
+
+def within_pass_rates(texts: Iterable[str], file: str, train_set: TrainSetConfig) -> list[bool]:
+    """Return for each prompt whether its pass rate is in the set's range, or the file lacks it.
+
+    Raises UserError where the file is of other prompts, or none is left.
+    """
+    lowest, highest = train_set.min_pass_rate, train_set.max_pass_rate
+    rates = read_pass_rates(file)
+    measured = [rates.get(text) for text in texts]
+    if not any(rate is not None for rate in measured):
+        raise UserError(f"{file}: none of its prompts is in {train_set.path}: measure those")
+    kept = [rate is None or lowest <= rate <= highest for rate in measured]
+    if not any(kept):
+        raise UserError(f"{train_set.path}: no prompt has a pass rate from {lowest:g} to {highest:g}: widen the range")
+    return kept
+
 
 BOXES = re.compile(r"\}[\s$]*(?:,|,?\s*(?:\\text\{\s*)?\b(?:and|or)\b\s*\}?)[\s$]*\\boxed\b")
 ROWS_AT_ONCE = 1024  # that the tokenizer is given
@@ -248,7 +285,7 @@ def load_eval_prompts(
             data.of_set(own),
             tokenizer,
             max_prompt_tokens,
-            own.max_prompts or data.max_eval_prompts,
+            own.max_prompts,
             tools,
             check_columns,
             f"data.eval.{name}",

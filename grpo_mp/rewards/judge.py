@@ -9,19 +9,19 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.reward_model import read_address, read_api_key, shown_text
-from grpo_mp.rewards.settings import JUDGE_EPISODE_TEMPLATE, JUDGE_FIELDS, JUDGE_TEMPLATE, JudgeConfig
+from grpo_mp.rewards.settings import BACKOFF_S, JUDGE_EPISODE_TEMPLATE, JUDGE_FIELDS, JUDGE_TEMPLATE, JudgeConfig
 from grpo_mp.utils.background import EventLoopThread
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import encodable
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
+CONCURRENT_REQUESTS = 32
 PATH = "/chat/completions"
 LOCK_LIMIT_S = 60.0  # for which a rank waits while others write the cache
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -36,7 +36,7 @@ class NoVerdictError(Exception):
 
 
 class Judge:
-    """Client of one judge. Thread-safe: at most `concurrent_requests` of the rank are in flight."""
+    """Client of one judge. Thread-safe: at most CONCURRENT_REQUESTS of the rank are in flight."""
 
     def __init__(self, settings: JudgeConfig) -> None:
         """Open the cache, and no connection yet. Raises UserError for a missing key or a cache that cannot be used."""
@@ -50,9 +50,9 @@ class Judge:
             # A proxy of the environment would be asked for loopback addresses, too.
             trust_env=urlsplit(settings.url).hostname not in LOOPBACK,
             headers=self._headers,
-            limits=httpx.Limits(max_connections=settings.concurrent_requests),
+            limits=httpx.Limits(max_connections=CONCURRENT_REQUESTS),
         )
-        self._slots = asyncio.Semaphore(settings.concurrent_requests)
+        self._slots = asyncio.Semaphore(CONCURRENT_REQUESTS)
         self._cache = ReplyCache(settings.cache) if settings.cache else None
         self._loop = EventLoopThread("judge")
 
@@ -116,7 +116,7 @@ class Judge:
         """Return a reply that holds a number, after `retries` more attempts at most."""
         for attempt in range(self._settings.retries + 1):
             if attempt:  # exponential backoff with jitter, so that ranks do not come back together
-                await asyncio.sleep(self._settings.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+                await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
             try:
                 async with self._slots:
                     text = await self._post(body)
@@ -160,10 +160,8 @@ class Judge:
         lowest, highest = self._settings.scores
         if number is None or not lowest <= number <= highest:
             found = "no number" if number is None else f"{number:g}"
-            sought = f"key {self._settings.json_key!r}" if self._settings.json_key else self._settings.pattern
-            raise NoVerdictError(
-                f"gave {found} by {sought}, from {lowest:g} to {highest:g} is asked: {self._shown(text)!r}"
-            )
+            asked = f"from {lowest:g} to {highest:g} is asked"
+            raise NoVerdictError(f"gave {found} by {self._settings.pattern}, {asked}: {self._shown(text)!r}")
         return (number - lowest) / (highest - lowest)
 
 
@@ -175,30 +173,12 @@ def conversation(prompt: Prompt, sample: Sample) -> str:
 
 
 def read_number(text: str, settings: JudgeConfig) -> float | None:
-    """Return the last number that a reply gives by `pattern` or `json_key`; None where there is none."""
-    if settings.json_key is None:
-        found: list[Any] = [match[1] for match in re.finditer(settings.pattern, text)]
-    else:
-        found = [value[settings.json_key] for value in json_objects(text) if settings.json_key in value]
+    """Return the last number that a reply gives by `pattern`; None where there is none."""
+    found = [match[1] for match in re.finditer(settings.pattern, text)]
     try:
-        return float(found[-1]) if found and not isinstance(found[-1], bool) else None
-    except (ValueError, TypeError, OverflowError):  # the last: of an integer of hundreds of digits
+        return float(found[-1]) if found else None
+    except ValueError:
         return None
-
-
-def json_objects(text: str) -> list[dict[str, Any]]:
-    """Return the JSON objects in a text, without those inside of others; up to one nested too deeply to be read."""
-    objects, decoder, position = list[dict[str, Any]](), json.JSONDecoder(), text.find("{")
-    while position >= 0:
-        try:
-            value, end = decoder.raw_decode(text, position)
-            objects.append(value)
-        except ValueError:
-            end = position + 1
-        except RecursionError:
-            break
-        position = text.find("{", end)
-    return objects
 
 
 class ReplyCache:

@@ -1,33 +1,44 @@
-"""Language consistency: which share of a text's words is of the wanted scripts. Pure."""
+"""Language consistency: which share of a text's words is of the wanted scripts."""
 
 import re
 import unicodedata
 from collections.abc import Collection, Iterator
 
-# First words of the Unicode names of letters.
-SCRIPTS = (
-    "latin",
-    "cjk",
-    "hiragana",
-    "katakana",
-    "hangul",
-    "cyrillic",
-    "greek",
-    "arabic",
-    "hebrew",
-    "devanagari",
-    "bengali",
-    "tamil",
-    "telugu",
-    "thai",
-    "georgian",
-    "armenian",
-)
+# Languages by ISO 639-1 code, and the scripts of each: the first words of the Unicode names of its letters.
+LANGUAGES: dict[str, tuple[str, ...]] = {
+    code: tuple(scripts.split())
+    for scripts, codes in {
+        "latin": "cs da de en es fi fr hr hu id it ms nl no pl pt ro sk sl sv sw tr vi",
+        "cyrillic": "be bg kk mk ru uk",
+        "arabic": "ar fa ur",
+        "devanagari": "hi mr ne",
+        "cjk": "zh",
+        "cjk hiragana katakana": "ja",
+        "hangul": "ko",
+        "greek": "el",
+        "hebrew": "he",
+        "bengali": "bn",
+        "tamil": "ta",
+        "telugu": "te",
+        "thai": "th",
+        "georgian": "ka",
+        "armenian": "hy",
+    }.items()
+    for code in codes.split()
+}
+SCRIPTS = tuple(dict.fromkeys(script for scripts in LANGUAGES.values() for script in scripts))
 WITHOUT_BLANKS = frozenset({"cjk", "hiragana", "katakana", "thai"})  # each letter counts as a word
 COMMAND = re.compile(r"\\[A-Za-z]+")  # of LaTeX
 LETTERS = re.compile(r"[^\W\d_]+")
 MODIFIER = "modifier"  # letters such as an apostrophe in a word: of the script of those before them
 OF_CJK = "ideographic"  # signs that stand for a Chinese character: that before them again, or zero
+
+
+def check_language(code: object) -> str:
+    """Return the code. Raises ValueError where it is none, or its script is not known."""
+    if not isinstance(code, str) or code not in LANGUAGES:
+        raise ValueError(f"{code!r:.40} is no known language: {', '.join(sorted(LANGUAGES))}")
+    return code
 
 
 def script_share(text: str, scripts: Collection[str]) -> float:

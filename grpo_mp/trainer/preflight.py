@@ -35,7 +35,7 @@ from grpo_mp.policy.critic import check_critic
 from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.parameter_bytes import disk_need
 from grpo_mp.policy.policy import check_policy
-from grpo_mp.rewards.row_check import make_row_check
+from grpo_mp.rewards.base import make_row_check
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens, check_topk

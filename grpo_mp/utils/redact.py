@@ -12,7 +12,7 @@ MASK = "***"
 SHORTEST_VALUE = 8  # characters of an environment variable that is looked for: a shorter one may be a word
 WORDS = "key|token|secrets?|passwords?|passwd|passphrase|pwd|credentials?|authorization|auth|cookies?|signature|sig"
 LAST_WORD = re.compile(rf"(?:^|[^a-z0-9])(?:{WORDS}|apikey)$")
-NO_SECRETS = re.compile(r"^(?:json_key|(?:pad|eos|bos|unk|cls|sep|mask|stop|image)_token)$")
+NO_SECRETS = re.compile(r"^(?:pad|eos|bos|unk|cls|sep|mask|stop|image)_token$")
 HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # in apiKey, APIKey
 LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # in an address
 SCHEME = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)

@@ -131,7 +131,7 @@ def _policy_loss(new: Tensor, old: Tensor, correction: Tensor, advantage: float,
     if algorithm.policy_loss == "cispo":
         return -torch.clamp(ratio.detach(), low, high) * advantage * new
     if algorithm.policy_loss == "sapo":
-        tau = algorithm.sapo.temperature_positive if advantage > 0 else algorithm.sapo.temperature_negative
+        tau = 1.0 if advantage > 0 else 1.05
         return -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
     if algorithm.policy_loss == "gmpo":
         sign = 1.0 if advantage > 0 else -1.0
@@ -139,10 +139,7 @@ def _policy_loss(new: Tensor, old: Tensor, correction: Tensor, advantage: float,
         smaller = torch.min(ratio**sign, bounds**sign) ** sign
         return -(smaller.log().mean().exp()) * advantage * torch.ones_like(new)
     if algorithm.policy_loss == "vespo":
-        gamma = algorithm.vespo
-        k, rate = gamma.k_positive, gamma.lambda_positive
-        if advantage < 0:
-            k, rate = gamma.k_negative, gamma.lambda_negative
+        k, rate = (2.0, 3.0) if advantage >= 0 else (3.0, 2.0)
         log_w = torch.clamp((new - old).detach(), -20, 20).sum()
         log_w = log_w + torch.clamp(torch.log(correction), math.log(1e-8), 20).sum()
         w = torch.clamp(log_w, math.log(1e-8), 20).exp()

@@ -25,8 +25,10 @@ def test_the_kl_weight_follows_its_target_at_a_bounded_pace() -> None:
     assert 0.2 / adaptive_coefs["kl"] == pytest.approx(0.5, rel=0.01)
 
 
-def test_the_entropy_bonus_acts_at_or_below_its_target_only() -> None:
-    algorithm = AlgorithmConfig.model_validate({"entropy": {"target": 0.2, "coef_step": 0.1, "max_coef": 0.25}})
+def test_the_entropy_bonus_acts_at_or_below_its_target_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_mp.algorithms.losses.ENTROPY_STEP", 0.1)
+    monkeypatch.setattr("grpo_mp.algorithms.losses.MAX_ENTROPY_COEF", 0.25)
+    algorithm = AlgorithmConfig.model_validate({"entropy": {"target": 0.2}})
     assert current_coefficients({}, algorithm).entropy == 0.0
     adaptive_coefs: dict[str, float] = {}
     weights = []

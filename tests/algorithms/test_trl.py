@@ -125,7 +125,7 @@ class Trl:
         self.trainer = self._make_trainer()
 
     def _make_trainer(self) -> SimpleNamespace:
-        algorithm, gamma, attributes = self.algorithm, self.algorithm.vespo, self.attributes
+        algorithm, attributes = self.algorithm, self.attributes
         trainer = SimpleNamespace(
             _get_per_token_logps_and_entropies=lambda *_, **__: (self.logprobs, attributes["entropies"], None),
             _metrics=self.logged,
@@ -139,12 +139,12 @@ class Trl:
             args=SimpleNamespace(
                 use_bias_correction_kl=algorithm.kl.estimator == "k3_unbiased",
                 delta=algorithm.clip.dual_clip,
-                sapo_temperature_pos=algorithm.sapo.temperature_positive,
-                sapo_temperature_neg=algorithm.sapo.temperature_negative,
-                vespo_k_pos=gamma.k_positive,
-                vespo_lambda_pos=gamma.lambda_positive,
-                vespo_k_neg=gamma.k_negative,
-                vespo_lambda_neg=gamma.lambda_negative,
+                sapo_temperature_pos=1.0,
+                sapo_temperature_neg=1.05,
+                vespo_k_pos=2.0,
+                vespo_lambda_pos=3.0,
+                vespo_k_neg=3.0,
+                vespo_lambda_neg=2.0,
                 steps_per_generation=1,
             ),
             model=SimpleNamespace(training=True),

@@ -9,8 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from grpo_mp.config.data_sections import DataConfig, TrainSetConfig
-from grpo_mp.data.pass_rates import read_pass_rates
-from grpo_mp.data.prompts import PromptSet, load_prompts, load_train_prompts
+from grpo_mp.data.prompts import PromptSet, load_prompts, load_train_prompts, read_pass_rates
 from tests.bad_input.doors import NOT_FILES, Content, answers, as_nobody, noise, put, refused, tree
 from tools.tiny.models import make_tokenizer
 

@@ -20,11 +20,15 @@ def write(file: Path, rows: list[dict[str, Any]]) -> str:
     return str(file)
 
 
-def said(folder: Path, rows: list[dict[str, Any]], limit: int = 100, **data: Any) -> tuple[list[str], list[str]]:
+def said(
+    folder: Path, rows: list[dict[str, Any]], limit: int = 100, max_prompts: int | None = None, **data: Any
+) -> tuple[list[str], list[str]]:
     """Return the warnings of the rows as a set of a mixture to train on, and as a set to evaluate on."""
     other = write(folder / "other.jsonl", [{"question": "How", "answer": "1"}])
     source = write(folder / "rows.jsonl", rows)
-    config = DataConfig(train={"all": source, "other": other}, eval={"held": source}, **data)
+    config = DataConfig(
+        train={"all": source, "other": other}, eval={"held": {"path": source, "max_prompts": max_prompts}}, **data
+    )
     evals = load_eval_prompts(config, TOKENIZER, limit)
     return [*load_train_prompts(config, TOKENIZER, limit).warnings], [*evals["held"].warnings]
 
@@ -42,7 +46,7 @@ def test_prompts_that_are_too_long_are_said(tmp_path: Path) -> None:
 
 
 def test_of_a_part_of_a_set_only_its_own_are_said(tmp_path: Path) -> None:
-    _, held = said(tmp_path, rows_of("1", "2" * 30, "3", "3", "4" * 31), limit=20, max_eval_prompts=2)
+    _, held = said(tmp_path, rows_of("1", "2" * 30, "3", "3", "4" * 31), limit=20, max_prompts=2)
     assert held == ["data.eval.held: 1 of 2 prompts are longer than rollout.max_prompt_tokens=20, and count as wrong"]
 
 

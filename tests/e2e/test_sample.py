@@ -11,7 +11,7 @@ import torch
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM
 
-from grpo_mp.data.pass_rates import read_pass_rates
+from grpo_mp.data.prompts import read_pass_rates
 from grpo_mp.rollout.journal import read_records
 from grpo_mp.trainer.sampling.results import PASS_RATES, SAMPLES, SUMMARY
 from tests.conftest import TRAIN_PROMPTS, TinyRun

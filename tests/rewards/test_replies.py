@@ -91,13 +91,12 @@ def answer() -> Iterator[Answer]:
         yield set_reply
 
 
-@pytest.fixture(scope="module", params=["judge", "json judge", "model", "steps"])
+@pytest.fixture(scope="module", params=["judge", "model", "steps"])
 def scorer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scorer]:
     """A scorer by one server whose failures give -2."""
     judge = {"url": URL, "model": "m", "retries": 0, "cache": tmp_path_factory.mktemp("judge") / "replies.sqlite"}
     own: dict[str, dict[str, Any]] = {
         "judge": {"judge": judge},
-        "json judge": {"judge": judge | {"json_key": "score"}},
         "model": {"model": {"url": URL, "retries": 0}},
         "steps": {"steps": {"url": URL, "retries": 0}},
     }
@@ -109,11 +108,9 @@ def scorer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @some
 @given(body=replies, kind=TYPES)
 @example(body=chat_reply("Score: 3 \ud800").encode(), kind="application/json")
-@example(body=chat_reply('{"score": 3} \ud800').encode(), kind="application/json")
 @example(body=b"hello", kind="text/plain; charset=base64")
 @example(body=json.dumps(as_scores(10**400)).encode(), kind="application/json")
 @example(body=DEEP, kind="application/json")
-@example(body=chat_reply('{"score":' * 100_000).encode(), kind="application/json")
 def test_a_score_is_finite_or_the_call_failed(
     body: bytes, kind: str, scorer: Scorer, answer: Answer, make_group: MakeGroup
 ) -> None:

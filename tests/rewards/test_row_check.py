@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.rewards.row_check import make_row_check
+from grpo_mp.rewards.base import make_row_check
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.utils.errors import UserError
 

@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from grpo_mp.algorithms.evaluation import pass_at_k
-from grpo_mp.data.pass_rates import read_pass_rates
+from grpo_mp.data.prompts import read_pass_rates
 from grpo_mp.data.rows import Row
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.journal import GroupJournal

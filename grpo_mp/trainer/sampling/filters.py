@@ -10,8 +10,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from grpo_mp.config.registries import SAMPLE_FILTERS
-from grpo_mp.rewards.language import SCRIPTS, script_share
-from grpo_mp.rewards.language_codes import LANGUAGES, check_language
+from grpo_mp.rewards.language import LANGUAGES, SCRIPTS, check_language, script_share
 from grpo_mp.utils.errors import UserError, did_you_mean, one_line
 from grpo_mp.utils.reading import did_you_mean_column, has_column, read_column
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
