@@ -166,23 +166,10 @@ set_commands() {
   fi
   local on=(--nodes="$count" --nodelist="$nodes" --kill-on-bad-exit=1 --unbuffered)
   local on_all=(srun --ntasks=$((count * per_node)) --ntasks-per-node="$per_node" "${cores[@]}" "${on[@]}")
-  local on_nodes=(srun --ntasks="$count" --ntasks-per-node=1 --cpu-bind=none
-    ${SLURM_CPUS_ON_NODE:+--cpus-per-task=$SLURM_CPUS_ON_NODE} "${on[@]}")
   check=("${on_all[@]}" --output="$attempt/check_%t.log" "${inside[@]}"
     "$python" -m grpo_mp.cli.slurm_nodes "$attempt" "$nodes")
-  case ${LAUNCHER:-srun} in
-    srun)
-      first_log=rank_0.log
-      run=("${on_all[@]}" --output="$attempt/rank_%t.log" "${inside[@]}"
-        "$python" -m grpo_mp.cli.slurm_task "$attempt" "$config" "${arguments[@]}")
-      ;;
-    torchrun)
-      first_log=node_0.log
-      run=("${on_nodes[@]}" --output="$attempt/node_%t.log" "${inside[@]}"
-        bash launch/torchrun_node.sh "$python" "$per_node" "$attempt" "$config" "${arguments[@]}")
-      ;;
-    *) fail "LAUNCHER=$LAUNCHER: choose srun or torchrun" ;;
-  esac
+  run=("${on_all[@]}" --output="$attempt/rank_%t.log" "${inside[@]}"
+    "$python" -m grpo_mp.cli.slurm_task "$attempt" "$config" "${arguments[@]}")
 }
 
 show() {
@@ -265,7 +252,7 @@ train() {
   trap 'again=yes; kill -USR1 "$step" 2>/dev/null || true' USR1
   told_to_end=no
   trap 'told_to_end=yes; echo "told to end"; kill -TERM "$step" 2>/dev/null || true' TERM
-  tail -n +1 --retry -f "$attempt/$first_log" 2>/dev/null &
+  tail -n +1 --retry -f "$attempt/rank_0.log" 2>/dev/null &
   follower=$!
   in_step "$attempt/srun.log" "${run[@]}"
   sleep 1

@@ -11,7 +11,6 @@ from math import inf
 from pathlib import Path
 
 from grpo_mp.checkpoint.run_state import METRICS, SETTINGS, saved_step
-from grpo_mp.cli.srun_log import read_step_log
 from grpo_mp.config import Settings, SftSettings, load_any_settings, show_settings
 from grpo_mp.config.sections import EngineConfig, LayoutConfig
 from grpo_mp.distributed.finish_markers import ranks_without_marker, silent_exit_message
@@ -28,7 +27,10 @@ METRICS_BEFORE = "metrics_before"  # file of an attempt: the last lines of the r
 NUM_LAST_LINES = 15
 STEP_LOGGED = re.compile(r'"step": (\d+)[,.}]')
 CHECK_LOG, TRAIN_LOG = "srun_check.log", "srun.log"  # files of an attempt: what srun says of either step
-TORCHRUN_ERRORS = "torchrun/*/attempt_*/*/error.json"  # of ranks that torchrun started
+TASK_ENDED = re.compile(r"error: (?P<node>\S+): tasks? (?P<rank>\d+)\S*: (?P<how>.+)")
+NOT_STARTED = re.compile(r"error: Task launch for \S+ failed on node (?P<node>[^\s:]+): (?P<why>.+)")
+NODE_FAILED = re.compile(r"error: Node failure on (?P<nodes>\S+)")
+STEP_ABORTED = "Job step aborted"  # by srun itself, which then kills the tasks that are left
 
 
 def main() -> None:
@@ -204,6 +206,45 @@ def name_crashed_node(attempt: Path) -> None:
 
 
 @dataclass(frozen=True)
+class EndedTask:
+    """Tasks of a node that ended together. `rank`: the first's. `how`: 'Killed', or 'Exited with exit code 1'."""
+
+    node: str
+    rank: int
+    how: str
+
+    @property
+    def killed(self) -> bool:
+        """Return whether a signal ended them."""
+        return not self.how.startswith("Exited")
+
+
+@dataclass(frozen=True)
+class StepLog:
+    """What srun says of a step. `lost`: node -> why. `ended`: in order; not those that srun's own abort of it ended."""
+
+    lost: dict[str, str]
+    ended: tuple[EndedTask, ...]
+    aborted: bool
+
+
+def read_step_log(log: Path) -> StepLog:
+    """Read what srun wrote; of a missing file nothing happened."""
+    lost, ended, aborted = dict[str, str](), list[EndedTask](), False
+    # It holds what other programs print, too, in any encoding.
+    for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
+        if not_started := NOT_STARTED.search(line):
+            lost.setdefault(not_started["node"], f"srun could not start its tasks ({not_started['why'].strip()})")
+        elif failed := NODE_FAILED.search(line):
+            lost.setdefault(failed["nodes"], "Slurm lost it")
+        elif STEP_ABORTED in line:
+            aborted = True
+        elif (task := TASK_ENDED.search(line)) and not aborted:
+            ended.append(EndedTask(task["node"], int(task["rank"]), task["how"]))
+    return StepLog(lost, tuple(ended), aborted)
+
+
+@dataclass(frozen=True)
 class Failure:
     """The first failure of an attempt. `rank` is None where it is unknown."""
 
@@ -255,9 +296,8 @@ def first_failure(attempt: Path) -> Failure:
 
 def reported_failures(attempt: Path) -> list[Failure]:
     """Return what the error files of ranks say, the oldest first; not those that are torn, as on a full disk."""
-    files = [*attempt.glob("rank_*.error.json"), *attempt.glob(TORCHRUN_ERRORS)]
     failures = []
-    for file in sorted(files, key=lambda file: (file.stat().st_mtime, file)):
+    for file in sorted(attempt.glob("rank_*.error.json"), key=lambda file: (file.stat().st_mtime, file)):
         values = read_json(file)
         message, rank = values.get("message"), values.get("rank")
         if isinstance(message, dict) and "message" in message:

@@ -38,9 +38,6 @@ class MonitorConfig(Section):
         description="writers of the metrics: tensorboard, jsonl, wandb, mlflow, trackio, or your own 'file.py:Class', "
         "each with its arguments; also one name, or a list (TRL report_to, verl trainer.logger)",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="level of RUN/logs/rank_N.log; warnings go to the terminal, too"
-    )
     samples_per_step: int = Field(4, ge=0, description="sample texts written at each step")
     report_every: int | None = Field(
         100,

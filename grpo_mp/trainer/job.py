@@ -95,7 +95,7 @@ def join_run(
             checkpoints = find_checkpoints()
         set_template_date(broadcast(template_date(), job.group))  # at midnight ranks may have started on two days
         checkpoint, damages = find_whole_checkpoint(broadcast(checkpoints, job.group), job)
-        stack.enter_context(logging_to(log_file(folder, rank), settings.monitor.log_level))
+        stack.enter_context(logging_to(log_file(folder, rank), "info"))
         state = read_manifest(checkpoint) if checkpoint else TrainState()
         yield job, Resumed(state, checkpoint, damages, changes)
 

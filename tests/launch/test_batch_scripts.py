@@ -47,12 +47,11 @@ def test_dry_run_shows_settings_nodes_environment_and_commands(script: Path) -> 
     )
 
 
-@pytest.mark.parametrize(("launcher", "cpus"), [("srun", 16), ("torchrun", 128)])
-def test_ranks_of_a_node_get_all_of_its_cores(launcher: str, cpus: int) -> None:
-    process = dry_run(ROOT / "launch" / "qwen2_5_7b.sh", SLURM_CPUS_ON_NODE="128", LAUNCHER=launcher)
+def test_ranks_of_a_node_get_all_of_its_cores() -> None:
+    process = dry_run(ROOT / "launch" / "qwen2_5_7b.sh", SLURM_CPUS_ON_NODE="128")
     *_, check, run = (line for line in process.stdout.splitlines() if line.startswith("srun "))
     assert "--cpus-per-task=16 " in check
-    assert f"--cpus-per-task={cpus} " in run
+    assert "--cpus-per-task=16 " in run
 
 
 def test_every_settings_file_has_a_script() -> None:

@@ -86,15 +86,6 @@ def test_a_stop_on_purpose_is_the_failure(tmp_path: Path) -> None:
     assert (failure.killed, failure.stopped, failure.faulty_ranks) == (False, True, ())
 
 
-def test_errors_of_ranks_that_torchrun_started(tmp_path: Path) -> None:
-    folder = tmp_path / "torchrun" / "none_x1" / "attempt_0" / "1"
-    folder.mkdir(parents=True)
-    text = json.dumps({"message": {"message": "error: the run stops"}, "rank": 9, "may_restart": False})
-    (folder / "error.json").write_text(text)
-    failure = first_failure(tmp_path)
-    assert (failure.rank, failure.reason, failure.stopped) == (9, "error: the run stops", True)
-
-
 def test_nodes_of_faulty_ranks_are_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_error(tmp_path, 0, "error: weights", time=100, may_restart=False, faulty_ranks=[2, 3, 7])
     report_failure(tmp_path, ["n1", "n3", "n4", "n9"], ranks_per_node=2)

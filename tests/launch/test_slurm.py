@@ -202,11 +202,3 @@ def test_a_spare_takes_the_place_of_a_dead_host(cluster: Cluster, submit: Submit
     assert "bad node n2: srun could not start its tasks (Communication connection failure)" in job.log
     assert ("bad node n3" in job.log, "  n3: ranks 1-1; " in job.log) == (False, True)
     assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
-
-
-@pytest.mark.nightly
-def test_torchrun_on_each_node(submit: Submit, tmp_path: Path) -> None:
-    job = submit("run.steps=1", "run.export=false", LAUNCHER="torchrun")
-    job.wait_end()
-    assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
-    assert [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
