@@ -28,7 +28,7 @@ class AdvantageEstimator(Protocol):
 
 
 def load_estimator(advantage: AdvantageConfig) -> AdvantageEstimator:
-    """Return the estimator that the settings name. Raises UserError where a user's own cannot be loaded."""
+    """Return the estimator that the settings name."""
     name = advantage.estimator or advantage.built_in
     return ADVANTAGE_ESTIMATORS.resolve(name, "algorithm.advantage.estimator", advantage.args)
 
@@ -42,7 +42,6 @@ def estimate_advantages(
     """Call an estimator with the samples that have a reward; the advantage of the others is 0.
 
     Rewards of steps are missing one by one (`estimate_process`), so with them no sample is left out here.
-    Raises UserError where the estimator does not return a finite advantage for each sample that it got.
     """
     label = f"algorithm.advantage.estimator {advantage.estimator or advantage.built_in!r}"
     scored = [sample for sample in samples if sample.is_scored or advantage.level == "process"]

@@ -195,7 +195,7 @@ def write_scores(file: Path, scores: Mapping[str, EvalScore], **metadata: Any) -
 
 
 def read_scores(file: Path) -> dict[str, EvalScore]:
-    """Read what `write_scores` wrote. Raises UserError for another file."""
+    """Read what `write_scores` wrote."""
     try:
         return TypeAdapter(_ScoreFile).validate_json(file.read_bytes(), strict=True).sets
     except (OSError, ValidationError) as error:

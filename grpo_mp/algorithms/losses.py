@@ -74,12 +74,12 @@ def make_loss(
 
 
 def load_policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
-    """Return the policy loss that the settings name. Raises UserError where a user's own cannot be loaded."""
+    """Return the policy loss that the settings name."""
     return POLICY_LOSSES.resolve(algorithm.policy_loss, "algorithm.policy_loss", algorithm.policy_loss_args)
 
 
 def _token_losses(policy_loss: PolicyLoss, terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
-    """Return the policy loss of tokens [T], corrected for the rollout engine. Raises UserError for another shape."""
+    """Return the policy loss of tokens [T], corrected for the rollout engine."""
     losses = policy_loss(terms, algorithm)
     if losses.shape != terms.new.shape:
         raise UserError(
@@ -308,5 +308,5 @@ def merge_sums(reports: Sequence[Tensor]) -> Tensor:
 
 
 def supervised_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of an update from its reduced SUPERVISED_SUMS. Pure."""
+    """Return the metrics of an update from its reduced SUPERVISED_SUMS."""
     return {"sft/loss": sums["loss"], "train/entropy": sums["entropy"] / max(sums["tokens"], 1.0)}

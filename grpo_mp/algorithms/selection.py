@@ -22,7 +22,7 @@ class GroupFilter(Protocol):
 
 
 def load_group_filter(rule: FilterConfig) -> GroupFilter:
-    """Return the filter that the settings name. Raises UserError where a user's own cannot be loaded."""
+    """Return the filter that the settings name."""
     return GROUP_FILTERS.resolve(rule.metric, "algorithm.filter.metric", rule.args)
 
 
@@ -53,12 +53,12 @@ class Curriculum(Protocol):
 
 
 def load_curriculum(rule: CurriculumConfig) -> Curriculum | None:
-    """Return the user's function. Raises UserError where it cannot be loaded; None where the settings name none."""
+    """Return the user's function; None where the settings name none."""
     return CURRICULA.resolve(rule.function, "algorithm.curriculum.function", rule.args) if rule.function else None
 
 
 def call_curriculum(curriculum: Curriculum, samples: Sequence[SampleInfo], step: int) -> dict[int, int]:
-    """Return what a user's function says. Raises UserError where it fails or returns something else."""
+    """Return what a user's function says."""
     try:
         skipped = dict(curriculum(samples, step))
         if not all(type(number) is int for item in skipped.items() for number in item):

@@ -27,10 +27,7 @@ def all_gather_sample_info(groups: Iterable[SampleGroup], process_group: dist.Pr
 def gather_groups(
     groups: Iterable[SampleGroup], group_ids: Collection[int], process_group: dist.ProcessGroup
 ) -> list[SampleGroup]:
-    """Gather the groups with these ids, with their texts, on rank 0, sorted by id; an empty list elsewhere.
-
-    Every rank must call this.
-    """
+    """Gather the groups with these ids, with their texts, on rank 0, sorted by id; an empty list elsewhere."""
     local_groups = [group for group in groups if group.samples[0].group_id in group_ids]
     gathered: list[list[SampleGroup]] | None = None
     if dist.get_rank(process_group) == 0:
@@ -42,10 +39,7 @@ def gather_groups(
 def send_groups(
     groups: Iterable[SampleGroup], rank_of: Callable[[SampleGroup], int], process_group: dist.ProcessGroup
 ) -> list[SampleGroup]:
-    """Send each group, with its texts, to the rank that `rank_of` says; return those that came, sorted by id.
-
-    Every rank must call this.
-    """
+    """Send each group, with its texts, to the rank that `rank_of` says; return those that came, sorted by id."""
     outgoing: list[list[SampleGroup]] = [[] for _ in range(dist.get_world_size(process_group))]
     for group in groups:
         outgoing[rank_of(group)].append(group)
@@ -59,7 +53,7 @@ def redistribute(
     replica: dist.ProcessGroup,
     replica_source: int,
 ) -> dict[tuple[int, ...], Sample]:
-    """Send each sample, of an episode each sequence, to the replica that trains on it. Every rank must call this.
+    """Send each sample, of an episode each sequence, to the replica that trains on it.
 
     `keys_by_rank`: the source rank of every replica -> keys of its samples. Returns this replica's samples by key;
     text and reward terms stay with the source rank.
@@ -94,7 +88,7 @@ def _without_text(sample: Sample) -> Sample:
 
 
 def all_to_all(outgoing: Sequence[list[Item]], group: dist.ProcessGroup) -> list[Item]:
-    """Send a list to each rank; return the items received from all. Every rank must call this."""
+    """Send a list to each rank; return the items received from all."""
     parts = all_to_all_bytes([pickle.dumps(items) for items in outgoing], group)
     return [item for part in parts for item in pickle.loads(part.numpy().data)]
 

@@ -1,4 +1,4 @@
-"""Decide which groups a step launches and trains on, and which prompts it may take. Pure."""
+"""Decide which groups a step launches and trains on, and which prompts it may take."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -120,10 +120,7 @@ class PromptCurriculum:
     def updated(
         self, infos: Sequence[SampleInfo], step: int, rule: CurriculumConfig, function: Curriculum | None = None
     ) -> "PromptCurriculum":
-        """Return the curriculum after a step; streak and rates of a prompt that was skipped start anew.
-
-        Raises UserError where a user's `function` fails.
-        """
+        """Return the curriculum after a step; streak and rates of a prompt that was skipped start anew."""
         after = self._after_streaks(infos, step, rule) if rule.solved_streak else self
         after = after._after_rates(infos, step, rule) if rule.window else after
         if function is None:

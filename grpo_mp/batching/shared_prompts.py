@@ -1,4 +1,4 @@
-"""Pack samples that share a prompt as one unit, with the prompt once. Pure."""
+"""Pack samples that share a prompt as one unit, with the prompt once."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

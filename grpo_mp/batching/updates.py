@@ -1,4 +1,4 @@
-"""Divide the samples of a step into optimizer updates, and those into micro-batches of each rank. Pure."""
+"""Divide the samples of a step into optimizer updates, and those into micro-batches of each rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -34,7 +34,7 @@ class ChatReader:
     encoder: ChatEncoder
 
     def render(self, row: Row) -> LearnedText:
-        """Return a row as the template writes it. Raises UserError, which names file and line, for one that is bad."""
+        """Return a row as the template writes it."""
         chat = read_chat(row, self.data)
         try:
             return self.encoder.render(chat)
@@ -83,7 +83,7 @@ class ChatRows:
             yield dropped_system(setting)
 
     def read(self, place: int, number: int) -> Sample:
-        """Return a sample. Raises UserError where the data changed since the start."""
+        """Return a sample."""
         row = self.rows[int(self.numbers[place])]
         sample = self.reader.sample(row, number)
         if sample is None or _sizes(sample) != (self.lengths[place], self.learned[place]):
@@ -123,7 +123,7 @@ class ChatSet:
         return sum(len(part.numbers) for part in self.parts)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return one sample. Raises UserError where the data changed since the start."""
+        """Return one sample."""
         part, place = self._find(index)
         return part.read(place, index)
 
@@ -142,7 +142,7 @@ class ChatSet:
 
 
 def load_train_chats(data: ChatDataConfig, sft: SftConfig, encoder: ChatEncoder) -> ChatSet:
-    """Check and measure the sets of `data.train`. Raises UserError for the first row that is bad."""
+    """Check and measure the sets of `data.train`."""
     parts, too_long, warnings = list[ChatRows](), 0, list[str]()
     for name, train_set in data.train.items():
         own = train_set.model_dump(include={"source", "system_prompt"}, exclude_none=True)
@@ -163,7 +163,7 @@ def load_train_chats(data: ChatDataConfig, sft: SftConfig, encoder: ChatEncoder)
 
 
 def load_held_out_chats(data: ChatDataConfig, sft: SftConfig, encoder: ChatEncoder) -> dict[str, ChatSet]:
-    """Check and measure the sets of `data.eval`. Raises UserError as `load_train_chats`."""
+    """Check and measure the sets of `data.eval`."""
     sets = {}
     for name, held_out in data.eval.items():
         own = data.model_copy(update=held_out.model_dump(include={"source", "system_prompt"}, exclude_none=True))
@@ -225,7 +225,7 @@ def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[in
 
 
 def read_chat(row: Row, data: ChatDataConfig) -> Chat:
-    """Return the chat of a row. Raises UserError, which names file and line, for a malformed one."""
+    """Return the chat of a row."""
     tools = _read_tools(row, data.tools_column)
     if has_column(row.columns, data.messages_column):
         messages, first = _messages(row, data.messages_column), 0

@@ -210,10 +210,7 @@ READ = frozenset({"role", "content", "tool_calls", *SWITCHES, *INVERSE_SWITCHES}
 
 
 def is_learned(answer: Message) -> bool:
-    """Return whether the fields of an assistant's message let it be learned.
-
-    Raises UserError for a weight between 0 and 1, and for a field that seems to be a switch under an unknown name.
-    """
+    """Return whether the fields of an assistant's message let it be learned."""
     learned = True
     for name, value in answer.items():
         if name in (*SWITCHES, *INVERSE_SWITCHES):

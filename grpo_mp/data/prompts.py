@@ -35,7 +35,6 @@ def read_pass_rates(name: str) -> PassRates:
     """Read rows of `prompt` and either `is_correct`, a row a sample as `grpo-mp evaluate` writes, or `pass_rate`.
 
     A sample whose is_correct is null, which no term of the reward decided, does not count.
-    Raises UserError for a row that has neither.
     """
     verdicts = defaultdict[str, list[float]](list)
     for row in read_rows(name):
@@ -49,10 +48,7 @@ def read_pass_rates(name: str) -> PassRates:
 
 
 def within_pass_rates(texts: Iterable[str], file: str, train_set: TrainSetConfig) -> list[bool]:
-    """Return for each prompt whether its pass rate is in the set's range, or the file lacks it.
-
-    Raises UserError where the file is of other prompts, or none is left.
-    """
+    """Return for each prompt whether its pass rate is in the set's range, or the file lacks it."""
     lowest, highest = train_set.min_pass_rate, train_set.max_pass_rate
     rates = read_pass_rates(file)
     measured = [rates.get(text) for text in texts]
@@ -91,11 +87,11 @@ class PromptReader:
     check_columns: CheckColumns = no_check  # what rewards need of them
 
     def messages(self, row: Row) -> Messages:
-        """Return the messages of a row, without the system prompt of the settings. Raises UserError (file and line)."""
+        """Return the messages of a row, without the system prompt of the settings."""
         return _read_messages(row, self.data.prompt_column)
 
     def answer(self, row: Row) -> str | None:
-        """Return the answer of a row; None without data.answer_column. Raises UserError (file and line)."""
+        """Return the answer of a row; None without data.answer_column."""
         return _read_answer(row, self.data.answer_column)
 
     def with_system(self, messages: Messages) -> Messages:
@@ -105,7 +101,7 @@ class PromptReader:
         return messages
 
     def render(self, row: Row, messages: Messages) -> str:
-        """Return what the template makes of a row's messages. Raises UserError where it fails (file and line)."""
+        """Return what the template makes of a row's messages."""
         chat, tools, variables = self.with_system(messages), self.tools(row), self.data.chat_template_kwargs
         try:
             return render_template(chat, self.tokenizer, tools, variables=variables)
@@ -184,7 +180,7 @@ class StoredPrompts(Sequence[Prompt]):
         return sum(len(part.numbers) for part in self.parts)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one prompt, or a list of those of a slice. Raises UserError where the data changed since the start."""
+        """Return one prompt, or a list of those of a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         place = index
@@ -244,7 +240,7 @@ def load_train_prompts(
     tools: ToolsOf = no_tools,
     check_columns: CheckColumns = no_check,
 ) -> PromptSet:
-    """Check the sets of `data.train`; rewards see the set's name as column `data_set`. Raises UserError."""
+    """Check the sets of `data.train`; rewards see the set's name as column `data_set`."""
     parts, num_filtered, warnings = list[RowPrompts](), 0, list[str]()
     for name, train_set in data.train.items():
         is_named = len(data.train) > 1 or train_set.reward is not None
@@ -278,7 +274,7 @@ def load_eval_prompts(
     tools: ToolsOf = no_tools,
     check_columns: CheckColumns = no_check,
 ) -> dict[str, PromptSet]:
-    """Check the sets of `data.eval`, of each the first `max_prompts` rows. Raises UserError as `load_prompts`."""
+    """Check the sets of `data.eval`, of each the first `max_prompts` rows."""
     return {
         name: load_prompts(
             own.path,
@@ -308,7 +304,6 @@ def load_prompts(
 
     `tools`: what the template is given; `eval_set`: the setting of the set, for warnings. Prompts longer than
     `max_prompt_tokens` are counted and left out, never cut.
-    Raises UserError: no chat template, column missing, empty or malformed row (file and line), nothing left.
     """
     reader = PromptReader(data, tokenizer, tools, check_columns=check_columns)
     part = check_rows(source, reader, max_prompt_tokens, count)
@@ -317,10 +312,7 @@ def load_prompts(
 
 
 def check_rows(source: str, reader: PromptReader, max_prompt_tokens: int, count: int | None = None) -> RowPrompts:
-    """Read every row of `source` once; return those of the first `count` prompts that fit.
-
-    Raises UserError as `load_prompts` does.
-    """
+    """Read every row of `source` once; return those of the first `count` prompts that fit."""
     rows = read_rows(source, reader.data.source)
     if not len(rows):
         raise UserError(f"{source}: no rows: give a file with at least one prompt")

@@ -65,7 +65,7 @@ class Rows(Sequence[Row]):
         return len(self.columns)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one row. Raises UserError where it is not readable, IndexError after the last."""
+        """Return one row."""
         return Row(f"{self.name}, {self.unit} {index + 1}", self.columns[index])
 
 
@@ -73,7 +73,6 @@ def read_rows(name: str, source: str | None = None) -> Rows:
     """Open the rows of a data set; `source`: what reads it, or None by the suffix of a file.
 
     jsonl, parquet: a file; datasets: a name or folder, `name`, `name:split`, `name:config:split`; or a user's own.
-    Raises UserError: file or data set not found.
     """
     path, source = Path(name), source or source_of(name)
     if source in DATA_SOURCES.built_in:
@@ -129,7 +128,7 @@ class UserRows(Sequence[Columns]):
     """Rows of a user's own source: a sequence is read by index, of anything else all rows are spooled to disk."""
 
     def __init__(self, read: DataSource, name: str, label: str) -> None:
-        """Call the source. Raises UserError where it fails."""
+        """Call the source."""
         self._failure = f"{label}: reading {name!r} failed"
         try:
             rows = read(name)
@@ -141,7 +140,7 @@ class UserRows(Sequence[Columns]):
         return len(self._rows)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a row. Raises UserError where the source fails, or gives something else."""
+        """Return a row."""
         if index >= len(self):
             raise IndexError(index)
         try:
@@ -167,7 +166,7 @@ class JsonLines(Sequence[Columns]):
         return len(self._ends)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a row. Raises UserError for one that is empty or no JSON object."""
+        """Return a row."""
         start, end = self._ends[index - 1] if index else 0, self._ends[index]
         line = os.pread(self._file.fileno(), int(end - start), int(start))  # threads share the file
         return _parse_line(line, f"{self._name}, line {index + 1}")

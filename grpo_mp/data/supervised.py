@@ -92,10 +92,7 @@ class ChatEncoder:
         return int(eos) if isinstance(eos, int) else min(self.stops, default=None)
 
     def render(self, chat: Chat) -> LearnedText:
-        """Return the chat as the template writes it, and what of it is learned.
-
-        Raises UserError where the template refuses the chat, changes what it wrote, or cuts an answer.
-        """
+        """Return the chat as the template writes it, and what of it is learned."""
         renderer = ChatRenderer(self.tokenizer, chat.tools, self.variables)
         turns = self._turns(chat)
         if self.loss_on == "all":
@@ -250,10 +247,7 @@ def _check_whole(text: str, answer: Message) -> None:
 
 
 def _check_written(text: str, said: Iterable[tuple[str, str]], role: str) -> str:
-    """Return a rendered text without blanks and without the texts of a message's fields.
-
-    Raises UserError where one is not there.
-    """
+    """Return a rendered text without blanks and without the texts of a message's fields."""
     left, different = _without_blanks(text), dict[tuple[bool, str], tuple[str, str]]()
     for name, part in said:  # two fields may say the same, as answers of servers do: the template writes it once
         different.setdefault((name == "content", _without_blanks(part)), (name, part))

@@ -123,10 +123,7 @@ class ChatRenderer:
         return self._encode(self._render(messages))
 
     def continuation(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the tokens between an answer that ends with `sampled` and the next: its end if cut, and `messages`.
-
-        Raises UserError where the template does not show the answer of the fixed conversation.
-        """
+        """Return the tokens between an answer that ends with `sampled` and the next: its end if cut, and `messages`."""
         _, mark, rest = self._render((*FIXED, *messages)).rpartition(MARK)
         if not mark:
             raise UserError("the chat template leaves answers out: no turn can follow one; use another template")
@@ -135,7 +132,7 @@ class ChatRenderer:
         return tokens[1:] if sampled and tokens[:1] == tuple(sampled[-1:]) else tokens
 
     def check(self) -> None:
-        """Warn where the template leaves out tools. Raises UserError for results of tools, or later questions."""
+        """Warn where the template leaves out tools."""
         ask = FIXED[:1]
         if self.tools and self._render(ask) == replace(self, tools=())._render(ask):  # DeepSeek-V3's is such a one
             LOGGER.warning("the chat template does not show tools to the policy: prompts must say what it may call")
@@ -168,10 +165,7 @@ class ChatRenderer:
         return self.render(messages, asks=True)
 
     def render(self, messages: Sequence[Message], asks: bool) -> str:
-        """Return the text of a conversation, with `asks` up to where the policy answers.
-
-        Raises UserError where the template does.
-        """
+        """Return the text of a conversation, with `asks` up to where the policy answers."""
         try:
             return render_template(messages, self.tokenizer, self.tools, asks, self.variables)
         except TemplateError as error:

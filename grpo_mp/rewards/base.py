@@ -257,7 +257,7 @@ def _values_of(outcomes: Sequence[Any]) -> Values:
 
 
 def load_reward(name: str, setting: str) -> Reward:
-    """Return a user's reward; one with a parameter `completion` is called for each of a group. Raises UserError."""
+    """Return a user's reward; one with a parameter `completion` is called for each of a group."""
     function = load_attribute(name, f"{setting} {shorten(name)!r}") if is_path(name) else None
     if not has_parameter(function, "completion"):
         return REWARDS.resolve(name, setting)
@@ -322,7 +322,7 @@ class RowCheck:
 
 
 def make_row_check(settings: RewardConfig, set_weights: Mapping[str, Mapping[str, float]]) -> RowCheck:
-    """Load the user's functions and return the check. Raises UserError where one cannot be loaded or called."""
+    """Load the user's functions and return the check."""
     functions = {name: load_reward(spec, "reward.functions") for spec, name in settings.function_names.items()}
     parameters = {name: own_parameters(function) for name, function in functions.items()}
     if settings.steps_function:

@@ -29,7 +29,7 @@ class CodeTests:
     """Scores the programs of groups. Thread-safe: at most `parallel` programs run at one time."""
 
     def __init__(self, settings: CodeConfig) -> None:
-        """Check the sandbox. Raises UserError where programs cannot be isolated."""
+        """Check the sandbox."""
         self._settings = settings
         self._sandbox = Sandbox(settings, url=settings.url)
         self._slots = threading.BoundedSemaphore(settings.parallel)

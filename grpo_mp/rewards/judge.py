@@ -39,7 +39,7 @@ class Judge:
     """Client of one judge. Thread-safe: at most CONCURRENT_REQUESTS of the rank are in flight."""
 
     def __init__(self, settings: JudgeConfig) -> None:
-        """Open the cache, and no connection yet. Raises UserError for a missing key or a cache that cannot be used."""
+        """Open the cache, and no connection yet."""
         self._settings = settings
         key = read_api_key("reward.judge", settings.api_key_env)
         url, login = read_address("reward.judge.url", settings.url)
@@ -185,7 +185,7 @@ class ReplyCache:
     """Replies on disk, by the hash of the request with its model and prompt. Threads and processes may share it."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file. Raises UserError where that fails."""
+        """Open or create the file."""
         self._path, self._lock = path, threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,7 @@ class MathVerifier:
         return count
 
     def equal(self, expected: str, predicted: str) -> bool:
-        """Compare two answers; False also at the limit or if the child dies. Raises UserError if it cannot start."""
+        """Compare two answers; False also at the limit or if the child dies."""
         with self._lock:
             child, question = self._child or self._start(), [expected, predicted, self.tolerance, self.limit_s]
             assert child.stdin is not None

@@ -24,10 +24,7 @@ Decode = Callable[[list[int]], str]
 
 
 def read_api_key(section: str, variable: str | None) -> str:
-    """Return the key that an environment variable holds, without blanks around it; empty for None.
-
-    Raises UserError where it is not set, or holds what no header can; the sentence names the variable, not its value.
-    """
+    """Return the key that an environment variable holds, without blanks around it; empty for None."""
     if variable is None:
         return ""
     if variable not in os.environ:
@@ -42,10 +39,7 @@ def read_api_key(section: str, variable: str | None) -> str:
 
 
 def read_address(setting: str, address: str) -> tuple[str, dict[str, str]]:
-    """Return a server's address without its login, and the header that sends that instead.
-
-    Raises UserError for what is no address; the sentence does not repeat it, as a login may be in it.
-    """
+    """Return a server's address without its login, and the header that sends that instead."""
     try:
         url, login = split_login(address)
         url.encode()
@@ -77,7 +71,7 @@ class ServedModelClient:
     section: ClassVar[str]  # of the settings
 
     def __init__(self, settings: ServedModelConfig) -> None:
-        """Open no connection yet: the server may come up later. Raises UserError where the key is not set."""
+        """Open no connection yet: the server may come up later."""
         self._retries = settings.retries
         key = read_api_key(self.section, settings.api_key_env)
         url, login = read_address(f"{self.section}.url", settings.url or "")
@@ -150,7 +144,7 @@ class StepModelClient(ModelClient):
     section = "reward.steps"
 
     def __init__(self, settings: StepModelConfig, decode: Decode) -> None:
-        """Take `decode`, the policy's tokenizer. Opens no connection. Raises UserError where the key is not set."""
+        """Take `decode`, the policy's tokenizer. Opens no connection."""
         super().__init__(settings)
         self._separator = settings.separator
         self._decode_token = cache(lambda token: decode([token]))

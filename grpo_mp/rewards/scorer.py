@@ -97,8 +97,6 @@ class Scorer:
         """Load the user's functions. `decode`, the policy's tokenizer, is needed for a served model of steps.
 
         `set_weights`: of the terms that prompts of a data set have, by its name; others have those of the settings.
-
-        Raises UserError where a function cannot be imported, or `reward.code` cannot run.
         """
         self._settings = settings
         self._prompt_column, self._max_response_tokens = prompt_column, max_response_tokens
@@ -152,7 +150,6 @@ class Scorer:
         advantage is 0, and it counts in no mean, deviation or filter. As its reward it shows the mean of its group.
         Rewards of steps are kept in `step_rewards`; only their mean is shown among the terms. `is_correct` is set by
         the term that the settings name; None where that term failed or does not apply.
-        Raises UserError for a failing reward under `on_error: stop`.
         """
         extras: Extras = {}
         weights = self._weights(group)
@@ -186,10 +183,7 @@ class Scorer:
         return scored_group if self.defers else self._fill_in(scored_group, weights)
 
     def finish_group(self, group: SampleGroup, step: int = 0) -> SampleGroup:
-        """Return a group that `score_group` began with the values of the reward models that the job serves.
-
-        Raises UserError as `score_group` does.
-        """
+        """Return a group that `score_group` began with the values of the reward models that the job serves."""
         weights = self._weights(group)
         results = {name: self._values(name, group, step, {}) for name in weights if name in self._own_models}
         terms = [
@@ -340,7 +334,7 @@ class Scorer:
         return [() if default is None else ((len(sample.tokens) - 1, default),) for sample in group.samples]
 
     def _attempt(self, name: str, group: SampleGroup, call: Callable[[], T]) -> T | RewardError:
-        """Return the result of `call`, or how it failed. Raises UserError under `on_error: stop`."""
+        """Return the result of `call`, or how it failed."""
         try:
             with self._counting_timeouts():
                 return call()

@@ -45,10 +45,7 @@ class TeacherClient(ServedModelClient):
         self._topk, self._vocab_size = topk, vocab_size
 
     def score_group(self, group: SampleGroup) -> SampleGroup:
-        """Return the group with what the teacher says of each token of its responses, in one call or a few large ones.
-
-        Raises UserError where the teacher gives no answer, or one that is not of these tokens.
-        """
+        """Return the group with the teacher's logprobs of its responses, asked for in one call or a few large ones."""
         sequences = [sequence for sample in group.samples for sequence in sample.sequences]
         try:
             scored = iter([one for part in self._requests(sequences) for one in self._score(part)])
@@ -61,7 +58,7 @@ class TeacherClient(ServedModelClient):
         return replace(group, samples=tuple(samples))
 
     def check_reply(self) -> None:
-        """Ask for one token as a step does. Raises UserError where the reply is not what a step needs."""
+        """Ask for one token as a step does."""
         try:
             self._score([Sample(0, 0, (0,), (0,), (0.0,), (0,), truncated=False)])
         except RewardError as failure:
@@ -170,10 +167,7 @@ def check_topk(topk: int, vocab_size: int) -> None:
 
 
 def check_served_tokens(settings: ServedModelConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Ask a server at `url` for the text of each of the policy's tokens; return a warning where it cannot be asked.
-
-    Raises UserError where a token is another there, and where the key is not set.
-    """
+    """Ask a server at `url` for the text of each of the policy's tokens; return a warning where it cannot be asked."""
     limit_s = min(settings.timeout_s, CHECK_LIMIT_S)
     client = TeacherClient(settings.model_copy(update={"retries": 0, "timeout_s": limit_s}))
     numbers = sorted(tokenizer.get_vocab().values())

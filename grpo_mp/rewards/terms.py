@@ -25,10 +25,7 @@ class BuiltInTerms:
     """The built-in terms that are used, and the processes and connections behind them."""
 
     def __init__(self, settings: RewardConfig, max_response_tokens: int, used: Collection[str]) -> None:
-        """Build the terms whose names are in `used`.
-
-        Raises UserError where programs cannot be isolated as `reward.code` demands, a key is missing, or a cache fails.
-        """
+        """Build the terms whose names are in `used`."""
         self.verifier = MathVerifier(min(COMPARISON_LIMIT_S, settings.timeout_s), settings.tolerance)
         self._boxed_choice = settings.boxed_answer
         self.model = ModelClient(settings.model) if settings.model and "model" in used else None
