@@ -5,7 +5,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,7 @@ import yaml
 
 from grpo_mp.algorithms.registries import POLICY_LOSSES
 from grpo_mp.checkpoint.run_state import (
-    MANIFEST,
-    TrainState,
-    begin_checkpoint,
     check_run_folder,
-    checkpoint_folder,
-    read_manifest,
 )
 from grpo_mp.checkpoint.torch_dist import read_metadata
 from grpo_mp.cli.main import main
@@ -32,7 +26,7 @@ from grpo_mp.planner.measured import MEASURED, read_measured
 from grpo_mp.rollout.dump import read_facts, read_groups, write_groups
 from grpo_mp.rollout.journal import cut_torn_tail, load, read_records
 from grpo_mp.utils.errors import UserError
-from tests.bad_input.doors import NO_TEXT, NOT_FILES, UNREADABLE, Content, answers, as_nobody, noise, put, refused, tree
+from tests.bad_input.doors import NO_TEXT, NOT_FILES, Content, answers, as_nobody, noise, put, refused, tree
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.rollout.test_journal import FINISHED, PAUSED, PROMPT, written
 
@@ -129,43 +123,6 @@ def test_noise_in_planner_files(tmp_path: Path) -> None:
 
 
 # -- runs ----------------------------------------------------------------------------------------------------
-
-STATE = asdict(TrainState(step=3))
-
-
-def manifest(state: Any = STATE, files: Any = None) -> bytes:
-    return json.dumps({"state": state, "files": files or {}}).encode()
-
-
-MANIFESTS: dict[str, Content] = {
-    **{name: content for name, content in NOT_FILES.items() if name != "nothing"},
-    **NO_TEXT,
-    "empty": b"",
-    "a list": b"[]",
-    "no state": b'{"files": {}}',
-    "no files": json.dumps({"state": STATE}).encode(),
-    "a state of text": manifest("x"),
-    "a foreign key": manifest(STATE | {"speed": 1}),
-    "a cursor of text": manifest(STATE | {"cursor": "x"}),
-    "a cursor without a place": manifest(STATE | {"cursor": {"seed": 1}}),
-    "streaks of text": manifest(STATE | {"solved_streak": {"x": 1}}),
-    "a file elsewhere": manifest(files={"../../passwd": {"bytes": 1, "xxh3_128": "x"}}),
-    "a file that is not there": manifest(files={"a": {"bytes": 1, "xxh3_128": "x"}}),
-    "a file of no size": manifest(files={"a": {"xxh3_128": "x"}}),
-    "a file of NaN bytes": b'{"state": {}, "files": {"a": {"bytes": NaN, "xxh3_128": "x"}}}',
-    "a list as file": manifest(files=[1]),
-    "deep": b'{"state": ' + b"[" * 100_000,
-    **{f"step {step!r}": manifest(STATE | {"step": step}) for step in (-1, "3", None, 1.5, True, [3])},
-    **{f"{name} of text": manifest(STATE | {name: "x"}) for name in ("optimizer_step", "samples_seen")},
-    **{f"{name} below 0": manifest(STATE | {name: -1}) for name in ("optimizer_step", "samples_seen")},
-}
-
-
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_manifests(name: str, tmp_path: Path) -> None:
-    folder = checkpoint_folder(tmp_path, 3)
-    begin_checkpoint(folder)
-    bad(lambda file: read_manifest(file.parent), folder / MANIFEST, MANIFESTS[name], name)
 
 
 RUN_FOLDERS: dict[str, Callable[[Path], Any]] = {
@@ -388,18 +345,6 @@ def test_commands(
 
 
 NO_TEXT_BYTES = [content for content in NO_TEXT.values() if isinstance(content, bytes)]
-RUN_FILES = ("metrics.jsonl", "trace/rank_0.json", "samples/step_000001.jsonl")
-
-
-@pytest.mark.parametrize("name", [name for name in NOT_FILES if name not in ("nothing", "link to an empty device")])
-@pytest.mark.parametrize("place", RUN_FILES)
-def test_what_is_in_the_place_of_a_file_of_a_run(place: str, name: str, tmp_path: Path) -> None:
-    file = tmp_path / "run" / place
-    file.parent.mkdir(parents=True)
-    (tmp_path / "run").chmod(0o777)
-    settings = dump_settings(check_settings(MINIMAL_SETTINGS, "test.yaml"))
-    sentence = bad(lambda _: check_run_folder(tmp_path / "run", settings, resume=True), file, NOT_FILES[name], name)
-    assert ("run" if name == UNREADABLE else file.name) in sentence  # nor may the folder be searched
 
 
 def test_noise_in_what_a_run_reads_of_itself(tmp_path: Path) -> None:
