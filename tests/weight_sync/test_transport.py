@@ -80,7 +80,7 @@ def load(payload: str) -> dict[str, Tensor]:
     def load_into(named: Iterable[tuple[str, Tensor]]) -> None:
         weights.update(named)
 
-    load_weights(SimpleNamespace(load_weights=load_into), pickle.loads(base64.b64decode(payload)))
+    load_weights(SimpleNamespace(load_weights=load_into, modules=list), pickle.loads(base64.b64decode(payload)))
     return weights
 
 
