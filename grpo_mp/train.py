@@ -284,7 +284,6 @@ def sync_weights(ctx: RolloutContext, rollouts: RolloutBatch | None = None) -> d
             ctx.collector.finish_generation()
         reports = ctx.recovery.update_weights(ctx.weight_sync, ctx.state.optimizer_step)
         ctx.collector.synced_step = ctx.state.step
-    ctx.engine_check.check_unchanged(ctx.state.step, ctx.state.optimizer_step)
     groups = rollouts.of_own_engine if rollouts else ()
     check = ctx.engine_check.run(ctx.state.optimizer_step, [group.samples[0] for group in groups])
     if not check.tokens and ctx.recovery.run():  # no engine was left, and one is there again

@@ -177,9 +177,7 @@ class EpisodeLimits(Section):
         None, gt=0, description="maximum tokens of one answer; null: what is left of rollout.max_response_tokens"
     )
     tool_s: float = Field(10.0, gt=0, description="time limit of one call of a tool, in seconds")
-    tool_processes: int = Field(
-        16, gt=0, description="calls of functions at a time on one rank with rollout.tool_process; others wait"
-    )
+    tool_processes: int = Field(16, gt=0, description="calls of functions at a time on one rank; others wait")
     tool_characters: int = Field(4096, gt=0, description="characters of a tool's result that the policy is shown")
     episode_s: float = Field(
         300.0, gt=0, description="time limit of an episode, in seconds; an answer that is being generated may end later"
@@ -246,14 +244,9 @@ class RolloutConfig(Section):
     tool_args: dict[str, dict[str, Any]] = Field(
         {}, description="arguments of classes of tools, and of environment_factory, by their paths as set there"
     )
-    tool_process: bool = Field(
-        False,
-        description="tools run in processes beside the rank, one for the environment of each episode: one that hangs "
-        "past limits.tool_s is killed, and one that dies takes no rank along; false: in threads of the rank",
-    )
     tool_environment: tuple[str, ...] = Field(
         (),
-        description="variables of the run that tools find with rollout.tool_process, beside PATH, HOME and the like: "
+        description="variables of the run that tools find, beside PATH, HOME and the like: "
         "keys of trackers and judges are not their business",
     )
     tool_parser: str | None = Field(
@@ -305,19 +298,10 @@ class EngineConfig(Section):
     )
     start_timeout_s: float = Field(600.0, gt=0, description="time limit of an engine's start, in seconds")
     request_timeout_s: float = Field(
-        600.0, gt=0, description="time limit of a request, in seconds; at least rollout.group_timeout_s"
-    )
-    health_check_interval_s: float = Field(
-        30.0,
+        600.0,
         gt=0,
-        description="time between questions whether an engine that generates still computes, in seconds (slime "
-        "--rollout-health-check-interval); one that does costs them nothing",
-    )
-    health_check_timeout_s: float = Field(
-        300.0,
-        gt=0,
-        description="time after which an engine that has not answered them well is given up, in seconds; its groups "
-        "go to the others, see max_restarts",
+        description="time limit of a request, in seconds; at least rollout.group_timeout_s. An engine that generates "
+        "and fails its health checks for half as long is given up; its groups go to the others, see max_restarts",
     )
     max_restarts: int = Field(
         3,
@@ -459,19 +443,6 @@ class SyncConfig(Section):
         description="memory of a rank for weights on their way, of which a quarter is one round of the sync; at least "
         "four times the largest tensor, in most models the embedding, which an engine loads at once. More makes fewer "
         "rounds. null: 1 GiB, or the least",
-    )
-    delta: bool = Field(
-        True,
-        description="send only parameters that changed since the last sync, where engines keep their weights: on a "
-        "CPU, with model.dtype=float32, on GPUs of their own, or with engine.args.enable_weights_cpu_backup; otherwise "
-        "they free them while they sleep, and each sync sends all",
-    )
-    check_delta_every: int = Field(
-        20,
-        ge=0,
-        description="steps between checks of what `delta` leaves out: it is sent after all, and the engine's checksums "
-        "before and after (SGLang /weights_checker) tell whether it had it. A tensor that was wrong is right then, and "
-        "named in a warning; 0: never",
     )
     pause: PauseMode = Field(
         "retract",

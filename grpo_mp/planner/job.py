@@ -154,12 +154,6 @@ class PlannedJob:
         return self.settings.shares_devices and self.settings.model.offloads
 
     @property
-    def sends_changes(self) -> bool:
-        """Return whether a sync sends what changed alone: engines have their weights from one to the next."""
-        backup = bool(self.settings.engine.args.get("enable_weights_cpu_backup"))
-        return self.settings.sync.delta and (not self.offloads or backup)
-
-    @property
     def saves_weights_beside(self) -> bool:
         """Return whether weights are saved while the run goes on: nothing swaps or moves them before an update."""
         return self.settings.run.async_save and not self.has_reference and not self.offloads

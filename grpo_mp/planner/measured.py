@@ -13,8 +13,7 @@ from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.resource_use import ResourceUse, estimate_time
-from grpo_mp.planner.sync_use import send_use
-from grpo_mp.planner.weight_traffic import sync_traffic
+from grpo_mp.planner.sync_use import sync_use
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.reading import read_yaml, shorten
 
@@ -58,7 +57,7 @@ class MeasuredStep:
     @cached_property
     def _sync_use(self) -> ResourceUse:
         """The use of a weight sync, which no rate changes."""
-        return send_use(self.job, sync_traffic(self.job))
+        return sync_use(self.job)
 
 
 def read_measured(file: Path) -> tuple[MeasuredStep, ...]:

@@ -20,7 +20,6 @@ from grpo_mp.planner.weight_traffic import check_lengths
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.utils.phases import TRAINER, Phase, Residency
 from grpo_mp.utils.types import expert_id_bytes
-from grpo_mp.weight_sync.changes import CHUNK_WORDS, WORD_BYTES
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY
 from grpo_mp.weight_sync.wire import BUCKET_BYTES
 
@@ -55,9 +54,6 @@ BESIDE_A_SAVE = (SubPhase.GENERATE, SubPhase.SCORE, SubPhase.LOGPROB)
 ALL_RESIDENT = Residency(True, True, True, True, True, True, True)
 # Of a rank that only trains. It waits while engines generate, and nothing leaves its device.
 ONLY_TRAINER = replace(ALL_RESIDENT, engine_weights=False, engine_cache=False, reward_model=False)
-FACTOR_BYTES = 1.0 * WORD_BYTES * CHUNK_WORDS  # of fingerprints: random numbers, which stay
-FINGERPRINT_BYTES = 3 * FACTOR_BYTES  # three times a chunk, before anything is sent
-CHECKSUM_BYTES = 12  # of an element of FP8, while SGLang hashes its tensor: itself, its factor and both in float32
 QUANTIZATION_BYTES = 2.0 * 4 * AT_ONCE  # of what is quantized at a time: twice in float32
 COMPUTING = (SubPhase.LOGPROB, SubPhase.TRAIN, SubPhase.SYNC)
 NOT_OF_A_TRAINER = (SubPhase.GENERATE, SubPhase.OFFLOAD)
@@ -80,7 +76,6 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
         "sync rounds",
         "export rounds",
         "quantization",
-        "fingerprints",
         "merged weights",
         "weights of a layer",
     ),
@@ -91,7 +86,6 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
         "KV cache",
         "draft KV cache",
         "CUDA graphs",
-        "checksums",
         "reward model",
         "reward model's cache",
         "teacher",
@@ -157,7 +151,6 @@ def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Sub
         sizes["KV cache"] = resident.engine_cache * engine.kv_cache
         sizes["draft KV cache"] = resident.engine_cache * engine.draft_kv_cache
         sizes["CUDA graphs"] = resident.engine_cache * engine.cuda_graphs
-        sizes["checksums"] = _checksum_bytes(job) * shared * (sub_phase is SubPhase.SYNC)
         sizes["reward model"] = resident.reward_model * reward.weights
         sizes["reward model's cache"] = resident.reward_model * reward.kv_cache
         sizes["teacher"] = resident.reward_model * teacher.weights
@@ -238,26 +231,9 @@ def engine_device_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase
         | {
             "sync rounds": staged,
             "fragments": OVERHEADS.fragmentation * staged,
-            "checksums": _checksum_bytes(job),
             "quantization": QUANTIZATION_BYTES * job.engine_uses_fp8,  # of matrices of which a part cuts a block
         },
     }
-
-
-def _checksum_bytes(job: PlannedJob) -> float:
-    """Return what an engine takes for the checksum of its largest tensor in FP8, where it is asked for checksums.
-
-    Where it has less, it says so, and what a sync left out is sent and not compared.
-    """
-    asked, model, parallelism = (
-        job.sends_changes and job.settings.sync.check_delta_every,
-        job.model,
-        job.engine_parallelism,
-    )
-    if not (asked and job.engine_uses_fp8):
-        return 0.0
-    experts = 2 * model.moe_ffn_hidden_size * model.num_experts / parallelism.expert / parallelism.expert_tensor
-    return CHECKSUM_BYTES * model.hidden_size * max(experts, 2 * model.ffn_hidden_size / parallelism.dense_tensor)
 
 
 def communicator_bytes(job: PlannedJob) -> tuple[float, float]:
@@ -312,7 +288,6 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
             "sync rounds": staged,
             "activations": max(0.0, scored - staged),
             "quantization": QUANTIZATION_BYTES * job.engine_uses_fp8,
-            "fingerprints": job.sends_changes * (FACTOR_BYTES + max(0.0, FINGERPRINT_BYTES - max(scored, staged))),
             "merged weights": _merged_bytes(job),
         }
     if sub_phase is SubPhase.SAVE and _exports(job.settings):

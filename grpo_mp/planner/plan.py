@@ -106,7 +106,7 @@ def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
     memory = plan_memory(job)
     uses = _resource_uses(job, memory) | dict.fromkeys(ON_BOTH, ResourceUse())
     if with_sync:
-        uses |= {SubPhase.SYNC: sync_use(job, memory.engine), SubPhase.CHECK: check_use(job, memory.engine)}
+        uses |= {SubPhase.SYNC: sync_use(job), SubPhase.CHECK: check_use(job, memory.engine)}
     uses[SubPhase.SAVE] = _save_use(job, uses)
     times = {sub_phase: estimate_time(use, job.cluster) for sub_phase, use in uses.items()}
     return Plan(job, memory, uses, times, plan_generation(job, memory.engine))

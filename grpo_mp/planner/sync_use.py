@@ -1,62 +1,31 @@
 """What one GPU moves and waits for while engines get new weights, are checked, and sleep and wake."""
 
-from dataclasses import replace
-
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import EngineMemory
 from grpo_mp.planner.generation import prefill_flops
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.resource_use import Part, ResourceUse, Wait
 from grpo_mp.planner.training_use import lone_pass_use
-from grpo_mp.planner.weight_traffic import SyncTraffic, check_lengths, sync_traffic
+from grpo_mp.planner.weight_traffic import check_lengths, sync_traffic
 
 SYNC_REQUESTS = 4  # begin and end the update, empty the cache, set the version
 PAUSE_REQUESTS = 2  # pause and continue what engines of their own are at
 ROUND_COLLECTIVES = 2  # the engine's ranks gather what they load, and wait until the engines of the node have it
 SLEEP_REQUESTS = 4  # empty the cache and give up memory, of weights and of the cache
 CACHE_REQUESTS = 3  # empty the cache, give up its memory, take it back
-CHECKSUM_REQUESTS = 2  # before what was left out is sent, and after
-FINGERPRINT_PASSES = 11  # over the weights: five operations on words (weight_sync/changes.py)
-# Over an element of FP8, as SGLang hashes it: both factors in float32, their product, that in bfloat16.
-DEQUANTIZED_BYTES = 29
 # Over an element that becomes FP8 on a GPU (models/fp8.py), beside its own bytes: it is made float32 (4), of which the
 # largest is read (4); divided and bounded (8 each), cast (5), and copied into the message (2).
 QUANTIZED_ELEMENT_BYTES = 31
 CHECK_COLLECTIVES = 6  # gather, broadcast (twice) and compare logprobs; barriers before and after the engine wakes
 
 
-def sync_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
+def sync_use(job: PlannedJob) -> ResourceUse:
     """Return the use of one GPU: what the busiest rank sends or receives in rounds that all ranks go through.
-
-    How much changes is not known: what is said of a sync, and of the check of what it left out, is that of all weights.
-    """
-    traffic = sync_traffic(job)
-    sent = send_use(job, traffic)
-    if not job.sends_changes:
-        return sent
-    weights = max(count.total for count in job.parameter_counts) * job.per_parameter.weights
-    parts = [Part("fingerprints of weights", ResourceUse(device_bytes=FINGERPRINT_PASSES * weights))]
-    if every := job.settings.sync.check_delta_every:
-        hashed = ResourceUse(
-            device_bytes=CHECKSUM_REQUESTS * engine.weights * (DEQUANTIZED_BYTES if job.engine_uses_fp8 else 1),
-            waits=(
-                Wait("requests to an engine", CHECKSUM_REQUESTS, OVERHEADS.engine_request_s),
-                Wait("tensors that an engine hashes", CHECKSUM_REQUESTS * traffic.tensors, OVERHEADS.sync_tensor_s),
-            ),
-        )
-        parts += [
-            Part(f"checksums, each {every} steps", hashed.scaled(1 / every)),
-            Part(f"what did not change is sent, each {every} steps", sent.scaled(1 / every)),
-        ]
-    return replace(sent, parts=(*sent.parts, *parts))
-
-
-def send_use(job: PlannedJob, traffic: SyncTraffic) -> ResourceUse:
-    """Return the use of one GPU where all weights are sent.
 
     Links are as unevenly used over the rounds as measured. Quantization is not: while a round is sent, the next one is
     quantized.
     """
+    traffic = sync_traffic(job)
     uneven, shared = OVERHEADS.sync_unevenness, job.settings.shares_devices
     requests = SYNC_REQUESTS + traffic.rounds + (1 if shared else PAUSE_REQUESTS)
     quantized = (QUANTIZED_ELEMENT_BYTES + job.per_parameter.weights) * traffic.quantized

@@ -165,7 +165,7 @@ def group_of_rows(rows: Sequence[Row], prompt: Prompt | None = None) -> SampleGr
     written = Prompt(first["prompt_index"], first["prompt"], tokens, first["answer"])
     samples, earlier = list[Sample](), list[Sample]()
     for row in rows:
-        if row.get("part"):  # files of versions before forks were kept have no such column
+        if row["part"]:
             earlier.append(_sample(row, row["part"]))
         else:
             samples.append(replace(_sample(row), earlier=tuple(earlier)))
@@ -178,15 +178,15 @@ def _sample(row: Row, part: int = 0) -> Sample:
     same: Row = {name: row[name] for name in OTHERS} | {name: tuple(row[name]) for name in LISTS}
     return Sample(
         **same,
-        teacher_logprobs=tuple(row.get("teacher_logprobs") or ()),  # older versions have no such column
-        teacher_topk=_topk(row.get("teacher_topk_ids"), row.get("teacher_topk_logprobs"), len(row["tokens"])),
+        teacher_logprobs=tuple(row["teacher_logprobs"]),
+        teacher_topk=_topk(row["teacher_topk_ids"], row["teacher_topk_logprobs"], len(row["tokens"])),
         text=row["text"],
         error=row["error"],
-        is_scored=row.get("is_scored", True),  # nor this one
+        is_scored=row["is_scored"],
         reward_terms=dict(row["reward_terms"]),
         metrics=dict(row["metrics"]),
         step_rewards=tuple((step["token"], step["reward"]) for step in row["step_rewards"]),
-        turn_ends=tuple((one["token"], one["turn"]) for one in row.get("turn_ends") or ()),  # nor this one
+        turn_ends=tuple((one["token"], one["turn"]) for one in row["turn_ends"]),
         messages=tuple(messages),
         extra=json.loads(row["extra"]),
         routed_experts=experts_of(row["routed_experts"], row["routed_experts_shape"]),

@@ -4,16 +4,13 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from typing import Any
 
 from aiohttp import web
 
-from grpo_mp.rollout.openai_completions import CompletionRequest, as_text_stream, read_completion, text_completion
 from grpo_mp.rollout.openai_requests import (
     MODEL,
     ChatRequest,
@@ -23,18 +20,14 @@ from grpo_mp.rollout.openai_requests import (
     error_body,
     read_request,
 )
-from grpo_mp.rollout.openai_responses import as_events, read_response_request, response
-from grpo_mp.rollout.protocol import EpisodeLimitError, Policy, Turn
+from grpo_mp.rollout.protocol import EpisodeLimitError, Policy
 from grpo_mp.utils.errors import EngineError, UserError
 from grpo_mp.utils.log import server_log
-from grpo_mp.utils.types import Message
 
 LOGGER = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 MAX_BODY = 16 * 2**20  # bytes
 INVALID = "invalid_request_error"
-Write = Callable[[Turn, tuple[int, ...]], web.Response]  # a turn, after these tokens, as the answer to its request
-Ask = ChatRequest | CompletionRequest
 
 
 @dataclass
@@ -50,10 +43,6 @@ class Session:
     queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # one turn at a time: in the order of the requests
     ignores_sampling: bool = False
     told: set[str] = field(default_factory=set)  # parameters of whose neglect the log tells
-    responses: dict[str, tuple[Message, ...]] = field(default_factory=dict)  # conversations up to each, by its id
-
-
-Read = Callable[[Any, Session], tuple[Ask, Write]]  # the JSON of a request
 
 
 @dataclass
@@ -100,9 +89,7 @@ async def _end(turns: set["asyncio.Task[web.Response]"]) -> None:
 async def _listen(sessions: Mapping[str, Session]) -> tuple[web.AppRunner, str]:
     """Serve on a free port; return the server and the URL of its API."""
     app = web.Application(client_max_size=MAX_BODY)
-    app.router.add_post("/v1/chat/completions", partial(_serve, _read_chat, sessions))
-    app.router.add_post("/v1/completions", partial(_serve, _read_completion, sessions))
-    app.router.add_post("/v1/responses", partial(_serve, _read_response, sessions))
+    app.router.add_post("/v1/chat/completions", partial(_serve, sessions))
     app.router.add_get("/v1/models", partial(_models, sessions))
     # A client that hangs up ends its turn: it will ask again, or not at all.
     runner = web.AppRunner(
@@ -118,47 +105,12 @@ async def _models(sessions: Mapping[str, Session], request: web.Request) -> web.
     return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "grpo_mp"}]})
 
 
-def _read_chat(body: Any, session: Session) -> tuple[Ask, Write]:
-    chat = read_request(body, session.policy, session.ignores_sampling)
-
-    def write(turn: Turn, before: tuple[int, ...]) -> web.Response:
-        answer = completion(turn, len(before))
-        return _stream(as_stream(answer)) if chat.stream else web.json_response(answer)
-
-    return chat, write
-
-
-def _read_completion(body: Any, session: Session) -> tuple[Ask, Write]:
-    request = read_completion(body, session.policy, session.ignores_sampling)
-
-    def write(turn: Turn, before: tuple[int, ...]) -> web.Response:
-        answer = text_completion(turn, before, request, session.policy)
-        return _stream(as_text_stream(answer)) if request.stream else web.json_response(answer)
-
-    return request, write
-
-
-def _read_response(body: Any, session: Session) -> tuple[Ask, Write]:
-    chat, messages = read_response_request(body, session.responses, session.policy, session.ignores_sampling)
-
-    def write(turn: Turn, before: tuple[int, ...]) -> web.Response:
-        answer = response(turn, len(before), chat, session.policy)
-        session.responses[answer["id"]] = (*messages, turn.message)
-        return _stream(as_events(answer)) if chat.stream else web.json_response(answer)
-
-    return chat, write
-
-
-def _stream(events: str) -> web.Response:
-    return web.Response(text=events, content_type="text/event-stream")
-
-
-async def _serve(read: Read, sessions: Mapping[str, Session], request: web.Request) -> web.Response:
-    """Answer with the next turn of the episode that the key is of."""
+async def _serve(sessions: Mapping[str, Session], request: web.Request) -> web.Response:
+    """Answer with the next turn of the session's episode."""
     session = _session(sessions, request)
     try:
-        ask, write = read(json.loads(await request.read()), session)
-        return await _generate(session, asyncio.ensure_future(_answer(session, ask, write)))
+        chat = read_request(json.loads(await request.read()), session.policy, session.ignores_sampling)
+        return await _generate(session, asyncio.ensure_future(_answer(session, chat)))
     except web.HTTPException:  # a body that is too long
         raise
     except EpisodeLimitError as error:
@@ -172,16 +124,19 @@ async def _serve(read: Read, sessions: Mapping[str, Session], request: web.Reque
         return _fail(session, error)
 
 
-async def _answer(session: Session, ask: Ask, write: Write) -> web.Response:
+async def _answer(session: Session, chat: ChatRequest) -> web.Response:
     """Generate the turn of a request, after those of the requests before it."""
-    if ignored := [name for name in ask.ignored if name not in session.told]:
+    if ignored := [name for name in chat.ignored if name not in session.told]:
         session.told.update(ignored)
         LOGGER.warning("requests of agents give %s: turns are sampled as the run says", ", ".join(ignored))
     policy = session.policy
     async with session.queue:
-        turn = await ask.answer(policy)
+        turn = await policy.generate(chat.messages, max_tokens=chat.max_tokens, tools=chat.tools, stop=chat.stop)
         *before, _ = policy.episode().segments
-    return write(turn, tuple(chain.from_iterable(part.tokens for part in before)))
+    answer = completion(turn, sum(len(part.tokens) for part in before))
+    if chat.stream:
+        return web.Response(text=as_stream(answer), content_type="text/event-stream")
+    return web.json_response(answer)
 
 
 async def _generate(session: Session, turn: "asyncio.Task[web.Response]") -> web.Response:

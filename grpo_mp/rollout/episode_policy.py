@@ -16,7 +16,6 @@ from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.rollout.protocol import Episode, EpisodeLimitError, RecordedSequence, Segment, ToolCall, Turn
 from grpo_mp.rollout.routed_experts import joined_routed_experts, known_tokens
 from grpo_mp.utils.errors import EngineError
-from grpo_mp.utils.files import encodable
 from grpo_mp.utils.types import EpisodeState, ExpertIds, Message, Prompt
 
 # What ends a model's thinking, as SGLang's reasoning parsers know it.
@@ -79,8 +78,6 @@ class TokenSequence:
     prompt_messages: int = 0
     renderer: ChatRenderer | None = None  # of the messages
     experts: ExpertIds | None = field(default=None, compare=False, repr=False)
-    text: str | None = None  # with the answers, as who asked by texts knows it; None: it was not begun by one
-    unseen: str = ""  # what the last turn sampled behind its text: its stop token, or the text that ended it
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -97,11 +94,8 @@ class TokenSequence:
         added = (Segment(given, generated=False),) if given else ()
         return replace(self, segments=(*self.segments, *added), messages=tuple(messages))
 
-    def answered_by(self, turn: Turn, number: int, sampled: str) -> "TokenSequence":
-        """Return the sequence with turn `number` of the episode, which brings the experts of all tokens.
-
-        `sampled`: its tokens as text, special ones included.
-        """
+    def answered_by(self, turn: Turn, number: int) -> "TokenSequence":
+        """Return the sequence with turn `number` of the episode, which brings the experts of all tokens."""
         known = known_tokens(self.experts, self.has_turns)
         experts = None if turn.routed_experts is None else turn.routed_experts[known:]
         steps = turn.verify_steps
@@ -111,8 +105,6 @@ class TokenSequence:
             segments=(*self.segments, segment),
             messages=(*self.messages, turn.message),
             experts=joined_routed_experts(self.experts, experts, self.has_turns, resumed_tokens=1),
-            text=None if self.text is None else self.text + turn.text,
-            unseen=sampled[len(turn.text) :] if sampled.startswith(turn.text) else "",
         )
 
 
@@ -152,19 +144,16 @@ class EpisodePolicy:
         max_tokens: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         stop: Sequence[str] = (),
-        text: str | None = None,
     ) -> Turn:
         """Generate one turn, see `Policy`. One that fails leaves the episode as it was."""
         await asyncio.sleep(0)  # a function that catches every limit and tries again would hold the rank
-        if sum(given is not None for given in (messages, tokens, text)) != 1:
-            raise ValueError("generate takes either messages or tokens or text")
+        if (messages is None) == (tokens is None):
+            raise ValueError("generate needs either messages or tokens")
         if self._generates:
             raise ValueError("an episode generates one turn at a time: await the one before, or begin another episode")
         self._generates = True
         try:
-            if text is not None:
-                before, given = self._after_text(encodable(text))
-            elif tokens is not None:
+            if tokens is not None:
                 before, given = self._after_tokens(tuple(tokens))
             else:
                 before, given = self._after(messages or (), tools)
@@ -177,7 +166,7 @@ class EpisodePolicy:
         if self._sequence.has_turns and before is not self._sequence:
             self._earlier = [*(one for one in self._earlier if one is not before), self._sequence]
         self.turns += 1
-        self._sequence = given.answered_by(turn, self.turns, self.decode(turn.tokens))
+        self._sequence = given.answered_by(turn, self.turns)
         self._answer, self._cut = turn.text, not turn.finished
         return turn
 
@@ -258,26 +247,7 @@ class EpisodePolicy:
         if not known:
             return None, TokenSequence((Segment(tokens, generated=False),))
         before, own = max(known, key=lambda one: len(one[1]))
-        return before, replace(before.followed_by(tokens[len(own) :], before.messages), text=None)
-
-    def _after_text(self, text: str) -> tuple[TokenSequence | None, TokenSequence]:
-        """As `_after`, of a text: where it goes on, only what follows the last answer is encoded."""
-        tokenizer = self.context.renderer.tokenizer
-        known = [
-            one
-            for one in self._recorded
-            if one.text is not None
-            and text.startswith(one.text)
-            and (text != one.text or not one.unseen)  # nothing follows an answer that was not cut: it is asked again
-        ]
-        if before := max(known, key=lambda one: len(one.text or ""), default=None):
-            rest = text[len(before.text or "") :].removeprefix(before.unseen)  # who wrote it, wrote what was sampled
-            given = tuple(tokenizer(rest, add_special_tokens=False)["input_ids"])
-            return before, replace(before.followed_by(given, before.messages), text=text)
-        is_begun = bool(tokenizer.bos_token) and text.startswith(str(tokenizer.bos_token))
-        tokens = tuple(tokenizer(text, add_special_tokens=not is_begun)["input_ids"])
-        begun, sequence = self._after_tokens(tokens)
-        return begun, replace(sequence, text=text)
+        return before, before.followed_by(tokens[len(own) :], before.messages)
 
     def _bound(self, given: TokenSequence, max_tokens: int | None) -> int:
         """Return how many tokens the next turn may have. Raises EpisodeLimitError where no turn or no token is left."""

@@ -39,9 +39,9 @@ class EpisodeParts:
     by_environment: Mapping[str, "EpisodeParts"] = field(default_factory=dict)  # of rows that name one; {}: none does
 
     @property
-    def tools_are_remote(self) -> bool:
-        """Return whether environments are in other processes."""
-        return self.config.tool_process and any(one.tools.classes for one in (self, *self.by_environment.values()))
+    def has_environments(self) -> bool:
+        """Return whether episodes have environments, which live in the processes of tools."""
+        return any(one.tools.classes for one in (self, *self.by_environment.values()))
 
     def of(self, columns: Mapping[str, Any], place: str) -> "EpisodeParts":
         """Return the parts of a data row. Raises UserError, with its `place`, where it names no environment."""
@@ -75,8 +75,13 @@ def load_episode_parts(
     function: RolloutFunction = ROLLOUT_FUNCTIONS.resolve(name, "rollout.function", config.function_args)
     if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
         raise UserError(f"rollout.function {name!r}: it must be a coroutine function: async def rollout(task, policy)")
-    processes = config.limits.tool_processes if config.tool_process else None
-    tools = load_tools(config.tools, processes, config.tool_args, config.environment_factory, config.tool_environment)
+    tools = load_tools(
+        config.tools,
+        config.limits.tool_processes,
+        config.tool_args,
+        config.environment_factory,
+        config.tool_environment,
+    )
     tools.check(config.limits.tool_s)
 
     def parts_of(kit: ToolKit) -> EpisodeParts:
@@ -89,11 +94,10 @@ def load_episode_parts(
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an episode ended. `error`: why it failed, or ""; `environments`: what its tools were methods of."""
+    """How an episode ended. `error`: why it failed, or ""."""
 
     episode: Episode
     error: str = ""
-    environments: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,6 @@ class EpisodeRunner:
         own = replace(context, sampling=context.sampling.only(index))
         policy = EpisodePolicy(own, prompt, EpisodeWatch(clock))
         label = f"prompt {prompt.index}, sample {index}"
-        environments: tuple[Any, ...] = ()
         try:
             async with AsyncExitStack() as opened, clock:
                 tools = await parts.tools.open(
@@ -214,7 +217,6 @@ class EpisodeRunner:
                     lambda: f"step {step}: {label}, turn {policy.turns}",
                 )
                 opened.push_async_callback(tools.close)
-                environments = tools.environments
                 messages = await self._begin(tools, prompt)
                 returned = await without_exit(self.parts.function(Task(prompt, index, step, tools, messages), policy))
                 if not isinstance(returned, Episode):
@@ -222,7 +224,7 @@ class EpisodeRunner:
                 if returned.reward is None:
                     returned = replace(returned, reward=await tools.reward())
         except EpisodeLimitError:
-            return Outcome(policy.episode(state=policy.limit or "truncated"), "", environments), policy
+            return Outcome(policy.episode(state=policy.limit or "truncated")), policy
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything
             if clock.expired():
                 sentence = f"it took longer than rollout.limits.episode_s={context.limits.episode_s:g} s"
@@ -230,9 +232,9 @@ class EpisodeRunner:
             else:
                 sentence, state = f"it raised {type(error).__name__}: {one_line(error)}", "error"
             episode = policy.episode(state=state)
-            return Outcome(episode, f"{label}, turn {episode.turns}: {sentence}", environments), policy
+            return Outcome(episode, f"{label}, turn {episode.turns}: {sentence}"), policy
         state = policy.limit if policy.limit and returned.state in ("completed", "truncated") else returned.state
-        return Outcome(replace(returned, state=state), "", environments), policy
+        return Outcome(replace(returned, state=state)), policy
 
     async def _begin(self, tools: EpisodeTools, prompt: Prompt) -> tuple[Message, ...]:
         """Begin an episode in its environments; return the messages that it begins with."""
@@ -309,16 +311,12 @@ def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sa
         metrics={**episode.metrics, "turns": episode.turns, "forks": episode.forks},
         messages=episode.messages,
         error=outcome.error,
-        environment=episode.kept if episode.kept is not None else _environment_of(outcome.environments),
+        environment=episode.kept,
         earlier=tuple(
             Sample(group_id, index, **tokens, truncated=False, part=part)
             for part, tokens in enumerate(earlier, start=1)
         ),
     )
-
-
-def _environment_of(environments: tuple[Any, ...]) -> Any:
-    return environments[0] if len(environments) == 1 else environments or None
 
 
 def _tokens_of(

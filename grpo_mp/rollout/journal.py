@@ -1,49 +1,38 @@
-"""What engines generate, on disk as it comes: a file a rank and step, to which finished and paused groups are appended.
+"""Journal of generated groups: each rank appends finished and paused groups to one file per step.
 
-A file is a sequence of records: size and checksum of what follows (little endian, 4 bytes each; the low half of
-XXH3), then an Arrow stream, a row a response, and the routed experts of the rows as they are: they hardly compress, and
-are most of a record. Where the size is LARGE, the 8 bytes behind the checksum say it. A file that was cut, or has a
-flipped bit, is read up to there.
+A file is a sequence of records: size and checksum (XXH3, 8 bytes each), then two pickles: the facts by which a group is
+found, and the group with its scoring statistics. A file that was cut, or has a flipped bit, is read up to there.
 """
 
+import io
 import json
 import logging
+import os
+import pickle
 import shutil
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-import pyarrow as pa
 import xxhash
-from pydantic import TypeAdapter
 
-from grpo_mp.batching.routed_experts import experts_of_group, with_experts, without_experts
+from grpo_mp.batching.routed_experts import experts_of_group, with_experts
 from grpo_mp.rewards.scorer import RewardStats
-from grpo_mp.rollout.client import EngineOutput
-from grpo_mp.rollout.dump import FACTS, SCHEMA, Row, experts_of, group_of_rows, rows_of
 from grpo_mp.rollout.groups import EndedGroup, PausedGroup
 from grpo_mp.utils.errors import one_line
-from grpo_mp.utils.files import append_durably, sync_to_disk
-from grpo_mp.utils.types import Prompt, SampleGroup
+from grpo_mp.utils.files import as_json, sync_to_disk
+from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
-HEADER, LARGE_SIZE = struct.Struct("<II"), struct.Struct("<Q")
-LARGE = 2**32 - 1  # bytes, which a record reaches with the routed experts of a large group
-LOGPROBS = SCHEMA.get_field_index("rollout_logprobs")
-# Logprobs as the engine gave them: metrics are of these.
-RECORD_SCHEMA = SCHEMA.set(LOGPROBS, pa.field("rollout_logprobs", pa.list_(pa.float64())))
-RECORD_SCHEMA = RECORD_SCHEMA.append(pa.field("aborted", pa.bool_())).append(pa.field("cached_tokens", pa.int32()))
-WRITE = pa.ipc.IpcWriteOptions(compression="zstd")
-STATS = TypeAdapter(RewardStats)
+HEADER = struct.Struct("<QQ")
 GroupKey = tuple[int, int, int]  # id; index and epoch of its prompt, which differ where a repeated step launched others
 
 
 class Extent(NamedTuple):
-    """What is greater for the record of a group that has more of it."""
+    """Sort key: prefer the more complete record."""
 
     finished: bool
     tokens: int
@@ -52,7 +41,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """Where a group is, and what decides whether it is taken up."""
+    """Where a group is in a file, and the facts by which it is chosen."""
 
     file: Path
     offset: int
@@ -80,42 +69,43 @@ class GroupJournal:
         self._opened = set[Path]()
 
     def append(self, step: int, group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> bool:
-        """Write a group that was generated for `step`, or ahead of it, and what its scoring counted.
+        """Append a group that was generated for `step` or a later one, and the statistics of its scoring.
 
-        Returns whether the disk took it.
-
-        `kept`: whether a finished one passes the group filter.
-
-        It is on disk on return, and survives the end of the host. Groups without a token are left out; so is, with a
-        warning, what the disk does not take: the run still has it.
+        `kept`: whether a finished group passes the group filter. Groups without a token are left out. On return the
+        record is on disk and survives a crash of the host. Returns False, with a warning, where the disk refused it.
         """
-        parts = encode(group_id, group, stats, kept)
-        if not parts:
+        payload = encode(group_id, group, stats, kept)
+        if not payload:
             return True
         file = journal_file(self._folder, step, self._rank)
         with self._lock:
             try:
-                self._write(file, parts)
+                self._write(file, payload)
             except OSError as error:
-                self._opened.discard(file)  # what it took of the record is cut before the next one
+                self._opened.discard(file)  # a partial record is cut before the next one
                 LOGGER.warning("%s: group %d is not kept for a restart: %s", file, group_id, one_line(error))
                 return False
         return True
 
-    def _write(self, file: Path, parts: Sequence[memoryview]) -> None:
+    def _write(self, file: Path, payload: bytes) -> None:
         is_new = file not in self._opened
         if is_new:
             file.parent.mkdir(parents=True, exist_ok=True)
             cut_torn_tail(file)
             self._opened.add(file)
-        append_durably(file, [_header(parts), *parts])
+        with file.open("ab", buffering=0) as stream:
+            stream.write(HEADER.pack(len(payload), _checksum(payload)))
+            rest = memoryview(payload)
+            while rest:
+                rest = rest[stream.write(rest) :]
+            os.fsync(stream.fileno())
         if is_new:
             for folder in (file.parent, self._folder, self._folder.parent):  # which list it
                 sync_to_disk(folder)
 
 
 class PausedRecords:
-    """Finds what all ranks have recorded of groups that are paused; reads a file once. Thread-safe."""
+    """Finds records of paused groups in the files of all ranks; reads each file once. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         """Name the folder of all ranks' files; nothing is read yet."""
@@ -123,7 +113,7 @@ class PausedRecords:
         self._read: dict[Path, tuple[int, list[Record]]] = {}  # up to where, and what
 
     def find(self, steps: Iterable[int], group_id: int, prompt: Prompt) -> PausedGroup | None:
-        """Return the most that was recorded in these steps of a group of this prompt; None where nothing was."""
+        """Return the most complete record of a paused group of this prompt in these steps; None without one."""
         key = group_id, prompt.index, prompt.epoch
         with self._lock:
             files = files_of_steps(self._folder, steps)
@@ -227,54 +217,41 @@ def _tokens(group: SampleGroup) -> list[tuple[tuple[int, ...], tuple[int, ...]]]
     return [(part.key, part.tokens) for sample in group.samples for part in sample.sequences]
 
 
-def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> list[memoryview]:
-    """Return a group as an Arrow stream, and its experts; nothing where it has no token.
+def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> bytes:
+    """Return the payload of a group's record; b"" where the group has no token.
 
-    An ended episode of a paused group whose environment a reward will ask is left out: it is rolled out again.
+    Ended episodes of a paused group that wait for a reward of the whole group are left out: they are rolled out again.
     """
-    outputs = group.outputs if isinstance(group, PausedGroup) else ()
-    ended = [one for one in group.samples if not (isinstance(group, PausedGroup) and one.environment is not None)]
-    samples = without_experts(SampleGroup(group.prompt, tuple(ended), finished=isinstance(group, SampleGroup)))
-    rows = [*(_row_of_output(group.prompt, output) for output in outputs), *rows_of(samples, selected=False)]
-    sequences = [sequence for sample in ended for sequence in sample.sequences]
-    experts = [output.routed_experts for output in outputs] + [part.routed_experts for part in sequences]
-    tokens = sum(len(row["tokens"]) for row in rows)
-    if not tokens:
-        return []
-    raw = [None if of_row is None else of_row.reshape(-1).view(np.uint8).data for of_row in experts]
-    for row, of_row in zip(rows, experts, strict=True):
-        row["routed_experts_shape"] = None if of_row is None else of_row.shape
     finished, prompt = isinstance(group, SampleGroup), group.prompt
-    sizes = [None if of_row is None else of_row.nbytes for of_row in raw]
-    extent = Extent(finished, tokens, finished and kept)
-    facts: dict[str, Any] = {"key": (group_id, prompt.index, prompt.epoch), "extent": extent, "experts": sizes}
-    if not finished and not outputs:
-        facts["episodes"] = {one.index: sum(len(part.tokens) for part in one.sequences) for one in ended}
-    texts = {FACTS: json.dumps(facts), b"stats": STATS.dump_json(stats)}
-    sink = pa.BufferOutputStream()
-    schema = RECORD_SCHEMA.with_metadata(texts)
-    with pa.ipc.new_stream(sink, schema, options=WRITE) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema))
-    return [memoryview(sink.getvalue()), *(of_row for of_row in raw if of_row is not None)]
+    outputs = group.outputs if isinstance(group, PausedGroup) else ()
+    samples = tuple(_plain(one) for one in group.samples if finished or one.environment is None)
+    tokens_of = {one.index: sum(len(part.tokens) for part in one.sequences) for one in samples}
+    tokens = sum(tokens_of.values()) + sum(len(output.tokens) for output in outputs)
+    if not tokens:
+        return b""
+    key, extent = (group_id, prompt.index, prompt.epoch), Extent(finished, tokens, finished and kept)
+    episodes = {} if finished or outputs else tokens_of
+    without_columns = replace(prompt, columns={}, messages=())  # the data has them
+    ended: EndedGroup = replace(group, prompt=without_columns, samples=samples)
+    return pickle.dumps((key, tuple(extent), episodes)) + pickle.dumps((ended, stats))
 
 
 def decode(payload: bytes, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | None:
-    """Return the group that `encode` has written, as one of this prompt; None where its prompt had other tokens."""
-    with pa.ipc.open_stream(payload) as reader:
-        metadata, rows = reader.schema.metadata, reader.read_all().to_pylist()
-    sizes = json.loads(metadata[FACTS]).get("experts", ())  # older versions have them in the stream
-    start = len(payload) - sum(size or 0 for size in sizes)
-    for row, size in zip(rows, sizes, strict=bool(sizes)):
-        if size is not None:
-            row["routed_experts"], start = payload[start : start + size], start + size
-    if tuple(rows[0]["group_prompt_tokens"] or rows[0]["prompt_tokens"]) != prompt.tokens:
-        return None
-    stats = STATS.validate_json(metadata[b"stats"])
-    if rows[0]["finished"]:
-        return group_of_rows(rows, prompt), stats
-    ended = [row for row in rows if row["aborted"] is None]  # episodes; what the engine answered says whether it was
-    outputs = tuple(_output(row) for row in rows if row["aborted"] is not None)
-    return PausedGroup(prompt, outputs, group_of_rows(ended, prompt).samples if ended else ()), stats
+    """Return the group of a payload, as a group of this prompt; None where its prompt had other tokens."""
+    stream = io.BytesIO(payload)
+    pickle.load(stream)  # the facts
+    group, stats = pickle.load(stream)
+    return (replace(group, prompt=prompt), stats) if group.prompt.tokens == prompt.tokens else None
+
+
+def _plain(sample: Sample) -> Sample:
+    """Return a sample without objects of the user's classes."""
+    return replace(
+        sample,
+        messages=tuple(json.loads(as_json(sample.messages))),
+        extra=json.loads(as_json(sample.extra)),
+        environment=None,
+    )
 
 
 def _payloads(file: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
@@ -284,8 +261,6 @@ def _payloads(file: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
         stream.seek(start)
         while len(header := stream.read(HEADER.size)) == HEADER.size:
             size, checksum = HEADER.unpack(header)
-            if size == LARGE:
-                (size,) = LARGE_SIZE.unpack(stream.read(LARGE_SIZE.size).ljust(LARGE_SIZE.size, b"\0"))
             offset = stream.tell()
             # No record is empty; a host that goes down may leave zeros.
             if not 0 < size <= end - offset or _checksum(payload := stream.read(size)) != checksum:
@@ -293,47 +268,10 @@ def _payloads(file: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
             yield offset, payload
 
 
-def _header(parts: Sequence[memoryview]) -> bytes:
-    size = sum(part.nbytes for part in parts)
-    header = HEADER.pack(min(size, LARGE), _checksum(*parts))
-    return header if size < LARGE else header + LARGE_SIZE.pack(size)
-
-
-def _checksum(*parts: bytes | memoryview) -> int:
-    """Return 32 bits of a checksum that costs less than the write."""
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        digest.update(part)
-    return digest.intdigest() & 0xFFFFFFFF
+def _checksum(payload: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(payload)
 
 
 def _record(file: Path, offset: int, payload: bytes) -> Record:
-    facts: Mapping[str, Any] = json.loads(pa.ipc.open_stream(payload).schema.metadata[FACTS])
-    episodes = {int(index): tokens for index, tokens in facts.get("episodes", {}).items()}  # older versions: none
-    return Record(file, offset, len(payload), tuple(facts["key"]), Extent(*facts["extent"]), episodes)
-
-
-def _row_of_output(prompt: Prompt, output: EngineOutput) -> Row:
-    return {
-        "prompt_tokens": prompt.tokens,
-        "tokens": output.tokens,
-        "rollout_logprobs": output.logprobs,
-        "weight_versions": output.weight_versions,
-        "truncated": output.truncated,
-        "aborted": output.aborted,
-        "verify_steps": output.verify_steps,
-        "cached_tokens": output.cached_tokens,
-    }
-
-
-def _output(row: Row) -> EngineOutput:
-    return EngineOutput(
-        tuple(row["tokens"]),
-        tuple(row["rollout_logprobs"]),
-        tuple(row["weight_versions"]),
-        truncated=row["truncated"],
-        aborted=row["aborted"],
-        verify_steps=row["verify_steps"],
-        cached_tokens=row["cached_tokens"],
-        routed_experts=experts_of(row["routed_experts"], row["routed_experts_shape"]),
-    )
+    key, extent, episodes = pickle.loads(payload)  # the first of the two pickles
+    return Record(file, offset, len(payload), key, Extent(*extent), episodes)

@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from grpo_mp.utils.errors import did_you_mean
 from grpo_mp.utils.types import Message
 
 MODEL = "policy"  # any name is accepted
-ONE_ANSWER: Mapping[str, tuple[Any, ...]] = {"n": (1,)}
 READ = ("model", "messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stream")
 # What clients send by themselves and no token depends on: accounts, caches and logs of a service.
 NO_MATTER = (
@@ -54,25 +53,18 @@ class ChatRequest:
     stream: bool
     ignored: tuple[str, ...] = ()  # parameters that no turn here can follow
 
-    async def answer(self, policy: Policy) -> Turn:
-        """Generate the turn."""
-        return await policy.generate(self.messages, max_tokens=self.max_tokens, tools=self.tools, stop=self.stop)
 
+def read_request(body: Any, policy: Policy, ignores_sampling: bool = False) -> ChatRequest:
+    """Read the JSON of a request. Raises RequestError for malformed requests.
 
-def read_request(
-    body: Any,
-    policy: Policy,
-    ignores_sampling: bool = False,
-    neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL,
-) -> ChatRequest:
-    """Read the JSON of a request. Raises RequestError for what is no request.
-
-    That it asks for other sampling than the run's, or for what is not known here, is ignored or, without
-    `ignores_sampling`, such an error too. `neutral`: parameters with the values that ask for neither.
+    Requests for other sampling than the run's, and unknown parameters, raise RequestError too unless
+    `ignores_sampling`.
     """
-    if isinstance(body, dict) and body.get("functions"):
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object")
+    if body.get("functions"):
         raise RequestError("functions: give them as tools")
-    ignored = read_sampling(body, policy, ignores_sampling, neutral)
+    ignored = _check_sampling(body, policy, ignores_sampling)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list with one message or more")
@@ -86,27 +78,10 @@ def read_request(
         tuple(map(_read_message, messages)),
         None if tools is None else tuple(tools),
         min(bounds, default=None),
-        read_stop(body.get("stop")),
+        _read_stop(body.get("stop")),
         bool(body.get("stream")),
         ignored,
     )
-
-
-def read_sampling(
-    body: Any,
-    policy: Policy,
-    ignores_sampling: bool,
-    neutral: Mapping[str, tuple[Any, ...]],
-    read: Sequence[str] = READ,
-) -> tuple[str, ...]:
-    """Return the parameters that no turn can follow, see `read_request`. `read`: those that say what a turn is of."""
-    if not isinstance(body, dict):
-        raise RequestError("the body must be a JSON object")
-    _check_sampling({name: body[name] for name in ONE_ANSWER if name in body}, ONE_ANSWER, read)
-    drawn = {**ONE_ANSWER, "temperature": (policy.temperature,), "top_p": (policy.top_p,), **neutral}
-    if not ignores_sampling:
-        _check_sampling(body, drawn, read)
-    return tuple(name[:80] for name in _other_sampling(body, drawn, read))
 
 
 def completion(turn: Turn, prompt_tokens: int) -> dict[str, Any]:
@@ -128,13 +103,12 @@ def completion(turn: Turn, prompt_tokens: int) -> dict[str, Any]:
         "created": int(time.time()),
         "model": MODEL,
         "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
-        "usage": usage(prompt_tokens, len(turn.tokens)),
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": len(turn.tokens),
+            "total_tokens": prompt_tokens + len(turn.tokens),
+        },
     }
-
-
-def usage(prompt_tokens: int, sampled: int) -> dict[str, int]:
-    """Return the tokens of a turn as answers have them."""
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": prompt_tokens + sampled}
 
 
 def as_stream(answer: Mapping[str, Any]) -> str:
@@ -153,23 +127,24 @@ def error_body(message: str, kind: str, code: str | None = None) -> dict[str, An
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-def _check_sampling(body: Mapping[str, Any], accepted: Mapping[str, Sequence[Any]], read: Sequence[str]) -> None:
-    for name in _other_sampling(body, accepted, read):
-        if name not in accepted:
-            near = did_you_mean(name[:80], (*read, *accepted))
-            raise RequestError(f"{name:.80}: no turn here can follow this parameter{near}: leave it out")
-        allowed = " or ".join(["leave it out", *(f"set {json.dumps(value)}" for value in accepted[name])])
-        raise RequestError(f"{name}={json.dumps(body[name]):.200}: all turns are sampled as the run says: {allowed}")
-
-
-def _other_sampling(body: Mapping[str, Any], accepted: Mapping[str, Sequence[Any]], read: Sequence[str]) -> list[str]:
-    """Return the names of parameters with other values than are accepted, and of those that are not known."""
-    unknown = body.keys() - accepted.keys() - {*read, *NO_MATTER}
-    return [
+def _check_sampling(body: Mapping[str, Any], policy: Policy, ignores_sampling: bool) -> tuple[str, ...]:
+    """Return the names of the parameters that are ignored. Raises RequestError where they may not be."""
+    accepted = {"n": (1,), "temperature": (policy.temperature,), "top_p": (policy.top_p,), **NEUTRAL}
+    unknown = body.keys() - accepted.keys() - {*READ, *NO_MATTER}
+    other = [
         name
         for name in (*accepted, *sorted(unknown))
         if not _is_empty(body.get(name)) and body[name] not in accepted.get(name, ())
     ]
+    for name in other:
+        if ignores_sampling and name != "n":
+            continue
+        if name not in accepted:
+            near = did_you_mean(name[:80], (*READ, *accepted))
+            raise RequestError(f"{name:.80}: no turn here can follow this parameter{near}: leave it out")
+        allowed = " or ".join(["leave it out", *(f"set {json.dumps(value)}" for value in accepted[name])])
+        raise RequestError(f"{name}={json.dumps(body[name]):.200}: all turns are sampled as the run says: {allowed}")
+    return tuple(name[:80] for name in other)
 
 
 def _is_empty(value: Any) -> bool:
@@ -177,8 +152,7 @@ def _is_empty(value: Any) -> bool:
     return value is None or value in ([], {}) or (isinstance(value, dict) and all(map(_is_empty, value.values())))
 
 
-def read_stop(stop: Any) -> tuple[str, ...]:
-    """Return the texts that end a turn. Raises RequestError."""
+def _read_stop(stop: Any) -> tuple[str, ...]:
     texts = [stop] if isinstance(stop, str) else stop or []
     if not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
         raise RequestError("stop must be a text, or a list of texts")

@@ -1,13 +1,16 @@
 """What a rollout function gets and returns: a task, the policy's handle, turns, segments, an episode."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from grpo_mp.utils.types import EpisodeState, ExpertIds, Message, Prompt
+if TYPE_CHECKING:  # workers of tools import this module: it is light without torch
+    from grpo_mp.utils.types import EpisodeState, ExpertIds, Message, Prompt
 
 
 class EpisodeLimitError(Exception):
@@ -161,7 +164,7 @@ class Episode:
         metrics = {name: _as_metric(name, value) for name, value in self.metrics.items()}
         object.__setattr__(self, "metrics", metrics)
 
-    def with_step_rewards(self, rewards: Sequence[float]) -> "Episode":
+    def with_step_rewards(self, rewards: Sequence[float]) -> Episode:
         """Return the episode with one reward for each generated segment, in the order of turns. Raises ValueError."""
         all_segments = [*(sequence.segments for sequence in self.earlier), self.segments]
         turns = [part.turn for segments in all_segments for part in segments if part.generated]
@@ -208,12 +211,10 @@ class Policy(Protocol):
         max_tokens: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         stop: Sequence[str] = (),
-        text: str | None = None,
     ) -> Turn:
-        """Generate one turn after `messages`, the full conversation so far, or `tokens`, all its ids, or `text`.
+        """Generate one turn after `messages`, the full conversation so far, or `tokens`, all its ids.
 
-        A text is encoded as it is, special tokens included; where it begins with a text before and the answer to it,
-        only the rest is. `tools`: JSON schemas of those that the policy may call in the turn; None: those of
+        `tools`: JSON schemas of those that the policy may call in the turn; None: those of
         `rollout.tools`. `stop`: texts that end it, beside those of `rollout.stop`, and are no part of its text, only
         of its tokens; in a function of your own the engine needs `rollout.stop` to know any.
 
@@ -234,7 +235,7 @@ class Policy(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
 
-    def unrecorded(self) -> "Policy":
+    def unrecorded(self) -> Policy:
         """Return a second handle, with turns and limits of its own, which nothing is trained on, as an opponent has."""
 
 
@@ -245,8 +246,7 @@ class ScoresGroups(Protocol):
     async def score_group(self, kept: Sequence[Any], /) -> Sequence[tuple[float, Mapping[str, float]]]:
         """Return reward and metrics of each episode, of which `kept` has what was kept.
 
-        Called when all episodes of a group have ended, with those that kept something, or had environments of tools,
-        and did not fail.
+        Called when all episodes of a group have ended, with those that kept something and did not fail.
         """
 
 

@@ -39,7 +39,7 @@ from grpo_mp.rollout.routed_experts import ARGUMENT
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.speculation import speculative_arguments
 from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import HealthCheck, RolloutTask, RolloutWorker, give_back, pause_running
+from grpo_mp.rollout.worker import RolloutTask, RolloutWorker, give_back, pause_running
 from grpo_mp.utils.background import EventLoopThread
 from grpo_mp.utils.errors import EngineError
 from grpo_mp.utils.types import Prompt, SampleGroup
@@ -203,8 +203,12 @@ class Rollout:
             self._pause.clear()
             episodes = EpisodeRunner(self._episodes, client, self._slots or most, self._pause)
         parts = (client, scorer or self._scorer, self._tokenizer, limit_s, lose, episodes)
-        health = HealthCheck(settings.engine.health_check_interval_s, settings.engine.health_check_timeout_s)
-        worker = RolloutWorker(*parts, settings.engine.speculative.verified_tokens, engine.has_restarted, health)
+        worker = RolloutWorker(
+            *parts,
+            step_tokens=settings.engine.speculative.verified_tokens,
+            has_restarted=engine.has_restarted,
+            health_timeout_s=settings.engine.request_timeout_s / 2,
+        )
         return self._loop.submit(worker.run(task, stream, max_in_flight))
 
     def pause(self, launched: LaunchedGroups) -> Mapping[int, EndedGroup]:

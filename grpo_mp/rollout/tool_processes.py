@@ -1,4 +1,4 @@
-"""Worker processes of a rank's tools (`rollout.tool_process`): one that hangs is killed; a rank outlives all of them.
+"""Worker processes of a rank's tools: one that hangs is killed; a rank outlives all of them.
 
 An environment has a process of its own for its episode; calls of functions share some. Those that ended well are used
 again, but for one in which an environment left processes. All that a worker has started ends with it. No more than JSON
@@ -42,7 +42,7 @@ class ToolProcess:
     """One worker process, behind one that ends all that it starts."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
-        """Take a process that has been started `with_descendants`."""
+        """`process`: started by `with_descendants`."""
         self._process = process
         self._turn = asyncio.Lock()
         self._ended = ""  # how
@@ -216,5 +216,5 @@ class ToolProcesses:
             await process.ask("the import of rollout.tools", None, IMPORT_LIMIT_S)
         except (ToolRaisedError, ToolTimeoutError, ToolDiedError) as error:
             await process.end()
-            raise UserError(f"rollout.tool_process: {error}") from error
+            raise UserError(f"rollout.tools: {error}") from error
         return process

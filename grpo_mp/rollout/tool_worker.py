@@ -1,4 +1,4 @@
-"""What a worker process of `rollout.tool_process` runs: it loads the tools, and calls them one at a time.
+"""What a worker process of tools runs: it loads the tools, and calls them one at a time.
 
 Messages are JSON behind their length in four bytes. A request is [path of the tool, method, arguments]: without a
 method a function is called, or an environment made, which the process keeps; without a path it is dropped. A reply is
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.processes import PR_SET_PDEATHSIG, prctl
-from grpo_mp.utils.user_code import load_attribute, no_exit
+from grpo_mp.utils.user_code import load_attribute
 
 HEADER_BYTES = 4
 MOST_BYTES = 2**26  # of a reply
@@ -60,10 +60,9 @@ class _Worker:
         self._loop = asyncio.new_event_loop()  # one for all calls: an environment may keep what is bound to it
 
     def answer(self, path: str, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what a request says; whatever a tool raises is a reply."""
+        """Execute a request. Exceptions of tools are returned as replies."""
         try:
-            with no_exit():
-                return _as_reply(self._do(path, method, arguments))
+            return _as_reply(self._do(path, method, arguments))
         except BaseException as error:  # noqa: BLE001 - a tool may raise anything
             return {"error": f"{type(error).__name__}: {one_line(error)}"}
 

@@ -29,6 +29,7 @@ from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
 ABORT_EVERY_S = 0.5
+HEALTH_CHECKS = 10  # within `health_timeout_s`
 LOOK_EVERY_S = 0.1  # for groups that a lost engine gave back
 SCORES = "scores"  # name of a task that has no more use for the engine
 
@@ -77,14 +78,6 @@ Generate = Callable[[RolloutTask, int, Prompt, PausedGroup | None, int | None], 
 
 
 @dataclass(frozen=True)
-class HealthCheck:
-    """How an engine that generates is watched: one that has not been well for `timeout_s` is given up."""
-
-    interval_s: float  # between questions
-    timeout_s: float
-
-
-@dataclass(frozen=True)
 class RolloutWorker:
     """Drives one engine."""
 
@@ -96,7 +89,7 @@ class RolloutWorker:
     episodes: EpisodeRunner | None = None  # None: a rollout is one answer
     step_tokens: int = 1  # that the engine may add to a response at once
     has_restarted: Callable[[], bool] = lambda: False  # whether an engine that was lost is there, without weights
-    health: HealthCheck | None = None  # None: only a group past its limit lets it be asked
+    health_timeout_s: float | None = None  # declare the engine dead after failing its checks for this long
 
     async def run(self, task: RolloutTask, stream: GroupStream, max_in_flight: int) -> LaunchedGroups:
         """Launch groups until the step has its groups, at most `max_in_flight` at a time; return all that were.
@@ -148,19 +141,19 @@ class RolloutWorker:
 
     async def _wait_unwell(self) -> EngineError:
         """Return what the engine's health check says when it has failed for too long; pauses do not count."""
-        if self.health is None:
+        if self.health_timeout_s is None:
             await asyncio.Event().wait()
             raise AssertionError
         loop = asyncio.get_running_loop()
         well = loop.time()
         while True:
-            await asyncio.sleep(self.health.interval_s)
+            await asyncio.sleep(self.health_timeout_s / HEALTH_CHECKS)
             try:
                 await self.client.check_health()
                 well = loop.time()
             except EngineError as error:
                 LOGGER.info("%s", error)
-                if loop.time() - well > self.health.timeout_s:
+                if loop.time() - well > self.health_timeout_s:
                     return error
 
     def _interrupt(self, task: RolloutTask, stream: GroupStream, is_full: bool) -> None:

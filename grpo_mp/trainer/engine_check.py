@@ -31,7 +31,6 @@ from grpo_mp.weight_sync.compare import (
     compare,
     comparison_sequences,
     describe_difference,
-    describe_repair,
     pool_reports,
     trimmed_mean,
     worst_report,
@@ -194,29 +193,6 @@ class EngineCheck:
             f"coarser than the policy's; {covers}"
         )
 
-    def check_unchanged(self, step: int, version: int) -> None:
-        """Check by checksum, every `sync.check_delta_every` steps, the weights that the last sync left out.
-
-        They are sent after all, which changes no tensor of an engine that has them; one that it changes is right
-        then, and is named in a warning. Every rank must call this, after the sync as `version`.
-        """
-        every = self.settings.sync.check_delta_every
-        if not every or step % every or not self.weight_sync.unchanged:
-            return
-        with self.phases.phase(Phase.SYNC, "check of unchanged weights"):
-            before = self._checksums()
-            self.weight_sync.send_unchanged(version)
-            again = self._checksums()
-        if before and again and (repair := describe_repair(before, again)):
-            LOGGER.warning(
-                "engine %d: %s, though they had been sent before: they are now; what it generated in the %d steps "
-                "up to step %d (sync.check_delta_every) may be of wrong weights",
-                self.engines.host_ranks.index(self.job.rank),
-                repair,
-                every,
-                step,
-            )
-
     def _checksums(self) -> dict[str, str]:
         """Return the checksums of this rank's engine; nothing where it has none, or does not compute them.
 
@@ -226,7 +202,7 @@ class EngineCheck:
         try:
             return self.weight_sync.checksums()
         except UserError as error:
-            LOGGER.warning("weights that a sync leaves out are sent, and not compared: %s", one_line(error))
+            LOGGER.warning("the engine's weights cannot be compared: %s", one_line(error))
             return {}
 
     def _compare_engines(self, sequences: Sequences) -> tuple[list[CheckReport], Logprobs]:
@@ -261,7 +237,7 @@ class EngineCheck:
         """
 
         def sync_again() -> dict[str, str]:
-            self.weight_sync.update_weights(version, all_weights=True)
+            self.weight_sync.update_weights(version)
             return self._checksums() if self.job.rank == host else {}
 
         with self.phases.phase(Phase.SYNC, "looking for the wrong tensor"):

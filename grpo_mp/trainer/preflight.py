@@ -271,10 +271,10 @@ def make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase, episodes
         decode=tokenizer.decode,
         set_weights=settings.set_weights,
     )
-    if episodes and episodes.tools_are_remote and (takes := scorer.rewards_with("environments")):
+    if episodes and episodes.has_environments and (takes := scorer.rewards_with("environments")):
         raise UserError(
-            f"reward {takes[0]!r} takes environments, which rollout.tool_process=true keeps in other processes: set "
-            "it to false, or let the environment's get_reward say it (reward.episode)"
+            f"reward {takes[0]!r} takes environments, which live in the processes of tools: let the environment's "
+            "get_reward return the reward (reward.episode)"
         )
     return scorer
 

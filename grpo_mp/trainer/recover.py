@@ -1,7 +1,7 @@
 """Let engines work again that were lost, with the weights; let others try again that have left."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -28,7 +28,6 @@ class EngineRecovery:
     engine_check: EngineCheck | None = None
     version: int = 0  # of the weights that the engines had
     former: Reference | None = None
-    _joined: bool = field(default=False, init=False)  # this rank's engine, which has no weights yet
 
     def begin_step(self) -> None:
         """Let engines that have left try again; wait for those that are lost where they need the devices now.
@@ -54,9 +53,8 @@ class EngineRecovery:
         Returns the reports of all ranks.
         """
         self._join(wait=False)
-        all_weights = any(all_gather(self._joined, self.job.group))
-        self._joined, self.version = False, version
-        return all_gather(weight_sync.update_weights(version, all_weights), self.job.group)
+        self.version = version
+        return all_gather(weight_sync.update_weights(version), self.job.group)
 
     def keep_weights(self) -> None:
         """Keep the weights that the engines have, before an update changes the policy's."""
@@ -84,4 +82,4 @@ class EngineRecovery:
         return found
 
     def _join(self, wait: bool) -> None:
-        self._joined |= self.rollout.join(wait)
+        self.rollout.join(wait)

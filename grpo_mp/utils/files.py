@@ -1,14 +1,12 @@
 """Write files atomically, append where the disk may be full, and read the last lines of a log."""
 
-import errno
 import hashlib
 import json
 import math
-import mmap
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,6 @@ import xxhash
 
 INCOMPLETE = ".incomplete"  # ends the names of files and folders that are being written
 OF_PROCESS = re.compile(r".+\.[0-9]+\.incomplete")  # a file of `incomplete`
-BLOCK_BYTES, CHUNK_BYTES = 2**12, 2**22  # of writes past the page cache
-NO_DIRECT_WRITES = (errno.EINVAL, errno.EOPNOTSUPP)  # of file systems that have none
 ENGINE_SCRATCH = "GRPO_MP_ENGINE_SCRATCH"  # variable of an engine's processes: a folder removed when they have ended
 
 
@@ -121,70 +117,3 @@ def file_digest(file: Path) -> str:
     """Return the checksum of a file, as `xxh128sum` writes it."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
-
-
-def append_durably(file: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Append to a file that nobody else writes; it is on disk on return. Raises OSError, also amid the parts.
-
-    Whole blocks pass by the page cache (O_DIRECT) where the file system takes that: the copy into it costs more
-    processor time than all else of a large write.
-    """
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o666)
-    try:
-        direct = _open_direct(file)
-        try:
-            offset = os.fstat(descriptor).st_size
-            for chunk in _chunks(parts, -offset % BLOCK_BYTES):
-                whole = len(chunk) // BLOCK_BYTES * BLOCK_BYTES
-                if direct is None or offset % BLOCK_BYTES or not _write_direct(direct, chunk[:whole], offset):
-                    whole = 0
-                _write_at(descriptor, chunk[whole:], offset + whole)
-                offset += len(chunk)
-            os.fsync(descriptor)
-        finally:
-            if direct is not None:
-                os.close(direct)
-    finally:
-        os.close(descriptor)
-
-
-def _chunks(parts: Iterable[bytes | memoryview], first: int) -> Iterator[memoryview]:
-    """Yield the parts in page-aligned memory, which the next chunk overwrites: `first` bytes, then CHUNK_BYTES each."""
-    buffer, filled, size = memoryview(mmap.mmap(-1, CHUNK_BYTES)), 0, first or CHUNK_BYTES
-    for part in parts:
-        rest = memoryview(part).cast("B")
-        while len(rest):
-            taken = min(len(rest), size - filled)
-            buffer[filled : filled + taken] = rest[:taken]
-            filled, rest = filled + taken, rest[taken:]
-            if filled == size:
-                yield buffer[:filled]
-                filled, size = 0, CHUNK_BYTES
-    if filled:
-        yield buffer[:filled]
-
-
-def _open_direct(file: Path) -> int | None:
-    try:
-        return os.open(file, os.O_WRONLY | os.O_DIRECT)
-    except OSError as error:
-        if error.errno not in NO_DIRECT_WRITES:
-            raise
-        return None  # the file system has none
-
-
-def _write_direct(descriptor: int, data: memoryview, offset: int) -> bool:
-    """Write whole blocks; return whether the file system takes such."""
-    try:
-        _write_at(descriptor, data, offset)
-    except OSError as error:
-        if error.errno not in NO_DIRECT_WRITES:
-            raise
-        return False  # its blocks are larger
-    return True
-
-
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    while len(data):
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written

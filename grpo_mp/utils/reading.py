@@ -19,8 +19,6 @@ TEXT_BYTES = 2**28  # an index of every tensor of the largest model has a hundre
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 MISSING = object()  # what a row does not have
-MAX_DEPTH = 64
-MAX_NODES = 100_000  # of a YAML file, each alias with all that it stands for
 TAG = "tag:yaml.org,2002:"
 YAML_MARKS = "'\"|>&!"  # begin text that is quoted, a block, an anchor or a tag
 # Not those of YAML 1.1, by which 1:30 is 90, 010 is 8, and 2024-01-01 a date: they are text.
@@ -106,9 +104,11 @@ def read_yaml(file: Path) -> Any:
 
 
 def parse_yaml(text: str, where: str, loader: "type[_Loader] | None" = None) -> Any:
-    """Parse YAML. Raises UserError: no YAML, a name twice, tags, numbers that are not finite, too deep or too much."""
+    """Parse YAML. Raises UserError for invalid YAML, a name twice, tags, and numbers that are not finite."""
     try:
         return (loader or _Loader)(text).get_single_data()
+    except RecursionError as error:
+        raise UserError(f"{where}: nested too deep: write it flat") from error
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{where}: not valid YAML: {one_line(error, None)}") from error
 
@@ -129,9 +129,9 @@ def read_json(file: Path, limit: int = TEXT_BYTES) -> Any:
 
 
 def parse_json(text: str | bytes, where: str, remedy: str = "correct it, or copy the file again") -> Any:
-    """Parse JSON. Raises UserError: no JSON (`remedy`: what to do), a key twice, numbers not finite, too deep."""
+    """Parse JSON. Raises UserError for invalid JSON (`remedy`: what to do) and numbers that are not finite."""
     try:
-        return json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_unique)
+        return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except RecursionError as error:
         raise UserError(f"{where}: nested too deep: write it flat") from error
     except ValueError as error:
@@ -190,40 +190,14 @@ def _finite(text: str) -> float:
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        seen = set[str]()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice!r} is there twice")
-    return values
-
-
 class _Loader(yaml.SafeLoader):
-    """Takes plain YAML: an alias bomb or a second value of a name is an error before anything is made of it."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._depth = self._count = 0
-        self._sizes = dict[int, int]()  # nodes that an anchor's node stands for, by id
+    """Reads plain YAML: tags and a second value of a name are errors."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
-        is_alias, before = isinstance(event, yaml.AliasEvent), self._count
-        if not is_alias and event.tag not in (None, "!"):
+        if not isinstance(event, yaml.AliasEvent) and event.tag not in (None, "!"):
             raise _error(f"the tag {shorten(event.tag)}: write plain values", event)
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise _error(f"more than {MAX_DEPTH} levels", event)
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if is_alias and id(node) not in self._sizes:
-            raise _error("an anchor that contains itself", event)
-        self._count += self._sizes[id(node)] if is_alias else 1
-        self._sizes.setdefault(id(node), self._count - before)
-        if self._count > MAX_NODES:
-            raise _error(f"more than {MAX_NODES:,} values, aliases written out", event)
-        return node
+        return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)

@@ -1,33 +1,23 @@
-"""Keep passwords, keys and tokens out of messages and out of what loggers are given. Pure but for the environment."""
+"""Keep passwords, keys and tokens of settings out of messages and loggers."""
 
 import base64
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 MASK = "***"
 SHORTEST_VALUE = 8  # characters of an environment variable that is looked for: a shorter one may be a word
-WORDS = "key|token|secrets?|passwords?|passwd|passphrase|pwd|credentials?|authorization|auth|cookies?|signature|sig"
+WORDS = "key|token|secrets?|passwords?|passwd|passphrase|credentials?|authorization|auth|cookies?|signature"
 LAST_WORD = re.compile(rf"(?:^|[^a-z0-9])(?:{WORDS}|apikey)$")
 NO_SECRETS = re.compile(r"^(?:pad|eos|bos|unk|cls|sep|mask|stop|image)_token$")
 HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # in apiKey, APIKey
 LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # in an address
-SCHEME = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
-# NAME=VALUE of a query, a shell or an option, `--NAME VALUE`, `NAME: VALUE` of a header, "NAME": "VALUE" of JSON. A
-# colon without a blank or a quote after it is one of file.py:name.
-ASSIGNED = re.compile(
-    rf"(?P<name>(?P<dashes>(?<![\w-])--?)?[\w.-]*(?:{WORDS}))"
-    r"(?P<between>[\"']?\s*(?:=\s*|:\s+|:(?=[\"']))[\"']?|\s+)"
-    r"(?P<value>(?:(?:bearer|basic|token)\s+)?[^\s&\"',;}]+)",
-    re.IGNORECASE,
-)
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether what has this name is secret, as api_key, apiKey, X-Api-Key or HF_TOKEN; not api_key_env."""
+    """Return whether values of this name are secret, as of api_key, apiKey, X-Api-Key or HF_TOKEN."""
     words = HUMP.sub("_", name).lower()
     return bool(LAST_WORD.search(words)) and not NO_SECRETS.match(words)
 
@@ -35,9 +25,8 @@ def is_secret_name(name: str) -> bool:
 def without_secrets(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
     """Return settings as they may leave the machine.
 
-    The value of a secret name becomes None, in mappings at any depth. In texts, logins of addresses go, and values of
-    secret names in queries, headers and command lines are masked, as are values of the environment's secret variables
-    and of those that a setting `..._env` names.
+    Values of secret names become None. Texts lose logins of addresses and values of the environment's secret variables,
+    which are those with a secret name and those that a setting `..._env` names.
     """
     variables = {name for name in environment if is_secret_name(name)} | set(_named_variables(value))
     found = (environment.get(name, "").strip() for name in variables)  # a key is sent without blanks around it
@@ -46,15 +35,8 @@ def without_secrets(value: Any, environment: Mapping[str, str] = os.environ) -> 
 
 
 def has_secrets(value: Any) -> bool:
-    """Return whether settings hold what `without_secrets` takes out, but for values of the environment."""
+    """Return whether settings hold secrets, values of the environment aside."""
     return bool(without_secrets(value, {}) != value)
-
-
-def redact_text(text: str, values: Iterable[str] = ()) -> str:
-    """Return a text without logins, values of secret names, and `values`."""
-    for value in values:
-        text = text.replace(value, MASK)
-    return ASSIGNED.sub(_mask_value, SCHEME.sub(rf"\1 {MASK}", LOGIN.sub("", text)))
 
 
 def split_login(url: str) -> tuple[str, dict[str, str]]:
@@ -67,24 +49,13 @@ def split_login(url: str) -> tuple[str, dict[str, str]]:
 
 
 def mask_headers(text: str, headers: Mapping[str, str]) -> str:
-    """Return a server's answer, or an error, without what the request's headers said, should it repeat that.
-
-    It may quote it as Python, JSON or an address would.
-    """
+    """Return an answer or error of a server without the secrets of the request's headers."""
     for value in headers.values():
         scheme, _, secret = value.rpartition(" ")
-        secrets = [secret]
-        if scheme == "Basic":
-            secrets.append(base64.b64decode(secret).decode().partition(":")[2])
-        for form in sorted({form for secret in secrets for form in _quoted(secret)}, key=len, reverse=True):
-            text = text.replace(form, MASK)
+        password = base64.b64decode(secret).decode().partition(":")[2] if scheme == "Basic" else ""
+        for part in filter(None, (secret, password)):
+            text = text.replace(part, MASK)
     return text
-
-
-def _quoted(secret: str) -> Iterable[str]:
-    """Return a secret as it is, and as it is within quotes and addresses."""
-    forms = (secret, repr(secret)[1:-1], repr(secret.encode())[2:-1], json.dumps(secret)[1:-1], quote(secret, safe=""))
-    return filter(None, forms)
 
 
 def _named_variables(value: Any) -> Iterable[str]:
@@ -101,23 +72,11 @@ def _named_variables(value: Any) -> Iterable[str]:
 
 def _redact(value: Any, values: list[str]) -> Any:
     if isinstance(value, Mapping):
-        return {
-            redact_text(str(name), values): None if is_secret_name(str(name)) else _redact(inner, values)
-            for name, inner in value.items()
-        }
+        return {name: None if is_secret_name(str(name)) else _redact(inner, values) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        shown = [_redact(inner, values) for inner in value]
-        after_option = [False, *(_is_secret_option(inner) for inner in value[:-1])]  # of a command's arguments
-        return (
-            [MASK if is_value else inner for is_value, inner in zip(after_option, shown, strict=True)] if value else []
-        )
-    return redact_text(value, values) if isinstance(value, str) else value
-
-
-def _is_secret_option(argument: Any) -> bool:
-    return isinstance(argument, str) and argument.startswith("-") and is_secret_name(argument.lstrip("-"))
-
-
-def _mask_value(match: re.Match[str]) -> str:
-    is_option = not match["between"].isspace() or match["dashes"]
-    return f"{match['name']}{match['between']}{MASK}" if is_option and is_secret_name(match["name"]) else match[0]
+        return [_redact(inner, values) for inner in value]
+    if isinstance(value, str):
+        for secret in values:
+            value = value.replace(secret, MASK)
+        return LOGIN.sub("", value)
+    return value

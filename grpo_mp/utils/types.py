@@ -1,16 +1,20 @@
 """What flows through one step: prompts, samples, groups and packed micro-batches."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-PerToken = float | torch.Tensor  # one number for all response tokens of a sample, or [response tokens]
+if TYPE_CHECKING:  # worker processes of tools import this module: it is light without torch
+    import torch
+
+PerToken: TypeAlias = "float | torch.Tensor"  # one number for all response tokens of a sample, or [response tokens]
 
 ExpertIds = npt.NDArray[np.integer[Any]]  # uint8 where all experts of a layer fit, else int16
 
@@ -43,7 +47,7 @@ class TopLogprobs:
         """Return how many tokens each place has."""
         return self.ids.shape[1]
 
-    def first(self, k: int) -> "TopLogprobs":
+    def first(self, k: int) -> TopLogprobs:
         """Return the k most likely of them."""
         return TopLogprobs(self.ids[:, :k], self.logprobs[:, :k])
 
@@ -88,7 +92,7 @@ class Sample:
     metrics: dict[str, float] = field(default_factory=dict)  # of the episode, by name
     messages: tuple[Message, ...] = ()  # of the episode, after the prompt
     error: str = ""  # why the episode failed
-    # What played the episode, for reward functions; one process's own: gone when they have judged it.
+    # What the rollout function kept for rewards, in this process only: removed once the sample is scored.
     environment: Any = field(default=None, compare=False, repr=False)
     teacher_logprobs: tuple[float, ...] = ()  # of `tokens`, by algorithm.distillation.teacher; (): none was asked
     teacher_topk: TopLogprobs | None = field(default=None, compare=False, repr=False)  # with distillation.topk
@@ -96,7 +100,7 @@ class Sample:
     # run does not ask for them, or the engine did not return them.
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
     # An episode that forked has several sequences, and is one sample: of its last one, which has those before.
-    earlier: tuple["Sample", ...] = ()  # oldest first: tokens and step rewards; all else is said by the last
+    earlier: tuple[Sample, ...] = ()  # oldest first: tokens and step rewards; all else is said by the last
     part: int = 0  # of an earlier sequence, its number from 1 on; 0: it is the last, or the only one
     turn_ends: TurnEnds = ()  # of an episode that forked, whose turns are numbered through all its sequences
 
@@ -115,7 +119,7 @@ class Sample:
     @classmethod
     def from_tokens(
         cls, number: int, prompt: Sequence[int], response: Sequence[int], generated: Sequence[bool] = ()
-    ) -> "Sample":
+    ) -> Sample:
         """Make a sample that no engine generated: its rollout logprobs and weight versions are 0."""
         zeros = (0,) * len(response)
         logprobs, mask = tuple(map(float, zeros)), tuple(generated)
@@ -127,7 +131,7 @@ class Sample:
         return (self.group_id, self.index, self.part) if self.part else (self.group_id, self.index)
 
     @property
-    def sequences(self) -> tuple["Sample", ...]:
+    def sequences(self) -> tuple[Sample, ...]:
         """Return all that is trained on, oldest first."""
         return (*self.earlier, self)
 
@@ -174,7 +178,7 @@ class SampleInfo:
     has_own_prompt: bool = False  # another than its group's
     state: EpisodeState | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    earlier: tuple["SampleInfo", ...] = ()  # of an episode that forked, see Sample
+    earlier: tuple[SampleInfo, ...] = ()  # of an episode that forked, see Sample
     part: int = 0
     turn_ends: TurnEnds = ()  # as in Sample
     is_scored: bool = True  # as in Sample
@@ -190,7 +194,7 @@ class SampleInfo:
         return (self.group_id, self.index, self.part) if self.part else (self.group_id, self.index)
 
     @property
-    def sequences(self) -> tuple["SampleInfo", ...]:
+    def sequences(self) -> tuple[SampleInfo, ...]:
         """Return the infos of all that is trained on, oldest first."""
         return (*self.earlier, self)
 
@@ -212,6 +216,8 @@ class SampleInfo:
 
         What a turn was given goes with it. None: in the order in which they are.
         """
+        import torch
+
         turns = [turn for sequence in self.sequences for _, turn in sequence.turn_ends]
         is_known = all(turns) and all(sequence.turn_ends for sequence in self.sequences)
         if not self.earlier or turns == sorted(turns) or not is_known:
@@ -250,6 +256,8 @@ class RoutedExperts:
     @property
     def rows(self) -> torch.Tensor:
         """Return the number of each row, int64 [rows]."""
+        import torch
+
         starts, counts = self.ranges.long().unbind(1)
         return torch.arange(len(self.experts)) + (starts - counts.cumsum(0) + counts).repeat_interleave(counts)
 
@@ -308,8 +316,10 @@ class MicroBatch:
         """Return T, padding included."""
         return self.tokens.numel()
 
-    def to(self, device: torch.device) -> "MicroBatch":
+    def to(self, device: torch.device) -> MicroBatch:
         """Return the micro-batch with every tensor on `device`."""
+        import torch
+
         if self.tokens.device == device:
             return self
         moved: dict[str, Any] = {

@@ -123,12 +123,6 @@ def describe_difference(before: EngineChecksums, again: EngineChecksums, restore
     return ""
 
 
-def describe_repair(before: EngineChecksums, again: EngineChecksums) -> str:
-    """Return one sentence on the tensors that sending unchanged weights again changed; "" where it changed none."""
-    changed = [name for name in again if before.get(name) != again[name]]
-    return f"{len(changed)} of {len(again)} tensors were not the policy's ({_first_names(changed)})" if changed else ""
-
-
 def _first_names(names: list[str], shown: int = 3) -> str:
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more

@@ -108,7 +108,6 @@ class RankRound:
     staged: tuple[Piece, ...]
     shares: Mapping[Share, tuple[Piece, ...]]  # that it stages or loads, and others too; on all in the same order
     loads: Mapping[int, tuple[Piece, ...]]  # by receiver
-    names: frozenset[str]  # that any rank of the job moves
 
 
 @dataclass(frozen=True)
@@ -353,10 +352,7 @@ def _rank_round(transfers: Sequence[Transfer], rank: int) -> RankRound:
                 sends.setdefault(transfer.receiver, []).append(shard)
             elif transfer.receiver == rank:
                 receives.setdefault(source, []).append(shard)
-    names = frozenset(name for transfer in transfers for name in transfer.names)
-    return RankRound(
-        _frozen(sends), _frozen(receives), tuple(own), tuple(staged), _frozen(shares), _frozen(loads), names
-    )
+    return RankRound(_frozen(sends), _frozen(receives), tuple(own), tuple(staged), _frozen(shares), _frozen(loads))
 
 
 def _frozen(lists: Mapping[Key, list[Item]]) -> dict[Key, tuple[Item, ...]]:

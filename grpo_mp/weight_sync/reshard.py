@@ -29,7 +29,7 @@ class Resharder:
     def stages(self, rounds: Sequence[RankRound]) -> Iterator[NamedTensors]:
         """Send and receive the shards of rounds; yield, round by round, the full tensors that this rank stages.
 
-        Every rank must take them all. While a round is sent, the messages of the next one are packed.
+        Every rank must exhaust the iterator. While a round is sent, the messages of the next one are packed.
         """
         packed = self.messages(rounds[0]) if rounds else {}
         for round_, following in zip_longest(rounds, rounds[1:]):

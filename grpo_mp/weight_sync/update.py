@@ -23,9 +23,7 @@ from grpo_mp.policy.policy import Policy
 from grpo_mp.rollout.engine_parallelism import engine_parallelism, expert_alignment
 from grpo_mp.rollout.precision import engine_uses_fp8
 from grpo_mp.rollout.rollout import Rollout
-from grpo_mp.weight_sync.changes import ChangeTracker, keep_changed
 from grpo_mp.weight_sync.plan import (
-    ParamGroup,
     RankRound,
     Readers,
     engine_readers,
@@ -83,50 +81,17 @@ def largest_report(reports: Sequence[SyncReport]) -> SyncReport:
 
 @dataclass(frozen=True)
 class WeightSync:
-    """Sends the policy's weights to the engines.
-
-    `link`: None on ranks that are part of no engine; `changes`: None where engines do not keep their weights.
-    """
+    """Sends the policy's weights to the engines. `link`: None on ranks that are part of no engine."""
 
     resharder: Resharder
     link: EngineLink | None
-    changes: ChangeTracker | None = None
 
-    def update_weights(self, version: int, all_weights: bool = False) -> SyncReport:
-        """Send the weights that changed, or all, as `version`. Every rank must call this.
+    def update_weights(self, version: int) -> SyncReport:
+        """Send all weights as `version`: while the engines load one round, the ranks exchange the next one.
 
         Raises UserError where an engine refuses.
         """
-        started = time.monotonic()
-        if self.changes and all_weights:
-            self.changes.forget()
-        return self._send(self._rounds(), version, started)
-
-    @property
-    def unchanged(self) -> frozenset[str]:
-        """Return the parameters that the last update left out, the same on every rank."""
-        return self.changes.unchanged if self.changes else frozenset()
-
-    def send_unchanged(self, version: int) -> SyncReport:
-        """Send, after `update_weights`, what that left out, as the same version. Every rank must call this."""
-        rounds = keep_changed(self.resharder.rounds, self.unchanged, self._groups())
-        return self._send(rounds, version, time.monotonic())
-
-    def overwrite_weights(self) -> None:
-        """Fill this rank's engine with random values up to the next update, until which its requests wait."""
-        if self.link:
-            self.link.overwrite_weights()
-
-    def checksums(self) -> dict[str, str]:
-        """Return the checksums of this rank's engine, also of a layer that drafts and is trained; {} without one.
-
-        Raises UserError where the engine cannot compute them.
-        """
-        return self.link.checksums() if self.link else {}
-
-    def _send(self, rounds: Sequence[RankRound], version: int, started: float) -> SyncReport:
-        """Send these rounds: while the engines load one, the ranks exchange the next, and pack the one after."""
-        staged_bytes = []
+        started, rounds, staged_bytes = time.monotonic(), self.resharder.rounds, list[int]()
         stages = self.resharder.stages(rounds)
         if self.link:
             self.link.begin()
@@ -147,15 +112,17 @@ class WeightSync:
             seconds=time.monotonic() - started,
         )
 
-    def _rounds(self) -> Sequence[RankRound]:
-        """Return the rounds of what has to be sent, as many on every rank."""
-        if not self.changes:
-            return self.resharder.rounds
-        changed = self.changes.take_changes(self.resharder.tensors)
-        return keep_changed(self.resharder.rounds, changed, self._groups())
+    def overwrite_weights(self) -> None:
+        """Fill this rank's engine with random values up to the next update, until which its requests wait."""
+        if self.link:
+            self.link.overwrite_weights()
 
-    def _groups(self) -> Sequence[ParamGroup]:
-        return group_params(self.resharder.wire.params)
+    def checksums(self) -> dict[str, str]:
+        """Return the checksums of this rank's engine, also of a layer that drafts and is trained; {} without one.
+
+        Raises UserError where the engine cannot compute them.
+        """
+        return self.link.checksums() if self.link else {}
 
 
 @dataclass(frozen=True)
@@ -195,10 +162,7 @@ def build_weight_sync(settings: Settings, shards: PolicyShards, rollout: Rollout
     readers = engine_readers(rollout.host_ranks, parallelism, alignment)
     rounds = plan_rounds(wire, parts, readers, settings.sync.bucket_bytes, job.group, job.ranks_per_node)
     link = _link_engine(settings, wire, rollout, job) if job.hosts_engines else None
-    changes = None
-    if settings.sync.delta and engine_keeps_weights(settings):
-        changes = ChangeTracker([name for name, param in wire.params.items() if not param.alias], job.group)
-    return WeightSync(Resharder(rounds, wire, shards.tensors, job.device_group), link, changes)
+    return WeightSync(Resharder(rounds, wire, shards.tensors, job.device_group), link)
 
 
 def _link_engine(settings: Settings, wire: WireFormat, rollout: Rollout, job: Job) -> EngineLink | None:
@@ -217,9 +181,3 @@ def _link_engine(settings: Settings, wire: WireFormat, rollout: Rollout, job: Jo
     pause = None if settings.schedule == "colocated" else settings.sync.pause
     with_draft = settings.model.trains_mtp and settings.engine.speculative.drafts_by_mtp
     return EngineLink(rollout, transport, engine_group, node_group, settings.sync.timeout_s, pause, with_draft)
-
-
-def engine_keeps_weights(settings: Settings) -> bool:
-    """Tell whether an engine has its weights from one sync to the next; otherwise it frees them while it sleeps."""
-    sleeps = settings.shares_devices and settings.model.offloads and platform.on_cuda()
-    return not sleeps or bool(settings.engine.args.get("enable_weights_cpu_backup"))

@@ -45,7 +45,6 @@ FILES: dict[str, Content] = {
     "a list of rows that is cut": json.dumps([ROW], indent=1).encode()[:-3],
     "cut": GOOD[:-10],
     "two objects in a line": row().strip() + row(),
-    "a key twice": b'{"question": "x", "question": "y", "answer": "3"}\n',
     "deep": b'{"question": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
     "deep and cut": b'{"a": ' * 100_000 + b"\n",
     "a number of 5,000 digits": b'{"question": "x", "answer": ' + b"9" * 5000 + b"}\n",

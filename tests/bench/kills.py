@@ -49,7 +49,7 @@ SCHEDULES = {
     "turns": ("schedule=async", "rollout.max_staleness=2", "rollout.tokens_ahead=6", *OWN_RANK),
     "tools": (
         "rollout.tools=[tools.tiny.calculator:calculator]",
-        *("rollout.tool_process=true", "rollout.tool_parser=pythonic"),
+        "rollout.tool_parser=pythonic",
     ),
 }
 FUNCTIONS = {"turns": "two_turns", "tools": "ask_the_calculator"}  # of the schedules with episodes

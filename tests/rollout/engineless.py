@@ -66,8 +66,15 @@ def make_prompt(runner: EpisodeRunner, **columns: Any) -> Prompt:
 
 def roll_out(runner: EpisodeRunner, **columns: Any) -> Sample:
     """Roll out one episode."""
-    (sample,) = asyncio.run(runner.run_group(make_prompt(runner, **columns), 7, 1, 1, SamplingParams(2000), None))
-    return sample
+
+    async def run() -> Sample:
+        try:
+            (sample,) = await runner.run_group(make_prompt(runner, **columns), 7, 1, 1, SamplingParams(2000), None)
+            return sample
+        finally:
+            await runner.parts.tools.close()
+
+    return asyncio.run(run())
 
 
 def roll_out_virtually(runner: EpisodeRunner, count: int) -> Sequence[Sample]:

@@ -1,17 +1,13 @@
 """When episodes end: their clock, and what is left of a group when a step or the run does; without an engine."""
 
 import asyncio
-import os
-import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from grpo_mp.rewards.scorer import RewardStats, Scorer
-from grpo_mp.rewards.settings import RewardConfig
+from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import SamplingParams
 from grpo_mp.rollout.groups import PausedGroup, RunningGroup
 from grpo_mp.rollout.journal import GroupJournal, journal_file, load, read_records
@@ -22,6 +18,7 @@ from tests.rollout.engineless import TextClient, make_prompt, make_runner, roll_
 from tools.tiny.products import tokenizer as calculator_tokenizer
 
 HERE = str(Path(__file__))
+TOOLS = "tests.rollout.light_tools"
 WORDS = calculator_tokenizer()
 
 
@@ -39,16 +36,6 @@ def test_the_clock_of_an_episode_stands_still_while_its_turns_are_generated() ->
     assert (slow.state, slow.metrics["turns"]) == ("timeout", 1)
 
 
-def kill() -> None:
-    """End the process."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-async def block() -> None:
-    """Block the event loop of the process."""
-    time.sleep(3600)
-
-
 @pytest.mark.parametrize(
     ("tool", "limit_s", "metric", "error"),
     [
@@ -61,7 +48,7 @@ def test_an_episode_outlives_tools_that_die_or_block_the_loop(
 ) -> None:
     monkeypatch.setattr("grpo_mp.rollout.tool_processes.ENDED_LIMIT_S", 60.0)
     client = TextClient(WORDS, [f"[{tool}]({{}})<|im_end|>", "6<|im_end|>"])
-    tools = {"tools": [f"{HERE}:kill", f"{HERE}:block"], "tool_process": True, "tool_parser": "pythonic"}
+    tools = {"tools": [f"{TOOLS}:kill", f"{TOOLS}:block"], "tool_parser": "pythonic"}
     sample = roll_out(make_runner(client, "call_tools", limits={"tool_s": limit_s}, **tools))
     assert (sample.state, sample.error, sample.text) == ("completed", "", "6")
     assert (sample.metrics["turns"], sample.metrics[metric]) == (2, 1)
@@ -81,39 +68,6 @@ def test_a_group_whose_episodes_have_all_been_recorded_waits_for_none() -> None:
     samples, again = asyncio.run(roll_out_twice())
     assert len(samples) == 2
     assert again == samples
-
-
-class Sums:
-    """Adds up what the policy gives it."""
-
-    def __init__(self) -> None:
-        self.total = 0
-
-    def add(self, number: int) -> int:
-        """
-        Add a number.
-
-        Args:
-            number: which
-        """
-        self.total += number
-        return self.total
-
-
-def totals(prompts: list[Any], completions: list[Any], environments: list[Sums], **columns: Any) -> list[float]:
-    """Reward what the environment of each episode has come to, as a reward of TRL does."""
-    return [float(environment.total) for environment in environments]
-
-
-def test_rewards_get_the_environment_of_each_episode_and_nothing_keeps_it() -> None:
-    client = TextClient(WORDS, ['[add]({"number": 2})<|im_end|>', '[add]({"number": 3})<|im_end|>', "6<|im_end|>"])
-    runners = [make_runner(client, None, environment_factory=f"{HERE}:Sums", tool_parser="pythonic") for _ in range(2)]
-    samples = [*map(roll_out, runners)]
-    config = RewardConfig(functions={f"{HERE}:totals": 1.0})
-    scored = Scorer(config, 2000).score_group(SampleGroup(make_prompt(runners[0]), tuple(samples)))
-    assert [sample.reward for sample in scored.samples] == [5.0, 5.0]
-    assert [sample.environment for sample in scored.samples] == [None, None]
-    assert samples[0].environment is not samples[1].environment
 
 
 async def idle(task: Task, policy: Policy) -> Episode:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from openai import AsyncOpenAI
@@ -20,7 +19,7 @@ from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.rewards.scorer import RewardStats, Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout import journal
-from grpo_mp.rollout.dump import checksum_file, read_groups, write_groups
+from grpo_mp.rollout.dump import read_groups, write_groups
 from grpo_mp.rollout.groups import oldest_version
 from grpo_mp.rollout.protocol import Episode, Policy, Task
 from grpo_mp.utils.types import MicroBatch, Prompt, Sample, SampleGroup
@@ -30,6 +29,7 @@ from tests.rollout.engineless import TextClient, make_runner, roll_out
 from tests.trainer.one_step import make_batch
 
 HERE = str(Path(__file__))
+TOOLS = "tests.rollout.light_tools"
 K1_IN_REWARD = ["algorithm.kl.estimator=k1", "algorithm.kl.apply_to=reward"]
 TEXTS = [f"<think>thought {number}</think>answer {number}<|im_end|>" for number in range(3)]
 
@@ -125,21 +125,11 @@ def test_dump_and_journal_give_the_sequences_back(tmp_path: Path) -> None:
     assert read_groups(tmp_path / "x") == [(group, True), (other, False)]
     assert same_experts(read_groups(tmp_path / "x")[0][0], group)
     assert parquet.read_table(tmp_path / "x")["part"].to_pylist() == [1, 2, 0, 0, 1, 0] * 2
-    payload = b"".join(journal.encode(3, group, RewardStats(), kept=True))
+    payload = journal.encode(3, group, RewardStats(), kept=True)
     decoded = journal.decode(payload, group.prompt)
     assert decoded == (group, RewardStats())
     assert isinstance(decoded[0], SampleGroup)
     assert same_experts(decoded[0], group)
-
-
-def test_a_file_from_before_there_were_parts_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = replace(make_group(), samples=(make_sample(1, 0.0, 5),))
-    schema = pa.schema([field for field in journal.SCHEMA if field.name not in ("part", "turn_ends")])
-    monkeypatch.setattr("grpo_mp.rollout.dump.SCHEMA", schema)
-    write_groups(tmp_path / "x", [plain], {3}, "")
-    assert "part" not in parquet.read_schema(tmp_path / "x").names
-    assert checksum_file(tmp_path / "x").exists()
-    assert read_groups(tmp_path / "x") == [(plain, True)]
 
 
 def weights_of(updates: Any) -> dict[int, tuple[list[float], list[float]]]:
@@ -247,27 +237,6 @@ def test_rewards_of_later_turns_count_for_the_sequences_before() -> None:
     assert len(ours[0]) == 11
 
 
-def rows(a: int) -> str:
-    """
-    Look rows up.
-
-    Args:
-        a: how many
-    """
-    return f"{a} rows"
-
-
-class Board:
-    """An environment that owns its reward."""
-
-    def get_reward(self) -> float:
-        return 0.75
-
-    def look(self) -> str:
-        """Look around."""
-        return "nothing"
-
-
 @pytest.mark.parametrize("name", CALLING)
 def test_an_episode_with_two_results_over_the_templates_of_all_families(name: str) -> None:
     """The prompt of the second turn is the first with the ids that were sampled, and both results, none of them trained
@@ -275,7 +244,7 @@ def test_an_episode_with_two_results_over_the_templates_of_all_families(name: st
     end = ENDS[name][1] or ""
     texts = [f'<think>why</think>[rows]({{"a": 2}}) [look]({{broken){end}', f"<think>so</think>2{end}"]
     client = TextClient(make_renderer(name, tools=True).tokenizer, texts)
-    tools = {"tools": [f"{HERE}:rows", f"{HERE}:Board"], "tool_parser": "test"}
+    tools = {"tools": [f"{TOOLS}:rows", f"{TOOLS}:Board"], "tool_parser": "test"}
     if name == "llama3_1":  # its template refuses a turn with two calls
         client.texts = [f'<think>why</think>[rows]({{"a": 2}}){end}', texts[1]]
     sample = roll_out(make_runner(client, "call_tools", **tools))
@@ -307,7 +276,7 @@ def test_the_name_of_a_tool_that_there_is_not_ends_no_message() -> None:
     for name in ("x", "x<|im_end|>"):
         client = NamingClient(make_renderer("kimi_k2", tools=True).tokenizer, ["?<|im_end|>", "2<|im_end|>"])
         client.name = name
-        sample = roll_out(make_runner(client, "call_tools", tools=[f"{HERE}:rows"], tool_parser="test"))
+        sample = roll_out(make_runner(client, "call_tools", tools=[f"{TOOLS}:rows"], tool_parser="test"))
         assert (sample.state, sample.metrics["tool_raised"]) == ("completed", 1.0)
         given.append(client.prompts[1])
     assert "functions.x" in client.tokenizer.decode(given[0])
@@ -317,17 +286,8 @@ def test_the_name_of_a_tool_that_there_is_not_ends_no_message() -> None:
 def test_the_environment_that_a_row_names_plays_its_episode() -> None:
     """`look` is a tool of the board alone."""
     client = TextClient(make_renderer("qwen3", tools=True).tokenizer, ["[look]({})<|im_end|>", "2<|im_end|>"])
-    parts = {"environment_factory": {"board": f"{HERE}:Board", "quiet": f"{HERE}:Quiet"}, "tool_parser": "test"}
+    parts = {"environment_factory": {"board": f"{TOOLS}:Board", "quiet": f"{TOOLS}:Quiet"}, "tool_parser": "test"}
     board, quiet = (roll_out(make_runner(client, "call_tools", **parts), environment=one) for one in ("board", "quiet"))
-    assert [type(sample.environment).__name__ for sample in (board, quiet)] == ["Board", "Quiet"]
     assert [sample.episode_reward for sample in (board, quiet)] == [0.75, None]
     assert [sample.metrics["tool_raised"] for sample in (board, quiet)] == [0, 1]
     assert "there is no tool look" in client.tokenizer.decode(quiet.tokens)
-
-
-class Quiet:
-    """An environment with another tool."""
-
-    def listen(self) -> str:
-        """Listen."""
-        return "nothing"

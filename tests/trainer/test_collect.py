@@ -24,7 +24,7 @@ from grpo_mp.distributed.rendezvous import FAILURE, is_first_failure
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.groups import EndedGroup, LaunchedGroups
 from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import HealthCheck, RolloutTask, RolloutWorker, give_back, pause_running
+from grpo_mp.rollout.worker import RolloutTask, RolloutWorker, give_back, pause_running
 from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
 from grpo_mp.utils.background import EventLoopThread
 from grpo_mp.utils.errors import EngineError, UserError
@@ -85,7 +85,7 @@ class OneRankRollout:
     routing: None = None
     client: None = None
     group_timeout_s: float = 60.0
-    health: HealthCheck | None = None
+    health_timeout_s: float | None = None
     scored: set[int] = field(default_factory=set)
 
     @property
@@ -122,7 +122,7 @@ class OneRankRollout:
         if not alive:
             return self.loop.submit(give_back(task, stream))
         parts: Any = [(engine, FakeScorer(), tokenizer, self.group_timeout_s, self.lose) for engine in alive]
-        workers = [RolloutWorker(*part, health=self.health) for part in parts]
+        workers = [RolloutWorker(*part, health_timeout_s=self.health_timeout_s) for part in parts]
         carried = [dict[int, Any]() for _ in workers]
         for number, group in task.carried.items():
             carried[number % len(workers)][number] = group

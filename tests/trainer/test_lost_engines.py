@@ -25,7 +25,7 @@ from grpo_mp.rollout.groups import EndedGroup, PausedGroup, RunningGroup
 from grpo_mp.rollout.journal import GroupJournal
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.worker import SCORES, HealthCheck, RolloutTask
+from grpo_mp.rollout.worker import SCORES, RolloutTask
 from grpo_mp.trainer.evaluation import Evaluator
 from grpo_mp.utils.errors import EngineError, UserError
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
@@ -129,7 +129,7 @@ def test_groups_of_an_engine_that_hangs_go_to_others_before_their_limit(one_rank
     hanging = HangingEngine(0)
     engines: list[Any] = [hanging, FakeEngine(1)]
     collect = collector(one_rank_job, engines, 6, {}, virtual_time=True, max_staleness=max_staleness)
-    collect.rollout.health = HealthCheck(interval_s=0.01, timeout_s=1.0)
+    collect.rollout.health_timeout_s = 1.0
     hanging.lives, lost = 5, list[EngineError]()
     lose = collect.rollout.lose
 

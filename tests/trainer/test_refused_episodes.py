@@ -69,19 +69,18 @@ def load(tiny_run: TinyRun, file: Path) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(("reward", "name"), [("total", "total"), ("alone", "alone"), ("blind", None)])
-@pytest.mark.parametrize("process", [True, False])
 def test_rewards_cannot_take_environments_of_other_processes(
-    load: Callable[..., Any], file: Path, reward: str, name: str | None, process: bool
+    load: Callable[..., Any], file: Path, reward: str, name: str | None
 ) -> None:
     functions = f"reward={{functions: {{'{file}:{reward}': 1.0}}}}"
-    settings, parts = load(functions, f"rollout.tools=['{file}:Game']", f"rollout.tool_process={process}".lower())
-    if name is None or not process:
+    settings, parts = load(functions, f"rollout.tools=['{file}:Game']")
+    if name is None:
         make_scorer(settings, make_tokenizer(["?"]), parts)
         return
     with pytest.raises(UserError) as refused:
         make_scorer(settings, make_tokenizer(["?"]), parts)
     assert str(refused.value).startswith(
-        f"reward '{name}' takes environments, which rollout.tool_process=true keeps in other processes: set it to false"
+        f"reward '{name}' takes environments, which live in the processes of tools: let the environment's get_reward"
     )
 
 

@@ -28,9 +28,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
 PARAMS = expand([Rule("a", ("x.weight", "y.weight"), ((3, 5), (4, 5))), Rule("b", ("z.weight",), ((7,),))])
 WIRE = WireFormat(PARAMS, {"a": 1, "b": 1}, torch.float32)
 PIECES = (Piece("a"), Piece("b"))
-ROUND = RankRound({}, {}, (), PIECES, {}, {0: PIECES}, frozenset({"a", "b"}))
+ROUND = RankRound({}, {}, (), PIECES, {}, {0: PIECES})
 
-NOTHING = RankRound({}, {}, (), (), {}, {}, frozenset())
+NOTHING = RankRound({}, {}, (), (), {}, {})
 
 
 class RecordingClient:

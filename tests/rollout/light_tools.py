@@ -1,0 +1,44 @@
+"""Tools of tests: worker processes import this module, which is light."""
+
+import os
+import signal
+import time
+
+
+def rows(a: int) -> str:
+    """
+    Look rows up.
+
+    Args:
+        a: how many
+    """
+    return f"{a} rows"
+
+
+class Board:
+    """An environment that owns its reward."""
+
+    def get_reward(self) -> float:
+        return 0.75
+
+    def look(self) -> str:
+        """Look around."""
+        return "nothing"
+
+
+class Quiet:
+    """An environment with another tool."""
+
+    def listen(self) -> str:
+        """Listen."""
+        return "nothing"
+
+
+def kill() -> None:
+    """End the process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def block() -> None:
+    """Block the event loop of the process."""
+    time.sleep(3600)
