@@ -47,39 +47,18 @@ class Reward(Protocol):
     `completion_ids`; every data column as a list; `trainer_state`; the callbacks `log_extra` (a column of the sample
     files, one value per completion) and `log_metric` (a number whose mean over the step becomes a metric). Where
     `rollout.tools` or `rollout.environment_factory` has a class, `environments`: its instance of each episode.
+
+    A function with a parameter `completion` is called for each completion instead, with `prompt` and the value of every
+    column for this one; its `log_extra` takes a column and its value. Coroutines of a group wait at the same time.
+
+    A function of `reward.steps` has the same keywords, and returns for each completion the (end, reward) pairs of its
+    steps: `end` is the index, into `completion_ids`, of the last token of the step; ends ascend strictly.
     """
 
     def __call__(
         self, prompts: list[Any], completions: list[Any], **columns: Any
     ) -> Sequence[float | None] | Coroutine[Any, Any, Sequence[float | None]]:
         """Return one reward per completion; None where it does not apply."""
-
-
-class SingleReward(Protocol):
-    """A user's reward that is called for each completion: one that has a parameter `completion`.
-
-    Keywords are those of a `Reward`, each for this completion: `prompt`, `completion`, `completion_ids`, the value of
-    every data column; `log_extra` takes a column and its value. It may also be a coroutine function; those of a group
-    wait at the same time.
-    """
-
-    def __call__(
-        self, prompt: Any, completion: Any, **columns: Any
-    ) -> float | Coroutine[Any, Any, float | None] | None:
-        """Return the completion's reward; None where it does not apply."""
-
-
-class StepReward(Protocol):
-    """A user's rewards of single steps, called with the keywords of a `Reward`. It may also be a coroutine function.
-
-    Returns for each completion its (end, reward) pairs: `end` is the index, into `completion_ids`, of the last token
-    of the step; ends ascend strictly.
-    """
-
-    def __call__(
-        self, prompts: list[Any], completions: list[Any], **columns: Any
-    ) -> Sequence[Sequence[tuple[int, float]]] | Coroutine[Any, Any, Sequence[Sequence[tuple[int, float]]]]:
-        """Return the (end, reward) pairs of each completion."""
 
 
 def call_arguments(group: SampleGroup, prompt_column: str, **others: Any) -> dict[str, Any]:
@@ -107,12 +86,12 @@ def call_reward(reward: Reward, arguments: dict[str, Any]) -> Values:
     return [None if value is None else float(value) for value in _call(reward, arguments)]
 
 
-def call_step_reward(reward: StepReward, arguments: dict[str, Any]) -> list[Any]:
+def call_step_reward(reward: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:
     """Call a reward function of steps in the same way."""
     return [None if row is None else list(row) for row in _call(reward, arguments)]
 
 
-def _call(function: Reward | StepReward, arguments: dict[str, Any]) -> Any:
+def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     returned = function(**arguments)
     return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
 
@@ -192,7 +171,7 @@ def _as_integer(end: Any) -> int:
 class EachCompletion:
     """A reward of a group by a user's function that scores one completion."""
 
-    function: SingleReward
+    function: Callable[..., Any]
 
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> Values:
         """Return one reward per completion. Raises RewardError: the first that failed, with the others' values."""
@@ -287,10 +266,10 @@ def own_parameters(function: Any) -> frozenset[str]:
 
 KEYWORDS = ("prompts", "completions", *OTHERS)
 REWARDS: Registry[Reward] = Registry("reward function", keywords=KEYWORDS, usage=USAGE)
-SINGLE_REWARDS: Registry[SingleReward] = Registry(
+SINGLE_REWARDS: Registry[Callable[..., Any]] = Registry(
     "reward function", keywords=("prompt", "completion", *OTHERS), usage=USAGE
 )
-STEP_REWARDS: Registry[StepReward] = Registry("reward function of steps", keywords=KEYWORDS)
+STEP_REWARDS: Registry[Callable[..., Any]] = Registry("reward function of steps", keywords=KEYWORDS)
 
 
 @dataclass(frozen=True)
