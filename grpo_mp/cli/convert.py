@@ -37,7 +37,7 @@ TOLERANCES = f"of values (default 0: bit for bit), of logits relative to the lar
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line, see the module's text; return the exit status. Raises UserError."""
+    """Run the command line; return the exit status."""
     args = _parser().parse_args(arguments)
     log_to_terminal()
     status: int = args.run(args, Console(highlight=False, soft_wrap=True))

@@ -37,7 +37,7 @@ the folder with what it loads from the policy's export.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line, see the text above; return the exit status. Raises UserError."""
+    """Run the command line; return the exit status."""
     parser = Parser("grpo-mp doctor", __doc__)
     commands = parser.add_subparsers(dest="what", required=True, metavar="WHAT", parser_class=Parser)
     stuck = commands.add_parser("stuck", help="a run that does not go on: who waits for whom", description=STUCK)
@@ -88,7 +88,7 @@ def diagnose_machine(config: Path | None, overrides: Sequence[str]) -> int:
 
 
 def diagnose_model_folder(folder: Path, dtype: str, without: Sequence[str], sequences: int, length: int) -> int:
-    """Print where the policy and an engine part from transformers; return the exit status. Raises UserError."""
+    """Print where the policy and an engine part from transformers; return the exit status."""
     if {*without} >= {"policy", "engine"}:
         raise UserError("--without policy --without engine: nothing is left to compare: leave out one of them")
     from grpo_mp.checkpoint.hf_reader import has_hf_weights

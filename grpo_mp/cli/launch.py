@@ -80,7 +80,7 @@ def _run(module: str, ranks: int | None, arguments: Sequence[str]) -> int:
 
 
 def _script_of(config: Path, overrides: list[str]) -> list[str]:
-    """Return the batch script of a settings file with its arguments. Raises UserError for wrong settings."""
+    """Return the batch script of a settings file with its arguments."""
     if not (SCRIPTS / "common.sh").is_file():
         raise UserError(
             f"{SCRIPTS / 'common.sh'}: no such file: jobs start by the repository's scripts: change to its root, "
@@ -102,7 +102,7 @@ def _nodes_of(script: list[str]) -> int:
 
 
 def _submit(command: list[str], dry_command: list[str], variables: dict[str, str], dry_run: bool) -> int:
-    """Submit a job, or show what would be submitted; return the exit status. Raises UserError."""
+    """Submit a job, or show what would be submitted; return the exit status."""
     environment = {"VENV": sys.prefix} | os.environ | variables
     if dry_run:
         print(shlex.join(command), flush=True)

@@ -16,7 +16,7 @@ from grpo_mp.utils.parsers import Parser, number_of_ranks
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line, see the text above; return the exit status. Raises UserError."""
+    """Run the command line; return the exit status."""
     parser = Parser("grpo-mp pipeline", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="settings of the pipeline")
     parser.add_argument(

@@ -28,7 +28,7 @@ TABLE_WIDTH = 130  # of measured steps: a narrower terminal breaks its lines, an
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line, see the text above; return the exit status. Raises UserError."""
+    """Run the command line; return the exit status."""
     if "--against" in arguments:
         return _compare([argument for argument in arguments if argument != "--against"])
     explains = list(arguments[:1]) == ["explain"]

@@ -60,7 +60,7 @@ def _epochs(settings: Settings | SftSettings) -> tuple[str, float | None]:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Answer one question of a batch script; return the exit status. Raises UserError."""
+    """Answer one question of a batch script; return the exit status."""
     if args.command == "failure":
         report_failure(args.attempt, args.nodes.split(","), args.per_node)
         return 0
@@ -125,7 +125,7 @@ def last_metrics(folder: Path) -> str:
 
 
 def write_for_attempt(file: Path, text: str) -> None:
-    """Write a file of an attempt's folder atomically. Raises UserError where the disk does not take it."""
+    """Write a file of an attempt's folder atomically."""
     try:
         write_atomically(file, text)
     except OSError as error:
@@ -143,11 +143,7 @@ def begun_after(attempt: Path, present_step: int) -> int:
 
 
 def begin_attempt(attempt: Path, run_folder: Path, restarts: int) -> None:
-    """Make the folder of an attempt, with what `may_restart` compares.
-
-    Raises UserError where `restarts` others of the same job, and one more, have begun after the same step, too, and
-    where the folder cannot be written.
-    """
+    """Make the folder of an attempt, with what `may_restart` compares."""
     step, job = saved_step(run_folder), attempt.name.split(".")[0]
     others = [begun_after(file.parent, step) for file in attempt.parent.glob(f"{job}.*/{SAVED_STEP}")]
     if others.count(step) > restarts:
@@ -312,10 +308,7 @@ def _end_of_log(attempt: Path, rank: int) -> tuple[str, ...]:
 
 
 def node_map(layout: LayoutConfig, engine: EngineConfig | None, nodes: Sequence[str], ranks_per_node: int) -> str:
-    """Return a line for the layout, then one for each node; `engine` None: the job has none.
-
-    Raises UserError where the job is too small for the settings.
-    """
+    """Return a line for the layout, then one for each node; `engine` None: the job has none."""
     world_size = len(nodes) * ranks_per_node
     if (needed := layout.model_parallel) > world_size:
         raise UserError(

@@ -20,10 +20,7 @@ TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x\d+\))?")
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE and LOCAL_* of one task of `srun`; the script sets MASTER_ADDR and MASTER_PORT.
-
-    Raises UserError where srun did not start this process, or nodes have different numbers of tasks.
-    """
+    """Return RANK, WORLD_SIZE and LOCAL_* of one task of `srun`; the script sets MASTER_ADDR and MASTER_PORT."""
     try:
         return {
             "RANK": environment["SLURM_PROCID"],
@@ -36,7 +33,7 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def tasks_per_node(value: str) -> int:
-    """Parse SLURM_STEP_TASKS_PER_NODE: '8(x16)' is 8. Raises UserError for '8(x15),4'."""
+    """Parse SLURM_STEP_TASKS_PER_NODE: '8(x16)' is 8."""
     counts = {int(match.group(1)) for match in TASKS_PER_NODE.finditer(value)}
     if len(counts) != 1:
         raise UserError(f"the nodes have different numbers of tasks ({value}): set --ntasks-per-node and --nodes")

@@ -50,7 +50,7 @@ def check_policy_weights(folder: Path, tensors: Mapping[str, Tensor], params: Ma
 
 
 def check_engine_weights(loaded: Mapping[str, str], exported: Mapping[str, str]) -> Finding:
-    """Return whether an engine holds the same by its checksums from the folder and from the policy's export. Pure."""
+    """Return whether an engine holds the same by its checksums from the folder and from the policy's export."""
     differing = [name for name in [*loaded, *exported] if loaded.get(name) != exported.get(name)]
     if differing:
         advice = "a name, shape or order of the mapping in grpo_mp/models is wrong, or the engine keeps that tensor"

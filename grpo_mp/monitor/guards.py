@@ -1,4 +1,4 @@
-"""Stop a run, or warn, where a metric leaves the limits that `monitor.guards` sets. Pure."""
+"""Stop a run, or warn, where a metric leaves the limits that `monitor.guards` sets."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

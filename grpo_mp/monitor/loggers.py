@@ -153,7 +153,7 @@ def drop_later_steps(path: Path, first_step: int) -> None:
 
 
 def load_loggers(loggers: Mapping[str, Mapping[str, Any]]) -> tuple[MakeLogger, ...]:
-    """Return what makes the loggers that `monitor.loggers` names. Raises UserError where one cannot be loaded."""
+    """Return what makes the loggers that `monitor.loggers` names."""
     for name in loggers:
         if name in PACKAGES and not ((spec := find_spec(name)) and spec.origin):  # a folder is a package without origin
             raise UserError(f"monitor.loggers: {name} is not installed: `pip install {name}`, or leave the logger out")
@@ -163,7 +163,7 @@ def load_loggers(loggers: Mapping[str, Mapping[str, Any]]) -> tuple[MakeLogger, 
 def open_loggers(
     make_loggers: Iterable[MakeLogger], run_folder: Path, first_step: int, settings: Mapping[str, Any]
 ) -> tuple[Logger, ...]:
-    """Make the loggers, with `settings` without secrets. Raises UserError for one that lacks a method of `Logger`."""
+    """Make the loggers, with `settings` without secrets."""
     public = without_secrets(settings)
     loggers = tuple(make(run_folder, first_step, public) for make in make_loggers)
     for logger in loggers:

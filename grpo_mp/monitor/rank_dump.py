@@ -198,7 +198,7 @@ def _go_on(number: int, frame: FrameType | None) -> None:
 
 
 def read_process(run_folder: Path, rank: int) -> RankProcess | None:
-    """Return where a rank runs; None where it has no file, as one that has ended. Raises UserError for another file."""
+    """Return where a rank runs; None where it has no file, as one that has ended."""
     file = process_file(run_folder, rank)
     values = read_json(file)
     if not (values or file.exists()):

@@ -52,7 +52,7 @@ class AskedEngine:
 def ask_ranks(run_folder: Path, limit_s: float) -> tuple[dict[int, RankDump], dict[int, str], list[EngineStacks]]:
     """Let each rank of this host write a dump; return the dumps, the ranks without one and why, and engines' stacks.
 
-    Ranks of other hosts count with a dump that is at most RECENT_S old. Raises UserError where no rank has started.
+    Ranks of other hosts count with a dump that is at most RECENT_S old.
     """
     ranks = started_ranks(run_folder)
     asked_s = time.time()
@@ -85,7 +85,7 @@ def ask_ranks(run_folder: Path, limit_s: float) -> tuple[dict[int, RankDump], di
 
 
 def started_ranks(run_folder: Path) -> dict[int, RankProcess]:
-    """Return what each rank of a run wrote when it started. Raises UserError where none did."""
+    """Return what each rank of a run wrote when it started."""
     if not run_folder.is_dir():
         raise UserError(f"{run_folder} is no folder: give the run.folder of a run")
     files = (run_folder / "processes").glob("rank_*.json")

@@ -54,7 +54,7 @@ class RunRecords:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[RunRecords, ...]:
-    """Read run folders, each under a unique name. Raises UserError for a folder that is given twice."""
+    """Read run folders, each under a unique name."""
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise UserError("a run folder is given twice: give each once")
     names = [folder.resolve().name for folder in folders]
@@ -63,7 +63,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[RunRecords, ...]:
 
 
 def read_run(folder: Path, name: str) -> RunRecords:
-    """Read a run folder. Raises UserError if it is not one, or has no step yet."""
+    """Read a run folder."""
     settings = read_settings(folder)
     metrics = read_metrics(folder / METRICS)
     if not metrics:
@@ -86,7 +86,7 @@ def read_run(folder: Path, name: str) -> RunRecords:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read settings.yaml of a run. Raises UserError if the folder is not a run folder."""
+    """Read settings.yaml of a run."""
     file = folder / SETTINGS
     if not file.is_file():
         raise UserError(f"{folder}: no run folder, it has no {SETTINGS}: give the run.folder of a run")

@@ -92,7 +92,7 @@ class RunState:
 
 
 def read_state(folder: Path) -> RunState:
-    """Read what a run does now; the folder may not exist yet. Raises UserError for a file."""
+    """Read what a run does now; the folder may not exist yet."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: give the run.folder of a run")
     if not (folder / SETTINGS).is_file():

@@ -14,7 +14,7 @@ from grpo_mp.data.chat_data import ChatSet
 from grpo_mp.data.cursor import Cursor, take
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.monitor.metrics import metric_name
-from grpo_mp.monitor.summary import StepSummary
+from grpo_mp.monitor.timeline import StepSummary
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.metrics import mtp_metrics

@@ -20,8 +20,7 @@ from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.rules import RuleWatch
 from grpo_mp.monitor.samples import evenly_spaced, samples_to_markdown, write_eval_samples, write_samples
-from grpo_mp.monitor.summary import StepSummary, reduce_over_ranks, step_scalars, summarize
-from grpo_mp.monitor.timeline import Timeline
+from grpo_mp.monitor.timeline import StepSummary, Timeline, reduce_over_ranks, step_scalars, summarize
 from grpo_mp.policy.expert_load import ExpertLoad, load_ratios, max_load_ratio
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.collect import RolloutBatch

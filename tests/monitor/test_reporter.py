@@ -11,9 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_mp.monitor.reporter import DOES_NOT_FIT, REPORT, Reporter
+from grpo_mp.monitor.reporter import DOES_NOT_FIT, NICENESS, REPORT, Reporter
 from grpo_mp.monitor.run_folder import PLAN
-from grpo_mp.monitor.side_process import NICENESS
 from grpo_mp.utils.errors import UserError
 
 STAND_IN = """

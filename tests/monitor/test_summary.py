@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mp.monitor.metrics import find_metric
-from grpo_mp.monitor.summary import StepSummary, covered_ns, reduce_over_ranks, step_scalars, summarize
-from grpo_mp.monitor.timeline import Span
+from grpo_mp.monitor.timeline import Span, StepSummary, covered_ns, reduce_over_ranks, step_scalars, summarize
 
 NAMES = ("GENERATE", "SCORE", "TRAIN", "WAIT")
 SPANS = st.lists(

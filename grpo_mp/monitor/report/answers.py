@@ -1,4 +1,4 @@
-"""Which answers to read, and what their tokens show. Pure."""
+"""Which answers to read, and what their tokens show."""
 
 import math
 from collections import Counter

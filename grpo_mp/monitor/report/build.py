@@ -1,4 +1,4 @@
-"""Turn the records of runs into a report. Pure."""
+"""Turn the records of runs into a report."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ PICTURED = ("Reward", "Response length", "Supervised loss", "Entropy", "Phases o
 
 
 def build_report(runs: Sequence[RunRecords]) -> Report:
-    """Return the report of one or several runs. Raises UserError for a preset that does not exist."""
+    """Return the report of one or several runs."""
     scores, (no_scores, no_samples) = scores_table(runs), _missing(runs)
     answers = tuple(answer for place, run in enumerate(runs) for answer in choose_answers(run, place))
     sections = (

@@ -1,4 +1,4 @@
-"""Charts of metrics over the steps. Pure."""
+"""Charts of metrics over the steps."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What was run, beside what its preset would set; what evaluations said before and after. Pure."""
+"""What was run, beside what its preset would set; what evaluations said before and after."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ def flatten(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def preset_settings(preset: str) -> dict[str, str]:
-    """Return every setting as the preset and the defaults have it, by dotted name. Raises UserError: no such preset.
+    """Return every setting as the preset and the defaults have it, by dotted name.
 
     What sections ask of each other is not checked: a preset may need sizes that only a run has.
     """

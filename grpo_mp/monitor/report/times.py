@@ -1,4 +1,4 @@
-"""Where the time and the memory of runs went: by phase and rank, beside what was planned. Pure."""
+"""Where the time and the memory of runs went: by phase and rank, beside what was planned."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -11,8 +11,7 @@ from grpo_mp.monitor.curves import PHASES
 from grpo_mp.monitor.report.contents import Bar, Lanes, Table
 from grpo_mp.monitor.report.curves import titled
 from grpo_mp.monitor.run_folder import RunRecords
-from grpo_mp.monitor.summary import covered_ns
-from grpo_mp.monitor.timeline import Span
+from grpo_mp.monitor.timeline import Span, covered_ns
 from grpo_mp.utils.phases import GIB, WAIT, Phase
 
 NAMES = tuple(phase.upper() for phase in PHASES)
