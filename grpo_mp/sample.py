@@ -1,7 +1,6 @@
 """Answer prompts without training: `grpo-mp sample`, or `torchrun ... -m grpo_mp.sample` with the same arguments.
 
-A Hugging Face folder is loaded by the engines; for a checkpoint the policy is built as for training, and gives the
-engines its weights. Answers are recorded as they come; a command that is given again goes on after them.
+Answers are recorded as they come; a command that is given again continues after them.
 """
 
 import argparse
@@ -9,11 +8,9 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from grpo_mp.utils.processes import end_with_launcher
@@ -25,18 +22,14 @@ if __name__ == "__main__":
 import numpy as np
 import torch.distributed as dist
 
-from grpo_mp import platform
 from grpo_mp.checkpoint.run_lock import run_lock
 from grpo_mp.checkpoint.run_state import claim_run_folder
-from grpo_mp.config import Settings, dump_settings, load_settings
+from grpo_mp.config import dump_settings
 from grpo_mp.distributed.process_groups import Job, all_gather
-from grpo_mp.rollout.dump import checksum_file
 from grpo_mp.rollout.journal import GroupJournal, Record
-from grpo_mp.rollout.rollout import engines_can_load_weights, rollout_seed
-from grpo_mp.train import sync_weights
-from grpo_mp.trainer.adapter_check import check_checkpoint
+from grpo_mp.rollout.rollout import rollout_seed
 from grpo_mp.trainer.command_line import started_job
-from grpo_mp.trainer.context import EngineContext, open_context, open_engines_only
+from grpo_mp.trainer.engine_job import EngineJob, read_engine_job, start_engines
 from grpo_mp.trainer.exit import exit_on_error
 from grpo_mp.trainer.preflight import RunInputs, run_sampling_preflight
 from grpo_mp.trainer.sampling.farm import SampleFarm, Throughput
@@ -55,7 +48,6 @@ from grpo_mp.trainer.sampling.results import (
     share_of_prompts,
     sum_counts,
 )
-from grpo_mp.trainer.sampling.settings import sampling_settings
 from grpo_mp.trainer.sampling.table import Source
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import read_json, write_json
@@ -63,35 +55,17 @@ from grpo_mp.utils.log import log_to_terminal
 from grpo_mp.utils.parsers import sample_parser
 from grpo_mp.utils.phases import Phase
 from grpo_mp.utils.types import Prompt
-from grpo_mp.utils.user_code import is_path
 
 GENERATED = "generated.json"  # all prompts are answered, and how fast
 Recorded = Mapping[int, Record]  # by prompt
 
 
 @dataclass(frozen=True)
-class SamplingJob:
-    """What is sampled. `settings.run.folder` is where the answers go."""
+class SamplingJob(EngineJob):
+    """What is sampled, and which answers are kept."""
 
-    settings: Settings
-    checkpoint: Path | None  # of a run; None: the model of the settings
     filters: Mapping[str, SampleFilter]
     prompts_digest: str = ""  # once they are read
-
-    @property
-    def name(self) -> Path:
-        """Return the folder whose weights answer."""
-        return self.checkpoint or self.settings.model.path
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder of the answers."""
-        return self.settings.run.folder
-
-    @property
-    def needs_policy(self) -> bool:
-        """Return whether the engines cannot load the weights themselves."""
-        return self.checkpoint is not None or not engines_can_load_weights(self.settings.model, self.settings.engine)
 
     @cached_property
     def identity(self) -> SamplingIdentity:
@@ -140,23 +114,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read_command(args: argparse.Namespace) -> SamplingJob:
-    """Return the job of a command line. Raises UserError."""
-    settings = load_settings(args.config, args.overrides, trains=False, dtype=platform.default_dtype())
-    checkpoint = args.checkpoint
-    model = args.model or settings.model.path
-    if checkpoint:
-        check_checkpoint(checkpoint, settings.model.model_copy(update={"path": model}))
-    out = args.out or settings.run.folder / "sample" / (checkpoint or model).absolute().name
+    """Return the job of a command line."""
+    job = read_engine_job(args, "sample")
+    settings = job.settings.for_sampling()
     group_size = args.samples or settings.rollout.group_size
-    sampling = sampling_settings(settings)
-    updates = {
-        "run": settings.run.model_copy(update={"folder": out}),
-        "model": settings.model.model_copy(update={"path": model}),
-        "rollout": sampling.rollout.model_copy(update={"group_size": group_size}),
-    }
+    rollout = settings.rollout.model_copy(update={"group_size": group_size})
+    settings = settings.model_copy(update={"rollout": rollout})
     knows_correct = settings.reward.correctness_rule is not None
     filters = load_sample_filters(settings.sample.filters, group_size, knows_correct)
-    job = SamplingJob(sampling.model_copy(update=updates), checkpoint, filters)
+    job = SamplingJob(settings, job.checkpoint, filters)
     if job.settings.reward.own_models and job.needs_policy:
         raise UserError(
             f"{job.name}: a policy gives engines these weights, and no room is left for reward models that the job "
@@ -176,7 +142,8 @@ def run(job: SamplingJob, inputs: RunInputs) -> None:
         if int(os.environ.get("RANK", 0)) == 0:
             _filter_again(job, inputs, Throughput(**generated["throughput"]))
         return
-    with _engines(job, inputs) as engines:
+    greeting = f"{job.name}: {len(prompts):,} prompts x {job.settings.rollout.group_size}; starting the engines"
+    with start_engines(job, inputs, greeting) as engines:
         rank, size, group = engines.job.rank, engines.job.world_size, engines.job.group
         if rank == 0:
             job.identity.write(job.folder)
@@ -211,21 +178,6 @@ def check_answered(job: SamplingJob, answered: int, prompts: int) -> None:
             f"{job.settings.rollout.group_timeout_s:g}, and sample.max_unanswered={allowed:g}: the same command asks "
             "them again; raise either"
         )
-
-
-@contextmanager
-def _engines(job: SamplingJob, inputs: RunInputs) -> Iterator[EngineContext]:
-    """Start the engines, with the weights that answer."""
-    settings, count = job.settings, len(job.prompts(inputs))
-    greeting = f"{job.name}: {count:,} prompts x {settings.rollout.group_size}; starting the engines"
-    if job.needs_policy:
-        with open_context(settings, inputs, lambda: [job.checkpoint] if job.checkpoint else [], greeting) as ctx:
-            ctx.preemption.release()  # answers are on disk: nothing is to be saved first
-            sync_weights(ctx)
-            yield ctx.engines
-    else:
-        with open_engines_only(settings, inputs, greeting) as engines:
-            yield engines
 
 
 def _answered(job: SamplingJob, prompts: int, ranks: Job) -> set[int]:
@@ -289,20 +241,8 @@ def _describe(job: SamplingJob, prompts: int, summary: Mapping[str, Any], speed:
 
 
 def _filter_again(job: SamplingJob, inputs: RunInputs, throughput: Throughput) -> None:
-    """Write the files anew by the present filters, without engines, where they are not there already."""
+    """Write the files anew by the present filters, without engines."""
     prompts = job.prompts(inputs)
-    summary, filters = read_json(job.folder / SUMMARY), job.settings.sample.filters
-    files = (job.folder / SAMPLES, checksum_file(job.folder / SAMPLES), job.folder / PASS_RATES)
-    speed = throughput.to_dict()
-    same = not any(map(is_path, filters))  # a user's file may have changed
-    same = (
-        same
-        and list(summary.get("filters", {}).items()) == list(filters.items())
-        and summary.get("prompts") == len(prompts)
-    )
-    if same and all(map(Path.is_file, files)):
-        print(f"{job.folder}: done before\n{_describe(job, len(prompts), summary, speed)}")
-        return
     with run_lock(job.folder):
         asked = {prompt: record for prompt, record in recorded_share(job.folder, 0, 1).items() if prompt < len(prompts)}
         if missing := len(prompts) - len(asked):

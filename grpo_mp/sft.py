@@ -34,6 +34,7 @@ from grpo_mp.trainer.loop import (
     is_due,
     make_guards,
     make_reporter,
+    note_skipped,
     save,
     save_last,
 )
@@ -45,12 +46,9 @@ from grpo_mp.trainer.sft_step import (
     held_out_losses,
     next_batch,
     sft_metrics,
-    skipped_file,
     supervised_update,
-    write_skipped,
 )
-from grpo_mp.trainer.skipped_updates import note_skipped
-from grpo_mp.trainer.step_logger import StepLogger, StepRecord, disk_may_be_full
+from grpo_mp.trainer.step_logger import StepLogger, StepRecord
 from grpo_mp.utils.phases import Phase
 
 
@@ -130,13 +128,7 @@ def update_policy(ctx: SftContext, batch: SftBatch, step: int) -> tuple[UpdateRe
         if replicas_every and step % replicas_every == 0:
             check_replicas(ctx.policy, step)
         report, measured = supervised_update(ctx.policy, batch.packed)
-        skipped_in_a_row = 0
-        if report.skipped:
-            data, rank = ctx.inputs.train, ctx.parallel.rank
-            kept = skipped_file(ctx.settings.run.folder, step)
-            with disk_may_be_full(f"the rows of step {step}"):
-                write_skipped(kept, data, batch.indices, rank)
-            skipped_in_a_row = note_skipped(ctx, [report], step, kept)
+        skipped_in_a_row = note_skipped(ctx, [report], step)
     ctx.state = replace(
         ctx.state,
         step=step,

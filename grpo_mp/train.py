@@ -11,8 +11,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
     end_with_launcher()
 
-from grpo_mp.batching.critic_layout import critic_updates
-from grpo_mp.batching.step_batch import PackingSpec, StepBatch, UpdateBatches, assemble_step_batch, send_routed_experts
+from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch, send_routed_experts
 from grpo_mp.checkpoint.run_state import FINAL, METRICS, resumable_checkpoints
 from grpo_mp.config import Settings
 from grpo_mp.distributed.layout import model_shape
@@ -41,13 +40,13 @@ from grpo_mp.trainer.loop import (
     is_due,
     make_guards,
     make_reporter,
+    note_skipped,
     save,
     save_last,
 )
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step
 from grpo_mp.trainer.replica_check import check_replicas
-from grpo_mp.trainer.skipped_updates import keep_skipped, note_skipped_by_critic
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord, disk_may_be_full, sync_metrics
 from grpo_mp.trainer.update import critic_step, train_step, update_reference
 from grpo_mp.utils.phases import Phase
@@ -77,7 +76,7 @@ def train(ctx: TrainContext, reporter: Reporter) -> None:
         dump_rollouts(ctx, rollouts, step)
         batch = compute_advantages(ctx, rollouts, step)
         updates = compute_logprobs_and_values(ctx, batch)
-        critic_reports = update_critic(ctx, batch, updates, step)  # none without a critic
+        critic_reports = update_critic(ctx, updates, step)  # none without a critic
         reports = update_policy(ctx, rollouts, updates, step)
         synced = sync_weights(ctx, rollouts)
 
@@ -186,21 +185,17 @@ def send_experts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None
 def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> StepBatch:
     """Turn rewards into advantages, and bring samples to the ranks that train on them, packed in micro-batches."""
     weights, hidden_size = ctx.settings.reward.weights, ctx.policy.config.hidden_size
-    estimator, layers, critic = ctx.inputs.extensions.estimator, ctx.policy.moe_layers, None
-    if ctx.critic and ctx.critic.parallel is not ctx.parallel:
-        critic = PackingSpec(ctx.settings.for_critic(), ctx.critic.parallel, ctx.critic.config.hidden_size)
     with ctx.phases.phase(Phase.SCORE):
         return assemble_step_batch(
-            rollouts.groups,
-            rollouts.infos,
-            weights,
-            ctx.settings,
-            ctx.parallel,
-            hidden_size,
-            step,
-            estimator,
-            layers,
-            critic,
+            groups=rollouts.groups,
+            infos=rollouts.infos,
+            reward_weights=weights,
+            settings=ctx.settings,
+            parallel=ctx.parallel,
+            hidden_size=hidden_size,
+            step=step,
+            estimator=ctx.inputs.extensions.estimator,
+            moe_layers=ctx.policy.moe_layers,
         )
 
 
@@ -221,7 +216,7 @@ def compute_logprobs_and_values(ctx: TrainContext, batch: StepBatch) -> UpdateBa
         )
 
 
-def update_critic(ctx: TrainContext, batch: StepBatch, updates: UpdateBatches, step: int) -> list[UpdateReport]:
+def update_critic(ctx: TrainContext, updates: UpdateBatches, step: int) -> list[UpdateReport]:
     """Let the critic learn the step's returns."""
     if not (ctx.critic and ctx.settings.critic):
         return []
@@ -230,9 +225,8 @@ def update_critic(ctx: TrainContext, batch: StepBatch, updates: UpdateBatches, s
     with ctx.phases.phase(Phase.TRAIN, "critic"):
         if replicas_every and step % replicas_every == 0:
             check_replicas(ctx.critic, step)
-        updates = critic_updates(batch, updates, ctx.critic.parallel, ctx.parallel)
         reports = critic_step(ctx.critic, updates, ctx.settings.critic, ctx.settings.training.epochs)
-    ctx.state = replace(ctx.state, critic_skipped_in_a_row=note_skipped_by_critic(ctx, reports, step))
+    ctx.state = replace(ctx.state, critic_skipped_in_a_row=note_skipped(ctx, reports, step, "critic"))
     return reports
 
 
@@ -250,7 +244,7 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatc
         reports, adaptive_coefs = train_step(
             ctx.policy, () if warms_up else updates, algorithm, epochs, ctx.state.adaptive_coefs, policy_loss
         )
-        skipped_in_a_row = keep_skipped(ctx, rollouts, reports, step)
+        skipped_in_a_row = note_skipped(ctx, reports, step)
         updated = update_reference(ctx.policy.reference, algorithm.kl, step)
     state = rollouts.state  # cursor and curriculum are those that the rollouts left
     ctx.state = replace(

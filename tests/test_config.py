@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from grpo_mp import platform
 from grpo_mp.config import Settings, check_settings, dump_settings, load_settings, show_settings
 from grpo_mp.config.data_sections import EvalSetConfig
-from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
 from grpo_mp.utils.errors import UserError, exit_with
 from grpo_mp.utils.section import Section, parse_bytes
 from tests.minimal_settings import MINIMAL_SETTINGS
@@ -161,10 +160,6 @@ def test_settings_do_not_change(file: Path) -> None:
         (
             {"reward": {"answer": 1, "overlong": {"weight": 1, "buffer_tokens": 32}}},
             "here: reward.overlong.buffer_tokens=32 is not below rollout.max_response_tokens=32: lower it",
-        ),
-        (
-            {"run": {"folder": "x", "steps": 3, "export_servers": {"urls": ["http://x"]}}},
-            "run.export_servers load the folders of run.export_every, which is 0",
         ),
         (
             {"reward": {"model": {"weight": 1}}},
@@ -322,29 +317,6 @@ def test_staleness_follows_from_the_schedule(schedule: str, staleness: int) -> N
     assert settings.shares_devices == (schedule == "colocated")
 
 
-@pytest.mark.parametrize("old", RENAMED)
-def test_an_old_name_is_refused_with_the_new_one(file: Path, old: str) -> None:
-    with pytest.raises(UserError) as refused:
-        load_settings(file, [f"{old}=1"])
-    assert f"{file}: unknown setting {old}; it is {RENAMED[old]} now" in str(refused.value)
-    assert setting_exists(RENAMED[old])
-    assert not setting_exists(old)
-
-
-@pytest.mark.parametrize(("name", "old"), RENAMED_VALUES)
-def test_an_old_value_is_refused_with_the_new_one(file: Path, name: str, old: str) -> None:
-    new = RENAMED_VALUES[name, old]
-    with pytest.raises(UserError) as refused:
-        load_settings(file, [f"{name}={old}"])
-    assert str(refused.value) == f"{file}: {name}={old} has another name: it is {new} now"
-    load_settings(file, [f"{name}={new}"])
-
-
-def test_an_old_name_in_an_eval_set_is_refused_with_the_new_one(file: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.eval\.aime\.prompts; it is data\.eval\.NAME\.max_prompts now$"):
-        load_settings(file, ["data.eval={aime: {path: x.jsonl, prompts: 3}}"])
-
-
 def setting_exists(name: str) -> bool:
     """Say whether pydantic's JSON schema of the settings has a setting of that dotted name."""
     schema = Settings.model_json_schema()
@@ -355,23 +327,6 @@ def setting_exists(name: str) -> bool:
         sections = re.findall(r"'#/\$defs/(\w+)'", str(properties[key]))
         properties = schema["$defs"][sections[0]]["properties"] if sections else {}
     return True
-
-
-def test_all_old_names_of_a_file_are_named_at_once(file: Path) -> None:
-    old = {"algorithm": {"drift": {"kl": 0.1}, "kl": {"weight": 0.1}}, "optimizer": {"lr": 1, "epochs": 2}}
-    file.write_text(yaml.safe_dump(MINIMAL_SETTINGS | old))
-    with pytest.raises(UserError) as refused:
-        load_settings(file)
-    assert str(refused.value).replace(f"{file}: unknown setting ", "").split("; ") == [
-        "algorithm.kl.weight",
-        "it is algorithm.kl.coef now",
-        "algorithm.drift",
-        "it is algorithm.early_stop now",
-        "algorithm.drift.kl",
-        "it is algorithm.early_stop.max_kl now",
-        "optimizer.epochs",
-        "it is training.epochs now",
-    ]
 
 
 def test_every_setting_is_described() -> None:

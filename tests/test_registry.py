@@ -133,7 +133,6 @@ NAMING_MODULES = (
     "algorithms/presets.py",
     "algorithms/registries.py",
     "models/families.py",
-    "config/renamed.py",
 )
 CHOICES = ("preset", "policy_loss", "model_type", "family", "source", "metric")  # settings that name one
 DEFAULTS = {("algorithms/settings.py", "grpo"), ("algorithms/presets.py", "grpo")}

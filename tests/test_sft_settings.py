@@ -55,10 +55,6 @@ def settings_of(**sections: Any) -> SftSettings:
         ),
         ({"training": {"router_replay": "R3"}}, "training.router_replay=R3 belongs to RL"),
         ({"optimizer": {"offload": "host"}, "model": {"dtype": "float32"}}, "optimizer.offload=host needs"),
-        (
-            {"run": {"export_servers": {"urls": ["http://a"]}}},
-            "run.export_servers load the folders of run.export_every",
-        ),
     ],
 )
 def test_wrong_settings_are_one_sentence(sections: dict[str, Any], sentence: str) -> None:

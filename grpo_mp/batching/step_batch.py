@@ -32,23 +32,6 @@ UpdateBatches = list[list[MicroBatch]]
 
 
 @dataclass(frozen=True)
-class PackingSpec:
-    """What packs the samples of a step for one model: its settings, layout and size."""
-
-    settings: Settings  # of the model itself, see `Settings.for_critic`
-    parallel: Parallel  # of its layout
-    hidden_size: int
-
-
-@dataclass(frozen=True)
-class CriticBatch:
-    """This rank's micro-batches of each update in a layout of the critic's own: the same samples, divided anew."""
-
-    plan: tuple[UpdatePlan, ...]
-    updates: tuple[tuple[MicroBatch, ...], ...]
-
-
-@dataclass(frozen=True)
 class StepBatch:
     """Infos of all sequences of the step, and this rank's micro-batches of each update.
 
@@ -63,7 +46,6 @@ class StepBatch:
     updates: tuple[tuple[MicroBatch, ...], ...]
     unrouted_samples: int | None = None  # without the experts that routing replay R3 replays; None: no such replay
     sample_of: tuple[int, ...] = ()  # by sequence: which of the step's samples it is of
-    critic: CriticBatch | None = None  # None: the critic, if there is one, trains on the policy's micro-batches
 
 
 def assemble_step_batch(
@@ -76,13 +58,11 @@ def assemble_step_batch(
     step: int,
     estimator: AdvantageEstimator,
     moe_layers: Sequence[int] = (),
-    critic: PackingSpec | None = None,
 ) -> StepBatch:
     """Plan the updates, the same on every rank, and send each sample to the rank that trains on it.
 
     groups: of this rank's engine; infos: of the full step, the same on every rank; step: seeds the shuffle;
-    moe_layers: of this rank, for routing replay R3, which takes the experts out of `groups`; critic: where it has a
-    layout of its own, for which the same samples of each update are packed once more.
+    moe_layers: of this rank, for routing replay R3, which takes the experts out of `groups`.
     """
     of_samples = estimate_advantages(estimator, infos, settings.algorithm.advantage, reward_weights)
     learns = [not is_masked(info, settings) for info in infos]
@@ -91,8 +71,7 @@ def assemble_step_batch(
     in_loss = tuple(learns[i] for i in sample_of)
     advantages = _by_sequence(of_samples, [[part.response_tokens for part in info.sequences] for info in infos])
     step_samples = _StepSamples(infos, learns, advantages, step)
-    plan, updates = _pack(groups, step_samples, PackingSpec(settings, parallel, hidden_size))
-    critic_batch = CriticBatch(*_pack(groups, step_samples, critic)) if critic else None
+    plan, updates = _pack(groups, step_samples, settings, parallel, hidden_size)
     unrouted_samples = None
     if settings.training.router_replay == "R3":
         unrouted_samples = sum(not info.has_routed_experts for info in sequences)
@@ -101,7 +80,7 @@ def assemble_step_batch(
             tuple(replace(batch, routed_experts=experts) for batch, experts in zip(*pair, strict=True))
             for pair in zip(updates, routed, strict=True)
         )
-    return StepBatch(sequences, in_loss, tuple(advantages), plan, updates, unrouted_samples, sample_of, critic_batch)
+    return StepBatch(sequences, in_loss, tuple(advantages), plan, updates, unrouted_samples, sample_of)
 
 
 def is_masked(info: SampleInfo, settings: Settings) -> bool:
@@ -129,13 +108,13 @@ class _StepSamples:
 
 
 def _pack(
-    groups: list[SampleGroup], step: _StepSamples, model: PackingSpec
+    groups: list[SampleGroup], step: _StepSamples, settings: Settings, parallel: Parallel, hidden_size: int
 ) -> tuple[tuple[UpdatePlan, ...], tuple[tuple[MicroBatch, ...], ...]]:
-    """Plan the updates of one model, bring its samples to this rank, and pack its micro-batches of each update."""
-    infos, settings, parallel = step.infos, model.settings, model.parallel
+    """Plan the updates, send this rank its samples, and pack its micro-batches of each update."""
+    infos = step.infos
     sequences = tuple(sequence for info in infos for sequence in info.sequences)
     sample_of = tuple(i for i, info in enumerate(infos) for _ in info.sequences)
-    plan = _plan(sequences, infos, settings, parallel.dp_size, model.hidden_size, step.step)
+    plan = _plan(sequences, infos, settings, parallel.dp_size, hidden_size, step.step)
     keys_by_rank = {
         model_parallel_ranks(data, parallel.layout, parallel.world_size)[0]: [
             sequences[i].key for update in plan for i in update.samples_of(data)

@@ -20,7 +20,6 @@ MANIFEST = "manifest.json"
 SETTINGS = "settings.yaml"
 FINAL = "final"  # the exported Hugging Face folder
 ROLLOUTS = "rollouts"  # what was generated since the last checkpoints
-EVALUATIONS = "eval"  # folder in it of what is recorded of evaluations, by set
 FALLBACKS = 2  # checkpoints whose rollouts are kept: a resume may pass over a damaged one
 CHECKPOINTS = "checkpoints"
 MODEL = "config.json"
@@ -178,7 +177,7 @@ def claim_run_folder(run_folder: Path, resolved: str) -> list[str]:
     """Write the settings and digests of the inputs into a folder that `check_run_folder` has passed.
 
     Returns a sentence for each changed setting. Removes rollouts of a start with other settings that never finished a
-    step, recorded answers to eval sets that have changed, and unfinished files of killed processes. One rank calls
+    step, and unfinished files of killed processes. One rank calls
     this, before any other writes there.
     """
     file, sentences = run_folder / SETTINGS, list[str]()
@@ -187,8 +186,6 @@ def claim_run_folder(run_folder: Path, resolved: str) -> list[str]:
         changes = settings_changes(old, new, run_folder)
         if not all(change.allowed for change in changes):
             shutil.rmtree(run_folder / ROLLOUTS, ignore_errors=True)
-        for name in {change.eval_set for change in changes} - {""}:
-            shutil.rmtree(run_folder / ROLLOUTS / EVALUATIONS / name, ignore_errors=True)
         if (run_folder / METRICS).exists():
             sentences = describe_changes(old, new, run_folder)
         shutil.rmtree(run_folder / PROCESSES, ignore_errors=True)  # of ranks that were killed

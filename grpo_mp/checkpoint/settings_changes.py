@@ -20,12 +20,11 @@ from grpo_mp.utils.reading import parse_yaml, read_json
 from grpo_mp.utils.redact import without_secrets
 
 INPUTS = "inputs.json"
-EVAL_SET = re.compile(r"data\.eval\.(.+)\.(?!path$)[^.]+")
 # Settings that may change at a resume: what ends a run and what it writes, where it computes, learning rate, time
 # limits, evaluation.
 CHANGEABLE = re.compile(
     r"run\.(steps|epochs|save_every|eval_every|resume|keep_checkpoints|max_failed_saves|async_save|piece_bytes|export\w*)"
-    r"|(layout|critic\.layout|engine|sync|monitor|sample|data\.eval)\..+|critic\.layout|data\.(eval|max_eval_\w+)"
+    r"|(layout|engine|sync|monitor|sample|data\.eval)\..+|data\.(eval|max_eval_\w+)"
     r"|training\.(max_tokens_per_microbatch|recompute|logprob_chunk_tokens|suspend_communicators)"
     r"|optimizer\.(lr|min_lr|warmup_updates|lr_schedule|offload|piece_bytes|skip_grad_norm|max_skipped_updates)"
     r"|rollout\.dump|reward\.judge\.cache|sft\.epochs|(\w+\.)+\w+_s"
@@ -48,12 +47,6 @@ class Change:
     def allowed(self) -> bool:
         """Return whether the run may resume with it."""
         return bool(CHANGEABLE.fullmatch(self.name))
-
-    @property
-    def eval_set(self) -> str:
-        """Return the eval set whose answers depend on the setting; "" for any other."""
-        match = EVAL_SET.fullmatch(self.name)
-        return match[1] if match else ""
 
 
 def settings_changes(old: Any, new: Any, run_folder: Path) -> list[Change]:

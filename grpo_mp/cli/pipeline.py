@@ -2,9 +2,9 @@
 
 FILE has `folder` and `stages`, each a run of grpo-mp train, sft or sample with a settings file, and settings laid over
 it; '{NAME}/final' is what the stage NAME ended with. The model that each stage ends with is scored as `evaluation`
-says. The same command goes on where an earlier one was stopped or killed. Before the first stage starts, all settings
-are checked, and that models, data and code are there or made by a stage before; --dry-run does this alone, and shows
-what would run. The exit status is 0 when all stages are done, 75 when the pipeline was stopped before, 2 when it is
+says. The same command resumes where an earlier one was stopped or killed. Before the first stage starts, all settings
+are checked, and that models and data are there or made by a stage before; --dry-run does this alone, and shows what
+would run. The exit status is 0 when all stages are done, 75 when the pipeline was stopped before, 2 when it is
 refused.
 """
 
@@ -32,7 +32,6 @@ def main(arguments: Sequence[str]) -> int:
 
     settings = load_pipeline(args.file, args.overrides)
     pipeline = Pipeline(settings, make_jobs(settings, args.file))
-    pipeline.check(args.ranks, starts=not args.dry_run)
     if args.dry_run:
         for job in pipeline.jobs:
             print(f"{pipeline.state(job):6} {job.name}: grpo-mp {shlex.join(job.arguments(args.ranks))}")

@@ -5,16 +5,15 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.models.families import MODEL_FAMILIES
 from grpo_mp.utils.section import Section
 
 
 class CriticConfig(Section):
-    """The value model of algorithm ppo, trained beside the policy on its ranks.
+    """The value model of algorithm ppo, trained beside the policy on its ranks and in its layout.
 
-    It may be of another family and size than the policy, and in another layout. Updates of a step, and all of
-    `optimizer` but the learning rate, are the policy's.
+    It may be of another family and size than the policy. Updates of a step, and all of `optimizer` but the learning
+    rate, are the policy's.
     """
 
     path: Path | None = Field(
@@ -26,15 +25,9 @@ class CriticConfig(Section):
     family: Annotated[str, AfterValidator(MODEL_FAMILIES.check_name)] | None = Field(
         None, description="as model.family, of the critic's folder; null: what model.family says"
     )
-    layout: LayoutConfig | None = Field(
-        None,
-        description="parallelism of the critic over the ranks that train, as `layout` is of the policy; null: the "
-        "policy's",
-    )
     megatron_args: dict[str, Any] = Field(
         {},
-        description="Megatron's fields over training.megatron_args, as they are to be for the critic; null takes one "
-        "away. With a layout of its own it has none of those that place the policy's layers on pipeline stages",
+        description="Megatron's fields that replace those of training.megatron_args for the critic; null removes one",
     )
     lr: float = Field(
         1e-5, gt=0, description="highest learning rate, on the schedule of optimizer (verl critic.optim.lr)"

@@ -4,7 +4,6 @@ Numbers may be written 1e-6 (text to YAML 1.1): pydantic reads numeric text as a
 Every section refuses unknown names and suggests the nearest known one.
 """
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
@@ -15,7 +14,6 @@ from pydantic import ValidationError
 from grpo_mp.algorithms.presets import with_preset
 from grpo_mp.config.other_trainers import translate
 from grpo_mp.config.pipeline_settings import PipelineSettings
-from grpo_mp.config.renamed import RENAMED, RENAMED_VALUES
 from grpo_mp.config.sections import DEFAULT_DTYPE
 from grpo_mp.config.settings import Settings
 from grpo_mp.config.sft_settings import SftSettings
@@ -26,7 +24,6 @@ from grpo_mp.utils.redact import without_secrets
 from grpo_mp.utils.section import Section, section_type
 
 SETS = (["data", "train"], ["data", "eval"])  # of sets by name
-EVAL_SET = re.compile(r"^data\.eval\.[^.]+\.")  # users name their sets
 
 SFT = "sft"  # the section that every file of supervised fine-tuning has, and no other
 STAGES = "stages"  # likewise of a pipeline
@@ -167,12 +164,7 @@ def _expand_shorthand(parents: list[str], section: str, value: Any) -> dict[str,
 def _format_error(root: type[Section], where: str, item: Any) -> str:
     section, names = _locate(root, item["loc"])
     name = shorten(".".join(names), 300)
-    if new := RENAMED_VALUES.get((name, str(item["input"]))):
-        return f"{where}: {name}={item['input']} has another name: it is {new} now"
     if item["type"] == "extra_forbidden":
-        written = {EVAL_SET.sub("data.eval.NAME.", old): old for old in _written_names(name, item["input"])}
-        if renamed := [(old, RENAMED[key]) for key, old in written.items() if key in RENAMED]:
-            return "; ".join(f"{where}: unknown setting {old}; it is {new} now" for old, new in renamed)
         foreign = dict.fromkeys(filter(None, map(translate, _written_names(name, item["input"]))))
         if foreign:
             return f"{where}: unknown setting {name}: {'; '.join(foreign)}"

@@ -19,16 +19,6 @@ DecayRate = Annotated[float, Field(ge=0, lt=1)]
 RolloutName = Annotated[str, AfterValidator(ROLLOUT_FUNCTIONS.check_name)]
 
 
-class ExportServers(Section):
-    """SGLang servers beside the job, started with the policy's architecture, that load each of run.export_every."""
-
-    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/:\s]")], ...] = Field(
-        min_length=1, description="their addresses, without /v1; they see run.folder at the same path"
-    )
-    api_key_env: str | None = Field(None, description="environment variable that holds their API key; null: none")
-    timeout_s: float = Field(300.0, gt=0, description="time limit of one server's update, in seconds")
-
-
 class RunConfig(Section):
     """The run: its folder, length, checkpoints and evaluations."""
 
@@ -72,11 +62,6 @@ class RunConfig(Section):
         0, ge=0, description="steps between Hugging Face folders, exports/step_N, while the run goes on; 0: none"
     )
     export_fp8: bool = Field(False, description="write exported matrices in blockwise FP8, as DeepSeek releases them")
-    export_servers: ExportServers | None = Field(
-        None,
-        description="SGLang servers that load each export of export_every, such as opponents that are an older version "
-        "of the policy; one that does not is named in a warning, and keeps what it has; null: none",
-    )
 
     @model_validator(mode="after")
     def _check_length(self) -> "RunConfig":
@@ -88,14 +73,6 @@ class RunConfig(Section):
     def length(self) -> str:
         """Return how long the run is, in words."""
         return f"{self.steps} steps" if self.steps else f"{self.epochs:g} epochs"
-
-    @model_validator(mode="after")
-    def _check_export_servers(self) -> "RunConfig":
-        if self.export_servers and not self.export_every:
-            raise ValueError(
-                "run.export_servers load the folders of run.export_every, which is 0: set it, or leave out"
-            )
-        return self
 
     _parse_unit = field_validator("piece_bytes", mode="before")(as_bytes)
 
@@ -358,8 +335,7 @@ class OptimizerConfig(Section):
     max_skipped_updates: int = Field(
         3,
         ge=0,
-        description="skipped updates in a row, of the policy or of a critic, after which the run stops; the samples of "
-        "each step that has one of the policy are kept in RUN/rollouts_dump; 0: never",
+        description="skipped updates in a row, of the policy or of a critic, after which the run stops; 0: never",
     )
     offload: Literal["none", "step", "host"] = Field(
         "step",

@@ -6,10 +6,9 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from grpo_mp.algorithms.registries import needs_correctness
-from grpo_mp.algorithms.settings import AlgorithmConfig, needs_old_logprobs
+from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig, needs_old_logprobs
 from grpo_mp.config.critic_section import CriticConfig
 from grpo_mp.config.data_sections import DataConfig, EvalSetConfig
-from grpo_mp.config.megatron_fields import PLACEMENT_FIELDS
 from grpo_mp.config.monitor_section import MonitorConfig
 from grpo_mp.config.sample_section import SampleConfig
 from grpo_mp.config.sections import (
@@ -102,10 +101,6 @@ class Settings(Section):
             request: self.engine.request_timeout_s,
             phase: self.monitor.phase_timeout_s,
         }
-        if self.run.export_servers:
-            limits["run.export_servers.timeout_s"] = self.run.export_servers.timeout_s * len(
-                self.run.export_servers.urls
-            )
         if self.rollout.rollout_function:
             limits["rollout.limits.episode_s"] = self.rollout.limits.episode_s
         if self.reward.judge:
@@ -149,12 +144,7 @@ class Settings(Section):
         if critic and self.model.trains_mtp and "pipeline_model_parallel_layout" in critic.training.megatron_args:
             raise ValueError(
                 "training.megatron_args.pipeline_model_parallel_layout places a multi-token-prediction layer, which a "
-                "critic lacks: leave it out, or set mtp_loss_scaling_factor=0, or a critic.layout"
-            )
-        if critic and critic.training.share_prompts and critic.layout.context > 1:
-            raise ValueError(
-                "training.share_prompts does not work with context parallelism "
-                f"(critic.layout.context={critic.layout.context}): set share_prompts=false, or critic.layout.context=1"
+                "critic lacks: leave it out, or set mtp_loss_scaling_factor=0"
             )
         if self.critic and self.model.lora:
             raise ValueError(
@@ -407,21 +397,37 @@ class Settings(Section):
             "family": family,
             "mtp_loss_scaling_factor": 0.0,
         }
-        megatron = {
-            name: value
-            for name, value in self.training.megatron_args.items()
-            if self.critic.layout is None or name not in PLACEMENT_FIELDS
-        } | self.critic.megatron_args
+        megatron = self.training.megatron_args | self.critic.megatron_args
         megatron = {name: value for name, value in megatron.items() if value is not None}
         return self.model_copy(
             update={
                 "model": self.model.model_copy(update=model | {"lora": None}),
-                "layout": self.critic.layout or self.layout,
                 "optimizer": self.optimizer.model_copy(update={"lr": self.critic.lr}),
                 "training": self.training.model_copy(update={"router_replay": "none", "megatron_args": megatron}),
                 "critic": None,
             }
         )
+
+    def without_training(self) -> "Settings":
+        """Return the settings of a job that only generates: all ranks host engines, nothing beside the policy."""
+        updates = {
+            "schedule": "colocated",
+            "engine": self.engine.model_copy(update={"ranks": 0}),
+            "rollout": self.rollout.model_copy(update={"max_staleness": 0}),
+            "critic": None,
+            "algorithm": self.algorithm.model_copy(update={"kl": KLConfig()}),
+            "training": self.training.model_copy(update={"router_replay": "none"}),
+        }
+        return self.model_copy(update=updates)
+
+    def for_sampling(self) -> "Settings":
+        """Return the settings with which `grpo-mp sample` answers the train prompts."""
+        settings = self.without_training()
+        updates = {
+            "data": settings.data.model_copy(update={"eval": {}}),
+            "engine": settings.engine.model_copy(update={"deterministic": self.sample.deterministic}),
+        }
+        return settings.model_copy(update=updates)
 
     def with_steps(self, prompts: int) -> "Settings":
         """Return the settings with the steps that `run.epochs` of `prompts` means, unless they say steps."""

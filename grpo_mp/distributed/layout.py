@@ -79,6 +79,11 @@ def sets_pipeline_layout(megatron: Mapping[str, Any]) -> bool:
     return not PLACEMENT_FIELDS.isdisjoint(megatron)
 
 
+def critic_layout(layout: LayoutConfig, model: ModelShape) -> LayoutConfig:
+    """Return the policy's layout for its critic, which may have no experts to divide."""
+    return layout if model.num_experts else layout.model_copy(update={"expert": 1, "expert_tensor": 1})
+
+
 def check_stages(layout: LayoutConfig, count: int) -> None:
     """Raise UserError where a layout of so many stages is not one of this pipeline with its virtual stages."""
     virtual = count // layout.pipeline

@@ -21,13 +21,13 @@ FIRST_NCCL = (2, 29, 7)  # with ncclCommSuspend
 class NcclMemory:
     """Suspends and resumes communicators."""
 
-    def __init__(self, *layouts: LayoutConfig) -> None:
-        """Take the layouts of policy and critic: with a virtual pipeline the communicators of stages stay as they are.
+    def __init__(self, layout: LayoutConfig) -> None:
+        """Prepare for a layout: with a virtual pipeline the communicators of stages stay as they are.
 
         Stages then send pair by pair, each pair with a communicator of its own, in one group. To suspend one is to wait
         for the other rank; torch goes through them in an order that may differ by rank.
         """
-        self._left_out = {PIPELINE} if any(layout.virtual_pipeline for layout in layouts) else set()
+        self._left_out = {PIPELINE} if layout.virtual_pipeline else set()
         self._suspended: list[Any] = []
 
     def move(self, onload: bool) -> None:

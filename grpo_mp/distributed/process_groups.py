@@ -3,7 +3,7 @@
 import datetime
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -16,7 +16,6 @@ from torch.distributed import distributed_c10d
 from grpo_mp import platform
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates, coordinates, data_parallel_size, model_parallel_ranks
-from grpo_mp.distributed.megatron_groups import MegatronGroups, groups_set_aside
 from grpo_mp.distributed.ports import claim_ports
 from grpo_mp.distributed.rendezvous import rendezvous
 
@@ -54,11 +53,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Hold the coordinates of a rank that trains in one layout, and its process groups.
-
-    A job may have another for the critic. Megatron uses the groups of the one that was made first, but inside `in_use`
-    of another.
-    """
+    """The coordinates of a rank that trains, and its process groups beside those in Megatron's parallel_state."""
 
     layout: LayoutConfig
     rank: int
@@ -68,11 +63,6 @@ class Parallel:
     replica: dist.ProcessGroup  # gloo group of the ranks that train on the same samples
     cpu_group: dist.ProcessGroup  # gloo group of all ranks that train
     job: Job
-    megatron: MegatronGroups  # those that Megatron makes
-
-    def in_use(self) -> AbstractContextManager[None]:
-        """Let Megatron use the groups of this layout inside."""
-        return self.megatron.in_use()
 
     @property
     def replica_source(self) -> int:
@@ -149,19 +139,14 @@ def _join_group(
 
 
 def make_parallel(job: Job, layout: LayoutConfig, seed: int, timeout_s: float) -> Parallel:
-    """Create the process groups of a layout over the ranks that train; each of them must call this.
-
-    Megatron uses the first that a job makes, and those of a second layout inside their `in_use`.
-    """
+    """Create the process groups of a layout over the ranks that train; each of them must call this."""
     timeout = datetime.timedelta(seconds=timeout_s)
-    with groups_set_aside():
-        parallel_state.initialize_model_parallel(
-            **megatron_sizes(layout),
-            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
-            create_gloo_process_groups=True,
-        )
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        megatron = MegatronGroups()
+    parallel_state.initialize_model_parallel(
+        **megatron_sizes(layout),
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        create_gloo_process_groups=True,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dp_size = data_parallel_size(layout, world_size)
     replica_groups = [
@@ -178,7 +163,6 @@ def make_parallel(job: Job, layout: LayoutConfig, seed: int, timeout_s: float) -
         replica=replica_groups[coords.data],
         cpu_group=dist.new_group(backend="gloo", timeout=timeout) if job.engine_ranks else job.group,
         job=job,
-        megatron=megatron,
     )
 
 
@@ -211,17 +195,14 @@ def sum_over_context(values: torch.Tensor, parallel: Parallel) -> torch.Tensor:
     if parallel.layout.context == 1:
         return values
     total = values.to(platform.device())
-    with parallel.in_use():
-        group = parallel_state.get_context_parallel_group()
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
     return total.to(values.device)
 
 
-def replica_groups(parallel: Parallel) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def replica_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return the device groups of the ranks that hold the same dense weights as this one, and the same experts."""
-    with parallel.in_use():
-        dense: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        experts: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
+    dense: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    experts: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
     return dense, experts
 
 

@@ -9,8 +9,7 @@ from rich.console import Console
 
 from grpo_mp.config import PipelineSettings, Settings, SftSettings
 from grpo_mp.models.hf_config import HfConfig, check_positions
-from grpo_mp.pipeline.inputs import check_made, find_maker, load_job_settings, model_folders
-from grpo_mp.pipeline.stages import EVALUATE, MODEL, StageJob, make_jobs
+from grpo_mp.pipeline.stages import EVALUATE, MODEL, StageJob, find_maker, load_job_settings, make_jobs, model_folders
 from grpo_mp.planner.clusters import Cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase
@@ -21,7 +20,6 @@ from grpo_mp.planner.plan import check_engines_fit, check_fits, make_plan
 from grpo_mp.planner.sft import make_sft_plan, sft_job
 from grpo_mp.planner.show import table_of
 from grpo_mp.policy.parameter_bytes import bytes_per_parameter
-from grpo_mp.trainer.sampling.settings import sampling_settings
 from grpo_mp.utils.errors import UserError
 
 COLUMNS = ("stage", "command", "fits", "steps", "s a step", "hours", "GPU hours")
@@ -72,7 +70,6 @@ def plan_pipeline(settings: PipelineSettings, file: Path, machines: Machines) ->
     for number, job in enumerate(stages):
         try:
             loaded[job.name] = load_job_settings(job)
-            check_made(job, stages[:number], loaded)
             coming = _coming_models(job, loaded[job.name], stages[:number], made)
             begins = coming.get(loaded[job.name].model.path)
             hf = begins.hf if begins else find_config(loaded[job.name].model.path)[0]
@@ -103,7 +100,7 @@ def _coming_models(
 ) -> dict[Path, ComingModel]:
     """Return by folder the models that a stage takes of former ones; `made`: what each of those ends with."""
     found = dict[Path, ComingModel]()
-    for setting, path in model_folders(job.command, settings).items():
+    for setting, path in model_folders(job, settings).items():
         if not (maker := find_maker(path, former)):
             continue
         stage, rest = maker
@@ -136,7 +133,7 @@ def _plan_stage(
     lengths = "rollout.max_prompt_tokens + rollout.max_response_tokens"
     check_positions(hf, settings.rollout.max_sequence_tokens, lengths)
     samples = stage_job.command == "sample"
-    settings = sampling_settings(settings) if samples else settings
+    settings = settings.for_sampling() if samples else settings
     job = make_job(
         settings,
         hf,

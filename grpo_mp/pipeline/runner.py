@@ -1,155 +1,89 @@
-"""Run the jobs of a pipeline one after another, and go on where an earlier start ended."""
+"""Run the jobs of a pipeline one after another, and resume where an earlier start ended."""
 
-import fcntl
-import multiprocessing
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.config import PipelineSettings, Settings, SftSettings
-from grpo_mp.models.folder_digest import model_digest
-from grpo_mp.pipeline.inputs import StageInputs, check_made, load_job_settings, read_inputs, read_tree, texts_in
-from grpo_mp.pipeline.stages import Record, StageJob, check_inputs, check_records, digests, present_records
+from grpo_mp.checkpoint.run_lock import run_lock
+from grpo_mp.config import PipelineSettings
+from grpo_mp.pipeline.stages import StageJob, check_jobs
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.files import file_digest, write_json
+from grpo_mp.utils.files import write_json
 from grpo_mp.utils.processes import PR_SET_PDEATHSIG, prctl
-from grpo_mp.utils.reading import read_json, read_text
-from grpo_mp.utils.user_code import file_digests
+from grpo_mp.utils.reading import read_json
 
-RECORDS, LOCK = "pipeline.json", "pipeline.lock"
-STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # which let a run save and end
-
-
-def check_jobs(jobs: Sequence[StageJob]) -> dict[Path, str]:
-    """Check the settings of every job, and return the content of their files. Raises UserError."""
-    texts, settings = dict[Path, str](), dict[str, Settings | SftSettings]()
-    for number, job in enumerate(jobs):
-        texts[job.config] = read_text(job.config)
-        try:
-            settings[job.name] = load_job_settings(job)
-            check_made(job, jobs[:number], settings)
-        except UserError as error:
-            raise UserError(f"stage {job.name}: {error}") from error
-        if job.command in ("train", "sft") and not settings[job.name].run.export:
-            raise UserError(f"stage {job.name}: run.export=false leaves no model for the next stage: leave it out")
-    return texts
+RECORDS = "pipeline.json"
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the same command resumes
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # a run saves and ends at these
 
 
-def check_ahead(inputs: Sequence[StageInputs], ranks: int | None, starts: bool) -> None:
-    """Check stages as their commands do, in a process that takes with it what it imports, users' code too.
+@dataclass(frozen=True)
+class Record:
+    """A job that was begun: its settings, whether it is done, and the seconds that it took."""
 
-    `starts`: they are to run on this machine. Raises UserError, with the stage's name, for one that cannot run.
-    """
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_parent) as pool:
-        try:
-            pool.submit(_check_stages, inputs, ranks, starts).result()
-        except BrokenProcessPool as error:
-            raise UserError("what checks the stages was killed, and nothing has started: start again") from error
-
-
-def _end_with_parent() -> None:
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a trace
-
-
-def _check_stages(inputs: Sequence[StageInputs], ranks: int | None, starts: bool) -> None:
-    from grpo_mp.pipeline.preflight import check_stages, job_size  # torch and what users wrote
-    from grpo_mp.utils.log import log_to_terminal
-
-    log_to_terminal()
-    check_stages(inputs, job_size(ranks, starts))
-
-
-def input_digests(job: StageJob) -> dict[str, str]:
-    """Return the digests of what a job reads and that is there: files of data and code, and models, by path."""
-    tree = read_tree(job, load_job_settings(job), {"run": True, "monitor": True})
-    found = file_digests(tree)
-    for text in {*texts_in(tree), *job.options}:
-        if os.path.isfile(text):
-            found[text] = file_digest(Path(text))
-        elif os.path.isfile(os.path.join(text, "config.json")):
-            found[text] = model_digest(Path(text))
-    return dict(sorted(found.items()))
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    done: bool = False
+    seconds: float = 0.0
 
 
 class Pipeline:
-    """The jobs with what is known of each, which is kept in a file of the pipeline's folder."""
+    """The jobs, and a record of each, which is kept in a file of the pipeline's folder."""
 
     def __init__(self, settings: PipelineSettings, jobs: Sequence[StageJob]) -> None:
-        """Read what was done before. Raises UserError for jobs that were begun with other settings."""
+        """Check the jobs and read what was done before; a job that was begun with other settings is a UserError."""
         self.settings, self.jobs = settings, jobs
-        self._digests = digests(jobs, check_jobs(jobs))
         self._file = settings.folder / RECORDS
-        self.records = present_records(jobs, read_records(self._file)) if self._file.exists() else {}
-        check_records(jobs, self._digests, self.records)
+        self.records = read_records(self._file) if self._file.exists() else {}
+        check_jobs([job for job in jobs if self.state(job) != "done"])
         for job in jobs:
-            if job.name in self.records:
-                check_inputs(job, self.records[job.name], input_digests(job))
+            record = self.records.get(job.name)
+            if record and job.folder.exists() and record.settings != dict(job.settings):
+                changed = next(
+                    name
+                    for name in {**record.settings, **job.settings}
+                    if record.settings.get(name) != job.settings.get(name)
+                )
+                raise UserError(
+                    f"stage {job.name} was {self.state(job)} with {changed}={record.settings.get(changed)!r}: take "
+                    f"that, or another folder, or remove {job.folder}"
+                )
 
     def state(self, job: StageJob) -> str:
-        """Return how far a job is, in a word."""
-        record = self.records.get(job.name)
-        return "to do" if record is None else "done" if record.done and job.result.exists() else "begun"
-
-    def check(self, ranks: int | None, starts: bool) -> None:
-        """Check what is not done, see `check_ahead`, before anything starts. Raises UserError."""
-        done = {job.name for job in self.jobs if self.state(job) == "done"}
-        if inputs := read_inputs(self.jobs, done):
-            check_ahead(inputs, ranks, starts)
+        """Return the job's state: done, begun or to do. A job after one that is not done is not done either."""
+        former = self.jobs[: self.jobs.index(job) + 1]
+        records = [self.records.get(one.name) for one in former if one.result.exists()]
+        if len(records) == len(former) and all(record and record.done for record in records):
+            return "done"
+        return "begun" if job.name in self.records and job.folder.exists() else "to do"
 
     def run(self, ranks: int | None) -> int:
-        """Run what is not done; return the exit status: 0 when all is, STOPPED, or that of the first job that fails.
-
-        Raises UserError where another process runs them.
-        """
-        with self._locked():
-            return self._run_jobs(ranks)
-
-    def _run_jobs(self, ranks: int | None) -> int:
-        for job in self.jobs:
-            record = self.records.get(job.name) or Record(self._digests[job.name], job.settings)
-            inputs = input_digests(job)
-            check_inputs(job, record, inputs)  # a former job may have been done anew
-            if self.state(job) == "done":
-                continue
-            begun = replace(record, inputs={**inputs, **record.inputs}, done=False)
-            self._keep(job, begun)
-            print(f"pipeline: {job.name}", flush=True)
-            started = time.monotonic()
-            status, stopped = _run(job.arguments(ranks))
-            seconds = begun.seconds + time.monotonic() - started
-            done = status == 0 and not stopped and job.result.exists()
-            self._keep(job, replace(begun, done=done, seconds=round(seconds, 1)))
-            if not done:
-                how = "was stopped" if stopped or status == 0 else f"ended with status {status}"
-                print(f"pipeline: {job.name} {how}: the same command goes on with it", flush=True)
-                return STOPPED if stopped else status or STOPPED
+        """Run what is not done; return the exit status: 0 when all is, STOPPED, or that of the first job that fails."""
+        with run_lock(self.settings.folder, wait_s=0):
+            for job in self.jobs:
+                if self.state(job) != "done" and (status := self._run_job(job, ranks)):
+                    return status
         return 0
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Keep other processes from running the same jobs."""
-        self.settings.folder.mkdir(parents=True, exist_ok=True)
-        with (self.settings.folder / LOCK).open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UserError(
-                    f"{self.settings.folder}: another grpo-mp pipeline runs there: wait for it, or stop it"
-                ) from error
-            yield
+    def _run_job(self, job: StageJob, ranks: int | None) -> int:
+        before = self.records.get(job.name, Record()).seconds if job.folder.exists() else 0.0
+        self._keep(job, Record(dict(job.settings), seconds=before))
+        print(f"pipeline: {job.name}", flush=True)
+        started = time.monotonic()
+        status, stopped = _run(job.arguments(ranks))
+        done = status == 0 and not stopped and job.result.exists()
+        self._keep(job, Record(dict(job.settings), done, round(before + time.monotonic() - started, 1)))
+        if done:
+            return 0
+        how = "was stopped" if stopped or status == 0 else f"ended with status {status}"
+        print(f"pipeline: {job.name} {how}: the same command resumes it", flush=True)
+        return STOPPED if stopped else status or STOPPED
 
     def _keep(self, job: StageJob, record: Record) -> None:
         self.records[job.name] = record
@@ -157,10 +91,9 @@ class Pipeline:
 
 
 def read_records(file: Path) -> dict[str, Record]:
-    """Return what a pipeline's folder says of its jobs. Raises UserError for another file."""
-    tree = read_json(file)
+    """Return the records in a pipeline's folder, by job."""
     try:
-        return {name: Record(**values) for name, values in tree.items()}
+        return {name: Record(**values) for name, values in read_json(file).items()}
     except (AttributeError, TypeError) as error:
         raise UserError(f"{file}: it says nothing of stages ({error}): move it away") from error
 
@@ -168,7 +101,7 @@ def read_records(file: Path) -> dict[str, Record]:
 def _run(arguments: Sequence[str]) -> tuple[int, bool]:
     """Run grpo-mp with these arguments; return its status, and whether this process was told to stop meanwhile."""
     command = [sys.executable, "-m", "grpo_mp", *arguments]
-    ends_with_this = partial(prctl, PR_SET_PDEATHSIG, signal.SIGKILL)  # it would go on where nobody sees it
+    ends_with_this = partial(prctl, PR_SET_PDEATHSIG, signal.SIGKILL)  # no stage outlives a killed pipeline
     with subprocess.Popen(command, preexec_fn=ends_with_this) as process, _forwarding(process) as told:
         while True:
             try:
@@ -180,7 +113,7 @@ def _run(arguments: Sequence[str]) -> tuple[int, bool]:
 
 @contextmanager
 def _forwarding(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
-    """Pass the signals that stop a run on to a command; yield those that came."""
+    """Forward the signals that stop a run to a process; yield those that came."""
     told: list[int] = []
 
     def forward(number: int, _: Any) -> None:

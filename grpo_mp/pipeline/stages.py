@@ -1,45 +1,35 @@
-"""What the stages of a pipeline run, in which folders, and whether a folder is another's. Pure functions."""
+"""The commands that the stages of a pipeline run, and the check that each finds its models and data."""
 
-import difflib
-import hashlib
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_mp.config import PipelineSettings
+from grpo_mp.config import PipelineSettings, Settings, SftSettings, load_settings, load_sft_settings
+from grpo_mp.data.rows import SOURCE_BY_SUFFIX, source_of
 from grpo_mp.utils.errors import UserError, did_you_mean
 
 BASE = "base"  # name of the model before the first stage
 EVALUATE = "evaluate"  # folder of the scores, by stage
-REFERENCE = re.compile(r"\{(\s*[^{}/\s\"',:]+\s*)\}(?=/|$)")  # not JSON in a text
-STEP = r"step_[0-9]{6,}"
-MODEL = re.compile(rf"final|exports/{STEP}")  # what a run makes that a model is loaded from
-OF_RUN = re.compile(rf"((final|exports/{STEP})(_adapter)?|checkpoints/{STEP})(/.+)?")
-OF_SAMPLE = re.compile(r"samples\.parquet|pass_rates\.jsonl|groups(/.+)?")
-NAMES_OF_RUN = (
-    "final",
-    "final_adapter",
-    "exports/step_000010",
-    "exports/step_000010_adapter",
-    "checkpoints/step_000010",
-)
-MADE = {  # what later stages may take, and how it is written
-    "train": (OF_RUN, NAMES_OF_RUN),
-    "sft": (OF_RUN, NAMES_OF_RUN),
-    "sample": (OF_SAMPLE, ("samples.parquet", "pass_rates.jsonl", "groups")),
+REFERENCE = re.compile(r"\{\s*([^{}/\s\"',:]+)\s*\}(?=/|$)/?")  # not JSON in a text
+MODEL = re.compile(r"(final|exports/step_[0-9]{6,})/?")  # what a run makes that a model is loaded from
+MADE = {  # what later stages may take
+    **dict.fromkeys(("train", "sft"), re.compile(r"(final|exports/step_\d{6,}|checkpoints/step_\d{6,}).*")),
+    "sample": re.compile(r"samples\.parquet|pass_rates\.jsonl|groups"),
+}
+EXAMPLES = {
+    **dict.fromkeys(("train", "sft"), "final, exports/step_000010"),
+    "sample": "samples.parquet, pass_rates.jsonl",
 }
 RESULTS = {"train": "final/config.json", "sft": "final/config.json", "sample": "samples.parquet", EVALUATE: "eval.json"}
 
 
 @dataclass(frozen=True)
 class StageJob:
-    """One command of a pipeline: a stage, or the evaluation of a model.
-
-    `needs`: names of the stages that it takes something of; `settings`: those laid over the file's.
-    """
+    """One command of a pipeline: a stage, or the evaluation of the model of `stage`; `settings` override the file's."""
 
     name: str
     command: str
@@ -47,18 +37,12 @@ class StageJob:
     folder: Path
     settings: Mapping[str, Any]
     options: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-    stage: str = ""  # of an evaluation, whose model it scores
+    stage: str = ""
 
     @property
     def result(self) -> Path:
-        """Return the file that is there when the job is done."""
+        """Return the file that exists when the job is done."""
         return self.folder / RESULTS[self.command]
-
-    @property
-    def model(self) -> Path | None:
-        """Return the model that is named by an option; None: that of the settings."""
-        return Path(self.options[self.options.index("--model") + 1]) if "--model" in self.options else None
 
     @property
     def overrides(self) -> list[str]:
@@ -71,41 +55,23 @@ class StageJob:
         return [self.command, str(self.config), *size, *self.options, *self.overrides]
 
 
-@dataclass(frozen=True)
-class Record:
-    """What is known of a job that was begun: a digest of all that its settings file and stage say, and its settings.
-
-    `inputs`: digests of the data, code and model that it read, by path, when it was begun.
-    """
-
-    digest: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    done: bool = False
-    seconds: float = 0.0
-    inputs: Mapping[str, str] = field(default_factory=dict)
-
-
 def make_jobs(settings: PipelineSettings, file: Path) -> list[StageJob]:
-    """Return the jobs of a pipeline in the order in which they run; `file`: where it was read.
-
-    Raises UserError for a stage that takes what no stage before it makes.
-    """
+    """Return the jobs of a pipeline, read from `file`, in the order in which they run."""
     jobs, former = list[StageJob](), dict[str, StageJob]()
     if settings.base and settings.evaluation:
-        jobs.append(_evaluation(settings, file, BASE, settings.base, {}, former))
+        jobs.append(_evaluation(settings, file, BASE, settings.base, {}, former=former))
     for name, stage in settings.stages.items():
         where, folder = f"{file}: stages.{name}", settings.folder / name
-        found, needs = _resolve(dict(stage.settings), former, where, tuple(settings.stages))
-        reserved = {"run.folder"} & found.keys()
-        if reserved:
+        found = _resolve(dict(stage.settings), former, where)
+        if "run.folder" in found:
             raise UserError(f"{where}: run.folder is the stage's, {folder}: leave it out")
         is_run = stage.command != "sample"
         found |= {"run.folder": str(folder)} if is_run else {}
         options = () if is_run else ("--out", str(folder))
-        former[name] = StageJob(name, stage.command, file.parent / stage.config, folder, found, options, needs)
+        former[name] = StageJob(name, stage.command, file.parent / stage.config, folder, found, options)
         jobs.append(former[name])
         if settings.evaluation and is_run and stage.evaluation is not None:
-            jobs.append(_evaluation(settings, file, name, folder / "final", stage.evaluation, former))
+            jobs.append(_evaluation(settings, file, name, folder / "final", stage.evaluation, former=former))
     return jobs
 
 
@@ -114,140 +80,106 @@ def _evaluation(
     file: Path,
     name: str,
     model: Path,
-    more: Mapping[str, Any],
+    changes: Mapping[str, Any],
+    *,
     former: Mapping[str, StageJob],
 ) -> StageJob:
     assert settings.evaluation
     folder = settings.folder / EVALUATE / name
-    given = {**settings.evaluation.settings, **more}
-    resolved, taken = _resolve(given, former, f"{file}: evaluation of {name}", tuple(settings.stages))
-    found = {"run.folder": str(settings.folder / EVALUATE), **resolved}
+    given = {"run.folder": str(settings.folder / EVALUATE), **settings.evaluation.settings, **changes}
+    found = _resolve(given, former, f"{file}: evaluation of {name}")
     options = ("--model", str(model), "--out", str(folder))
-    needs = tuple(dict.fromkeys([*([] if name == BASE else [name]), *taken]))
     config = file.parent / settings.evaluation.config
-    return StageJob(f"{EVALUATE} {name}", EVALUATE, config, folder, found, options, needs, name)
+    return StageJob(f"{EVALUATE} {name}", EVALUATE, config, folder, found, options, name)
 
 
-def _resolve(
-    value: Any, former: Mapping[str, StageJob], where: str, stages: Sequence[str]
-) -> tuple[Any, tuple[str, ...]]:
-    """Return a value with the folders of the stages that its texts begin with, and the names of those.
-
-    `former`: the stages before it; `stages`: all there are. Raises UserError for one that no stage before it is, for
-    what that stage does not make, and where a stage is named elsewhere in a text.
-    """
-    needs: dict[str, None] = {}
-
-    def resolve(value: Any, path: str) -> Any:
-        if isinstance(value, dict):
-            return {key: resolve(inner, f"{path}.{key}" if path else str(key)) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [resolve(inner, path) for inner in value]
-        if not isinstance(value, str):
-            return value
-        stage, rest = _reference(value, former, f"{where}: {path} takes {value}", stages)
-        if stage is None:
-            return value
-        needs[stage.name] = None
-        return str(stage.folder / rest)
-
-    return resolve(value, ""), tuple(needs)
-
-
-def _reference(
-    text: str, former: Mapping[str, StageJob], takes: str, stages: Sequence[str]
-) -> tuple[StageJob | None, str]:
-    """Return the stage that a text begins with, and what it takes of it; None and nothing of one that takes none.
-
-    Raises UserError, which begins with `takes`, as `_resolve` does.
-    """
-    match = REFERENCE.match(text)
-    rest = text[match.end() if match else 0 :]
-    if inside := next((name for name in stages if re.search(rf"\{{\s*{re.escape(name)}\s*\}}", rest)), None):
-        raise UserError(
-            f"{takes}, in which {{{inside}}} stands for no folder: a path begins with it, as {{{inside}}}/final"
-        )
+def _resolve(value: Any, former: Mapping[str, StageJob], where: str) -> Any:
+    """Replace '{NAME}' at the beginning of every text by the folder of that stage, one of the `former`."""
+    if isinstance(value, dict):
+        return {key: _resolve(inner, former, f"{where}: {key}") for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_resolve(inner, former, where) for inner in value]
+    match = REFERENCE.match(value) if isinstance(value, str) else None
     if not match:
-        return None, ""
-    name = match[1].strip()
+        return value
+    name, rest = match[1], value[match.end() :]
     if name not in former:
         known = f"those are {', '.join(former)}" if former else "it is the first"
-        raise UserError(f"{takes}, and no stage before it is {name}{did_you_mean(name, former)}: {known}")
-    if name != match[1]:
-        raise UserError(f"{takes}, where the name of stage {name} has blanks: write {{{name}}}{rest}")
-    stage, rest = former[name], rest.strip("/")
-    made, names = MADE[stage.command]
-    if not made.fullmatch(rest) or ".." in rest.split("/"):
-        nearest = difflib.get_close_matches(rest, names, n=1, cutoff=0.0)[0] if rest else names[0]
+        raise UserError(f"{where} takes {value}, and no stage before it is {name}{did_you_mean(name, former)}: {known}")
+    command = former[name].command
+    if not MADE[command].fullmatch(rest) or ".." in rest.split("/"):
         raise UserError(
-            f"{takes}, which stage {name} ({stage.command}) does not make (did you mean {{{name}}}/{nearest}?): it "
-            f"makes {', '.join(names)}"
+            f"{where} takes {value}, which stage {name} ({command}) does not make: it makes {EXAMPLES[command]}"
         )
-    return stage, rest
+    return str(former[name].folder / rest)
 
 
-def digests(jobs: Sequence[StageJob], texts: Mapping[Path, str]) -> dict[str, str]:
-    """Return by job a digest of all that decides what it makes: its command, settings, file, and stages before it.
+def load_job_settings(job: StageJob) -> Settings | SftSettings:
+    """Return the settings that a job runs with."""
+    if job.command == "sft":
+        return load_sft_settings(job.config, job.overrides)
+    return load_settings(job.config, job.overrides, trains=job.command == "train")
 
-    `texts`: the content of the settings files.
-    """
-    found: dict[str, str] = {}
+
+def find_maker(path: str | Path, jobs: Sequence[StageJob]) -> tuple[StageJob, str] | None:
+    """Return the job in whose folder a path is, and the path in there; None of a path that is in none."""
+    absolute = Path(os.path.abspath(path))
     for job in jobs:
-        facts = [
-            *(job.command, job.options, sorted(job.settings.items()), texts[job.config]),
-            [found[name] for name in job.needs],
-        ]
-        found[job.name] = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]
+        folder = Path(os.path.abspath(job.folder))
+        if absolute.is_relative_to(folder):
+            return job, absolute.relative_to(folder).as_posix()
+    return None
+
+
+def model_folders(job: StageJob, settings: Settings | SftSettings) -> dict[str, Path]:
+    """Return the folders of the models that a job reads, by setting."""
+    if job.command == EVALUATE:
+        return {"model.path": Path(job.options[1])}
+    found = {"model.path": settings.model.path}
+    if job.command == "train" and isinstance(settings, Settings):
+        distillation = settings.algorithm.distillation
+        found |= {"critic.path": settings.critic.path} if settings.critic and settings.critic.path else {}
+        if distillation and distillation.teacher.folder:
+            found["algorithm.distillation.teacher.folder"] = distillation.teacher.folder
     return found
 
 
-def present_records(jobs: Sequence[StageJob], records: Mapping[str, Record]) -> dict[str, Record]:
-    """Return the records of jobs whose folders are there: what was removed is to be done anew.
+def check_jobs(jobs: Sequence[StageJob]) -> None:
+    """Raise UserError, which names the stage, for wrong settings, or models and data that are neither there nor made.
 
-    Raises UserError where something is left that was made of what was removed.
+    The rest of a stage's checks, which may take what former stages make, is its own command's.
     """
-    present = {job.name: records[job.name] for job in jobs if job.name in records and job.folder.exists()}
-    gone, left = dict[str, Path](), list[Path]()
-    for job in jobs:
-        if job.name in present and not gone.keys().isdisjoint(job.needs):
-            left.append(job.folder)
-        if job.name in records and (job.name not in present or job.folder in left):
-            gone[job.name] = job.folder
-    if left:
-        removed = next(folder for folder in gone.values() if folder not in left)
-        raise UserError(
-            f"{removed} was removed, and {', '.join(map(str, left))} follows from it: remove "
-            f"{'them' if len(left) > 1 else 'it'}, too, or take another folder"
-        )
-    return present
+    for number, job in enumerate(jobs):
+        try:
+            settings = load_job_settings(job)
+            if job.command in ("train", "sft") and not settings.run.export:
+                raise UserError("run.export=false leaves no model for the next stage: leave it out")
+            for setting, folder in model_folders(job, settings).items():
+                _check_model(setting, folder, jobs[:number])
+            for setting, path in _data_files(job, settings):
+                if not (find_maker(path, jobs[:number]) or os.path.exists(path)):
+                    raise UserError(f"{path}: no such file: set {setting} to an existing one")
+        except UserError as error:
+            raise UserError(f"stage {job.name}: {error}") from error
 
 
-def check_records(jobs: Sequence[StageJob], known: Mapping[str, str], records: Mapping[str, Record]) -> None:
-    """Raise UserError where a job was begun with other settings than those that it has now."""
-    for job in jobs:
-        record = records.get(job.name)
-        if record and record.digest != known[job.name]:
-            state = "done" if record.done else "begun"
-            raise UserError(
-                f"stage {job.name} was {state} with {_difference(record.settings, job)}: take these, or another "
-                f"folder, or remove {job.folder} and what follows from it"
-            )
+def _check_model(setting: str, folder: Path, former: Sequence[StageJob]) -> None:
+    if maker := find_maker(folder, former):
+        stage, rest = maker
+        if stage.command not in ("train", "sft") or not MODEL.fullmatch(rest):
+            raise UserError(f"{setting}={folder} is no model: stage {stage.name} ({stage.command}) makes none there")
+    elif not (folder / "config.json").is_file():
+        raise UserError(f"{setting}={folder}: {folder / 'config.json'} does not exist: download the model")
 
 
-def check_inputs(job: StageJob, record: Record, now: Mapping[str, str]) -> None:
-    """Raise UserError where a job was begun with other files than those that are there now; what is gone may be."""
-    before = record.inputs
-    if changed := next((path for path in before if path in now and before[path] != now[path]), None):
-        raise UserError(
-            f"stage {job.name} was {'done' if record.done else 'begun'} with another {changed}: put that back, or take "
-            f"another folder, or remove {job.folder} and what follows from it"
-        )
-
-
-def _difference(before: Mapping[str, Any], job: StageJob) -> str:
-    now = dict(job.settings)
-    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if not changed:
-        return f"another {job.config}, or after another stage"
-    name = changed[0]
-    return f"{name}={json.dumps(before[name])}" if name in before else f"no {name}"
+def _data_files(job: StageJob, settings: Settings | SftSettings) -> Iterator[tuple[str, str]]:
+    """Yield setting and path of the data files that a job reads; other sources are checked when it starts."""
+    data = settings.data
+    train = data.train if job.command != EVALUATE else {}
+    evals = data.eval if job.command != "sample" else {}
+    for setting, one in (
+        *((f"data.train.{name}.path", one) for name, one in train.items()),
+        *((f"data.eval.{name}.path", one) for name, one in evals.items()),
+    ):
+        if (one.source or data.source or source_of(one.path)) in SOURCE_BY_SUFFIX.values():
+            yield setting, one.path

@@ -13,7 +13,7 @@ from grpo_mp.batching.updates import padded_size, padding_multiple, plan_update
 from grpo_mp.config import CriticConfig, Settings
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import data_parallel_size
-from grpo_mp.distributed.layout import ModelShape, check_layout, model_shape, sets_pipeline_layout
+from grpo_mp.distributed.layout import ModelShape, check_layout, critic_layout, model_shape, sets_pipeline_layout
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import check_adapters
@@ -216,7 +216,7 @@ class PlannedJob:
 
     @cached_property
     def critic(self) -> "PlannedJob":
-        """Return the job of the critic alone, with its model and layout; a run without one would have the policy's.
+        """Return the job of the critic alone, with its model; a run without one would have the policy's.
 
         Raises UserError where its config.json is not found, or its layout does not fit.
         """
@@ -234,7 +234,8 @@ class PlannedJob:
             hf = replace(hf, family=own.model.family)
         hf = critic_config(hf)
         model, megatron = model_shape(hf), own.training.megatron_args
-        check_layout(own.layout, model, self.train_ranks, sets_pipeline_layout(megatron), "critic.layout")
+        own = own.model_copy(update={"layout": critic_layout(own.layout, model)})
+        check_layout(own.layout, model, self.train_ranks, sets_pipeline_layout(megatron), "critic: layout")
         stage_layers = layers_of_stages(model.num_layers, own.layout, megatron)
         counts = critic_parameter_counts(hf, own.layout, stage_layers)
         return replace(
@@ -248,19 +249,9 @@ class PlannedJob:
             per_parameter=bytes_per_parameter(own.model.dtype, megatron, own.optimizer.offload),
         )
 
-    def critic_stages(self, stage: int) -> range:
-        """Return the critic's stages that are on the ranks of a stage of the policy's."""
-        ranks, of_critic = (
-            self.train_ranks // pipeline
-            for pipeline in (self.settings.layout.pipeline, self.critic.settings.layout.pipeline)
-        )
-        return range(stage * ranks // of_critic, ((stage + 1) * ranks - 1) // of_critic + 1)
-
     def critic_count(self, stage: int) -> ParameterCount:
-        """Return the most that a rank of a stage of the policy's holds of the critic; nothing without one."""
-        if not self.has_critic:
-            return ZERO
-        return max((self.critic_counts[one] for one in self.critic_stages(stage)), key=lambda count: count.total)
+        """Return what a rank of a stage holds of the critic; nothing without one."""
+        return self.critic_counts[stage] if self.has_critic else ZERO
 
     @property
     def critic_counts(self) -> tuple[ParameterCount, ...]:

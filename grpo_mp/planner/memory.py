@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from grpo_mp.checkpoint.hf_writer import SHARD_BYTES
 from grpo_mp.config import Settings
-from grpo_mp.distributed.communicators import PIPELINE, WORLD, communicators
+from grpo_mp.distributed.communicators import PIPELINE, communicators
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.models.fp8 import AT_ONCE
@@ -195,12 +195,9 @@ def _beyond_the_policy(job: PlannedJob, stage: int, sub_phase: SubPhase, passes:
     """Return what passes of a critic hold beyond those of the policy, `passes`, which come before or after them."""
     if not job.has_critic:
         return {}
-    needs = {
-        SubPhase.LOGPROB: lambda one: forward_bytes(job.critic, one),
-        SubPhase.TRAIN: lambda one: activation_bytes(job.critic, one, 0.0),
-    }
-    most = max((needs[sub_phase](one) for one in job.critic_stages(stage)), default=0.0)
-    return {"critic activations": max(0.0, most - total_bytes(passes))}
+    is_training = sub_phase is SubPhase.TRAIN
+    needed = activation_bytes(job.critic, stage, 0.0) if is_training else forward_bytes(job.critic, stage)
+    return {"critic activations": max(0.0, needed - total_bytes(passes))}
 
 
 def _resident(job: PlannedJob, sub_phase: SubPhase) -> Residency:
@@ -242,14 +239,8 @@ def communicator_bytes(job: PlannedJob) -> tuple[float, float]:
     if not job.settings.shares_devices:
         in_use += OVERHEADS.communicator  # of all ranks of the job: to send weights
     groups = communicators(layout, job.train_ranks, bool(job.model.num_experts), job.has_copied_embedding)
-    layouts = [layout]
-    if job.has_critic and job.critic.settings.layout != layout:
-        layouts.append(job.critic.settings.layout)
-        experts = bool(job.critic.model.num_experts)
-        groups += tuple(one for one in communicators(layouts[1], job.train_ranks, experts, False) if one.group != WORLD)
     for group in groups:
-        # To the stages before and after; they are named alike in both layouts, and treated so.
-        in_pairs = group.group == PIPELINE and any(one.virtual_pipeline for one in layouts)
+        in_pairs = group.group == PIPELINE and layout.virtual_pipeline  # to the stages before and after
         size = OVERHEADS.communicator * (2 if in_pairs else 1)
         in_node = group.fits_in(job.gpus_per_node)
         in_use += size

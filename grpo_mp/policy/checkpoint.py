@@ -104,11 +104,6 @@ def write_indexes(written: Mapping[Path, list[WrittenChunks]]) -> None:
 
 def load_policy(policy: TrainedModel, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
     """Read weights, optimizer and learning-rate step of any layout, through `piece_bytes` of host memory."""
-    with policy.parallel.in_use():
-        _load_policy(policy, folder, piece_bytes)
-
-
-def _load_policy(policy: TrainedModel, folder: Path, piece_bytes: int) -> None:
     common = read_common(folder)
     read_chunks(local_weight_chunks(policy, policy.trained_tensors), folder, piece_bytes)
     saved, expected = common["main_weights"], _main_weight_format(policy)
@@ -157,7 +152,7 @@ def load_reference(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES)
 
 def _common(policy: TrainedModel) -> dict[str, Any]:
     """Return the state that is not a tensor: steps, learning rates and the format of the main weights."""
-    with policy.parallel.in_use(), state_dict_without_copies(policy.optimizer.chained_optimizers):
+    with state_dict_without_copies(policy.optimizer.chained_optimizers):
         states = [part.state_dict() for part in policy.optimizer.chained_optimizers]
     return {
         "optimizer_groups": [group for part in states for group in part["optimizer"]["param_groups"]],

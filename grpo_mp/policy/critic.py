@@ -1,4 +1,4 @@
-"""PPO's critic on one rank: a model of any family and size with a value head, in a layout of its own."""
+"""PPO's critic on one rank: a model of any family and size with a value head, in the policy's layout."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,8 +11,8 @@ from grpo_mp.algorithms.values import ValueLoss
 from grpo_mp.checkpoint.hf_reader import check_model
 from grpo_mp.checkpoint.torch_dist_reader import open_weights
 from grpo_mp.config import Settings
-from grpo_mp.config.sections import ModelConfig
-from grpo_mp.distributed.layout import check_layout, model_shape, sets_pipeline_layout
+from grpo_mp.config.sections import LayoutConfig, ModelConfig
+from grpo_mp.distributed.layout import check_layout, critic_layout, model_shape, sets_pipeline_layout
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.value_head import (
@@ -41,11 +41,13 @@ class Critic(TrainedModel):
     def __init__(self, settings: Settings, parallel: Parallel, load_weights: bool = True) -> None:
         """Build the model and load this rank's shards of the folder that `critic` names, else of the policy's.
 
-        `parallel`: of the critic's layout. The value head that a language model's folder lacks begins at zero. Without
-        `load_weights` all is zero: a checkpoint will bring it.
+        The value head that a language model's folder lacks begins at zero. Without `load_weights` all is zero: a
+        checkpoint will bring it.
         """
         settings = settings.for_critic()
         hf = critic_config(settings.model.read_config())
+        layout = critic_layout(settings.layout, model_shape(hf))
+        settings = settings.model_copy(update={"layout": layout})
         params = critic_params(hf)
 
         def load(tensors: dict[str, Tensor]) -> None:
@@ -87,9 +89,10 @@ def check_critic(settings: Settings, policy: HfConfig, world_size: int) -> None:
     stored = own.model.read_config()
     hf = critic_config(stored)
     _check_size(settings, hf, policy)
-    uneven = sets_pipeline_layout(own.training.megatron_args)
-    check_layout(own.layout, model_shape(hf), world_size, uneven, "critic.layout")
-    _check_megatron(settings, hf)
+    shape, uneven = model_shape(hf), sets_pipeline_layout(own.training.megatron_args)
+    layout = critic_layout(own.layout, shape)
+    check_layout(layout, shape, world_size, uneven, "critic: layout")
+    _check_megatron(settings, hf, layout)
     if settings.critic.path:
         _check_tensors(own.model, stored, f"critic.path={settings.critic.path}")
 
@@ -110,7 +113,7 @@ def _check_size(settings: Settings, hf: HfConfig, policy: HfConfig) -> None:
         )
 
 
-def _check_megatron(settings: Settings, hf: HfConfig) -> None:
+def _check_megatron(settings: Settings, hf: HfConfig, layout: LayoutConfig) -> None:
     """Check that Megatron takes the critic's model, layout and fields."""
     assert settings.critic
     own, fields = settings.for_critic(), settings.critic.megatron_args
@@ -121,10 +124,10 @@ def _check_megatron(settings: Settings, hf: HfConfig) -> None:
             )
     check_overrides(own.training.megatron_args)
     try:
-        transformer_config(own.layout, own.training, own.model.dtype, hf)
+        transformer_config(layout, own.training, own.model.dtype, hf)
     except UserError as error:
         raise UserError(f"critic: {error}; critic.megatron_args changes a field for the critic alone") from error
-    check_fp8(own.training, own.model.dtype, own.layout, critic_params(hf).values(), platform.compute_capability())
+    check_fp8(own.training, own.model.dtype, layout, critic_params(hf).values(), platform.compute_capability())
 
 
 def _check_tensors(model: ModelConfig, stored: HfConfig, where: str) -> None:

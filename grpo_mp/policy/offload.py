@@ -171,8 +171,7 @@ class PolicyOffloader:
         if onload:
             platform.free_device_memory()  # the allocator's cache would count as taken
             self._wait_for_memory(part)
-        with self._policy.parallel.in_use():
-            self._parts[part](onload)
+        self._parts[part](onload)
         platform.synchronize()
         if not onload:
             platform.free_device_memory()

@@ -64,19 +64,18 @@ class TrainedModel:
         """
         self.parallel, self.hf, self.params = parallel, hf, params
         dtype, megatron_args = settings.model.dtype, settings.training.megatron_args
-        with parallel.in_use():
-            self.config = transformer_config(settings.layout, settings.training, dtype, hf)
-            models = build_chunks(
-                self.config, hf, settings.training, settings.temperature, settings.model.fp32_head, model_class
-            )
-            self._add_adapters(models)
-            self.chunks = wrap_for_training(settings.layout, megatron_args, self.config, models)
-            self.tensors = local_tensors(models, params, parallel.coords, settings.layout.expert)
-            load(self.tensors)
-            self._mark_tensor_parallel()
-            self.optimizer, self.lr_scheduler = build_optimizer(
-                settings.optimizer, dtype, megatron_args, settings.total_updates, self.chunks
-            )
+        self.config = transformer_config(settings.layout, settings.training, dtype, hf)
+        models = build_chunks(
+            self.config, hf, settings.training, settings.temperature, settings.model.fp32_head, model_class
+        )
+        self._add_adapters(models)
+        self.chunks = wrap_for_training(settings.layout, megatron_args, self.config, models)
+        self.tensors = local_tensors(models, params, parallel.coords, settings.layout.expert)
+        load(self.tensors)
+        self._mark_tensor_parallel()
+        self.optimizer, self.lr_scheduler = build_optimizer(
+            settings.optimizer, dtype, megatron_args, settings.total_updates, self.chunks
+        )
         self.padding_multiple = padding_multiple(settings.layout, settings.training)
         self._skip_grad_norm = settings.optimizer.skip_grad_norm or math.inf
 
@@ -94,26 +93,23 @@ class TrainedModel:
         return self.tensors
 
     def _outputs(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
-        with self.parallel.in_use():
-            return forward_only(self.chunks, microbatches, self.replay)
+        return forward_only(self.chunks, microbatches, self.replay)
 
     def _gradients(self, microbatches: Sequence[MicroBatch], loss: OutputLoss) -> list[Any]:
         """Compute the gradient of the summed loss over all ranks into the gradient buffers."""
-        with self.parallel.in_use():
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
-            return forward_backward(self.chunks, microbatches, loss, self.replay)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return forward_backward(self.chunks, microbatches, loss, self.replay)
 
     def _step(self, losses: list[Any]) -> UpdateReport:
         """Do one optimizer update; skip it, and report so, where the gradient is not finite or too large."""
         lr = self.optimizer.param_groups[0]["lr"]
-        with self.parallel.in_use():
-            self.optimizer.prepare_grads()
-            grad_norm = float(self.optimizer.get_grad_norm())  # over the job: all ranks skip, or none
-            skipped = not (math.isfinite(grad_norm) and grad_norm <= self._skip_grad_norm)
-            if not skipped:
-                self.optimizer.step()
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())  # over the job: all ranks skip, or none
+        skipped = not (math.isfinite(grad_norm) and grad_norm <= self._skip_grad_norm)
+        if not skipped:
+            self.optimizer.step()
         self.lr_scheduler.step(1)
         return UpdateReport(losses, grad_norm, lr, skipped, self._bad_gradients() if skipped else ())
 

@@ -12,14 +12,13 @@ import pickle
 import shutil
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
 
-from grpo_mp.batching.routed_experts import experts_of_group, with_experts
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.groups import EndedGroup, PausedGroup
 from grpo_mp.utils.errors import one_line
@@ -194,27 +193,6 @@ def load(record: Record, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | Non
     groups = [part[0] for part in parts if part] + [loaded[0]]
     samples = {sample.index: sample for group in groups for sample in group.samples}
     return replace(loaded[0], samples=tuple(sample for _, sample in sorted(samples.items()))), loaded[1]
-
-
-def with_recorded_experts(groups: Sequence[SampleGroup], folder: Path, steps: Iterable[int]) -> list[SampleGroup]:
-    """Return finished groups with the experts that any rank has recorded of them in these steps.
-
-    A group stays as it is where it has its experts, or no such record is there.
-    """
-    records = best_records(record for file in files_of_steps(folder, steps) for record in read_records(file))
-    restored = []
-    for group in groups:
-        record = records.get((group.samples[0].group_id, group.prompt.index, group.prompt.epoch))
-        loaded = load(record, group.prompt) if record and not experts_of_group(group) else None
-        recorded = loaded[0] if loaded else None
-        if isinstance(recorded, SampleGroup) and _tokens(recorded) == _tokens(group):
-            group = with_experts(group, experts_of_group(recorded))
-        restored.append(group)
-    return restored
-
-
-def _tokens(group: SampleGroup) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    return [(part.key, part.tokens) for sample in group.samples for part in sample.sequences]
 
 
 def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> bytes:

@@ -18,12 +18,12 @@ from grpo_mp.config import Settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RolloutConfig
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.rewards.scorer import RewardStats, Scorer
+from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.teacher import TeacherClient
 from grpo_mp.rollout.client import EngineClient, SamplingParams, sampling_seed
 from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec, cuda_defaults
 from grpo_mp.rollout.episodes import EpisodeParts, EpisodeRunner, with_failures
-from grpo_mp.rollout.groups import EndedGroup, LaunchedGroups, PausedGroup, RunningGroup, unanswered
+from grpo_mp.rollout.groups import EndedGroup, LaunchedGroups, RunningGroup, unanswered
 from grpo_mp.rollout.hosted_engine import EngineNode, HostedEngine
 from grpo_mp.rollout.placement import EnginePlacement, engine_host_ranks, engine_placements
 from grpo_mp.rollout.precision import precision_arguments
@@ -227,18 +227,12 @@ class Rollout:
         attempt: int,
         store: dist.Store,
         check_peers: Callable[[], None],
-        recorded: LaunchedGroups,
-        recorded_by_all: frozenset[int],
-        record: Callable[[int, EndedGroup, RewardStats], object] | None = None,
-        recall: Callable[[int, Prompt], PausedGroup | None] = lambda *_: None,
     ) -> list[SampleGroup] | None:
         """Generate and score the prompts of an eval set that this rank's engine takes, with the set's sampling.
 
         Terms of the reward that depend on the length get the set's limit. A group past its limit of time is one of
         samples that say nothing. Returns None where no engine was left for the others.
-        `check_peers` as in `GroupStream`; `attempt`: counts those in which no engine was left; `recorded`: groups that
-        are there already, here and on any rank; `record`: keeps others as they come, with what their scoring counted;
-        `recall`: returns what was kept of one that a lost engine gave back.
+        `check_peers` as in `GroupStream`; `attempt`: counts those in which no engine was left.
         """
         settings, eval_set = self._settings, self._settings.eval_set(name)
         overrides = eval_set.model_dump(include={"max_response_tokens", "temperature", "top_p"})
@@ -248,21 +242,11 @@ class Rollout:
         stream = GroupStream(store, f"eval/{name}/{step}/{attempt}", rule, len(self.host_ranks))
         stream.check_peers = check_peers
         seed = rollout_seed(settings, name)
-
-        def keep(group_id: int, group: EndedGroup, stats: RewardStats) -> None:
-            scorer.add_stats(stats)
-            if record:
-                record(group_id, group, stats)
-
         task = RolloutTask(
             *(prompts.__getitem__, eval_set.samples, 0, step, sampling),
-            carried=recorded,
-            carried_by_all=recorded_by_all,
             pauses=False,
             seed=seed,
-            record=keep,
-            record_part=lambda group_id, group: keep(group_id, group, RewardStats()),
-            recall=recall,
+            record=lambda group_id, group, stats: scorer.add_stats(stats),
         )
         groups = self.begin(task, stream, set_scorer).result()
         if not stream.admission().done:

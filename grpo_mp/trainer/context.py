@@ -35,7 +35,6 @@ from grpo_mp.trainer.job import (
     build_critic,
     build_policy,
     join_run,
-    make_critic_parallel,
     open_monitors,
     show_notes,
 )
@@ -124,13 +123,11 @@ def open_context(
         limit_s = settings.monitor.phase_timeout_s
         parallel = make_parallel(job, settings.layout, settings.run.seed, limit_s) if job.trains else None
         has_reference = settings.algorithm.kl.measured_share > 0
-        of_critic = make_critic_parallel(settings, parallel, limit_s) if parallel and settings.critic else None
-        build = partial(_build_models, settings, parallel, of_critic, resumed, has_reference) if parallel else None
+        build = partial(_build_models, settings, parallel, resumed, has_reference) if parallel else None
         policy, critic = _start(runtime, settings.engine.start_timeout_s, offload, build)
         if rollout.client:
             progress.note(rollout.call(rollout.client.capabilities()).sentence)
         phases = _make_phases(settings, runtime, policy, critic, offload)
-        eval_scorer = inputs.scorer.for_evaluations()
         weight_sync, check = _make_sync(settings, inputs, policy, runtime, phases, preemption)
         former = (
             Reference(policy.trained_tensors)
@@ -138,7 +135,6 @@ def open_context(
             else None
         )
         recovery = EngineRecovery(rollout, job, phases, weight_sync, check, state.optimizer_step, former)
-        shown = settings.monitor.samples_per_step
         common = RolloutContext(
             settings=settings,
             inputs=inputs,
@@ -146,7 +142,14 @@ def open_context(
             rollout=rollout,
             collector=_make_collector(settings, inputs, runtime, phases, recovery, recorded),
             evaluator=Evaluator(
-                *(inputs.evals, eval_scorer, rollout, job, phases, progress, shown, recovery), settings.run.folder
+                prompts=inputs.evals,
+                scorer=inputs.scorer.for_evaluations(),
+                rollout=rollout,
+                job=job,
+                phases=phases,
+                progress=progress,
+                samples_shown=settings.monitor.samples_per_step,
+                recovery=recovery,
             ),
             weight_sync=weight_sync,
             engine_check=check,
@@ -166,17 +169,15 @@ def open_context(
         phases.end()
 
 
-def _build_models(
-    settings: Settings, parallel: Parallel, of_critic: Parallel | None, resumed: Resumed, with_reference: bool
-) -> Models:
-    """Build the policy, and the critic in `of_critic` where the algorithm has one."""
+def _build_models(settings: Settings, parallel: Parallel, resumed: Resumed, with_reference: bool) -> Models:
+    """Build the policy, and the critic where the algorithm has one."""
     policy = build_policy(settings, parallel, resumed.state, resumed.checkpoint, with_reference)
-    return policy, build_critic(settings, of_critic, resumed.checkpoint) if of_critic else None
+    return policy, build_critic(settings, parallel, resumed.checkpoint) if settings.critic else None
 
 
 def _recorded_groups(settings: Settings, inputs: RunInputs, runtime: RankRuntime) -> tuple[list[str], RecordedGroups]:
     """Drop recorded groups of other inputs; return sentences on these, and the others. Every rank must call this."""
-    dropped = drop_groups_of_changed_inputs(settings, inputs.train, inputs.evals, runtime.job)
+    dropped = drop_groups_of_changed_inputs(settings, inputs.train, runtime.job)
     return dropped, read_recorded(settings.run.folder / ROLLOUTS, runtime.rollout.host_ranks, runtime.job)
 
 
@@ -232,8 +233,7 @@ def _make_phases(
     """Make the phases, which with `offload` move policy, critic and engine."""
     functions = None
     if offload and policy:
-        layouts = {model.parallel.layout for model in (policy, critic) if model}
-        nccl = NcclMemory(*layouts) if settings.training.suspend_communicators else None
+        nccl = NcclMemory(settings.layout) if settings.training.suspend_communicators else None
         moves = settings.optimizer.offload == "step"
         functions = offload_functions(policy, runtime.rollout, settings.sync.timeout_s, moves, nccl, critic)
     return PhaseManager(

@@ -27,10 +27,9 @@ def _describe_prompts(train: PromptSet) -> str:
     return f"{len(train)} ({', '.join(left_out)} left out){mixed}"
 
 
-def _describe_critic(settings: Settings, train_ranks: int) -> Iterator[str]:
+def _describe_critic(settings: Settings) -> Iterator[str]:
     if settings.critic:
-        own = settings.for_critic()
-        yield f"critic: {own.model.path}; layout: {describe_parallelism(own.layout, train_ranks)}"
+        yield f"critic: {settings.for_critic().model.path}"
 
 
 def _describe_first_prompt(inputs: RunInputs) -> Iterator[str]:
@@ -63,7 +62,7 @@ def describe_run(
         ]
     facts = [
         f"ranks: {world_size}, {ranks_per_node} on each node; layout: {layout}",
-        *_describe_critic(settings, world_size - settings.engine.ranks),
+        *_describe_critic(settings),
         *source,
         *inputs.overlaps(),
         settings.step_summary,

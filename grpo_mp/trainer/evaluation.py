@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -10,8 +9,6 @@ import torch.distributed as dist
 
 from grpo_mp.algorithms.evaluation import EvalScore, Votes, read_scores, score_eval_set, step_file
 from grpo_mp.batching.exchange import all_gather_sample_info, gather_groups
-from grpo_mp.batching.group_selection import AdmissionRule
-from grpo_mp.checkpoint.run_state import EVALUATIONS, FALLBACKS, ROLLOUTS, checkpoint_step, complete_checkpoints
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.peers import watching_peers
 from grpo_mp.distributed.process_groups import Job, all_gather, broadcast
@@ -20,12 +17,9 @@ from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import evenly_spaced, samples_to_markdown
 from grpo_mp.monitor.screen import AnswerPair
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
-from grpo_mp.rollout.groups import EndedGroup
-from grpo_mp.rollout.journal import GroupJournal, PausedRecords, load, prune
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics
 from grpo_mp.trainer.phase_manager import PhaseManager
-from grpo_mp.trainer.recorded import RecordedGroups
 from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.utils.phases import Phase
 from grpo_mp.utils.types import SampleGroup, SampleInfo
@@ -57,7 +51,6 @@ class Evaluator:
     progress: Progress
     samples_shown: int  # of each set, as texts
     recovery: EngineRecovery
-    run_folder: Path | None = None  # where a run keeps what is generated for a start after a kill; None: nowhere
 
     def evaluate(self, step: int, on_groups: OnGroups | None = None) -> Evaluation:
         """Evaluate every set as `data.eval` says. Every rank must call this; scores and metrics are the same on all.
@@ -89,16 +82,16 @@ class Evaluator:
 
     def _generate(self, prompts: PromptSet, name: str, step: int) -> list[SampleGroup]:
         """Return what this rank's engine answers; all engines answer anew where none was left."""
-        folder, journal = self._folder(name), self._journal(name)
-        recall = partial(PausedRecords(folder).find, [step]) if folder else lambda *_: None
         for attempt in count():
-            recorded = self._recorded(name, step, prompts)
-            by_all = frozenset().union(*all_gather(set(recorded), self.job.group))
             with self.phases.phase(Phase.EVAL, name), watching_peers(self.job.group) as check_peers:
                 groups = self.rollout.evaluate(
-                    *(prompts.prompts, self.scorer, name, step, attempt, self.job.store, check_peers, recorded, by_all),
-                    record=partial(journal.append, step, kept=True) if journal else None,
-                    recall=recall,
+                    prompts=prompts.prompts,
+                    scorer=self.scorer,
+                    name=name,
+                    step=step,
+                    attempt=attempt,
+                    store=self.job.store,
+                    check_peers=check_peers,
                 )
             any_left = any(all_gather(groups is not None, self.job.group))
             if not (any_left and self.rollout.owns_devices):
@@ -107,35 +100,6 @@ class Evaluator:
                 return groups or []
             self.scorer.take_stats()
         raise AssertionError
-
-    def _folder(self, name: str) -> Path | None:
-        """Return where a run keeps what is generated for a set."""
-        return self.run_folder / ROLLOUTS / EVALUATIONS / name if self.run_folder else None
-
-    def _journal(self, name: str) -> GroupJournal | None:
-        """Return what records a set's groups; what checkpoints no longer need is removed."""
-        folder = self._folder(name)
-        if not (folder and self.run_folder):
-            return None
-        if self.job.rank == 0 and (saved := complete_checkpoints(self.run_folder)[-FALLBACKS:]):
-            prune(folder, checkpoint_step(saved[0]))
-        return GroupJournal(folder, self.job.rank)
-
-    def _recorded(self, name: str, step: int, prompts: PromptSet) -> dict[int, EndedGroup]:
-        """Return this rank's share of the groups that a killed job has finished. Every rank must call this."""
-        folder, hosts, size = self._folder(name), self.rollout.host_ranks, len(prompts)
-        if folder is None:
-            return {}
-        place = hosts.index(self.job.rank) if self.job.rank in hosts else None
-        recorded = RecordedGroups.read(folder, place, len(hosts), self.job.group, f"step_{step:06d}")
-        keys = {number: (prompt.index, prompt.epoch) for number, prompt in enumerate(prompts.prompts)}
-        taken = recorded.take(0, AdmissionRule(size, size, size), keys.__getitem__) if size else {}
-        groups: dict[int, EndedGroup] = {}
-        for number, record in taken.items():
-            if loaded := load(record, prompts.prompts[number]):
-                groups[number], stats = loaded
-                self.scorer.add_stats(stats)
-        return groups
 
 
 def recorded_evaluations(run_folder: Path, step: int, job: Job) -> tuple[Evaluation, Evaluation] | None:

@@ -9,7 +9,7 @@ from grpo_mp.checkpoint.run_lock import run_lock
 from grpo_mp.checkpoint.run_state import TrainState, check_run_folder, claim_run_folder, read_manifest
 from grpo_mp.config import Settings, TrainerSettings
 from grpo_mp.data.template import set_template_date, template_date
-from grpo_mp.distributed.process_groups import Job, Parallel, broadcast, join_job, make_parallel, stop_parallel
+from grpo_mp.distributed.process_groups import Job, Parallel, broadcast, join_job, stop_parallel
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.rank_dump import RankDumper
 from grpo_mp.monitor.timeline import Timeline
@@ -138,19 +138,8 @@ def build_policy(
     return policy
 
 
-def make_critic_parallel(settings: Settings, parallel: Parallel, timeout_s: float) -> Parallel:
-    """Create the process groups of a critic beside the policy's; they are those where both have one layout.
-
-    Every rank that trains must call this. Raises ValueError where the settings have no critic.
-    """
-    layout = settings.for_critic().layout
-    if layout == parallel.layout:
-        return parallel
-    return make_parallel(parallel.job, layout, settings.run.seed, timeout_s)
-
-
 def build_critic(settings: Settings, parallel: Parallel, checkpoint: Path | None) -> Critic:
-    """Build the critic, in the layout of `parallel`, and load a checked checkpoint where there is one."""
+    """Build the critic and load a checked checkpoint where there is one."""
     critic = Critic(settings, parallel, load_weights=checkpoint is None)
     if checkpoint:
         load_policy(critic, checkpoint / CRITIC, settings.run.piece_bytes)

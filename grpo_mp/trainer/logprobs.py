@@ -10,7 +10,6 @@ import numpy as np
 from torch import Tensor
 
 from grpo_mp.algorithms.settings import AlgorithmConfig, needs_old_logprobs
-from grpo_mp.batching.critic_layout import values_on_policy
 from grpo_mp.batching.step_batch import (
     StepBatch,
     UpdateBatches,
@@ -58,21 +57,13 @@ def compute_logprobs(
         updates = _with_sampled_reference_logprobs(updates, policy, kl.monitor_share, seed)
     kl_coef = adaptive_coefs.get("kl", kl.coef)
     if critic:
-        updates = _with_values(updates, batch, critic, parallel)
+        updates = [with_values(update, critic.values(update)) for update in updates]
         updates = with_generalized_advantages(updates, algorithm, kl_coef, parallel)
     elif kl.apply_to == "reward" and kl.coef > 0:
         updates = with_kl_in_reward(updates, batch, algorithm, kl_coef, parallel)
     if algorithm.advantage.whiten:
         updates = whiten(updates, parallel)
     return with_distillation(updates, algorithm.distillation) if algorithm.distillation else updates
-
-
-def _with_values(updates: UpdateBatches, batch: StepBatch, critic: Critic, parallel: Parallel) -> UpdateBatches:
-    """Add the critic's values, which it computes of micro-batches of its own where its layout is another."""
-    if batch.critic is None:
-        return [with_values(update, critic.values(update)) for update in updates]
-    values = [critic.values(update) for update in batch.critic.updates]
-    return values_on_policy(batch, updates, values, critic.parallel, parallel)
 
 
 def _reference_logprobs(policy: Policy, batches: Sequence[MicroBatch]) -> list[Tensor]:

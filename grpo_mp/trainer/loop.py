@@ -1,20 +1,24 @@
-"""What the loops of RL and of supervised fine-tuning do alike: guards, checkpoints, exports."""
+"""What the loops of RL and of supervised fine-tuning do alike: guards, skipped updates, checkpoints, exports."""
 
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from shutil import rmtree
 
 from grpo_mp.checkpoint.hf_writer import incomplete_folder
 from grpo_mp.checkpoint.run_state import EXPORTS, METRICS
-from grpo_mp.distributed.process_groups import broadcast
+from grpo_mp.distributed.process_groups import all_gather, broadcast
 from grpo_mp.monitor.guards import MetricGuards
 from grpo_mp.monitor.reporter import Reporter
 from grpo_mp.monitor.run_folder import read_metrics
-from grpo_mp.trainer.export_servers import load_export
+from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.job import PolicyContext
 from grpo_mp.trainer.save import export_adapters, export_policy
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord
-from grpo_mp.utils.errors import DiskError
+from grpo_mp.utils.errors import DiskError, EarlyStopError
 from grpo_mp.utils.phases import SAVE_WAIT, Phase
+
+NAMED = 3  # parameters in a sentence
 
 
 def make_guards(ctx: PolicyContext) -> MetricGuards:
@@ -43,6 +47,39 @@ def check_guards(ctx: PolicyContext, guards: MetricGuards, step: int, record: St
     """Warn of metrics outside their limits, or stop: all ranks have the same metrics."""
     for sentence in guards.check(step, record.scalars):
         ctx.progress.note(f"warning: step {step}: {sentence}")
+
+
+def note_skipped(ctx: PolicyContext, reports: Sequence[UpdateReport], step: int, model: str = "") -> int:
+    """Warn of a step's skipped updates; return how many of the last ones, over steps, were skipped in a row.
+
+    `model`: "" for the policy, or "critic". Raises EarlyStopError after `optimizer.max_skipped_updates` in a row.
+    """
+    if not any(report.skipped for report in reports):
+        return 0
+    before = ctx.state.critic_skipped_in_a_row if model else ctx.state.skipped_in_a_row
+    counts = count_in_a_row(before, reports)
+    names = all_gather([name for report in reports for name in report.bad_gradients], ctx.parallel.cpu_group)
+    sentence = describe_skipped(reports, sorted(set().union(*names)))
+    text = f"step {step}: update{f' of the {model}' if model else ''} skipped, {max(counts)} in a row: {sentence}"
+    limit = ctx.settings.optimizer.max_skipped_updates
+    if limit and max(counts) >= limit:
+        remedy = f"lower {model or 'optimizer'}.lr, or look at the samples (rollout.dump=true writes all of them)"
+        raise EarlyStopError(f"{text}; the run stops after optimizer.max_skipped_updates={limit}: {remedy}")
+    ctx.progress.note(f"warning: {text}")
+    return counts[-1]
+
+
+def count_in_a_row(before: int, reports: Sequence[UpdateReport]) -> list[int]:
+    """Return how many updates were skipped in a row after each of a step's; `before`: before the first."""
+    skipped = (report.skipped for report in reports)
+    return list(accumulate(skipped, lambda count, is_skipped: count + 1 if is_skipped else 0, initial=before))[1:]
+
+
+def describe_skipped(reports: Sequence[UpdateReport], names: Sequence[str]) -> str:
+    """Return the norms of skipped updates; `names`: parameters whose gradient was not finite."""
+    norms = ", ".join(f"{report.grad_norm:.3g}" for report in reports if report.skipped)
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"gradient norm {norms}" + (f", not finite in {', '.join(names[:NAMED])}{more}" if names else "")
 
 
 def save(ctx: PolicyContext, logger: StepLogger, last: bool) -> None:
@@ -83,7 +120,7 @@ def adapter_folder(export: Path) -> Path:
 
 
 def export_step(ctx: PolicyContext, step: int) -> None:
-    """Write an export of the run that goes on, and let servers load it."""
+    """Write an export while the run continues; a full disk is a warning."""
     folder = ctx.settings.run.folder / EXPORTS / f"step_{step:06d}"
     try:
         export(ctx, folder)
@@ -94,16 +131,6 @@ def export_step(ctx: PolicyContext, step: int) -> None:
         ctx.saver.failed_exports.add(error, incomplete_folder(folder), last=False)
     else:
         ctx.saver.failed_exports.forget()
-        refresh_servers(ctx, folder)
-
-
-def refresh_servers(ctx: PolicyContext, folder: Path) -> None:
-    """Let the servers of `run.export_servers` load an export."""
-    servers = ctx.settings.run.export_servers
-    if servers and ctx.parallel.rank == 0:
-        with ctx.phases.phase(Phase.SAVE, "export servers"):
-            for sentence in load_export(servers, folder):
-                ctx.progress.note(f"warning: {sentence}")
 
 
 def is_due(step: int, every: int, last: int) -> bool:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
 from grpo_mp.algorithms.advantages import AdvantageEstimator, load_estimator
+from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.algorithms.losses import load_policy_loss
 from grpo_mp.algorithms.policy_losses import PolicyLoss
 from grpo_mp.algorithms.registries import policy_loss_entry
@@ -20,7 +21,7 @@ from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, check_same_dat
 from grpo_mp.checkpoint.settings_changes import use_template_date
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RunConfig
-from grpo_mp.data.prompts import PromptSet, load_eval_prompts, load_train_prompts, no_tools
+from grpo_mp.data.prompts import CheckColumns, PromptSet, ToolsOf, load_eval_prompts, load_train_prompts, no_tools
 from grpo_mp.data.set_checks import overlap_warnings, smallest_set, too_few
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.nccl_memory import check_nccl
@@ -50,9 +51,7 @@ from grpo_mp.rollout.reward_servers import check_reward_models, check_teacher, c
 from grpo_mp.rollout.routed_experts import check_routed_experts
 from grpo_mp.rollout.server import check_temporary_folder
 from grpo_mp.rollout.speculation import check_speculation, speculative_arguments
-from grpo_mp.trainer.adapter_check import check_adapters
 from grpo_mp.trainer.disk_check import check_disk
-from grpo_mp.trainer.export_servers import read_servers
 from grpo_mp.trainer.replay import ReplayedRollouts, open_replay
 from grpo_mp.utils.errors import UserError
 from grpo_mp.weight_sync.wire import WireFormat
@@ -107,15 +106,12 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     hf = settings.model.read_config()
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     check_policy(hf, settings.model, settings.layout, settings.training, world_size - settings.engine.ranks)
-    _check_critic(settings, hf, world_size - settings.engine.ranks)
+    check_critic(settings, hf, world_size - settings.engine.ranks)
     _check_critic_tokens(settings, tokenizer)
     check_export(settings.run, settings.model)
-    of_adapters = check_adapters(settings)
     episodes = load_episodes(settings, tokenizer)
-    tools = episodes.schemas_of if episodes else no_tools
-    longest = settings.rollout.max_prompt_tokens
-    check_row = make_row_check(settings.reward, settings.set_weights)
-    train = load_train_prompts(settings.data, tokenizer, longest, tools, check_row)
+    how_read = _how_prompts_are_read(settings, episodes)
+    train = load_train_prompts(settings.data, tokenizer, *how_read)
     check_same_data(settings.run.folder, train.digest)
     settings = settings.with_steps(train.epoch_size)
     if problem := settings.warmup_problem:
@@ -126,32 +122,33 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
         raise UserError(too_few(train.source, train.epoch_size, "prompts", takes, smallest))
     check_reward_models(settings, tokenizer, world_size, ranks_per_node)
     check_teacher(settings, tokenizer, world_size, ranks_per_node)
-    if settings.run.export_servers:
-        read_servers(settings.run.export_servers)
     scorer = make_scorer(settings, tokenizer, episodes)
     fp8 = engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
     space = check_disk(settings.run.folder, disk_need(settings, hf), probes=os.environ.get("RANK", "0") == "0")
     of_settings = (*start_warnings(settings, fp8), *sync_warnings(settings, hf, fp8))
-    evals = load_eval_prompts(settings.data, tokenizer, longest, tools, check_row)
+    evals = load_eval_prompts(settings.data, tokenizer, *how_read)
     of_data, distillation = _data_warnings(train, *evals.values()), settings.algorithm.distillation
-    warnings = (*scorer.warnings, *of_data, *of_settings, *of_adapters, *space)
-    if distillation and distillation.topk:
-        check_topk(distillation.topk, hf.int("vocab_size"))
-    teacher = TeacherClient(distillation.teacher, distillation.topk, hf.int("vocab_size")) if distillation else None
-    if distillation and teacher and distillation.teacher.url and os.environ.get("RANK", "0") == "0":
-        if unasked := check_served_tokens(distillation.teacher, tokenizer):
-            warnings = (*warnings, unasked)
-        else:  # it is there
-            teacher.check_reply()
+    warnings = (*scorer.warnings, *of_data, *of_settings, *space)
+    teacher = None
+    if distillation:
+        teacher, unasked = _make_teacher(distillation, hf, tokenizer)
+        warnings = (*warnings, *unasked)
     return RunInputs(hf, tokenizer, train, evals, scorer, extensions, warnings, episodes, teacher=teacher)
 
 
-def _check_critic(settings: Settings, hf: HfConfig, train_ranks: int) -> None:
-    """Check folder and layout of the critic, if there is one. Raises UserError."""
-    check_critic(settings, hf, train_ranks)
-    if settings.critic and settings.critic.layout:
-        context = settings.critic.layout.context
-        check_device_for(settings.sync.transport, settings.model.dtype, context, "critic.layout")
+def _make_teacher(
+    distillation: DistillationConfig, hf: HfConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[TeacherClient, list[str]]:
+    """Return the client of a teacher, which the first rank asks once where it is served, and warnings."""
+    if distillation.topk:
+        check_topk(distillation.topk, hf.int("vocab_size"))
+    teacher = TeacherClient(distillation.teacher, distillation.topk, hf.int("vocab_size"))
+    if not (distillation.teacher.url and os.environ.get("RANK", "0") == "0"):
+        return teacher, []
+    if unasked := check_served_tokens(distillation.teacher, tokenizer):
+        return teacher, [unasked]
+    teacher.check_reply()
+    return teacher, []
 
 
 def _check_critic_tokens(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -173,52 +170,67 @@ def run_replay_preflight(folder: Path, settings: Settings, world_size: int, rank
         raise UserError(f"{folder} is of the run in {settings.run.folder} itself: choose another run.folder")
     check_device_for(settings.sync.transport, settings.model.dtype, settings.layout.context)
     check_policy(hf, settings.model, settings.layout, settings.training, world_size)
-    _check_critic(settings, hf, world_size)
+    check_critic(settings, hf, world_size)
     check_bucket(settings, hf, fp8=False)  # of the exports
     check_export(settings.run, settings.model)
-    warnings = tuple(check_adapters(settings))
     replay = open_replay(folder, settings, hf, first=saved_step(settings.run.folder) + 1)
     tokenizer = _read_tokenizer(settings, hf)
     _check_critic_tokens(settings, tokenizer)
     # Nothing is scored anew: what `reward` names need not be there.
     scorer = Scorer(RewardConfig(answer=1.0), settings.rollout.max_response_tokens)
-    return RunInputs(hf, tokenizer, PromptSet(str(folder), (), 0), {}, scorer, extensions, warnings, replay=replay)
+    return RunInputs(hf, tokenizer, PromptSet(str(folder), (), 0), {}, scorer, extensions, replay=replay)
 
 
 def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> RunInputs:
-    """Check and read what an evaluation of at least one set needs. Raises UserError.
+    """Check and read what an evaluation of at least one set needs.
 
     The first set takes the place of the train prompts, which are not read.
     """
-    extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
-    hf = settings.model.read_config()
-    if with_policy:
-        check_policy(hf, settings.model, settings.layout, settings.training, world_size)
-    tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
-    episodes = load_episodes(settings, tokenizer)
-    tools, longest = episodes.schemas_of if episodes else no_tools, settings.rollout.max_prompt_tokens
-    check_row = make_row_check(settings.reward, settings.set_weights)
-    evals = load_eval_prompts(settings.data, tokenizer, longest, tools, check_row)
-    scorer, first = make_scorer(settings, tokenizer, episodes).for_evaluations(), next(iter(evals.values()))
-    warnings = (*scorer.warnings, *_data_warnings(*evals.values()))
-    return RunInputs(hf, tokenizer, first, evals, scorer, extensions, warnings, episodes)
+    hf, tokenizer, episodes = _check_generation(settings, world_size, ranks_per_node, with_policy)
+    evals = load_eval_prompts(settings.data, tokenizer, *_how_prompts_are_read(settings, episodes))
+    return _generation_inputs(settings, hf, tokenizer, episodes, next(iter(evals.values())), evals)
 
 
 def run_sampling_preflight(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> RunInputs:
-    """Check and read what a sampling of the train prompts needs. Raises UserError."""
-    extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
+    """Check and read what a sampling of the train prompts needs."""
+    hf, tokenizer, episodes = _check_generation(settings, world_size, ranks_per_node, with_policy)
+    train = load_train_prompts(settings.data, tokenizer, *_how_prompts_are_read(settings, episodes))
+    check_reward_models(settings, tokenizer, world_size, ranks_per_node)
+    return _generation_inputs(settings, hf, tokenizer, episodes, train, {})
+
+
+def _check_generation(
+    settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool
+) -> tuple[HfConfig, PreTrainedTokenizerBase, EpisodeParts | None]:
+    """Check what generates; return the model's config and tokenizer, and what rolls out episodes."""
     hf = settings.model.read_config()
     if with_policy:
         check_policy(hf, settings.model, settings.layout, settings.training, world_size)
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
-    episodes = load_episodes(settings, tokenizer)
+    return hf, tokenizer, load_episodes(settings, tokenizer)
+
+
+def _how_prompts_are_read(settings: Settings, episodes: EpisodeParts | None) -> tuple[int, ToolsOf, CheckColumns]:
+    """Return the tokens of the longest prompt, the tools of a row, and what checks a row for the rewards."""
     tools = episodes.schemas_of if episodes else no_tools
-    check_row = make_row_check(settings.reward, settings.set_weights)
-    train = load_train_prompts(settings.data, tokenizer, settings.rollout.max_prompt_tokens, tools, check_row)
-    check_reward_models(settings, tokenizer, world_size, ranks_per_node)
+    return settings.rollout.max_prompt_tokens, tools, make_row_check(settings.reward, settings.set_weights)
+
+
+def _generation_inputs(
+    settings: Settings,
+    hf: HfConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    episodes: EpisodeParts | None,
+    train: PromptSet,
+    evals: dict[str, PromptSet],
+) -> RunInputs:
+    """Return the inputs of a job that does not train; without `evals` it samples the train prompts."""
     scorer = make_scorer(settings, tokenizer, episodes)
-    warnings = (*scorer.warnings, *_data_warnings(train))
-    return RunInputs(hf, tokenizer, train, {}, scorer, extensions, warnings, episodes)
+    if evals:
+        scorer = scorer.for_evaluations()
+    warnings = (*scorer.warnings, *_data_warnings(*(evals.values() or [train])))
+    extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
+    return RunInputs(hf, tokenizer, train, evals, scorer, extensions, warnings, episodes)
 
 
 def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
@@ -325,14 +337,14 @@ def _wire_format(settings: Settings, hf: HfConfig, fp8: bool) -> WireFormat:
     return WireFormat(params, tp_sizes, DTYPES[settings.model.dtype], fp8)
 
 
-def check_device_for(transport: str, dtype: str, context: int, layout: str = "layout") -> None:
+def check_device_for(transport: str, dtype: str, context: int) -> None:
     """Raise UserError for settings that this machine's device cannot compute."""
     if transport == "ipc" and not platform.on_cuda():
         raise UserError("sync.transport=ipc needs CUDA, and this machine computes on its CPU: set auto or host")
     if platform.on_cuda() and dtype == "float32" and context > 1:
         raise UserError(
-            f"{layout}.context={context}: no attention kernel divides float32 sequences on a GPU: set "
-            f"model.dtype=bfloat16 or {layout}.context=1"
+            f"layout.context={context}: no attention kernel divides float32 sequences on a GPU: set "
+            "model.dtype=bfloat16 or layout.context=1"
         )
 
 

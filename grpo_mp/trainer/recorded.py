@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo_mp.batching.group_selection import AdmissionRule, Verdict, admit
-from grpo_mp.checkpoint.run_state import EVALUATIONS, ROLLOUTS
+from grpo_mp.checkpoint.run_state import ROLLOUTS
 from grpo_mp.config import Settings
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.process_groups import Job, all_gather, broadcast
@@ -17,27 +17,24 @@ from grpo_mp.utils.files import read_json, write_json
 from grpo_mp.utils.user_code import file_digests
 
 INPUTS = "code.json"  # beside the groups: checksums of the users' files that had a part in them, and of the data
-DATA, EVAL_DATA = "data.train", "data.eval."  # the second before a set's name
+DATA = "data.train"
 
 
-def drop_groups_of_changed_inputs(
-    settings: Settings, train: PromptSet, evals: Mapping[str, PromptSet], job: Job
-) -> list[str]:
+def drop_groups_of_changed_inputs(settings: Settings, train: PromptSet, job: Job) -> list[str]:
     """Remove all recorded groups where users' code or the data have changed since, and record what there is.
 
-    Of `evals`, by name, the groups of a set alone go where nothing else has changed. Returns a sentence where that was
-    so. Every rank must call this, once the files are loaded and before any group is read. The order and the weights of
-    repeated steps follow from losses, filters and advantages, too: only what nothing trained follows from is left out.
+    Returns a sentence where that was so. Every rank must call this, once the files are loaded and before any group is
+    read. The order and the weights of repeated steps follow from losses, filters and advantages, too: only what nothing
+    trained follows from is left out.
     """
     sentences: list[str] = []
     if job.rank == 0:
         folder = settings.run.folder / ROLLOUTS
-        before = read_json(folder / INPUTS)  # older versions: none
+        before = read_json(folder / INPUTS)
         now = file_digests(settings.model_dump(mode="json", exclude={"monitor", "sample"})) | {DATA: train.digest}
-        now |= {f"{EVAL_DATA}{name}": prompts.digest for name, prompts in evals.items()}
         if changed := [name for name in before if name in now and before[name] != now[name]]:
             groups = set[tuple[Path, GroupKey]]()
-            for path in _folders_of(folder, changed):
+            for path in filter(Path.is_dir, folder.iterdir()):  # a start that is killed here finds the change again
                 groups |= {(file.parent, r.key) for file in path.rglob("*.journal") for r in read_records(file)}
                 shutil.rmtree(path)
             if groups:
@@ -50,17 +47,6 @@ def drop_groups_of_changed_inputs(
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / INPUTS, now)
     return broadcast(sentences, job.group)
-
-
-def _folders_of(folder: Path, changed: Iterable[str]) -> list[Path]:
-    """Return the folders of groups that follow from what has changed.
-
-    INPUTS is in none: a start which is killed when some are removed finds the difference again.
-    """
-    if all(name.startswith(EVAL_DATA) for name in changed):
-        own = (folder / EVALUATIONS / name.removeprefix(EVAL_DATA) for name in changed)
-        return [path for path in own if path.is_dir()]
-    return [path for path in folder.iterdir() if path.is_dir()]
 
 
 class RecordedGroups:

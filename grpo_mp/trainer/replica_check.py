@@ -29,7 +29,7 @@ def check_replicas(policy: TrainedModel, step: int) -> None:
     """
     experts = {name for name, tensor in policy.tensors.items() if not getattr(tensor, "allreduce", True)}
     drifted, undecided = dict[int, list[str]](), False
-    for group, names in zip(replica_groups(policy.parallel), (policy.tensors.keys() - experts, experts), strict=True):
+    for group, names in zip(replica_groups(), (policy.tensors.keys() - experts, experts), strict=True):
         found = _drifted_in(group, _tensors(policy, names), drifted)
         undecided |= is_undecided(found, dist.get_world_size(group))
         drifted |= found

@@ -18,10 +18,8 @@ from grpo_mp.models.tokenizer import read_tokenizer
 from grpo_mp.monitor.loggers import MakeLogger, load_loggers
 from grpo_mp.policy.parameter_bytes import policy_disk_need
 from grpo_mp.policy.policy import check_policy
-from grpo_mp.trainer.adapter_check import check_adapters
 from grpo_mp.trainer.describe import describe_settings
 from grpo_mp.trainer.disk_check import check_disk
-from grpo_mp.trainer.export_servers import read_servers
 from grpo_mp.trainer.preflight import check_device_for, check_export, check_guards
 from grpo_mp.utils.errors import UserError
 
@@ -53,9 +51,6 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> tuple[SftSettin
     check_positions(hf, settings.sft.max_tokens, "sft.max_tokens")
     check_policy(hf, settings.model, settings.layout, settings.training, world_size)
     check_export(settings.run, settings.model)
-    of_adapters = check_adapters(settings)
-    if settings.run.export_servers:
-        read_servers(settings.run.export_servers)
     stops, variables = stop_tokens(settings.model.path, tokenizer), settings.data.chat_template_kwargs
     encoder = ChatEncoder(tokenizer, settings.sft.loss_on, stops, variables)
     train = load_train_chats(settings.data, settings.sft, encoder)
@@ -68,7 +63,7 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> tuple[SftSettin
     settings = settings.with_steps(train.epoch_size)
     need, probes = policy_disk_need(settings, hf), os.environ.get("RANK", "0") == "0"
     of_data = (sentence for chats in (train, *evals.values()) for sentence in chats.warnings)
-    warnings = (*of_data, *of_adapters, *check_disk(settings.run.folder, need, probes=probes))
+    warnings = (*of_data, *check_disk(settings.run.folder, need, probes=probes))
     return settings, SftInputs(hf, tokenizer, train, evals, make_loggers, warnings)
 
 

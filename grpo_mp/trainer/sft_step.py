@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,9 +17,6 @@ from grpo_mp.monitor.timeline import StepSummary
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.metrics import mtp_metrics
-from grpo_mp.utils.files import write_json
-
-SKIPPED = "skipped_updates"  # folder of what skipped updates were made of
 
 
 @dataclass(frozen=True)
@@ -110,14 +106,3 @@ def sft_metrics(
         "speed/samples_per_s": len(batch.lengths) / summary.wall_s,
         "speed/tokens_per_s_per_gpu": tokens / summary.wall_s / ranks,
     }
-
-
-def skipped_file(folder: Path, step: int) -> Path:
-    """Return the file of the rows that a step's skipped update was made of."""
-    return folder / SKIPPED / f"step_{step:06d}.json"
-
-
-def write_skipped(file: Path, data: ChatSet, indices: Sequence[int], rank: int) -> None:
-    """Write, on the first rank, which rows a skipped update was made of."""
-    if rank == 0:
-        write_json(file, {"rows": [data.location(index) for index in indices]})

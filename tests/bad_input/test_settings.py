@@ -112,7 +112,6 @@ NEEDED: dict[str, Any] = {  # sections that are off by default
     "reward.code": {"weight": 1.0},
     "reward.correct": {"term": "answer"},
     "algorithm.distillation": {"teacher": {"url": "http://x"}},
-    "run.export_servers": {"urls": ["http://x"]},
     "data.train.NAME": {"path": "x"},
     "data.eval.NAME": {"path": "x"},
 }
@@ -221,7 +220,6 @@ def test_every_setting(name: str, bad: tuple[Any, ...]) -> None:
         *(f"data.eval={{'{name}': x.jsonl}}" for name in ("", "..", "../x", "/x", "a/b", ".a", "a b", "a" * 101)),
         "data.train={a/b: x.jsonl}",
         "monitor.guards={reward/mean: {min: 2, max: 1}}",
-        "run.export_servers={urls: ['http://']}",
         "rollout.temperature=1e-300",
         "data.train={}",
         "data.train=[a, b]",

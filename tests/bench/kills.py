@@ -29,7 +29,6 @@ import pyarrow as pa
 
 from grpo_mp.checkpoint.run_state import ROLLOUTS
 from grpo_mp.rollout.journal import read_records
-from grpo_mp.trainer.recorded import EVALUATIONS
 from grpo_mp.utils.files import write_json
 from tests.conftest import make_tiny_run
 from tests.e2e.jobs import LAUNCH, Job, read_jsonl
@@ -339,32 +338,31 @@ def count_scored(folder: Path) -> int:
 
 
 def begun_episodes(folder: Path) -> list[str]:
-    """Return what names each episode that was begun, in order; of an evaluation also its step."""
-    file, texts = folder / BEGUN, [read_jsonl(folder / f"{name}.jsonl") for name in ("train", "eval")]
-    train, held_out = ({row["question"]: index for index, row in enumerate(rows)} for rows in texts)
+    """Return what names each episode of training that was begun, in order."""
+    file, train = (
+        folder / BEGUN,
+        {row["question"]: index for index, row in enumerate(read_jsonl(folder / "train.jsonl"))},
+    )
     names = []
     for line in file.read_text().split("\n")[:-1] if file.exists() else []:
-        step, text, epoch, index = line.split("\t")
-        prompt = f"eval/{step}/{held_out[text]}" if text in held_out else f"train/{train[text]}/{epoch}"
-        names.append(f"{prompt}/{index}")
+        _, text, epoch, index = line.split("\t")
+        if text in train:
+            names.append(f"train/{train[text]}/{epoch}/{index}")
     return names
 
 
 def recorded(journals: Path) -> set[str]:
-    """Return what journals have: episodes as `begun_episodes` names them, and the checksum of each finished group.
-
-    Those of evaluations have none: one may answer what an earlier one has.
-    """
+    """Return what journals have: episodes as `begun_episodes` names them, and the checksum of each finished group."""
     found = set[str]()
     # The run may just remove those of an older step: os.walk passes over a folder that is gone, Path.glob does not.
     files = [Path(folder) / name for folder, _, names in os.walk(journals) for name in names]
     for file in (file for file in files if file.suffix == ".journal"):
         with suppress(FileNotFoundError):
-            found |= recorded_in(file, is_evaluation=journals / EVALUATIONS in file.parents)
+            found |= recorded_in(file)
     return found
 
 
-def recorded_in(file: Path, is_evaluation: bool) -> set[str]:
+def recorded_in(file: Path) -> set[str]:
     """Return what one journal has."""
     found = set[str]()
     for record in read_records(file):
@@ -373,10 +371,8 @@ def recorded_in(file: Path, is_evaluation: bool) -> set[str]:
             with pa.ipc.open_stream(stream.read(record.size)) as reader:
                 rows = reader.read_all().to_pylist()
         _, prompt, epoch = record.key
-        step = int(file.parent.name.removeprefix("step_"))
-        name = f"eval/{step}/{prompt}" if is_evaluation else f"train/{prompt}/{epoch}"
-        found |= {f"{name}/{row['index']}" for row in rows if row["state"]}
-        if record.extent.finished and not is_evaluation:
+        found |= {f"train/{prompt}/{epoch}/{row['index']}" for row in rows if row["state"]}
+        if record.extent.finished:
             found.add(sha256(repr([row["text"] for row in rows]).encode()).hexdigest())
     return found
 

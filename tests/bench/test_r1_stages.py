@@ -6,7 +6,6 @@ import yaml
 
 from grpo_mp.algorithms.evaluation import Estimate, EvalScore
 from grpo_mp.config import load_pipeline
-from grpo_mp.pipeline.runner import Pipeline
 from grpo_mp.pipeline.stages import make_jobs
 from tests.bench.r1_stages import CONFIG, make_pipeline, make_table, plot
 
@@ -15,7 +14,7 @@ def test_a_seed_has_the_stages_of_the_recipe_and_two_beside_them(tmp_path: Path)
     file = tmp_path / "pipeline.yaml"
     file.write_text(make_pipeline(CONFIG.read_text(), 3))
     settings = load_pipeline(file, [])
-    jobs = {job.name: job for job in Pipeline(settings, make_jobs(settings, file)).jobs}
+    jobs = {job.name: job for job in make_jobs(settings, file)}
     recipe = list(yaml.safe_load(CONFIG.read_text())["stages"])
     assert [name for name in jobs if not name.startswith("evaluate ")] == [*recipe, "zero", "sft_alone"]
     assert all(job.settings["run.seed"] == 3 for job in jobs.values())

@@ -84,19 +84,19 @@ def test_an_engine_that_computes_another_function_stops_the_run_and_is_not_resta
 
 
 @pytest.mark.slow
-def test_updates_skipped_in_a_row_stop_the_run_and_their_samples_replay_it(start_job: StartJob, tmp_path: Path) -> None:
+def test_updates_skipped_in_a_row_stop_the_run_and_its_dump_replays_it(start_job: StartJob, tmp_path: Path) -> None:
     """The replay, without engines, meets the same gradients to the last digit that is said."""
     run, replayed = tmp_path / "run", tmp_path / "replayed"
     (tmp_path / "reward.py").write_text(REWARD)  # samples differ in it: no gradient is 0
     reward = (f"reward.functions={{{tmp_path / 'reward.py'}:letters: 1.0}}", "training.updates_per_step=1")
     limits = (NO_EVAL, *reward, "run.steps=2", "optimizer.skip_grad_norm=1e-9", "optimizer.max_skipped_updates=2")
-    result = outcome(start_job(f"run.folder={run}", ONE_ENGINE, *limits))
+    result = outcome(start_job(f"run.folder={run}", ONE_ENGINE, *limits, "rollout.dump=true"))
     assert (result.status, result.left) == (2, [])
     (sentence,) = sentences(result)
     dump = run / "rollouts_dump"
     assert sentence.startswith("error: step 2: update skipped, 2 in a row: gradient norm ")
-    assert f"its samples are in {dump / 'step_000002'}; the run stops after optimizer.max_skipped_updates=2" in sentence
-    assert re.search(rf"step 1: update skipped, 1 in a row: .* its samples are in {dump / 'step_000001'}", result.out)
+    assert "; the run stops after optimizer.max_skipped_updates=2" in sentence
+    assert "step 1: update skipped, 1 in a row: " in result.out
     first, *rest = read_jsonl(run / "metrics.jsonl")[1:]
     assert (first["train/skipped_updates"], first["train/tokens"], rest) == (1, 0, [])
     again = outcome(start_job(f"run.folder={replayed}", *limits, "--replay", str(dump)))

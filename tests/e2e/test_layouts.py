@@ -1,8 +1,6 @@
 """The loop in layouts that the other runs of this folder do not have."""
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from tests.bench.routing_ties import margin, smallest
 from tests.conftest import TinyRun
 from tests.e2e.conftest import REWARD, StartJob, outcome
 from tests.e2e.jobs import read_jsonl
-from tests.http_server import JsonServer, Reply
 from tests.reward_models import expected_scores, make_reward_model
 
 pytestmark = pytest.mark.slow
@@ -23,24 +20,6 @@ SOURCE = """
 def rows(name):
     return [{"question": f"{name} {number}?", "answer": str(number)} for number in range(20)]
 """
-
-
-class Opponent(JsonServer):
-    """Beside the job, it is told to load exports; keeps what it is told, and what is there by then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loaded: list[tuple[str, list[str]]] = []
-
-    def answer(self, path: str, body: Any, headers: Mapping[str, str]) -> Reply:
-        self.loaded.append((path, sorted(file.name for file in Path(body["model_path"]).glob("*.json"))))
-        return 200, ""
-
-
-@pytest.fixture
-def opponent() -> Iterator[Opponent]:
-    with Opponent().serving() as server:
-        yield server
 
 
 def mixture(folder: Path, train: Path, served: bool) -> str:
@@ -120,7 +99,7 @@ def wrong_logprobs(run: Path, model: Path) -> list[str]:
     ids=["tensor", "expert"],
 )
 def test_both_ranks_are_one_policy_and_one_engine(
-    parallel: str, engine: tuple[str, ...], start_job: StartJob, tiny_run: TinyRun, tmp_path: Path, opponent: Opponent
+    parallel: str, engine: tuple[str, ...], start_job: StartJob, tiny_run: TinyRun, tmp_path: Path
 ) -> None:
     """They start from a converted folder, which has no weights for an engine; prompts are shared and of two sets."""
     to_megatron(tiny_run.model, tmp_path / "megatron", lambda done, total: None)
@@ -128,10 +107,7 @@ def test_both_ranks_are_one_policy_and_one_engine(
     run, served = tmp_path / "run", ()
     if parallel == "tensor":
         make_reward_model(tmp_path / "reward_model", tiny_run.model)
-        served = (
-            f"reward.model={{folder: {tmp_path / 'reward_model'}, weight: 0.5}}",
-            f"run.export_servers={{urls: [{opponent.url}]}}",
-        )
+        served = (f"reward.model={{folder: {tmp_path / 'reward_model'}, weight: 0.5}}",)
     layout = (f"layout={{{parallel}: 2}}", "engine.gpus_per_engine=2", *engine)
     training = ("training.share_prompts=true", "training.router_replay=R3")  # ties are broken as the engine did
     brief = ("data.eval={}", "run.steps=2", "run.export=false", "run.export_every=1", "rollout.dump=true")
@@ -157,8 +133,5 @@ def test_both_ranks_are_one_policy_and_one_engine(
     check_mixture(run, tiny_run.train, 0.5 * bool(served))
     if served:
         check_served_scores(run, tmp_path / "reward_model")
-        _, (path, files) = opponent.loaded
-        assert path == "/update_weights_from_disk"
-        assert "config.json" in files
     if parallel == "expert":  # every shard is where the engine needs it
         assert all(step["sync/bytes_sent"] == 0 for step in steps)

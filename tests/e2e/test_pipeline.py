@@ -69,7 +69,7 @@ def test_a_pipeline_goes_on_where_it_was_stopped_or_killed(
         stopped.wait_until(lambda: (out / "rl").exists() and spans(out / "rl", 0, "TRAIN") >= 1)
         stopped.signal(signal.SIGTERM)
         assert (stopped.wait(), stopped.err) == (STOPPED, "")
-        assert "pipeline: rl was stopped: the same command goes on with it" in stopped.out
+        assert "pipeline: rl was stopped: the same command resumes it" in stopped.out
         assert stopped.left() == []
         trained = (out / "start/final/config.json").stat().st_mtime_ns
         steps = len(read_jsonl(out / "rl/metrics.jsonl"))
@@ -91,7 +91,6 @@ def test_a_pipeline_goes_on_where_it_was_stopped_or_killed(
         table = (out / "scores.md").read_text()
         assert re.findall(r"^\| (\w+) \| arithmetic \|", table, re.MULTILINE) == ["start", "rl"]
         assert table in last.out
-        assert (out / "scores.svg").read_text().startswith("<?xml")
 
         again = start()
         assert (again.wait(), again.err) == (0, "")

@@ -114,36 +114,6 @@ def test_engines_take_new_weights_while_requests_run(start: Callable[..., Job], 
 
 
 @pytest.mark.nightly
-def test_a_step_whose_updates_are_skipped_can_be_replayed(
-    start: Callable[..., Job], start_job: StartJob, tmp_path: Path
-) -> None:
-    """Its experts were sent to the rank that trains; those that are written come from the records of its groups."""
-    steps, skips = 3, ("optimizer.skip_grad_norm=1e-9", "optimizer.max_skipped_updates=0")
-    common = (
-        *skips,
-        "training.router_replay=R3",
-        "layout={}",
-        "data.eval={}",
-        "run.export=false",
-        f"run.steps={steps}",
-    )
-    ahead = ("schedule=async", "rollout.max_staleness=2", "sync.pause=in_place")
-    first = outcome(start(*common, *ahead))
-    assert (first.status, first.left) == (0, [])
-    assert first.out.count(": update skipped, ") == steps
-    settings = (f"run.folder={tmp_path / 'again'}", *of_rewards(tmp_path), *common, *ahead, "engine.ranks=1")
-    replayed = outcome(start_job(*settings, "--replay", str(tmp_path / "run" / FOLDER)))
-    assert (replayed.status, replayed.left) == (0, [])
-    pairs = [read_jsonl(tmp_path / run / "metrics.jsonl")[1:] for run in ("run", "again")]
-    assert len(pairs[0]) == steps
-    for skipped, again in zip(*pairs, strict=True):
-        assert skipped["train/skipped_updates"] == again["train/skipped_updates"] == UPDATES
-        assert again["rollout/samples_without_routed_experts"] == 0
-        for name in ("train/loss", "train/grad_norm", "mismatch/router_diff_ratio", "reward/mean"):
-            assert again[name] == pytest.approx(skipped[name], rel=1e-3, abs=1e-6), name
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("rank", [0, 1], ids=["trainer", "engine"])
 def test_a_killed_rank_of_either_kind_ends_the_job(start: Callable[..., Job], tmp_path: Path, rank: int) -> None:
     job = start("schedule=async", "layout={}", "data.eval={}", "run.steps=50")

@@ -119,7 +119,6 @@ class Case:
     saves: bool = False  # a checkpoint after the second update
     loads: str = ""  # the case that saved the checkpoint this one resumes from
     lora: bool = False  # only adapters learn
-    beside: tuple[str, str] = ("", "")  # model and layout of a critic beside a policy
 
     @property
     def name(self) -> str:
@@ -145,9 +144,9 @@ class Case:
         alone = next(
             (name for name in ("family", "replayed", "supervised", "critic", "distilled") if name in self.measures), ""
         )
-        alone = "critic" if self.measures in (("critic_resumed",), ("critic_beside",)) else alone
+        alone = "critic" if self.measures == ("critic_resumed",) else alone
         alone = "lora" if self.lora else alone
-        one = "-".join(filter(None, (self.beside[0] or self.model, "one", alone)))
+        one = "-".join(filter(None, (self.model, "one", alone)))
         return (one, *([self.loads] if self.loads else []))
 
     @property
@@ -157,8 +156,6 @@ class Case:
             return True
         if self.lora and "fp8_base" not in self.measures:
             return (self.model, self.layout) not in QUICK_LORA
-        if self.beside[0]:
-            return (self.layout, self.beside[1]) not in QUICK_BESIDE
         return "family" in self.measures and (self.layout, self.variant) not in QUICK_FAMILY
 
 
@@ -343,7 +340,7 @@ def _supervised() -> list[Case]:
 
 
 CRITIC = {
-    "qwen3_moe": ("one", "dp2", "cp2", "pp2_vpp2", "tp2_ep2", "tp2_ep2_pp2", "tp2_cp2"),
+    "qwen3_moe": ("one", "dp2", "cp2", "ep2", "pp2_vpp2", "tp2_ep2", "tp2_ep2_pp2", "tp2_cp2"),
     "deepseek_v3": ("one", "tp2", "ep2"),
     "tied": ("one", "pp2"),  # a critic's embedding is tied to nothing
     "qwen3": ("one",),
@@ -351,19 +348,7 @@ CRITIC = {
 CRITIC_LOADING = {
     "qwen3_moe-tp2_ep2-critic": ("one", "pp2"),
     "tied-pp2-critic": ("one",),
-    "qwen3_moe-ep2-beside_qwen3_moe_tp2": ("dp2",),
 }
-# Policy and its layout, critic and its layout: every way to divide a model, on both sides; another family and size.
-BESIDE = (
-    *(("qwen3_moe", "ep2", "qwen3_moe", "tp2"), ("qwen3_moe", "tp2", "qwen3_moe", "pp2")),
-    *(("qwen3_moe", "pp2", "qwen3_moe", "ep2"), ("qwen3_moe", "pp2_vpp2", "qwen3_moe", "cp2")),
-    *(("deepseek_v3", "cp2", "qwen3_moe", "pp2_vpp2"), ("deepseek_v3", "ep2", "qwen3", "tp2")),
-    *(("qwen3", "tp2", "deepseek_v3", "tp2_ep2"), ("shallow", "dp2", "qwen3_moe", "tp2_ep2")),
-    *(("qwen3_moe", "tp2_ep2_pp2", "qwen3_moe", "tp2_cp2"), ("qwen3_moe", "ep4", "qwen3", "tp2_pp2_vpp2")),
-    ("deepseek_v3", "cp2_ep2", "qwen3_moe", "tp2_dp2"),
-)
-
-QUICK_BESIDE = (("ep2", "tp2"), ("pp2_vpp2", "cp2"))
 
 
 def _critic() -> list[Case]:
@@ -375,10 +360,6 @@ def _critic() -> list[Case]:
     ]
     share = {"share_prompts": True, "max_tokens_per_microbatch": 240}
     cases += [Case("qwen3_moe", layout, ("critic",), "critic_sharing", share) for layout in ("one", "tp2_ep2")]
-    for policy, layout, model, of_critic in BESIDE:
-        variant, saves = f"beside_{model}_{of_critic}", f"{policy}-{layout}-beside_{model}_{of_critic}"
-        beside = (model, of_critic)
-        cases.append(Case(policy, layout, ("critic_beside",), variant, saves=saves in CRITIC_LOADING, beside=beside))
     return cases + [
         Case(saver.split("-")[0], layout, ("critic_resumed",), "critic_resumed", loads=saver)
         for saver, layouts in CRITIC_LOADING.items()

@@ -11,26 +11,17 @@ from tests.parallel.full_model import Tensors, difference, exceeding, full_tenso
 from tests.parallel.test_updates import CHANGE_BOUND, NORM_BOUND
 
 BOUND = 1e-5
-BESIDE = cases_with("critic_beside")
 every_case = pytest.mark.parametrize("case", cases_with("critic"), ids=lambda case: case.name)
 every_load = pytest.mark.parametrize("case", cases_with("critic_resumed"), ids=lambda case: case.name)
 
 
-every_pair = pytest.mark.parametrize("case", BESIDE, ids=lambda case: case.name)
-
-
-def critic_of(case: Case) -> str:
-    """The critic's model, which is the policy's unless another is beside it."""
-    return case.beside[0] or case.model
-
-
 def one_rank(case: Case) -> Case:
-    return CASES[f"{critic_of(case)}-one-critic"]
+    return CASES[f"{case.model}-one-critic"]
 
 
 def joined(case: Case, outcomes: Outcomes, measure: str, update: int | None = None) -> Tensors:
     """The gradient by the files' names, or the weights after one of the measure's updates."""
-    folder, ranks = outcomes.models[critic_of(case)].folder, outcomes.by_rank(case, measure)
+    folder, ranks = outcomes.models[case.model].folder, outcomes.by_rank(case, measure)
     params = critic_params(critic_config(HfConfig.read(folder)))
     shards = [rank["shards"] if update is None else rank["weights"][update] for rank in ranks]
     return full_tensors(folder, shards, [rank["held"] for rank in ranks], 1e-6 if update is None else 0.0, params)
@@ -78,48 +69,9 @@ def test_weights_change_as_on_one_rank(case: Case, update: int, outcomes: Outcom
     assert not exceeding({kind: e for kind, e in errors.items() if not kind.endswith("correction_bias")}, CHANGE_BOUND)
 
 
-@every_pair
-def test_beside_a_policy_of_another_layout_all_is_as_on_one_rank(case: Case, outcomes: Outcomes) -> None:
-    """Values as the policy's ranks get them, the gradient of returns that come from there, and weights."""
-    ranks, (one,) = outcomes.by_rank(case, "critic_beside"), outcomes.by_rank(one_rank(case), "critic")
-    expected = {_place(one["values"], row): value for row, value in enumerate(one["values"]["value"].tolist())}
-    arrived = set()
-    for values in (rank["values"] for rank in ranks if rank["values"]):
-        places = [_place(values, row) for row in range(len(values["value"]))]
-        assert values["value"].tolist() == pytest.approx([expected[place] for place in places], rel=BOUND, abs=BOUND)
-        arrived |= set(places)
-    assert arrived == expected.keys()
-    assert len(set(expected.values())) > len(expected) / 2
-    errors = relative_errors(joined(case, outcomes, "critic_beside"), joined(one_rank(case), outcomes, "critic"))
-    assert not exceeding(errors, BOUND)
-    for update in (0, 2):
-        own, alone = joined(case, outcomes, "critic_beside", update), joined(one_rank(case), outcomes, "critic", update)
-        start = joined(one_rank(case), outcomes, "critic", 0) if update else _start(case, outcomes, alone)
-        errors = relative_errors(difference(own, start), difference(alone, start))
-        assert not exceeding(errors, CHANGE_BOUND)
-
-
-@every_pair
-def test_beside_a_policy_of_another_layout_every_rank_knows_the_numbers(case: Case, outcomes: Outcomes) -> None:
-    (one,) = outcomes.by_rank(one_rank(case), "critic")
-    for rank in outcomes.by_rank(case, "critic_beside"):
-        assert rank["sums"] == pytest.approx(one["sums"], rel=BOUND)
-        assert rank["grad_norms"] == pytest.approx(one["grad_norms"], rel=NORM_BOUND)
-        assert not rank["skipped"]
-        if critic_of(case) == case.model:  # KL of the policy's logprobs
-            assert rank["advantages"] == pytest.approx(one["advantages"], rel=BOUND)
-
-
-@every_pair
-def test_a_policy_computes_the_same_beside_a_critic_of_another_layout(case: Case, outcomes: Outcomes) -> None:
-    for rank in outcomes.by_rank(case, "critic_beside"):
-        assert rank["groups"]
-        assert all(rank["policy"])
-
-
 def _start(case: Case, outcomes: Outcomes, like: Tensors) -> Tensors:
     """The weights of the folder; the head as if it had been zero."""
-    stored = outcomes.models[critic_of(case)].tensors
+    stored = outcomes.models[case.model].tensors
     return {name: stored.get(name, torch.zeros_like(tensor)) for name, tensor in like.items()}
 
 

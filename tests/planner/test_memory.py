@@ -209,7 +209,7 @@ def test_every_kind_on_the_device_is_measured_and_planned() -> None:
     fp8 = {"folder": "run", "steps": 1, "export_every": 1, "export_fp8": True}
     kept = {"args": {"enable_weights_cpu_backup": True, "quantization": "fp8"}}
     jobs.append(job_of("qwen3-30b-a3b", "h100-80", 1, layout={"expert": 8}, run=fp8, engine=kept))
-    ppo: dict[str, Any] = {"algorithm": {"preset": "ppo"}, "critic": {"layout": {"tensor": 1}}}
+    ppo: dict[str, Any] = {"algorithm": {"preset": "ppo"}, "critic": {"path": "Qwen2.5-14B"}}
     jobs.append(job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4}, **ppo))
     jobs.append(job_of("qwen2.5-7b", "h100-80", 1, model={"path": "qwen2.5-7b", "lora": LORA}))
     planned = {kind for job in jobs for sizes in plan_memory(job).device[0].values() for kind in sizes}

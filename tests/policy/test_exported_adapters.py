@@ -1,7 +1,6 @@
 """Adapters of any targets, and of a converted folder, as peft loads them: its logits are those of the merged model."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from grpo_mp.checkpoint.convert import to_megatron
 from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.policy.policy import Policy, check_policy
-from grpo_mp.trainer.adapter_check import check_adapters
 from grpo_mp.trainer.save import export_adapters, export_policy
 from tests.checkpoint.helpers import no_progress
 from tests.parallel import peft_model
@@ -87,20 +85,6 @@ def test_adapters_of_a_converted_folder_are_for_what_it_was_converted_from(
     converted = tmp_path / "megatron"
     to_megatron(model, converted, no_progress)
     settings = settings_of(converted, "all-linear")
-    assert check_adapters(settings) == []
     adapters, merged = export(settings, parallel, tmp_path)
     by_peft = AutoPeftModelForCausalLM.from_pretrained(adapters, dtype=torch.float32).eval()  # onto the base it names
     check_logits(by_peft, merged, model)
-
-
-def test_a_converted_folder_whose_source_is_gone_is_warned_of(model: Path, tmp_path: Path) -> None:
-    source, converted = tmp_path / "source", tmp_path / "megatron"
-    settings = settings_of(converted, ("o_proj",))
-    shutil.copytree(model, source)
-    to_megatron(source, converted, no_progress)
-    assert check_adapters(settings) == []
-    source.rename(tmp_path / "moved")
-    (warning,) = check_adapters(settings)
-    assert warning.startswith(f"model.path={converted} is a converted folder of {source}, which is not there")
-    exports = settings.run.model_copy(update={"export": False, "export_every": 0})
-    assert check_adapters(settings.model_copy(update={"run": exports})) == []

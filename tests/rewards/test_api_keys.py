@@ -3,18 +3,15 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from grpo_mp.algorithms.distillation_settings import TeacherConfig
-from grpo_mp.config.sections import ExportServers
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.teacher import TeacherClient
-from grpo_mp.trainer.export_servers import load_export, read_servers
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.redact import without_secrets
 from grpo_mp.utils.types import SampleGroup
@@ -25,7 +22,7 @@ VARIABLE, KEY = "SOME_KEY", "sk-SECRET-0815"
 
 
 class Server(JsonServer):
-    """Answers judges, reward models, teachers and exports; keeps what it was sent as Authorization."""
+    """Answers judges, reward models and teachers; keeps what it was sent as Authorization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,18 +65,12 @@ def ask(client: Scorer | TeacherClient, group: SampleGroup | None) -> str:
     return ""
 
 
-def export(where: Mapping[str, Any], group: SampleGroup | None) -> str:
-    servers = ExportServers(urls=(where["url"],), api_key_env=where.get("api_key_env"))
-    return " ".join(load_export(servers, Path("folder"))) if group else str(len(read_servers(servers)))
-
-
 # By section: takes address and key, raises UserError for those at the start, returns what failed in asking for a group.
 USERS: dict[str, Callable[[Mapping[str, Any], SampleGroup | None], str]] = {
     "reward.judge": lambda where, group: score_with("judge", where, group),
     "reward.model": lambda where, group: score_with("model", where, group),
     "reward.steps": lambda where, group: score_with("steps", where, group),
     "algorithm.distillation.teacher": ask_teacher,
-    "run.export_servers": export,
 }
 
 

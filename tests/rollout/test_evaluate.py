@@ -82,7 +82,7 @@ def test_a_group_past_its_limit_counts_as_wrong_answers(tiny_run: TinyRun) -> No
         engine.has_restarted = lambda: False
         rollout.engine = engine
         prompts = [Prompt(number, "?", (number,), answer="7") for number in range(4)]
-        groups = rollout.evaluate(prompts, scorer, "arithmetic", 0, 0, dist.HashStore(), lambda: None, {}, frozenset())
+        groups = rollout.evaluate(prompts, scorer, "arithmetic", 0, 0, dist.HashStore(), lambda: None)
     assert groups
     assert [group.prompt.index for group in groups] == [0, 1, 2, 3]
     score = score_eval_set([info for group in groups for info in sample_infos(group)])
@@ -106,7 +106,7 @@ def test_terms_of_the_length_know_the_limit_of_their_set(tiny_run: TinyRun) -> N
             engine.has_restarted = lambda: False
             rollout.engine = engine
             prompts, store = [Prompt(0, "?", (5,), answer="7")], dist.HashStore()
-            groups = rollout.evaluate(prompts, scorer, "arithmetic", 0, 0, store, lambda: None, {}, frozenset())
+            groups = rollout.evaluate(prompts, scorer, "arithmetic", 0, 0, store, lambda: None)
         assert groups
         return groups[0].samples[0].reward_terms
 

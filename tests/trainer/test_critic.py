@@ -135,17 +135,6 @@ def test_a_critic_of_another_family_and_size_gives_its_own_scores(
 @pytest.mark.parametrize(
     ("critic", "ranks", "sentence"),
     [
-        ({"layout": {"tensor": 3}}, 3, r"^critic.layout: tensor=3 does not divide the 4 attention heads; the nearest"),
-        (
-            {"layout": {"expert": 2}},
-            2,
-            "^critic.layout: expert and expert_tensor must be 1: the model has no experts; ",
-        ),
-        (
-            {"layout": {"pipeline": 2}},
-            3,
-            "^critic.layout: .* = 2 does not divide the 3 ranks; the nearest valid layout",
-        ),
         (
             {"megatron_args": {"pipeline_model_parallel_layout": "Et*3|L"}},
             1,
@@ -165,20 +154,6 @@ def test_a_layout_that_does_not_fit_the_critic_is_refused(
     settings = settings_with(model, critic)
     with pytest.raises(UserError, match=sentence):
         check_critic(settings, settings.model.read_config(), ranks)
-
-
-def test_a_layout_of_its_own_has_none_of_the_policy_s_stages(model: Path) -> None:
-    fields = {"num_layers_in_first_pipeline_stage": 1, "moe_router_fusion": True, "moe_permute_fusion": True}
-    changes: dict[str, Any] = {"layout": {"pipeline": 2}, "training": {"megatron_args": fields}}
-
-    def of(**critic: Any) -> Settings:
-        return settings_with(model, critic, **changes).for_critic()
-
-    assert of().layout.pipeline == 2
-    assert of().training.megatron_args == fields
-    own = of(layout={"tensor": 2}, megatron_args={"moe_router_fusion": None, "moe_permute_fusion": False})
-    assert (own.layout.tensor, own.layout.pipeline) == (2, 1)
-    assert own.training.megatron_args == {"moe_permute_fusion": False}
 
 
 def test_several_labels_are_no_value(model: Path, tmp_path: Path) -> None:
@@ -234,11 +209,6 @@ def test_a_language_model_s_folder_is_taken_without_a_head(model: Path, tmp_path
         ({"algorithm": "grpo"}, "critic trains a value model, and algorithm.advantage.baseline=group_mean takes none"),
         ({"critic": None}, "takes the values of a critic, and critic is null: set it"),
         ({"critic": {"warmup_steps": 3}}, "critic.warmup_steps=3 leaves none of 3 steps to the policy: lower it"),
-        (
-            {"critic": {"layout": {"context": 2}}, "training": {"share_prompts": True}},
-            "share_prompts does not work with context parallelism (critic.layout.context=2)",
-        ),
-        ({"critic": {"layout": {"tensors": 2}}}, "unknown setting critic.layout.tensors (did you mean"),
         ({"critic": {"lr": 0}}, "critic.lr: Input should be greater than 0"),
         ({"critic": {"clip": 0.2}}, "unknown setting critic.clip"),
         ({"algorithm": {"preset": "ppo", "advantage": {"scale": "batch_std"}}}, "advantage.scale=batch_std divides"),

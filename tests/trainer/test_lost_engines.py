@@ -3,9 +3,7 @@
 import asyncio
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from threading import Event
 from types import SimpleNamespace
@@ -17,23 +15,18 @@ import torch.distributed as dist
 from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config import load_settings
-from grpo_mp.data.prompts import PromptSet
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.rewards.scorer import RewardStats, Scorer
+from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.client import SamplingParams
 from grpo_mp.rollout.groups import EndedGroup, PausedGroup, RunningGroup
-from grpo_mp.rollout.journal import GroupJournal
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import SCORES, RolloutTask
-from grpo_mp.trainer.evaluation import Evaluator
 from grpo_mp.utils.errors import EngineError, UserError
-from grpo_mp.utils.types import Prompt, Sample, SampleGroup
+from grpo_mp.utils.types import Prompt, SampleGroup
 from tests.conftest import TinyRun
-from tests.rollout.engineless import TextClient, make_prompt, make_runner
 from tests.rollout.fake_engine import FakeEngine
 from tests.trainer.test_collect import PROMPTS, MortalEngine, check_samples, collector, kept, run_steps
-from tools.tiny.products import tokenizer as calculator_tokenizer
 
 
 class StuckEngine(FakeEngine):
@@ -243,37 +236,3 @@ def test_what_an_engine_that_is_lost_between_two_steps_has_finished_is_kept(tiny
         assert stream.verdicts() == [(0, True), (1, True)]
         assert {*returned, *(stream.take_returned() for _ in range(3))} == {2, 3, 4, None}
         assert cancelled.wait(60.0)
-
-
-def test_an_evaluation_goes_on_with_episodes_that_a_lost_engine_has_recorded(
-    one_rank_job: Any, tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another rank's engine took the only problem, and was lost after one of its two episodes."""
-    own = [f"run.folder={tmp_path}", "rollout.function=call_tools", "data.eval.arithmetic.samples=2"]
-    settings, words = load_settings(tiny_run.config, own), calculator_tokenizer()
-    client = TextClient(words, ["6<|im_end|>"])
-    runner = make_runner(client, "call_tools")
-    prompt = replace(make_prompt(runner), answer="6")
-    ended = Sample(0, 0, prompt.tokens, (5, 6), (-1.0, -1.0), (9, 9), False, state="completed", generated=(True, True))
-    scorer, begin = Scorer(settings.reward, 16), Rollout.begin
-
-    def begin_after_loss(rollout: Rollout, task: RolloutTask, stream: GroupStream, *more: Any) -> Any:
-        journal = GroupJournal(tmp_path / "rollouts/eval/arithmetic", 1)
-        journal.append(3, stream.claim(), PausedGroup(prompt, samples=(ended,)), RewardStats(), True)
-        stream.give_back([0])
-        return begin(rollout, task, stream, *more)
-
-    monkeypatch.setattr(Rollout, "begin", begin_after_loss)
-    job: Any = SimpleNamespace(rank=0, group=one_rank_job.group, store=dist.HashStore())
-    phases: Any = SimpleNamespace(phase=lambda *_: nullcontext())
-    hf, rest = HfConfig.read(tiny_run.model), SimpleNamespace(run=lambda: None)
-    with Rollout(settings, hf, words, scorer, 0, 1, episodes=runner.parts) as rollout:
-        engine: Any = SimpleNamespace(client=client, working=lambda: 1, lose=print, stop=lambda: None)
-        engine.has_restarted = lambda: False
-        rollout.engine = engine
-        parts: Any = (scorer, rollout, job, phases, rest, 0, rest, tmp_path)
-        prompts = PromptSet("arithmetic", (prompt,), 0)
-        (group,) = Evaluator({"arithmetic": prompts}, *parts)._generate(prompts, "arithmetic", 3)
-    assert [sample.index for sample in group.samples] == [0, 1]
-    assert [sample.weight_versions[0] for sample in group.samples] == [9, 1]
-    assert len(client.prompts) == 1

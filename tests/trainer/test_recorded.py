@@ -312,16 +312,15 @@ def test_groups_of_other_code_or_data_are_dropped(
     job: Any = SimpleNamespace(rank=0, group=one_rank_job.group)
     sample = Sample(0, 0, (1,), (5, 6), (-1.0, -1.0), (0, 0), False)
 
-    def start(code: str, logs: str = "", data: str = "d1", sums: str = "e1") -> tuple[list[str], int]:
+    def start(code: str, logs: str = "", data: str = "d1") -> tuple[list[str], int]:
         """Return what a job says, and how many groups it finds; it then records three, one of them twice."""
         file.write_text(code)
         logger.write_text(logs)
-        train, first, second = (PromptSet("", (), 0, digest=digest) for digest in (data, sums, "e1"))
-        evals = {"sums": first, "other": second}
-        said = drop_groups_of_changed_inputs(load_settings(tiny_run.config, own), train, evals, job)
+        train = PromptSet("", (), 0, digest=data)
+        said = drop_groups_of_changed_inputs(load_settings(tiny_run.config, own), train, job)
         found = len({r.key for one in folder.rglob("*.journal") for r in read_records(one)})
-        for kind, group_id in (("", 0), ("", 1), ("", 1), ("eval/sums", 5)):
-            journal = GroupJournal(folder / "rollouts" / kind, 0)
+        for group_id in (0, 1, 1, 5):
+            journal = GroupJournal(folder / "rollouts", 0)
             journal.append(1, group_id, SampleGroup(Prompt(0, "", (1,)), (sample,)), RewardStats(), kept=True)
         return said, found
 
@@ -334,10 +333,6 @@ def test_groups_of_other_code_or_data_are_dropped(
     (sentence,), found = start("a = 2", data="d2")
     assert found == 0
     assert sentence.startswith("data.train has changed since ")
-    (sentence,), found = start("a = 2", data="d2", sums="e2")
-    assert found == 2  # those of steps, which nothing of it is in
-    assert sentence.startswith("data.eval.sums has changed since ")
-    assert ": 1 recorded groups are dropped" in sentence
 
 
 @pytest.mark.parametrize("updates", [0, 1, 3])

@@ -1,16 +1,12 @@
 """Run folders that a start refuses, or takes as they are: one sentence, status 2, nothing written."""
 
-import re
 import shutil
-from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from grpo_mp import evaluate, sample
 from grpo_mp.checkpoint.run_state import (
     TrainState,
     begin_checkpoint,
@@ -20,11 +16,8 @@ from grpo_mp.checkpoint.run_state import (
 )
 from grpo_mp.config import dump_settings, load_settings
 from grpo_mp.data.prompts import load_train_prompts
-from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.models.tokenizer import read_tokenizer
 from grpo_mp.train import main
-from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.parsers import evaluate_parser, sample_parser
 from tests.conftest import TinyRun
 from tests.trainer.conftest import Refuse
 
@@ -79,62 +72,6 @@ def test_other_rows_than_those_of_the_steps_before(
             main([str(tiny_run.config), f"run.folder={saved_run}", "--dry-run", "--ranks", "2"])
             assert capfd.readouterr().err == ""
     assert refuse().startswith(f"{saved_run}: the rows of data.train are no longer those of the run's first 2 steps")
-
-
-LORA = "model.lora={rank: 4, alpha: 8}"
-COMMANDS = [(evaluate.read_command, evaluate_parser), (sample.read_command, sample_parser)]
-
-
-def test_adapters_for_other_weights(
-    refuse: Refuse, tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Those for the weights of model.path are taken."""
-    run, (weights,) = tmp_path / "run", tiny_run.model.glob("*.safetensors")
-    settings = load_settings(tiny_run.config, [f"run.folder={run}", LORA])
-    claim_run_folder(run, dump_settings(settings))
-    changed = tmp_path / "changed"
-    changed.mkdir()
-    (changed / weights.name).write_bytes(weights.read_bytes()[:-1] + b"x")
-    checkpoint = checkpoint_folder(run, 2)
-    for base in (tiny_run.model, changed):
-        begin_checkpoint(checkpoint)
-        (checkpoint / "policy").mkdir()
-        assert settings.model.lora
-        adapters = settings.model.lora.description
-        torch.save({"base": model_digest(base), "adapters": adapters}, checkpoint / "policy" / "common.pt")
-        write_manifest(checkpoint, TrainState(step=2))
-        if base == tiny_run.model:
-            main([str(tiny_run.config), f"run.folder={run}", LORA, "--dry-run", "--ranks", "2"])
-            assert capfd.readouterr().err == ""
-    words = f"{checkpoint / 'policy'}: the checkpoint's adapters are for other weights than model.path"
-    assert refuse(LORA).startswith(words)
-    for read_command, parser in COMMANDS:
-        with pytest.raises(UserError, match=re.escape(words)):
-            read_command(parser().parse_intermixed_args([str(tiny_run.config), LORA, "--checkpoint", str(checkpoint)]))
-
-
-@pytest.mark.parametrize(("read_command", "parser"), COMMANDS)
-def test_a_checkpoint_given_with_other_settings_of_adapters(
-    read_command: Callable[..., Any], parser: Callable[[], ArgumentParser], tiny_run: TinyRun, tmp_path: Path
-) -> None:
-    """Without any, it is taken by settings without any; a damaged one is refused by name."""
-    checkpoint = checkpoint_folder(tmp_path / "run", 2)
-    begin_checkpoint(checkpoint)
-    (checkpoint / "policy").mkdir()
-    common = checkpoint / "policy" / "common.pt"
-    torch.save({}, common)
-    write_manifest(checkpoint, TrainState(step=2))
-
-    def read(*overrides: str) -> Any:
-        arguments = [str(tiny_run.config), *overrides, "--checkpoint", str(checkpoint)]
-        return read_command(parser().parse_intermixed_args(arguments))
-
-    assert read().checkpoint == checkpoint
-    with pytest.raises(UserError, match=r"adapters are none, those of model.lora of rank 4 .*: set it as it was"):
-        read(LORA)
-    common.write_bytes(common.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"policy/common\.pt"):
-        read()
 
 
 def test_an_export_that_would_take_the_place_of_its_source(refuse: Refuse, tiny_run: TinyRun, tmp_path: Path) -> None:

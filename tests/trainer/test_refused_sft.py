@@ -9,20 +9,10 @@ import yaml
 
 from grpo_mp.checkpoint.run_state import (
     METRICS,
-    TrainState,
-    begin_checkpoint,
-    checkpoint_folder,
-    claim_run_folder,
-    write_manifest,
 )
 from grpo_mp.config import dump_settings, load_sft_settings
-from grpo_mp.policy.policy import Policy
 from grpo_mp.sft import main
-from tests.checkpoint.helpers import flip_bit
 from tests.conftest import TinyRun
-from tests.one_rank import one_rank_job
-from tests.save_policy import save_policy
-from tools.tiny.models import make_tiny, make_tokenizer
 
 Start = Callable[..., tuple[int, str, str]]
 ROWS = [{"prompt": "1+2?", "completion": "3"}] * 8
@@ -98,31 +88,3 @@ def test_a_folder_of_other_settings_is_refused(start: Start, tmp_path: Path) -> 
     assert "holds a run of other settings (sft.batch_size was 2, is now 4)" in err
     (run / "settings.yaml").write_text(yaml.safe_dump(settings | {"sft": settings["sft"] | {"epochs": 2}}))
     assert start()[0] == 0  # more epochs may be asked for
-
-
-def test_adapters_for_other_weights_are_refused_and_damaged_checkpoints_passed_over(
-    start: Start, tmp_path: Path
-) -> None:
-    model, run = tmp_path / "model", tmp_path / "run"
-    make_tiny(model, "qwen3", make_tokenizer(["apples"]), num_hidden_layers=1)
-    overrides = [f"model.path={model}", "model.lora={rank: 2, alpha: 4}"]
-    settings = load_sft_settings(tmp_path / "sft.yaml", overrides)
-    claim_run_folder(run, dump_settings(settings))
-    for step in (2, 4):
-        checkpoint = checkpoint_folder(run, step)
-        begin_checkpoint(checkpoint)
-        (checkpoint / "policy").mkdir()
-        with one_rank_job() as parallel:  # a start that fails in the midst of a job ends this process
-            save_policy(Policy(settings, parallel, with_reference=False), checkpoint / "policy")
-        write_manifest(checkpoint, TrainState(step=step))
-    assert start(*overrides)[0] == 0
-    (weights,) = model.glob("*.safetensors")
-    common = checkpoint / "policy" / "common.pt"
-    flip_bit(weights, -1)
-    for read in ("step_000004", "step_000002"):
-        status, _, err = start(*overrides)
-        assert (status, err.count("\n")) == (2, 1), err
-        assert f"{read}/policy: the checkpoint's adapters are for other weights than model.path has now" in err
-        common.write_bytes(common.read_bytes()[:-1])
-    flip_bit(weights, -1)
-    assert start(*overrides)[0] == 0

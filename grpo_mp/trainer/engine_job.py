@@ -1,0 +1,72 @@
+"""A job that generates without training, for evaluate.py and sample.py: engines with the weights of a folder.
+
+A Hugging Face folder is loaded by the engines. For a checkpoint the policy is built as for training, and sends the
+engines its weights.
+"""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_mp import platform
+from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
+from grpo_mp.config import Settings, load_settings
+from grpo_mp.rollout.rollout import engines_can_load_weights
+from grpo_mp.train import sync_weights
+from grpo_mp.trainer.context import EngineContext, open_context, open_engines_only
+from grpo_mp.trainer.preflight import RunInputs
+from grpo_mp.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class EngineJob:
+    """What generates: `settings.run.folder` is where the results go."""
+
+    settings: Settings
+    checkpoint: Path | None  # of a run; None: the model of the settings
+
+    @property
+    def name(self) -> Path:
+        """Return the folder whose weights generate."""
+        return self.checkpoint or self.settings.model.path
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the results."""
+        return self.settings.run.folder
+
+    @property
+    def needs_policy(self) -> bool:
+        """Return whether the engines cannot load the weights themselves."""
+        return self.checkpoint is not None or not engines_can_load_weights(self.settings.model, self.settings.engine)
+
+
+def read_engine_job(args: argparse.Namespace, command: str) -> EngineJob:
+    """Return the job of a command line; results go to RUN/`command`/MODEL unless it names a folder."""
+    settings = load_settings(args.config, args.overrides, trains=False, dtype=platform.default_dtype())
+    checkpoint, model = args.checkpoint, args.model or settings.model.path
+    if checkpoint:
+        if not (checkpoint / MANIFEST).is_file():
+            raise UserError(f"{checkpoint}: incomplete checkpoint, {MANIFEST} is missing: give RUN/checkpoints/step_N")
+        read_manifest(checkpoint)
+    out = args.out or settings.run.folder / command / (checkpoint or model).absolute().name
+    updates = {
+        "run": settings.run.model_copy(update={"folder": out}),
+        "model": settings.model.model_copy(update={"path": model}),
+    }
+    return EngineJob(settings.without_training().model_copy(update=updates), checkpoint)
+
+
+@contextmanager
+def start_engines(job: EngineJob, inputs: RunInputs, greeting: str) -> Iterator[EngineContext]:
+    """Start the engines with the job's weights; they end when the body does."""
+    if not job.needs_policy:
+        with open_engines_only(job.settings, inputs, greeting) as engines:
+            yield engines
+        return
+    with open_context(job.settings, inputs, lambda: [job.checkpoint] if job.checkpoint else [], greeting) as ctx:
+        ctx.preemption.release()  # there is no training state to save before the process ends
+        sync_weights(ctx)
+        yield ctx.engines
