@@ -141,16 +141,7 @@ def open_context(
             job=job,
             rollout=rollout,
             collector=_make_collector(settings, inputs, runtime, phases, recovery, recorded),
-            evaluator=Evaluator(
-                prompts=inputs.evals,
-                scorer=inputs.scorer.for_evaluations(),
-                rollout=rollout,
-                job=job,
-                phases=phases,
-                progress=progress,
-                samples_shown=settings.monitor.samples_per_step,
-                recovery=recovery,
-            ),
+            evaluator=_make_evaluator(settings, inputs, EngineContext(job, rollout, phases, progress, recovery)),
             weight_sync=weight_sync,
             engine_check=check,
             recovery=recovery,
@@ -197,6 +188,11 @@ def _make_collector(
         *(settings, inputs.train, runtime.rollout, inputs.scorer, runtime.job, phases, keeps, recovery, curriculum),
         recorded,
     )
+
+
+def _make_evaluator(settings: Settings, inputs: RunInputs, engines: EngineContext) -> Evaluator:
+    scorer, shown = inputs.scorer.for_evaluations(), settings.monitor.samples_per_step
+    return Evaluator(inputs.evals, scorer, samples_shown=shown, **vars(engines))
 
 
 def _make_sync(
