@@ -15,7 +15,6 @@ from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_
 from grpo_mp.checkpoint.run_state import FINAL, METRICS, resumable_checkpoints
 from grpo_mp.config import Settings
 from grpo_mp.distributed.layout import model_shape
-from grpo_mp.distributed.process_groups import broadcast
 from grpo_mp.monitor.loggers import open_loggers
 from grpo_mp.monitor.reporter import Reporter
 from grpo_mp.monitor.rules import RuleWatch
@@ -43,14 +42,14 @@ from grpo_mp.trainer.loop import (
     note_skipped,
     save,
     save_last,
+    sync_weights,
 )
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step
 from grpo_mp.trainer.replica_check import check_replicas
-from grpo_mp.trainer.step_logger import StepLogger, StepRecord, disk_may_be_full, sync_metrics
+from grpo_mp.trainer.step_logger import StepLogger, StepRecord, disk_may_be_full
 from grpo_mp.trainer.update import critic_step, train_step, update_reference
 from grpo_mp.utils.phases import Phase
-from grpo_mp.weight_sync.update import largest_report
 
 
 def train(ctx: TrainContext, reporter: Reporter) -> None:
@@ -263,26 +262,6 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatc
 def sync_first_weights(ctx: RolloutContext) -> dict[str, float]:
     """Push the weights that the run begins with, unless it was asked to stop while it started."""
     return {} if ctx.should_stop() else sync_weights(ctx)
-
-
-def sync_weights(ctx: RolloutContext, rollouts: RolloutBatch | None = None) -> dict[str, float]:
-    """Push the policy's weights into every engine and check that they hold them; return metrics, none in a replay.
-
-    `rollouts`: of the step, on whose answers they are compared, too.
-    """
-    if not (ctx.weight_sync and ctx.engine_check):
-        return {}
-    with ctx.phases.phase(Phase.SYNC):
-        ctx.state = broadcast(ctx.state, ctx.job.group)  # to ranks that do not train
-        if not ctx.settings.updates_running_groups:
-            ctx.collector.finish_generation()
-        reports = ctx.recovery.update_weights(ctx.weight_sync, ctx.state.optimizer_step)
-        ctx.collector.synced_step = ctx.state.step
-    groups = rollouts.of_own_engine if rollouts else ()
-    check = ctx.engine_check.run(ctx.state.optimizer_step, [group.samples[0] for group in groups])
-    if not check.tokens and ctx.recovery.run():  # no engine was left, and one is there again
-        check = ctx.engine_check.run(ctx.state.optimizer_step)
-    return sync_metrics(largest_report(reports), check)
 
 
 def keep_rollouts(ctx: RolloutContext) -> None:

@@ -14,8 +14,8 @@ from grpo_mp import platform
 from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.rollout.rollout import engines_can_load_weights
-from grpo_mp.train import sync_weights
 from grpo_mp.trainer.context import EngineContext, open_context, open_engines_only
+from grpo_mp.trainer.loop import sync_weights
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.utils.errors import UserError
 

@@ -12,11 +12,14 @@ from grpo_mp.monitor.guards import MetricGuards
 from grpo_mp.monitor.reporter import Reporter
 from grpo_mp.monitor.run_folder import read_metrics
 from grpo_mp.policy.trained_model import UpdateReport
+from grpo_mp.trainer.collect import RolloutBatch
+from grpo_mp.trainer.context import RolloutContext
 from grpo_mp.trainer.job import PolicyContext
 from grpo_mp.trainer.save import export_adapters, export_policy
-from grpo_mp.trainer.step_logger import StepLogger, StepRecord
+from grpo_mp.trainer.step_logger import StepLogger, StepRecord, sync_metrics
 from grpo_mp.utils.errors import DiskError, EarlyStopError
 from grpo_mp.utils.phases import SAVE_WAIT, Phase
+from grpo_mp.weight_sync.update import largest_report
 
 NAMED = 3  # parameters in a sentence
 
@@ -103,6 +106,26 @@ def save_last(ctx: PolicyContext, logger: StepLogger, first_step: int) -> None:
     if max(first_step, ctx.saver.saved_step) < ctx.state.step:
         save(ctx, logger, last=True)
         finish_save(ctx)
+
+
+def sync_weights(ctx: RolloutContext, rollouts: RolloutBatch | None = None) -> dict[str, float]:
+    """Push the policy's weights into every engine and check that they hold them; return metrics, none in a replay.
+
+    `rollouts`: of the step, on whose answers they are compared, too.
+    """
+    if not (ctx.weight_sync and ctx.engine_check):
+        return {}
+    with ctx.phases.phase(Phase.SYNC):
+        ctx.state = broadcast(ctx.state, ctx.job.group)  # to ranks that do not train
+        if not ctx.settings.updates_running_groups:
+            ctx.collector.finish_generation()
+        reports = ctx.recovery.update_weights(ctx.weight_sync, ctx.state.optimizer_step)
+        ctx.collector.synced_step = ctx.state.step
+    groups = rollouts.of_own_engine if rollouts else ()
+    check = ctx.engine_check.run(ctx.state.optimizer_step, [group.samples[0] for group in groups])
+    if not check.tokens and ctx.recovery.run():  # no engine was left, and one is there again
+        check = ctx.engine_check.run(ctx.state.optimizer_step)
+    return sync_metrics(largest_report(reports), check)
 
 
 def export(ctx: PolicyContext, folder: Path) -> None:
