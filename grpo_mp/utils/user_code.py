@@ -173,7 +173,7 @@ def _add_folder(folder: str, label: str) -> None:
     """
     if folder in _user_folders:
         return
-    for name, module in [*sys.modules.items()]:
+    for name, module in sys.modules.copy().items():  # another thread may import
         other = os.path.dirname(getattr(module, "__file__", None) or "")
         if other in _user_folders and os.path.isfile(os.path.join(folder, f"{name}.py")):
             raise UserError(f"{label}: {folder} and {other} both have {name}.py, of which one is imported: rename one")

@@ -23,6 +23,8 @@ ALLOWED = {
     "planner/model_configs.py: yaml.safe_load": "shipped with the package",
     "rewards/program_tests.py: exec": "a program of a model, in its sandbox",
     "rewards/program_tests.py: eval": "the entry point of a data row, in the sandbox",
+    "rollout/journal.py: pickle.load": "groups that ranks of this run wrote into its folder",
+    "rollout/journal.py: pickle.loads": "groups that ranks of this run wrote into its folder",
     "rollout/python_session.py: exec": "code of a model, in its sandbox",
     "rollout/python_session.py: eval": "code of a model, in its sandbox",
 }

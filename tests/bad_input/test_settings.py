@@ -15,9 +15,6 @@ from tests.bad_input.doors import NO_TEXT, NOT_FILES, Content, answers, as_nobod
 from tests.minimal_settings import MINIMAL_SETTINGS
 
 GOOD = yaml.safe_dump(MINIMAL_SETTINGS).encode()
-BOMB = b"a0: &a0 [x, x]\n" + b"".join(
-    b"a%d: &a%d [%s]\n" % (i, i, b", ".join([b"*a%d" % (i - 1)] * 9)) for i in range(1, 40)
-)
 FILES: dict[str, Content] = {
     **NOT_FILES,
     **NO_TEXT,
@@ -30,10 +27,8 @@ FILES: dict[str, Content] = {
     "two documents": GOOD + b"---\n" + GOOD,
     "a setting twice": GOOD.replace(b"  lr:", b"  lr: 40000\n  lr:"),
     "a section twice": GOOD + b"\noptimizer: {lr: 1.0}\n",
-    "an alias bomb": GOOD + b"\nengine:\n  args:\n    " + BOMB.replace(b"\n", b"\n    "),
     "an alias of itself": GOOD + b"\nlayout: &a [*a]\n",
     "an alias of nothing": GOOD + b"\nlayout: *gone\n",
-    "a merge of itself": GOOD + b"\nlayout: &a {<<: *a}\n",
     "a tag that runs code": GOOD + b"\nlayout: !!python/object/apply:os.getpid []\n",
     "a tag of a number": GOOD + b"\nschedule: !!int many\n",
     "a tag of a date": GOOD + b"\nschedule: !!timestamp many\n",
