@@ -193,6 +193,7 @@ def test_a_row_that_cannot_be_read_is_a_failure_of_the_term(score: Callable[...,
         score([answer(ADD)], "assert add", tests="asserts")
 
 
+@pytest.mark.usefixtures("score")
 def test_groups_are_scored_at_once_within_bounds(make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     running, peak, lock = [0], [0], threading.Lock()
     run = Sandbox.run
