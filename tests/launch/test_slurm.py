@@ -153,7 +153,7 @@ def bad_second_node(tmp_path: Path) -> str:
 @pytest.fixture
 def crashing_second_node(tmp_path: Path) -> str:
     """A site's hook, by which the check of the second node crashes."""
-    crash = 'if [ "$SLURMD_NODENAME" = n2 ] && [[ "$*" = *launch.nodes* ]]; then kill -SEGV $$; fi\nexec "$@"\n'
+    crash = 'if [ "$SLURMD_NODENAME" = n2 ] && [[ "$*" = *slurm_nodes* ]]; then kill -SEGV $$; fi\nexec "$@"\n'
     (tmp_path / "wrapper.sh").write_text(crash)
     (tmp_path / "site.sh").write_text(f"inside=(bash {tmp_path / 'wrapper.sh'})\n")
     return str(tmp_path / "site.sh")
