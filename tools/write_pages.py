@@ -1,4 +1,4 @@
-"""Write the pages of Markdown that are filled from the code into the repository: `python -m tools.write_pages`."""
+"""Write tables that follow from the code into pages, between marks: `python -m tools.write_pages`."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -14,10 +14,9 @@ from grpo_mp.config import Settings, SftSettings
 from grpo_mp.config.other_trainers import TRAINERS, read_tables
 from grpo_mp.monitor.metrics import TABLE, Metric
 from grpo_mp.monitor.rules import RULES, Rule
-from grpo_mp.planner.measured import COLUMNS, MEASURED, compare, read_measured
 from grpo_mp.utils.section import Section, nested_sections, section_type
 
-ROOT, TEMPLATES = Path(__file__).parents[1], Path(__file__).with_name("page_templates")
+ROOT = Path(__file__).parents[1]
 CHANCES = (0.01, 0.1, 0.3, 0.5)
 GROUP_SIZES = {
     2: "Samples are expensive, p is near 0.5: 98 % of what 16 reached, by an eighth of them (2-GRPO, arXiv 2510.00977)",
@@ -42,11 +41,14 @@ TYPE_NAMES = {
 LIMITS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
 
 
-def render(page: str, **parts: str) -> str:
-    """Put `parts` in their places in the template `page`.md, where `{{name}}` stands for a part."""
-    text = (TEMPLATES / f"{page}.md").read_text(encoding="utf-8")
+def fill(page: str, **parts: str) -> str:
+    """Return the text of a page with each part between its marks, `<!-- begin NAME -->` and `<!-- end NAME -->`."""
+    text = (ROOT / page).read_text(encoding="utf-8")
     for name, part in parts.items():
-        text = text.replace(f"{{{{{name}}}}}", part)
+        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = f"{before}{begin}\n{part.strip()}\n\n{end}{after}"
     return text
 
 
@@ -66,8 +68,8 @@ def algorithms_page() -> str:
         (f"`{name}`", preset.source, ", ".join(_constants(preset.settings)) or "the defaults")
         for name, preset in PRESETS.items()
     )
-    return render(
-        "algorithms",
+    return fill(
+        "grpo_mp/algorithms/README.md",
         uses=table(("preset", "use it when"), ((f"`{name}`", preset.use) for name, preset in PRESETS.items())),
         group_sizes=_group_sizes(),
         presets=table(("preset", "source", "constants that differ from the defaults"), presets),
@@ -102,7 +104,9 @@ def metrics_page() -> str:
         f"### {group}/\n\n{table(METRIC_COLUMNS, [_metric_cells(metric) for metric in TABLE if metric.group == group])}"
         for group in groups
     )
-    return render("monitor", metrics="\n".join(tables), rules=table(RULE_COLUMNS, map(_rule_cells, RULES)))
+    return fill(
+        "grpo_mp/monitor/README.md", metrics="\n".join(tables), rules=table(RULE_COLUMNS, map(_rule_cells, RULES))
+    )
 
 
 def _rule_cells(rule: Rule) -> tuple[str, ...]:
@@ -114,21 +118,13 @@ def _metric_cells(metric: Metric) -> tuple[str, ...]:
     return f"`{metric.name}`", unit, metric.meaning, metric.healthy, metric.action, metric.known_as
 
 
-def planner_page() -> str:
-    """Return the page of the planner, with measured steps beside what it expects of them."""
-    return render(
-        "planner",
-        measured=table(COLUMNS, compare(read_measured(MEASURED))),
-    )
-
-
 def settings_page() -> str:
     """Return the page of the settings."""
     of_rl = list(nested_sections(Settings))
     shared = [section for _, section in of_rl]
     own = [(path, section) for path, section in nested_sections(SftSettings) if section not in shared]
-    return render(
-        "configs",
+    return fill(
+        "configs/README.md",
         settings="\n".join(_section(path, section) for path, section in of_rl),
         sft="\n".join(_section(f"{path or 'Sections'} of grpo-mp sft", section) for path, section in own),
     )
@@ -141,7 +137,7 @@ def coming_from_page() -> str:
         shown = [name for name in TRAINERS if any(name in row for row in rows)]
         part = re.sub(r"\W+", "_", title.lower())
         tables[part] = table(("here", *shown), ((row["here"], *(row.get(name, "") for name in shown)) for row in rows))
-    return render("coming_from", **tables)
+    return fill("configs/COMING_FROM.md", **tables)
 
 
 def _section(path: str, section: type[Section]) -> str:
@@ -195,7 +191,6 @@ PAGES = {
     "configs/README.md": settings_page,
     "grpo_mp/algorithms/README.md": algorithms_page,
     "grpo_mp/monitor/README.md": metrics_page,
-    "grpo_mp/planner/README.md": planner_page,
 }
 
 if __name__ == "__main__":

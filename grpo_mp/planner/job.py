@@ -1,11 +1,9 @@
 """What a plan is made for: settings, the model's dimensions, the machines; what follows from these alone."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import exp
 from operator import add, sub
-from pathlib import Path
 from statistics import NormalDist, fmean
 
 from grpo_mp.batching.shared_prompts import SamplePrompt
@@ -22,7 +20,6 @@ from grpo_mp.planner.clusters import OVERHEADS, Cluster
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.parameter_count import (
     ZERO,
-    ComingModel,
     ParameterCount,
     adapter_counts,
     critic_parameter_counts,
@@ -118,7 +115,6 @@ class PlannedJob:
     mean_response_tokens: float  # assumed
     per_parameter: BytesPerParameter
     acceptance_length: float | None = None  # measured, of speculative decoding; None: assumed
-    coming: Mapping[Path, ComingModel] = field(default_factory=dict)  # by the folders that will have them
 
     @cached_property
     def weight_bytes(self) -> tuple[float, ...]:
@@ -227,10 +223,7 @@ class PlannedJob:
         own = settings.for_critic()
         hf = self.hf
         if settings.critic.path:
-            if coming := self.coming.get(own.model.path):
-                hf = coming.hf
-            else:
-                hf, _ = find_config(own.model.path, None, "critic.path", "give a folder with its config.json")
+            hf, _ = find_config(own.model.path, None, "critic.path", "give a folder with its config.json")
             hf = replace(hf, family=own.model.family)
         hf = critic_config(hf)
         model, megatron = model_shape(hf), own.training.megatron_args
@@ -363,9 +356,8 @@ def make_job(
     gpus_per_node: int | None = None,
     mean_response_tokens: float | None = None,
     acceptance_length: float | None = None,
-    coming: Mapping[Path, ComingModel] | None = None,
 ) -> PlannedJob:
-    """Make the job, with parameters by the closed form; `coming`: models that it names, which are not there yet.
+    """Make the job, with parameters by the closed form.
 
     Raises UserError for an invalid layout or engine.
     """
@@ -402,7 +394,6 @@ def make_job(
             updated_reference=settings.algorithm.kl.ref_update_every > 0,
         ),
         acceptance_length=acceptance_length,
-        coming=coming or {},
     )
     if job.has_critic:
         _ = job.critic  # is refused now, if it is

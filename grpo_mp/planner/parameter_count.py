@@ -38,14 +38,6 @@ ZERO = ParameterCount(0, 0)
 
 
 @dataclass(frozen=True)
-class ComingModel:
-    """A model that a plan counts with, and whose folder is not there yet."""
-
-    hf: HfConfig
-    weight_bytes: int  # of its files
-
-
-@dataclass(frozen=True)
 class ParameterTable:
     """Parameters of one rank: of each layer, of the embedding, and of the output (final norm and output layer).
 
@@ -92,13 +84,6 @@ def local_parameter_counts(
         counts[0] += table.embedding
     counts[-1] += table.output + (table.copied_embedding if len(counts) > 1 else ZERO)
     return tuple(counts)
-
-
-def stored_bytes(hf: HfConfig, width: int, fp8: bool) -> int:
-    """Return the bytes of a whole model in files, of `width` bytes an element; `fp8`: its projections in FP8 blocks."""
-    layout, layers = LayoutConfig(), (tuple(range(hf.policy_layers)),)
-    (count,) = local_parameter_counts(hf, layout, layers)
-    return count.total * width - (fp8_base_savings(hf, layout, layers, width)[0] if fp8 else 0)
 
 
 def critic_parameter_counts(

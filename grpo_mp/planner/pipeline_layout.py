@@ -1,7 +1,7 @@
 """Which layers are on which pipeline stage: as the settings say, and balanced by size."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -41,42 +41,6 @@ def with_mtp_layer(stage_layers: StageLayers, hf: HfConfig) -> StageLayers:
     """Add a multi-token-prediction layer that is trained, numbered after the decoder's last, to the last stage."""
     *before, last = stage_layers
     return (*before, (*last, *range(hf.int("num_hidden_layers"), hf.policy_layers)))
-
-
-def balance_layers(sizes: Sequence[int], stages: int, embedding: int = 0, output: int = 0) -> list[int]:
-    """Return how many consecutive layers each stage gets, at least one, so that the fullest stage holds least.
-
-    The first stage also holds `embedding`, the last `output`. Raises ValueError where there are fewer layers than
-    stages.
-    """
-    if len(sizes) < stages:
-        raise ValueError(f"{len(sizes)} layers do not give {stages} stages one each")
-    low, high = max(sizes), sum(sizes) + embedding + output
-    while low < high:
-        middle = (low + high) // 2
-        fits = _fill_stages(sizes, stages, embedding, output, middle)
-        low, high = (low, middle) if fits else (middle + 1, high)
-    return _fill_stages(sizes, stages, embedding, output, low) or []
-
-
-def format_pipeline_layout(counts: Sequence[int]) -> str:
-    """Return layers per stage in Megatron's notation: `Et*17|t*15|t*14L`."""
-    return "E" + "|".join(f"t*{count}" for count in counts) + "L"
-
-
-def _fill_stages(sizes: Sequence[int], stages: int, embedding: int, output: int, limit: int) -> list[int] | None:
-    """Fill stage after stage up to `limit`, leaving one layer for each that follows; None where they are too few."""
-    counts, layer = [], 0
-    for stage in range(stages):
-        size = embedding if stage == 0 else output if stage == stages - 1 else 0
-        count, stages_left = 0, stages - stage - 1
-        while layer < len(sizes) - stages_left and (size + sizes[layer] <= limit):
-            size += sizes[layer]
-            layer, count = layer + 1, count + 1
-        if not count:
-            return None
-        counts.append(count)
-    return counts if layer == len(sizes) else None
 
 
 def _even_chunks(num_layers: int, layout: LayoutConfig, first: int | None, last: int | None) -> list[int]:

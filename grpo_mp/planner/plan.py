@@ -12,8 +12,6 @@ from grpo_mp.planner.memory import (
     MemoryPlan,
     SubPhase,
     communicator_bytes,
-    engine_device_memory,
-    engine_host_memory,
     plan_memory,
     total_bytes,
 )
@@ -268,16 +266,6 @@ def check_fits(plan: Plan) -> Feasibility:
     device = MemoryPeak.of(place, sub_phase, places[place][sub_phase], job.cluster.gpu_bytes)
     sub_phase = max(memory.host, key=lambda sub_phase: total_bytes(memory.host[sub_phase]))
     host = MemoryPeak.of("a node's host", sub_phase, memory.host[sub_phase], job.cluster.host_bytes)
-    return Feasibility(device, host, _kv_cache_problem(plan))
-
-
-def check_engines_fit(plan: Plan) -> Feasibility:
-    """Compare the memory of engines on all devices, without a trainer, with that of the machines."""
-    job, engine, sub_phase = plan.job, plan.memory.engine, SubPhase.GENERATE
-    sizes = engine_device_memory(job, engine)[sub_phase]
-    device = MemoryPeak.of("rank 0 (an engine)", sub_phase, sizes, job.cluster.gpu_bytes)
-    of_node = {kind: size * job.gpus_per_node for kind, size in engine_host_memory(job, engine).items()}
-    host = MemoryPeak.of("a node's host", sub_phase, of_node, job.cluster.host_bytes)
     return Feasibility(device, host, _kv_cache_problem(plan))
 
 

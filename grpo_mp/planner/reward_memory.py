@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.parameter_count import ComingModel
 from grpo_mp.rewards.teacher import SECTION
 from grpo_mp.rollout.engine_parallelism import read_argument
 from grpo_mp.utils.errors import UserError
@@ -38,7 +36,7 @@ def teacher_memory(job: PlannedJob) -> RewardMemory:
 
 
 def _memory(job: PlannedJob, models: Mapping[str, ServedModelConfig]) -> RewardMemory:
-    sizes = [(weight_bytes(section, model, job.coming), model) for section, model in models.items()]
+    sizes = [(weight_bytes(section, model), model) for section, model in models.items()]
     caches = (
         max(
             0.0,
@@ -50,11 +48,9 @@ def _memory(job: PlannedJob, models: Mapping[str, ServedModelConfig]) -> RewardM
     return RewardMemory(len(models), sum(size for size, _ in sizes), sum(caches))
 
 
-def weight_bytes(section: str, model: ServedModelConfig, coming: Mapping[Path, ComingModel]) -> float:
-    """Return the bytes of the files' weights that one GPU of a server has; `coming`: models that are not there yet."""
+def weight_bytes(section: str, model: ServedModelConfig) -> float:
+    """Return the bytes of the files' weights that one GPU of a server has."""
     assert model.folder
-    if known := coming.get(model.folder):
-        return known.weight_bytes / model.gpus_per_server
     kinds = (sum(file.stat().st_size for file in model.folder.glob(pattern)) for pattern in WEIGHT_FILES)
     size = next((size for size in kinds if size), 0)
     if not size:

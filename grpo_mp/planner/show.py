@@ -1,101 +1,28 @@
-"""Plan a job or search its layouts, and print the result as tables on a terminal."""
+"""Plan a job, and print the plan as tables on a terminal."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from rich.console import Console, Group
 from rich.table import Table
 
 from grpo_mp.distributed.layout import describe_parallelism
-from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
 from grpo_mp.planner.clusters import describe_rates
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.memory import BytesByKind, SubPhase, total_bytes
 from grpo_mp.planner.meta_model import check_parameter_counts
 from grpo_mp.planner.plan import Feasibility, Plan, check_fits, make_plan
 from grpo_mp.planner.resource_use import GIGA, ResourceUse, TimeEstimate
-from grpo_mp.planner.search import SearchResult, plan_to_yaml, search_layouts
 from grpo_mp.planner.speculation import speculation
 from grpo_mp.utils.phases import GIB
 
-MODEL_COLUMNS = ("", "trained", "a rank's device, GiB", "a node's host, GiB")
-TERM_COLUMNS = ("", "resource", "what", "seconds")
 
-
-@dataclass(frozen=True)
-class ModelMemory:
-    """One model: bytes on the fullest device while it computes, and on the fullest host while it does not."""
-
-    model: str
-    trained: bool
-    device: float
-    host: float
-
-
-def grpo_models(plan: Plan) -> tuple[ModelMemory, ...]:
-    """Return the policy, and a reference where the settings measure a KL divergence."""
-    policy = _trained_model(plan, "policy")
-    return (policy, _frozen_model(plan, "reference")) if plan.job.has_reference else (policy,)
-
-
-def ppo_models(plan: Plan) -> tuple[ModelMemory, ...]:
-    """Return policy and critic, which are trained, and reference and reward model, of the same size and frozen."""
-    return (
-        _trained_model(plan, "policy"),
-        _trained_model(plan, "critic"),
-        _frozen_model(plan, "reference"),
-        _frozen_model(plan, "reward model"),
-    )
-
-
-def _trained_model(plan: Plan, model: str) -> ModelMemory:
-    """Count the policy, or a critic, in its own layout, on the fullest rank of each."""
-    job = plan.job if model == "policy" else plan.job.critic
-    per_parameter = job.per_parameter
-    device, host, moves = 0.0, 0.0, job.optimizer_offload == "step"
-    on_node, on_host = min(job.gpus_per_node, job.train_ranks), job.settings.shares_devices
-    for stage, trained in enumerate(job.policy_trained_counts):
-        sharded = job.sharded_parameters(trained)
-        state = sharded * per_parameter.optimizer
-        host_state = sharded * per_parameter.host_optimizer
-        logits = logits_bytes(job, stage, backward=True) if model == "policy" else 0.0
-        weights = job.weight_bytes[stage]
-        gradients = trained.total * per_parameter.gradients
-        device = max(device, weights + gradients + state + activation_bytes(job, stage, logits) + logits)
-        host = max(host, on_node * (weights * on_host + host_state + state * moves))
-    return ModelMemory(model, True, device, host)
-
-
-def _frozen_model(plan: Plan, model: str) -> ModelMemory:
-    job, weight_bytes = plan.job, plan.job.per_parameter.weights
-    counts = [count.total for count in job.parameter_counts]
-    device = max(count * weight_bytes + forward_bytes(job, stage) for stage, count in enumerate(counts))
-    return ModelMemory(model, False, device, min(job.gpus_per_node, job.train_ranks) * max(counts) * weight_bytes)
-
-
-def plan_and_show(job: PlannedJob, ppo: bool, times: bool, console: Console) -> bool:
-    """Print the plan of a job; tell whether it fits. Raises UserError.
-
-    `ppo`: with the models of PPO beside it; `times`: with the terms of each phase's time.
-    """
+def plan_and_show(job: PlannedJob, console: Console) -> bool:
+    """Print the plan of a job; tell whether it fits."""
     check_parameter_counts(job)
     plan = make_plan(job)
     feasibility = check_fits(plan)
     show_plan(plan, feasibility, console)
-    if times:
-        console.print(table_of("What the expected seconds of a phase are made of", TERM_COLUMNS, time_terms(plan)))
-    if ppo:
-        show_models(plan, console)
     return feasibility.fits
-
-
-def search_and_show(job: PlannedJob, console: Console) -> bool:
-    """Print the best layouts for a job; tell whether any fits. Raises UserError."""
-    result = search_layouts(job)
-    for plan in result.best:
-        check_parameter_counts(plan.job)
-    show_search_result(result, console)
-    return bool(result.best)
 
 
 def show_plan(plan: Plan, feasibility: Feasibility, console: Console) -> None:
@@ -112,47 +39,6 @@ def show_plan(plan: Plan, feasibility: Feasibility, console: Console) -> None:
         console.print(memory_table("Device, GiB: a GPU of an engine", memory.engine_device))
     console.print(memory_table("Host of the fullest node, GiB", memory.host))
     console.print(_time_table(plan), *_notes(plan), sep="\n")
-
-
-def time_terms(plan: Plan) -> list[tuple[str, ...]]:
-    """Return a row for each term of each phase's time: bytes or FLOPs at a rate, or a latency and how often."""
-    return [
-        (str(sub_phase), term.resource, term.what, f"{term.expected_s:,.2f}")
-        for sub_phase, time in plan.times.items()
-        for term in time.terms
-    ]
-
-
-def show_models(plan: Plan, console: Console) -> None:
-    """Print the models of GRPO and those of PPO."""
-    for name, models in (("GRPO", grpo_models(plan)), ("PPO", ppo_models(plan))):
-        rows = [(model.model, "yes" if model.trained else "", _gib(model.device), _gib(model.host)) for model in models]
-        device, host = sum(model.device for model in models), sum(model.host for model in models)
-        rows.append(("total", "", _gib(device), _gib(host)))
-        console.print(
-            table_of(f"Models of {name}", ("", "trained", "a rank's device, GiB", "a node's host, GiB"), rows)
-        )
-
-
-def show_search_result(result: SearchResult, console: Console) -> None:
-    """Print the plan of the file's own layout, then the best plans as settings, each under a line that compares it."""
-    console.print(f"{result.valid:,} valid combinations of layout and engine, {result.fitting:,} fit")
-    faster = sum(plan.step_s < result.own.step_s for plan in result.best)
-    rank = f"{faster} of these are faster" if faster < len(result.best) else "all of these are faster"
-    console.print(f"layout of the file: {_search_line(result.own)}; {rank if faster else 'none found is faster'}:")
-    for number, plan in enumerate(result.best, start=1):
-        console.print(f"# {number}: {_search_line(plan)}")
-        console.print(plan_to_yaml(plan), markup=False)
-
-
-def _search_line(plan: Plan) -> str:
-    found = check_fits(plan)
-    spare = (
-        f"{found.device.headroom / GIB:.1f} GiB of a device, {found.host.headroom / GIB:.0f} GiB of a host to spare"
-        if found.fits
-        else "does not fit"
-    )
-    return f"{plan.step_s:,.0f} s a step ({plan.roofline_s:,.0f} s at the roofline); {spare}"
 
 
 def table_of(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

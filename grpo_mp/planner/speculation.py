@@ -23,7 +23,7 @@ class Speculation:
         if not 1 <= self.acceptance_length <= self.verified_tokens:
             raise UserError(
                 f"--acceptance-length {self.acceptance_length:g}: a step computes {self.verified_tokens} tokens of a "
-                "sequence: give 1 to that many, with engine.speculative or --draft-tokens"
+                "sequence: give 1 to that many, with engine.speculative"
             )
 
 

@@ -22,7 +22,6 @@ from grpo_mp.distributed.ports import JOB_PORTS, claim_ports
 from grpo_mp.monitor.run_folder import read_metrics
 from grpo_mp.monitor.timeline import Timeline, close_open_spans, read_trace, trace_path
 from grpo_mp.planner.clusters import PROFILES, read_cluster
-from grpo_mp.planner.measured import MEASURED, read_measured
 from grpo_mp.rollout.dump import read_facts, read_groups, write_groups
 from grpo_mp.rollout.journal import cut_torn_tail, load, read_records
 from grpo_mp.utils.errors import UserError
@@ -32,7 +31,6 @@ from tests.rollout.test_journal import FINISHED, PAUSED, PROMPT, written
 
 ROOT = Path(__file__).parents[2]
 H100 = yaml.safe_load(PROFILES.read_text())["h100-80"]
-STEPS = yaml.safe_load(MEASURED.read_text())
 
 
 def as_yaml(value: Any) -> bytes:
@@ -82,38 +80,6 @@ def test_clusters(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "h100", "a" * 5000, "a\0b.yaml", "/", "/dev/zero", "cluster.json"], ids=ascii)
 def test_names_of_clusters(name: str) -> None:
     refused(lambda: read_cluster(name))
-
-
-def step(**changes: Any) -> bytes:
-    return as_yaml([STEPS[0] | changes])
-
-
-MEASURED_STEPS: dict[str, Content] = {
-    **NOT_FILES,
-    **NO_TEXT,
-    "empty": b"",
-    "a section": b"{}",
-    "a list of text": b"[a]",
-    "no keys": b"[{}]",
-    "an unknown key": step(speed=1),
-    "a list as name": step(name=["x"]),
-    "text that says fitted": step(fitted="yes"),
-    "an unknown cluster": step(cluster="abacus"),
-    "a list as cluster": step(cluster=["x"]),
-    **{f"nodes={number!r}": step(nodes=number) for number in (*NUMBERS, float("nan"), 1.5)},
-    **{f"tokens={number!r}": step(response_tokens=number) for number in (*NUMBERS, float("nan"))},
-    **{f"seconds={number!r}": step(measured={"step": number}) for number in (*NUMBERS, float("inf"))},
-    "an unknown phase": step(measured={"sleep": 3.0}),
-    "no settings": step(settings=None),
-    "settings as text": step(settings="x"),
-    "a section as text": step(settings=STEPS[0]["settings"] | {"run": "x"}),
-    "an unknown setting": step(settings=STEPS[0]["settings"] | {"runs": {}}),
-}
-
-
-@pytest.mark.parametrize("name", MEASURED_STEPS)
-def test_measured_steps(name: str, tmp_path: Path) -> None:
-    bad(read_measured, tmp_path / "measured.yaml", MEASURED_STEPS[name], name)
 
 
 def test_noise_in_planner_files(tmp_path: Path) -> None:
@@ -286,9 +252,7 @@ launch TINY --nodes 2 --spares -1 --dry-run
 launch TINY --nodes 2 --spares 99999999999999999999999 --dry-run
 launch TINY --nodes 99999999999999999999999 --dry-run
 PLAN run.steps=0
-PLAN --serach
-plan --against none.yaml
-plan --against
+PLAN --jsno x
 train TINY --ranks 0
 train TINY --ranks 720720000
 train TINY --ranks x

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,12 +24,11 @@ from grpo_mp.monitor.report.answers import choose_answers
 from grpo_mp.monitor.report.charts import write_charts
 from grpo_mp.monitor.report.contents import Chart, Series
 from grpo_mp.monitor.report.curves import chart_of
-from grpo_mp.monitor.report.page import describe
 from grpo_mp.monitor.rules import RULES, MetricLine, find_warnings
 from grpo_mp.monitor.run_folder import RunRecords, read_metrics, read_run
 from grpo_mp.utils.findings import Finding
-from tests.bench.sicknesses import BASE, HEALTHY, SICKNESSES, run, show, with_names
-from tools.write_pages import render, table
+from tests.bench.sicknesses import HEALTHY, SICKNESSES, run, show, with_names
+from tools.write_pages import table
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests" / "monitor" / "sick"
@@ -38,6 +37,14 @@ PICTURES = PAGE.with_name("gallery")
 ALWAYS = ("reward/mean", "rollout/accuracy", "train/entropy")  # drawn where a rule looks at fewer metrics
 CHARTS = 3
 CHARACTERS = 160  # of an answer
+INTRODUCTION = """# Gallery of sicknesses
+
+<!-- Written by `python -m tests.bench.gallery`. -->
+
+Tiny runs that go wrong in a known way: the quickstart's run, smaller, with a few settings changed. The command of a
+section repeats its run on two CPU cores in minutes and prints what [the rules](README.md#warnings) find. Pictures are
+of one recorded run each (solid) beside a healthy one (dashed).
+"""
 
 
 def main() -> int:
@@ -149,9 +156,23 @@ def recorded_names() -> list[str]:
 
 def page(names: Sequence[str]) -> str:
     """Return the page of recorded sicknesses."""
-    rows = ((f"[{title(name)}](#{name.replace('_', '-')})", _rule(name), SICKNESSES[name].cause) for name in names)
-    runs, sections = table(("run", "warning", "what is wrong"), rows), "\n".join(map(_section, names))
-    return render("gallery", shared=", ".join(f"`{setting}`" for setting in BASE), runs=runs, sections=sections)
+    weights = {rule.name: str(rule.weight) for rule in RULES}
+    rows = [
+        (f"[{title(name)}](#{name.replace('_', '-')})", _rule(name), weights.get(rule_of(name), ""), cause_of(name))
+        for name in names
+    ]
+    runs = table(("run", "warning", "weight", "what is wrong"), rows)
+    return f"{INTRODUCTION}\n{runs}\n" + "\n".join(map(_section, names))
+
+
+def rule_of(name: str) -> str:
+    """Return the rule that finds a sickness; "" for the healthy run."""
+    return SICKNESSES[name].rule or ""
+
+
+def cause_of(name: str) -> str:
+    """Return the first sentence of a sickness's cause."""
+    return SICKNESSES[name].cause.split(". ")[0].rstrip(".") + "."
 
 
 def title(name: str) -> str:
@@ -164,32 +185,12 @@ def _rule(name: str) -> str:
 
 
 def _section(name: str) -> str:
-    sickness = SICKNESSES[name]
-    found = warnings_of(name)
-    changed = "\n".join(f"- `{setting}`" for setting in sickness.overrides)
-    picture = f"![{'; '.join(map(describe, charts_of(name)))}](gallery/{name}.svg)"
-    parts = [f"## {title(name)}", sickness.cause, picture, *_advice(found), *_answers(name)]
-    parts += [f"What it changes:\n\n{changed}", f"`python -m tests.bench.sicknesses {name}`"]
-    return "\n\n".join(parts) + "\n"
-
-
-def _advice(found: Sequence[Finding]) -> Iterator[str]:
-    if not found:
-        yield "No warning."
-        return
-    rows = ((f"`{one.rule}`", str(one.weight), f"{one.first_step} to {one.last_step}", one.sentence) for one in found)
-    yield table(("warning", "weight", "steps", "as it was last said"), rows).rstrip()
-    first = next(rule for rule in RULES if rule.name == found[0].rule)
-    yield first.meaning
-    yield f"**What to do:** {first.action} Setting: `{first.setting}`. Source: {first.source}."
-
-
-def _answers(name: str) -> Iterator[str]:
-    answers: list[Mapping[str, Any]] = json.loads((RECORDED / f"{name}.answers.json").read_text())
-    shown = "step {step}, question: {prompt}\nright answer: {expected}\nbest answer: {response}"
-    text = "\n\n".join(shown.format_map(answer) for answer in answers)
-    fence = "`" * max([3, *(1 + len(ticks) for ticks in re.findall("`+", text))])
-    yield f"{fence}text\n{text}\n{fence}"
+    metrics = ", ".join(f"{chart.title}" for chart in charts_of(name))
+    advice = [
+        f"**What to do:** {rule.action} Setting: `{rule.setting}`." for rule in RULES if rule.name == rule_of(name)
+    ]
+    picture = f"![{metrics}](gallery/{name}.svg)"
+    return "\n\n".join((f"## {title(name)}", picture, *advice[:1], f"`python -m tests.bench.sicknesses {name}`")) + "\n"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from grpo_mp.planner.activations import activation_bytes
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.meta_model import check_parameter_counts
 from grpo_mp.planner.plan import make_plan
-from grpo_mp.planner.show import ppo_models
 from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of
 
@@ -16,14 +15,12 @@ PPO: dict[str, Any] = {"algorithm": {"preset": "ppo", "kl": {"coef": 0.0}}}
 
 
 @pytest.mark.parametrize("offload", ["none", "step", "host"])
-def test_a_critic_takes_what_the_table_of_ppo_says(offload: str) -> None:
-    """Its row has the activations of its passes, too, which the policy's are no less than; nothing else changes."""
+def test_a_critic_is_counted_beside_the_policy(offload: str) -> None:
+    """Its passes take no more than the policy's, so nothing else changes."""
     changes: dict[str, Any] = {"layout": {"tensor": 4}, "optimizer": {"offload": offload}}
     critic = {"algorithm": {"preset": "ppo", "kl": {"coef": 0.0}}, "critic": {}}
     with_critic = make_plan(job_of("qwen2.5-7b", "h100-80", 1, **changes, **critic))
     without = make_plan(job_of("qwen2.5-7b", "h100-80", 1, **changes))
-    ((_, row, *_), (_, same, *_)) = ppo_models(with_critic), ppo_models(without)
-    assert row == same
     (sizes,) = with_critic.memory.device
     (plain,) = without.memory.device
     kept = {kind: size for kind, size in sizes[SubPhase.TRAIN].items() if kind.startswith("critic ")}
@@ -31,13 +28,10 @@ def test_a_critic_takes_what_the_table_of_ppo_says(offload: str) -> None:
         {"critic optimizer"} if offload == "host" else set()
     )
     activations = activation_bytes(with_critic.job, 0, 0.0)
-    assert sum(kept.values()) == pytest.approx(row.device - activations)
     assert activations <= sum(sizes[SubPhase.TRAIN][kind] for kind in ("activations", "logits"))
     for sub_phase, of_phase in plain.items():
         rest = {kind: size for kind, size in sizes[sub_phase].items() if not kind.startswith("critic ")}
         assert rest | {"fragments": 0} == of_phase | {"fragments": 0}
-    hosts = [size for kind, size in with_critic.memory.host[SubPhase.GENERATE].items() if kind.startswith("critic ")]
-    assert sum(hosts) == pytest.approx(row.host)
 
 
 def test_a_critic_takes_the_time_of_a_model_without_a_head() -> None:

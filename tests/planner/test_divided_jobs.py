@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from grpo_mp.models.families import family_of
-from grpo_mp.planner.explain import explain
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.memory import SubPhase, plan_memory, total_bytes
-from grpo_mp.planner.plan import Plan, check_fits, make_plan
-from grpo_mp.planner.search import search_layouts
+from grpo_mp.planner.plan import check_fits, make_plan
 from grpo_mp.planner.weight_traffic import plan_job_sync
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.phases import GIB
@@ -145,26 +143,6 @@ def test_the_fullest_device_may_be_an_engines() -> None:
 
     assert device(0.9) == "rank 8 (an engine)"
     assert device(0.3) == "rank 0 (pipeline stage 0)"
-
-
-def test_explain_says_who_is_where() -> None:
-    text = explain(divided())
-    assert "the first 8 of 16 GPUs of 2 nodes; tensor=4, pipeline=1, context=1" in text
-    assert "on the last 8 GPUs, beside the trainer; servers are started by ranks 8, 10, 12, 14" in text
-    assert "weights up to 1 step older" in text
-    assert "the optimizer's state stays on the device" in text
-
-
-def test_search_keeps_the_division() -> None:
-    result = search_layouts(divided(nodes=1, engine=HALF_A_NODE))
-    assert result.best
-
-    def ranks(plan: Plan) -> tuple[int, int]:
-        layout = plan.job.settings.layout
-        return layout.tensor * layout.pipeline * layout.context * plan.job.dp_size, plan.job.settings.engine.ranks
-
-    assert {ranks(plan) for plan in result.best} == {(4, 4)}
-    assert all(plan.job.num_engines * plan.job.settings.engine.gpus_per_engine == 4 for plan in result.best)
 
 
 def test_communicators_are_those_of_the_ranks_that_train() -> None:

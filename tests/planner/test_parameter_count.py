@@ -11,7 +11,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.meta_model import megatron_parameter_counts
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.planner.parameter_count import critic_parameter_counts, local_parameter_counts
-from grpo_mp.planner.pipeline_layout import balance_layers, format_pipeline_layout, layers_of_stages, with_mtp_layer
+from grpo_mp.planner.pipeline_layout import layers_of_stages, with_mtp_layer
 from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.utils.errors import UserError
 from tests.models.published import PUBLISHED
@@ -122,17 +122,6 @@ def test_chunks_are_dealt_to_stages_in_turn() -> None:
 def test_wrong_pipeline_layouts_are_refused(megatron: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         layers_of_stages(5, LayoutConfig(pipeline=2), megatron)
-
-
-def test_balanced_pipeline_is_optimal() -> None:
-    sizes = [1, 1, 1, 9, 9, 9, 9, 9]
-    best = min(
-        max(5 + sum(sizes[:a]), sum(sizes[a:b]), 7 + sum(sizes[b:])) for a in range(1, 7) for b in range(a + 1, 8)
-    )
-    a, b, c = balance_layers(sizes, 3, embedding=5, output=7)
-    assert a + b + c == len(sizes)
-    assert max(5 + sum(sizes[:a]), sum(sizes[a : a + b]), 7 + sum(sizes[a + b :])) == best
-    assert format_pipeline_layout([2, 1]) == "Et*2|t*1L"
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,12 @@ import pytest
 import yaml
 
 from grpo_mp.config import load_settings
-from grpo_mp.distributed.layout import layout_violations
 from grpo_mp.planner.clusters import PROFILES, cluster_names, cluster_of, read_cluster
-from grpo_mp.planner.explain import explain
 from grpo_mp.planner.job import PlannedJob, make_job
 from grpo_mp.planner.memory import SubPhase, total_bytes
 from grpo_mp.planner.meta_model import check_parameter_counts
 from grpo_mp.planner.model_configs import find_config, published_config
 from grpo_mp.planner.plan import check_fits, make_plan
-from grpo_mp.planner.search import _engine_candidates, plan_to_yaml, search_layouts
-from grpo_mp.planner.show import grpo_models, ppo_models
 from grpo_mp.rollout.engine_args import check_arguments
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.phases import GIB, Phase
@@ -104,12 +100,11 @@ def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_plan_says_whether_it_fits(plan: Plan) -> None:
-    result = plan("configs/moe_671b.yaml", "--nodes", "16", "--ppo")
+    result = plan("configs/moe_671b.yaml", "--nodes", "16")
     assert result.status == 0, result.err
     assert "16 x 8 x h100-80: fits. rank" in result.out
     assert "the published DeepSeek-R1" in result.out
     assert "multi-token-prediction layer is not part of the policy" in result.out
-    assert "Models of PPO" in result.out
 
 
 def test_tiny_recipe_is_planned_from_its_generated_model(plan: Plan, tmp_path: Path) -> None:
@@ -118,24 +113,6 @@ def test_tiny_recipe_is_planned_from_its_generated_model(plan: Plan, tmp_path: P
     result = plan("configs/tiny_moe.yaml", *size)
     assert result.status == 0, result.err
     assert "1 x 2 x h100-80: fits. rank" in result.out
-
-
-def test_terms_of_a_time_add_up_to_it(plan: Plan) -> None:
-    result = plan("configs/qwen2_5_7b.yaml", "--times")
-    assert result.status == 0, result.err
-    assert re.search(r"train +matrix products +[\d,.]+ TFLOP at 30% of 989 TFLOP/s +[\d.]+", result.out)
-    terms = [float(number) for number in re.findall(r"^ *generate +[A-Za-z].*?([\d.]+) *$", result.out, re.MULTILINE)]
-    total = re.search(r"^ *generate +[\d,]+ .* ([\d,.]+) +device memory", result.out, re.MULTILINE)
-    assert total
-    assert len(terms) >= 3
-    assert sum(terms) == pytest.approx(float(total[1]), abs=0.1)
-
-
-def test_explain_command(plan: Plan) -> None:
-    result = plan("explain", "configs/moe_671b.yaml", "--nodes", "16")
-    assert result.status == 0, result.err
-    assert "128 prompts x 8 = 1,024 samples, 4 updates of 256" in result.out
-    assert "a sample begins by weights up to 2 steps older" in result.out
 
 
 @pytest.mark.parametrize(
@@ -277,39 +254,6 @@ def test_missing_number_of_a_profile_is_named(tmp_path: Path) -> None:
         read_cluster(str(file))
 
 
-@pytest.mark.parametrize(("model", "factor"), [("moonlight-16b-a3b", 0.0), ("glm-4.5-air", 0.1)])
-def test_search_finds_valid_layouts_fastest_first(model: str, factor: float) -> None:
-    """Also with a layer that predicts ahead, on the last stage."""
-    nodes = 4 if factor else 2
-    learned = {"mtp_loss_scaling_factor": factor}
-    job = job_of(model, "h100-80", nodes, model=learned, engine={"args": {"mem_fraction_static": 0.7}})
-    result = search_layouts(job)
-    assert len(result.best) == 5
-    assert result.fitting <= result.valid
-    assert [plan.step_s for plan in result.best] == sorted(plan.step_s for plan in result.best)
-    shape = job.model
-    for plan in result.best:
-        assert check_fits(plan).fits
-        assert not list(layout_violations(plan.job.settings.layout, shape, 8 * nodes, uneven_pipeline=True))
-        check_parameter_counts(plan.job)
-        assert "layout: {tensor:" in plan_to_yaml(plan)
-
-
-def test_search_tries_every_number_of_attention_replicas() -> None:
-    job = job_of("deepseek-r1", "h200-141", 4, engine={"args": {"mem_fraction_static": 0.7, "moe_dense_tp_size": 1}})
-    engines = [(engine["gpus_per_engine"], engine["args"].get("attn_dp_size", 1)) for engine in _engine_candidates(job)]
-    assert {replicas for gpus, replicas in engines if gpus == 32} == {4, 8, 16, 32}
-    assert {gpus for gpus, _ in engines} == {1, 2, 4, 8, 16, 32}
-
-
-def test_ppo_trains_two_models_and_keeps_two_more() -> None:
-    plan = make_plan(job_of("qwen2.5-7b", "h100-80", 1))
-    grpo, ppo = grpo_models(plan), ppo_models(plan)
-    assert [model.model for model in grpo] == ["policy"]
-    assert [model.trained for model in ppo] == [True, True, False, False]
-    assert sum(model.host for model in ppo) > 2 * sum(model.host for model in grpo)
-
-
 def test_time_is_proportional_to_passes() -> None:
     def seconds(sub_phase: SubPhase, algorithm: dict[str, str] | None = None, **training: int) -> float:
         training = {"updates_per_step": 4} | training
@@ -323,12 +267,3 @@ def test_time_is_proportional_to_passes() -> None:
     assert seconds(SubPhase.LOGPROB, updates_per_step=1, epochs=2) == pytest.approx(four_updates, rel=0.01)
     assert seconds(SubPhase.TRAIN, epochs=2) == pytest.approx(2 * seconds(SubPhase.TRAIN))
     assert seconds(SubPhase.OPTIMIZER, epochs=2) == pytest.approx(2 * seconds(SubPhase.OPTIMIZER))
-
-
-def test_explain_of_a_small_job() -> None:
-    job = job_of("qwen2.5-7b", "h100-80", 1, algorithm={"kl": {"coef": 0.01}})
-    text = explain(job)
-    assert "1 update of 1,024" in text
-    assert "none is stale" in text
-    assert "KL weight 0.01" in text
-    assert "data=8" in text

@@ -76,10 +76,6 @@ def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "resume" in fitting.out
     (peak,) = (float(word) for word in fitting.out.split("stage 0): ")[1].split()[:1])
     assert QWEN_7B / 2 * (2 + 4 + 3) / GIB < peak < 80
-    for arguments in (["--search"], ["--ppo"]):
-        refused = run_command(capsys, "plan", config, "--nodes", "1", "--cluster", "h100-80", *arguments)
-        assert (refused.status, refused.out.count("\n")) == (2, 1)
-        assert "are for RL: plan this file without them" in refused.err
 
 
 def test_a_plan_as_json_holds_what_the_tables_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
