@@ -158,9 +158,9 @@ def run(job: SamplingJob, inputs: RunInputs) -> None:
             recorded = _all_recorded(job, len(prompts), engines.job)
             if rank == 0 and len(recorded) == len(prompts):
                 write_json(job.folder / GENERATED, {"prompts": len(prompts), "throughput": asdict(throughput)})
-            counts = all_gather(_write_part(job, inputs, recorded, rank, size), group)
+            counts = all_gather(_write_part(job, inputs, recorded=recorded, rank=rank, size=size), group)
             if rank == 0:
-                note = _finish(job, len(prompts), sum_counts(counts), size, throughput)
+                note = _finish(job, len(prompts), counts=sum_counts(counts), parts=size, throughput=throughput)
         if rank == 0:
             engines.progress.stop()
             engines.progress.note(note)
@@ -197,7 +197,7 @@ def _write_part(job: SamplingJob, inputs: RunInputs, recorded: Recorded, rank: i
     identity, seed = job.identity, rollout_seed(job.settings, "train")
     source = Source(str(job.name), identity.model, identity.settings_digest, seed)
     tools = inputs.episodes.schemas_of if inputs.episodes else None
-    writer = PartWriter(job.folder, rank, job.prompts(inputs), job.filters, source, tools)
+    writer = PartWriter(job.folder, rank, prompts=job.prompts(inputs), filters=job.filters, source=source, tools=tools)
     return writer.write(share_of_prompts(recorded, rank, size))
 
 
@@ -253,8 +253,8 @@ def _filter_again(job: SamplingJob, inputs: RunInputs, throughput: Throughput) -
             )
         shutil.rmtree(job.folder / PARTS, ignore_errors=True)
         claim_run_folder(job.folder, dump_settings(job.settings))
-        counts = _write_part(job, inputs, asked, 0, 1)
-        print(_finish(job, len(prompts), counts, 1, throughput))
+        counts = _write_part(job, inputs, recorded=asked, rank=0, size=1)
+        print(_finish(job, len(prompts), counts=counts, parts=1, throughput=throughput))
 
 
 if __name__ == "__main__":

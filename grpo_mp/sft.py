@@ -66,7 +66,7 @@ def fine_tune(ctx: SftContext, reporter: Reporter) -> None:
         batch = take_samples(ctx)
         report, measured = update_policy(ctx, batch, step)
 
-        record = step_record(ctx, logger, batch, report, measured)
+        record = step_record(ctx, logger, batch=batch, report=report, measured=measured)
         if is_due(step, run.eval_every, run.steps):
             record.scalars.update(evaluate(ctx))
         logger.write(step, record)
@@ -117,7 +117,9 @@ def take_samples(ctx: SftContext) -> SftBatch:
     """Take the samples of the next step, and pack those that this rank computes."""
     cursor = ctx.state.cursor or Cursor(seed=ctx.settings.run.seed)
     with ctx.phases.phase(Phase.TRAIN, "samples"):
-        return next_batch(ctx.settings, ctx.inputs.train, cursor, ctx.state.samples_seen, ctx.policy)
+        return next_batch(
+            ctx.settings, ctx.inputs.train, cursor=cursor, samples_seen=ctx.state.samples_seen, policy=ctx.policy
+        )
 
 
 def update_policy(ctx: SftContext, batch: SftBatch, step: int) -> tuple[UpdateReport, dict[str, float]]:
@@ -146,7 +148,7 @@ def step_record(
     """Collect what is logged of the step but its evaluation. Every rank must call this."""
     _, summary, record = logger.common_record()
     record.scalars.update(
-        sft_metrics(batch.packed, report, measured, summary, ctx.job.world_size)
+        sft_metrics(batch.packed, report, measured=measured, summary=summary, ranks=ctx.job.world_size)
         | {
             "sft/epoch": ctx.state.samples_seen / ctx.inputs.train.epoch_size,
             "train/optimizer_step": ctx.state.optimizer_step,

@@ -79,7 +79,15 @@ def train(ctx: TrainContext, reporter: Reporter) -> None:
         reports = update_policy(ctx, rollouts, updates, step)
         synced = sync_weights(ctx, rollouts)
 
-        record = logger.step_record(ctx.state, rollouts, batch, updates, reports, critic_reports, synced)
+        record = logger.step_record(
+            ctx.state,
+            rollouts,
+            batch=batch,
+            updates=updates,
+            reports=reports,
+            critic_reports=critic_reports,
+            synced=synced,
+        )
         if is_due(step, run.eval_every, run.steps):
             last = ctx.evaluator.evaluate(step)
             record.scalars.update(last.metrics)
@@ -146,16 +154,16 @@ def make_logger(ctx: TrainContext) -> StepLogger:
     return StepLogger(
         folder,
         settings.training.epochs,
-        samples_per_step,
-        ctx.parallel,
-        ctx.timeline,
-        ctx.progress,
-        loggers,
-        ctx.phases.memory_tracker,
-        ctx.policy.expert_load,
-        watch,
-        ctx.inputs.tokenizer.decode,
-        settings.algorithm.distillation,
+        samples_per_step=samples_per_step,
+        parallel=ctx.parallel,
+        timeline=ctx.timeline,
+        progress=ctx.progress,
+        loggers=loggers,
+        memory_tracker=ctx.phases.memory_tracker,
+        expert_load=ctx.policy.expert_load,
+        watch=watch,
+        decode=ctx.inputs.tokenizer.decode,
+        distillation=settings.algorithm.distillation,
     )
 
 
@@ -171,14 +179,21 @@ def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> Non
             folder, shape = ctx.settings.run.folder / FOLDER, RolloutShape.of(ctx.settings, ctx.inputs.hf)
             own = replace(rollouts, groups=rollouts.of_own_engine)
             with disk_may_be_full(f"the rollouts of step {step}"):
-                dump_step(folder, step, own, shape, ctx.job.rank, ctx.job.world_size)
+                dump_step(folder, step, batch=own, shape=shape, rank=ctx.job.rank, ranks=ctx.job.world_size)
 
 
 def send_experts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None:
     """Send the experts that the engine chose to the ranks that replay them, which assemble their batch meanwhile."""
     with ctx.phases.phase(Phase.SCORE):
         hidden_size = model_shape(ctx.inputs.hf).hidden_size
-        send_routed_experts(rollouts.of_own_engine, rollouts.infos, ctx.settings, ctx.job, hidden_size, step)
+        send_routed_experts(
+            rollouts.of_own_engine,
+            rollouts.infos,
+            settings=ctx.settings,
+            job=ctx.job,
+            hidden_size=hidden_size,
+            step=step,
+        )
 
 
 def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> StepBatch:
@@ -206,12 +221,12 @@ def compute_logprobs_and_values(ctx: TrainContext, batch: StepBatch) -> UpdateBa
         return compute_logprobs(
             ctx.policy,
             batch,
-            settings.algorithm,
-            settings.training.epochs,
-            state.adaptive_coefs,
-            seed,
-            records,
-            ctx.critic,
+            algorithm=settings.algorithm,
+            epochs=settings.training.epochs,
+            adaptive_coefs=state.adaptive_coefs,
+            seed=seed,
+            record_routing=records,
+            critic=ctx.critic,
         )
 
 
@@ -241,7 +256,12 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatc
         ctx.recovery.keep_weights()
         warms_up = ctx.settings.critic is not None and step <= ctx.settings.critic.warmup_steps
         reports, adaptive_coefs = train_step(
-            ctx.policy, () if warms_up else updates, algorithm, epochs, ctx.state.adaptive_coefs, policy_loss
+            ctx.policy,
+            () if warms_up else updates,
+            algorithm=algorithm,
+            epochs=epochs,
+            adaptive_coefs=ctx.state.adaptive_coefs,
+            policy_loss=policy_loss,
         )
         skipped_in_a_row = note_skipped(ctx, reports, step)
         updated = update_reference(ctx.policy.reference, algorithm.kl, step)

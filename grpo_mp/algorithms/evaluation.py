@@ -219,8 +219,8 @@ def plot_pass_at_k(before: Mapping[str, EvalScore], after: Mapping[str, EvalScor
         for when, score in scores.items():
             if score:
                 prefix = f"{when}: " if before else ""
-                _plot_line(axes, score.pass_at, f"{prefix}pass@k", COLORS[when], "-")
-                _plot_line(axes, score.maj_at, f"{prefix}maj@k", COLORS[when], "--")
+                _plot_line(axes, score.pass_at, label=f"{prefix}pass@k", color=COLORS[when], style="-")
+                _plot_line(axes, score.maj_at, label=f"{prefix}maj@k", color=COLORS[when], style="--")
         ks = list(after[name].pass_at)
         axes.set_xscale("log", base=2)
         axes.set_xticks(ks, list(map(str, ks)))

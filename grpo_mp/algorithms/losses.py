@@ -50,9 +50,9 @@ def make_loss(
         on_policy = off_policy_mask(
             new,
             batch.rollout_logprobs,
-            batch.advantages,
-            terms.sequences,
-            algorithm.rollout_correction.off_policy_mask_threshold,
+            advantages=batch.advantages,
+            sequences=terms.sequences,
+            limit=algorithm.rollout_correction.off_policy_mask_threshold,
         )
         token_losses = _token_losses(policy_loss, terms, algorithm) * on_policy * entropy_mask
         weighted_policy_loss = (token_losses * batch.loss_weights).sum()
@@ -64,7 +64,9 @@ def make_loss(
         if topk and distillation:
             total = total + distillation.coef * (topk.divergence * batch.loss_weights).sum()
         token_kl = _kl(terms, batch, algorithm.kl, "token").detach() * has_rollout_logprob
-        report = loss_report(batch, terms, entropy.detach(), token_kl, on_policy, algorithm, topk)
+        report = loss_report(
+            batch, terms, entropy=entropy.detach(), kl=token_kl, on_policy=on_policy, algorithm=algorithm, topk=topk
+        )
         return total.to(logprobs.dtype), report | {
             "train/loss": total.detach(),
             "train/pg_loss": weighted_policy_loss.detach(),
@@ -98,10 +100,10 @@ def _token_terms(new: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig, seq
     return TokenTerms(
         new,
         token_log_ratio,
-        _log_ratio(token_log_ratio, sequences, algorithm.ratio).clamp(max=MAX_LOG_RATIO),
-        batch.advantages,
-        rollout_is_weights(old, rollout, sequences, algorithm.rollout_correction),
-        sequences,
+        log_ratio=_log_ratio(token_log_ratio, sequences, algorithm.ratio).clamp(max=MAX_LOG_RATIO),
+        advantages=batch.advantages,
+        correction=rollout_is_weights(old, rollout, sequences, algorithm.rollout_correction),
+        sequences=sequences,
     )
 
 

@@ -45,7 +45,14 @@ def admission_rule(rule: FilterConfig, needed: int, max_staleness: int) -> Admis
     """Return the rule of a step that needs so many groups."""
     launched = math.ceil(needed * rule.oversample_factor)
     max_launched = launched * rule.max_launch_factor if rule.zero_std == "refill" else launched
-    return AdmissionRule(needed, launched, max_launched, rule.select_by, needed * max_staleness, max_aborted=needed)
+    return AdmissionRule(
+        needed,
+        launched,
+        max_launched=max_launched,
+        select_by=rule.select_by,
+        lookahead=needed * max_staleness,
+        max_aborted=needed,
+    )
 
 
 def token_limit(number: int, needed: int, steps_ahead: int, tokens_ahead: int) -> int:

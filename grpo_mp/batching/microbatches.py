@@ -95,7 +95,9 @@ def plan_microbatches(
     min_microbatches = sum(length > max_tokens for length in padded) + -(-fitting // max_tokens)
     count = max(multiple, round_up(-(-min_microbatches // dp_size), multiple))  # micro-batches of each rank
     by_first_fit = first_fit(longest_first, padded, max_tokens)
-    while (bins := _least_loaded(longest_first, padded, dp_size * count, max_tokens, costs)) is None:
+    while (
+        bins := _least_loaded(longest_first, padded, bins=dp_size * count, max_tokens=max_tokens, costs=costs)
+    ) is None:
         empty = dp_size * count - len(by_first_fit)
         if empty >= 0:
             bins = [*by_first_fit, *([] for _ in range(empty))]

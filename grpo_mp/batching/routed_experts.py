@@ -53,7 +53,9 @@ def exchange_routed_experts(
         of_update = {number: local.pop(i) for number, i in enumerate(update.samples) if i in local}
         received.append([])
         for number in range(update.schedule.microbatches):
-            outgoing = _outgoing(update, number, of_update, places, columns[:train_ranks], layout)
+            outgoing = _outgoing(
+                update, number, experts=of_update, places=places, columns=columns[:train_ranks], layout=layout
+            )
             parts = all_to_all_bytes(outgoing + [b""] * job.engine_ranks, job.group)
             received[-1].append(_joined(parts, len(layers), *kind))
             for sample in (sample for plans in update.schedule.ranks for sample in plans[number].samples):

@@ -53,7 +53,7 @@ def make_units(
     for samples in by_key.values():
         unit = _make_unit(samples, lengths, prompts, align)
         limit = min(max_tokens, unit.prompt_length + ceil(sum(unit.lengths) / parts))
-        units += _split_unit(unit, lengths, prompts, limit, align)
+        units += _split_unit(unit, lengths, prompts=prompts, limit=limit, align=align)
     return units
 
 

@@ -71,16 +71,26 @@ def assemble_step_batch(
     in_loss = tuple(learns[i] for i in sample_of)
     advantages = _by_sequence(of_samples, [[part.response_tokens for part in info.sequences] for info in infos])
     step_samples = _StepSamples(infos, learns, advantages, step)
-    plan, updates = _pack(groups, step_samples, settings, parallel, hidden_size)
+    plan, updates = _pack(groups, step_samples, settings=settings, parallel=parallel, hidden_size=hidden_size)
     unrouted_samples = None
     if settings.training.router_replay == "R3":
         unrouted_samples = sum(not info.has_routed_experts for info in sequences)
-        routed = exchange_routed_experts(groups, sequences, plan, moe_layers, parallel.layout, parallel.job)
+        routed = exchange_routed_experts(
+            groups, sequences, plan=plan, layers=moe_layers, layout=parallel.layout, job=parallel.job
+        )
         updates = tuple(
             tuple(replace(batch, routed_experts=experts) for batch, experts in zip(*pair, strict=True))
             for pair in zip(updates, routed, strict=True)
         )
-    return StepBatch(sequences, in_loss, tuple(advantages), plan, updates, unrouted_samples, sample_of)
+    return StepBatch(
+        sequences,
+        in_loss,
+        advantages=tuple(advantages),
+        plan=plan,
+        updates=updates,
+        unrouted_samples=unrouted_samples,
+        sample_of=sample_of,
+    )
 
 
 def is_masked(info: SampleInfo, settings: Settings) -> bool:
@@ -114,14 +124,20 @@ def _pack(
     infos = step.infos
     sequences = tuple(sequence for info in infos for sequence in info.sequences)
     sample_of = tuple(i for i, info in enumerate(infos) for _ in info.sequences)
-    plan = _plan(sequences, infos, settings, parallel.dp_size, hidden_size, step.step)
+    plan = _plan(sequences, infos, settings=settings, dp_size=parallel.dp_size, hidden_size=hidden_size, step=step.step)
     keys_by_rank = {
         model_parallel_ranks(data, parallel.layout, parallel.world_size)[0]: [
             sequences[i].key for update in plan for i in update.samples_of(data)
         ]
         for data in range(parallel.dp_size)
     }
-    samples = redistribute(groups, keys_by_rank, parallel.cpu_group, parallel.replica, parallel.replica_source)
+    samples = redistribute(
+        groups,
+        keys_by_rank,
+        process_group=parallel.cpu_group,
+        replica=parallel.replica,
+        replica_source=parallel.replica_source,
+    )
     place, index_of = (parallel.coords.data, parallel.coords.context), {info.key: i for i, info in enumerate(sequences)}
     local_samples = {index_of[key]: _with_topk(sample, settings.algorithm) for key, sample in samples.items()}
     updates = []
@@ -151,8 +167,8 @@ def send_routed_experts(
     if settings.training.router_replay == "R3":
         sequences = tuple(sequence for info in infos for sequence in info.sequences)
         dp_size = data_parallel_size(settings.layout, job.world_size - job.engine_ranks)
-        plan = _plan(sequences, infos, settings, dp_size, hidden_size, step)
-        exchange_routed_experts(groups, sequences, plan, (), settings.layout, job)
+        plan = _plan(sequences, infos, settings=settings, dp_size=dp_size, hidden_size=hidden_size, step=step)
+        exchange_routed_experts(groups, sequences, plan=plan, layers=(), layout=settings.layout, job=job)
 
 
 def _plan(
@@ -169,16 +185,18 @@ def _plan(
     return plan_updates(
         [sequence.total_tokens for sequence in sequences],
         settings.training.updates_per_step,
-        settings.layout,
-        dp_size,
-        settings.training.max_tokens_per_microbatch,
-        hidden_size,
-        [i for number in order for i in range(starts[number], starts[number + 1])],
-        [SamplePrompt(part.key if part.has_own_prompt else part.group_id, part.prompt_tokens) for part in sequences]
+        layout=settings.layout,
+        dp_size=dp_size,
+        max_tokens=settings.training.max_tokens_per_microbatch,
+        hidden_size=hidden_size,
+        order=[i for number in order for i in range(starts[number], starts[number + 1])],
+        prompts=[
+            SamplePrompt(part.key if part.has_own_prompt else part.group_id, part.prompt_tokens) for part in sequences
+        ]
         if settings.training.share_prompts
         else (),
-        [len(infos[number].sequences) for number in order],
-        padding_multiple(settings.layout, settings.training),
+        together=[len(infos[number].sequences) for number in order],
+        pad_multiple=padding_multiple(settings.layout, settings.training),
     )
 
 

@@ -39,11 +39,26 @@ def supervised_batch(
     place in them; `max_tokens`: of a micro-batch; `with_mtp`: a multi-token-prediction layer learns, too.
     """
     (plan,) = plan_updates(
-        lengths, 1, parallel.layout, parallel.dp_size, max_tokens, hidden_size, pad_multiple=pad_multiple
+        lengths,
+        1,
+        layout=parallel.layout,
+        dp_size=parallel.dp_size,
+        max_tokens=max_tokens,
+        hidden_size=hidden_size,
+        pad_multiple=pad_multiple,
     )
     data_rank, context_rank = parallel.coords.data, parallel.coords.context
     samples = {place: read(place) for place in plan.samples_of(data_rank)}
     weights = [1.0 / max(1, sum(learned))] * len(lengths)
     zeros, layout = [0.0] * len(lengths), parallel.layout
-    batches = microbatches(plan, samples, zeros, weights, layout, data_rank, context_rank, with_mtp)
+    batches = microbatches(
+        plan,
+        samples,
+        advantages=zeros,
+        loss_weights=weights,
+        layout=layout,
+        data_rank=data_rank,
+        context_rank=context_rank,
+        with_mtp=with_mtp,
+    )
     return SupervisedBatch(plan, tuple(batches), tuple(lengths), tuple(learned))

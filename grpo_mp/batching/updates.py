@@ -58,11 +58,11 @@ def plan_updates(
             plan_update(
                 [lengths[i] for i in part],
                 layout,
-                dp_size,
-                max_tokens,
-                hidden_size,
-                [prompts[i] for i in part] if prompts else (),
-                pad_multiple,
+                dp_size=dp_size,
+                max_tokens=max_tokens,
+                hidden_size=hidden_size,
+                prompts=[prompts[i] for i in part] if prompts else (),
+                pad_multiple=pad_multiple,
             ),
         )
         for part in parts
@@ -95,12 +95,14 @@ def plan_update(
     limit = max(max_tokens, longest) if layout.pipeline > 1 else max_tokens
     if not prompts:
         costs = [cost.time(length) for length in lengths]
-        schedule = plan_microbatches(lengths, dp_size, limit, align, multiple, costs)
+        schedule = plan_microbatches(lengths, dp_size, max_tokens=limit, align=align, multiple=multiple, costs=costs)
         return schedule.padded_to_multiple(pad_multiple)
-    units = make_units(lengths, prompts, dp_size, limit, align)
+    units = make_units(lengths, prompts, dp_size=dp_size, max_tokens=limit, align=align)
     costs = [unit.cost(cost) for unit in units]
     tokens = [unit.tokens for unit in units]
-    schedule = unpack_units(plan_microbatches(tokens, dp_size, limit, align, multiple, costs), units)
+    schedule = unpack_units(
+        plan_microbatches(tokens, dp_size, max_tokens=limit, align=align, multiple=multiple, costs=costs), units
+    )
     return schedule.padded_to_multiple(pad_multiple)
 
 

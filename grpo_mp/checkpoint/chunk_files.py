@@ -196,7 +196,7 @@ def _overlaps(chunk: TensorChunk, index: Mapping[str, StoredTensor], folder: Pat
                 for (start, stop), at, own in zip(bounds, piece.offsets, chunk.offsets, strict=True)
             ]
             of_row, own_columns = columns[0] if columns else (range(1), slice(0, 1))
-            found.append(_Overlap(piece, stored.dtype, rows, of_row, matrix[own_rows, own_columns]))
+            found.append(_Overlap(piece, stored.dtype, rows=rows, columns=of_row, target=matrix[own_rows, own_columns]))
     if sum(overlap.target.numel() for overlap in found) != chunk.tensor.numel():
         raise UserError(
             f"{folder}: the checkpoint lacks {chunk.name} {list(chunk.shape)} or a part of it: it is another model's, "

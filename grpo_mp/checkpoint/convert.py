@@ -88,7 +88,16 @@ def to_megatron(
 
         source_hash = fingerprint([*reader.files, source / "config.json"], "to-megatron", part_bytes)
         record = {"source": source_hash, SOURCE_FOLDER: str(source.absolute())}
-        write_parts(destination, record, [*parts, *non_policy_parts], load, save, finish, report_progress, workers)
+        write_parts(
+            destination,
+            record,
+            parts=[*parts, *non_policy_parts],
+            load=load,
+            save=save,
+            finish=finish,
+            report_progress=report_progress,
+            workers=workers,
+        )
 
 
 def check_names(reader: HfReader, model: ModelMapping) -> None:
@@ -217,7 +226,7 @@ def to_hf(
     non_policy = {name: extra for name in sorted(extra.names) if is_non_policy_tensor(name, model.hf)} if extra else {}
     copies = {name: copy for name, copy in copied_names(model.hf).items() if extra and copy in extra.names}
     reader.check_layers(model.hf.policy_layers)
-    exporter = HfExporter(model, reader, original, non_policy, copies, fp8)
+    exporter = HfExporter(model, reader, original=original, non_policy=non_policy, copies=copies, fp8=fp8)
     outputs = exporter.sizes()
     sizes = {name: sum(tensors.values()) for name, tensors in outputs.items()}
     groups = split_by_bytes(sizes, part_bytes)
@@ -238,4 +247,13 @@ def to_hf(
 
     files = [*(file for file in reader.folder.rglob("*") if file.is_file()), aux_source / "config.json"]
     source_hash = fingerprint([*files, *(original.files if original else ())], "to-hf", fp8, part_bytes)
-    write_parts(destination, {"source": source_hash}, parts, load, save, finish, report_progress, workers)
+    write_parts(
+        destination,
+        {"source": source_hash},
+        parts=parts,
+        load=load,
+        save=save,
+        finish=finish,
+        report_progress=report_progress,
+        workers=workers,
+    )

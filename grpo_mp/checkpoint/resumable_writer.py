@@ -131,7 +131,7 @@ def write_parts(
     own = parts_of_rank(missing, workers.rank, workers.size)
     total, reported = sum(part.bytes for part in missing), 0
     remote_progress = workers.wait_until(total) if workers.rank == 0 else ()
-    for written in chain(_write_missing(folder, own, load, save, workers), remote_progress):
+    for written in chain(_write_missing(folder, own, load=load, save=save, workers=workers), remote_progress):
         if workers.rank == 0 and written > reported:
             report_progress(written - reported, total)
             reported = written

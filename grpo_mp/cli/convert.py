@@ -90,7 +90,9 @@ def _to_megatron(args: argparse.Namespace, console: Console) -> int:
 
     set_crc32_options(False)  # slow
     with _workers() as workers, _progress(console, args.destination, workers) as report_progress:
-        to_megatron(args.source, args.destination, report_progress, args.part_bytes, workers)
+        to_megatron(
+            args.source, args.destination, report_progress=report_progress, part_bytes=args.part_bytes, workers=workers
+        )
     return 0
 
 
@@ -98,7 +100,15 @@ def _to_hf(args: argparse.Namespace, console: Console) -> int:
     from grpo_mp.checkpoint.convert import to_hf
 
     with _workers() as workers, _progress(console, args.destination, workers) as report_progress:
-        to_hf(args.source, args.destination, args.like, args.fp8, report_progress, args.part_bytes, workers)
+        to_hf(
+            args.source,
+            args.destination,
+            like=args.like,
+            fp8=args.fp8,
+            report_progress=report_progress,
+            part_bytes=args.part_bytes,
+            workers=workers,
+        )
     return 0
 
 

@@ -60,7 +60,9 @@ def main(arguments: Sequence[str]) -> int:
     if args.what == "machine":
         return diagnose_machine(args.config, args.overrides)
     if args.what == "model":
-        return diagnose_model_folder(args.folder, args.dtype, args.without, args.sequences, args.length)
+        return diagnose_model_folder(
+            args.folder, args.dtype, without=args.without, sequences=args.sequences, length=args.length
+        )
     return diagnose_stuck(args.run, args.timeout_s, args.over_s, args.full)
 
 

@@ -36,12 +36,12 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
     console.print(f"model: {source}", *([assumed] if assumed else []), sep="\n")
     if isinstance(settings, SftSettings):
-        return _plan_sft(settings, hf, cluster, args, console)
+        return _plan_sft(settings, hf, cluster=cluster, args=args, console=console)
     if hf.get("num_nextn_predict_layers") and not settings.model.trains_mtp:
         counted = "drafts for the engines" if settings.engine.speculative.drafts_by_mtp else "is not counted"
         console.print(f"its multi-token-prediction layer is not part of the policy: it {counted}")
     try:
-        return _plan_rl(settings, hf, cluster, args, console)
+        return _plan_rl(settings, hf, cluster=cluster, args=args, console=console)
     except UserError as error:
         raise UserError(f"{error} ({assumed})" if assumed else str(error)) from error
 
@@ -70,7 +70,15 @@ def _plan_rl(settings: Settings, hf: HfConfig, cluster: Cluster, args: argparse.
     if find_spec("sglang"):  # a laptop need not have an engine
         check_arguments(settings.engine.args)
     tokens, accepted = args.response_tokens, args.acceptance_length
-    job = make_job(settings, hf, cluster, args.nodes, args.gpus_per_node, tokens, accepted)
+    job = make_job(
+        settings,
+        hf,
+        cluster=cluster,
+        nodes=args.nodes,
+        gpus_per_node=args.gpus_per_node,
+        mean_response_tokens=tokens,
+        acceptance_length=accepted,
+    )
     fits = write_plan(job, args.json) if args.json else plan_and_show(job, console)
     return 0 if fits else DOES_NOT_FIT
 
@@ -81,7 +89,14 @@ def _plan_sft(settings: SftSettings, hf: HfConfig, cluster: Cluster, args: argpa
     from grpo_mp.utils.log import log_to_terminal
 
     log_to_terminal()
-    job = sft_job(settings, hf, cluster, args.nodes, args.gpus_per_node, args.response_tokens)
+    job = sft_job(
+        settings,
+        hf,
+        cluster=cluster,
+        nodes=args.nodes,
+        gpus_per_node=args.gpus_per_node,
+        mean_tokens=args.response_tokens,
+    )
     fits = write_sft_plan(job, args.json) if args.json else plan_and_show_sft(job, console)
     return 0 if fits else DOES_NOT_FIT
 

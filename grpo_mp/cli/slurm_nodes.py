@@ -51,7 +51,9 @@ def main() -> None:
         os.environ.update(rank_environment(os.environ))
         nodes, ranks_per_node = args.nodes.split(","), int(os.environ["LOCAL_WORLD_SIZE"])
         store, rank, world_size = rendezvous(TIMEOUT)
-        status = NodeCheck(args.attempt, nodes, store, rank, world_size, ranks_per_node).run()
+        status = NodeCheck(
+            args.attempt, nodes, store=store, rank=rank, world_size=world_size, ranks_per_node=ranks_per_node
+        ).run()
     except UserError as error:
         exit_with(error)
     sys.stdout.flush()
@@ -108,7 +110,7 @@ class NodeCheck:
         if status := int(self.store.get("fit")):
             return status
         places = [rank // self.ranks_per_node for rank in range(self.world_size)]
-        report = measure(report, self.store, self.nodes, places, self.rank)
+        report = measure(report, self.store, nodes=self.nodes, node_of_rank=places, rank=self.rank)
         self.store.set(f"measured/{self.rank}", json.dumps(asdict(report)))
         return self._check_reports(self._reports("measured", ranks)) if self.rank == 0 else 0
 
@@ -152,7 +154,15 @@ def inspect_node(node: str, attempt: Path, clock_offset_s: float) -> NodeReport:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
     problem, gpus = _node_problem(node, attempt), platform.on_cuda()
-    return NodeReport(node, ", ".join(versions), clock_offset_s, memory.total, memory.available, problem, gpus)
+    return NodeReport(
+        node,
+        ", ".join(versions),
+        clock_offset_s=clock_offset_s,
+        host_total_bytes=memory.total,
+        host_free_bytes=memory.available,
+        problem=problem,
+        gpus=gpus,
+    )
 
 
 def seen_nodes(nodes: Sequence[str], attempt: Path) -> list[str]:

@@ -78,7 +78,9 @@ class ChatRows:
     def warnings(self, setting: str, outcome: str) -> Iterator[str]:
         """Warn of rows that are left out, and of a system message that the template does not show."""
         limit, rows = self.reader.sft.max_tokens, self.too_long + len(self.numbers)
-        yield from left_out(setting, self.too_long, rows, "chats", f"sft.max_tokens={limit}", outcome)
+        yield from left_out(
+            setting, self.too_long, rows=rows, unit="chats", limit=f"sft.max_tokens={limit}", outcome=outcome
+        )
         if self.reader.drops_system(self.rows[0]):
             yield dropped_system(setting)
 
@@ -155,10 +157,10 @@ def load_train_chats(data: ChatDataConfig, sft: SftConfig, encoder: ChatEncoder)
     return ChatSet(
         ", ".join(part.rows.name for part in parts),
         tuple(parts),
-        too_long,
-        mixture,
-        joined_digest(part.digest for part in parts),
-        tuple(warnings),
+        too_long=too_long,
+        mixture=mixture,
+        digest=joined_digest(part.digest for part in parts),
+        warnings=tuple(warnings),
     )
 
 
@@ -206,7 +208,13 @@ def check_chats(source: str, reader: ChatReader, count: int | None = None) -> Ch
         raise UserError(f"{source}: all {end} chats are longer than sft.max_tokens={sft.max_tokens}: raise it")
     kept, sizes, losses = (np.array(values, dtype=np.int64) for values in (numbers, lengths, learned))
     return ChatRows(
-        rows, reader, kept, sizes, losses, joined_digest((content.digest(), kept.tobytes())), end - len(kept)
+        rows,
+        reader,
+        numbers=kept,
+        lengths=sizes,
+        learned=losses,
+        digest=joined_digest((content.digest(), kept.tobytes())),
+        too_long=end - len(kept),
     )
 
 

@@ -137,7 +137,7 @@ class PromptQueue:
         self._cursor, self._is_skipped, self._skips_left = cursor, is_skipped, self._size
         if step_size != self._step_size:
             count = step_size - 1 if step_size else 0
-            before = taken_before(cursor, self._size, count, self._shuffle, self._mixture)
+            before = taken_before(cursor, self._size, count=count, shuffle=self._shuffle, mixture=self._mixture)
             self._step_size, self._last = step_size, deque(before, maxlen=count)
 
     def __len__(self) -> int:
@@ -148,10 +148,14 @@ class PromptQueue:
         while len(self._draws) < count:
             cursor = self._draws[-1].cursor if self._draws else self._cursor
             recent = list(self._last) if self._step_size else [draw.index for draw in self._draws]
-            (index,), cursor = take(cursor, self._size, 1, self._shuffle, recent, self._mixture)
+            (index,), cursor = take(
+                cursor, self._size, count=1, shuffle=self._shuffle, recent=recent, mixture=self._mixture
+            )
             while self._is_skipped(index) and self._skips_left:
                 self._skips_left -= 1
-                (index,), cursor = take(cursor, self._size, 1, self._shuffle, recent, self._mixture)
+                (index,), cursor = take(
+                    cursor, self._size, count=1, shuffle=self._shuffle, recent=recent, mixture=self._mixture
+                )
             self._draws.append(Draw(index, cursor))
             if self._step_size:
                 self._last.append(index)

@@ -135,10 +135,10 @@ class PromptReader:
         return Prompt(
             index,
             conversation_text(messages),
-            tuple(tokens),
-            self.answer(row),
-            {**row.columns, **self.columns},
-            tuple(self.with_system(messages)),
+            tokens=tuple(tokens),
+            answer=self.answer(row),
+            columns={**row.columns, **self.columns},
+            messages=tuple(self.with_system(messages)),
             column=self.data.prompt_column,
         )
 
@@ -165,7 +165,7 @@ class RowPrompts:
     def warnings(self, setting: str, max_prompt_tokens: int, outcome: str) -> Iterator[str]:
         """Warn of rows that are left out, and of a system message that the template does not show."""
         count, limit = self.too_long + len(self.numbers), f"rollout.max_prompt_tokens={max_prompt_tokens}"
-        yield from left_out(setting, self.too_long, count, "prompts", limit, outcome)
+        yield from left_out(setting, self.too_long, rows=count, unit="prompts", limit=limit, outcome=outcome)
         if self.reader.drops_system(self.rows[0]):
             yield dropped_system(setting)
 
@@ -245,7 +245,9 @@ def load_train_prompts(
     for name, train_set in data.train.items():
         is_named = len(data.train) > 1 or train_set.reward is not None
         own_columns = {DATA_SET: name} if is_named else {}
-        reader = PromptReader(data.of_set(train_set), tokenizer, tools, own_columns, check_columns)
+        reader = PromptReader(
+            data.of_set(train_set), tokenizer, tools=tools, columns=own_columns, check_columns=check_columns
+        )
         part = check_rows(train_set.path, reader, max_prompt_tokens)
         setting = "data.train" if name == "train" else f"data.train.{name}"
         warnings += part.warnings(setting, max_prompt_tokens, "left out")
@@ -259,11 +261,11 @@ def load_train_prompts(
     return PromptSet(
         ", ".join(part.rows.name for part in parts),
         StoredPrompts(tuple(parts)),
-        sum(part.too_long for part in parts),
-        mix_sets(sizes, weights) if len(sizes) > 1 else (),
-        num_filtered,
-        joined_digest(part.digest for part in parts),
-        tuple(warnings),
+        num_too_long=sum(part.too_long for part in parts),
+        mixture=mix_sets(sizes, weights) if len(sizes) > 1 else (),
+        num_filtered=num_filtered,
+        digest=joined_digest(part.digest for part in parts),
+        warnings=tuple(warnings),
     )
 
 
@@ -279,12 +281,12 @@ def load_eval_prompts(
         name: load_prompts(
             own.path,
             data.of_set(own),
-            tokenizer,
-            max_prompt_tokens,
-            own.max_prompts,
-            tools,
-            check_columns,
-            f"data.eval.{name}",
+            tokenizer=tokenizer,
+            max_prompt_tokens=max_prompt_tokens,
+            count=own.max_prompts,
+            tools=tools,
+            check_columns=check_columns,
+            eval_set=f"data.eval.{name}",
         )
         for name, own in data.eval.items()
     }
@@ -332,7 +334,9 @@ def check_rows(source: str, reader: PromptReader, max_prompt_tokens: int, count:
             f"{source}: all {len(fits)} prompts are longer than rollout.max_prompt_tokens={max_prompt_tokens}: "
             "raise it or give shorter prompts"
         )
-    return RowPrompts(rows, np.flatnonzero(fits), reader, len(fits) - int(fits.sum()), content.digest())
+    return RowPrompts(
+        rows, np.flatnonzero(fits), reader=reader, too_long=len(fits) - int(fits.sum()), content=content.digest()
+    )
 
 
 def final_answer(text: str) -> str:

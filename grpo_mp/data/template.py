@@ -167,7 +167,7 @@ class ChatRenderer:
     def render(self, messages: Sequence[Message], asks: bool) -> str:
         """Return the text of a conversation, with `asks` up to where the policy answers."""
         try:
-            return render_template(messages, self.tokenizer, self.tools, asks, self.variables)
+            return render_template(messages, self.tokenizer, tools=self.tools, asks=asks, variables=self.variables)
         except TemplateError as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise UserError(f"the chat template refuses messages of {roles}: {error}") from error

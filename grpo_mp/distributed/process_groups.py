@@ -108,9 +108,9 @@ def join_job(timeout_s: float, engine_ranks: int = 0, name: str = "job") -> Job:
     dist.init_process_group(backend, store=own_store, rank=own_rank, world_size=own_size, timeout=timeout)
     if engine_ranks:
         long = WAITED_PHASES * timeout
-        group = device_group = _join_group("gloo", store, rank, world_size, long)
+        group = device_group = _join_group("gloo", store, rank=rank, world_size=world_size, timeout=long)
         if platform.backend() != "gloo":
-            device_group = _join_group(platform.backend(), store, rank, world_size, long)
+            device_group = _join_group(platform.backend(), store, rank=rank, world_size=world_size, timeout=long)
     else:
         group, default = dist.new_group(backend="gloo", timeout=timeout), dist.group.WORLD
         assert default is not None  # just made
@@ -118,7 +118,15 @@ def join_job(timeout_s: float, engine_ranks: int = 0, name: str = "job") -> Job:
     # NCCL connects all ranks in the first collective; the weight sync's sends involve only some of them.
     dist.all_reduce(torch.zeros(1, device=platform.device()), group=device_group)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return Job(rank, world_size, engine_ranks, group, device_group, store, ranks_per_node)
+    return Job(
+        rank,
+        world_size,
+        engine_ranks=engine_ranks,
+        group=group,
+        device_group=device_group,
+        store=store,
+        ranks_per_node=ranks_per_node,
+    )
 
 
 def _join_group(

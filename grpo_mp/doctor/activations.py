@@ -180,7 +180,9 @@ def _engine(folder: Path, dtype: str, length: int, scratch: Path) -> Iterator[Ca
     """Yield a function that asks a server of the folder something, and returns its answer."""
     dump = str(scratch / "dump")
     arguments = {"debug_tensor_dump_output_folder": dump, "disable_radix_cache": True, FP32_HEAD: True}
-    spec = EngineSpec(0, 0, folder.resolve(), dtype, length + 1, cpu=not platform.on_cuda(), args=arguments)
+    spec = EngineSpec(
+        0, 0, model=folder.resolve(), dtype=dtype, context_tokens=length + 1, cpu=not platform.on_cuda(), args=arguments
+    )
     process = EngineProcess(spec, scratch / "engine.log")
 
     async def answer(question: Question) -> Any:

@@ -48,14 +48,14 @@ def compare_models(folder: Path, tokens: Tensor, precision: str, without: Collec
                     write_folder(export, ((name, t.cpu()) for name, t in hf_tensors(tensors, params)), folder)
 
             policy = run_policy(folder, tokens, dtype, examine)
-            findings += diagnose_model("policy", policy, reference, same, layers)
+            findings += diagnose_model("policy", policy, reference=reference, same_precision=same, layers=layers)
         if "engine" not in without:
             engine_folder = folder
             if precision == FP8:
                 engine_folder, rounded = fp8_folders(folder, Path(scratch))
                 same = run_transformers(rounded, tokens, torch.bfloat16)
             engine, checksums = run_engine(engine_folder, tokens, dtype, export)
-            findings += diagnose_model("engine", engine, reference, same, layers)
+            findings += diagnose_model("engine", engine, reference=reference, same_precision=same, layers=layers)
             if checksums:
                 findings.append(check_engine_weights(checksums.loaded, checksums.exported))
     return findings

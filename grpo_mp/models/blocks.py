@@ -54,7 +54,7 @@ def embedding_and_head(hf: HfConfig) -> list[Rule]:
 def mlp(hf: HfConfig, layers: Sequence[int], width: int, prefix: str = "mlp.") -> list[Rule]:
     """Map the gate, up and down projections of `width` below `prefix`, which both formats share."""
     names = tuple(HF_LAYER + prefix + name for name in ("gate_proj", "up_proj", "down_proj"))
-    return _projections(MCORE_LAYER + prefix, names, hf.int("hidden_size"), width, layers)
+    return _projections(MCORE_LAYER + prefix, names, hidden=hf.int("hidden_size"), width=width, layers=layers)
 
 
 def _projections(
@@ -106,5 +106,5 @@ def experts(
     return [
         Rule(norm, (hf_norm,), ((hidden,),), layers=layers),
         Rule(mcore + "router.weight", (block + "gate.weight",), ((num_experts, hidden),), layers=layers),
-        *_projections(mcore + "experts.", expert, hidden, width, layers, num_experts),
+        *_projections(mcore + "experts.", expert, hidden=hidden, width=width, layers=layers, experts=num_experts),
     ]

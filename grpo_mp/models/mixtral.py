@@ -27,7 +27,9 @@ def config(hf: HfConfig) -> dict[str, Any]:
 def rules(hf: HfConfig) -> list[Rule]:
     """Return the parameter mapping, by the names of published checkpoints."""
     layers = range(hf.int("num_hidden_layers"))
-    experts = blocks.experts(hf, layers, hf.int("num_local_experts"), hf.int("intermediate_size"), NAMES)
+    experts = blocks.experts(
+        hf, layers, num_experts=hf.int("num_local_experts"), width=hf.int("intermediate_size"), names=NAMES
+    )
     return [*blocks.embedding_and_head(hf), *gqa.rules(hf, layers), *experts]
 
 

@@ -32,7 +32,11 @@ def _phases(pattern: str, phases: Sequence[str] = PHASES) -> dict[str, str]:
 CURVES: dict[str, tuple[Curve, ...]] = {
     "reward": (
         Curve(
-            "Reward", "reward", {"mean": "reward/mean"}, "Band: mean standard deviation in a group.", "reward/group_std"
+            "Reward",
+            "reward",
+            patterns={"mean": "reward/mean"},
+            note="Band: mean standard deviation in a group.",
+            band="reward/group_std",
         ),
         Curve("Reward terms", "reward", {"": "reward/term/*"}, "One that rises while the answer falls is hacked."),
         Curve("Accuracy of the rollouts", "share", {"accuracy": "rollout/accuracy"}),

@@ -192,7 +192,18 @@ def _finding(rule: Rule, metric: str, sentence: str, step: int) -> Finding:
     level = Level.ERROR if rule.weight >= ERROR_WEIGHT else Level.WARNING
     evidence = (rule.meaning, f"the rule is from {rule.source}")
     advice = f"{rule.action} ({rule.setting})"
-    return Finding(level, sentence, evidence, advice, rule.name, metric, rule.weight, step, step, 1)
+    return Finding(
+        level,
+        sentence,
+        evidence=evidence,
+        advice=advice,
+        rule=rule.name,
+        metric=metric,
+        weight=rule.weight,
+        first_step=step,
+        last_step=step,
+        steps=1,
+    )
 
 
 def find_warnings(lines: Iterable[MetricLine], rules: Sequence[Rule] = RULES) -> tuple[Finding, ...]:

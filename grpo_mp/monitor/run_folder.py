@@ -76,12 +76,12 @@ def read_run(folder: Path, name: str) -> RunRecords:
         return RunRecords(
             name,
             without_secrets(settings),
-            metrics,
-            {step: read_scores(file) for step, file in evaluated.items()},
-            {step: read_samples(samples[step]) for step in _spaced_with_last([*samples])},
-            {step: read_samples(eval_samples[step]) for step in _spaced_with_last([*eval_samples])},
-            read_json(folder / PLAN),
-            {rank: read_spans(traces[rank]) for rank in evenly_spaced([*traces], RANKS)},
+            metrics=metrics,
+            scores={step: read_scores(file) for step, file in evaluated.items()},
+            samples={step: read_samples(samples[step]) for step in _spaced_with_last([*samples])},
+            eval_samples={step: read_samples(eval_samples[step]) for step in _spaced_with_last([*eval_samples])},
+            plan=read_json(folder / PLAN),
+            traces={rank: read_spans(traces[rank]) for rank in evenly_spaced([*traces], RANKS)},
         )
 
 

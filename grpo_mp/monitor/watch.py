@@ -110,14 +110,14 @@ def read_state(folder: Path) -> RunState:
     return RunState(
         folder,
         status,
-        steps,
-        now_s,
-        metrics,
-        [read_phase(rank, file) for rank, file in traces.items()],
-        read_loads(folder),
-        sample_step,
-        read_samples(samples[sample_step]) if samples else (),
-        find_warnings(metrics),
+        steps=steps,
+        time_s=now_s,
+        metrics=metrics,
+        ranks=[read_phase(rank, file) for rank, file in traces.items()],
+        engines=read_loads(folder),
+        sample_step=sample_step,
+        samples=read_samples(samples[sample_step]) if samples else (),
+        warnings=find_warnings(metrics),
     )
 
 

@@ -59,7 +59,7 @@ def make_jobs(settings: PipelineSettings, file: Path) -> list[StageJob]:
     """Return the jobs of a pipeline, read from `file`, in the order in which they run."""
     jobs, former = list[StageJob](), dict[str, StageJob]()
     if settings.base and settings.evaluation:
-        jobs.append(_evaluation(settings, file, BASE, settings.base, {}, former=former))
+        jobs.append(_evaluation(settings, file, name=BASE, model=settings.base, changes={}, former=former))
     for name, stage in settings.stages.items():
         where, folder = f"{file}: stages.{name}", settings.folder / name
         found = _resolve(dict(stage.settings), former, where)
@@ -68,10 +68,14 @@ def make_jobs(settings: PipelineSettings, file: Path) -> list[StageJob]:
         is_run = stage.command != "sample"
         found |= {"run.folder": str(folder)} if is_run else {}
         options = () if is_run else ("--out", str(folder))
-        former[name] = StageJob(name, stage.command, file.parent / stage.config, folder, found, options)
+        former[name] = StageJob(
+            name, stage.command, config=file.parent / stage.config, folder=folder, settings=found, options=options
+        )
         jobs.append(former[name])
         if settings.evaluation and is_run and stage.evaluation is not None:
-            jobs.append(_evaluation(settings, file, name, folder / "final", stage.evaluation, former=former))
+            jobs.append(
+                _evaluation(settings, file, name=name, model=folder / "final", changes=stage.evaluation, former=former)
+            )
     return jobs
 
 
@@ -90,7 +94,9 @@ def _evaluation(
     found = _resolve(given, former, f"{file}: evaluation of {name}")
     options = ("--model", str(model), "--out", str(folder))
     config = file.parent / settings.evaluation.config
-    return StageJob(f"{EVALUATE} {name}", EVALUATE, config, folder, found, options, name)
+    return StageJob(
+        f"{EVALUATE} {name}", EVALUATE, config=config, folder=folder, settings=found, options=options, stage=name
+    )
 
 
 def _resolve(value: Any, former: Mapping[str, StageJob], where: str) -> Any:

@@ -72,7 +72,15 @@ def pack_update(
     if lengths.samples_per_prompt:  # every prompt gets short and long responses
         num_prompts = -(-lengths.num_samples // lengths.samples_per_prompt)
         prompts = [SamplePrompt(sample % num_prompts, lengths.prompt_tokens) for sample in range(lengths.num_samples)]
-    schedule = plan_update(tokens, layout, dp_size, max_tokens, hidden_size, prompts, pad_multiple)
+    schedule = plan_update(
+        tokens,
+        layout,
+        dp_size=dp_size,
+        max_tokens=max_tokens,
+        hidden_size=hidden_size,
+        prompts=prompts,
+        pad_multiple=pad_multiple,
+    )
     size = padded_size(schedule, layout)
     loads = [sum(max(plan.tokens, plan.pad_to) for plan in rank) for rank in schedule.ranks]
     busiest = size * schedule.microbatches or max(loads)
@@ -228,7 +236,13 @@ class PlannedJob:
         hf = critic_config(hf)
         model, megatron = model_shape(hf), own.training.megatron_args
         own = own.model_copy(update={"layout": critic_layout(own.layout, model)})
-        check_layout(own.layout, model, self.train_ranks, sets_pipeline_layout(megatron), "critic: layout")
+        check_layout(
+            own.layout,
+            model,
+            world_size=self.train_ranks,
+            uneven_pipeline=sets_pipeline_layout(megatron),
+            setting="critic: layout",
+        )
         stage_layers = layers_of_stages(model.num_layers, own.layout, megatron)
         counts = critic_parameter_counts(hf, own.layout, stage_layers)
         return replace(
@@ -345,7 +359,14 @@ class PlannedJob:
         layout = self.settings.layout.model_copy(update={"expert": 1, "expert_tensor": 1})  # do not affect packing
         padding = padding_multiple(layout, training)
         max_tokens = training.max_tokens_per_microbatch
-        return pack_update(lengths, layout, self.dp_size, max_tokens, self.model.hidden_size, padding)
+        return pack_update(
+            lengths,
+            layout,
+            dp_size=self.dp_size,
+            max_tokens=max_tokens,
+            hidden_size=self.model.hidden_size,
+            pad_multiple=padding,
+        )
 
 
 def make_job(

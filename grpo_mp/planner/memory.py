@@ -51,7 +51,9 @@ RESIDENT = {
     **{SubPhase[phase.name]: phase.resident for phase in Phase if phase.name in SubPhase.__members__},
 }
 BESIDE_A_SAVE = (SubPhase.GENERATE, SubPhase.SCORE, SubPhase.LOGPROB)
-ALL_RESIDENT = Residency(True, True, True, True, True, True, True)
+ALL_RESIDENT = Residency(
+    True, True, gradients=True, optimizer=True, engine_weights=True, engine_cache=True, reward_model=True
+)
 # Of a rank that only trains. It waits while engines generate, and nothing leaves its device.
 ONLY_TRAINER = replace(ALL_RESIDENT, engine_weights=False, engine_cache=False, reward_model=False)
 QUANTIZATION_BYTES = 2.0 * 4 * AT_ONCE  # of what is quantized at a time: twice in float32

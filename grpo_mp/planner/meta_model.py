@@ -72,7 +72,7 @@ def megatron_parameter_counts(
     counts = []
     for stage in range(settings.layout.pipeline):
         count = ZERO
-        with built_on_meta(settings, hf, world_size, stage * per_stage, critic) as chunks:
+        with built_on_meta(settings, hf, world_size=world_size, rank=stage * per_stage, critic=critic) as chunks:
             for name, parameter in (item for chunk in chunks for item in chunk.named_parameters()):
                 size, is_expert = parameter.numel() * (parameter.requires_grad or not trained), ".experts." in name
                 count += ParameterCount(0, size) if is_expert else ParameterCount(size, 0)
@@ -108,14 +108,21 @@ def built_on_meta(
         with torch.device("meta"):
             model_class = ValueModel if critic else PolicyModel
             chunks = build_chunks(
-                config, hf, settings.training, settings.temperature, settings.model.fp32_head, model_class
+                config,
+                hf,
+                training=settings.training,
+                temperature=settings.temperature,
+                fp32_head=settings.model.fp32_head,
+                model_class=model_class,
             )
         if settings.model.lora and not critic:
             coords = coordinates(rank, settings.layout, world_size)
             params, layout = family_of(hf).params(hf), settings.layout
-            add_adapters(chunks, params, coords, layout, settings.model.lora)
+            add_adapters(chunks, params, coords=coords, layout=layout, lora=settings.model.lora)
             if settings.model.lora.base_dtype:
-                hold_in_fp8(chunks, params, coords.expert, layout.expert, config.params_dtype)
+                hold_in_fp8(
+                    chunks, params, expert_rank=coords.expert, expert_parallel=layout.expert, dtype=config.params_dtype
+                )
         yield chunks
     finally:
         parallel_state.destroy_model_parallel()

@@ -107,7 +107,7 @@ def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
         uses |= {SubPhase.SYNC: sync_use(job), SubPhase.CHECK: check_use(job, memory.engine)}
     uses[SubPhase.SAVE] = _save_use(job, uses)
     times = {sub_phase: estimate_time(use, job.cluster) for sub_phase, use in uses.items()}
-    return Plan(job, memory, uses, times, plan_generation(job, memory.engine))
+    return Plan(job, memory, uses=uses, times=times, generation=plan_generation(job, memory.engine))
 
 
 def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:

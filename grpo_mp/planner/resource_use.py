@@ -103,12 +103,14 @@ def estimate_time(use: ResourceUse, cluster: Cluster) -> TimeEstimate:
     then what waits for a pipeline, then waits, then the parts that have names."""
     achievable = cluster.achievable
     tflops = cluster.matmul_tflops(use.fp8) if use.flops else cluster.bf16_tflops
-    products = _term("matrix products", use.flops / TERA, "TFLOP", tflops, "TFLOP/s", achievable.matmul)
+    products = _term(
+        "matrix products", use.flops / TERA, unit="TFLOP", rate=tflops, rate_unit="TFLOP/s", share=achievable.matmul
+    )
     rated = [
         products,
         *_fp8_products(use.fp8_flops, cluster, products.roofline_s),
         *(
-            _term(name, size / GIGA, "GB", rate, "GB/s", share)
+            _term(name, size / GIGA, unit="GB", rate=rate, rate_unit="GB/s", share=share)
             for name, size, rate, share in (
                 ("device memory", use.device_bytes, cluster.device_memory_gb_s, achievable.device_memory),
                 ("NVLink", use.nvlink_bytes, cluster.nvlink_gb_s, achievable.link),
@@ -138,7 +140,7 @@ def _fp8_products(flops: float, cluster: Cluster, others_s: float) -> list[Term]
     if not flops:
         return []
     rate, share = cluster.matmul_tflops(fp8=True), cluster.achievable.matmul
-    term = _term("matrix products", flops / TERA, "TFLOP in FP8", rate, "TFLOP/s", share)
+    term = _term("matrix products", flops / TERA, unit="TFLOP in FP8", rate=rate, rate_unit="TFLOP/s", share=share)
     return [replace(term, roofline_s=term.roofline_s + others_s)]
 
 

@@ -23,7 +23,16 @@ from grpo_mp.rewards.settings import RewardConfig
 
 PLANNED = (SubPhase.LOAD, SubPhase.TRAIN, SubPhase.OPTIMIZER, SubPhase.SAVE)
 RESUME = "resume"  # once, instead of load: what a checkpoint has is read
-NO_ENGINE = EngineMemory(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0)
+NO_ENGINE = EngineMemory(
+    0.0,
+    0.0,
+    kv_cache=0.0,
+    draft_kv_cache=0.0,
+    cuda_graphs=0.0,
+    communication=0.0,
+    bytes_per_token=1.0,
+    kv_cache_tokens=0,
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,14 @@ def sft_job(
         sync=SyncConfig(),
         monitor=settings.monitor,
     )
-    return make_job(as_trainer, hf, cluster, nodes, gpus_per_node, max(1.0, (mean_tokens or longest / 2) - 1))
+    return make_job(
+        as_trainer,
+        hf,
+        cluster=cluster,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        mean_response_tokens=max(1.0, (mean_tokens or longest / 2) - 1),
+    )
 
 
 def make_sft_plan(job: PlannedJob) -> SftPlan:
@@ -108,9 +124,9 @@ def make_sft_plan(job: PlannedJob) -> SftPlan:
     return SftPlan(
         job,
         tuple({sub_phase: sizes[sub_phase] for sub_phase in PLANNED} for sizes in devices),
-        {sub_phase: host[sub_phase] for sub_phase in PLANNED},
-        uses,
-        {name: estimate_time(use, job.cluster) for name, use in uses.items()},
+        host={sub_phase: host[sub_phase] for sub_phase in PLANNED},
+        uses=uses,
+        times={name: estimate_time(use, job.cluster) for name, use in uses.items()},
     )
 
 

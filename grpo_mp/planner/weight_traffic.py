@@ -89,10 +89,10 @@ def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[SyncPla
     plan = plan_sync(
         group_params(params),
         shard_holders(params, layout, job.train_ranks, job.stage_layers),
-        engine_readers(host_ranks, job.engine_parallelism, alignment),
-        job.gpus_per_node,
-        wire.sizes,
-        wire.round_bytes(settings.sync.bucket_bytes),
+        readers=engine_readers(host_ranks, job.engine_parallelism, alignment),
+        ranks_per_node=job.gpus_per_node,
+        sizes=wire.sizes,
+        round_bytes=wire.round_bytes(settings.sync.bucket_bytes),
     )
     return plan, wire
 

@@ -58,7 +58,7 @@ class Attention(MegatronModule):
             lengths = sequence_lengths(params.cu_seqlens_q, params.cu_seqlens_q_padded)
             key_lengths = sequence_lengths(params.cu_seqlens_kv, params.cu_seqlens_kv_padded)
             prefixes = tuple(keys - queries for keys, queries in zip(key_lengths, lengths, strict=True))
-            return self._packed(query, key, value, lengths, prefixes).flatten(1)
+            return self._packed(query, key, value=value, lengths=lengths, prefixes=prefixes).flatten(1)
         s, b = query.shape[:2]
         lengths = (s * self.config.context_parallel_size,) * b
         query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
@@ -69,13 +69,15 @@ class Attention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], prefixes: tuple[int, ...] = ()
     ) -> Tensor:
         if self.cp_group is None:
-            return packed_attention(query, key, value, plan_packing(lengths, prefixes=prefixes), self.scale)
+            return packed_attention(
+                query, key, value=value, packing=plan_packing(lengths, prefixes=prefixes), scale=self.scale
+            )
         if any(prefixes):
             raise NotImplementedError("attention on a CPU shares prompts without context parallelism only")
         packing = plan_packing(lengths, self.cp_group.size(), self.cp_group.rank())
         # The backward of this gather is a reduce-scatter: it sums each token's gradient over all ranks.
         key, value = (gather_from_sequence_parallel_region(x.contiguous(), True, self.cp_group) for x in (key, value))
-        return packed_attention(query, key, value, packing, self.scale)
+        return packed_attention(query, key, value=value, packing=packing, scale=self.scale)
 
 
 def sequence_lengths(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ def paged_attention(
         rows = torch.tensor([starts[index] for index in batch])[:, None] + torch.arange(count)
         batch_lengths = torch.tensor([lengths[index] for index in batch])
         batch_slots = slots[batch, : -(-int(batch_lengths.max()) // ALIGNMENT) * ALIGNMENT]
-        output[rows] = _attend(query[rows], keys, values, batch_slots, batch_lengths, scale)
+        output[rows] = _attend(query[rows], keys, values=values, slots=batch_slots, lengths=batch_lengths, scale=scale)
     return output
 
 

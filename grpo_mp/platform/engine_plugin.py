@@ -114,7 +114,15 @@ def _extend(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: An
     if not _is_self_attention(encoder_lengths, kwargs) or not kwargs["causal"]:
         return original(backend, *args, **kwargs)
     return output.copy_(
-        paged_attention(query, keys, values, slots[rows], lengths.tolist(), new_lengths.tolist(), kwargs["scaling"])
+        paged_attention(
+            query,
+            keys,
+            values=values,
+            slots=slots[rows],
+            lengths=lengths.tolist(),
+            new_tokens=new_lengths.tolist(),
+            scale=kwargs["scaling"],
+        )
     )
 
 
@@ -124,7 +132,15 @@ def _decode(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: An
     if not _is_self_attention(encoder_lengths, kwargs):
         return original(backend, *args, **kwargs)
     return output.copy_(
-        paged_attention(query, keys, values, slots[rows], lengths.tolist(), [1] * len(rows), kwargs["scaling"])
+        paged_attention(
+            query,
+            keys,
+            values=values,
+            slots=slots[rows],
+            lengths=lengths.tolist(),
+            new_tokens=[1] * len(rows),
+            scale=kwargs["scaling"],
+        )
     )
 
 

@@ -112,7 +112,7 @@ def load_policy(policy: TrainedModel, folder: Path, piece_bytes: int = PIECE_BYT
             f"{folder}: the checkpoint holds main weights as {saved}, training.megatron_args asks for {expected}: set "
             "use_precision_aware_optimizer and store_param_remainders, and optimizer.offload, as they were"
         )
-    check_same_adapters(folder, common, policy.base, policy.adapters, policy.base_digest)
+    check_same_adapters(folder, common, base=policy.base, adapters=policy.adapters, digest=policy.base_digest)
     groups = _optimizer_groups(common["optimizer_groups"])
     parts = policy.optimizer.chained_optimizers
     with state_dict_without_copies(parts):
@@ -232,7 +232,7 @@ def _chunks(
     """Yield the chunks of elements [start, stop) of this rank's flattened shard; `flat` holds these elements."""
     layout, coords = policy.parallel.layout, policy.parallel.coords
     tp_rank = coords.tensor if param.expert is None else coords.expert_tensor
-    for chunk in chunks_of(param, tp_size(param, layout), tensor_part(param, coords), start, stop):
+    for chunk in chunks_of(param, tp_size(param, layout), part=tensor_part(param, coords), start=start, stop=stop):
         yield TensorChunk(
             name=f"{kept}/{param.hf[chunk.tensor]}",
             shape=param.shapes[chunk.tensor],

@@ -57,7 +57,7 @@ class Critic(TrainedModel):
             with open_weights(settings.model.path, family=settings.model.family) as reader:
                 has_head = STORED_HEAD in reader.names
                 stored = {name: tensor for name, tensor in tensors.items() if name != VALUE_HEAD or has_head}
-                load_hf(stored, params, reader, parallel.coords, parallel.layout)
+                load_hf(stored, params, reader=reader, coords=parallel.coords, layout=parallel.layout)
 
         super().__init__(settings, parallel, hf, params, load, ValueModel)
 
@@ -91,7 +91,7 @@ def check_critic(settings: Settings, policy: HfConfig, world_size: int) -> None:
     _check_size(settings, hf, policy)
     shape, uneven = model_shape(hf), sets_pipeline_layout(own.training.megatron_args)
     layout = critic_layout(own.layout, shape)
-    check_layout(layout, shape, world_size, uneven, "critic: layout")
+    check_layout(layout, shape, world_size=world_size, uneven_pipeline=uneven, setting="critic: layout")
     _check_megatron(settings, hf, layout)
     if settings.critic.path:
         _check_tensors(own.model, stored, f"critic.path={settings.critic.path}")
@@ -127,7 +127,13 @@ def _check_megatron(settings: Settings, hf: HfConfig, layout: LayoutConfig) -> N
         transformer_config(layout, own.training, own.model.dtype, hf)
     except UserError as error:
         raise UserError(f"critic: {error}; critic.megatron_args changes a field for the critic alone") from error
-    check_fp8(own.training, own.model.dtype, layout, critic_params(hf).values(), platform.compute_capability())
+    check_fp8(
+        own.training,
+        own.model.dtype,
+        layout=layout,
+        params=critic_params(hf).values(),
+        capability=platform.compute_capability(),
+    )
 
 
 def _check_tensors(model: ModelConfig, stored: HfConfig, where: str) -> None:
@@ -138,7 +144,14 @@ def _check_tensors(model: ModelConfig, stored: HfConfig, where: str) -> None:
         has_head, (shape,) = STORED_HEAD in reader.names, params[VALUE_HEAD].shapes
         if classifier or has_head:
             remedy = "point critic.path at a whole reward model, or at a language model's folder for a head of zeros"
-            check_head(reader.names, reader.shape, {STORED_HEAD: shape}, where, classifier, remedy)
+            check_head(
+                reader.names,
+                reader.shape,
+                head={STORED_HEAD: shape},
+                where=where,
+                architecture=classifier,
+                remedy=remedy,
+            )
         # A head of zeros, or a part of the head, would take the place of what was learned.
         if unread := sorted(name for name in reader.names if name.startswith(OTHER_HEADS) and name != STORED_HEAD):
             raise UserError(

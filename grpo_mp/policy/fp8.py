@@ -82,7 +82,9 @@ def hold_in_fp8(
             for name, tensor in module.named_parameters(prefix, recurse=False):
                 if tensor.requires_grad:  # an adapter
                     continue
-                param = params.get(full_name(name, chunk, params, expert_rank, expert_parallel))
+                param = params.get(
+                    full_name(name, chunk, params=params, expert_rank=expert_rank, expert_parallel=expert_parallel)
+                )
                 if param and param.is_projection:
                     names.append(name.rpartition(".")[2])
                     scale = tensor.new_ones(scale_shape(tuple(tensor.shape)), dtype=torch.float32)

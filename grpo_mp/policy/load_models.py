@@ -70,7 +70,7 @@ def policy_tensors(folder: Path, dtype: str = "float32") -> Iterator[tuple[nn.Mo
             (model,) = build_chunks(config, hf, training, temperature=1.0)
             tensors = local_tensors([model], params, parallel.coords, 1)
             with open_weights(folder) as reader:
-                load_hf(tensors, params, reader, parallel.coords, layout)
+                load_hf(tensors, params, reader=reader, coords=parallel.coords, layout=layout)
             yield model, tensors
         finally:
             stop_parallel()

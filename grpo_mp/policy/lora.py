@@ -108,7 +108,7 @@ def add_adapters(
     """Freeze the chunks and register uninitialized adapters. `params`: of the model without adapters."""
     for chunk in chunks:
         chunk.requires_grad_(False)
-        for linear, factors in _targeted(chunk, params, coords, layout, lora).items():
+        for linear, factors in _targeted(chunk, params, coords=coords, layout=layout, lora=lora).items():
             module = chunk.get_submodule(linear)
             _register(module, factors, chunk.config)
             add = _AddGrouped if factors["weight" if "weight" in factors else "weight0"].param.experts else _AddDense
@@ -152,7 +152,9 @@ def _targeted(
     """Return the linear layers with adapters: module -> name of a weight of it -> its adapters."""
     found: dict[str, dict[str, Factors]] = {}
     for name, _ in chunk.named_parameters():
-        param = params.get(full_name(name, chunk, params, coords.expert, layout.expert))
+        param = params.get(
+            full_name(name, chunk, params=params, expert_rank=coords.expert, expert_parallel=layout.expert)
+        )
         adapters = adapters_of(param, lora.rank, lora.targets) if param else ()
         if param and adapters:
             linear, _, weight = name.rpartition(".")

@@ -125,7 +125,12 @@ def build_chunks(
     chunks = config.virtual_pipeline_model_parallel_size
     head = Head(temperature, training.logprob_chunk_tokens, hf.int("vocab_size"), fp32_head)
     stages = range(chunks) if chunks else (None,)
-    models = [_build_chunk(config, hf, head, training.share_prompts, stage, model_class) for stage in stages]
+    models = [
+        _build_chunk(
+            config, hf, head=head, share_prompts=training.share_prompts, vp_stage=stage, model_class=model_class
+        )
+        for stage in stages
+    ]
     if training.fp8_format and not platform.on_cuda():
         use_fp8(models, training.fp8_format)
     return models

@@ -92,7 +92,14 @@ def disk_need(settings: Settings, hf: HfConfig) -> DiskNeed:
     critic = None
     if settings.critic:
         critic = critic_config(settings.for_critic().model.read_config() if settings.critic.path else hf)
-    return policy_disk_need(settings, hf, recorded_bytes(settings, hf), rollout_steps, updated, critic)
+    return policy_disk_need(
+        settings,
+        hf,
+        rollouts=recorded_bytes(settings, hf),
+        rollout_steps=rollout_steps,
+        updated_reference=updated,
+        critic=critic,
+    )
 
 
 def policy_disk_need(

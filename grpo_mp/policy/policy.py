@@ -52,10 +52,16 @@ class Policy(TrainedModel):
             base = {name: tensor for name, tensor in tensors.items() if name in self.base_params}
             if self.lora and self.lora.base_dtype:
                 coords, experts = parallel.coords, parallel.layout.expert
-                hold_in_fp8(self.models(), self.base_params, coords.expert, experts, self.config.params_dtype)
+                hold_in_fp8(
+                    self.models(),
+                    self.base_params,
+                    expert_rank=coords.expert,
+                    expert_parallel=experts,
+                    dtype=self.config.params_dtype,
+                )
             if load_weights or self.lora:  # checkpoints have adapters alone
                 with open_weights(settings.model.path, family=settings.model.family) as reader:
-                    load_hf(base, self.base_params, reader, parallel.coords, parallel.layout)
+                    load_hf(base, self.base_params, reader=reader, coords=parallel.coords, layout=parallel.layout)
             else:
                 clear_weights(base, self.base_params)
 
@@ -76,12 +82,14 @@ class Policy(TrainedModel):
 
     def _add_adapters(self, models: list[PolicyModel]) -> None:
         if self.lora:
-            add_adapters(models, self.base_params, self.parallel.coords, self.parallel.layout, self.lora)
+            add_adapters(
+                models, self.base_params, coords=self.parallel.coords, layout=self.parallel.layout, lora=self.lora
+            )
 
     def _mark_tensor_parallel(self) -> None:
         super()._mark_tensor_parallel()
         adapters = {name: param for name, param in self.params.items() if name not in self.base_params}
-        initialize(self.tensors, adapters, self.parallel.coords, self.parallel.layout, self._seed)
+        initialize(self.tensors, adapters, coords=self.parallel.coords, layout=self.parallel.layout, seed=self._seed)
 
     @property
     def trained_tensors(self) -> dict[str, torch.Tensor]:
@@ -93,7 +101,9 @@ class Policy(TrainedModel):
         """Return this rank's weights by name as engines and exports get them, with what adapters add."""
         if not self.lora:
             return self.tensors
-        return MergedWeights(self.tensors, self.base_params, self.parallel.layout, self.lora, self.config.params_dtype)
+        return MergedWeights(
+            self.tensors, self.base_params, layout=self.parallel.layout, lora=self.lora, dtype=self.config.params_dtype
+        )
 
     def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return [2, T] logprobs and entropies of every micro-batch; an empty list on all but the last stage."""
@@ -164,7 +174,13 @@ def check_policy(
     check_layout(layout, model_shape(hf), world_size, sets_pipeline_layout(training.megatron_args))
     check_overrides(training.megatron_args)
     config = transformer_config(layout, training, model.dtype, hf)
-    check_fp8(training, model.dtype, layout, family_of(hf).params(hf).values(), platform.compute_capability())
+    check_fp8(
+        training,
+        model.dtype,
+        layout=layout,
+        params=family_of(hf).params(hf).values(),
+        capability=platform.compute_capability(),
+    )
     if hf.trains_mtp and COPIED_EMBEDDING not in family_of(hf).params(hf):
         raise hf.error(
             f"the family of {hf.model_type!r} does not map a multi-token-prediction layer: set "

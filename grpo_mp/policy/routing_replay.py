@@ -41,7 +41,9 @@ class LayerReplay:
     ) -> tuple[Tensor, Tensor]:
         """Return scores and experts of each row of `scores` [T, experts], [T, top-k] each."""
         if self.ranking:
-            values, chosen = self.ranking.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+            values, chosen = self.ranking.get_replay_topk(
+                scores, topk, num_groups=num_groups, group_topk=group_topk, default_compute_topk=default_compute_topk
+            )
         else:
             values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
         self.chosen = chosen

@@ -66,7 +66,12 @@ class TrainedModel:
         dtype, megatron_args = settings.model.dtype, settings.training.megatron_args
         self.config = transformer_config(settings.layout, settings.training, dtype, hf)
         models = build_chunks(
-            self.config, hf, settings.training, settings.temperature, settings.model.fp32_head, model_class
+            self.config,
+            hf,
+            training=settings.training,
+            temperature=settings.temperature,
+            fp32_head=settings.model.fp32_head,
+            model_class=model_class,
         )
         self._add_adapters(models)
         self.chunks = wrap_for_training(settings.layout, megatron_args, self.config, models)
@@ -74,7 +79,11 @@ class TrainedModel:
         load(self.tensors)
         self._mark_tensor_parallel()
         self.optimizer, self.lr_scheduler = build_optimizer(
-            settings.optimizer, dtype, megatron_args, settings.total_updates, self.chunks
+            settings.optimizer,
+            dtype,
+            megatron_args=megatron_args,
+            total_updates=settings.total_updates,
+            chunks=self.chunks,
         )
         self.padding_multiple = padding_multiple(settings.layout, settings.training)
         self._skip_grad_norm = settings.optimizer.skip_grad_norm or math.inf
@@ -111,7 +120,9 @@ class TrainedModel:
         if not skipped:
             self.optimizer.step()
         self.lr_scheduler.step(1)
-        return UpdateReport(losses, grad_norm, lr, skipped, self._bad_gradients() if skipped else ())
+        return UpdateReport(
+            losses, grad_norm, lr=lr, skipped=skipped, bad_gradients=self._bad_gradients() if skipped else ()
+        )
 
     def _bad_gradients(self) -> list[str]:
         gradients = {name: tensor.main_grad for name, tensor in self.tensors.items() if hasattr(tensor, "main_grad")}

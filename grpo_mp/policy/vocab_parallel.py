@@ -75,7 +75,7 @@ class _TokenLogprobs(torch.autograd.Function):
         result = torch.empty(rows, len(targets), dtype=torch.float32, device=hidden.device)
         norm = torch.empty_like(result[:2])
         for chunk in _chunks(len(targets), chunk_tokens):
-            logits = _logits(hidden[chunk], weight, shard, temperature, fp32_head)
+            logits = _logits(hidden[chunk], weight, shard=shard, temperature=temperature, fp32_head=fp32_head)
             result[:, chunk], norm[:, chunk] = _forward_chunk(
                 logits, targets[chunk], shard, None if others is None else others[chunk]
             )
@@ -90,7 +90,9 @@ class _TokenLogprobs(torch.autograd.Function):
         learns = ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         for chunk in _chunks(len(targets), ctx.chunk_tokens):
-            logits = _logits(hidden[chunk], weight, ctx.shard, ctx.temperature, ctx.fp32_head)
+            logits = _logits(
+                hidden[chunk], weight, shard=ctx.shard, temperature=ctx.temperature, fp32_head=ctx.fp32_head
+            )
             grad_logits = _backward_chunk(
                 *(logits, targets[chunk], norm[:, chunk], known[:, chunk], grad[:, chunk], ctx.shard),
                 None if others is None else others[chunk],

@@ -27,7 +27,7 @@ def local_tensors(
     tensors: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
-            full = full_name(name, chunk, params, coords.expert, expert_parallel)
+            full = full_name(name, chunk, params=params, expert_rank=coords.expert, expert_parallel=expert_parallel)
             if full in params:
                 tensors[full] = tensor
             elif isinstance(tensor, torch.nn.Parameter):

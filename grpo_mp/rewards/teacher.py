@@ -60,7 +60,19 @@ class TeacherClient(ServedModelClient):
     def check_reply(self) -> None:
         """Ask for one token as a step does."""
         try:
-            self._score([Sample(0, 0, (0,), (0,), (0.0,), (0,), truncated=False)])
+            self._score(
+                [
+                    Sample(
+                        0,
+                        0,
+                        prompt_tokens=(0,),
+                        tokens=(0,),
+                        rollout_logprobs=(0.0,),
+                        weight_versions=(0,),
+                        truncated=False,
+                    )
+                ]
+            )
         except RewardError as failure:
             raise UserError(f"{SECTION}: {failure}") from failure
 

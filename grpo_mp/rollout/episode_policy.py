@@ -180,14 +180,14 @@ class EpisodePolicy:
         return Episode(
             self._sequence.segments,
             reward,
-            dict(metrics or {}),
-            state or ("truncated" if self._cut else "completed"),
-            self._answer,
-            self._sequence.messages[self._sequence.prompt_messages :],
-            self.turns,
-            len(self._earlier),
-            self._sequence.experts,
-            tuple(RecordedSequence(before.segments, before.experts) for before in self._earlier),
+            metrics=dict(metrics or {}),
+            state=state or ("truncated" if self._cut else "completed"),
+            answer=self._answer,
+            messages=self._sequence.messages[self._sequence.prompt_messages :],
+            turns=self.turns,
+            forks=len(self._earlier),
+            routed_experts=self._sequence.experts,
+            earlier=tuple(RecordedSequence(before.segments, before.experts) for before in self._earlier),
         )
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -283,12 +283,12 @@ class EpisodePolicy:
         return Turn(
             output.tokens,
             output.logprobs,
-            output.weight_versions,
-            text,
-            not output.truncated,
-            tuple(self._tool_calls(calls)),
-            output.routed_experts,
-            output.verify_steps,
+            weight_versions=output.weight_versions,
+            text=text,
+            finished=not output.truncated,
+            tool_calls=tuple(self._tool_calls(calls)),
+            routed_experts=output.routed_experts,
+            verify_steps=output.verify_steps,
         )
 
     def _tool_calls(self, calls: Sequence[tuple[str, str]]) -> Iterator[ToolCall]:
@@ -297,7 +297,7 @@ class EpisodePolicy:
             error = f"the arguments of {name} are no JSON object" if arguments is None else ""
             unread = text if error else ""
             call_id = f"functions.{name}:{self._calls}"  # as Kimi-K2 numbers them
-            yield ToolCall(name, arguments or {}, call_id, error, unread)
+            yield ToolCall(name, arguments or {}, id=call_id, error=error, unread=unread)
             self._calls += 1
 
 

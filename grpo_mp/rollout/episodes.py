@@ -78,9 +78,9 @@ def load_episode_parts(
     tools = load_tools(
         config.tools,
         config.limits.tool_processes,
-        config.tool_args,
-        config.environment_factory,
-        config.tool_environment,
+        arguments=config.tool_args,
+        factory=config.environment_factory,
+        variables=config.tool_environment,
     )
     tools.check(config.limits.tool_s)
 
@@ -130,11 +130,11 @@ class EpisodeRunner:
         context = EpisodeContext(
             self.client,
             parts.renderer,
-            config.limits,
-            sampling,
-            config.max_prompt_tokens,
-            config.tool_parser,
-            routing,
+            limits=config.limits,
+            sampling=sampling,
+            max_prompt_tokens=config.max_prompt_tokens,
+            tool_parser=config.tool_parser,
+            routing=routing,
         )
         samples = {sample.index: sample for sample in earlier}
         running = {
@@ -196,7 +196,7 @@ class EpisodeRunner:
         """Roll out one episode, however it ends. Raises EngineError, EpisodeAbortedError."""
         async with self.slots:
             begun.set()
-            outcome, policy = await self._roll_out(parts, context, prompt, index, step)
+            outcome, policy = await self._roll_out(parts, context, prompt=prompt, index=index, step=step)
         if policy.watch.stopped_by:
             raise policy.watch.stopped_by
         if outcome.error:
@@ -218,7 +218,9 @@ class EpisodeRunner:
                 )
                 opened.push_async_callback(tools.close)
                 messages = await self._begin(tools, prompt)
-                returned = await without_exit(self.parts.function(Task(prompt, index, step, tools, messages), policy))
+                returned = await without_exit(
+                    self.parts.function(Task(prompt, index, step=step, tools=tools, messages=messages), policy)
+                )
                 if not isinstance(returned, Episode):
                     raise TypeError(f"it returned {type(returned).__name__}, no Episode")
                 if returned.reward is None:

@@ -77,10 +77,10 @@ def read_request(body: Any, policy: Policy, ignores_sampling: bool = False) -> C
     return ChatRequest(
         tuple(map(_read_message, messages)),
         None if tools is None else tuple(tools),
-        min(bounds, default=None),
-        _read_stop(body.get("stop")),
-        bool(body.get("stream")),
-        ignored,
+        max_tokens=min(bounds, default=None),
+        stop=_read_stop(body.get("stop")),
+        stream=bool(body.get("stream")),
+        ignored=ignored,
     )
 
 

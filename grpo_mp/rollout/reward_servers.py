@@ -197,11 +197,24 @@ def check_reward_models(
     """Raise UserError for a folder that cannot be served as a reward model, or servers that do not divide the ranks."""
     for name, model in settings.reward.own_models.items():
         where = f"reward.{name}"
-        config = check_served_model(settings, model, where, read_reward_config, world_size, ranks_per_node)
+        config = check_served_model(
+            settings,
+            model,
+            section=where,
+            read_config=read_reward_config,
+            world_size=world_size,
+            ranks_per_node=ranks_per_node,
+        )
         check_weights(config, where, has_head=True)
         assert model.folder
         remedy = "take a reward model of the same family, or score texts by reward.functions"
-        check_tokens(model.folder, f"{where}.folder", tokenizer, remedy, settings.model.trust_remote_code)
+        check_tokens(
+            model.folder,
+            f"{where}.folder",
+            tokenizer=tokenizer,
+            remedy=remedy,
+            trust_remote_code=settings.model.trust_remote_code,
+        )
 
 
 def check_teacher(settings: Settings, tokenizer: PreTrainedTokenizerBase, world_size: int, ranks_per_node: int) -> None:
@@ -209,10 +222,23 @@ def check_teacher(settings: Settings, tokenizer: PreTrainedTokenizerBase, world_
     distillation = settings.algorithm.distillation
     if distillation and distillation.teacher.folder:
         teacher = distillation.teacher
-        config = check_served_model(settings, teacher, SECTION, read_teacher_config, world_size, ranks_per_node)
+        config = check_served_model(
+            settings,
+            teacher,
+            section=SECTION,
+            read_config=read_teacher_config,
+            world_size=world_size,
+            ranks_per_node=ranks_per_node,
+        )
         check_weights(config, SECTION, has_head=False)
         remedy, trust = "take a teacher of the same family", settings.model.trust_remote_code
-        check_tokens(distillation.teacher.folder, f"{SECTION}.folder", tokenizer, remedy, trust)
+        check_tokens(
+            distillation.teacher.folder,
+            f"{SECTION}.folder",
+            tokenizer=tokenizer,
+            remedy=remedy,
+            trust_remote_code=trust,
+        )
 
 
 def check_served_model(
@@ -271,7 +297,7 @@ def check_weights(hf: HfConfig, section: str, has_head: bool) -> None:
                     "without one would pass: take a sequence classifier with one label"
                 )
             remedy = "take a whole reward model, since SGLang would score by a random head"
-            check_head(reader.names, reader.shape, head, where, architecture, remedy)
+            check_head(reader.names, reader.shape, head=head, where=where, architecture=architecture, remedy=remedy)
             others += head
         if params:
             try:
@@ -300,7 +326,9 @@ def check_tokens(
 
 def read_teacher_config(folder: Path, where: str) -> HfConfig:
     """Return the config of a causal language model. Raises UserError where SGLang cannot serve the folder as one."""
-    config, name = _read_config(folder, where, CAUSAL, "causal language model", "take the folder of one")
+    config, name = _read_config(
+        folder, where, endings=CAUSAL, kind="causal language model", remedy="take the folder of one"
+    )
     _check_served(name, where, "teacher")
     return config
 
@@ -308,7 +336,7 @@ def read_teacher_config(folder: Path, where: str) -> HfConfig:
 def read_reward_config(folder: Path, where: str) -> HfConfig:
     """Return the config of a reward model. Raises UserError where the folder has none that SGLang can serve."""
     remedy = "take a sequence classifier with one label"
-    config, name = _read_config(folder, where, HEADS, "model with a reward head", remedy)
+    config, name = _read_config(folder, where, endings=HEADS, kind="model with a reward head", remedy=remedy)
     labels = config.get("num_labels", len(config.get("id2label") or {}) or 2)
     if labels != 1 and not name.endswith("RewardModel"):
         raise UserError(f"{where}: it has {labels} labels, and a reward is one number: take a model with one label")

@@ -80,13 +80,25 @@ class Rollout:
         self._pause = asyncio.Event()
         self._teacher = teacher
         models = served_models(settings, scorer.defers, teacher is not None) if has_engines else {}
-        self.reward_servers = RewardServers(settings, models, rank, ranks_per_node, self.host_ranks) if models else None
+        self.reward_servers = (
+            RewardServers(settings, models, rank=rank, ranks_per_node=ranks_per_node, host_ranks=self.host_ranks)
+            if models
+            else None
+        )
         self.engine: HostedEngine | None = None
         self._node: EngineNode | None = None  # another node's part of an engine
         if placement := next((placement for placement in placements if placement.rank == rank), None):
             cpu = not platform.on_cuda()
             first_gpu = 0 if cpu else int(os.environ.get("LOCAL_RANK", 0))
-            spec = engine_spec(settings, hf, tokenizer, placement, cpu, first_gpu, load_weights)
+            spec = engine_spec(
+                settings,
+                hf,
+                tokenizer=tokenizer,
+                placement=placement,
+                cpu=cpu,
+                first_gpu=first_gpu,
+                load_weights=load_weights,
+            )
             name = f"engine_{placement.engine}" + (f"_node_{placement.node_rank}" if placement.node_rank else "")
             process = EngineProcess(spec, settings.run.folder / "logs" / f"{name}.log")
             if placement.is_host:

@@ -67,7 +67,13 @@ class EngineProcess:
         dist_init_addr = f"{host}:{port + 1}" if host else dist_init_addr
         remove_abandoned()
         self._scratch = ScratchFolder("engine")
-        arguments = engine_arguments(self.spec, port, self.served_model_name, self.api_key, dist_init_addr)
+        arguments = engine_arguments(
+            self.spec,
+            port,
+            served_model_name=self.served_model_name,
+            api_key=self.api_key,
+            dist_init_addr=dist_init_addr,
+        )
         if self.spec.save_tokenizer:  # SGLang would read the folder's by rules of its own
             arguments["tokenizer_path"] = str(self._scratch.path / "tokenizer")
             self.spec.save_tokenizer(arguments["tokenizer_path"])

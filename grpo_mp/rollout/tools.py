@@ -81,7 +81,17 @@ class ToolKit:
                 rewards += [method("get_reward")] if kind.rewards else []
             close = opened.pop_all().aclose
         slots = {name: kind.slots for kind in self.classes for name in kind.tools if kind.slots}
-        return EpisodeTools(by_name, slots, resets, rewards, limit_s, characters, self.processes, where, close)
+        return EpisodeTools(
+            by_name,
+            slots,
+            resets=resets,
+            rewards=rewards,
+            limit_s=limit_s,
+            characters=characters,
+            processes=self.processes,
+            where=where,
+            close=close,
+        )
 
     def check(self, limit_s: float) -> None:
         """Raise UserError where a class's own time limit of a call is not below that of all tools."""

@@ -182,7 +182,7 @@ class RolloutWorker:
         `tokens`: responses of more are paused. Raises EngineError where the engine is at fault.
         """
         try:
-            group = await self._answer(task, group_id, prompt, earlier, tokens)
+            group = await self._answer(task, group_id, prompt=prompt, earlier=earlier, tokens=tokens)
         except TimeoutError:
             await self.client.check_health()
             LOGGER.warning(

@@ -160,7 +160,7 @@ class RolloutCollector:
                 limit_s = self.settings.rollout.group_timeout_s
                 took = f"{len(aborted)} groups took longer than rollout.group_timeout_s={limit_s:g} s"
                 raise UserError(f"step {step}: {took}: raise it")
-            batch = self._make_batch(state, step, launched, admission, kept)
+            batch = self._make_batch(state, step, launched=launched, admission=admission, kept=kept)
             batch = replace(batch, times=self._times(batch, generation.began_s))
             if ahead:
                 self._next = self._begin(batch.state, step + 1) if step < self.settings.run.steps else None
@@ -297,13 +297,13 @@ class RolloutCollector:
         task = RolloutTask(
             self._prompt,
             config.group_size,
-            state.groups_launched,
-            step,
-            rollout_sampling(config),
-            self._keeps,
-            self._carried,
-            frozenset().union(*all_gather(set(self._carried), job.group)),
-            lookahead,
+            first_group_id=state.groups_launched,
+            step=step,
+            sampling=rollout_sampling(config),
+            keeps=self._keeps,
+            carried=self._carried,
+            carried_by_all=frozenset().union(*all_gather(set(self._carried), job.group)),
+            lookahead=lookahead,
             token_limit=self._token_limit,
             pauses=colocated,
             stopped=lambda: self._stopped,
@@ -322,7 +322,9 @@ class RolloutCollector:
             # Engines with ranks of their own are watched by the ranks that train, which wait for them in collectives.
             if self.settings.shares_devices:
                 stream.check_peers = stack.enter_context(watching_peers(self.job.group))
-            return Generation(task, stream, self.rollout.begin(task, stream), stack.pop_all(), began_s)
+            return Generation(
+                task, stream, launched=self.rollout.begin(task, stream), watch=stack.pop_all(), began_s=began_s
+            )
 
     def _trainer_of(self, group: SampleGroup) -> int:
         """Return the rank that takes a group over from its engine."""
@@ -385,9 +387,9 @@ class RolloutCollector:
             dropped=_count_dropped(
                 infos,
                 selected,
-                {first + number for number, is_kept in kept.items() if is_kept},
-                aborted,
-                sum(stale for _, _, stale, _ in counts),
+                kept={first + number for number, is_kept in kept.items() if is_kept},
+                aborted=aborted,
+                stale=sum(stale for _, _, stale, _ in counts),
             ),
             reward_stats=sum_stats(all_gather(self._take_stats(range(first, first + counted), later), group)),
             carried=sum(carried for carried, *_ in counts),

@@ -36,7 +36,11 @@ def run_command(train: Callable[[Settings, RunInputs], None], arguments: Sequenc
             inputs = preflight(settings, world_size, ranks_per_node)
             if int(os.environ.get("RANK", 0)) == 0:
                 settings = settings.with_steps(inputs.train.epoch_size)
-                print(describe_run(settings, inputs, world_size, ranks_per_node, args.all))
+                print(
+                    describe_run(
+                        settings, inputs, world_size=world_size, ranks_per_node=ranks_per_node, every_setting=args.all
+                    )
+                )
         elif args.ranks_per_node:
             raise UserError("--ranks-per-node is for --dry-run: a launcher says how many ranks a node has")
         else:
@@ -61,7 +65,11 @@ def run_sft_command(
             state = saved_state(settings.run.folder)
             settings = settings.with_steps(inputs.train.epoch_size, state.step, state.samples_seen)
             if int(os.environ.get("RANK", 0)) == 0:
-                print(describe_sft(settings, inputs, world_size, ranks_per_node, args.all))
+                print(
+                    describe_sft(
+                        settings, inputs, world_size=world_size, ranks_per_node=ranks_per_node, every_setting=args.all
+                    )
+                )
         elif args.ranks_per_node:
             raise UserError("--ranks-per-node is for --dry-run: a launcher says how many ranks a node has")
         else:

@@ -71,7 +71,7 @@ class RolloutContext(RunContext):
     @property
     def engines(self) -> "EngineContext":
         """Return what generates."""
-        return EngineContext(self.job, self.rollout, self.phases, self.progress, self.recovery)
+        return EngineContext(self.job, self.rollout, phases=self.phases, progress=self.progress, recovery=self.recovery)
 
 
 @dataclass
@@ -116,9 +116,9 @@ def open_context(
         preemption = PreemptionHandler()
         overlaps = () if greeting else inputs.overlaps()
         dropped, recorded = ([], None) if inputs.replay else _recorded_groups(settings, inputs, runtime)
-        greeting = greeting or _greeting(settings, inputs, job, state, recorded)
+        greeting = greeting or _greeting(settings, inputs, job=job, state=state, recorded=recorded)
         warnings = (*resumed.damages, *dropped, *inputs.warnings, *runtime.machine)
-        show_notes(progress, job.rank, greeting, (*resumed.changes, *overlaps), warnings)
+        show_notes(progress, job.rank, greeting=greeting, notes=(*resumed.changes, *overlaps), warnings=warnings)
         offload = platform.on_cuda() and settings.shares_devices and settings.model.offloads and not inputs.replay
         limit_s = settings.monitor.phase_timeout_s
         parallel = make_parallel(job, settings.layout, settings.run.seed, limit_s) if job.trains else None
@@ -127,21 +127,25 @@ def open_context(
         policy, critic = _start(runtime, settings.engine.start_timeout_s, offload, build)
         if rollout.client:
             progress.note(rollout.call(rollout.client.capabilities()).sentence)
-        phases = _make_phases(settings, runtime, policy, critic, offload)
-        weight_sync, check = _make_sync(settings, inputs, policy, runtime, phases, preemption)
+        phases = _make_phases(settings, runtime, policy=policy, critic=critic, offload=offload)
+        weight_sync, check = _make_sync(settings, inputs, policy, runtime, phases=phases, preemption=preemption)
         former = (
             Reference(policy.trained_tensors)
             if policy and settings.keeps_former_weights and not inputs.replay
             else None
         )
-        recovery = EngineRecovery(rollout, job, phases, weight_sync, check, state.optimizer_step, former)
+        recovery = EngineRecovery(
+            rollout, job, phases, weight_sync, engine_check=check, version=state.optimizer_step, former=former
+        )
         common = RolloutContext(
             settings=settings,
             inputs=inputs,
             job=job,
             rollout=rollout,
-            collector=_make_collector(settings, inputs, runtime, phases, recovery, recorded),
-            evaluator=_make_evaluator(settings, inputs, EngineContext(job, rollout, phases, progress, recovery)),
+            collector=_make_collector(settings, inputs, runtime, phases, recovery=recovery, recorded=recorded),
+            evaluator=_make_evaluator(
+                settings, inputs, EngineContext(job, rollout, phases=phases, progress=progress, recovery=recovery)
+            ),
             weight_sync=weight_sync,
             engine_check=check,
             recovery=recovery,
@@ -153,7 +157,7 @@ def open_context(
         )
         stack.enter_context(platform.gc_frozen())
         if policy:
-            saver = stack.enter_context(CheckpointSaver(settings.run, policy, limit_s, not offload, critic))
+            saver = stack.enter_context(CheckpointSaver(settings.run, policy, limit_s, not offload, critic=critic))
             yield TrainContext(**vars(common), parallel=policy.parallel, policy=policy, critic=critic, saver=saver)
         else:
             yield common
@@ -162,7 +166,9 @@ def open_context(
 
 def _build_models(settings: Settings, parallel: Parallel, resumed: Resumed, with_reference: bool) -> Models:
     """Build the policy, and the critic where the algorithm has one."""
-    policy = build_policy(settings, parallel, resumed.state, resumed.checkpoint, with_reference)
+    policy = build_policy(
+        settings, parallel, state=resumed.state, checkpoint=resumed.checkpoint, with_reference=with_reference
+    )
     return policy, build_critic(settings, parallel, resumed.checkpoint) if settings.critic else None
 
 
@@ -231,15 +237,22 @@ def _make_phases(
     if offload and policy:
         nccl = NcclMemory(settings.layout) if settings.training.suspend_communicators else None
         moves = settings.optimizer.offload == "step"
-        functions = offload_functions(policy, runtime.rollout, settings.sync.timeout_s, moves, nccl, critic)
+        functions = offload_functions(
+            policy,
+            runtime.rollout,
+            timeout_s=settings.sync.timeout_s,
+            optimizer_moves=moves,
+            communicators=nccl,
+            critic=critic,
+        )
     return PhaseManager(
         runtime.timeline,
         runtime.watchdog,
-        runtime.progress,
-        settings.monitor.phase_timeout_s * (1 if policy else WAITED_PHASES),
-        functions,
-        INITIAL_RESIDENCY if offload else None,
-        partial(device_items, *filter(None, (policy, critic))) if policy else dict,
+        progress=runtime.progress,
+        limit_s=settings.monitor.phase_timeout_s * (1 if policy else WAITED_PHASES),
+        offload_functions=functions,
+        resident=INITIAL_RESIDENCY if offload else None,
+        items=partial(device_items, *filter(None, (policy, critic))) if policy else dict,
     )
 
 
@@ -251,11 +264,13 @@ def open_engines_only(settings: Settings, inputs: RunInputs, greeting: str) -> I
     """
     with _open_job(settings, inputs, steps=0, load_weights=True) as (runtime, _):
         job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
-        show_notes(progress, job.rank, greeting, (), (*inputs.warnings, *runtime.machine))
+        show_notes(progress, job.rank, greeting=greeting, notes=(), warnings=(*inputs.warnings, *runtime.machine))
         _start(runtime, settings.engine.start_timeout_s, offload=False, build=None)
         monitor = settings.monitor
         phases = PhaseManager(runtime.timeline, runtime.watchdog, progress, monitor.phase_timeout_s)
-        yield EngineContext(job, rollout, phases, progress, EngineRecovery(rollout, job, phases))
+        yield EngineContext(
+            job, rollout, phases=phases, progress=progress, recovery=EngineRecovery(rollout, job, phases)
+        )
 
 
 @contextmanager
@@ -290,7 +305,10 @@ def _open_job(
         if inputs.teacher:
             stack.callback(inputs.teacher.close)
         folder, done = settings.run.folder, resumed.state.step
-        with open_monitors(folder, job.rank, steps, done, (rollout.stop,)) as monitors, ExitStack() as polls:
+        with (
+            open_monitors(folder, job.rank, steps=steps, done=done, stops=(rollout.stop,)) as monitors,
+            ExitStack() as polls,
+        ):
             if rollout.engine and settings.monitor.poll_engines_s:
                 poll_s = settings.monitor.poll_engines_s
                 polls.enter_context(EnginePoll(rollout.engine, folder, monitors.timeline.counter, poll_s))

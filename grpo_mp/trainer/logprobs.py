@@ -60,7 +60,7 @@ def compute_logprobs(
         updates = [with_values(update, critic.values(update)) for update in updates]
         updates = with_generalized_advantages(updates, algorithm, kl_coef, parallel)
     elif kl.apply_to == "reward" and kl.coef > 0:
-        updates = with_kl_in_reward(updates, batch, algorithm, kl_coef, parallel)
+        updates = with_kl_in_reward(updates, batch, algorithm=algorithm, kl_coef=kl_coef, parallel=parallel)
     if algorithm.advantage.whiten:
         updates = whiten(updates, parallel)
     return with_distillation(updates, algorithm.distillation) if algorithm.distillation else updates

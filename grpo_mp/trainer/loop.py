@@ -134,7 +134,13 @@ def export(ctx: PolicyContext, folder: Path) -> None:
     with ctx.phases.phase(Phase.SAVE, "export"):
         if settings.model.lora:
             export_adapters(ctx.policy, adapter_folder(folder), settings.model.path, settings.bucket_bytes)
-        export_policy(ctx.policy, folder, settings.model.path, settings.bucket_bytes, settings.run.export_fp8)
+        export_policy(
+            ctx.policy,
+            folder,
+            like=settings.model.path,
+            bucket_bytes=settings.bucket_bytes,
+            fp8=settings.run.export_fp8,
+        )
 
 
 def adapter_folder(export: Path) -> Path:

@@ -73,9 +73,9 @@ def load_extensions(algorithm: AlgorithmConfig, loggers: Mapping[str, Mapping[st
     return Extensions(
         load_policy_loss(algorithm),
         load_estimator(algorithm.advantage),
-        load_group_filter(algorithm.filter),
-        load_curriculum(algorithm.curriculum),
-        load_loggers(loggers),
+        group_filter=load_group_filter(algorithm.filter),
+        curriculum=load_curriculum(algorithm.curriculum),
+        make_loggers=load_loggers(loggers),
     )
 
 
@@ -105,7 +105,13 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     check_guards(settings.monitor.guards)
     hf = settings.model.read_config()
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
-    check_policy(hf, settings.model, settings.layout, settings.training, world_size - settings.engine.ranks)
+    check_policy(
+        hf,
+        settings.model,
+        layout=settings.layout,
+        training=settings.training,
+        world_size=world_size - settings.engine.ranks,
+    )
     check_critic(settings, hf, world_size - settings.engine.ranks)
     _check_critic_tokens(settings, tokenizer)
     check_export(settings.run, settings.model)
@@ -119,7 +125,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     if train.epoch_size < settings.rollout.prompts_per_step:
         takes = f"rollout.prompts_per_step={settings.rollout.prompts_per_step}"
         smallest = smallest_set("data.train", settings.data.train, train.mixture)
-        raise UserError(too_few(train.source, train.epoch_size, "prompts", takes, smallest))
+        raise UserError(too_few(train.source, train.epoch_size, unit="prompts", takes=takes, smallest=smallest))
     check_reward_models(settings, tokenizer, world_size, ranks_per_node)
     check_teacher(settings, tokenizer, world_size, ranks_per_node)
     scorer = make_scorer(settings, tokenizer, episodes)
@@ -133,7 +139,17 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     if distillation:
         teacher, unasked = _make_teacher(distillation, hf, tokenizer)
         warnings = (*warnings, *unasked)
-    return RunInputs(hf, tokenizer, train, evals, scorer, extensions, warnings, episodes, teacher=teacher)
+    return RunInputs(
+        hf,
+        tokenizer,
+        train=train,
+        evals=evals,
+        scorer=scorer,
+        extensions=extensions,
+        warnings=warnings,
+        episodes=episodes,
+        teacher=teacher,
+    )
 
 
 def _make_teacher(
@@ -156,7 +172,9 @@ def _check_critic_tokens(settings: Settings, tokenizer: PreTrainedTokenizerBase)
     path = settings.critic.path if settings.critic else None
     if path and any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         remedy = "take a critic of the policy's family and vocabulary"
-        check_tokens(path, "critic.path", tokenizer, remedy, settings.model.trust_remote_code)
+        check_tokens(
+            path, "critic.path", tokenizer=tokenizer, remedy=remedy, trust_remote_code=settings.model.trust_remote_code
+        )
 
 
 def run_replay_preflight(folder: Path, settings: Settings, world_size: int, ranks_per_node: int) -> RunInputs:
@@ -169,7 +187,7 @@ def run_replay_preflight(folder: Path, settings: Settings, world_size: int, rank
     if folder.resolve().is_relative_to(settings.run.folder.resolve()):
         raise UserError(f"{folder} is of the run in {settings.run.folder} itself: choose another run.folder")
     check_device_for(settings.sync.transport, settings.model.dtype, settings.layout.context)
-    check_policy(hf, settings.model, settings.layout, settings.training, world_size)
+    check_policy(hf, settings.model, layout=settings.layout, training=settings.training, world_size=world_size)
     check_critic(settings, hf, world_size)
     check_bucket(settings, hf, fp8=False)  # of the exports
     check_export(settings.run, settings.model)
@@ -178,7 +196,15 @@ def run_replay_preflight(folder: Path, settings: Settings, world_size: int, rank
     _check_critic_tokens(settings, tokenizer)
     # Nothing is scored anew: what `reward` names need not be there.
     scorer = Scorer(RewardConfig(answer=1.0), settings.rollout.max_response_tokens)
-    return RunInputs(hf, tokenizer, PromptSet(str(folder), (), 0), {}, scorer, extensions, replay=replay)
+    return RunInputs(
+        hf,
+        tokenizer,
+        train=PromptSet(str(folder), (), 0),
+        evals={},
+        scorer=scorer,
+        extensions=extensions,
+        replay=replay,
+    )
 
 
 def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> RunInputs:
@@ -188,7 +214,9 @@ def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node
     """
     hf, tokenizer, episodes = _check_generation(settings, world_size, ranks_per_node, with_policy)
     evals = load_eval_prompts(settings.data, tokenizer, *_how_prompts_are_read(settings, episodes))
-    return _generation_inputs(settings, hf, tokenizer, episodes, next(iter(evals.values())), evals)
+    return _generation_inputs(
+        settings, hf, tokenizer=tokenizer, episodes=episodes, train=next(iter(evals.values())), evals=evals
+    )
 
 
 def run_sampling_preflight(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> RunInputs:
@@ -196,7 +224,7 @@ def run_sampling_preflight(settings: Settings, world_size: int, ranks_per_node: 
     hf, tokenizer, episodes = _check_generation(settings, world_size, ranks_per_node, with_policy)
     train = load_train_prompts(settings.data, tokenizer, *_how_prompts_are_read(settings, episodes))
     check_reward_models(settings, tokenizer, world_size, ranks_per_node)
-    return _generation_inputs(settings, hf, tokenizer, episodes, train, {})
+    return _generation_inputs(settings, hf, tokenizer=tokenizer, episodes=episodes, train=train, evals={})
 
 
 def _check_generation(
@@ -205,7 +233,7 @@ def _check_generation(
     """Check what generates; return the model's config and tokenizer, and what rolls out episodes."""
     hf = settings.model.read_config()
     if with_policy:
-        check_policy(hf, settings.model, settings.layout, settings.training, world_size)
+        check_policy(hf, settings.model, layout=settings.layout, training=settings.training, world_size=world_size)
     tokenizer = _check_engines(settings, hf, world_size, ranks_per_node)
     return hf, tokenizer, load_episodes(settings, tokenizer)
 
@@ -230,7 +258,16 @@ def _generation_inputs(
         scorer = scorer.for_evaluations()
     warnings = (*scorer.warnings, *_data_warnings(*(evals.values() or [train])))
     extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
-    return RunInputs(hf, tokenizer, train, evals, scorer, extensions, warnings, episodes)
+    return RunInputs(
+        hf,
+        tokenizer,
+        train=train,
+        evals=evals,
+        scorer=scorer,
+        extensions=extensions,
+        warnings=warnings,
+        episodes=episodes,
+    )
 
 
 def _check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:

@@ -225,12 +225,19 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | 
     parallel, group = policy.parallel, policy.parallel.cpu_group
     wire = WireFormat(policy.base_params, policy.tp_sizes(), policy.config.params_dtype, fp8)
     writers, ranks_per_node = export_writers(wire, parallel.world_size), parallel.job.ranks_per_node
-    rounds = plan_rounds(wire, policy.weight_shards(), writers, bucket_bytes, group, ranks_per_node)
+    rounds = plan_rounds(
+        wire,
+        policy.weight_shards(),
+        readers=writers,
+        bucket_bytes=bucket_bytes,
+        group=group,
+        ranks_per_node=ranks_per_node,
+    )
     resharder = Resharder(rounds, wire, policy.weights)
     tensors: Iterable[tuple[str, Tensor]] = (
         (name, tensor.to("cpu", copy=True)) for name, tensor in chain.from_iterable(resharder.stages(rounds))
     )
-    others = read_non_policy_tensors(like, policy.hf, fp8, parallel.rank, parallel.world_size)
+    others = read_non_policy_tensors(like, policy.hf, fp8=fp8, rank=parallel.rank, size=parallel.world_size)
     copies = _copied_names(like, policy.hf)
 
     def write() -> list[Shard]:
@@ -256,12 +263,20 @@ def export_adapters(policy: Policy, folder: Path, like: Path, bucket_bytes: int 
     wire = WireFormat(params, policy.tp_sizes(), policy.config.params_dtype)
     parts = {name: part for name, part in policy.local_shards().items() if name in params}
     group, per_node = parallel.cpu_group, parallel.job.ranks_per_node
-    rounds = plan_rounds(wire, parts, lambda _: {WHOLE: (0,)}, bucket_bytes, group, per_node)
+    rounds = plan_rounds(
+        wire, parts, readers=lambda _: {WHOLE: (0,)}, bucket_bytes=bucket_bytes, group=group, ranks_per_node=per_node
+    )
     stages = chain.from_iterable(Resharder(rounds, wire, policy.tensors).stages(rounds))
     tensors = [(name, tensor.to("cpu", copy=True)) for name, tensor in stages]
     of_experts = expert_projections(policy.base_params.values())
     on_all_ranks(
-        lambda: write_peft(folder, tensors, like, lora, of_experts) if parallel.rank == 0 else None, folder, group
+        lambda: (
+            write_peft(folder, tensors, model=like, lora=lora, expert_projections=of_experts)
+            if parallel.rank == 0
+            else None
+        ),
+        folder,
+        group,
     )
 
 

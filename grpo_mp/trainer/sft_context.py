@@ -78,7 +78,7 @@ def open_sft_context(
             f"{settings.sft.batch_size} samples a step"
         )
         warnings = (*resumed.damages, *inputs.warnings, *machine_notes(job))
-        show_notes(progress, job.rank, greeting, resumed.changes, warnings)
+        show_notes(progress, job.rank, greeting=greeting, notes=resumed.changes, warnings=warnings)
         parallel = make_parallel(job, settings.layout, run.seed, limit_s)
         with (
             monitors.watchdog.phase(START, limit_s),

@@ -49,7 +49,7 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> tuple[SftSettin
     check_device_for("auto", settings.model.dtype, settings.layout.context)
     tokenizer = read_tokenizer(settings.model.path, hf, settings.model.trust_remote_code)
     check_positions(hf, settings.sft.max_tokens, "sft.max_tokens")
-    check_policy(hf, settings.model, settings.layout, settings.training, world_size)
+    check_policy(hf, settings.model, layout=settings.layout, training=settings.training, world_size=world_size)
     check_export(settings.run, settings.model)
     stops, variables = stop_tokens(settings.model.path, tokenizer), settings.data.chat_template_kwargs
     encoder = ChatEncoder(tokenizer, settings.sft.loss_on, stops, variables)
@@ -58,13 +58,13 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> tuple[SftSettin
     if train.epoch_size < settings.sft.batch_size:
         smallest = smallest_set("data.train", settings.data.train, train.mixture)
         takes = f"sft.batch_size={settings.sft.batch_size}"
-        raise UserError(too_few(train.source, train.epoch_size, "samples", takes, smallest))
+        raise UserError(too_few(train.source, train.epoch_size, unit="samples", takes=takes, smallest=smallest))
     evals = load_held_out_chats(settings.data, settings.sft, encoder)
     settings = settings.with_steps(train.epoch_size)
     need, probes = policy_disk_need(settings, hf), os.environ.get("RANK", "0") == "0"
     of_data = (sentence for chats in (train, *evals.values()) for sentence in chats.warnings)
     warnings = (*of_data, *check_disk(settings.run.folder, need, probes=probes))
-    return settings, SftInputs(hf, tokenizer, train, evals, make_loggers, warnings)
+    return settings, SftInputs(hf, tokenizer, train=train, evals=evals, make_loggers=make_loggers, warnings=warnings)
 
 
 def describe_sft(

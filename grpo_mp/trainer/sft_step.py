@@ -45,12 +45,12 @@ def pack_samples(data: ChatSet, indices: Sequence[int], max_tokens: int, policy:
     return supervised_batch(
         lengths,
         learned,
-        lambda i: data[indices[i]],
-        policy.parallel,
-        max_tokens,
-        hidden_size,
-        with_mtp,
-        policy.padding_multiple,
+        read=lambda i: data[indices[i]],
+        parallel=policy.parallel,
+        max_tokens=max_tokens,
+        hidden_size=hidden_size,
+        with_mtp=with_mtp,
+        pad_multiple=policy.padding_multiple,
     )
 
 

@@ -145,7 +145,7 @@ class StepLogger:
         groups, tokens = self._gather_samples(rollouts, batch, updates)
         if groups:
             texts["rollout/samples"] = samples_to_markdown(groups)
-        return StepRecord(scalars, histograms, texts, groups, tokens)
+        return StepRecord(scalars, histograms, texts=texts, groups=groups, tokens=tokens)
 
     def _gather_samples(
         self, rollouts: RolloutBatch, batch: StepBatch, updates: Sequence[Sequence[MicroBatch]]
@@ -182,7 +182,7 @@ class StepLogger:
         """Write a step, and note on the screen what the rules find in it that they did not before."""
         if self._parallel.rank:
             return
-        write_metrics(self._loggers, step, record.scalars, record.histograms, record.texts)
+        write_metrics(self._loggers, step, scalars=record.scalars, histograms=record.histograms, texts=record.texts)
         if record.groups:
             with disk_may_be_full(f"the samples of step {step}"):
                 write_samples(self._folder, step, record.groups, record.tokens)

@@ -134,8 +134,14 @@ def plan_sync(
     No rank sends, receives, stages or loads more than that in a round, unless one group alone is larger: then no rank
     sends more than that group, and each of the others is of one group.
     """
-    merged = _merge_sliced(groups, holders, readers, sizes, round_bytes // SLICED_GROUPS_PER_ROUND)
-    return SyncPlan(_fill_rounds(_transfers(merged, holders, readers, ranks_per_node, sizes), sizes, round_bytes))
+    merged = _merge_sliced(
+        groups, holders, readers=readers, sizes=sizes, most_bytes=round_bytes // SLICED_GROUPS_PER_ROUND
+    )
+    return SyncPlan(
+        _fill_rounds(
+            _transfers(merged, holders, readers=readers, ranks_per_node=ranks_per_node, sizes=sizes), sizes, round_bytes
+        )
+    )
 
 
 def engine_readers(host_ranks: Sequence[int], parallelism: EngineParallelism, alignment: int = 1) -> Readers:
@@ -249,12 +255,16 @@ def _transfers(
                 for name in group.names:
                     chosen = []
                     for part in slice_.overlaps(len(holders[name])):
-                        source = _choose_sender(holders[name][part], receiver, node, ranks_per_node, sent)
+                        source = _choose_sender(
+                            holders[name][part], receiver, node=node, ranks_per_node=ranks_per_node, sent=sent
+                        )
                         chosen.append((part, source))
                         if source != receiver:
                             sent[source] = sent.get(source, 0) + sizes.sent(Shard(name, part, slice_))
                     sources.append(tuple(chosen))
-                transfers.append(Transfer(group.names, tuple(sources), receiver, node_readers, slice_))
+                transfers.append(
+                    Transfer(group.names, tuple(sources), receiver=receiver, readers=node_readers, slice=slice_)
+                )
     return transfers
 
 
@@ -352,7 +362,14 @@ def _rank_round(transfers: Sequence[Transfer], rank: int) -> RankRound:
                 sends.setdefault(transfer.receiver, []).append(shard)
             elif transfer.receiver == rank:
                 receives.setdefault(source, []).append(shard)
-    return RankRound(_frozen(sends), _frozen(receives), tuple(own), tuple(staged), _frozen(shares), _frozen(loads))
+    return RankRound(
+        _frozen(sends),
+        _frozen(receives),
+        own=tuple(own),
+        staged=tuple(staged),
+        shares=_frozen(shares),
+        loads=_frozen(loads),
+    )
 
 
 def _frozen(lists: Mapping[Key, list[Item]]) -> dict[Key, tuple[Item, ...]]:

@@ -51,7 +51,14 @@ def plan_rounds(
     """
     holders = find_holders(wire.params, all_gather(dict(local_shards), group), wire.parts)
     round_bytes = wire.round_bytes(bucket_bytes)
-    plan = plan_sync(group_params(wire.params), holders, readers, ranks_per_node, wire.sizes, round_bytes)
+    plan = plan_sync(
+        group_params(wire.params),
+        holders,
+        readers=readers,
+        ranks_per_node=ranks_per_node,
+        sizes=wire.sizes,
+        round_bytes=round_bytes,
+    )
     return plan.of_rank(dist.get_rank(group))
 
 
@@ -160,7 +167,14 @@ def build_weight_sync(settings: Settings, shards: PolicyShards, rollout: Rollout
     parallelism = engine_parallelism(gpus, args, shards.hf)
     alignment = expert_alignment(parallelism, args, fp8, platform.compute_capability())
     readers = engine_readers(rollout.host_ranks, parallelism, alignment)
-    rounds = plan_rounds(wire, parts, readers, settings.sync.bucket_bytes, job.group, job.ranks_per_node)
+    rounds = plan_rounds(
+        wire,
+        parts,
+        readers=readers,
+        bucket_bytes=settings.sync.bucket_bytes,
+        group=job.group,
+        ranks_per_node=job.ranks_per_node,
+    )
     link = _link_engine(settings, wire, rollout, job) if job.hosts_engines else None
     return WeightSync(Resharder(rounds, wire, shards.tensors, job.device_group), link)
 
@@ -180,4 +194,12 @@ def _link_engine(settings: Settings, wire: WireFormat, rollout: Rollout, job: Jo
         transport = IpcTransport(wire, job.rank, job.device_group)
     pause = None if settings.schedule == "colocated" else settings.sync.pause
     with_draft = settings.model.trains_mtp and settings.engine.speculative.drafts_by_mtp
-    return EngineLink(rollout, transport, engine_group, node_group, settings.sync.timeout_s, pause, with_draft)
+    return EngineLink(
+        rollout,
+        transport,
+        engine_group=engine_group,
+        node_group=node_group,
+        timeout_s=settings.sync.timeout_s,
+        pause=pause,
+        with_draft=with_draft,
+    )

@@ -87,7 +87,7 @@ def _steps(policy: Policy, settings: SftSettings, inputs: SftInputs, target: flo
     """
     cursor, samples_seen = Cursor(seed=settings.run.seed), 0
     for step in range(1, settings.run.steps + 1):
-        batch = next_batch(settings, inputs.train, cursor, samples_seen, policy)
+        batch = next_batch(settings, inputs.train, cursor=cursor, samples_seen=samples_seen, policy=policy)
         cursor, samples_seen = batch.cursor, samples_seen + len(batch.indices)
         _, measured = supervised_update(policy, batch.packed)
         prob = answer_probability(policy, inputs.evals[HELD_OUT], settings) if step % EVAL_EVERY == 0 else None

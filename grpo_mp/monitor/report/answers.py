@@ -72,7 +72,17 @@ def _answer(why: str, run: int, step: int, line: Line, fact: str = "") -> Answer
     facts += [f"{line.get('tokens', '?')} tokens", "truncated" if line.get("truncated") else ""]
     prompt, expected, response = (shortened(str(line.get(key) or "")) for key in ("prompt", "expected", "response"))
     text = ", ".join(filter(None, facts))
-    return Answer(why, run, step, prompt, expected, response, text, _tokens(line), judged)
+    return Answer(
+        why,
+        run,
+        step=step,
+        prompt=prompt,
+        expected=expected,
+        response=response,
+        facts=text,
+        tokens=_tokens(line),
+        judged=judged,
+    )
 
 
 def _tokens(line: Line) -> tuple[Token, ...]:

@@ -97,7 +97,7 @@ def _series(label: str, name: str, points: Sequence[Mapping[str, float]], curve:
         return Series(label, steps, values)
     widths = [line.get(curve.band, 0.0) * curve.scale for line in points]
     pairs = list(zip(values, widths, strict=True))
-    return Series(label, steps, values, tuple(v - w for v, w in pairs), tuple(v + w for v, w in pairs))
+    return Series(label, steps, values=values, low=tuple(v - w for v, w in pairs), high=tuple(v + w for v, w in pairs))
 
 
 def downsample(columns: Sequence[Sequence[float]], limit: int) -> list[int]:
@@ -133,9 +133,9 @@ def _solve_rates(run: RunRecords, place: int, runs: Sequence[RunRecords]) -> Hea
     return HeatMap(
         titled("Groups by solve rate", run, runs),
         "share of groups",
-        tuple(SOLVE_RATES),
-        tuple(stretch[0]["step"] for stretch in stretches),
-        tuple(tuple(fmean(line[name] for line in part) for part in stretches) for name in SOLVE_RATES.values()),
-        "How many of a group's answers are right, of all groups: the stronger the colour, the more of them.",
+        rows=tuple(SOLVE_RATES),
+        x=tuple(stretch[0]["step"] for stretch in stretches),
+        shares=tuple(tuple(fmean(line[name] for line in part) for part in stretches) for name in SOLVE_RATES.values()),
+        note="How many of a group's answers are right, of all groups: the stronger the colour, the more of them.",
         run=place,
     )

@@ -186,7 +186,15 @@ def score_charts(runs: Sequence[RunRecords]) -> tuple[Chart, ...]:
         lines = tuple(line for place, run in enumerate(runs) if (line := _accuracy(run, name, place)).x)
         charts.append(Chart(f"Accuracy on {name}", "share", lines, "Band: one standard error."))
         pass_at = tuple(line for place, run in enumerate(runs) for line in _pass_at(run, name, place, len(runs) > 1))
-        charts.append(Chart(f"pass@k on {name}", "share", pass_at, "Share of problems; band: one standard error.", "k"))
+        charts.append(
+            Chart(
+                f"pass@k on {name}",
+                "share",
+                series=pass_at,
+                note="Share of problems; band: one standard error.",
+                x_label="k",
+            )
+        )
     return tuple(chart for chart in charts if chart.series)
 
 
@@ -209,7 +217,7 @@ def _line(name: str, estimates: Mapping[int, Estimate], run: int, color: int, da
     errors = [one.error or 0.0 for one in estimates.values()]
     low = tuple(value - error for value, error in zip(values, errors, strict=True))
     high = tuple(value + error for value, error in zip(values, errors, strict=True))
-    return Series(name, tuple(estimates), values, low, high, run, color, dash)
+    return Series(name, tuple(estimates), values=values, low=low, high=high, run=run, color=color, dash=dash)
 
 
 def percent(estimate: Estimate | None) -> str:

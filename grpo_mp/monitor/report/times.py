@@ -26,9 +26,9 @@ def rank_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
         Table(
             titled("Seconds of a step on each rank", run, runs),
             ("rank", *PHASES, "waiting"),
-            tuple(_rank_row(rank, spans, steps) for rank, spans in run.traces.items()),
-            (place,) * len(run.traces),
-            f"Mean of {len(steps)} steps, a repeated one each time; saves and evaluations are shared among them. "
+            rows=tuple(_rank_row(rank, spans, steps) for rank, spans in run.traces.items()),
+            runs=(place,) * len(run.traces),
+            note=f"Mean of {len(steps)} steps, a repeated one each time; saves and evaluations are shared among them. "
             "A rank that spends less than the others in a phase waits for them in the next one.",
         )
         for place, run in enumerate(runs)
@@ -101,7 +101,7 @@ def _last_step(run: RunRecords, place: int, title: str) -> Lanes | None:
         for spans in run.traces.values()
     )
     note = "Gaps are waiting, moving or overhead."
-    return Lanes(title, PHASES, tuple(f"rank {rank}" for rank in run.traces), bars, note, place)
+    return Lanes(title, PHASES, rows=tuple(f"rank {rank}" for rank in run.traces), bars=bars, note=note, run=place)
 
 
 def plan_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
@@ -110,9 +110,9 @@ def plan_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
         Table(
             titled("Beside the plan", run, runs),
             ("phase", "s, planned", "s, measured"),
-            tuple(_time_rows(run)),
-            (place,) * (len(run.plan["phases"]) + 2),
-            _plan_note(run, "mean step; overhead: share of the step outside of the phases that count as work"),
+            rows=tuple(_time_rows(run)),
+            runs=(place,) * (len(run.plan["phases"]) + 2),
+            note=_plan_note(run, "mean step; overhead: share of the step outside of the phases that count as work"),
         )
         for place, run in enumerate(runs)
         if run.plan.get("phases")
@@ -126,9 +126,9 @@ def memory_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
         Table(
             titled("Memory beside the plan", run, runs),
             ("phase", "device GiB of a rank, planned", "measured", *host),
-            tuple(_memory_rows(run)),
-            (place,) * len(run.plan["phases"]),
-            _plan_note(run, f"largest rank; a node has {ranks_per_node(run)} ranks"),
+            rows=tuple(_memory_rows(run)),
+            runs=(place,) * len(run.plan["phases"]),
+            note=_plan_note(run, f"largest rank; a node has {ranks_per_node(run)} ranks"),
         )
         for place, run in enumerate(runs)
         if run.plan.get("phases")

@@ -94,9 +94,9 @@ class SampleFarm:
         task = RolloutTask(
             lambda number: self.prompts[first + number],
             self.settings.rollout.group_size,
-            first,
-            0,
-            rollout_sampling(self.settings.rollout),
+            first_group_id=first,
+            step=0,
+            sampling=rollout_sampling(self.settings.rollout),
             carried={prompt - first: group for prompt, group in self._running.items()},
             carried_by_all=frozenset(prompt - first for prompt in window if prompt in done or prompt in running),
             lookahead=lambda: ahead,
@@ -146,4 +146,6 @@ class SampleFarm:
         prompts, samples, tokens = (
             sum(vars(part)[name] for part in parts) for name in ("prompts", "samples", "tokens")
         )
-        return Throughput(prompts, samples, tokens, seconds, len(self.engines.rollout.host_ranks))
+        return Throughput(
+            prompts, samples, tokens=tokens, seconds=seconds, engines=len(self.engines.rollout.host_ranks)
+        )
