@@ -13,11 +13,10 @@ from rich.console import Console
 
 from grpo_mp.config import Settings, SftSettings, is_pipeline, load_any_settings
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.monitor.reporter import DOES_NOT_FIT
 from grpo_mp.planner.clusters import Cluster, cluster_names, read_cluster
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.parsers import Parser, number_between, number_of_ranks, positive_int, settings_parser
+from grpo_mp.utils.parsers import DOES_NOT_FIT, Parser, number_between, number_of_ranks, positive_int, settings_parser
 
 DEFAULT_CLUSTER = "h100-80"
 

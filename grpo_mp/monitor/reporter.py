@@ -14,10 +14,10 @@ from types import TracebackType
 from grpo_mp.checkpoint.run_state import METRICS
 from grpo_mp.monitor.run_folder import PLAN
 from grpo_mp.utils.files import read_json
+from grpo_mp.utils.parsers import DOES_NOT_FIT
 from grpo_mp.utils.processes import with_death_signal
 
 REPORT = "report.html"
-DOES_NOT_FIT = 1  # exit status of `grpo-mp plan`
 EARLY_LIMIT_S = 20.0  # of a run that ends early: torchrun kills its ranks 30 s after the first one fails
 NICENESS = 19
 LIMIT_S = 60.0  # for one that is still running when the run ends

@@ -92,8 +92,9 @@ def check_preload(library: Path, environment: Mapping[str, str]) -> None:
         )
 
 
-def memory_saver_library() -> Path:
-    """Return the library of torch_memory_saver that SGLang preloads into its schedulers."""
+def check_engine_libraries(environment: Mapping[str, str]) -> None:
+    """Raise UserError where an engine's processes would not start, or would find no compiler."""
     from torch_memory_saver.utils import get_binary_path_from_package
 
-    return Path(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))
+    check_toolkit(environment)
+    check_preload(Path(get_binary_path_from_package("torch_memory_saver_hook_mode_preload")), environment)

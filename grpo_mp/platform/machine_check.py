@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from grpo_mp import platform
-from grpo_mp.platform.cuda_libraries import check_preload, check_toolkit, memory_saver_library
+from grpo_mp.platform.cuda_libraries import check_engine_libraries
 from grpo_mp.platform.gpu_state import GpuState, peers_without_access, read_gpus
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.findings import Finding, Level
@@ -154,8 +154,7 @@ def check_device(local_rank: int) -> None:
         check_no_unusable_gpu(os.environ, DRIVER)
         return
     check_requirements(os.environ, import_module)
-    check_toolkit(os.environ)
-    check_preload(memory_saver_library(), os.environ)
+    check_engine_libraries(os.environ)
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise UserError(

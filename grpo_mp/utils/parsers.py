@@ -29,6 +29,8 @@ SAMPLE = """Answer the prompts of data.train, score and filter the answers, and 
 Reads the settings file of a training run; `sample` says which answers are kept. The same command goes on after a kill.
 """
 
+DOES_NOT_FIT = 1  # exit status of `grpo-mp plan`
+
 
 class Parser(argparse.ArgumentParser):
     """Raises UserError for a mistake on the command line."""

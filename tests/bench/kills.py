@@ -12,6 +12,7 @@ says the same. With `--folder F` a bench that was stopped goes on there after it
 import argparse
 import json
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -25,7 +26,6 @@ from random import Random
 from typing import Any
 
 import psutil
-import pyarrow as pa
 
 from grpo_mp.checkpoint.run_state import ROLLOUTS
 from grpo_mp.rollout.journal import read_records
@@ -368,12 +368,12 @@ def recorded_in(file: Path) -> set[str]:
     for record in read_records(file):
         with file.open("rb") as stream:
             stream.seek(record.offset)
-            with pa.ipc.open_stream(stream.read(record.size)) as reader:
-                rows = reader.read_all().to_pylist()
+            pickle.load(stream)  # the facts
+            group, _ = pickle.load(stream)
         _, prompt, epoch = record.key
-        found |= {f"train/{prompt}/{epoch}/{row['index']}" for row in rows if row["state"]}
+        found |= {f"train/{prompt}/{epoch}/{sample.index}" for sample in group.samples if sample.state}
         if record.extent.finished:
-            found.add(sha256(repr([row["text"] for row in rows]).encode()).hexdigest())
+            found.add(sha256(repr([sample.text for sample in group.samples]).encode()).hexdigest())
     return found
 
 

@@ -230,8 +230,7 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     [
         ("run: {steps: 20}", ""),
         ("layout: {tensor: 2}", ""),
-        ("critic: {layout: {tensor: 2, expert: 1}}", ""),
-        ("critic: {layout: null, megatron_args: {num_layers_in_first_pipeline_stage: 2}}", ""),
+        ("critic: {megatron_args: {num_layers_in_first_pipeline_stage: 2}}", ""),
         (
             "critic: {megatron_args: {use_precision_aware_optimizer: true}}",
             "critic.megatron_args.use_precision_aware_optimizer was None, is now True",

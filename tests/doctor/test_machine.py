@@ -109,6 +109,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
         )
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: peers)
         monkeypatch.setattr("grpo_mp.platform.machine_check.REQUIRED", {})
+        monkeypatch.setattr("grpo_mp.platform.machine_check.check_engine_libraries", lambda environment: None)
         return nvml
 
     return make
