@@ -28,7 +28,7 @@ class Sequences:
 
     @staticmethod
     def from_batch(batch: MicroBatch, reduce: Reduce) -> "Sequences":
-        """Take the response tokens with a finite rollout logprob; the others are no part of their sequence."""
+        """Select the response tokens with a finite rollout logprob; the others are no part of their sequence."""
         mask = batch.mask.double() * batch.rollout_logprobs.isfinite()
         return Sequences(batch.sequence_index.clamp(min=0), mask, max(1, len(batch.sample_ids)), reduce)
 

@@ -27,7 +27,7 @@ def load_group_filter(rule: FilterConfig) -> GroupFilter:
 
 
 def rewards_differ(samples: Sequence[SampleInfo]) -> bool:
-    """Keep a group whose rewards are not all equal."""
+    """Accept a group whose rewards are not all equal."""
     return len({sample.reward for sample in samples}) > 1
 
 

@@ -118,7 +118,7 @@ class PromptQueue:
     """Prompts that are drawn and not yet used up. Ranks that make the same calls draw the same prompts."""
 
     def __init__(self, size: int, shuffle: bool, mixture: Mixture = ()) -> None:
-        """Take the number of prompts in an epoch, and whether they come in random order."""
+        """Store the number of prompts in an epoch, and whether they come in random order."""
         self._size, self._shuffle, self._mixture = size, shuffle, mixture
         self._draws: list[Draw] = []
         self._cursor = Cursor()

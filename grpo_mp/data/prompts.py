@@ -180,7 +180,7 @@ class StoredPrompts(Sequence[Prompt]):
         return sum(len(part.numbers) for part in self.parts)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one prompt, or a list of those of a slice."""
+        """Return one prompt, or the list of prompts of a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         place = index

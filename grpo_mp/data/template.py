@@ -145,7 +145,7 @@ class ChatRenderer:
             raise UserError(f"the chat template leaves {what} out (role {given['role']}): use another template")
 
     def clean(self, text: str) -> str:
-        """Take the tokenizer's added tokens out of a text that is not the policy's: it must not begin or end a message.
+        """Remove the tokenizer's added tokens from a text that is not the policy's: it must not begin or end a message.
 
         Those that are not marked as special are among them, such as DeepSeek's names of roles.
         """

@@ -53,7 +53,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Parallel:
-    """The coordinates of a rank that trains, and its process groups beside those in Megatron's parallel_state."""
+    """The coordinates of a training rank, and its process groups beside those in Megatron's parallel_state."""
 
     layout: LayoutConfig
     rank: int

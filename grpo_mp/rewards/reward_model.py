@@ -144,7 +144,7 @@ class StepModelClient(ModelClient):
     section = "reward.steps"
 
     def __init__(self, settings: StepModelConfig, decode: Decode) -> None:
-        """Take `decode`, the policy's tokenizer. Opens no connection."""
+        """Store `decode`, the policy's tokenizer. Opens no connection."""
         super().__init__(settings)
         self._separator = settings.separator
         self._decode_token = cache(lambda token: decode([token]))

@@ -1,4 +1,4 @@
-"""Keep passwords, keys and tokens of settings out of messages and loggers."""
+"""Remove passwords, keys and tokens of settings from messages and loggers."""
 
 import base64
 import os

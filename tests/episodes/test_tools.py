@@ -96,7 +96,7 @@ class Counter:
         return self.count
 
     def own_process(self) -> int:
-        """Say which process this is."""
+        """Name this process."""
         return os.getpid()
 
     def abandon(self) -> None:
