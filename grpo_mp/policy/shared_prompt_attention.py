@@ -70,7 +70,9 @@ class PerTokenRotaryEmbedding(torch.nn.Module):
         """Return the table length, or with shared prompts their parameters, which hold the positions."""
         if isinstance(packed, SharedPromptParams):
             return packed
-        return self.rotary.get_rotary_seq_len(context, block, hidden=hidden, config=config, packed=packed)
+        return self.rotary.get_rotary_seq_len(
+            context, block, transformer_input=hidden, transformer_config=config, packed_seq_params=packed
+        )
 
     def forward(self, max_seq_len: Any, **options: Any) -> Any:
         """Return angles [length, 1, 1, d], or [T, 1, 1, d] per token; with yarn also its scale.
