@@ -13,21 +13,33 @@ policy first.
 
 import argparse
 import asyncio
+import base64
+import ctypes
+import gc
+import pickle
+import re
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
+import torch
 from torch import Tensor
 
+from grpo_mp import platform
 from grpo_mp.algorithms.losses import token_mean_loss
+from grpo_mp.batching.microbatches import MicroBatchPlan
+from grpo_mp.batching.packing import pack
 from grpo_mp.checkpoint.chunk_files import TensorChunk, read_chunks
 from grpo_mp.checkpoint.describe import OPTIMIZER_FOLDER
-from grpo_mp.config import Settings
-from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.config import Settings, check_settings
+from grpo_mp.distributed.process_groups import Parallel, single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.job import make_job
@@ -36,16 +48,20 @@ from grpo_mp.policy.checkpoint import load_policy, local_weight_chunks, optimize
 from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.trained_model import TrainedModel
+from grpo_mp.rollout.shared_memory import open_exports
 from grpo_mp.trainer.engine_check import sequence_logprobs
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.utils.types import MicroBatch
 from grpo_mp.weight_sync.compare import MAX_TEXTS, comparison_sequences
 from grpo_mp.weight_sync.update import PolicyShards, build_weight_sync
-from tests.bench.small_policy import MIB, TOKENS, padding, peak_bytes, settled_bytes, start_small_policy
-from tests.bench.sync_memory import StandIn, rollout_with
 from tests.save_policy import save_policy
+from tools.tiny.models import make_tiny, make_tokenizer
 
 LEAST, MOST = 0.95, 1.02
+MIB, TOKENS = 2**20, 2048
+SHAPE = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 32768}
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+GIVEN_BACK = 2**17  # bytes from which on glibc gives back what is freed
 OTHER_LAYOUT, EXPORT = "load, other layout", "export"
 PPO: Mapping[str, Any] = {"algorithm": {"preset": "ppo", "kl": {"coef": 0.0}}, "critic": {"lr": 1e-4}}
 # Not in this process, or there before the policy is.
@@ -98,7 +114,7 @@ def _phases(settings: Settings, parallel: Parallel, runner: asyncio.Runner) -> d
     model, sync_bytes = settings.model, settings.sync.bucket_bytes
     _compute_gradients(models)
     _step(models)  # moments are there from the first update on
-    rollout = rollout_with(StandIn(), 1, runner)
+    rollout = rollout_with(FakeEngine(), 1, runner)
     sync = build_weight_sync(settings, PolicyShards.of_policy(policy), rollout, parallel.job)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -152,6 +168,94 @@ def _load_half(settings: Settings, policy: TrainedModel, folder: Path) -> None:
 
 def _halves(chunks: Iterator[TensorChunk]) -> Iterator[TensorChunk]:
     return (replace(chunk, tensor=chunk.tensor[..., : -(-chunk.tensor.shape[-1] // 2)]) for chunk in chunks)
+
+
+@contextmanager
+def start_small_policy(**changes: Any) -> Iterator[tuple[Settings, Parallel]]:
+    """Make the model's folder and the groups of one rank; memory that is freed is given back at once.
+
+    `changes`: sections of the settings.
+    """
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(M_MMAP_THRESHOLD, GIVEN_BACK)
+    assert libc.mallopt(M_TRIM_THRESHOLD, GIVEN_BACK)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, single_rank_environment():
+        settings = settings_of(Path(folder), **changes)
+        make_tiny(Path(folder), "qwen3", make_tokenizer([]), **SHAPE)
+        parallel = start_parallel(settings.layout, 0, 60.0)
+        yield settings, parallel
+        stop_parallel()
+
+
+def settings_of(folder: Path, **changes: Any) -> Settings:
+    rollout = {"prompts_per_step": 1, "group_size": 2, "max_prompt_tokens": 512, "max_response_tokens": 512}
+    tree = {
+        "run": {"folder": str(folder), "steps": 1},
+        "model": {"path": str(folder), "dtype": "float32"},
+        "data": {"train": "none"},
+        "rollout": rollout,
+        "reward": {"answer": 1.0},
+        "optimizer": {"lr": 1e-4},
+        "training": {"max_tokens_per_microbatch": TOKENS, "recompute": "full"},
+        "sync": {"bucket_bytes": "256MiB"},
+    }
+    return check_settings(tree | changes, "bench")
+
+
+def padding(tokens: int) -> MicroBatch:
+    """Sequences of 128 tokens of padding: as much work and memory as real ones."""
+    batch = pack({}, [], [], MicroBatchPlan(), align=1, pad_to=tokens)
+    return replace(batch, lengths=(128,) * (tokens // 128), positions=torch.arange(128).repeat(tokens // 128))
+
+
+def settled_bytes() -> int:
+    """Resident memory of this process when all that is unused is given back."""
+    gc.collect()
+    platform.free_device_memory()
+    return platform.host_bytes()
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The highest resident memory while `run` runs."""
+    settled_bytes()
+    process = psutil.Process()
+    reset_peak(process)
+    run()
+    return status_bytes(process, "VmHWM")
+
+
+def reset_peak(process: psutil.Process) -> int:
+    """Set the kernel's peak of a process to what it holds now, and return that in bytes."""
+    Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+    return status_bytes(process, "VmRSS")
+
+
+def status_bytes(process: psutil.Process, field: str) -> int:
+    match = re.search(rf"^{field}:\s+(\d+) kB$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+    assert match, f"no {field} in the status of process {process.pid}"
+    return int(match.group(1)) * 1024
+
+
+class FakeEngine:
+    """Opens what an engine would load, without reading: the rank's memory would count twice what it reads."""
+
+    index = 0
+
+    async def begin_weight_update(self, with_draft: bool = False) -> None: ...
+
+    async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
+        for payload in payloads:
+            ((_, note),) = pickle.loads(base64.b64decode(payload))
+            dict(open_exports(note))
+
+    async def end_weight_update(self, version: int, keep_cache: bool = False) -> None: ...
+
+
+def rollout_with(client: Any, ranks: int, runner: asyncio.Runner) -> Any:
+    """Return what a weight sync needs of a Rollout: an engine on each rank."""
+    keeps = partial(nullcontext, client)
+    return SimpleNamespace(host_ranks=range(ranks), client=client, call=runner.run, losing_engine=keeps)
 
 
 if __name__ == "__main__":

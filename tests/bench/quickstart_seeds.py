@@ -11,39 +11,28 @@ import json
 import os
 import statistics
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+STEM = "runs/quickstart_seed"
 REACH = {"after": 0.80, "seconds": 360.0, "mismatch": 1e-4, "overhead": 0.05}
 
 
 def main() -> None:
-    """Command line."""
-    table = Table("seed", "before", "after", "pass@4 before", "after", "train s", "mismatch", "check", "overhead")
-    fill(table, "runs/quickstart_seed", __doc__, run, row)
-    Console(width=120).print(table, f"reach: {REACH}")
-
-
-def fill(
-    table: Table,
-    stem: str,
-    description: str | None,
-    run: Callable[[int, Path], object],
-    row: Callable[[Path], list[str]],
-) -> None:
-    """Run the seeds that the command line names, each in its folder, and add a row for each."""
-    parser = argparse.ArgumentParser(description=description)
+    """Run the seeds of the command line, each in its folder, and print a row for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seeds", type=int, nargs="+")
-    parser.add_argument("--only-read", action="store_true", help=f"do not run, only read {stem}*")
+    parser.add_argument("--only-read", action="store_true", help=f"do not run, only read {STEM}*")
     args = parser.parse_args()
+    table = Table("seed", "before", "after", "pass@4 before", "after", "train s", "mismatch", "check", "overhead")
     for seed in args.seeds:
-        folder = Path(f"{stem}{seed}")
+        folder = Path(f"{STEM}{seed}")
         if not args.only_read:
             run(seed, folder)
         table.add_row(str(seed), *row(folder))
+    Console(width=120).print(table, f"reach: {REACH}")
 
 
 def run(seed: int, folder: Path) -> None:

@@ -1,8 +1,12 @@
 """Two processes, and processes that are killed, write the same bytes as one undisturbed process."""
 
+import hashlib
 import os
+import random
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +15,13 @@ import pytest
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from grpo_mp.checkpoint.convert import to_hf, to_megatron
-from tests.bench.convert_kills import PART_BYTES, TOOL, contents, make_model, run_killed
 from tests.checkpoint.helpers import no_progress
+from tools.tiny.models import make_tiny, make_tokenizer
 
 pytestmark = pytest.mark.slow
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TOOL = ["-m", "grpo_mp", "convert"]
+PART_BYTES = 100_000
 TIMEOUT_S = 300
 
 
@@ -73,3 +79,60 @@ def test_an_error_is_reported_once(model: Path, tmp_path: Path) -> None:
 def test_killed_twice(model: Path, undisturbed: Path, tmp_path: Path) -> None:
     assert run_killed("to-megatron", model, tmp_path / "killed", kills=2, seed=0) == 2
     assert contents(tmp_path / "killed") == contents(undisturbed / "to-megatron")
+
+
+def make_model(folder: Path) -> Path:
+    make_tiny(folder, "deepseek_v3", make_tokenizer(["apples"]), num_hidden_layers=12)
+    return folder
+
+
+def convert(way: str, source: Path, destination: Path) -> None:
+    """Undisturbed."""
+    process = _start(way, source, destination)
+    if process.wait(TIMEOUT_S):
+        raise subprocess.CalledProcessError(process.returncode, way)
+
+
+def run_killed(way: str, source: Path, destination: Path, kills: int, seed: int) -> int:
+    """Kill `kills` starts, then let one end; returns how many starts were killed."""
+    draw, killed = random.Random(seed), 0
+    building = destination.with_name(destination.name + ".incomplete")
+    for kill in range(kills):
+        process = _start(way, source, destination)
+        begun = _wait_for_change(building, process)
+        # Late kills find the end, early ones the beginning: parts are written within a second.
+        time.sleep(draw.uniform(0.0, 0.02 if kill % 2 else 0.2))
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            killed += 1
+        process.wait(TIMEOUT_S)
+        assert begun or destination.exists(), f"{way} wrote nothing"
+    convert(way, source, destination)
+    return killed
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Checksum by name of file, subfolders included."""
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def _start(way: str, source: Path, destination: Path) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, *TOOL, way, str(source), str(destination), "--part-bytes", str(PART_BYTES)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+
+
+def _wait_for_change(folder: Path, process: "subprocess.Popen[bytes]") -> bool:
+    """Return True as soon as this start touches the folder; False where it ended without."""
+    before = _touched(folder)
+    while process.poll() is None:
+        if _touched(folder) != before:
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def _touched(folder: Path) -> int:
+    record = folder / "conversion.json"  # written by every start
+    return record.stat().st_mtime_ns if record.exists() else 0

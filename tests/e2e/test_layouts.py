@@ -1,14 +1,16 @@
 """The loop in layouts that the other runs of this folder do not have."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from pyarrow import parquet
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from grpo_mp.checkpoint.convert import to_megatron
-from tests.bench.routing_ties import margin, smallest
 from tests.conftest import TinyRun
 from tests.e2e.conftest import REWARD, StartJob, outcome
 from tests.e2e.jobs import read_jsonl
@@ -135,3 +137,26 @@ def test_both_ranks_are_one_policy_and_one_engine(
         check_served_scores(run, tmp_path / "reward_model")
     if parallel == "expert":  # every shard is where the engine needs it
         assert all(step["sync/bytes_sent"] == 0 for step in steps)
+
+
+def margin(router: Any, hidden: Tensor) -> Tensor:
+    """[T]: the gap between the worst chosen and the best refused, of groups and of experts in the chosen groups."""
+    logits = hidden.view(-1, router.hidden_dim) @ router.weight.t()
+    scores = logits.sigmoid() + router.e_score_correction_bias
+    grouped = scores.view(len(scores), router.num_group, -1)
+    groups = grouped.topk(2, dim=-1).values.sum(-1)
+    kept = groups.topk(router.topk_group, dim=-1).indices
+    inside = torch.full_like(groups, -torch.inf).scatter(1, kept, 0.0)[..., None] + grouped
+    return smallest([gap(groups, router.topk_group), gap(inside.flatten(1), router.top_k)])
+
+
+def gap(scores: Tensor, chosen: int) -> Tensor:
+    """[T]: between the last chosen and the first refused; infinite where none is refused."""
+    ordered = scores.sort(descending=True).values
+    refused = ordered[:, chosen] if chosen < ordered.shape[1] else torch.full_like(ordered[:, 0], -torch.inf)
+    return ordered[:, chosen - 1] - refused
+
+
+def smallest(several: Iterable[Tensor]) -> Tensor:
+    """Return the elementwise minimum."""
+    return torch.stack(list(several)).amin(0)
