@@ -1,0 +1,375 @@
+"""Files, settings and commands that a user gets wrong: one sentence each, and nothing is written."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from grpo_mp.algorithms.registries import POLICY_LOSSES
+from grpo_mp.checkpoint.convert import to_megatron
+from grpo_mp.checkpoint.hf_reader import INDEX, SINGLE_FILE, HfReader, check_tensors
+from grpo_mp.cli.main import main
+from grpo_mp.config import Settings, check_settings, load_settings
+from grpo_mp.config.data_sections import DataConfig, TrainSetConfig
+from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
+from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
+from grpo_mp.data.chat_data import load_train_chats
+from grpo_mp.data.prompts import load_prompts, load_train_prompts
+from grpo_mp.data.supervised import ChatEncoder
+from grpo_mp.models.families import family_of
+from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.policy.policy import check_policy
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.section import nested_sections
+from tests.conftest import TinyRun
+from tests.minimal_settings import MINIMAL_SETTINGS
+from tools.tiny.models import make_tiny, make_tokenizer
+
+TOKENIZER = make_tokenizer(["How", "many", "apples"])
+GOOD = yaml.safe_dump(MINIMAL_SETTINGS).encode()
+ROW = {"question": "How many?", "answer": "3"}
+ROOT = Path(__file__).parents[2]
+
+
+def refused(door: Callable[[], Any]) -> str:
+    """The one sentence with which the door refuses."""
+    with pytest.raises(UserError) as raised:
+        door()
+    sentence = str(raised.value)
+    assert sentence.strip()
+    assert "\n" not in sentence
+    return sentence
+
+
+def row(**changes: Any) -> bytes:
+    return json.dumps(ROW | changes).encode() + b"\n"
+
+
+# -- settings ------------------------------------------------------------------------------------------------
+
+SETTINGS = {
+    "empty": b"",
+    "binary": bytes(range(256)),
+    "a list": b"- run\n",
+    "a setting twice": GOOD.replace(b"  lr:", b"  lr: 40000\n  lr:"),
+    "a tag that runs code": GOOD + b"\nlayout: !!python/object/apply:os.getpid []\n",
+    "a tab": GOOD + b"\nlayout:\n\ttensor: 2\n",
+    "an open quote": GOOD + b'\nschedule: "colocated\n',
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_files(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_bytes(SETTINGS[name])
+    assert refused(lambda: load_settings(file)).startswith(str(file))
+
+
+BAD: dict[type, tuple[Any, ...]] = {
+    int: (float("nan"), "many", True, [1], {"a": 1}),
+    float: (float("nan"), float("inf"), "many", True, [1]),
+    str: (3, True, ["x"]),
+    bool: (2, "maybe", None),
+    Path: (3, "", None),
+}
+NEEDED: dict[str, Any] = {  # sections that are off by default
+    "reward.model": {"url": "http://x"},
+    "reward.steps": {"url": "http://x"},
+    "reward.judge": {"url": "http://x", "model": "x"},
+    "reward.code": {"weight": 1.0},
+    "reward.correct": {"term": "answer"},
+    "algorithm.distillation": {"teacher": {"url": "http://x"}},
+    "data.train.NAME": {"path": "x"},
+    "data.eval.NAME": {"path": "x"},
+}
+
+
+def fields_by_type() -> Iterator[tuple[str, type, bool]]:
+    """Every setting of one plain type, by its dotted name, and whether it may be null."""
+    for path, section in nested_sections(Settings):
+        for name, field in section.model_fields.items():
+            kinds = {item for item in (field.annotation, *get_args(field.annotation)) if isinstance(item, type)}
+            plain = kinds - {type(None)}
+            if len(plain) == 1 and (kind := plain.pop()) in BAD:
+                yield f"{path}.{name}".removeprefix("."), kind, type(None) in kinds
+
+
+def with_value(name: str, value: Any) -> dict[str, Any]:
+    """The fewest settings with one of them changed."""
+    settings: dict[str, Any] = yaml.safe_load(GOOD)
+    settings["data"]["train"] = {"NAME": {"path": "x"}}
+    *path, last = name.split(".")
+    section, here = settings, ""
+    for part in path:
+        here = f"{here}.{part}".removeprefix(".")
+        section = section.setdefault(part, deepcopy(NEEDED.get(here, {})))
+    section[last] = value
+    return settings
+
+
+def test_every_setting_refuses_values_of_other_types() -> None:
+    for name, kind, may_be_null in fields_by_type():
+        if name.endswith(("environment_factory", "tool_environment")):  # these take mappings or lists, too
+            continue
+        for value in BAD[kind]:
+            if value is not None or not may_be_null:
+                assert name in refused(lambda name=name, value=value: check_settings(with_value(name, value), "here"))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optimizer.betas=[0.9, 1.0]",
+        "optimizer.lr=0",
+        "rollout.temperature=0",
+        "rollout.top_p=1.1",
+        "algorithm.kl.coef=-0.1",
+        "run.steps=0",
+        "rollout.group_size=0",
+        "sync.bucket_bytes=1 GB",
+        "reward.functions={f.py:f: yes}",
+        "rollout.stop=END",
+        "model.dtype=int8",
+        "data.eval={'../x': x.jsonl}",
+        "monitor.guards={reward/mean: {min: 2, max: 1}}",
+        "layout.tensor=0",
+        "algorithm=no_such",
+        "run.folder",
+        "optimizer.lr=[",
+    ],
+)
+def test_overrides(override: str, tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_bytes(GOOD)
+    refused(lambda: load_settings(file, [override]))
+
+
+# -- data ----------------------------------------------------------------------------------------------------
+
+ROWS = {
+    "empty": b"",
+    "an empty line": row() + b"\n" + row(),
+    "UTF-16": row().decode().encode("utf-16"),
+    "cut": row() + row()[:-10],
+    "JSON over lines": json.dumps(ROW, indent=1).encode(),
+    "an answer that is NaN": b'{"question": "x", "answer": NaN}\n',
+    "an answer that is null": row(answer=None),
+    "an answer that is a list": row(answer=["3"]),
+    "a prompt that is empty": row(question=""),
+    "a prompt that is a number": row(question=3),
+    "a chat of text": row(question=["How many?"]),
+    "a message of another role": row(question=[{"role": "root", "content": "x"}]),
+    "a last message that is the policy's": row(question=[{"role": "assistant", "content": "x"}]),
+    "only prompts that are too long": row(question="x" * 100),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(ROWS[name])
+    assert str(file) in refused(lambda: load_prompts(str(file), DataConfig(train="x"), TOKENIZER, 60))
+
+
+@pytest.mark.parametrize("name", ["", "rows.txt", "/nowhere/rows.jsonl", "/", "rows.parquet"])
+def test_names_of_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.parquet").write_bytes(row())
+    refused(lambda: load_prompts(name, DataConfig(train="x"), TOKENIZER, 60))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for message in messages %}",
+        "{{ nothing() }}",
+        "{{ raise_exception('only images') }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "Answer now.",
+    ],
+)
+def test_chat_templates(template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TOKENIZER, "chat_template", template)
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(row())
+    refused(lambda: load_prompts(str(file), DataConfig(train="x"), TOKENIZER, 60))
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        b"x",
+        b'{"prompt": "x", "pass_rate": 1.1}',
+        b'{"pass_rate": 1}',
+        b'{"prompt": "other", "pass_rate": 1}',
+        b'{"prompt": "How many?", "pass_rate": 0.0}',
+    ],
+)
+def test_pass_rates(rates: bytes, tmp_path: Path) -> None:
+    file, train = tmp_path / "rates.jsonl", tmp_path / "rows.jsonl"
+    file.write_bytes(rates)
+    train.write_bytes(row())
+    train_set = TrainSetConfig(path=str(train), pass_rates=str(file), min_pass_rate=0.5)
+    refused(lambda: load_train_prompts(DataConfig(train={"a": train_set}), TOKENIZER, 60))
+
+
+ASK, ANSWER = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "3"}
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        {"messages": None},
+        {"messages": [["user", "x"]]},
+        {"messages": [ASK, {"role": "assistant"}]},
+        {"messages": [ASK]},
+        {"prompt": "x", "completion": None},
+        {"messages": [ASK, ANSWER], "tools": "{"},
+        {"prompt": "x" * 200, "completion": "3"},
+    ],
+)
+def test_chats(chat: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps(chat) + "\n")
+    encoder = ChatEncoder(TOKENIZER, "assistant", frozenset([TOKENIZER.eos_token_id]))
+    data, sft = ChatDataConfig(train=str(file)), SftConfig(batch_size=1, max_tokens=190)
+    assert str(file) in refused(lambda: load_train_chats(data, sft, encoder))
+
+
+# -- model folders -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tiny_run: TinyRun, tmp_path: Path) -> Path:
+    """A copy of the tiny model, to be damaged."""
+    return Path(shutil.copytree(tiny_run.model, tmp_path / "model"))
+
+
+def open_weights(folder: Path) -> None:
+    """Open a folder's weights and compare them with its config, as a start does."""
+    hf = HfConfig.read(folder)
+    with HfReader(folder) as reader:
+        check_tensors(reader, [param for param in family_of(hf).params(hf).values() if not param.alias])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "mamba"},
+        {"rope_scaling": {"type": "magic", "factor": 2}},
+        {"hidden_act": "magic"},
+    ],
+)
+def test_changed_configs(changes: dict[str, Any], folder: Path) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    values.pop("rope_parameters", None)
+    (folder / "config.json").write_text(json.dumps(values | changes))
+
+    def read() -> Any:
+        hf = HfConfig.read(folder)
+        return family_of(hf).config(hf)
+
+    assert "config.json" in refused(read)
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: {name: tensor for name, tensor in tensors.items() if name != NORM},
+        lambda tensors: tensors | {NORM: torch.ones(3)},
+        lambda tensors: tensors | {NORM: torch.ones_like(tensors[NORM], dtype=torch.int64)},
+    ],
+)
+def test_tensors(change: Callable[[dict[str, Any]], dict[str, Any]], folder: Path) -> None:
+    open_weights(folder)
+    save_file(change(load_file(folder / SINGLE_FILE)), folder / SINGLE_FILE)
+    assert NORM in refused(lambda: open_weights(folder))
+
+
+def test_an_index_that_names_a_file_elsewhere(folder: Path) -> None:
+    (folder / INDEX).write_text('{"weight_map": {"a": "../../etc/passwd"}}')
+    assert "model" in refused(lambda: open_weights(folder))
+
+
+UNREAD = {
+    "biases": {f"model.layers.{layer}.self_attn.q_proj.bias": (64,) for layer in range(4)},
+    "an adapter": {f"model.layers.0.mlp.up_proj.lora_{name}.weight": (2, 2) for name in "AB"},
+    "a head": {"score.weight": (1, 64)},
+}
+HARMLESS = {
+    "rotary tables": {f"model.layers.0.self_attn.rotary_emb.{name}": (4,) for name in ("inv_freq", "cos_cached")},
+    "a copy of the embedding": {"lm_head.weight": (16, 64)},
+}
+
+
+@pytest.mark.parametrize("name", [*UNREAD, *HARMLESS])
+def test_tensors_that_nothing_reads(name: str, tmp_path: Path) -> None:
+    """A start and a conversion give the same answer."""
+    folder = tmp_path / "model"
+    make_tiny(folder, "llama", make_tokenizer(["apples"]), tie_word_embeddings=True)
+    added = {tensor: torch.ones(shape) for tensor, shape in (UNREAD | HARMLESS)[name].items()}
+    save_file(load_file(folder / SINGLE_FILE) | added, folder / SINGLE_FILE, metadata={"format": "pt"})
+    model = ModelConfig(path=folder, dtype="float32")
+    start = partial(check_policy, HfConfig.read(folder), model, LayoutConfig(), TrainingConfig(), 1)
+    convert = partial(to_megatron, folder, tmp_path / "megatron", lambda written, total: None)
+    if name in UNREAD:
+        messages = {refused(start), refused(convert)}
+        assert len(messages) == 1
+        assert f"the mapping of llama does not know the tensor {min(added)}" in messages.pop()
+    else:
+        start()
+        convert()
+
+
+# -- users' code and commands --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["def loss(:", "x = 1", "loss = 3", "def loss(): pass", "raise ValueError('no')", "import sys; sys.exit(0)"],
+)
+def test_users_code(code: str, tmp_path: Path) -> None:
+    (tmp_path / "part.py").write_text(code)
+    refused(lambda: POLICY_LOSSES.resolve(f"{tmp_path / 'part.py'}:loss", "here"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "fly",
+        "train",
+        "train configs/tiny_moe.yaml --ranks x",
+        "plan none.yaml",
+        "plan configs/moe_671b.yaml --nodes 0",
+        "plan configs/moe_671b.yaml --cluster none",
+        "plan configs/moe_671b.yaml run.steps=0",
+        "evaluate none.yaml --ranks -1",
+        "sample configs/tiny_moe.yaml --samples 0",
+        "convert info none",
+        "convert to-megatron none x",
+        "launch none.yaml",
+    ],
+)
+def test_commands(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    out, err = capfd.readouterr()
+    assert (ended.value.code, err.count("\n")) == (2, 1), out
+    assert err.startswith("error: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["configs"]
