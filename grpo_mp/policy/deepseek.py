@@ -1,4 +1,4 @@
-"""What DeepSeek's families have otherwise than Megatron: the ranking of expert groups, queries without a norm."""
+"""Where DeepSeek's families differ from Megatron's modules: the ranking of expert groups, latent attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from grpo_mp import platform
 from grpo_mp.utils.errors import UserError
+
+HOPPER = 9.0  # compute capability
 
 Topk = Callable[..., tuple[Tensor, Tensor]]  # of Megatron: scores, top-k, number of groups, top-k of them
 
@@ -50,20 +53,39 @@ def set_group_ranking(model: nn.Module, group_score_topk: int) -> None:
         router.router_replay = GroupLimitedTopk(group_score_topk)
 
 
-class MLAWithoutQueryNorm(MLASelfAttention):
-    """Keeps the query projection of the layer spec: no low-rank queries, hence no norm (DeepSeek-V2-Lite, Moonlight).
+class LatentAttention(MLASelfAttention):
+    """Megatron's latent attention with the projections of the layer spec, and values of their own head size.
 
-    megatron-core 0.19 would add a norm to it, because qk_layernorm asks for one of keys and values; 0.16 never calls
-    this hook.
+    megatron-core 0.19 adds a norm to direct query projections (DeepSeek-V2-Lite, Moonlight), because qk_layernorm asks
+    for one of keys and values. It also pads the values of packed sequences to the size of the keys, 192 instead of
+    128, a sixth of attention's operations; TransformerEngine's kernels accept both sizes on Hopper and later.
+    Version 0.16 does neither and calls none of these hooks.
     """
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         resolved: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
-        return resolved | {"linear_q_proj": submodules.linear_q_proj}
+        return resolved if self.config.q_lora_rank else resolved | {"linear_q_proj": submodules.linear_q_proj}
+
+    def _run_core_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        **options: Any,
+    ) -> Tensor:
+        capability = platform.compute_capability()
+        needs_padding = capability is not None and capability < HOPPER
+        attend = super()._run_core_attention if needs_padding else self.core_attention
+        output: Tensor = attend(
+            query, key, value, attention_mask, attn_mask_type=attn_mask_type or self.attn_mask_type, **options
+        )
+        return output
 
 
-def use_mla_without_query_norm(config: TransformerConfig, block: ModuleSpec) -> None:
-    """Use MLAWithoutQueryNorm in the block's spec if the model has no low-rank queries."""
-    if config.multi_latent_attention and config.q_lora_rank is None:
+def use_latent_attention(config: TransformerConfig, block: ModuleSpec) -> None:
+    """Use LatentAttention in the block's spec if the model has latent attention."""
+    if config.multi_latent_attention:
         for layer in block.layer_specs:
-            layer.submodules.self_attention.module = MLAWithoutQueryNorm
+            layer.submodules.self_attention.module = LatentAttention

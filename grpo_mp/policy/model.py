@@ -18,7 +18,7 @@ from grpo_mp.config.sections import TrainingConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.platform import fp8_linear
-from grpo_mp.policy.deepseek import set_group_ranking, use_mla_without_query_norm
+from grpo_mp.policy.deepseek import set_group_ranking, use_latent_attention
 from grpo_mp.policy.multi_token_prediction import MTP_INPUTS, embed_detached, mtp_block_spec
 from grpo_mp.policy.shared_prompt_attention import use_per_token_rotary, use_shared_prompt_attention
 from grpo_mp.policy.vocab_parallel import VocabularyShard, output_logits, token_logprobs
@@ -153,7 +153,7 @@ def _build_chunk(
 ) -> PolicyModel:
     tp_size, family = config.tensor_model_parallel_size, family_of(hf)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    use_mla_without_query_norm(config, spec)
+    use_latent_attention(config, spec)
     if share_prompts:
         use_shared_prompt_attention(spec)
     model = model_class(

@@ -1,4 +1,6 @@
-"""Group-limited routing against transformers' router, and against Megatron's where both rank groups equally."""
+"""Group-limited routing against transformers' and Megatron's routers; the head sizes of latent attention."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,7 +9,10 @@ from torch import Tensor
 from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 
-from grpo_mp.policy.deepseek import GroupLimitedTopk
+from grpo_mp.policy.deepseek import GroupLimitedTopk, LatentAttention
+from grpo_mp.policy.forward import sequence_logits
+from grpo_mp.policy.load_models import policy_tensors
+from tools.tiny.models import make_tiny, make_tokenizer
 
 TOKENS, EXPERTS, GROUPS, GROUP_TOPK, TOPK = 200, 40, 8, 3, 6  # as in DeepSeek-V2, with fewer experts
 
@@ -48,3 +53,18 @@ def test_ranking_by_best_one_equals_deepseek_v2(scores: Tensor) -> None:
     assert torch.equal(routed(1, scores)[1], experts.gather(1, order))
     torch.testing.assert_close(routed(1, scores)[0], weights.gather(1, order))
     assert not torch.equal(routed(1, scores)[1], routed(2, scores)[1])
+
+
+@pytest.mark.parametrize("q_lora_rank", [32, None])
+def test_values_reach_the_attention_kernel_at_their_own_head_size(q_lora_rank: int | None, tmp_path: Path) -> None:
+    heads = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": q_lora_rank}
+    make_tiny(tmp_path, "deepseek_v3", make_tokenizer(["apples"]), num_hidden_layers=2, **heads)
+    sizes = []
+    with policy_tensors(tmp_path) as (model, _):
+        layers = [module for module in model.modules() if isinstance(module, LatentAttention)]
+        for layer in layers:
+            layer.core_attention.register_forward_pre_hook(
+                lambda _, inputs: sizes.append([tensor.shape[-1] for tensor in inputs[:3]])
+            )
+        sequence_logits(model, torch.arange(5, 25))
+    assert sizes == [[24, 24, 16]] * 2
