@@ -284,15 +284,7 @@ class EngineConfig(Section):
         3,
         ge=0,
         description="times that an engine which died, does not answer or computes something else than the policy is "
-        "started again within restart_window_s; its groups go to the others meanwhile. One that is lost more often "
-        "leaves, or the run ends with it: see min_engines",
-    )
-    restart_window_s: float = Field(3600.0, gt=0, description="time over which restarts of an engine count, in seconds")
-    min_engines: int | None = Field(
-        None,
-        ge=1,
-        description="engines with which the job goes on: while so many remain, one that is lost more often than "
-        "max_restarts leaves, and joins again at a later step when restart_window_s allows another start; null: all",
+        "started again within an hour; its groups go to the others meanwhile. One more loss ends the run",
     )
     concurrent_groups: int = Field(64, gt=0, description="groups in flight on one engine; more fill it better")
     speculative: SpeculativeConfig = Field(

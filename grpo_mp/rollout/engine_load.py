@@ -1,33 +1,42 @@
-"""What the engines of a run do: a line for each time that one was asked, in `<run>/engines/engine_<number>.jsonl`."""
+"""Load of each engine over time: polled in a thread, appended to `<run>/engines/engine_<number>.jsonl`."""
 
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import TYPE_CHECKING, Any, Self
 
-from grpo_mp.utils.errors import DISK_ERRORS
-from grpo_mp.utils.metric_lines import finite
+import httpx
+
+from grpo_mp.utils.background import BackgroundTask
+
+if TYPE_CHECKING:  # `grpo-mp watch` reads the files and starts fast
+    from grpo_mp.rollout.hosted_engine import HostedEngine
 
 LOGGER = logging.getLogger(__name__)
 FOLDER = "engines"
 FILE = re.compile(r"engine_(\d+)\.jsonl")
-MOST_LINES = 4096  # of a file; the older ones become fewer with time
-KEPT_SHARE = 4  # of them the last quarter stays whole
+MOST_BYTES = 2**20  # of a file; then its older half is removed
+LIMIT_S = 2.0  # of a request; SGLang answers it from what its scheduler has left in shared memory
+END_LIMIT_S = 0.5  # how long the end of a run waits for the thread
+Count = Callable[[str, Mapping[str, float]], None]
 
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """An engine at one moment. What it did not say is None; all are where it `state` is not "works"."""
+    """An engine at one moment. Values are None where `state` is not "works"."""
 
     time_s: float  # since the epoch
-    state: str  # "works", "silent" (no answer), "starts" (again, after it was lost) or "left" (the job is without it)
+    state: str  # "works", "silent" (no answer) or "starts" (again, after it was lost)
     running: int | None = None  # requests
     queued: int | None = None  # requests
-    cache_share: float | None = None  # of the KV cache that is in use
-    tokens_per_s: float | None = None  # decoded since it was asked before
+    cache_share: float | None = None  # used share of the KV cache
+    tokens_per_s: float | None = None  # decoded since the last poll
     decoded: float | None = None  # tokens, since the engine started
 
     @property
@@ -36,77 +45,95 @@ class EngineLoad:
         return self.state == "works"
 
 
+class EnginePoll:
+    """Context manager that polls an engine, records its load in a file and changes as counters of the timeline.
+
+    A failure of the poll is logged and does not end the run.
+    """
+
+    def __init__(self, engine: "HostedEngine", run_folder: Path, count: Count, every_s: float) -> None:
+        """Store the engine, which need not be started; `count` records counters, see Timeline."""
+        self._engine, self._count, self._every_s = engine, count, every_s
+        self._file = load_file(run_folder, engine.index)
+        self._ended = Event()
+        self._last: EngineLoad | None = None
+        self._shown: dict[str, Mapping[str, float]] = {}
+
+    def __enter__(self) -> Self:
+        self._task = BackgroundTask(self._run, f"poll of engine {self._engine.index}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._task.has_ended(END_LIMIT_S)
+
+    def _run(self) -> None:
+        try:
+            with httpx.Client(trust_env=False, timeout=LIMIT_S) as client:
+                while not self._ended.wait(self._every_s):
+                    if load := self.ask(client):
+                        append_load(self._file, load)
+                        self._show(load)
+        except Exception as error:  # noqa: BLE001 - no run ends for want of this
+            LOGGER.warning("engine %d is no longer polled: %s", self._engine.index, error)
+
+    def ask(self, client: httpx.Client) -> EngineLoad | None:
+        """Return the engine's load now; None before its first start is done."""
+        address = self._engine.address
+        if address is None:
+            return EngineLoad(time.time(), "starts") if self._engine.is_lost else None
+        url, headers = address
+        try:
+            reply = client.get(f"{url}/v1/loads", params={"include": "core"}, headers=headers)
+            reply.raise_for_status()
+            self._last = read_sglang_loads(reply.json(), time.time(), self._last)
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):  # busy or lost
+            return EngineLoad(time.time(), "silent")
+        return self._last
+
+    def _show(self, load: EngineLoad) -> None:
+        name = f"engine {self._engine.index}"
+        counters: dict[str, Mapping[str, float]] = {
+            f"{name} requests": {"running": load.running or 0, "queued": load.queued or 0},
+            f"{name} cache use, %": {"cache": round(100 * (load.cache_share or 0.0), 2)},
+            f"{name} tokens/s": {"decoded": round(load.tokens_per_s or 0.0, 1)},
+        }
+        for title, values in counters.items():
+            if self._shown.get(title) != values:
+                self._count(title, values)
+        self._shown |= counters
+
+
 def load_file(run_folder: Path, engine: int) -> Path:
     """Return the file of an engine."""
     return run_folder / FOLDER / f"engine_{engine}.jsonl"
 
 
-class EngineLoadFile:
-    """Appends to an engine's file, which keeps a bounded number of lines; a run that resumes goes on with it.
-
-    A disk that does not take a line is no reason to end: it is left out.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._lines = len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
-
-    def append(self, load: EngineLoad) -> None:
-        """Write a line."""
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            if self._lines >= MOST_LINES:
-                self._thin()
-            with self._file.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(asdict(load)) + "\n")
-            self._lines += 1
-        except OSError as error:
-            if error.errno not in DISK_ERRORS:
-                raise
-            LOGGER.info("%s: %s: a line is left out", self._file, error.strerror)
-
-    def _thin(self) -> None:
-        kept = thinned(self._file.read_text(encoding="utf-8").splitlines())
-        temporary = self._file.with_suffix(".incomplete")
-        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        temporary.replace(self._file)
-        self._lines = len(kept)
-
-
-def thinned(lines: Sequence[str]) -> list[str]:
-    """Return every second line, and the whole last quarter: the further back, the fewer lines are left."""
-    whole = len(lines) - len(lines) // KEPT_SHARE
-    return [*lines[:whole:2], *lines[whole:]]
+def append_load(file: Path, load: EngineLoad) -> None:
+    """Append a line to an engine's file, whose size is bounded."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.exists() and file.stat().st_size > MOST_BYTES:
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        file.write_text("".join(lines[len(lines) // 2 :]), encoding="utf-8")
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(asdict(load)) + "\n")
 
 
 def read_loads(run_folder: Path) -> dict[int, list[EngineLoad]]:
-    """Read the lines of each engine of a run, by its number; what is no line of these is left out."""
-    files = {match[1]: file for file in (run_folder / FOLDER).glob("*") if (match := FILE.fullmatch(file.name))}
-    return {int(number): [*_loads(file)] for number, file in sorted(files.items(), key=lambda item: int(item[0]))}
-
-
-def _loads(file: Path) -> Iterable[EngineLoad]:
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-        if (load := parse_load(line)) is not None:
-            yield load
-
-
-def parse_load(line: str | bytes) -> EngineLoad | None:
-    """Return what a line says; None where it was torn by a kill, or is of another version."""
-    try:
-        values = json.loads(line)
-        load = EngineLoad(**values)
-    except (ValueError, TypeError, RecursionError):
-        return None
-    numbers = [value for name, value in values.items() if name != "state" and value is not None]
-    whole = load.time_s is not None and isinstance(load.state, str) and all(finite(one) is not None for one in numbers)
-    return load if whole else None
+    """Read the loads of each engine of a run, by its number; damaged lines are left out."""
+    files = {int(match[1]): file for file in (run_folder / FOLDER).glob("*") if (match := FILE.fullmatch(file.name))}
+    loads: dict[int, list[EngineLoad]] = {number: [] for number in sorted(files)}
+    for number, engine_loads in loads.items():
+        for line in files[number].read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, TypeError):  # torn by a kill
+                engine_loads.append(EngineLoad(**json.loads(line)))
+    return loads
 
 
 def read_sglang_loads(reply: Any, now_s: float, before: EngineLoad | None) -> EngineLoad:
     """Read what SGLang's /v1/loads answers: the sums over its replicas of attention.
 
-    `before`: the same engine when it was asked before. Raises KeyError, TypeError or ValueError for something else.
+    `before`: the last load of the same engine. Raises KeyError, TypeError or ValueError for something else.
     """
     loads: list[Mapping[str, Any]] = reply["loads"]
     used, room = (sum(int(load[name]) for load in loads) for name in ("num_used_tokens", "max_total_num_tokens"))
@@ -123,10 +150,7 @@ def read_sglang_loads(reply: Any, now_s: float, before: EngineLoad | None) -> En
 
 
 def _decoded(loads: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the tokens of all decode steps so far, the last of SGLang's decode moments; None where it keeps none.
-
-    The first step after a prefill is not in it: it counts for no cadence.
-    """
+    """Return the tokens of all decode steps so far, the last of SGLang's decode moments; None where it keeps none."""
     moments = [load["decode_moments"] for load in loads if load.get("decode_moments")]
     return sum(float(each[-1]) for each in moments) if moments else None
 

@@ -1,4 +1,4 @@
-"""This rank's engine over all its lives: started, lost, started again beside the loop, left out for a while."""
+"""This rank's engine over all its lives: started, lost, and started again beside the loop."""
 
 import logging
 import time
@@ -17,32 +17,29 @@ from grpo_mp.utils.background import BackgroundTask, EventLoopThread
 from grpo_mp.utils.errors import EngineError, UserError, one_line
 
 LOGGER = logging.getLogger(__name__)
-LEFT = "engines/left"  # in the job's store: how many the job goes on without
 POLL_S = 0.5
+RESTART_WINDOW_S = 3600.0  # restarts count for `engine.max_restarts` this long
 
 
 class HostedEngine:
     """The engine that this rank talks to. `client` is None while it does not work.
 
-    An engine that was lost is started again in a thread, and works from `join` on. One that was lost too often leaves,
-    as long as `engine.min_engines` remain, until `try_again`.
+    A lost engine is restarted in a thread, and works from `join` on.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        engines: int,
         placement: EnginePlacement,
         process: EngineProcess,
         loop: EventLoopThread,
         routing: ModelShape | None,
         owns_devices: bool,
     ) -> None:
-        """Take one of so many engines; nothing is started. `owns_devices`: it may start whatever the trainer does."""
+        """Store the parts; nothing is started. `owns_devices`: the engine may start whatever the trainer does."""
         self.client: EngineClient | None = None
         self.is_lost = False  # it starts again, or is about to
-        self.has_left = False  # and may be starting again
-        self._config, self._engines, self._placement, self._process = config, engines, placement, process
+        self._config, self._placement, self._process = config, placement, process
         self._loop, self._routing, self._owns_devices = loop, routing, owns_devices
         self._store: dist.Store | None = None
         self._restart: BackgroundTask | None = None
@@ -71,11 +68,6 @@ class HostedEngine:
     def wait_ready(self) -> None:
         """Wait until the engine answers. Raises EngineError where it does not."""
         self.client = self._connect()
-
-    def working(self) -> int:
-        """Count the engines of the job that have not left."""
-        assert self._store
-        return self._engines - int(self._store.add(LEFT, 0))
 
     def lose(self, error: EngineError, client: EngineClient | None = None, generates: bool = False) -> None:
         """Give the engine up; it starts again at once where it has its devices. Raises UserError where it may not.
@@ -111,32 +103,14 @@ class HostedEngine:
         if self._ready is None:
             return False
         with self._losing:
-            if self.has_left:
-                LOGGER.warning("engine %d joins again", self._placement.engine)
-                self._count_left(-1)
-            self.client, self.is_lost, self.has_left = self._ready, False, False
+            self.client, self.is_lost = self._ready, False
             self._ready = self._restart = None
         return True
-
-    def has_restarted(self) -> bool:
-        """Return whether the engine has started again, and has not joined."""
-        return self._ready is not None
 
     def check(self) -> None:
         """Raise what ended the threads of this engine."""
         for task in filter(None, (self._watch, self._restart)):
             task.check()
-
-    def try_again(self) -> None:
-        """Let an engine that has left start again, if `engine.restart_window_s` allows it."""
-        if not self.has_left or self.is_lost:
-            return
-        with self._losing:  # it may still be ending
-            if self._may_restart():
-                self._losses.append(time.monotonic())
-                self.is_lost, self._restart = True, None
-        if self._owns_devices:
-            self.restart()
 
     def stop(self) -> None:
         """End the engine, whatever it does."""
@@ -184,35 +158,22 @@ class HostedEngine:
                         self._count_loss(error)
 
     def _count_loss(self, error: EngineError) -> None:
-        """End the engine; decide whether it starts again or leaves. Raises UserError where it may do neither."""
+        """End the engine. Raises UserError where it was lost too often to start again."""
         reason = self._process.describe_end() or str(error)
         self._process.stop()
         if self._placement.nodes > 1:
             assert self._store
             self._store.set(life_key(self._placement, self._lives, "ended"), "")
-        self.is_lost = not self.has_left and self._may_restart()
-        if self.is_lost:
-            self._losses.append(time.monotonic())
-            LOGGER.warning("%s: it is started again", one_line(error))
-        elif not self.has_left:
-            self._leave(error, reason)
-        self._process.keep_log(f"lost_{self._lives}")
-
-    def _leave(self, error: EngineError, reason: str) -> None:
-        limit = f" (started again {len(self._losses)} times: engine.max_restarts)" if self._losses else ""
-        if self._engines - self._count_left(1) < (self._config.min_engines or self._engines):
-            raise UserError(f"{reason}{limit}") from error
-        self.has_left = True
-        LOGGER.warning("%s%s: the job goes on without it", one_line(error), limit)
-
-    def _may_restart(self) -> bool:
         now = time.monotonic()
-        self._losses = [then for then in self._losses if now - then < self._config.restart_window_s]
-        return len(self._losses) < self._config.max_restarts
-
-    def _count_left(self, change: int) -> int:
-        assert self._store
-        return int(self._store.add(LEFT, change))
+        self._losses = [then for then in self._losses if now - then < RESTART_WINDOW_S]
+        if len(self._losses) >= self._config.max_restarts:
+            self.is_lost = False
+            limit = f" (started again {len(self._losses)} times: engine.max_restarts)" if self._losses else ""
+            raise UserError(f"{reason}{limit}") from error
+        self._losses.append(now)
+        self.is_lost = True
+        LOGGER.warning("%s: it is started again", one_line(error))
+        self._process.keep_log(f"lost_{self._lives}")
 
     def _watch_nodes(self) -> None:
         assert self._store

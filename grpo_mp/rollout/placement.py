@@ -40,10 +40,6 @@ def engine_placements(engine: EngineConfig, world_size: int, ranks_per_node: int
             f"engine.num_engines={engines} engines of engine.gpus_per_engine={gpus} do not fit the {ranks} ranks "
             f"{which}"
         )
-    if (engine.min_engines or 1) > engines:
-        raise UserError(
-            f"engine.min_engines={engine.min_engines} is more than the {engines} engines of this job: lower it"
-        )
     part = min(gpus, ranks_per_node)
     if first % part:
         raise UserError(

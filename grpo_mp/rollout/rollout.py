@@ -103,7 +103,7 @@ class Rollout:
             process = EngineProcess(spec, settings.run.folder / "logs" / f"{name}.log")
             if placement.is_host:
                 self.engine = HostedEngine(
-                    *(settings.engine, len(self.host_ranks), placement, process),
+                    *(settings.engine, placement, process),
                     *(self._loop, self.routing, self.owns_devices),
                 )
             else:
@@ -170,7 +170,7 @@ class Rollout:
             self.lose_engine(error)
 
     def lose_engine(self, error: EngineError) -> None:
-        """Give up this rank's engine, which starts again or leaves. Raises UserError where it may do neither."""
+        """Give up this rank's engine, which starts again. Raises UserError where it was lost too often."""
         if self.engine:
             self.engine.lose(error)
 
@@ -184,11 +184,6 @@ class Rollout:
     def join(self, wait: bool) -> bool:
         """Let this rank's engine work where it has started again, see HostedEngine; return whether one joins."""
         return self.engine is not None and self.engine.join(wait)
-
-    def try_again(self) -> None:
-        """Let this rank's engine start again where it has left and may."""
-        if self.engine:
-            self.engine.try_again()
 
     def wait_ready(self) -> None:
         """Wait until this rank's engine answers."""
@@ -206,7 +201,7 @@ class Rollout:
             launched.set_result(task.carried)
             return launched
         settings, rule = self._settings, stream.rule
-        groups_per_engine = -(-(rule.launched + rule.lookahead) // engine.working())
+        groups_per_engine = -(-(rule.launched + rule.lookahead) // len(self.host_ranks))
         max_in_flight = max(1, min(settings.engine.concurrent_groups, groups_per_engine))
         limit_s = settings.rollout.group_timeout_s
         lose, episodes = partial(engine.lose, client=client, generates=True), None
@@ -218,7 +213,6 @@ class Rollout:
         worker = RolloutWorker(
             *parts,
             step_tokens=settings.engine.speculative.verified_tokens,
-            has_restarted=engine.has_restarted,
             health_timeout_s=settings.engine.request_timeout_s / 2,
         )
         return self._loop.submit(worker.run(task, stream, max_in_flight))

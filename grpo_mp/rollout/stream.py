@@ -53,32 +53,6 @@ class GroupStream:
                 return int(self._store.get(key))
         return None
 
-    def has_unlaunched(self) -> bool:
-        """Return whether there are groups of the step that no engine has taken, new or given back."""
-        returned = range(self._seen, int(self._store.add(f"{self._key}/returned", 0)))
-        if any(self._store.add(f"{self._key}/returned/{place}/taken", 0) == 0 for place in returned):
-            return True
-        return int(self._store.add(f"{self._key}/claimed", 0)) < self.admission().launch_limit
-
-    def report_restarted(self) -> None:
-        """Say that an engine has started again, and could launch groups if it had weights."""
-        self._store.add(f"{self._key}/restarted/{self._attempt}", 1)
-
-    def has_restarted(self) -> bool:
-        """Return whether an engine has started again that has no weights."""
-        return int(self._store.add(f"{self._key}/restarted/{self._attempt}", 0)) > 0
-
-    def interrupt(self) -> bool:
-        """Let all engines pause, so that those that have started again get weights; return whether this is the first.
-
-        Every rank then calls `try_again`.
-        """
-        return int(self._store.add(f"{self._key}/interrupted/{self._attempt}", 1)) == 1
-
-    def is_interrupted(self) -> bool:
-        """Return whether all engines pause."""
-        return int(self._store.add(f"{self._key}/interrupted/{self._attempt}", 0)) > 0
-
     def report_lost(self) -> None:
         """Say that an engine launches no more groups."""
         self._store.add(f"{self._key}/lost/{self._attempt}", 1)
@@ -152,21 +126,21 @@ class LaunchGate:
         `stopped`: whether the job ends, and with it all waits; `waits_for_ahead`: see `GroupStream.report_ahead`.
         """
         self._stream, self._changed, self._lookahead, self._stopped = stream, asyncio.Condition(), lookahead, stopped
-        self._waits_for_ahead, self.interrupted = waits_for_ahead, False
+        self._waits_for_ahead = waits_for_ahead
         self._read()
 
     @property
     def done(self) -> bool:
-        """Return whether the step has its groups, no engine is left to launch more, all pause, or the job ends."""
-        return (self._admission.done and self._has_ahead) or self._all_lost or self.interrupted or self._stopped()
+        """Return whether the step has its groups, no engine is left to launch more, or the job ends."""
+        return (self._admission.done and self._has_ahead) or self._all_lost or self._stopped()
 
     async def watch(self) -> None:
         """Read the stream until the step has its groups."""
         while not self.done:
             await asyncio.sleep(POLL_S)
-            if self._stream.all_lost() or self._stream.is_interrupted() or self._stopped():
+            if self._stream.all_lost() or self._stopped():
                 async with self._changed:
-                    self._all_lost, self.interrupted = self._stream.all_lost(), self._stream.is_interrupted()
+                    self._all_lost = self._stream.all_lost()
                     self._changed.notify_all()
             reported, ahead = self._stream.reported(), self._lookahead()
             if (reported, ahead) == (self._reported, self._ahead):

@@ -88,7 +88,6 @@ class RolloutWorker:
     lose_engine: Callable[[EngineError], None]  # raises where it may not be lost
     episodes: EpisodeRunner | None = None  # None: a rollout is one answer
     step_tokens: int = 1  # that the engine may add to a response at once
-    has_restarted: Callable[[], bool] = lambda: False  # whether an engine that was lost is there, without weights
     health_timeout_s: float | None = None  # declare the engine dead after failing its checks for this long
 
     async def run(self, task: RolloutTask, stream: GroupStream, max_in_flight: int) -> LaunchedGroups:
@@ -116,7 +115,6 @@ class RolloutWorker:
                     allowed, launch = launch.result(), None
                     if allowed is not None:
                         groups.start(allowed, self._generate_group, gate)
-                self._interrupt(task, stream, len(groups.running) >= max_in_flight)
             while (task.pauses or task.stopped()) and groups.running:  # again: a request may have been on its way
                 if self.episodes:
                     self.episodes.pause.set()
@@ -124,13 +122,11 @@ class RolloutWorker:
                 await asyncio.wait(groups.running, timeout=ABORT_EVERY_S)
                 _raise_of(unwell)
                 groups.take_finished()
-            if gate.interrupted:
-                groups.give_back_unlaunched()
         except EngineError as error:
             await groups.finish_scoring()
             groups.give_back()
             await asyncio.to_thread(self.lose_engine, error)
-            await self._wait_lost(stream, watch)
+            await watch  # the other engines may need what this rank has
         except BaseException:
             groups.cancel()
             raise
@@ -155,24 +151,6 @@ class RolloutWorker:
                 LOGGER.info("%s", error)
                 if loop.time() - well > self.health_timeout_s:
                     return error
-
-    def _interrupt(self, task: RolloutTask, stream: GroupStream, is_full: bool) -> None:
-        """Let all engines pause where one has started again, and could take groups that find no place here.
-
-        Episodes, which cannot be paused, would begin anew.
-        """
-        if not (is_full and task.pauses and self.episodes is None and stream.has_restarted()):
-            return
-        if stream.has_unlaunched() and stream.interrupt():
-            LOGGER.warning("an engine has started again: the others pause until it has the weights")
-
-    async def _wait_lost(self, stream: GroupStream, watch: asyncio.Task[None]) -> None:
-        """Wait for the other engines, which may need what this rank has; tell them when the engine is there again."""
-        while not (watch.done() or self.has_restarted()):
-            await asyncio.wait({watch}, timeout=LOOK_EVERY_S)
-        if not watch.done():
-            stream.report_restarted()
-        await watch
 
     async def _generate_group(
         self, task: RolloutTask, group_id: int, prompt: Prompt, earlier: PausedGroup | None, tokens: int | None
@@ -391,10 +369,6 @@ class _Groups:
         self._stream.give_back({*unfinished, *self.running.values(), *self._waiting, *self._claimed})
         self._stream.report_lost()
         self.running = {}
-
-    def give_back_unlaunched(self) -> None:
-        """Let any engine launch what is not paused here."""
-        self._stream.give_back((self._waiting | self._claimed) - self._ended.keys())
 
     def cancel(self) -> None:
         """Drop what runs."""

@@ -21,7 +21,7 @@ from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.offload import device_items
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.reference import Reference
-from grpo_mp.rollout.engine_poll import EnginePoll
+from grpo_mp.rollout.engine_load import EnginePoll
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.trainer.collect import Collector, RolloutCollector
 from grpo_mp.trainer.engine_check import MAX_PROMPTS, EngineCheck

@@ -1,4 +1,4 @@
-"""Let engines work again that were lost, with the weights; let others try again that have left."""
+"""Let engines that were lost work again, with the weights."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -30,11 +30,7 @@ class EngineRecovery:
     former: Reference | None = None
 
     def begin_step(self) -> None:
-        """Let engines that have left try again; wait for those that are lost where they need the devices now.
-
-        Every rank must call this.
-        """
-        self.rollout.try_again()
+        """Wait for lost engines where they need the devices now. Every rank must call this."""
         if not self.rollout.owns_devices:
             self.run()
 

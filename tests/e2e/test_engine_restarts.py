@@ -10,7 +10,6 @@ import pytest
 from tests.e2e.conftest import REWARD, Outcome, StartJob, outcome
 from tests.e2e.jobs import LAUNCH, SLEEPING, Job, read_jsonl, spans
 from tests.e2e.test_failures import CORRUPT
-from tests.e2e.test_schedules import THREE_RANKS
 
 pytestmark = pytest.mark.slow
 STEPS = 5
@@ -52,34 +51,6 @@ def check_steps(run: Path) -> None:
     for step in steps[1:]:
         assert step["rollout/groups"] == 4
         assert step["train/samples_seen"] == 16 * step["step"]
-
-
-@pytest.mark.nightly
-def test_an_engine_killed_in_generate_takes_groups_before_the_phase_ends(
-    start: Callable[..., Job], tmp_path: Path
-) -> None:
-    """The other one, held up by one group, could not launch the rest of the step; it pauses for the weights."""
-    (tmp_path / "reward.py").write_text(HELD_REWARD)
-    settings = ("engine.concurrent_groups=1", "rollout.prompts_per_step=8", "run.eval_every=0", "run.steps=2")
-    held = "reward.timeout_s=300"  # as long as an engine takes to start on a busy machine
-    job, run = start(*settings, held, "algorithm.filter.zero_std=keep"), tmp_path / "run"
-    holds = [tmp_path / f"hold_{rank}" for rank in range(2)]
-    job.wait_until(lambda: spans(run, 0, "TRAIN"))
-    for hold in holds:
-        hold.touch()
-    job.wait_until(lambda: all((tmp_path / f"held_{rank}").exists() for rank in range(2)))
-    before = len((tmp_path / "scored").read_text())
-    job.kill_engine(1)
-    holds[1].unlink()  # its rank asks for the next group
-    job.wait_until(lambda: "an engine has started again: the others pause" in job.err)
-    assert (tmp_path / "scored").read_text()[before:] == "1"  # by the engine that was killed
-    holds[0].unlink()
-    assert outcome(job) == Outcome(0, job.out, job.err, [])
-    ranks = (tmp_path / "scored").read_text()[before : before + 8]
-    assert ranks.count("1") >= 2, ranks  # one by the engine that was killed, the others by the one started again
-    steps = read_jsonl(run / "metrics.jsonl")
-    assert [(step["rollout/groups"], step["train/samples_seen"]) for step in steps[1:]] == [(8, 32), (8, 64)]
-    assert all(step["sync/check/logprob_abs_diff/mean"] <= 1e-4 for step in steps)
 
 
 @pytest.mark.parametrize(
@@ -133,31 +104,6 @@ def test_the_only_engine_comes_back(start: Callable[..., Job], tmp_path: Path) -
     assert outcome(job) == Outcome(0, job.out, job.err, [])
     assert "it is started again" in job.err
     check_steps(run)
-
-
-@pytest.mark.nightly
-def test_engines_leave_and_join_while_others_generate(start: Callable[..., Job], tmp_path: Path) -> None:
-    """One starts again beside the steps, is killed meanwhile, and leaves; it is tried again later, and joins."""
-    elastic = ("engine.min_engines=1", "engine.max_restarts=1", "engine.restart_window_s=20", "data.eval={}")
-    own = ("schedule=async", "engine.ranks=2", "layout={}", "run.steps=1000")
-    job, run = start(*own, *elastic, command=THREE_RANKS), tmp_path / "run"
-
-    def working() -> list[float]:
-        return [step["sync/engines"] for step in read_jsonl(run / "metrics.jsonl")]
-
-    job.wait_until(lambda: spans(run, 0, "TRAIN") >= 2)
-    job.kill_engine(1)
-    job.wait_until(lambda: "it is started again" in job.err)
-    job.wait_until((run / "logs" / "engine_1_lost_1.log").exists)
-    job.kill_engine(1)
-    job.wait_until(lambda: "the job goes on without it" in job.err)
-    job.wait_until(lambda: "engine 1 joins again" in job.err and working()[-1] == 2)
-    job.signal(signal.SIGTERM, rank=0)
-    assert outcome(job) == Outcome(0, job.out, job.err, [])
-    assert working().count(1) > 5  # the steps did not wait for it
-    steps = read_jsonl(run / "metrics.jsonl")
-    assert [step["train/samples_seen"] for step in steps[1:]] == [16 * step["step"] for step in steps[1:]]
-    assert all(step["sync/check/logprob_abs_diff/mean"] <= 1e-4 for step in steps)
 
 
 @pytest.mark.nightly

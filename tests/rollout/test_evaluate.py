@@ -62,8 +62,7 @@ def test_groups_that_are_carried_count_among_the_episodes_in_flight(
     parts: Any = SimpleNamespace(tools=ToolKit())
     scorer = Scorer(settings.reward, 16)
     with Rollout(settings, HfConfig.read(tiny_run.model), parts, scorer, 0, 1, episodes=parts) as rollout:
-        engine: Any = SimpleNamespace(client=FakeEngine(), working=lambda: 1, lose=print, stop=lambda: None)
-        engine.has_restarted = lambda: False
+        engine: Any = SimpleNamespace(client=FakeEngine(), lose=print, stop=lambda: None)
         rollout.engine = engine
         for step in range(2):
             stream = GroupStream(dist.HashStore(), f"{step}", AdmissionRule(1, 1, 1), 1)
@@ -78,8 +77,7 @@ def test_a_group_past_its_limit_counts_as_wrong_answers(tiny_run: TinyRun) -> No
     tokenizer.batch_decode = lambda tokens, **_: ["\\boxed{7}" for _ in tokens]
     scorer = Scorer(settings.reward, 16)
     with Rollout(settings, HfConfig.read(tiny_run.model), tokenizer, scorer, 0, 1) as rollout:
-        engine: Any = SimpleNamespace(client=RightEngine(), working=lambda: 1, lose=print, stop=lambda: None)
-        engine.has_restarted = lambda: False
+        engine: Any = SimpleNamespace(client=RightEngine(), lose=print, stop=lambda: None)
         rollout.engine = engine
         prompts = [Prompt(number, "?", (number,), answer="7") for number in range(4)]
         groups = rollout.evaluate(prompts, scorer, "arithmetic", 0, 0, dist.HashStore(), lambda: None)
@@ -102,8 +100,7 @@ def test_terms_of_the_length_know_the_limit_of_their_set(tiny_run: TinyRun) -> N
         tokenizer.batch_decode = lambda tokens, **_: ["\\boxed{7}" for _ in tokens]
         scorer = Scorer(settings.reward, settings.rollout.max_response_tokens)
         with Rollout(settings, HfConfig.read(tiny_run.model), tokenizer, scorer, 0, 1) as rollout:
-            engine: Any = SimpleNamespace(client=LongEngine(), working=lambda: 1, lose=print, stop=lambda: None)
-            engine.has_restarted = lambda: False
+            engine: Any = SimpleNamespace(client=LongEngine(), lose=print, stop=lambda: None)
             rollout.engine = engine
             prompts, store = [Prompt(0, "?", (5,), answer="7")], dist.HashStore()
             groups = rollout.evaluate(prompts, scorer, "arithmetic", 0, 0, store, lambda: None)

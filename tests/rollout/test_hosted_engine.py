@@ -1,4 +1,4 @@
-"""An engine that is lost, starts again, leaves and joins: real processes, whose server answers but has no model."""
+"""An engine that is lost, starts again and joins: real processes, whose server answers but has no model."""
 
 import re
 import sys
@@ -99,13 +99,13 @@ def store() -> dist.Store:
 
 @pytest.fixture
 def host(process: Callable[[EnginePlacement], EngineProcess], store: dist.Store) -> Iterator[Host]:
-    """One of two engines, started; it has its devices for itself."""
+    """An engine, started; it has its devices for itself."""
     loop, hosts, before = EventLoopThread("engine"), list[HostedEngine](), children()
 
     def make(nodes: int = 1, owns_devices: bool = True, **config: Any) -> HostedEngine:
         placement = EnginePlacement(0, 1, 0, nodes)
         settings = EngineConfig.model_validate(config)
-        hosts.append(HostedEngine(settings, 2, placement, process(placement), loop, None, owns_devices))
+        hosts.append(HostedEngine(settings, placement, process(placement), loop, None, owns_devices))
         hosts[-1].start(store)
         hosts[-1].wait_ready()
         return hosts[-1]
@@ -141,47 +141,12 @@ def test_one_that_shares_its_devices_waits_for_them(host: Host) -> None:
     wait_until(lambda: engine.join(wait=False))
 
 
-def test_one_that_is_lost_too_often_leaves_and_joins_again(
-    host: Host, broken: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """While it cannot start it is tried again without a word."""
-    engine = host(max_restarts=1, restart_window_s=3600.0, min_engines=1)
-    broken.touch()
-    engine.lose(GONE)
-    wait_until(lambda: engine.has_left)
-    assert (engine.client, engine.is_lost, engine.working()) == (None, False, 1)
-    engine.try_again()
-    assert not engine.join(wait=True)
-    engine._losses.clear()  # the window is over
-    engine.try_again()
-    assert not engine.join(wait=True)
-    assert (engine.has_left, engine.working()) == (True, 1)
-    broken.unlink()
-    engine._losses.clear()  # the window is over
-    engine.try_again()
-    assert engine.join(wait=True)
-    assert (engine.has_left, engine.working()) == (False, 2)
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert [sentence.rpartition(": ")[2] for sentence in said] == [
-        "it is started again",
-        "the job goes on without it",
-        "engine 0 joins again",
-    ]
-    assert "(started again 1 times: engine.max_restarts)" in said[1]
-
-
-def test_one_that_may_not_leave_ends_the_job(host: Host, broken: Path) -> None:
+def test_one_that_is_lost_too_often_ends_the_job(host: Host, broken: Path) -> None:
     engine = host(max_restarts=1)
     broken.touch()
     engine.lose(GONE)
     with pytest.raises(UserError, match=r"(?s)^engine 0 .* ended; .*\(started again 1 times: engine.max_restarts\)$"):
         engine.join(wait=True)
-
-
-def test_fewer_than_min_engines_end_the_job(host: Host) -> None:
-    host(max_restarts=0, min_engines=1).lose(GONE)
-    with pytest.raises(UserError, match=r"^engine 0: gone$"):
-        host(max_restarts=0, min_engines=1).lose(GONE)
 
 
 def test_a_job_that_stops_does_not_wait_for_a_start(host: Host, broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +187,7 @@ def test_one_that_runs_out_of_memory_starts_again(
     stream = GroupStream(dist.HashStore(), "step/1", AdmissionRule(1, 1, 1))
     task = RolloutTask(lambda number: Prompt(number, "", (1,)), 1, 0, 1, SamplingParams(1))
     assert rollout.begin(task, stream).result() == {}
-    wait_until(engine.has_restarted)  # while the others generate
+    wait_until(lambda: engine._ready)  # while the others generate
     assert rollout.join(wait=True)
     assert rollout.client not in (None, before)
     call()

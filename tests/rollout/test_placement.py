@@ -64,11 +64,6 @@ def test_engines_may_have_the_last_ranks_for_themselves() -> None:
     assert [one.rank for one in engine_placements(EngineConfig(gpus_per_engine=8, ranks=8), 24, 4)] == [16, 20]
 
 
-def test_more_engines_than_there_are_cannot_be_the_fewest() -> None:
-    with pytest.raises(UserError, match=r"^engine.min_engines=5 is more than the 4 engines of this job: lower it$"):
-        engine_placements(EngineConfig(min_engines=5), 4, 4)
-
-
 @pytest.mark.parametrize(
     ("ranks", "gpus", "message"),
     [

@@ -22,7 +22,7 @@ from grpo_mp.cli.main import main
 from grpo_mp.monitor.rules import find_warnings
 from grpo_mp.monitor.timeline import RankPhase, Timeline, current_phase
 from grpo_mp.monitor.watch import Frame, RunState, name_ranges, read_state, share_rows, sparkline
-from grpo_mp.rollout.engine_load import EngineLoad, EngineLoadFile, load_file
+from grpo_mp.rollout.engine_load import EngineLoad, append_load, load_file
 from grpo_mp.utils.errors import UserError
 
 STEPS = 30
@@ -57,9 +57,9 @@ def run(tmp_path: Path) -> Path:
     answers = [{"prompt": "how many?", "response": text, "reward": reward} for text, reward in texts.items()]
     (folder / "samples" / "step_000030.jsonl").write_text("\n".join(map(json.dumps, answers)) + "\n")
     (folder / "samples" / "step_000004.jsonl").write_text("")
-    file = EngineLoadFile(load_file(folder, 2))
+    file = load_file(folder, 2)
     for second in range(4):
-        file.append(EngineLoad(time.time() - 4 + second, "works", 7, 3, 0.25, 100.0 * second, 1.0))
+        append_load(file, EngineLoad(time.time() - 4 + second, "works", 7, 3, 0.25, 100.0 * second, 1.0))
     return folder
 
 
