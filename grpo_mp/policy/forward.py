@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_mp import platform
 from grpo_mp.policy.routing_replay import RoutingReplay
 from grpo_mp.policy.shared_prompt_attention import packed_sequences, shared_prompt_params
-from grpo_mp.utils.types import MicroBatch
+from grpo_mp.utils.types import MicroBatch, copy_to
 
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Any]]  # of logprobs and entropies [T]
 OutputLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]  # of all that the last stage returns
@@ -92,10 +92,10 @@ def _forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
     else:
         packed = packed_sequences(batch.lengths, device)
     output: Tensor = model(
-        batch.tokens[None].to(device),
-        batch.positions[None].to(device),
+        copy_to(batch.tokens[None], device),
+        copy_to(batch.positions[None], device),
         None,
-        labels=_labels(batch).to(device),
+        labels=copy_to(_labels(batch), device),
         packed_seq_params=packed,
     )
     return output

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from grpo_mp import platform
 from grpo_mp.policy.deepseek import GroupLimitedTopk, Topk
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.types import MicroBatch, RoutedExperts, expert_id_bytes
+from grpo_mp.utils.types import MicroBatch, RoutedExperts, copy_to, expert_id_bytes
 
 Target = tuple[Tensor, Tensor]  # rows [n], and their experts [n, top-k]
 
@@ -87,13 +87,13 @@ class RoutingReplay:
     def begin_forward(self, chunk: nn.Module, batch: MicroBatch) -> None:
         """Replay the experts of a micro-batch in the chunk's routers; without any, the routers choose."""
         routed, device = batch.routed_experts, platform.device()
-        rows = None if routed is None else routed.rows.to(device)
+        rows = None if routed is None else copy_to(routed.rows, device)
         for replay in self._by_chunk[id(chunk)]:
             if routed is None or rows is None:
                 replay.target = None
                 continue
             column = self.layers.index(replay.layer)
-            replay.target = rows, routed.experts[:, column].to(device)
+            replay.target = rows, copy_to(routed.experts[:, column], device)
 
     def end_forward(self, chunk: nn.Module) -> None:
         """Store the routers' choices, between `record` and `take_recorded`."""

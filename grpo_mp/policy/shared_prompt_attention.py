@@ -15,7 +15,7 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from grpo_mp.utils.types import RowRange
+from grpo_mp.utils.types import RowRange, copy_to
 
 
 @dataclass(kw_only=True)
@@ -119,9 +119,9 @@ def shared_prompt_params(
         key_lengths.append(prompt.count + length)
     return SharedPromptParams(
         **_thd_fields(starts[-1:], starts[-1:], device),
-        positions=positions.to(device),
+        positions=copy_to(positions, device),
         max_positions=max(key_lengths),
-        key_rows=torch.cat(rows).to(device),
+        key_rows=copy_to(torch.cat(rows), device),
         attention=PackedSeqParams(**_thd_fields(lengths, key_lengths, device)),
     )
 
@@ -134,7 +134,7 @@ def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSeqP
 def _thd_fields(lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
     """Return the fields for sequences of `lengths` queries, end to end, each attending to its `key_lengths` keys."""
     queries, keys = (
-        torch.tensor([0, *accumulate(counts)], dtype=torch.int32).to(device) for counts in (lengths, key_lengths)
+        copy_to(torch.tensor([0, *accumulate(counts)], dtype=torch.int32), device) for counts in (lengths, key_lengths)
     )
     return {
         "qkv_format": "thd",

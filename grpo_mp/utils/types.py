@@ -323,6 +323,14 @@ class MicroBatch:
         if self.tokens.device == device:
             return self
         moved: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+            name: copy_to(value, device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
         return replace(self, **moved)
+
+
+def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the host tensor on `device`."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    # From ordinary host memory CUDA would first wait for all kernels that are queued.
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
