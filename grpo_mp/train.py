@@ -216,7 +216,6 @@ def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> 
 def compute_logprobs_and_values(ctx: TrainContext, batch: StepBatch) -> UpdateBatches:
     """Return the micro-batches of each update with the logprobs, and values of a critic, that its loss needs."""
     settings, state = ctx.settings, ctx.state
-    seed, records = f"{settings.run.seed}/{state.step}", settings.training.router_replay == "R2"
     with ctx.phases.phase(Phase.LOGPROB):
         return compute_logprobs(
             ctx.policy,
@@ -224,8 +223,7 @@ def compute_logprobs_and_values(ctx: TrainContext, batch: StepBatch) -> UpdateBa
             algorithm=settings.algorithm,
             epochs=settings.training.epochs,
             adaptive_coefs=state.adaptive_coefs,
-            seed=seed,
-            record_routing=records,
+            record_routing=settings.training.router_replay == "R2",
             critic=ctx.critic,
         )
 

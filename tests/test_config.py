@@ -173,8 +173,8 @@ def test_settings_do_not_change(file: Path) -> None:
         ({"reward": {"code": {"memory_bytes": "1GB"}}}, "reward.code.memory_bytes: '1GB' is not a number of bytes"),
         ({"training": {"updates_per_step": 5}}, "here: training.updates_per_step=5 does not divide the 32"),
         (
-            {"reward": {"boxed": 1}, "algorithm": {"curriculum": {"solved_streak": 2}}},
-            "here: algorithm.curriculum.solved_streak skips prompts that are answered right, and no reward term",
+            {"reward": {"boxed": 1}, "algorithm": {"curriculum": {"window": 2, "max_rate": 0.9}}},
+            "here: algorithm.curriculum.window skips prompts that are answered right, and no reward term",
         ),
         (
             {"reward": {"boxed": 1}, "algorithm": "dapo"},

@@ -18,7 +18,7 @@ class AdvantageEstimator(Protocol):
     """Returns the advantage of each of the step's samples: a number, or [response tokens] of all its sequences.
 
     `samples`: all of the step that have a reward, the same on every rank, groups by `group_id`; `advantage`: that
-    section of the settings; `weights`: of the terms of the reward, by name. `algorithm.advantage.args` come by name.
+    section of the settings; `weights`: of the terms of the reward, by name.
     """
 
     def __call__(
@@ -30,7 +30,7 @@ class AdvantageEstimator(Protocol):
 def load_estimator(advantage: AdvantageConfig) -> AdvantageEstimator:
     """Return the estimator that the settings name."""
     name = advantage.estimator or advantage.built_in
-    return ADVANTAGE_ESTIMATORS.resolve(name, "algorithm.advantage.estimator", advantage.args)
+    return ADVANTAGE_ESTIMATORS.resolve(name, "algorithm.advantage.estimator")
 
 
 def estimate_advantages(

@@ -77,7 +77,7 @@ def make_loss(
 
 def load_policy_loss(algorithm: AlgorithmConfig) -> PolicyLoss:
     """Return the policy loss that the settings name."""
-    return POLICY_LOSSES.resolve(algorithm.policy_loss, "algorithm.policy_loss", algorithm.policy_loss_args)
+    return POLICY_LOSSES.resolve(algorithm.policy_loss, "algorithm.policy_loss")
 
 
 def _token_losses(policy_loss: PolicyLoss, terms: TokenTerms, algorithm: AlgorithmConfig) -> Tensor:
@@ -279,11 +279,9 @@ def update_adaptive_coefs(
     return updated
 
 
-def should_early_stop(kl: float, ess: float, limits: EarlyStopConfig) -> bool:
+def should_early_stop(kl: float, limits: EarlyStopConfig) -> bool:
     """Return whether the policy is too far from the one that the step's samples count as drawn from."""
-    too_far = limits.max_kl is not None and not abs(kl) <= limits.max_kl  # `not <=`: NaN has drifted as well
-    too_few = limits.min_ess is not None and not ess >= limits.min_ess
-    return too_far or too_few
+    return limits.max_kl is not None and not abs(kl) <= limits.max_kl  # `not <=`: NaN has drifted as well
 
 
 SUPERVISED_SUMS = ("loss", "entropy", "tokens")  # of a micro-batch: its share of the loss; sums over the learned tokens

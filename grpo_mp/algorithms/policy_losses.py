@@ -79,7 +79,7 @@ class TokenTerms:
 class PolicyLoss(Protocol):
     """Returns the loss of every token, [T] in float64, not yet weighted: minus what the token's objective adds.
 
-    `algorithm` is that section of the settings; `algorithm.policy_loss_args` come by name. The result is multiplied by
+    `algorithm` is that section of the settings. The result is multiplied by
     each token's correction for the rollout engine, unless the registry says that the loss applies it, and by the
     weights of `algorithm.aggregation`; KL and entropy are added.
     Prompts and padding have values too, which do not count.

@@ -12,8 +12,6 @@ from grpo_mp.utils.types import SampleInfo
 class GroupFilter(Protocol):
     """Says whether a group is kept. `samples`: those of one group that have a reward, at least one.
 
-    `algorithm.filter.args` come by name.
-
     Called on every rank with the same samples, and must say the same there.
     """
 
@@ -23,7 +21,7 @@ class GroupFilter(Protocol):
 
 def load_group_filter(rule: FilterConfig) -> GroupFilter:
     """Return the filter that the settings name."""
-    return GROUP_FILTERS.resolve(rule.metric, "algorithm.filter.metric", rule.args)
+    return GROUP_FILTERS.resolve(rule.metric, "algorithm.filter.metric")
 
 
 def rewards_differ(samples: Sequence[SampleInfo]) -> bool:
@@ -41,7 +39,7 @@ def accuracies_differ(samples: Sequence[SampleInfo]) -> bool:
 
 
 class Curriculum(Protocol):
-    """Says after a step which prompts are skipped. `algorithm.curriculum.args` come by name.
+    """Says after a step which prompts are skipped.
 
     `samples`: all that were generated for the step, of finished groups, with reward, is_correct and `prompt`, the
     prompt's index. Called on every rank with the same samples, and must say the same there. What it returns is kept in
@@ -54,7 +52,7 @@ class Curriculum(Protocol):
 
 def load_curriculum(rule: CurriculumConfig) -> Curriculum | None:
     """Return the user's function; None where the settings name none."""
-    return CURRICULA.resolve(rule.function, "algorithm.curriculum.function", rule.args) if rule.function else None
+    return CURRICULA.resolve(rule.function, "algorithm.curriculum.function") if rule.function else None
 
 
 def call_curriculum(curriculum: Curriculum, samples: Sequence[SampleInfo], step: int) -> dict[int, int]:

@@ -1,7 +1,7 @@
 """The `algorithm` section: independent parts, each with its choices. A preset (presets.py) sets any of them."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -26,7 +26,6 @@ class AdvantageConfig(Section):
     estimator: Annotated[str, AfterValidator(ADVANTAGE_ESTIMATORS.check_name)] | None = Field(
         None, description="your own estimator: 'module:function' or 'file.py:function'; null: by level and combine"
     )
-    args: dict[str, Any] = Field({}, description="arguments of your own estimator, by name")
     level: Literal["outcome", "process"] = Field(
         "outcome", description="outcome: one advantage per response; process: rewards of single steps (reward.steps)"
     )
@@ -88,15 +87,7 @@ class KLConfig(Section):
     coef: float = Field(
         0.0,
         ge=0,
-        description="coefficient (TRL beta, verl kl_loss_coef); 0: no reference, but for monitor_share",
-    )
-    monitor_share: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of a step's micro-batches whose KL is measured while coef is 0, at least one; costs a copy "
-        "of the weights in host memory, that share of a forward, and two exchanges of the weights with the copy for "
-        "each update with such a micro-batch",
+        description="coefficient (TRL beta, verl kl_loss_coef); 0: no reference",
     )
     estimator: Literal["k1", "k2", "k3", "k3_clamped", "k3_unbiased"] = Field(
         "k3",
@@ -119,11 +110,6 @@ class KLConfig(Section):
     ref_update_mix: float = Field(
         0.6, gt=0, le=1, description="share of the policy in the updated reference (TRL ref_model_mixup_alpha)"
     )
-
-    @property
-    def measured_share(self) -> float:
-        """Return the share of micro-batches whose KL to the reference is measured; 0: there is no reference."""
-        return 1.0 if self.coef else self.monitor_share
 
 
 class EntropyConfig(Section):
@@ -167,9 +153,6 @@ class EarlyStopConfig(Section):
     max_kl: float | None = Field(
         None, gt=0, description="nats per token between old policy and policy (PPO's target_kl); null: no limit"
     )
-    min_ess: float | None = Field(
-        None, gt=0, lt=1, description="effective sample size of the ratios, as a share of the tokens; null: no limit"
-    )
 
 
 class FilterConfig(Section):
@@ -185,35 +168,22 @@ class FilterConfig(Section):
         description="what must differ in a group: the full reward, or with accuracy whether samples are right (DAPO); "
         "or your own 'file.py:function', which says whether to keep it",
     )
-    args: dict[str, Any] = Field({}, description="arguments of your own metric, by name")
-    max_launch_factor: int = Field(
-        10,
-        ge=1,
-        description="groups launched per group needed until a refilled step must be full (verl max_num_gen_batches)",
-    )
     truncated: Literal["keep", "mask"] = Field(
         "keep", description="mask: truncated samples are masked out of the loss (TRL mask_truncated_completions)"
     )
     oversample_factor: float = Field(
-        1.0, ge=1, description="groups launched at once per group needed, so that enough remain; see select_by"
-    )
-    select_by: Literal["launch", "finish"] = Field(
-        "launch",
-        description="which launched groups are used: first launched, or first finished, which prefers short ones",
+        1.0, ge=1, description="groups launched at once per group needed; a step trains on the first of them that pass"
     )
 
 
 class CurriculumConfig(Section):
     """Prompts that the policy always solves, or that a function names, are skipped for a while."""
 
-    solved_streak: int = Field(
-        0, ge=0, description="times in a row that all samples of a prompt are right before it is skipped; 0: never"
-    )
     window: int = Field(
         0,
         ge=0,
         description="last times that a prompt was sampled, over which its solve rate is the mean share of right "
-        "samples; 0: none is taken",
+        "samples; 0: no prompt is skipped by its rate",
     )
     min_rate: float = Field(0.0, ge=0, le=1, description="prompts of a lower one over a full window are skipped")
     max_rate: float = Field(1.0, ge=0, le=1, description="prompts of a higher solve rate over a full window are, too")
@@ -221,7 +191,6 @@ class CurriculumConfig(Section):
     function: Annotated[str | None, AfterValidator(lambda name: name and CURRICULA.check_name(name))] = Field(
         None, description="your own 'file.py:function', which says after each step what is skipped, too; null: none"
     )
-    args: dict[str, Any] = Field({}, description="arguments of your own function, by name")
 
     @model_validator(mode="after")
     def _check_rates(self) -> "CurriculumConfig":
@@ -263,7 +232,6 @@ class AlgorithmConfig(Section):
         description=f"loss of a token: {', '.join(POLICY_LOSSES.built_in)}, or your own 'file.py:function' (verl "
         "policy_loss.loss_mode, TRL loss_type); clip: PPO's; unclipped: no clip",
     )
-    policy_loss_args: dict[str, Any] = Field({}, description="arguments of your own policy loss, by name")
     clip: ClipConfig = Field(ClipConfig(), description="bounds of the importance ratio")
     aggregation: Literal["sequence_mean", "token_mean", "sequence_sum", "constant", "decoupled"] = Field(
         "sequence_mean",

@@ -4,7 +4,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Literal
 
 from grpo_mp.algorithms.selection import Curriculum, call_curriculum
 from grpo_mp.algorithms.settings import CurriculumConfig, FilterConfig
@@ -12,6 +11,7 @@ from grpo_mp.utils.types import SampleInfo
 
 # Number of an ended group in the step's launch order, and whether the filter keeps it; None: it was aborted.
 Verdict = tuple[int, bool | None]
+MAX_LAUNCH_FACTOR = 10  # groups launched per group needed, until a step that is refilled must be full
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,6 @@ class AdmissionRule:
     needed: int
     launched: int
     max_launched: int
-    select_by: Literal["launch", "finish"] = "launch"
     lookahead: int = 0
     max_aborted: int = 0
 
@@ -44,12 +43,11 @@ class Admission:
 def admission_rule(rule: FilterConfig, needed: int, max_staleness: int) -> AdmissionRule:
     """Return the rule of a step that needs so many groups."""
     launched = math.ceil(needed * rule.oversample_factor)
-    max_launched = launched * rule.max_launch_factor if rule.zero_std == "refill" else launched
+    max_launched = launched * MAX_LAUNCH_FACTOR if rule.zero_std == "refill" else launched
     return AdmissionRule(
         needed,
         launched,
         max_launched=max_launched,
-        select_by=rule.select_by,
         lookahead=needed * max_staleness,
         max_aborted=needed,
     )
@@ -66,11 +64,9 @@ def token_limit(number: int, needed: int, steps_ahead: int, tokens_ahead: int) -
 def admit(verdicts: Sequence[Verdict], rule: AdmissionRule) -> Admission:
     """Decide from the verdicts, in the order in which groups finished.
 
-    By launch the step takes the first groups of the launch order that are kept, so neither the answer nor its length
-    depends on who was faster; by finish, the first that finished.
+    The step takes the first groups of the launch order that are kept, so neither the answer nor its length depends on
+    which group was faster.
     """
-    if rule.select_by == "finish":
-        return _admit_by_finish(verdicts, rule)
     kept, selected, number = dict(verdicts), list[int](), 0
     while number in kept and len(selected) < rule.needed:
         if kept[number]:
@@ -79,15 +75,6 @@ def admit(verdicts: Sequence[Verdict], rule: AdmissionRule) -> Admission:
     limit = _launch_limit(kept, rule)
     done = len(selected) == rule.needed or number == limit
     return Admission(done, limit, tuple(selected), number)
-
-
-def _admit_by_finish(verdicts: Sequence[Verdict], rule: AdmissionRule) -> Admission:
-    positions = [position for position, (_, kept) in enumerate(verdicts) if kept][: rule.needed]
-    if len(positions) == rule.needed:
-        verdicts = verdicts[: positions[-1] + 1]  # later ones, which not every rank may know, decide nothing
-    limit = _launch_limit(dict(verdicts), rule)
-    done = len(positions) == rule.needed or len(verdicts) >= limit
-    return Admission(done, limit, tuple(sorted(verdicts[position][0] for position in positions)), limit)
 
 
 def _launch_limit(kept: Mapping[int, bool | None], rule: AdmissionRule) -> int:
@@ -114,9 +101,8 @@ def length_bias(infos: Sequence[SampleInfo], selected: Collection[int], aborted:
 
 @dataclass(frozen=True)
 class PromptCurriculum:
-    """By prompt: steps in a row in which all samples were right, the last step to skip, and shares of right samples."""
+    """By prompt: the last step in which it is skipped, and its shares of right samples."""
 
-    solved_streak: Mapping[int, int]
     skipped_until: Mapping[int, int]
     solve_rates: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of the last times, oldest first
 
@@ -127,28 +113,12 @@ class PromptCurriculum:
     def updated(
         self, infos: Sequence[SampleInfo], step: int, rule: CurriculumConfig, function: Curriculum | None = None
     ) -> "PromptCurriculum":
-        """Return the curriculum after a step; streak and rates of a prompt that was skipped start anew."""
-        after = self._after_streaks(infos, step, rule) if rule.solved_streak else self
-        after = after._after_rates(infos, step, rule) if rule.window else after
+        """Return the curriculum after a step; the rates of a prompt that was skipped start anew."""
+        after = self._after_rates(infos, step, rule) if rule.window else self
         if function is None:
             return after
         skipped = {**after.skipped_until, **call_curriculum(function, infos, step)}
         return replace(after, skipped_until={prompt: last for prompt, last in skipped.items() if last > step})
-
-    def _after_streaks(self, infos: Sequence[SampleInfo], step: int, rule: CurriculumConfig) -> "PromptCurriculum":
-        all_correct: dict[int, bool] = {}
-        for info in infos:
-            all_correct[info.prompt] = all_correct.get(info.prompt, True) and info.is_correct is True
-        streaks = dict(self.solved_streak) | {
-            prompt: self.solved_streak.get(prompt, 0) + 1 if correct else 0 for prompt, correct in all_correct.items()
-        }
-        solved = {prompt for prompt, count in streaks.items() if count >= rule.solved_streak}
-        skipped_until = {prompt: last for prompt, last in self.skipped_until.items() if last > step}
-        return replace(
-            self,
-            solved_streak={prompt: count for prompt, count in streaks.items() if count and prompt not in solved},
-            skipped_until=skipped_until | dict.fromkeys(solved, step + rule.skip_steps),
-        )
 
     def _after_rates(self, infos: Sequence[SampleInfo], step: int, rule: CurriculumConfig) -> "PromptCurriculum":
         verdicts: dict[int, list[bool]] = {}

@@ -38,7 +38,6 @@ class TrainState:
     samples_seen: int = 0
     cursor: Cursor | None = None  # position in the train prompts
     groups_launched: int = 0
-    solved_streak: Mapping[int, int] = field(default_factory=dict)  # by prompt index
     skipped_until: Mapping[int, int] = field(default_factory=dict)  # prompt index -> step after which it is taken again
     solve_rates: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # by prompt index, the last ones
     adaptive_coefs: dict[str, float] = field(default_factory=dict)  # current values of adaptive weights
@@ -216,8 +215,7 @@ def _parse_state(tree: dict[str, Any]) -> TrainState:
     values = dict(tree)
     if cursor := values["cursor"]:
         values["cursor"] = Cursor(**{**cursor, "deferred": tuple(cursor["deferred"])})
-    for name in ("solved_streak", "skipped_until"):
-        values[name] = {int(prompt): value for prompt, value in values[name].items()}
+    values["skipped_until"] = {int(prompt): last for prompt, last in values["skipped_until"].items()}
     values["solve_rates"] = {int(prompt): tuple(rates) for prompt, rates in values["solve_rates"].items()}
     return TrainState(**values)
 

@@ -238,12 +238,11 @@ class Settings(Section):
     @model_validator(mode="after")
     def _check_correct_is_known(self) -> "Settings":
         curriculum = self.algorithm.curriculum
-        for name, value in (("solved_streak", curriculum.solved_streak), ("window", curriculum.window)):
-            if value and self.reward.correctness_rule is None:
-                raise ValueError(
-                    f"algorithm.curriculum.{name} skips prompts that are answered right, and no reward term defines "
-                    f"correctness: set reward.correct to the term that does, or {name}=0"
-                )
+        if curriculum.window and self.reward.correctness_rule is None:
+            raise ValueError(
+                "algorithm.curriculum.window skips prompts that are answered right, and no reward term defines "
+                "correctness: set reward.correct to the term that does, or window=0"
+            )
         rule = self.algorithm.filter
         if rule.zero_std != "keep" and needs_correctness(rule.metric) and self.reward.correctness_rule is None:
             raise ValueError(
@@ -286,10 +285,10 @@ class Settings(Section):
     @model_validator(mode="after")
     def _check_staleness(self) -> "Settings":
         rule = self.algorithm.filter
-        if self.rollout.max_staleness and (rule.select_by == "finish" or rule.oversample_factor > 1):
+        if self.rollout.max_staleness and rule.oversample_factor > 1:
             raise ValueError(
                 f"rollout.max_staleness={self.rollout.max_staleness} keeps what a step launches for later ones, in "
-                "launch order: set algorithm.filter.select_by=launch and oversample_factor=1, or max_staleness=0"
+                "launch order: set algorithm.filter.oversample_factor=1, or max_staleness=0"
             )
         return self
 

@@ -302,7 +302,7 @@ class PlannedJob:
     @property
     def has_reference(self) -> bool:
         """Return whether the run holds reference weights."""
-        return self.settings.algorithm.kl.measured_share > 0
+        return self.settings.algorithm.kl.coef > 0
 
     @property
     def prompt_tokens(self) -> int:

@@ -114,7 +114,7 @@ def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resour
     per_parameter = job.per_parameter
     stage = largest_stage(job)
     algorithm = job.settings.algorithm
-    passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + algorithm.kl.measured_share
+    passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + bool(algorithm.kl.coef)
     swap = 4 * job.policy_trained_counts[stage].total * per_parameter.weights * job.has_reference
     weights = 2 * job.held_weight_bytes[stage] * job.offloads
     communicators = 2 * _suspended_bytes(job)

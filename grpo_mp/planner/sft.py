@@ -93,7 +93,7 @@ def sft_job(
         rollout=rollout,
         engine=EngineConfig(),
         reward=RewardConfig(answer=1.0),
-        algorithm=AlgorithmConfig(kl=KLConfig(coef=0.0, monitor_share=0.0)),
+        algorithm=AlgorithmConfig(kl=KLConfig(coef=0.0)),
         optimizer=settings.optimizer,
         training=settings.training,
         sync=SyncConfig(),

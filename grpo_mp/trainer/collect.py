@@ -274,7 +274,7 @@ class RolloutCollector:
     def _begin(self, state: TrainState, step: int) -> Generation:
         """Begin to generate a step's groups, on the ranks that host engines. Every rank must call this."""
         config, job, colocated = self.settings.rollout, self.job, self.settings.shares_devices
-        curriculum = PromptCurriculum(state.solved_streak, state.skipped_until, state.solve_rates)
+        curriculum = PromptCurriculum(state.skipped_until, state.solve_rates)
         rule = admission_rule(self._rule, config.prompts_per_step, config.max_staleness)
         self._queue.begin_step(
             state.cursor or Cursor(seed=self.settings.run.seed),
@@ -370,7 +370,7 @@ class RolloutCollector:
             self._queue.give_back()
         self._carried = {number - admission.consumed: groups for number, groups in later.items()}
         selected = {first + number for number in admission.selected}
-        curriculum = PromptCurriculum(state.solved_streak, state.skipped_until, state.solve_rates).updated(
+        curriculum = PromptCurriculum(state.skipped_until, state.solve_rates).updated(
             [info for info in infos if info.finished], step, self.settings.algorithm.curriculum, self.curriculum
         )
         next_group = admission.consumed if max_staleness else max(last for _, last, *_ in counts)
@@ -428,7 +428,7 @@ class RolloutCollector:
         return (
             f"step {step}: of {launched} groups only {len(admission.selected)} pass "
             f"algorithm.filter.metric={rule.metric}, {needed} are needed: take data that "
-            "is neither too easy nor too hard, raise algorithm.filter.max_launch_factor or rollout.group_size, or set "
+            "is neither too easy nor too hard, raise rollout.group_size, or set "
             "algorithm.filter.zero_std=keep"
         )
 

@@ -122,7 +122,7 @@ def open_context(
         offload = platform.on_cuda() and settings.shares_devices and settings.model.offloads and not inputs.replay
         limit_s = settings.monitor.phase_timeout_s
         parallel = make_parallel(job, settings.layout, settings.run.seed, limit_s) if job.trains else None
-        has_reference = settings.algorithm.kl.measured_share > 0
+        has_reference = settings.algorithm.kl.coef > 0
         build = partial(_build_models, settings, parallel, resumed, has_reference) if parallel else None
         policy, critic = _start(runtime, settings.engine.start_timeout_s, offload, build)
         if rollout.client:

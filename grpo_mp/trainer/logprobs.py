@@ -1,10 +1,7 @@
 """Compute what stays constant over the updates of a step: logprobs, values, and advantages that need them."""
 
-import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 
 import numpy as np
 from torch import Tensor
@@ -33,15 +30,13 @@ def compute_logprobs(
     algorithm: AlgorithmConfig,
     epochs: int,
     adaptive_coefs: Mapping[str, float],
-    seed: str,
     record_routing: bool = False,
     critic: Critic | None = None,
 ) -> UpdateBatches:
     """Return the step's micro-batches with everything that its updates need. Every rank must call this.
 
     critic: whose values are the baseline, with advantage.baseline=critic; adaptive_coefs: adaptive weights by name;
-    seed: draws the micro-batches on which a KL without weight is measured; record_routing: the updates replay the
-    experts of the pass for old logprobs.
+    record_routing: the updates replay the experts of the pass for old logprobs.
     """
     kl, parallel = algorithm.kl, policy.parallel
     updates = [list(update) for update in batch.updates]
@@ -53,8 +48,6 @@ def compute_logprobs(
     if kl.coef:
         with policy.use_reference_weights():  # the weights are swapped once, not for every update
             updates = [with_logprobs(update, _reference_logprobs(policy, update), REFERENCE) for update in updates]
-    elif kl.monitor_share:
-        updates = _with_sampled_reference_logprobs(updates, policy, kl.monitor_share, seed)
     kl_coef = adaptive_coefs.get("kl", kl.coef)
     if critic:
         updates = [with_values(update, critic.values(update)) for update in updates]
@@ -87,29 +80,3 @@ def with_old_logprobs(
     floor = float(np.quantile(entropies, 1 - top_quantile))
     share = float((entropies >= floor).mean())
     return [replace(batch, entropy_floor=floor, entropy_weight=batch.entropy_weight / share) for batch in batches]
-
-
-def sample_microbatches(counts: Sequence[int], share: float, block: int, seed: str) -> list[list[int]]:
-    """Draw at least `share` of the step's micro-batches, alike on every rank; return their indices in each update.
-
-    counts: micro-batches of each update, multiples of `block`, the number that a pipeline schedule takes at a time.
-    """
-    bounds = (0, *accumulate(count // block for count in counts))
-    blocks = sorted(random.Random(seed).sample(range(bounds[-1]), math.ceil(share * bounds[-1])))
-    return [
-        [(index - start) * block + i for index in blocks if start <= index < end for i in range(block)]
-        for start, end in pairwise(bounds)
-    ]
-
-
-def _with_sampled_reference_logprobs(updates: UpdateBatches, policy: Policy, share: float, seed: str) -> UpdateBatches:
-    """Add the reference's logprobs to a share of the micro-batches, to measure a KL that has no weight."""
-    block = policy.parallel.layout.microbatch_multiple
-    sampled = sample_microbatches([len(update) for update in updates], share, block, seed)
-    with policy.use_reference_weights():
-        for number, indices in enumerate(sampled):
-            batches = [updates[number][i] for i in indices]
-            measured = with_logprobs(batches, _reference_logprobs(policy, batches), REFERENCE) if batches else []
-            by_index = dict(zip(indices, measured, strict=True))
-            updates[number] = [by_index.get(i, batch) for i, batch in enumerate(updates[number])]
-    return updates

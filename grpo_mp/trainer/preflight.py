@@ -449,12 +449,11 @@ def start_warnings(settings: Settings, fp8: bool) -> list[str]:
 
 
 def _warn_of_the_clock(settings: Settings) -> Iterator[str]:
-    rollout, rule = settings.rollout, settings.algorithm.filter
-    says = "engine.deterministic=true, and the clock decides"
-    if settings.steps_ahead > 0 and rollout.tokens_ahead is None:
-        yield f"{says} which weights draw a token: set rollout.tokens_ahead, or rollout.max_staleness=0"
-    if rule.select_by == "finish":
-        yield f"{says} which groups a step trains on: set algorithm.filter.select_by=launch"
+    if settings.steps_ahead > 0 and settings.rollout.tokens_ahead is None:
+        yield (
+            "engine.deterministic=true, and the clock decides which weights draw a token: set rollout.tokens_ahead, or "
+            "rollout.max_staleness=0"
+        )
 
 
 def _warn_without_effect(algorithm: AlgorithmConfig, updates: int) -> Iterator[str]:

@@ -220,7 +220,6 @@ class ReplayCollector:
                 state,
                 cursor=written.cursor,
                 groups_launched=written.groups_launched,
-                solved_streak=written.solved_streak,
                 skipped_until=written.skipped_until,
                 solve_rates=written.solve_rates,
             ),

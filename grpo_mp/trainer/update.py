@@ -45,7 +45,7 @@ def train_step(
             adaptive_coefs = update_adaptive_coefs(
                 adaptive_coefs, measured.get("train/kl_loss", 0.0), measured["train/entropy"], algorithm
             )
-        if should_early_stop(measured["train/ppo_kl"], measured["train/ess"], algorithm.early_stop):
+        if should_early_stop(measured["train/ppo_kl"], algorithm.early_stop):
             break
     return reports, adaptive_coefs
 

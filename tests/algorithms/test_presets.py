@@ -34,13 +34,6 @@ def write_settings(tmp_path: Path, algorithm: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_kl_can_be_watched_with_every_preset(name: str) -> None:
-    kl = settings_of({"preset": name, "kl": {"monitor_share": 0.05}}).algorithm.kl
-    assert kl.measured_share == (1.0 if kl.coef else 0.05)
-    assert settings_of({"preset": name, "kl": {"coef": 0, "ref_update_every": 0}}).algorithm.kl.measured_share == 0
-
-
-@pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_s_name_sets_every_part_and_the_resolved_file_lists_them(name: str, tmp_path: Path) -> None:
     settings = settings_of(name)
     assert settings.algorithm.preset == name

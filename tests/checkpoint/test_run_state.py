@@ -37,7 +37,6 @@ def make_state(step: int) -> TrainState:
         optimizer_step=2 * step,
         samples_seen=64 * step,
         cursor=Cursor(epoch=1, position=step, seed=3, deferred=(5, 2)),
-        solved_streak={4: 1},
         solve_rates={4: (0.25, 1.0), 9: (0.5,)},
         skipped_until={11: step + 2},
     )

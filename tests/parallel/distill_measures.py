@@ -53,7 +53,7 @@ def distilled(bench: Bench) -> Result:
     settings = bench.settings.model_copy(update={"algorithm": algorithm, "training": training})
     estimator = load_estimator(algorithm.advantage)
     batch = assemble_step_batch(groups, infos, {}, settings, parallel, SMALL["hidden_size"], 1, estimator)
-    (update,) = compute_logprobs(policy, batch, algorithm, training.epochs, adaptive_coefs={}, seed="0/0")
+    (update,) = compute_logprobs(policy, batch, algorithm, training.epochs, adaptive_coefs={})
     losses = policy.compute_gradients(update, loss_of(algorithm, reduce=context_reduction(parallel)))
     return {
         "shards": _gradients(policy),

@@ -371,7 +371,7 @@ def family(bench: Bench) -> Result:
         settings = bench.settings.model_copy(update={"algorithm": algorithm, "training": training})
         estimator = load_estimator(algorithm.advantage)
         batch = assemble_step_batch(groups, infos, {}, settings, parallel, SMALL["hidden_size"], 1, estimator)
-        (update,) = compute_logprobs(policy, batch, algorithm, training.epochs, adaptive_coefs={}, seed="0/0")
+        (update,) = compute_logprobs(policy, batch, algorithm, training.epochs, adaptive_coefs={})
         update = [replace(one, old_logprobs=one.rollout_logprobs + 0.1 * torch.cos(one.targets)) for one in update]
         policy.compute_gradients(update, loss_of(algorithm, reduce=context_reduction(parallel)))
         gradients[name] = {"shards": _gradients(policy), "held": _held(policy)}

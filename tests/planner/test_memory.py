@@ -10,7 +10,7 @@ from grpo_mp.config import load_settings
 from grpo_mp.planner.activations import backward_bytes, forward_bytes, layer_bytes, logits_bytes
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.engine_memory import engine_memory
-from grpo_mp.planner.job import BytesPerParameter, PlannedJob, bytes_per_parameter, make_job
+from grpo_mp.planner.job import BytesPerParameter, bytes_per_parameter, make_job
 from grpo_mp.planner.memory import MEASURED, MemoryPlan, SubPhase, plan_memory, total_bytes
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.planner.plan import check_fits, make_plan, save_uses
@@ -125,20 +125,6 @@ def test_activations_of_a_layer_and_of_the_output_head_are_not_there_at_once(row
     assert logprob == max(layer, head)
     inputs, layer, head = 28 * 4096 * 3584 * 2, backward_bytes(job, 0), logits_bytes(job, 0, backward=True)
     assert train == inputs + max(layer, head)
-
-
-def test_watched_reference_costs_its_share_of_a_forward_pass() -> None:
-    def job(**kl: float) -> PlannedJob:
-        return job_of("qwen2.5-7b", "h100-80", 1, algorithm={"kl": kl})
-
-    def reference_bytes(**kl: float) -> float:
-        return plan_memory(job(**kl)).host[SubPhase.TRAIN]["reference"]
-
-    assert (reference_bytes(), reference_bytes(monitor_share=0.1)) == (0, QWEN * 2 * 8)
-    assert reference_bytes(monitor_share=0.1) == reference_bytes(coef=0.1)
-    watched, full = (make_plan(job(**kl)).uses[SubPhase.LOGPROB] for kl in ({"monitor_share": 0.1}, {"coef": 0.1}))
-    assert watched.flops == pytest.approx(full.flops / 10)
-    assert watched.host_link_bytes == full.host_link_bytes > 0
 
 
 def test_pinned_optimizer_copy_is_on_the_host_from_the_first_step_on() -> None:

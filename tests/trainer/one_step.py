@@ -27,7 +27,7 @@ class OneStep:
     def compute_logprobs(self) -> UpdateBatches:
         training = self.settings.training
         records = training.router_replay == "R2"
-        return compute_logprobs(self.policy, self.batch, self.settings.algorithm, training.epochs, {}, "0/0", records)
+        return compute_logprobs(self.policy, self.batch, self.settings.algorithm, training.epochs, {}, records)
 
     def train(self, updates: UpdateBatches) -> list[UpdateReport]:
         algorithm, epochs = self.settings.algorithm, self.settings.training.epochs

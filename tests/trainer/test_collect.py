@@ -151,7 +151,7 @@ def collector(
     schedule: str = "colocated",
     steps: int = 100,
     folder: Path | None = None,
-    solved_streak: int = 0,
+    skips_solved: bool = False,
     curriculum: Curriculum | None = None,
     virtual_time: bool = False,
     **rollout: Any,
@@ -161,7 +161,8 @@ def collector(
     )
     prompts = PromptSet("test", tuple(Prompt(i, str(i), (i,)) for i in range(PROMPTS)), 0)
     phases: Any = SimpleNamespace(phase=lambda *_: nullcontext())
-    algorithm = AlgorithmConfig.model_validate({"filter": filter_, "curriculum": {"solved_streak": solved_streak}})
+    rates = {"window": 1, "max_rate": 0.99} if skips_solved else {}
+    algorithm = AlgorithmConfig.model_validate({"filter": filter_, "curriculum": rates})
     job: Any = SimpleNamespace(group=one_rank_job.group)
     job.store, job.rank, job.world_size, job.engine_ranks = dist.HashStore(), 0, 1, 0  # streams' names are new in each
     settings: Any = SimpleNamespace(rollout=config, algorithm=algorithm, shares_devices=schedule == "colocated")
@@ -284,25 +285,9 @@ def test_slots_are_filled_with_later_groups_while_the_last_ones_run(one_rank_job
     assert engines[0].most_running > 8 * GROUP
 
 
-@pytest.mark.parametrize("slots", [1, 5, 16, 64])
-@pytest.mark.parametrize("zero_std", ["keep", "refill"])
-def test_first_to_finish_drops_the_rest(slots: int, zero_std: str, one_rank_job: Any) -> None:
-    engines = [FakeEngine()]
-    filter_ = {"select_by": "finish", "oversample_factor": 2.0, "zero_std": zero_std}
-    batches = run_steps(collector(one_rank_job, engines, slots, filter_, virtual_time=True), engines, 3)
-    for batch in batches:
-        assert len(batch.groups) == 8
-        check_samples(batch)
-    prompts = [group.prompt.index for batch in batches for group in batch.groups]
-    assert len(set(prompts)) == len(prompts)
-    if slots == 16 and zero_std == "keep":
-        assert all(batch.dropped["surplus"] + batch.dropped["unfinished"] == 8 for batch in batches)
-        assert all(batch.length_bias < 1.05 for batch in batches)
-
-
 def test_data_that_cannot_fill_a_step_is_an_error(one_rank_job: Any) -> None:
-    collect = collector(one_rank_job, [FakeEngine()], 16, {"zero_std": "refill", "max_launch_factor": 1}, group_size=1)
-    with pytest.raises(UserError, match=r"step 1: of 8 groups only 0 pass algorithm\.filter\.metric=reward, 8 are"):
+    collect = collector(one_rank_job, [FakeEngine()], 16, {"zero_std": "refill"}, group_size=1)
+    with pytest.raises(UserError, match=r"step 1: of 80 groups only 0 pass algorithm\.filter\.metric=reward, 8 are"):
         collect.collect(TrainState(), 1)
 
 
@@ -396,7 +381,7 @@ def third_rests(samples: Sequence[SampleInfo], step: int) -> dict[int, int]:
     return {sample.prompt: step + 50 for sample in samples if sample.prompt % 3 == 0}
 
 
-@pytest.mark.parametrize("rule", [{"solved_streak": 1}, {"curriculum": third_rests}], ids=["solved", "own"])
+@pytest.mark.parametrize("rule", [{"skips_solved": True}, {"curriculum": third_rests}], ids=["solved", "own"])
 def test_which_prompts_are_skipped_does_not_depend_on_who_was_faster(one_rank_job: Any, rule: dict[str, Any]) -> None:
     """Every third prompt is solved at once, or named by a function, and left out of the next epoch."""
 

@@ -165,12 +165,3 @@ def test_trained_lengths_are_launched_lengths(
     assert ks_distance(trained, lengths_of(launched)) < BOUND
     assert ks_distance(trained, lengths_of({prompt for prompt in launched if is_kept(prompt)})) < BOUND
     assert fmean(batch.length_bias for batch in batches) == pytest.approx(1, abs=0.02)
-
-
-def test_who_finishes_first_is_short(one_rank_group: dist.ProcessGroup, tmp_path: Path) -> None:
-    """What the bound above forbids: with as many again launched, the long ones are broken off."""
-    rule = {"select_by": "finish", "oversample_factor": 2.0}
-    batches, launched = train(one_rank_group, tmp_path, "colocated", rule, 0)
-    trained = [info.response_tokens for batch in batches for info in batch.infos]
-    assert ks_distance(trained, lengths_of(launched)) > 5 * BOUND
-    assert fmean(batch.length_bias for batch in batches) < 0.98

@@ -36,7 +36,7 @@ from grpo_mp.utils.types import Prompt, Sample, SampleGroup, TopLogprobs
 from tests.conftest import TinyRun
 from tests.trainer.test_refused import copy_with_other_tokens
 
-STATE = TrainState(1, cursor=Cursor(1, 2, 3, (4, 5)), groups_launched=8, solved_streak={3: 1}, skipped_until={4: 9})
+STATE = TrainState(1, cursor=Cursor(1, 2, 3, (4, 5)), groups_launched=8, skipped_until={4: 9})
 STATS = RewardStats(Counter(a=1), {"a": "why"}, values={"most": [float("inf")]})
 
 

@@ -85,13 +85,13 @@ def test_deterministic_engines_count_what_no_clock_decides(one_rank_job: Any) ->
 
     def counted(slow_s: float, filter_: dict[str, Any]) -> list[Any]:
         engines = [FakeEngine(0, 1e-4), FakeEngine(1, slow_s)]
-        collect: Any = collector(one_rank_job, engines, 9, filter_, solved_streak=1)
+        collect: Any = collector(one_rank_job, engines, 9, filter_, skips_solved=True)
         collect.settings.engine = EngineConfig(deterministic=True)
         rows = []
         for batch in run_steps(collect, engines, 5):
             ids = sorted({info.group_id for info in batch.launched})
             rows.append((ids, batch.dropped, batch.length_bias, sum(info.response_tokens for info in batch.launched)))
-            rows.append((batch.state.groups_launched, batch.state.solved_streak, batch.state.skipped_until))
+            rows.append((batch.state.groups_launched, batch.state.skipped_until, batch.state.solve_rates))
         return rows
 
     for filter_ in ({"zero_std": "refill"}, {"oversample_factor": 1.5}):

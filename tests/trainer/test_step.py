@@ -17,7 +17,6 @@ from grpo_mp.config import load_settings
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.policy.expert_load import load_ratios, max_load_ratio
 from grpo_mp.policy.policy import Policy
-from grpo_mp.trainer.logprobs import sample_microbatches
 from grpo_mp.trainer.metrics import logprob_tokens, update_metrics
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
@@ -49,7 +48,7 @@ class Step(OneStep):
 def make_step(tiny_run: TinyRun, parallel: Parallel) -> Callable[..., Step]:
     def make(*overrides: str) -> Step:
         settings = load_settings(tiny_run.config, [*SETTINGS, *overrides])
-        policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.measured_share > 0)
+        policy = Policy(settings, parallel, with_reference=settings.algorithm.kl.coef > 0)
         samples = make_samples(np.random.default_rng(0), policy.hf.int("vocab_size"), tiny_run.model)
         prompt = Prompt(0, "", samples[0].prompt_tokens)
         groups = [SampleGroup(prompt, tuple(samples[i : i + SIZE])) for i in range(0, len(samples), SIZE)]
@@ -344,43 +343,3 @@ def test_samples_without_their_experts_are_counted(make_step: Callable[..., Step
             assert not free[:, : len(ids)].all()
     rows = sum(len(one.routed_experts.rows) for one in batches if one.routed_experts)
     assert rows == sum(sample.total_tokens - 1 for i, sample in enumerate(step.samples) if i not in without)
-
-
-def test_monitored_kl_has_no_gradient(make_step: Callable[..., Step], tiny_run: TinyRun) -> None:
-    no_weight = "algorithm.kl.coef=0"
-    step, plain = make_step(no_weight, "algorithm.kl.monitor_share=0.3"), make_step(no_weight)
-    assert (plain.policy.reference, step.policy.reference is None) == (None, False)
-    with torch.no_grad():
-        for tensor in [*step.policy.tensors.values(), *plain.policy.tensors.values()]:
-            tensor.mul_(1.02)  # the policy has left its reference
-    prepared = step.compute_logprobs()
-    batches = [batch for update in prepared for batch in update]
-    measured = [batch for batch in batches if batch.reference_logprobs is not None]
-    assert len(measured) == -(-3 * len(batches) // 10) < len(batches)
-
-    reports = step.train(prepared[:1])
-    expected_reports = plain.train(plain.compute_logprobs()[:1])
-    assert reports[0].grad_norm == expected_reports[0].grad_norm
-    assert all(torch.equal(tensor, plain.policy.tensors[name]) for name, tensor in step.policy.tensors.items())
-    assert "train/kl_loss" not in expected_reports[0].measured
-
-    reference = load(tiny_run.model)
-    for update, plan in zip(prepared, step.batch.plan, strict=True):
-        for batch in (batch for batch in update if batch.reference_logprobs is not None):
-            samples = [step.samples[plan.samples[i]] for i in batch.sample_ids]
-            logprobs = [scored(reference, s.prompt_tokens, s.tokens)[0][mask(s)] for s in samples]
-            logprobs_of_batch = batch.reference_logprobs[batch.mask.bool()]  # type: ignore[index]
-            assert logprobs_of_batch.numpy() == pytest.approx(np.concatenate(logprobs), abs=2e-5)
-
-
-def test_sampled_microbatches_are_even_and_alike_on_every_rank() -> None:
-    assert sample_microbatches([4, 8], 0.5, 1, "0/1") == sample_microbatches([4, 8], 0.5, 1, "0/1")
-    assert [len(part) for part in sample_microbatches([4, 8], 1.0, 2, "a")] == [4, 8]
-    assert sum(map(len, sample_microbatches([8, 8], 0.01, 4, "a"))) == 4
-    drawn = np.zeros(12)
-    for seed in range(2000):
-        first, second = sample_microbatches([4, 8], 0.25, 2, str(seed))
-        assert all(part[0::2] == [place - 1 for place in part[1::2]] for part in (first, second))
-        for place in (*first, *(4 + index for index in second)):
-            drawn[place] += 1
-    assert drawn / 2000 == pytest.approx(np.full(12, 4 / 12), abs=0.05)  # of 6 blocks, 2

@@ -136,7 +136,7 @@ def test_shuffled_samples_are_spread_over_the_updates_alike_on_every_rank(
 def test_a_resumed_run_has_the_weights_of_its_checkpoint(parallel: Parallel, tiny_run: TinyRun, tmp_path: Path) -> None:
     settings = load_settings(tiny_run.config, [*SETTINGS, f"run.folder={tmp_path}"])
     assert latest_checkpoint(settings.run.folder) is None
-    policy = build_policy(settings, parallel, TrainState(), None, settings.algorithm.kl.measured_share > 0)
+    policy = build_policy(settings, parallel, TrainState(), None, settings.algorithm.kl.coef > 0)
     with torch.no_grad():
         for tensor in policy.tensors.values():
             tensor.mul_(1.5)
@@ -146,7 +146,7 @@ def test_a_resumed_run_has_the_weights_of_its_checkpoint(parallel: Parallel, tin
         save_policy(policy, folder / "policy")
         write_manifest(folder, TrainState(step=step))
         saved = {name: tensor.detach().clone() for name, tensor in policy.tensors.items()}
-        checkpoint, with_reference = latest_checkpoint(settings.run.folder), settings.algorithm.kl.measured_share > 0
+        checkpoint, with_reference = latest_checkpoint(settings.run.folder), settings.algorithm.kl.coef > 0
         resumed = build_policy(settings, parallel, TrainState(step=step), checkpoint, with_reference)
         assert all(torch.equal(tensor, saved[name]) for name, tensor in resumed.tensors.items())
         with torch.no_grad():
