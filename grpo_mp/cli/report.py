@@ -1,6 +1,6 @@
 """Write one HTML page of one or several runs: grpo-mp report RUN...
 
-The page holds warnings, settings, scores, curves, times, memory and answers of the runs side by side, and needs no
+The page shows warnings, settings, scores, curves, times, memory and answers of the runs side by side, and needs no
 network. Warnings are printed, too.
 --trace also writes RUN/trace.json, the timelines of all ranks as one file for Perfetto.
 --picture FILE.svg draws the main curves instead of the page.
@@ -28,42 +28,36 @@ def main(arguments: Sequence[str]) -> int:
             raise UserError(f"{folder}: the run folder does not exist: give the run.folder of a run")
     if args.picture:
         return _draw(args.runs, args.picture)
-    out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
-    if not out.parent.is_dir() or out.is_dir():
-        raise UserError(f"--out {out}: give a file in an existing folder")
-    return _write(args.runs, out, args.trace)
+    return _write(args.runs, args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html", args.trace)
 
 
 def _write(folders: Sequence[Path], out: Path, with_trace: bool) -> int:
-    """Write the page and print its warnings; return the exit status."""
-    from grpo_mp.monitor.report.build import build_report  # slow to import
-    from grpo_mp.monitor.report.page import render
+    from grpo_mp.monitor.report.page import build_report, render  # slow to import
     from grpo_mp.monitor.run_folder import read_runs
     from grpo_mp.monitor.timeline import merge_traces
     from grpo_mp.utils.findings import render as render_findings
 
     report = build_report(read_runs(folders))
+    page = render(report)
     try:
         for folder in folders if with_trace else ():
             merge_traces(folder)
-        page = render(report)
         write_atomically(out, page, make_folder=False)
     except FileNotFoundError as error:
-        raise UserError(f"{error.filename}: its folder was removed meanwhile: no page is written") from error
-    for place, name in enumerate(report.runs):
-        print(f"{name}: {report.verdicts[place]}")
-        if findings := [finding for run, finding in report.warnings if run == place]:
+        raise UserError(f"{error.filename}: its folder does not exist: no page is written") from error
+    for name, verdict in zip(report.runs, report.verdicts, strict=True):
+        print(f"{name}: {verdict}")
+        if findings := [finding for run, finding in report.warnings if run == name]:
             print(render_findings(findings))
     print(f"{out}: {len(page.encode()) / 2**20:.1f} MiB")
     return 0
 
 
 def _draw(folders: Sequence[Path], file: Path) -> int:
-    """Draw the main curves of runs; return the exit status."""
     if file.suffix != ".svg" or not file.parent.is_dir():
         raise UserError(f"--picture {file}: give a file that ends in .svg, in an existing folder")
-    from grpo_mp.monitor.report.build import main_charts
     from grpo_mp.monitor.report.charts import write_charts
+    from grpo_mp.monitor.report.page import main_charts
     from grpo_mp.monitor.run_folder import read_runs
 
     charts = main_charts(read_runs(folders))

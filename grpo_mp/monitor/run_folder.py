@@ -16,7 +16,6 @@ from grpo_mp.checkpoint.run_state import METRICS, PROCESSES, SETTINGS
 from grpo_mp.monitor.rank_dump import RankProcess, read_process
 from grpo_mp.monitor.rank_processes import find_process
 from grpo_mp.monitor.samples import STEP_FILE, evenly_spaced
-from grpo_mp.monitor.timeline import RANK_TRACE, Span, read_spans
 from grpo_mp.rollout.engine_load import FOLDER as ENGINES
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import read_json
@@ -27,7 +26,6 @@ from grpo_mp.utils.redact import without_secrets
 LOGGER = logging.getLogger(__name__)
 PLAN = "plan.json"  # of `grpo-mp plan --json`
 SAMPLE_FILES = 40  # read of a run: evenly spaced, with the last
-RANKS = 16  # whose traces are read
 NAMED = 5  # damaged lines that a warning lists
 RANK_FILE = re.compile(r"rank_(\d+)\.json")
 WRITTEN = (METRICS, "trace/*", f"{ENGINES}/*", "logs/*")  # files that a running job appends to
@@ -40,7 +38,7 @@ class RunRecords:
     """Everything that a report shows of one run.
 
     `settings` has no secrets. `scores` maps step -> eval set -> score, `samples` and `eval_samples` map step -> lines,
-    `plan` is plan.json or {}, `traces` maps rank -> spans.
+    `plan` is plan.json or {}.
     """
 
     name: str
@@ -50,7 +48,6 @@ class RunRecords:
     samples: Mapping[int, tuple[Line, ...]]
     eval_samples: Mapping[int, tuple[Line, ...]] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
-    traces: Mapping[int, tuple[Span, ...]] = field(default_factory=dict)
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[RunRecords, ...]:
@@ -71,7 +68,6 @@ def read_run(folder: Path, name: str) -> RunRecords:
 
     evaluated = files_by_step((folder / "eval").glob("step_*.json"))
     samples, eval_samples = (files_by_step((folder / "samples").glob(f"{kind}_*.jsonl")) for kind in ("step", "eval"))
-    traces = numbered_files(folder / "trace", RANK_TRACE)
     with refuse_unreadable(folder):
         return RunRecords(
             name,
@@ -81,7 +77,6 @@ def read_run(folder: Path, name: str) -> RunRecords:
             samples={step: read_samples(samples[step]) for step in _spaced_with_last([*samples])},
             eval_samples={step: read_samples(eval_samples[step]) for step in _spaced_with_last([*eval_samples])},
             plan=read_json(folder / PLAN),
-            traces={rank: read_spans(traces[rank]) for rank in evenly_spaced([*traces], RANKS)},
         )
 
 

@@ -176,18 +176,6 @@ def current_phase(rank: int, events: Sequence[Event]) -> RankPhase:
     return RankPhase(rank, " > ".join(span["name"] for span in spans), since_s, outer_since_s)
 
 
-def read_spans(path: Path) -> tuple[Span, ...]:
-    """Return the spans of a trace in order of their ends; open spans end at the last time seen."""
-    spans, begun = list[Span](), list[Event]()
-    for event in close_open_spans(read_trace(path)):
-        if event["ph"] == "B":
-            begun.append(event)
-        elif event["ph"] == "E" and begun:
-            begin = begun.pop()
-            spans.append(Span(begin["name"], round(begin["ts"] * 1000), round(event["ts"] * 1000)))
-    return tuple(spans)
-
-
 def close_open_spans(events: list[Event]) -> list[Event]:
     """Return the events with an end for each span that a killed process left open, at the last time seen."""
     open_spans: dict[tuple[int, int], list[Event]] = {}

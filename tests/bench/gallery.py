@@ -21,8 +21,7 @@ from typing import Any
 from grpo_mp.monitor.curves import CURVES, Curve
 from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.monitor.report.answers import choose_answers
-from grpo_mp.monitor.report.charts import write_charts
-from grpo_mp.monitor.report.contents import Chart, Series
+from grpo_mp.monitor.report.charts import Chart, Series, write_charts
 from grpo_mp.monitor.report.curves import chart_of
 from grpo_mp.monitor.rules import RULES, MetricLine, find_warnings
 from grpo_mp.monitor.run_folder import RunRecords, read_metrics, read_run
@@ -89,7 +88,7 @@ def recorded(lines: Sequence[MetricLine]) -> list[MetricLine]:
 def best_answers(records: RunRecords) -> list[dict[str, Any]]:
     """Return question, right answer and best answer of the first and the last step that has samples."""
     ends = {step: records.samples[step] for step in (min(records.samples), max(records.samples))}
-    best = [one for one in choose_answers(replace(records, samples=ends, eval_samples={}), 0) if one.why == "best"]
+    best = [one for one in choose_answers(replace(records, samples=ends, eval_samples={})) if one.why == "best"]
     texts = ("prompt", "expected", "response")
     return [{"step": one.step} | {name: printable(getattr(one, name)[:CHARACTERS]) for name in texts} for one in best]
 
@@ -143,10 +142,10 @@ def _chart(metric: str, runs: Sequence[RunRecords]) -> Chart:
 def _curve(metric: str) -> Curve:
     """Return how the report draws a metric, alone."""
     known = (curve for curves in CURVES.values() for curve in curves)
-    fitting = [one for one in known if any(fnmatchcase(metric, pattern) for pattern in one.patterns.values())]
+    fitting = [one for one in known if any(fnmatchcase(metric, pattern) for pattern in one.metrics.values())]
     described = find_metric(metric, "scalar")
     usual = fitting[0] if fitting else Curve(metric, described.unit, {})
-    return replace(usual, patterns={"": metric}, band="", stacked=False)
+    return replace(usual, metrics={"": metric}, band="", stacked=False)
 
 
 def recorded_names() -> list[str]:

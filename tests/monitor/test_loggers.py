@@ -57,7 +57,7 @@ def test_charts_are_arranged_in_tensorboard(tmp_path: Path) -> None:
         write_scalars(loggers, 1, {"reward/mean": 0.5})
     (event,) = events(tmp_path).Tensors(metadata.CONFIG_SUMMARY_TAG)
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-    assert [category.title for category in layout.category] == ["scores", *CURVES]
+    assert [category.title for category in layout.category] == [*CURVES]
     charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
     for title, shown, other in (
         ("Reward", ("reward/mean",), "reward/mean_of_terms"),

@@ -6,8 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from grpo_mp.monitor.curves import Curve
-from grpo_mp.monitor.report.charts import DASHES, LINES, write_charts
-from grpo_mp.monitor.report.contents import Chart, Series
+from grpo_mp.monitor.report.charts import DASHES, LINES, Chart, Series, write_charts
 from grpo_mp.monitor.report.curves import POINTS, chart_of, downsample
 from grpo_mp.monitor.run_folder import RunRecords
 

@@ -7,11 +7,10 @@ from typing import Any
 from rich.console import Console
 
 from grpo_mp.config.load import check_settings, dump_settings
-from grpo_mp.monitor.report.build import build_report, main_charts
-from grpo_mp.monitor.report.contents import Chart, Series
+from grpo_mp.monitor.report.charts import Chart, Series
 from grpo_mp.monitor.report.curves import charts_of
-from grpo_mp.monitor.report.overview import scores_table
-from grpo_mp.monitor.report.page import ROWS, picture_table
+from grpo_mp.monitor.report.page import ROWS, build_report, main_charts, numbers_table
+from grpo_mp.monitor.report.tables import scores_table
 from grpo_mp.monitor.rules import find_warnings
 from grpo_mp.monitor.run_folder import RunRecords, read_run
 from grpo_mp.monitor.watch import curves
@@ -75,7 +74,7 @@ def test_the_numbers_of_a_chart_keep_what_a_sparse_line_has() -> None:
     steps = tuple(float(step) for step in range(1, 1001))
     dense = Series("all", steps, steps)
     sparse = Series("right", (400.0, 555.0, 700.0), (1.0, 3.0, 2.0))
-    table = picture_table(Chart("Response length", "tokens", (dense, sparse)))
+    table = numbers_table(Chart("Response length", "tokens", (dense, sparse)))
     rows = {float(row[0]): row[1:] for row in table.rows}
     assert ROWS <= len(rows) <= ROWS + 4
     assert {1.0, 400.0, 555.0, 700.0, 1000.0} <= rows.keys()

@@ -1,1 +1,1 @@
-"""A page of one or several runs: records read from run folders, what is shown of them, one HTML file."""
+"""The page of one or several runs: charts, tables and answers, in one HTML file."""

@@ -1,59 +1,55 @@
-"""Charts of metrics over the steps."""
+"""Make charts of runs: metrics over the steps, and scores of the eval sets."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from statistics import fmean
 
-from grpo_mp.monitor.curves import CURVES, SOLVE_RATES, Curve
-from grpo_mp.monitor.report.charts import LINES
-from grpo_mp.monitor.report.contents import Chart, HeatMap, Series
+from grpo_mp.algorithms.evaluation import Estimate
+from grpo_mp.monitor.curves import CURVES, Curve
+from grpo_mp.monitor.report.charts import LINES, Chart, Series
 from grpo_mp.monitor.run_folder import RunRecords
+from grpo_mp.utils.phases import GIB
 
 POINTS = 480  # of a line: more than a chart has pixels to tell apart
-COLUMNS = 240  # of a map
 
 
 def charts_of(section: str, runs: Sequence[RunRecords]) -> tuple[Chart, ...]:
-    """Make the charts of a section; those of which no run has a value, or only zeros, are left out."""
+    """Return the charts of a section; a chart without a value, or with zeros only, is left out."""
     charts = []
     for curve in CURVES[section]:
-        if curve.stacked:  # of each run its own
-            charts += [
-                replace(chart_of(curve, [run], place), title=titled(curve.title, run, runs))
-                for place, run in enumerate(runs)
-            ]
+        if curve.stacked:  # areas of several runs would hide each other
+            charts += [replace(chart_of(curve, [run]), title=titled(curve.title, run, runs)) for run in runs]
         else:
             charts.append(chart_of(curve, runs))
     return tuple(chart for chart in charts if any(any(series.values) for series in chart.series))
 
 
 def titled(title: str, run: RunRecords, runs: Sequence[RunRecords]) -> str:
-    """Return a title, with the run's name where there are several."""
+    """Return a title, with the run's name if there are several runs."""
     return f"{title}, {run.name}" if len(runs) > 1 else title
 
 
-def chart_of(curve: Curve, runs: Sequence[RunRecords], first: int = 0) -> Chart:
-    """Make a chart with a line for each metric of each run; `first`: place of the first run in the report.
+def chart_of(curve: Curve, runs: Sequence[RunRecords]) -> Chart:
+    """Return a chart with a line for each metric of each run.
 
-    Of one run each line has a colour and a dash of its own, of several each run its colour and each metric its dash.
+    In a chart of one run, each line has its own colour and dash; of several, each run has a colour, each metric a dash.
     """
     labels = _labels(curve, runs)
     series = []
     for place, run in enumerate(runs):
         for one in _lines(curve, run, labels):
             number = labels[one.name]
-            more = len(labels) * (place // LINES)  # runs whose colours come again
+            more = len(labels) * (place // LINES)  # for runs whose colours are used a second time
             color, dash = (place, number + more) if len(runs) > 1 else (number, number)
             name = f"{run.name} {one.name}".strip() if len(runs) > 1 else one.name
-            series.append(replace(one, name=name, run=first + place, color=color, dash=dash))
+            series.append(replace(one, name=name, color=color, dash=dash))
     return Chart(curve.title, curve.unit, tuple(series), curve.note, stacked=curve.stacked)
 
 
 def _labels(curve: Curve, runs: Sequence[RunRecords]) -> dict[str, int]:
-    """Return a number for each label of a chart, the same whatever each run has of them."""
-    plain = [label for label in curve.patterns if label]
+    """Return a number for each label of a chart, the same for every run."""
+    plain = [label for label in curve.metrics if label]
     found = [label for run in runs for label, _ in _names(curve, run)]
     return {label: number for number, label in enumerate(dict.fromkeys([*plain, *found]))}
 
@@ -62,25 +58,24 @@ def _names(curve: Curve, run: RunRecords) -> list[tuple[str, str]]:
     known = {name: None for line in run.metrics for name in line}
     return [
         (_label(label, pattern, name), name)
-        for label, pattern in curve.patterns.items()
+        for label, pattern in curve.metrics.items()
         for name in known
         if fnmatchcase(name, pattern)
     ]
 
 
 def _label(label: str, pattern: str, name: str) -> str:
-    """Return what a line is called: its label, and with `*` in the pattern what that stands for."""
     before, star, after = pattern.partition("*")
-    if not label:
-        return name.rsplit("/", 1)[-1]
-    return f"{label} {name.removeprefix(before).removesuffix(after)}" if star else label
+    if not star:
+        return label or name.rsplit("/", 1)[-1]
+    return f"{label} {name.removeprefix(before).removesuffix(after)}".strip()
 
 
 def _lines(curve: Curve, run: RunRecords, labels: dict[str, int]) -> Iterator[Series]:
-    """Yield the lines of a run, all at the same steps, but where one has no value."""
+    """Yield the lines of a run, at the same steps except where a metric has no value."""
     names = dict(_names(curve, run))
     rows = [line for line in run.metrics if any(name in line for name in names.values())]
-    if curve.stacked:  # what a step lacks took no time
+    if curve.stacked:  # a phase that a step lacks took no time
         rows = [{**dict.fromkeys(names.values(), 0.0), **line} for line in rows]
     columns = [[line.get(name, math.nan) for line in rows] for name in names.values()]
     shown = [list(map(sum, zip(*columns, strict=True)))] if curve.stacked else columns
@@ -92,19 +87,22 @@ def _lines(curve: Curve, run: RunRecords, labels: dict[str, int]) -> Iterator[Se
 
 
 def _series(label: str, name: str, points: Sequence[Mapping[str, float]], curve: Curve) -> Series:
-    steps, values = tuple(line["step"] for line in points), tuple(line[name] * curve.scale for line in points)
+    scale = 1 / GIB if curve.unit == "GiB" else 1.0
+    steps, values = tuple(line["step"] for line in points), tuple(line[name] * scale for line in points)
     if not curve.band:
         return Series(label, steps, values)
-    widths = [line.get(curve.band, 0.0) * curve.scale for line in points]
+    return _banded(label, steps, values, [line.get(curve.band, 0.0) * scale for line in points])
+
+
+def _banded(name: str, x: tuple[float, ...], values: tuple[float, ...], widths: Sequence[float]) -> Series:
     pairs = list(zip(values, widths, strict=True))
-    return Series(label, steps, values=values, low=tuple(v - w for v, w in pairs), high=tuple(v + w for v, w in pairs))
+    return Series(name, x, values, low=tuple(v - w for v, w in pairs), high=tuple(v + w for v, w in pairs))
 
 
 def downsample(columns: Sequence[Sequence[float]], limit: int) -> list[int]:
-    """Return ascending indices, at most `limit` where that allows 8 for each column, of columns of one length.
+    """Return ascending indices into columns of one length, at most `limit` if that allows 8 for each column.
 
-    Both ends; of even stretches the least and the largest value of each column, and one that is not finite. So a spike
-    or a gap of one step stays, however long the run. All, where there are no more.
+    Keeps both ends, and of even stretches the extremes and the first gap of each column: a spike of one step stays.
     """
     length = len(columns[0]) if columns else 0
     if length <= limit:
@@ -120,22 +118,35 @@ def downsample(columns: Sequence[Sequence[float]], limit: int) -> list[int]:
     return sorted(kept)
 
 
-def solve_rate_maps(runs: Sequence[RunRecords]) -> tuple[HeatMap, ...]:
-    """Return for each run how many of all its groups had which share of right answers, step by step."""
-    maps = (_solve_rates(run, place, runs) for place, run in enumerate(runs))
-    return tuple(one for one in maps if one.x)
+def score_charts(runs: Sequence[RunRecords]) -> tuple[Chart, ...]:
+    """Return, for each eval set, accuracy over the steps and pass@k before and after."""
+    sets = dict.fromkeys(name for run in runs for scores in run.scores.values() for name in scores)
+    charts = []
+    for name in sets:
+        accuracies = tuple(_accuracy(run, name, place) for place, run in enumerate(runs))
+        lines = tuple(line for line in accuracies if line.x)
+        charts.append(Chart(f"Accuracy on {name}", "share", lines, "Band: one standard error."))
+        pass_at = tuple(line for place, run in enumerate(runs) for line in _pass_at(run, name, place, len(runs) > 1))
+        note = "Share of problems; band: one standard error."
+        charts.append(Chart(f"pass@k on {name}", "share", pass_at, note, x_label="k"))
+    return tuple(chart for chart in charts if chart.series)
 
 
-def _solve_rates(run: RunRecords, place: int, runs: Sequence[RunRecords]) -> HeatMap:
-    lines = [line for line in run.metrics if all(name in line for name in SOLVE_RATES.values())]
-    count = min(COLUMNS, len(lines))
-    stretches = [lines[i * len(lines) // count : (i + 1) * len(lines) // count] for i in range(count)]
-    return HeatMap(
-        titled("Groups by solve rate", run, runs),
-        "share of groups",
-        rows=tuple(SOLVE_RATES),
-        x=tuple(stretch[0]["step"] for stretch in stretches),
-        shares=tuple(tuple(fmean(line[name] for line in part) for part in stretches) for name in SOLVE_RATES.values()),
-        note="How many of a group's answers are right, of all groups: the stronger the colour, the more of them.",
-        run=place,
-    )
+def _accuracy(run: RunRecords, name: str, place: int) -> Series:
+    known = {step: scores[name] for step, scores in sorted(run.scores.items()) if name in scores}
+    estimates = {step: Estimate(s.accuracy, s.accuracy_error) for step, s in known.items() if s.accuracy is not None}
+    return replace(_line(run.name, estimates), color=place)
+
+
+def _pass_at(run: RunRecords, name: str, place: int, with_run: bool) -> Iterator[Series]:
+    ends = dict.fromkeys((min(run.scores), max(run.scores))) if run.scores else {}
+    for number, (step, when) in enumerate(zip(ends, ("before", "after"), strict=False)):
+        if name in run.scores[step] and run.scores[step][name].pass_at:
+            title = f"{run.name} {when}" if with_run else when
+            line = _line(title, run.scores[step][name].pass_at)
+            yield replace(line, color=place if with_run else number, dash=1 - number)
+
+
+def _line(name: str, estimates: Mapping[int, Estimate]) -> Series:
+    values = tuple(one.value for one in estimates.values())
+    return _banded(name, tuple(estimates), values, [one.error or 0.0 for one in estimates.values()])

@@ -1,120 +1,124 @@
-"""Render a report as one HTML file that asks for nothing outside of it."""
+"""Build the report of runs, and render it as one HTML file that loads nothing from outside."""
 
 from collections.abc import Sequence
-from math import isfinite
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from grpo_mp.monitor.report.answers import describe_token, striking_tokens, token_classes
-from grpo_mp.monitor.report.charts import draw, legend
-from grpo_mp.monitor.report.contents import Chart, HeatMap, Lanes, Picture, Report, Series, Table
-from grpo_mp.monitor.report.overview import number as in_words
+from grpo_mp.monitor.report.answers import Answer, choose_answers, striking_tokens
+from grpo_mp.monitor.report.charts import Chart, draw, legend
+from grpo_mp.monitor.report.curves import charts_of, score_charts
+from grpo_mp.monitor.report.tables import (
+    Table,
+    plan_tables,
+    scores_table,
+    settings_tables,
+    summary_table,
+    time_table,
+    verdict,
+)
+from grpo_mp.monitor.rules import find_warnings
+from grpo_mp.monitor.run_folder import RunRecords
 from grpo_mp.monitor.samples import evenly_spaced
+from grpo_mp.utils.findings import Finding
 
+# Charts of one picture, beside the scores; with several runs, the title is followed by a run's name.
+PICTURED = ("Reward", "Response length", "Supervised loss", "Entropy", "Phases of a step")
 ROWS = 40  # of the table behind a chart
-KINDS = ("best", "worst", "longest", "most mismatched token", "same question")  # of answers
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # of what a browser may load or run
-T = TypeVar("T")
 COLORINGS = ("nothing", "probability", "mismatch", "advantage")  # of tokens
 
 
+@dataclass(frozen=True)
+class Section:
+    """A part of the page with the anchor `key`; `missing` says why an empty section is empty."""
+
+    key: str
+    title: str
+    charts: tuple[Chart, ...] = ()
+    tables: tuple[Table, ...] = ()
+    answers: tuple[Answer, ...] = ()
+    missing: str = "The run wrote nothing of this."
+
+
+@dataclass(frozen=True)
+class Report:
+    """The page of runs. `verdicts`: a sentence for each run; `warnings`: findings with the name of their run."""
+
+    runs: tuple[str, ...]
+    verdicts: tuple[str, ...]
+    warnings: tuple[tuple[str, Finding], ...]
+    sections: tuple[Section, ...]
+
+
+def build_report(runs: Sequence[RunRecords]) -> Report:
+    """Return the report of one or several runs."""
+    scores, (no_scores, no_samples) = scores_table(runs), _missing(runs)
+    score_tables = (scores,) if scores.rows else ()
+    answers = tuple(answer for run in runs for answer in choose_answers(run))
+    sections = (
+        Section("run", "What was run", tables=(summary_table(runs), *settings_tables(runs))),
+        Section("scores", "Before and after", score_charts(runs), score_tables, missing=no_scores),
+        Section("reward", "Reward", charts_of("reward", runs)),
+        Section("lengths", "Lengths", charts_of("lengths", runs)),
+        Section("policy", "Policy and engine", charts_of("policy", runs)),
+        Section("time", "Where the time went", charts_of("time", runs), (time_table(runs), *plan_tables(runs))),
+        Section("memory", "Memory", charts_of("memory", runs)),
+        Section("samples", "Answers to read", answers=answers, missing=no_samples),
+    )
+    found = {run.name: find_warnings(run.metrics) for run in runs}
+    warnings = sorted(((name, one) for name, ones in found.items() for one in ones), key=lambda pair: -pair[1].weight)
+    verdicts = tuple(verdict(run, len(found[run.name])) for run in runs)
+    return Report(tuple(found), verdicts, tuple(warnings), sections)
+
+
+def _missing(runs: Sequence[RunRecords]) -> tuple[str, str]:
+    """Return what to say if there are no scores, and no answers."""
+    if all(any("sft/loss" in line for line in run.metrics) for run in runs):
+        return (
+            "Supervised fine-tuning scores no answers: its loss on held-out rows is under Policy and engine.",
+            "Supervised fine-tuning generates no answers.",
+        )
+    return (
+        "No evaluation was run: data.eval and run.eval_every ask for it.",
+        "No samples: monitor.samples_per_step asks for them.",
+    )
+
+
+def main_charts(runs: Sequence[RunRecords]) -> tuple[Chart, ...]:
+    """Return the most telling charts: scores, reward, length, entropy, phases."""
+    charts = [one for key in ("reward", "lengths", "policy", "time") for one in charts_of(key, runs)]
+    return (*score_charts(runs), *(one for one in charts if one.title.split(", ")[0] in PICTURED))
+
+
 def render(report: Report) -> str:
-    """Return the page. All text is escaped: answers are a model's, names and settings a user's."""
+    """Return the page. All text is escaped: answers come from a model, names and settings from a user."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    pictures = [chart for section in report.sections for chart in section.charts]
-    drawn = {id(picture): Markup(draw(picture, str(number))) for number, picture in enumerate(pictures)}
-    kinds = {answer.why for section in report.sections for answer in section.answers}
+    charts = [chart for section in report.sections for chart in section.charts]
+    drawn = {id(chart): Markup(draw(chart, str(number))) for number, chart in enumerate(charts)}
     return environment.get_template("page.html").render(
         report=report,
+        several=len(report.runs) > 1,
         draw=lambda chart: drawn[id(chart)],
         legend=legend,
-        numbers=picture_table,
-        describe=describe,
-        token_classes=token_classes,
-        describe_token=describe_token,
+        numbers=numbers_table,
         striking=striking_tokens,
-        kinds=[(number, kind) for number, kind in enumerate(KINDS) if kind in kinds],
-        kind_number=KINDS.index,
-        run_sets=run_sets(report),
-        runs_class=runs_class if len(report.runs) > 1 else lambda _: "",
         policy=POLICY,
         colorings=COLORINGS,
         has_tokens=any(answer.tokens for section in report.sections for answer in section.answers),
     )
 
 
-def runs_class(part: Picture | Table) -> str:
-    """Return the class of a picture or table by the runs that it is of: of-0-1; "" for a table of all runs."""
-    if isinstance(part, Chart):
-        runs = {series.run for series in part.series}
-    else:
-        runs = {*part.runs} if isinstance(part, Table) else {part.run}
-    return "-".join(["of", *map(str, sorted(runs))]) if runs else ""
-
-
-def run_sets(report: Report) -> dict[str, Markup]:
-    """Return, by class, the boxes of its runs as a selector of those that are ticked; of one run there are no boxes."""
-    parts = [part for section in report.sections for part in (*section.charts, *section.tables)]
-    names = sorted({runs_class(part) for part in parts} - {""}) if len(report.runs) > 1 else []
-    boxes = {name: [f"#show-run{run}:checked" for run in name.split("-")[1:]] for name in names}
-    return {name: Markup(", ".join(each)) for name, each in boxes.items()}
-
-
-def describe(picture: Picture) -> str:
-    """Say in words what a picture shows, for who cannot see it."""
-    if isinstance(picture, HeatMap):
-        ends = [(name, shares[0], shares[-1]) for name, shares in zip(picture.rows, picture.shares, strict=True)]
-        rows = ", ".join(f"{name} from {in_words(first)} to {in_words(last)}" for name, first, last in ends)
-        return f"{picture.title}, {picture.unit}, by {picture.x_label}: {rows}"
-    if isinstance(picture, Lanes):
-        lanes = zip(picture.rows, picture.bars, strict=True)
-        rows = ", ".join(f"{name} {in_words(sum(bar.length for bar in bars))} s at work" for name, bars in lanes)
-        return f"{picture.title}: {rows}"
-    lines = ", ".join(map(_describe_line, picture.series))
-    return f"{picture.title}, {picture.unit}, by {picture.x_label}: {lines}"
-
-
-def _describe_line(series: Series) -> str:
-    known = [(x, value) for x, value in zip(series.x, series.values, strict=True) if isfinite(value)]
-    gaps = len(series.x) - len(known)
-    missing = f", {gaps} values not finite" if gaps else ""
-    if not known:
-        return f"{series.name} never finite"
-    (low_x, low), (high_x, high) = (pick(known, key=lambda pair: pair[1]) for pick in (min, max))
-    ends = f"{series.name} from {in_words(known[0][1])} to {in_words(known[-1][1])}"
-    return f"{ends}, least {in_words(low)} at {low_x:g}, most {in_words(high)} at {high_x:g}{missing}"
-
-
-def picture_table(picture: Picture) -> Table:
-    """Return the numbers of a picture at no more than ROWS places, the last among them."""
-    if isinstance(picture, HeatMap):
-        shown = _last_among(range(len(picture.x)))
-        rows = tuple((f"{picture.x[i]:g}", *(in_words(row[i]) for row in picture.shares)) for i in shown)
-        return Table(picture.title, (picture.x_label, *picture.rows), rows)
-    if isinstance(picture, Lanes):
-        lanes = zip(picture.rows, picture.bars, strict=True)
-        rows = tuple(
-            (
-                name,
-                *(in_words(sum(bar.length for bar in bars if bar.kind == kind)) for kind in range(len(picture.kinds))),
-            )
-            for name, bars in lanes
-        )
-        return Table(f"{picture.title}, s", ("rank", *picture.kinds), rows)
-    lines = [dict(zip(series.x, series.values, strict=True)) for series in picture.series]
+def numbers_table(chart: Chart) -> Table:
+    """Return the numbers of a chart at about ROWS places, both ends among them."""
+    lines = [dict(zip(series.x, series.values, strict=True)) for series in chart.series]
     ends = {end(line) for line in lines if line for end in (min, max)}
+    # Of a line with few points all are shown, whatever the other lines have.
     steps = ({x for line in lines for x in line}, {x for line in lines if len(line) <= ROWS for x in line})
-    places = sorted(ends.union(*(_last_among(sorted(one)) for one in steps)))  # of a line with few points all
-    rows = tuple(
-        (f"{place:g}", *(in_words(line[place]) if place in line else "" for line in lines)) for place in places
-    )
-    return Table(picture.title, (picture.x_label, *(series.name for series in picture.series)), rows)
-
-
-def _last_among(places: Sequence[T]) -> list[T]:
-    return evenly_spaced(places[::-1], ROWS)[::-1]
+    places = sorted(ends.union(*(evenly_spaced(sorted(one), ROWS) for one in steps)))
+    rows = tuple((f"{place:g}", *(f"{line[place]:.4g}" if place in line else "" for line in lines)) for place in places)
+    return Table(chart.title, (chart.x_label, *(series.name for series in chart.series)), rows)
