@@ -24,12 +24,10 @@ from grpo_mp.checkpoint.resumable_writer import (
     PART_BYTES,
     SOURCE_FOLDER,
     Part,
+    PartsWriter,
     ProgressCallback,
-    WorkerGroup,
-    check_destination,
     fingerprint,
     map_in_threads,
-    write_parts,
 )
 from grpo_mp.checkpoint.run_state import SETTINGS
 from grpo_mp.checkpoint.torch_dist import CheckpointSlot, ModelMapping, merge_parts, write_part
@@ -42,21 +40,16 @@ from grpo_mp.utils.reading import read_yaml
 
 
 def to_megatron(
-    source: Path,
-    destination: Path,
-    report_progress: ProgressCallback,
-    part_bytes: int = PART_BYTES,
-    workers: WorkerGroup | None = None,
+    source: Path, destination: Path, report_progress: ProgressCallback, part_bytes: int = PART_BYTES
 ) -> None:
     """Convert a Hugging Face folder; config and tokenizer go with the weights.
 
     The source is only read. FP8 is stored as bfloat16, except in tensors that are no part of the policy, which stay as
     they are.
     """
-    check_destination(source, destination)
     model = ModelMapping.of(source)
     with HfReader(source) as reader:
-        check_names(reader, model)
+        check_model(reader, model.params.values(), model.hf)
         sizes = {name: _num_bytes(reader, param) for name, param in model.params.items()}
         parts = [Part(f"part_{i:05d}", *group) for i, group in enumerate(split_by_bytes(sizes, part_bytes))]
         names = sorted(name for name in reader.stored_names if is_non_policy_tensor(name, model.hf))
@@ -88,21 +81,7 @@ def to_megatron(
 
         source_hash = fingerprint([*reader.files, source / "config.json"], "to-megatron", part_bytes)
         record = {"source": source_hash, SOURCE_FOLDER: str(source.absolute())}
-        write_parts(
-            destination,
-            record,
-            parts=[*parts, *non_policy_parts],
-            load=load,
-            save=save,
-            finish=finish,
-            report_progress=report_progress,
-            workers=workers,
-        )
-
-
-def check_names(reader: HfReader, model: ModelMapping) -> None:
-    """Raise UserError where the folder lacks a tensor, or has one that the mapping lacks or of another shape."""
-    check_model(reader, model.params.values(), model.hf)
+        PartsWriter([*parts, *non_policy_parts], load, save, finish).write(destination, record, report_progress)
 
 
 def _num_bytes(reader: HfReader, param: Param) -> int:
@@ -207,7 +186,6 @@ def to_hf(
     fp8: bool,
     report_progress: ProgressCallback,
     part_bytes: int = PART_BYTES,
-    workers: WorkerGroup | None = None,
 ) -> None:
     """Convert a checkpoint, of a run or of `to_megatron`, to a Hugging Face folder.
 
@@ -215,7 +193,6 @@ def to_hf(
     blockwise FP8; blocks that did not change keep the bytes they have in `like`. Tensors that are no part of the policy
     come from the checkpoint, or from `like` where it has none.
     """
-    check_destination(source, destination)
     aux_source = like or _folder_with_config(source)
     reader = open_checkpoint(source)
     model = ModelMapping.of(aux_source)
@@ -247,13 +224,4 @@ def to_hf(
 
     files = [*(file for file in reader.folder.rglob("*") if file.is_file()), aux_source / "config.json"]
     source_hash = fingerprint([*files, *(original.files if original else ())], "to-hf", fp8, part_bytes)
-    write_parts(
-        destination,
-        {"source": source_hash},
-        parts=parts,
-        load=load,
-        save=save,
-        finish=finish,
-        report_progress=report_progress,
-        workers=workers,
-    )
+    PartsWriter(parts, load, save, finish).write(destination, {"source": source_hash}, report_progress)

@@ -4,7 +4,6 @@ A checkpoint is a `.metadata` of torch.distributed.checkpoint that names every c
 and common.pt. Tensors are full-model tensors, so any layout reads its shards of them.
 """
 
-import pickle
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,32 +21,13 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
-from grpo_mp.checkpoint.describe import TORCH_DIST
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
-from grpo_mp.utils.errors import UserError
 
 COMMON = "common.pt"
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.weight)\d+$")
-# `.metadata` is a pickle, which may come from anywhere: only the classes of the format are loaded, by module.
-METADATA_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
-        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.planner": {  # Megatron keeps the plans of a save for the next one
-        *("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
-    },
-    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
-    "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},  # older torch
-    "torch.serialization": {"_get_layout"},  # looks a layout up by its name
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
-    "collections": {"OrderedDict", "defaultdict"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-}
 
 
 @dataclass(frozen=True)
@@ -102,43 +82,6 @@ class ModelMapping:
         return cls(hf, params, {name: slot_of(param, config) for name, param in params.items()})
 
 
-class MetadataReader(FileSystemReader):
-    """torch's reader of a torch_dist folder, with this module's `read_metadata`."""
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return the folder's metadata."""
-        metadata = read_metadata(Path(self.path))
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """Read a folder's `.metadata`; refuse one that is damaged, or names anything outside the format."""
-    file = folder / TORCH_DIST
-    try:
-        with file.open("rb") as stream:
-            metadata = _Unpickler(stream).load()
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-            raise ValueError("no list of tensors")
-    except ForeignNameError as error:
-        raise UserError(f"{file} names {error}, which is no part of a checkpoint: do not use this folder") from error
-    except Exception as error:
-        raise UserError(f"{file} is damaged ({type(error).__name__}): copy it again") from error
-    return metadata
-
-
-class ForeignNameError(pickle.UnpicklingError):
-    """A pickle names something outside its format."""
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in METADATA_CLASSES.get(module, ()):
-            raise ForeignNameError(f"{module}.{name}")
-        return super().find_class(module, name)
-
-
 def write_part(folder: Path, tensors: Iterable[tuple[CheckpointSlot, Tensor]]) -> None:
     """Write some tensors of a checkpoint as a folder of it, with metadata of their own."""
     by_key: dict[str, list[CheckpointableShardedTensor]] = defaultdict(list)
@@ -157,7 +100,7 @@ def merge_parts(folder: Path, parts: Sequence[str]) -> None:
     """Make the folder's parts one checkpoint: write its metadata."""
     merged, results = Metadata({}), []
     for part in parts:
-        metadata = read_metadata(folder / part)
+        metadata = FileSystemReader(folder / part).read_metadata()
         for key, tensor in metadata.state_dict_metadata.items():
             full_tensor = merged.state_dict_metadata.setdefault(key, replace(tensor, chunks=[]))  # type: ignore[arg-type]
             full_tensor.chunks.extend(tensor.chunks)  # type: ignore[union-attr]

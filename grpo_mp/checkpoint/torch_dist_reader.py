@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from grpo_mp.checkpoint.chunk_files import INDEX, SavedTensors, read_index
@@ -24,7 +24,7 @@ from grpo_mp.checkpoint.describe import (
 from grpo_mp.checkpoint.hf_reader import LAYER as HF_LAYER
 from grpo_mp.checkpoint.hf_reader import HfReader, open_non_policy_tensors
 from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
-from grpo_mp.checkpoint.torch_dist import LAYER, CheckpointSlot, MetadataReader, ModelMapping, sharded_tensor
+from grpo_mp.checkpoint.torch_dist import LAYER, CheckpointSlot, ModelMapping, sharded_tensor
 from grpo_mp.models.mapping import Param, unfuse
 from grpo_mp.utils.errors import UserError
 
@@ -71,8 +71,11 @@ class TorchDistReader:
         self.folder = folder
         if not is_torch_dist(folder):
             raise UserError(f"{folder} is not a torch_dist checkpoint ({TORCH_DIST} is missing)")
-        self._reader = MetadataReader(self.folder)
-        self.metadata = self._reader.read_metadata()
+        self._reader = FileSystemReader(folder)
+        try:
+            self.metadata = self._reader.read_metadata()
+        except Exception as error:
+            raise UserError(f"{folder / TORCH_DIST} is damaged ({type(error).__name__}): copy it again") from error
         self._reader.set_up_storage_reader(self.metadata, True)
         ends: dict[str, int] = {}  # of the last tensor in each file
         for info in self.metadata.storage_data.values():

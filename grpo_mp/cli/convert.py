@@ -12,8 +12,7 @@ one. With --logits it runs both on the same tokens in float32, by transformers o
 `to-megatron` writes the torch_dist format that any layout loads, with config and tokenizer beside the weights.
 `to-hf` converts such a folder, or a step of a run, whose config and tokenizer come from model.path of the run's
 settings or from --like. Both resume where an earlier
-start was stopped; DST appears under its name only when it is complete. torchrun --nproc-per-node 4 -m grpo_mp convert
-... divides the work over processes.
+start was stopped; DST appears under its name only when it is complete.
 """
 
 import argparse
@@ -26,8 +25,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from grpo_mp.checkpoint.describe import compare_weights, describe_hf, is_saved, is_torch_dist
-from grpo_mp.checkpoint.resumable_writer import PART_BYTES, ProgressCallback, WorkerGroup
-from grpo_mp.utils.errors import USER_STATUS, UserError
+from grpo_mp.checkpoint.resumable_writer import PART_BYTES, ProgressCallback
 from grpo_mp.utils.log import log_to_terminal
 from grpo_mp.utils.parsers import Parser, non_negative, positive_int
 
@@ -89,17 +87,15 @@ def _to_megatron(args: argparse.Namespace, console: Console) -> int:
     from grpo_mp.checkpoint.convert import to_megatron
 
     set_crc32_options(False)  # slow
-    with _workers() as workers, _progress(console, args.destination, workers) as report_progress:
-        to_megatron(
-            args.source, args.destination, report_progress=report_progress, part_bytes=args.part_bytes, workers=workers
-        )
+    with _progress(console, args.destination) as report_progress:
+        to_megatron(args.source, args.destination, report_progress, args.part_bytes)
     return 0
 
 
 def _to_hf(args: argparse.Namespace, console: Console) -> int:
     from grpo_mp.checkpoint.convert import to_hf
 
-    with _workers() as workers, _progress(console, args.destination, workers) as report_progress:
+    with _progress(console, args.destination) as report_progress:
         to_hf(
             args.source,
             args.destination,
@@ -107,29 +103,13 @@ def _to_hf(args: argparse.Namespace, console: Console) -> int:
             fp8=args.fp8,
             report_progress=report_progress,
             part_bytes=args.part_bytes,
-            workers=workers,
         )
     return 0
 
 
 @contextmanager
-def _workers() -> Iterator[WorkerGroup]:
-    """Open the group of processes that convert together; only the first that fails with a UserError reports it."""
-    workers = WorkerGroup.of_job()
-    try:
-        yield workers
-    except UserError:
-        if workers.is_first_failure():
-            raise
-        raise SystemExit(USER_STATUS) from None
-
-
-@contextmanager
-def _progress(console: Console, destination: Path, workers: WorkerGroup) -> Iterator[ProgressCallback]:
-    """Show a bar with speed and time left, and at the end where the result is; on the first rank only."""
-    if workers.rank:
-        yield lambda written, total: None
-        return
+def _progress(console: Console, destination: Path) -> Iterator[ProgressCallback]:
+    """Show a bar with speed and time left, and at the end where the result is."""
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
         task = progress.add_task(destination.name, total=None)

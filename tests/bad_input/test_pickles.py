@@ -11,7 +11,6 @@ RUNS_DATA = {
 # Each of them with the reason why it may: what is read, and by whom it was written.
 ALLOWED = {
     "batching/exchange.py: pickle.loads": "samples of another rank, by the job's own process group",
-    "checkpoint/torch_dist.py: pickle.Unpickler": "knows the format's few classes",
     "config/other_trainers.py: yaml.safe_load": "shipped with the package",
     "data/rows.py: pickle.loads": "rows of the user's own source, in a file without a name that this process wrote",
     "doctor/activations.py: torch.load": "weights_only",
