@@ -15,16 +15,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import psutil
 import torch.distributed as dist
 
-from grpo_mp import platform
 from grpo_mp.cli.slurm_job import BAD_NODES
 from grpo_mp.cli.slurm_task import rank_environment
-from grpo_mp.distributed.rates import all_reduce_rate, all_to_all_rate, group_rate, measured_pairs, result_within
 from grpo_mp.distributed.rendezvous import rendezvous
 from grpo_mp.utils.errors import UserError, exit_with, one_line
 from grpo_mp.utils.parsers import Parser
@@ -32,12 +29,9 @@ from grpo_mp.utils.parsers import Parser
 BAD_NODES_STATUS = 3
 TIMEOUT_S = 60.0
 TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
-RATE_LIMIT_S = 12.0  # of each round of measurements: all of them end before TIMEOUT_S
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "transformer-engine")
 MAX_CLOCK_OFFSET_S = 5.0  # logs and traces of nodes are read side by side
 MIN_FREE_SHARE = 0.5  # of the median share of free host memory
-MIN_RATE_SHARE = 0.5  # of the median rate
-MIN_CPU_RATE_SHARE = 0.1  # the same where nothing is moved between GPUs: other programs share the cores
 SHARED_MEMORY, LOCAL_BYTES = "/dev/shm", 2**20  # each rank writes as much to see that there is room
 
 
@@ -62,7 +56,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """One rank's report. Rates in bytes per second, None where they were not measured."""
+    """One rank's report."""
 
     node: str
     versions: str
@@ -70,10 +64,6 @@ class NodeReport:
     host_total_bytes: int
     host_free_bytes: int
     problem: str | None  # what makes the node unfit by itself
-    gpus: bool = True
-    all_reduce: float | None = None  # inside the node
-    all_to_all: float | None = None  # with other nodes
-    unreached: Sequence[str] = ()  # neighbors with which all-to-all fails, and why
     seen: Sequence[str] | None = None  # nodes whose file in the run's folder this node sees; None: it did not look
 
 
@@ -89,7 +79,7 @@ class NodeCheck:
     ranks_per_node: int
 
     def run(self) -> int:
-        """Report to rank 0, and where all nodes are fit so far, measure rates; return the exit status."""
+        """Report to rank 0, which compares the nodes; return the exit status."""
         if self.rank == 0:
             self.store.set("clock", str(time.time()))
         self._wait("clock")
@@ -107,12 +97,7 @@ class NodeCheck:
         if self.rank == 0:
             self.store.set("fit", str(self._check_reports(self._reports("seen", ranks))))
         self._wait("fit")
-        if status := int(self.store.get("fit")):
-            return status
-        places = [rank // self.ranks_per_node for rank in range(self.world_size)]
-        report = measure(report, self.store, nodes=self.nodes, node_of_rank=places, rank=self.rank)
-        self.store.set(f"measured/{self.rank}", json.dumps(asdict(report)))
-        return self._check_reports(self._reports("measured", ranks)) if self.rank == 0 else 0
+        return int(self.store.get("fit"))
 
     def _check_reports(self, reports: list[NodeReport]) -> int:
         silent = {self._node_of(rank) for rank in range(self.world_size)} - {report.node for report in reports}
@@ -153,15 +138,13 @@ def inspect_node(node: str, attempt: Path, clock_offset_s: float) -> NodeReport:
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
-    problem, gpus = _node_problem(node, attempt), platform.on_cuda()
     return NodeReport(
         node,
         ", ".join(versions),
         clock_offset_s=clock_offset_s,
         host_total_bytes=memory.total,
         host_free_bytes=memory.available,
-        problem=problem,
-        gpus=gpus,
+        problem=_node_problem(node, attempt),
     )
 
 
@@ -180,7 +163,7 @@ def bad_nodes(reports: Sequence[NodeReport]) -> dict[str, str]:
     """
     bad: dict[str, str] = {}
     for report in reports:
-        reason = report.problem or _unreached(report) or _difference(report, reports)
+        reason = report.problem or _difference(report, reports)
         if reason:
             bad.setdefault(report.node, reason)
     observers = [report for report in reports if report.seen is not None and not report.problem]
@@ -193,11 +176,6 @@ def bad_nodes(reports: Sequence[NodeReport]) -> dict[str, str]:
 
 def _at_least_half(some: Sequence[object], all_of_them: Sequence[object]) -> bool:
     return 2 * len(some) >= len(all_of_them)
-
-
-def _unreached(report: NodeReport) -> str | None:
-    """Return why a node that reaches none of its neighbors is bad. If it reaches one, the unreached neighbor is bad."""
-    return "; ".join(report.unreached) if report.all_to_all is None and report.unreached else None
 
 
 def _difference(report: NodeReport, reports: Sequence[NodeReport]) -> str | None:
@@ -215,19 +193,6 @@ def _difference(report: NodeReport, reports: Sequence[NodeReport]) -> str | None
         free, total = report.host_free_bytes / 2**30, report.host_total_bytes / 2**30
         share = f"the median of the nodes is {free_share:.0%}"
         return f"only {free:.0f} of {total:.0f} GiB host memory are free, {share}: stop the processes that use it"
-    return _slow_rate(report, reports)
-
-
-def _slow_rate(report: NodeReport, reports: Sequence[NodeReport]) -> str | None:
-    for name, rate, rates in (
-        ("all-reduce inside the node", report.all_reduce, [other.all_reduce for other in reports]),
-        ("all-to-all with other nodes", report.all_to_all, [other.all_to_all for other in reports]),
-    ):
-        if rate is None:
-            continue
-        median = statistics.median(other for other in rates if other is not None)
-        if rate < (MIN_RATE_SHARE if report.gpus else MIN_CPU_RATE_SHARE) * median:
-            return f"{name} at {rate / 1e9:.2f} GB/s, the median is {median / 1e9:.2f}"
     return None
 
 
@@ -256,40 +221,6 @@ def _check_local_disk(folder: Path) -> None:
             file.flush()
     except OSError as error:
         raise UserError(f"{folder} of this node takes no {LOCAL_BYTES:,} bytes ({error.strerror})") from error
-
-
-def measure(
-    report: NodeReport, store: dist.Store, nodes: Sequence[str], node_of_rank: Sequence[int], rank: int
-) -> NodeReport:
-    """Return the report with the rates of all-reduce in the node, and of all-to-all with both neighbors of a node.
-
-    Of these the better counts: a node is slow where it is slow with everybody. Every rank that can must call this at
-    the same time. A peer that fails or hangs costs its round's time, and is named.
-    """
-    start, ranks_of_node = time.monotonic(), dict[int, list[int]]()
-    for peer, node in enumerate(node_of_rank):
-        ranks_of_node.setdefault(node, []).append(peer)
-    own = node_of_rank[rank]
-    found: dict[int, float | str] = {}  # rate, or what went wrong, by neighbor; by the node itself: inside it
-    for round_number, pairs in enumerate(measured_pairs(len(ranks_of_node))):
-        pair = next((pair for pair in pairs if own in pair), None)
-        group = [peer for node in dict.fromkeys(pair or ()) for peer in ranks_of_node[node]]
-        if pair and len(group) > 1:
-            ended = start + RATE_LIMIT_S * (round_number + 1)
-            other = pair[1] if pair[0] == own else pair[0]
-            rate = all_reduce_rate if other == own else all_to_all_rate
-            own_store = dist.PrefixStore(f"rates/{pair}", store)
-            found[other] = result_within(ended, partial(group_rate, own_store, group, rank, rate))
-    inside = found.pop(own, None)
-    rates = [rate for rate in found.values() if isinstance(rate, float)]
-    failed = [f"all-to-all with {nodes[node]} fails: {what}" for node, what in found.items() if isinstance(what, str)]
-    return replace(
-        report,
-        problem=f"all-reduce inside the node fails: {inside}" if isinstance(inside, str) else report.problem,
-        all_reduce=inside if isinstance(inside, float) else None,
-        all_to_all=max(rates, default=None),
-        unreached=failed,
-    )
 
 
 if __name__ == "__main__":

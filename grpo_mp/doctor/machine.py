@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,8 +22,6 @@ import torch.distributed as dist
 
 from grpo_mp import platform
 from grpo_mp.config import Settings, SftSettings
-from grpo_mp.distributed.rates import all_reduce_rate, all_to_all_rate
-from grpo_mp.platform.gpu_state import read_gpus
 from grpo_mp.platform.machine_check import (
     CORE,
     SHARED_MEMORY,
@@ -41,6 +39,8 @@ from grpo_mp.utils.phases import GIB
 CPU_RANKS = 2  # that exchange tensors without a GPU
 COMMAND = [sys.executable, "-m", "grpo_mp.doctor.machine"]
 EXCHANGE_LIMIT_S, IMPORT_LIMIT_S = 180.0, 300.0
+CUDA_BYTES, CPU_BYTES = 2**28, 2**22  # of an exchange
+REPEATS = 5
 # Modules with kernels that Megatron and SGLang load on a GPU, with advice.
 KERNELS = {
     "transformer_engine.pytorch": "build transformer-engine against this torch, as launch/README.md says",
@@ -59,8 +59,7 @@ def examine(settings: Settings | SftSettings | None) -> Iterator[Finding]:
     """Yield the findings of all checks, good and bad."""
     count = torch.cuda.device_count() if platform.on_cuda() else 1
     yield from check_devices(count)
-    for index in range(count):
-        yield from quick_findings(index)
+    yield from quick_findings()
     versions = ", ".join(f"{name} {version}" for name, version in installed_versions(CORE).items())
     memory = psutil.virtual_memory()
     free = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB of host memory are free"
@@ -73,7 +72,7 @@ def examine(settings: Settings | SftSettings | None) -> Iterator[Finding]:
 
 
 def check_devices(count: int) -> Iterator[Finding]:
-    """Yield whether torch can compute on each device, and the state of the GPUs."""
+    """Yield whether torch can compute on each device, and the names of the GPUs."""
     for index in range(count):
         try:
             check_device(index)
@@ -82,15 +81,12 @@ def check_devices(count: int) -> Iterator[Finding]:
     if not platform.on_cuda():
         yield Finding(Level.OK, "no GPU that torch can use: runs here compute on the CPU")
         return
-    try:
-        gpus = read_gpus(range(count))
-    except RuntimeError:
-        return  # quick_findings says so
-    names = dict.fromkeys(gpu.name for gpu in gpus)
-    if len(names) > 1:
-        sentence = f"different GPUs in one machine: {', '.join(names)}"
+    names = [torch.cuda.get_device_name(index) for index in range(count)]
+    if len(set(names)) > 1:
+        sentence = f"different GPUs in one machine: {', '.join(dict.fromkeys(names))}"
         yield Finding(Level.WARNING, sentence, (), "all ranks wait for the slowest")
-    lines = [f"torch {torch.__version__}, CUDA {torch.version.cuda}", *(gpu.text() for gpu in gpus)]
+    lines = [f"torch {torch.__version__}, CUDA {torch.version.cuda}"]
+    lines += [f"GPU {index}: {name}" for index, name in enumerate(names)]
     yield Finding(Level.OK, f"{count} GPU{'s' * (count > 1)}", lines)
 
 
@@ -199,11 +195,26 @@ def exchange(folder: Path, rank: int, ranks: int) -> None:
     store = dist.FileStore(str(folder / "store"), ranks)
     limit = timedelta(seconds=EXCHANGE_LIMIT_S)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=ranks, timeout=limit)
-    group = dist.group.WORLD
-    assert group is not None  # just made
-    rates = {"all_reduce": all_reduce_rate(group), "all_to_all": all_to_all_rate(group)}
+    data = torch.zeros((CUDA_BYTES if platform.on_cuda() else CPU_BYTES) // 4, device=platform.device())
+    data = data[: data.numel() // ranks * ranks]
+    out = torch.empty_like(data)
+    rates = {
+        "all_reduce": _rate(data, lambda: dist.all_reduce(data)),
+        "all_to_all": _rate(data, lambda: dist.all_to_all_single(out, data)),
+    }
     print(json.dumps(rates), flush=True)
     dist.destroy_process_group()
+
+
+def _rate(data: torch.Tensor, collective: Callable[[], object]) -> float:
+    """Return bytes per second of the fastest of some calls, behind one that makes the connections."""
+    seconds = []
+    for _ in range(1 + REPEATS):
+        start = time.perf_counter()
+        collective()
+        platform.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return data.nbytes / min(seconds)
 
 
 if __name__ == "__main__":

@@ -64,12 +64,6 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda() else torch.device("cpu")
 
 
-def use_device(of_rank: torch.device) -> None:
-    """Select a rank's device in another thread, whose default would be the first GPU of the node."""
-    if on_cuda():
-        torch.cuda.set_device(of_rank)
-
-
 def device_name() -> str:
     """Return the name of the GPU, "" without one."""
     return torch.cuda.get_device_name() if on_cuda() else ""

@@ -16,7 +16,6 @@ import torch
 
 from grpo_mp import platform
 from grpo_mp.platform.cuda_libraries import check_engine_libraries
-from grpo_mp.platform.gpu_state import GpuState, peers_without_access, read_gpus
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.findings import Finding, Level
 
@@ -36,56 +35,14 @@ REQUIRED = {  # modules of the trainer, and of an engine that shares its GPU, wi
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-def quick_findings(local_rank: int) -> list[Finding]:
-    """Return what is wrong for one rank; local rank 0 also checks what the ranks of a node share.
-
-    Only warnings and errors are returned. An error is a reason to refuse the start.
-    """
-    found = [*check_gpus([local_rank])] if platform.on_cuda() else []
-    if local_rank == 0:
-        memory = psutil.virtual_memory()
-        found += [
-            *check_versions(installed_versions(CORE), tested_versions(platform.on_cuda())),
-            *check_shared_memory(shared_memory_free(), platform.on_cuda()),
-            *check_host_memory(memory.available, memory.total),
-            *(check_peers() if platform.on_cuda() else ()),
-        ]
-    return found
-
-
-def check_gpus(indices: Sequence[int]) -> Iterator[Finding]:
-    """Yield what is wrong with GPUs, by torch's numbers."""
-    try:
-        gpus = read_gpus(indices)
-    except RuntimeError as error:
-        advice = "install nvidia-ml-py; read `dmesg | grep -i xid`, reset the GPU, or choose others"
-        yield Finding(Level.WARNING, f"the state of GPU {', '.join(map(str, indices))} is unknown: {error}", (), advice)
-        return
-    for gpu in gpus:
-        yield from check_gpu(gpu)
-
-
-def check_gpu(gpu: GpuState) -> Iterator[Finding]:
-    """Yield broken memory rows, memory errors, and reasons for reduced clocks."""
-    if gpu.remap_failed:
-        sentence = f"GPU {gpu.index}: a row of its memory is broken and cannot be replaced"
-        yield Finding(Level.ERROR, sentence, [gpu.text()], "take it out of service (CUDA_VISIBLE_DEVICES), replace it")
-    elif gpu.uncorrected_errors:
-        sentence = f"GPU {gpu.index}: {gpu.uncorrected_errors} uncorrected memory error(s) since the driver was loaded"
-        yield Finding(Level.WARNING, sentence, [gpu.text()], "reset it (nvidia-smi --gpu-reset); if more come, replace")
-    if gpu.slowdowns:
-        sentence = f"GPU {gpu.index} is slowed down: {', '.join(gpu.slowdowns)}"
-        advice = "look at cooling and power: all ranks wait for the slowest"
-        yield Finding(Level.WARNING, sentence, [gpu.text()], advice)
-
-
-def check_peers() -> Iterator[Finding]:
-    """Yield the pairs of this machine's GPUs that cannot read each other's memory, as one finding."""
-    count = torch.cuda.device_count()
-    if blocked := peers_without_access(count):
-        sentence = f"{len(blocked)} of {count * (count - 1) // 2} pairs of GPUs cannot read each other's memory"
-        advice = "NCCL takes the host's memory between them: look at NVLink, IOMMU and ACS (nvidia-smi topo -p2p r)"
-        yield Finding(Level.WARNING, sentence, [f"the first: GPU {blocked[0][0]} and GPU {blocked[0][1]}"], advice)
+def quick_findings() -> list[Finding]:
+    """Return warnings and errors about this node; an error refuses the start."""
+    memory = psutil.virtual_memory()
+    return [
+        *check_versions(installed_versions(CORE), tested_versions(platform.on_cuda())),
+        *check_shared_memory(shared_memory_free(), platform.on_cuda()),
+        *check_host_memory(memory.available, memory.total),
+    ]
 
 
 def installed_versions(names: Sequence[str]) -> dict[str, str]:

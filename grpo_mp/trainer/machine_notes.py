@@ -17,8 +17,8 @@ def machine_notes(job: Job) -> list[str]:
 
     Raises UserError, alike on all ranks, where a machine is unfit.
     """
-    own = socket.gethostname(), quick_findings(int(os.environ.get("LOCAL_RANK", 0)))
-    return describe(all_gather(own, job.group))
+    findings = quick_findings() if int(os.environ.get("LOCAL_RANK", 0)) == 0 else []
+    return describe(all_gather((socket.gethostname(), findings), job.group))
 
 
 def describe(by_rank: Sequence[HostFindings]) -> list[str]:

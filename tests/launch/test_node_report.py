@@ -1,22 +1,18 @@
 """Which nodes are bad, from handwritten reports."""
 
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from grpo_mp.cli import slurm_nodes as nodes_module
 from grpo_mp.cli.slurm_job import BAD_NODES, CHECK_LOG, name_crashed_node
 from grpo_mp.cli.slurm_nodes import NodeReport, bad_nodes
-from grpo_mp.distributed.rates import all_to_all_rate, measured_pairs, neighbor_pairs, result_within
 
-GOOD = NodeReport("a", "torch 2", 0.0, 100 * 2**30, 90 * 2**30, None, all_reduce=100e9, all_to_all=20e9)
+GOOD = NodeReport("a", "torch 2", 0.0, 100 * 2**30, 90 * 2**30, None)
 REPORTS = [replace(GOOD, node=node) for node in "abcd" for _ in range(2)]
 
 
@@ -32,21 +28,12 @@ def test_equal_nodes_are_good() -> None:
         ({"clock_offset_s": -7.0}, "its clock is -7.0 s off those of other nodes"),
         ({"host_free_bytes": 40 * 2**30}, "only 40 of 100 GiB host memory are free"),
         ({"problem": "GPU 3 is gone"}, "GPU 3 is gone"),
-        ({"all_reduce": 40e9}, "all-reduce inside the node at 40.00 GB/s, the median is 100.00"),
-        ({"all_to_all": 9e9}, "all-to-all with other nodes at 9.00 GB/s, the median is 20.00"),
     ],
 )
 def test_one_bad_rank_makes_its_node_bad(change: dict[str, object], reason: str) -> None:
     reports = [*REPORTS[:5], replace(REPORTS[5], **change), *REPORTS[6:]]  # type: ignore[arg-type]
     assert list(bad_nodes(reports)) == ["c"]
     assert bad_nodes(reports)["c"].startswith(reason)
-
-
-@pytest.mark.parametrize(("rate", "bad"), [(5e9, []), (1.5e9, ["c"])])
-def test_rates_of_cpus_may_differ_more(rate: float, bad: list[str]) -> None:
-    reports = [replace(report, gpus=False) for report in REPORTS]
-    reports[5] = replace(reports[5], all_to_all=rate)
-    assert list(bad_nodes(reports)) == bad
 
 
 def reports_of(nodes: int, odd: int, change: dict[str, Any]) -> list[NodeReport]:
@@ -129,75 +116,6 @@ def test_nodes_are_named_from_what_their_files_show(tmp_path: Path, capsys: pyte
     assert (tmp_path / "own" / BAD_NODES).read_text() == "a"
     said = "what it writes into the run's folder is not seen by b: share the folder"
     assert capsys.readouterr().out == f"bad node a: {said}\n"
-
-
-@pytest.mark.parametrize(("nodes", "pairs"), [(1, 0), (2, 1), (3, 3), (16, 16)])
-def test_three_or_more_nodes_have_two_neighbors_each(nodes: int, pairs: int) -> None:
-    assert len(set(neighbor_pairs(nodes))) == pairs
-    if nodes > 2:
-        assert all(sum(node in pair for pair in neighbor_pairs(nodes)) == 2 for node in range(nodes))
-
-
-def test_a_node_that_reaches_one_neighbor_is_good() -> None:
-    """The neighbors of a node that hangs wait for it, and have others."""
-    stuck = ("all-to-all with b fails: no answer in time",)
-    alone = replace(GOOD, node="b", all_to_all=None, unreached=("all-to-all with a fails: it is gone",))
-    reports = [replace(GOOD, unreached=stuck), alone, replace(GOOD, node="c", unreached=stuck)]
-    assert bad_nodes(reports) == {"b": "all-to-all with a fails: it is gone"}
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 7, 16])
-def test_a_node_is_measured_once_a_round(nodes: int) -> None:
-    rounds = measured_pairs(nodes)
-    assert sorted(pair for pairs in rounds[1:] for pair in pairs) == sorted(neighbor_pairs(nodes))
-    for pairs in rounds:
-        members = [node for pair in pairs for node in set(pair)]
-        assert len(members) == len(set(members))
-
-
-def test_a_rank_measures_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's current device is a thread's own, and the first GPU of the node in a new one."""
-    used: list[tuple[torch.device, bool]] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    main = threading.current_thread()
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda device: used.append((device, threading.current_thread() is main))
-    )
-    assert result_within(time.monotonic() + 30.0, lambda: 2.0 if used else 0.0) == 2.0
-    assert used == [(torch.device("cuda", 3), False)]
-
-
-@pytest.mark.parametrize("bad", ["hangs", pytest.param("fails", marks=pytest.mark.nightly)])
-def test_a_node_that_hangs_or_fails_is_named_and_no_neighbor(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of four nodes, two each, as threads; of the second node one is stuck in its first all-to-all, or fails."""
-    monkeypatch.setattr(nodes_module, "RATE_LIMIT_S", 10.0)
-    store, names, places = dist.HashStore(), list("abcd"), [0, 0, 1, 1, 2, 2, 3, 3]
-    real, stuck, reports = nodes_module.group_rate, threading.Event(), dict[int, NodeReport]()
-
-    def measured(store: Any, ranks: Any, rank: int, rate: Any) -> float:
-        if rank == 3 and rate is all_to_all_rate:
-            if bad == "fails":
-                raise RuntimeError("CUDA error: an illegal memory access")
-            stuck.wait(60.0)
-        return real(store, ranks, rank, rate)
-
-    def run(rank: int) -> None:
-        report = replace(GOOD, node=names[places[rank]], gpus=False)
-        reports[rank] = nodes_module.measure(report, store, names, places, rank)
-
-    monkeypatch.setattr(nodes_module, "group_rate", measured)
-    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(len(places))]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join(60.0)
-    stuck.set()
-    found = bad_nodes([replace(reports[rank], all_reduce=None) for rank in range(len(places))])
-    assert list(found) == ["b"]
-    assert "all-to-all with a fails: " in found["b"]
-    if bad == "fails":
-        assert "illegal memory access" in str(reports[3].unreached)
 
 
 @pytest.mark.parametrize(
