@@ -246,8 +246,6 @@ script_path() {
 
 train() {
   local follower
-  GRPO_MP_FINISHED_DIR=$(realpath "$attempt") # where a rank that comes to its end leaves a marker
-  export GRPO_MP_FINISHED_DIR
   # The time limit is near: save, exit, and resume in a new attempt.
   trap 'again=yes; kill -USR1 "$step" 2>/dev/null || true' USR1
   told_to_end=no
@@ -266,7 +264,6 @@ train() {
     trap - TERM
     if [ "$told_to_end" = yes ]; then exit "$status"; fi
   else
-    "$python" -m grpo_mp.cli.slurm_job check-finished "$attempt" $((count * per_node))
     # A job that others push aside: Slurm tells the ranks, not this script, and they have saved.
     if [ "$told_to_end" = no ] && has_steps_left; then requeue; fi
   fi

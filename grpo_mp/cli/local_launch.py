@@ -22,14 +22,11 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from grpo_mp.distributed.finish_markers import FINISHED_DIR_VARIABLE, ranks_without_marker, silent_exit_message
 from grpo_mp.distributed.rendezvous import LOOPBACK, OWN_NETWORK
 from grpo_mp.utils.processes import LAUNCHER_PID
-from grpo_mp.utils.scratch import ScratchFolder, remove_abandoned
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDARY_EXITS = (1, -signal.SIGTERM)  # of ranks that lost a peer, or that the launcher ended after one failed
-SILENT_EXIT_STATUS = 1
 STORE_LIMIT_S = 600
 
 
@@ -52,15 +49,11 @@ def start_ranks(ranks: int, arguments: Sequence[str], module: str) -> int:
         signals_to_handle="SIGHUP,SIGQUIT",
     )
     rendezvous_handler_registry.register(LOOPBACK, LoopbackRendezvous)
-    remove_abandoned()
-    with ScratchFolder("job") as markers:
-        os.environ[FINISHED_DIR_VARIABLE] = str(markers)
-        failures: dict[int, ProcessFailure] = {}
-        try:
-            elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
-        except ChildFailedError as error:
-            failures = error.failures
-        return _exit_status(failures, [rank for rank in ranks_without_marker(markers, ranks) if rank not in failures])
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
+    except ChildFailedError as error:
+        return _exit_status(error.failures)
+    return 0
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
@@ -84,13 +77,8 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         return LOOPBACK
 
 
-def _exit_status(failures: Mapping[int, ProcessFailure], silent_ranks: Sequence[int]) -> int:
-    """Return the job's exit status; print what no rank could. `silent_ranks`: ranks that ended early with status 0."""
-    if silent_ranks and all(failure.exitcode in SECONDARY_EXITS for failure in failures.values()):
-        sys.stderr.write(f"error: {silent_exit_message(silent_ranks[0])}\n")
-        return SILENT_EXIT_STATUS
-    if not failures:
-        return 0
+def _exit_status(failures: Mapping[int, ProcessFailure]) -> int:
+    """Return the job's exit status; print what no rank could."""
     rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode in SECONDARY_EXITS, item[1].timestamp))
     if failure.exitcode > 0:
         return failure.exitcode  # the rank has said why

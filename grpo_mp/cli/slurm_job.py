@@ -1,6 +1,6 @@
 """Answer batch scripts: `python -m grpo_mp.cli.slurm_job COMMAND ...`.
 
-COMMAND: show, folder, begin, has-steps-left, may-restart, crashed-check, failure, stopped-on-purpose, check-finished.
+COMMAND: show, folder, begin, has-steps-left, may-restart, crashed-check, failure, stopped-on-purpose.
 """
 
 import argparse
@@ -13,7 +13,6 @@ from pathlib import Path
 from grpo_mp.checkpoint.run_state import METRICS, SETTINGS, saved_step
 from grpo_mp.config import Settings, SftSettings, load_any_settings, show_settings
 from grpo_mp.config.sections import EngineConfig, LayoutConfig
-from grpo_mp.distributed.finish_markers import ranks_without_marker, silent_exit_message
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.rollout.placement import engine_placements
 from grpo_mp.utils.errors import USER_STATUS, UserError, exit_with
@@ -69,10 +68,6 @@ def run_command(args: argparse.Namespace) -> int:
     if args.command == "crashed-check":
         name_crashed_node(args.attempt)
         return 0
-    if args.command == "check-finished":
-        if silent_ranks := ranks_without_marker(args.attempt, args.ranks):
-            raise UserError(silent_exit_message(silent_ranks[0]))
-        return 0
     settings = load_any_settings(args.config, args.overrides)
     if args.command == "has-steps-left":
         return 0 if total_steps(settings) > saved_step(settings.run.folder) else NO
@@ -113,9 +108,6 @@ def _parser() -> argparse.ArgumentParser:
     for command in (show, failure):
         command.add_argument("--nodes", required=True, help="names, separated by commas")
         command.add_argument("--per-node", type=int, required=True, help="ranks on each")
-    finished = commands.add_parser("check-finished")
-    finished.add_argument("attempt", type=Path)
-    finished.add_argument("ranks", type=int)
     return parser
 
 

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,9 +15,8 @@ from grpo_mp.distributed.ports import PortClaim, claim_ports
 from grpo_mp.rollout.engine_args import EngineSpec, engine_arguments, engine_environment, ports_needed
 from grpo_mp.utils.errors import EngineError, EngineTimeout, UserError
 from grpo_mp.utils.files import last_lines, open_private
-from grpo_mp.utils.scratch import PREFIX, ScratchFolder, remove_abandoned
 
-SCRATCH = f"{PREFIX}engine-"  # and eight characters
+SCRATCH = "grpo_mp-engine-"  # and eight characters
 # Below an engine's folder Python's multiprocessing has sockets such as pymp-12345678/listener-12345678.
 TEMPORARY_FOLDER_CHARACTERS = 107 - len(f"/{SCRATCH}12345678/pymp-12345678/listener-12345678")
 COMMAND = [sys.executable, "-m", "grpo_mp.rollout.engine_main"]
@@ -52,7 +52,7 @@ class EngineProcess:
         self.api_key = secrets.token_hex(16)
         self._claim: PortClaim | None = None
         self.url = ""  # where the server listens, once it is started
-        self._scratch: ScratchFolder | None = None
+        self._scratch = ""  # folder of the engine's temporary files
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, host: str | None = None, dist_init_addr: str | None = None) -> str | None:
@@ -65,8 +65,7 @@ class EngineProcess:
         port = self._claim.port
         self.url = f"http://127.0.0.1:{port}"
         dist_init_addr = f"{host}:{port + 1}" if host else dist_init_addr
-        remove_abandoned()
-        self._scratch = ScratchFolder("engine")
+        self._scratch = tempfile.mkdtemp(prefix=SCRATCH)
         arguments = engine_arguments(
             self.spec,
             port,
@@ -75,9 +74,9 @@ class EngineProcess:
             dist_init_addr=dist_init_addr,
         )
         if self.spec.save_tokenizer:  # SGLang would read the folder's by rules of its own
-            arguments["tokenizer_path"] = str(self._scratch.path / "tokenizer")
+            arguments["tokenizer_path"] = str(Path(self._scratch, "tokenizer"))
             self.spec.save_tokenizer(arguments["tokenizer_path"])
-        environment = engine_environment(self.spec, arguments, str(self._scratch.path), os.environ)
+        environment = engine_environment(self.spec, arguments, self._scratch, os.environ)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.unlink(missing_ok=True)
         with open(self.log, "xb", opener=open_private) as log:  # SGLang writes its key into it
@@ -141,7 +140,7 @@ class EngineProcess:
         if self._claim:
             self._claim.release()
         if self._scratch:
-            self._scratch.remove()
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _served_model(self, client: httpx.Client) -> str | None:
         """Ask for the model served on the port: None where nothing answers yet, "" where no SGLang does."""

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_mp.distributed.finish_markers import mark_finished
 from grpo_mp.distributed.rendezvous import FAILURE, is_first_failure
 from grpo_mp.utils.errors import (
     DISK_ERRORS,
@@ -110,7 +109,6 @@ def exit_on_error() -> Iterator[None]:
     rank = int(os.environ.get("RANK", 0))
     try:
         yield
-        mark_finished(rank)
     except UserError as error:
         if rank and not dist.is_initialized():
             # The launcher ends this rank meanwhile; where rank 0 did not fail, the node's first rank reports first.
@@ -124,10 +122,6 @@ def exit_on_error() -> Iterator[None]:
         raise SystemExit(PEER_FAILED_STATUS) from None
     except KeyboardInterrupt as interrupt:
         raise _interrupted(rank, interrupt) from None
-    except SystemExit as error:
-        if not error.code:  # --help
-            mark_finished(rank)
-        raise
     except Exception as error:
         if isinstance(_origin(error), KeyboardInterrupt):  # it came amid a library's cleanup, which then failed
             raise _interrupted(rank, error) from None

@@ -151,7 +151,7 @@ def test_a_failed_rank_is_followed_by_another_attempt(script: Script) -> None:
     script.when("has-steps-left", "exit 1")
     process = script.run()
     assert (process.returncode, process.stderr) == (0, "")
-    first, second = ["check", "train"], ["check", "train", "check-finished", "has-steps-left"]
+    first, second = ["check", "train"], ["check", "train", "has-steps-left"]
     assert script.notes == [*first, "failure", "may-restart", *second]
 
 
@@ -313,7 +313,7 @@ def test_one_node_lost_takes_the_spare(with_spare: Script) -> None:
     with_spare.when("has-steps-left", "exit 1")
     process = with_spare.run(SPARES="1")
     assert (process.returncode, process.stderr) == (0, "")
-    first, second = ["check", "train"], ["check", "train", "check-finished", "has-steps-left"]
+    first, second = ["check", "train"], ["check", "train", "has-steps-left"]
     assert with_spare.notes == [*first, "failure", "may-restart", *second]
 
 
@@ -329,7 +329,7 @@ def test_a_check_that_srun_cannot_start_names_the_node(status: int, with_spare: 
     with_spare.when("has-steps-left", "exit 1")
     process = with_spare.run(SPARES="1")
     assert (process.returncode, process.stderr) == (0, "")
-    assert with_spare.notes == ["check", "crashed-check", "train", "nodelist=n1,n3", "check-finished", "has-steps-left"]
+    assert with_spare.notes == ["check", "crashed-check", "train", "nodelist=n1,n3", "has-steps-left"]
 
 
 NOTE_NODES = 'grep -o "nodelist=[^ ]*" <<<"$*" >>"$NOTES"'
@@ -357,7 +357,7 @@ def test_a_spare_takes_the_place_of_a_node_that_training_finds_faulty(tmp_path: 
     process = script.run(SPARES="2")
     assert (process.returncode, process.stderr) == (0, "")
     first = ["check", "train", "nodelist=n2,n3", "failure", "may-restart"]
-    assert script.notes == [*first, "check", "train", "nodelist=n3,n4", "check-finished", "has-steps-left"]
+    assert script.notes == [*first, "check", "train", "nodelist=n3,n4", "has-steps-left"]
 
 
 def test_a_faulty_node_without_a_spare_is_left_out_of_a_new_job(script: Script) -> None:
