@@ -1,7 +1,6 @@
 """Evaluate without training: `grpo-mp evaluate`, or `torchrun ... -m grpo_mp.evaluate` with the same arguments."""
 
 import argparse
-import shutil
 import signal
 from collections.abc import Sequence
 from functools import partial
@@ -18,15 +17,12 @@ import torch.distributed as dist
 from grpo_mp.algorithms.evaluation import plot_pass_at_k, write_scores, write_svg
 from grpo_mp.checkpoint.run_state import read_manifest
 from grpo_mp.monitor.samples import append_samples
-from grpo_mp.trainer.command_line import started_job
-from grpo_mp.trainer.engine_job import EngineJob, read_engine_job, start_engines
+from grpo_mp.trainer.engine_job import EngineJob, read_engine_job, run_engine_command, start_engines
 from grpo_mp.trainer.evaluation import Evaluation, Evaluator
-from grpo_mp.trainer.exit import exit_on_error
 from grpo_mp.trainer.preflight import RunInputs, run_evaluation_preflight
 from grpo_mp.trainer.step_logger import PASS_AT_K_FILE
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.files import incomplete, sync_to_disk
-from grpo_mp.utils.log import log_to_terminal
+from grpo_mp.utils.files import incomplete
 from grpo_mp.utils.parsers import evaluate_parser
 
 SCORES, SAMPLES = "eval.json", "samples.jsonl"
@@ -34,14 +30,7 @@ SCORES, SAMPLES = "eval.json", "samples.jsonl"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, see `grpo-mp evaluate --help`. Raises SystemExit where it fails."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with exit_on_error():
-        log_to_terminal()
-        args = evaluate_parser().parse_intermixed_args(arguments)
-        job = read_command(args)
-        with started_job(args.ranks) as (world_size, ranks_per_node):
-            inputs = run_evaluation_preflight(job.settings, world_size, ranks_per_node, job.needs_policy)
-            run(job, inputs)
+    run_engine_command(evaluate_parser(), arguments, read_command, run_evaluation_preflight, run)
 
 
 def read_command(args: argparse.Namespace) -> EngineJob:
@@ -72,23 +61,16 @@ def evaluate_and_report(job: EngineJob, evaluator: Evaluator) -> None:
     evaluation = evaluator.evaluate(step, partial(append_samples, samples))
     dist.barrier(group=ranks.group)
     if ranks.rank == 0:
-        join_samples([_samples_file(folder, rank) for rank in range(ranks.world_size)], folder / SAMPLES)
+        parts = [_samples_file(folder, rank) for rank in range(ranks.world_size)]
+        with incomplete(folder / SAMPLES) as temporary, temporary.open("wb") as joined:
+            for part in parts:
+                joined.write(part.read_bytes())
+        for part in parts:
+            part.unlink()
         _write_results(job, evaluation, step)
         progress.print_scores(str(job.name), evaluation.scores)
         progress.note(f"Scores:  {folder / SCORES}\nSamples: {folder / SAMPLES}")
     dist.barrier(group=ranks.group)
-
-
-def join_samples(parts: Sequence[Path], file: Path) -> None:
-    """Join the ranks' files to one, which is whole and on disk or as it was, and remove them."""
-    with incomplete(file) as temporary:
-        with temporary.open("wb") as joined:
-            for part in parts:
-                with part.open("rb") as lines:
-                    shutil.copyfileobj(lines, joined)
-        sync_to_disk(temporary)
-    for part in parts:
-        part.unlink()
 
 
 def _write_results(job: EngineJob, evaluation: Evaluation, step: int) -> None:

@@ -42,7 +42,7 @@ SAMPLE_FILTERS: Registry[ExtensionFunction] = Registry(
     "filter of samples",
     {
         name: LazyEntry(f"grpo_mp.trainer.sampling.filters:{name.title()}")
-        for name in ("right", "best", "reward", "tokens", "complete", "language", "without", "distinct", "first")
+        for name in ("right", "best", "tokens", "complete", "distinct")
     },
     parameters=("prompt", "samples"),
     makes=True,

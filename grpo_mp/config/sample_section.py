@@ -14,9 +14,8 @@ class SampleConfig(Section):
     filters: dict[str, dict[str, Any]] = Field(
         {},
         description="which answers are kept, each filter with its arguments, in this order: right (is_correct), "
-        "best {k} (by reward), reward {min, max}, tokens {min, max} (of the response), complete (not truncated, no "
-        "failed episode), language {scripts or column, min_share}, without {pattern}, distinct (texts of a prompt), "
-        "first {count}, or your own 'file.py:function'; also one name, or a list",
+        "best {k} (by reward), tokens {min, max} (of the response), complete (not truncated, no failed episode), "
+        "distinct (texts of a prompt), or your own 'file.py:function'; also one name, or a list",
     )
     max_unanswered: float = Field(
         0.01,

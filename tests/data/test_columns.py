@@ -1,7 +1,6 @@
 """Columns by name, and inside of others by dotted name."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from grpo_mp.data.chat_data import read_chat
 from grpo_mp.data.prompts import PromptSet, load_prompts
 from grpo_mp.data.rows import Row
 from grpo_mp.rewards.base import call_arguments
-from grpo_mp.trainer.sampling.filters import Language
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.reading import did_you_mean_column, has_column, read_column
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
@@ -109,10 +107,6 @@ def test_rewards_read_inside_of_columns_too() -> None:
     group = SampleGroup(Prompt(0, "q", (1,), None, columns), (Sample.from_tokens(0, (1,), (2,)),))
     assert call_arguments(group, "task.prompt")["prompts"] == [asked]
     assert call_arguments(group, "task.other")["prompts"] == ["q"]
-    english = replace(group.samples[0], text="so it is two")
-    assert Language(column="task.language")(group.prompt, [english]) == [True]
-    with pytest.raises(ValueError, match=r"no column language \(did you mean task.language\?\)"):
-        Language(column="language")(group.prompt, [english])
 
 
 def test_chats_are_read_inside_of_columns() -> None:

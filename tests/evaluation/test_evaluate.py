@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_mp.evaluate import join_samples, main, read_command
+from grpo_mp.evaluate import main, read_command
 from grpo_mp.utils.parsers import evaluate_parser
 from tests.conftest import TinyRun
 from tools.tiny.models import BOXED, END, make_tiny, make_tokenizer
@@ -200,17 +200,3 @@ def test_mistakes_are_one_sentence(
     assert sentence in stderr
     assert stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_samples_are_whole_or_as_they_were(tmp_path: Path) -> None:
-    """One rank's file is not there."""
-    parts, file = [tmp_path / f"samples_rank_{rank}.jsonl" for rank in range(3)], tmp_path / "samples.jsonl"
-    file.write_text("before\n")
-    for part in parts[:2]:
-        part.write_text(f"{part.name}\n")
-    with pytest.raises(FileNotFoundError):
-        join_samples(parts, file)
-    assert sorted(tmp_path.iterdir()) == sorted([file, *parts[:2]])
-    assert file.read_text() == "before\n"
-    join_samples(parts[:2], file)
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["samples_rank_0.jsonl\nsamples_rank_1.jsonl\n"]

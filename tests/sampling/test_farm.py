@@ -12,8 +12,8 @@ import torch.distributed as dist
 from grpo_mp.config.sections import EngineConfig, RolloutConfig
 from grpo_mp.rollout.journal import GroupJournal, load
 from grpo_mp.rollout.worker import RolloutTask
+from grpo_mp.trainer.sampling.answers import GROUPS, read_recorded
 from grpo_mp.trainer.sampling.farm import SampleFarm
-from grpo_mp.trainer.sampling.results import GROUPS, recorded_share
 from grpo_mp.utils.errors import DiskError
 from grpo_mp.utils.types import Prompt, SampleGroup
 from tests.rollout.fake_engine import FakeEngine, draw_length, token_of
@@ -57,7 +57,7 @@ def make_farm(folder: Path, group: dist.ProcessGroup, engines: Sequence[FakeEngi
 
 def answers(folder: Path) -> dict[int, SampleGroup]:
     groups = {}
-    for prompt, record in recorded_share(folder, 0, 1).items():
+    for prompt, record in read_recorded(folder, PROMPTS).items():
         loaded = load(record, Prompt(prompt, str(prompt), (prompt,)))
         assert loaded
         assert isinstance(loaded[0], SampleGroup)
@@ -121,7 +121,7 @@ def test_prompts_that_take_too_long_are_left_out_and_asked_again(
 ) -> None:
     farm = make_farm(tmp_path, one_rank_group, [StuckEngine(), StuckEngine(1)])
     assert farm.run(set()).prompts == PROMPTS - 6
-    recorded = recorded_share(tmp_path, 0, 1)
+    recorded = read_recorded(tmp_path, PROMPTS)
     check_answers(tmp_path, [prompt for prompt in range(PROMPTS) if prompt % 10 != 3])
     make_farm(tmp_path, one_rank_group, [FakeEngine()]).run(recorded.keys())
     check_answers(tmp_path)

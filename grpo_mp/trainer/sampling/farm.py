@@ -1,4 +1,4 @@
-"""Generate and record the answers to all prompts, in rounds: engines go on over a round's end, memory does not grow."""
+"""Generate and record the answers to all prompts, in rounds that bound the memory and at whose ends no engine waits."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ GROUPS_A_FILE = 2**12  # of the journal
 
 @dataclass
 class Throughput:
-    """What was generated, and in which time."""
+    """What was generated, and how long it took."""
 
     prompts: int = 0
     samples: int = 0
@@ -37,13 +37,11 @@ class Throughput:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the generated tokens of a second."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, float]:
-        """Return the numbers with the rates, as they are written to JSON."""
-        each = self.tokens_per_s / self.engines if self.engines else 0.0
-        return asdict(self) | {"tokens_per_s": self.tokens_per_s, "tokens_per_s_of_an_engine": each}
+        """Return the numbers and the rate, as they are written to JSON."""
+        return asdict(self) | {"tokens_per_s": self.tokens_per_s}
 
 
 @dataclass
@@ -60,10 +58,7 @@ class SampleFarm:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def run(self, done: Set[int]) -> Throughput:
-        """Answer all prompts that are not `done`; return what all engines generated. Every rank must call this.
-
-        A prompt that takes longer than `rollout.group_timeout_s` is left out.
-        """
+        """Answer the prompts that are not `done`, except those that exceed `rollout.group_timeout_s`."""
         job, settings, done = self.engines.job, self.settings, set(done)
         size = settings.engine.concurrent_groups * len(self.engines.rollout.host_ranks)
         began_s = time.monotonic()
@@ -84,7 +79,7 @@ class SampleFarm:
         return total
 
     def _round(self, prompts: range, done: Set[int], ahead: int) -> None:
-        """Answer so many prompts, and begin up to `ahead` later ones where an engine has a place."""
+        """Answer these prompts, and begin up to `ahead` later ones where an engine has a place."""
         engines, first = self.engines, prompts.start
         ahead = min(ahead, len(self.prompts) - prompts.stop)
         window = range(first, prompts.stop + ahead)
@@ -113,7 +108,7 @@ class SampleFarm:
         self._ended |= {first + n for n, group in launched.items() if isinstance(group, SampleGroup)}
 
     def _generate(self, stream: GroupStream, task: RolloutTask) -> LaunchedGroups:
-        """Return what this rank launched when the round is answered; engines that are lost come back meanwhile."""
+        """Return what this rank launched once the round is answered; lost engines restart meanwhile."""
         engines = self.engines
         engines.recovery.begin_step()
         while True:
@@ -128,7 +123,7 @@ class SampleFarm:
             stream, task = stream.try_again(), replace(task, carried=launched)
 
     def _record(self, prompt: int, group: EndedGroup, stats: RewardStats) -> None:
-        """Keep a group on disk; called in any thread. Raises DiskError where that fails: it is nowhere else."""
+        """Score and write a group; called in any thread."""
         if not isinstance(group, SampleGroup):
             return
         (scored,) = self.engines.rollout.score([group], 0)
@@ -143,9 +138,5 @@ class SampleFarm:
         with self._lock:
             own = replace(self.own)
         parts = all_gather(own, self.engines.job.group)
-        prompts, samples, tokens = (
-            sum(vars(part)[name] for part in parts) for name in ("prompts", "samples", "tokens")
-        )
-        return Throughput(
-            prompts, samples, tokens=tokens, seconds=seconds, engines=len(self.engines.rollout.host_ranks)
-        )
+        sums = {name: sum(vars(part)[name] for part in parts) for name in ("prompts", "samples", "tokens")}
+        return Throughput(**sums, seconds=seconds, engines=len(self.engines.rollout.host_ranks))
