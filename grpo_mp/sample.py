@@ -103,7 +103,7 @@ def read_command(args: argparse.Namespace) -> SamplingJob:
     group_size = args.samples or settings.rollout.group_size
     rollout = settings.rollout.model_copy(update={"group_size": group_size})
     settings = settings.model_copy(update={"rollout": rollout})
-    knows_correct = settings.reward.correctness_rule is not None
+    knows_correct = settings.reward.correct_term is not None
     filters = load_sample_filters(settings.sample.filters, group_size, knows_correct)
     job = SamplingJob(settings, job.checkpoint, filters)
     if job.settings.reward.own_models and job.needs_policy:

@@ -333,7 +333,7 @@ def test_every_setting_is_described() -> None:
     """By pydantic's JSON schema, which holds every section once."""
     schema = Settings.model_json_schema()
     sections = {"Settings": schema, **schema["$defs"]}
-    assert {"StepModelConfig", "EvalSetConfig", "KLConfig"} <= sections.keys()  # in a union, in a mapping, two deep
+    assert {"RewardModelConfig", "EvalSetConfig", "KLConfig"} <= sections.keys()  # in a union, in a mapping, two deep
     terse = [
         f"{section}.{name}"
         for section, fields in sections.items()

@@ -171,7 +171,7 @@ class Settings(Section):
                     f"data.train.{name}.reward: no term of the reward is named {term!r}{did_you_mean(term, terms)}; "
                     f"there are: {', '.join(terms)}; others are described in `reward`"
                 )
-            if weights.get(COSINE) and not self.reward.correctness_rule_of(weights):
+            if weights.get(COSINE) and not self.reward.correct_term_of(weights):
                 raise ValueError(f"data.train.{name}.reward: cosine needs what is correct: set reward.correct")
             if not any(weights.values()):
                 raise ValueError(f"data.train.{name}.reward: no term has a weight: name one, or set null")
@@ -192,7 +192,7 @@ class Settings(Section):
                     f"{folder} is served in SCORE on the devices of all ranks, which schedule={self.schedule} has no "
                     f"phase for: set schedule=colocated, or serve it elsewhere and set reward.{name}.url"
                 )
-            if name == "model" and self.reward.correct and self.reward.correct.term == name:
+            if name == "model" and self.reward.correct == name:
                 raise ValueError(
                     f"reward.correct={name} decides in evaluations and filters, too, and {folder} is asked in SCORE "
                     "alone: name another term, or serve the model elsewhere and set reward.model.url"
@@ -238,13 +238,13 @@ class Settings(Section):
     @model_validator(mode="after")
     def _check_correct_is_known(self) -> "Settings":
         curriculum = self.algorithm.curriculum
-        if curriculum.window and self.reward.correctness_rule is None:
+        if curriculum.window and self.reward.correct_term is None:
             raise ValueError(
                 "algorithm.curriculum.window skips prompts that are answered right, and no reward term defines "
                 "correctness: set reward.correct to the term that does, or window=0"
             )
         rule = self.algorithm.filter
-        if rule.zero_std != "keep" and needs_correctness(rule.metric) and self.reward.correctness_rule is None:
+        if rule.zero_std != "keep" and needs_correctness(rule.metric) and self.reward.correct_term is None:
             raise ValueError(
                 f"algorithm.filter.metric={rule.metric} drops groups that are all right or all wrong, and no reward "
                 "term defines correctness: set reward.correct to the term that does, or metric=reward"

@@ -6,7 +6,7 @@ import secrets
 import textwrap
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from typing import Any
 from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.code_tests import CodeTest, RowTests, read_tests
 from grpo_mp.rewards.sandbox import Sandbox
-from grpo_mp.rewards.settings import CodeConfig
+from grpo_mp.rewards.settings import DATA_SET, CodeConfig, RewardConfig
+from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import SampleGroup
 
 # The opening fence is at the beginning of its line, or indented as a list item; the closing one is as long.
@@ -69,6 +70,25 @@ class CodeTests:
         job = f"{PROGRAM_TESTS}\n\nrun({program!r}, {case.script!r}, {token!r})\n"
         _, _, values = self._sandbox.run(job, "", seconds).output.rpartition(token)
         return are_allowed(values, case.expected)
+
+
+def check_row_tests(
+    settings: RewardConfig,
+    set_weights: Mapping[str, Mapping[str, float]],
+    columns: Mapping[str, Any],
+    location: str,
+) -> None:
+    """Raise UserError, which begins with the location of a row, where its tests cannot be read.
+
+    set_weights: weights of the terms for prompts of a data set, by its name.
+    """
+    name = columns.get(DATA_SET)
+    weights = set_weights.get(name) if isinstance(name, str) else None
+    if settings.code and "code" in settings.with_correct(settings.weights if weights is None else weights):
+        try:
+            read_tests(columns, settings.code.tests, settings.code.partial)
+        except ValueError as error:
+            raise UserError(f"{location}: {error}") from error
 
 
 def are_allowed(values: str, expected: Sequence[Sequence[Any]]) -> bool:

@@ -24,11 +24,11 @@ def boxed_answer(text: str, which: BoxChoice = "last") -> str | None:
 def answer_reward(response: str, answer: str, verifier: MathVerifier, which: BoxChoice = "last") -> float:
     """Return 1 if the boxed answer (the last or the first) has the right value, else 0."""
     predicted = boxed_answer(response, which)
-    return float(predicted is not None and same_answer(answer, predicted, verifier))
+    return float(predicted is not None and bool(same_answer(answer, predicted, verifier)))
 
 
-def same_answer(expected: str, predicted: str, verifier: MathVerifier) -> bool:
-    """Return whether two answers are equal: numbers by value, words as text, expressions by math-verify."""
+def same_answer(expected: str, predicted: str, verifier: MathVerifier) -> bool | None:
+    """Compare numbers by value, words as text, expressions by math-verify; None where that takes too long."""
     if expected.strip() == predicted.strip():
         return True
     left, right = map(read_answer, _without_what_one_adds(expected, predicted))
@@ -38,7 +38,9 @@ def same_answer(expected: str, predicted: str, verifier: MathVerifier) -> bool:
         return left.key == right.key
     if isinstance(left, Text) and left.digits and isinstance(right, Number):
         return left.digits == right.latex
-    return left.latex is not None and right.latex is not None and verifier.equal(left.latex, right.latex)
+    if left.latex is None or right.latex is None:
+        return False
+    return verifier.equal(left.latex, right.latex)
 
 
 def _without_what_one_adds(expected: str, predicted: str) -> tuple[str, str]:
@@ -80,21 +82,18 @@ def answer_numbers(responses: Sequence[str], verifier: MathVerifier, which: BoxC
 
 def _index_of_equal(answer: str, distinct: Sequence[str], verifier: MathVerifier) -> int:
     """Return the index of the first that equals the answer; the length where none does or a comparison times out."""
-    timeouts_before = verifier.timeouts
     for index, other in enumerate(distinct):
-        if same_answer(other, answer, verifier):
+        is_same = same_answer(other, answer, verifier)
+        if is_same:
             return index
-        if verifier.timeouts > timeouts_before:
+        if is_same is None:
             break
     return len(distinct)
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Return the index of the brace that closes each one, by the index behind that; escaped braces do not count.
-
-    One pass: a response may open thousands that nothing closes.
-    """
-    opened, closings = list[int](), dict[int, int]()
+    """Return the index of the closing brace by the index behind each opening one; escaped braces do not count."""
+    opened, closings = list[int](), dict[int, int]()  # one pass: a response may open thousands that nothing closes
     for match in BRACE.finditer(text):
         if match[0] == "{":
             opened.append(match.end())

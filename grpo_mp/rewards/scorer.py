@@ -4,39 +4,36 @@ import math
 import statistics
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from transformers import TrainerState
 
 from grpo_mp.rewards.base import (
     STEP_REWARDS,
-    EachCompletion,
     RewardError,
     T,
     Values,
     call_arguments,
     call_reward,
-    call_step_reward,
-    has_parameter,
     load_reward,
+    read_steps,
+    read_values,
     run_with_timeout,
-    validate_steps,
-    validate_values,
 )
 from grpo_mp.rewards.math import answer_numbers
 from grpo_mp.rewards.reward_model import Decode, Server, StepModelClient
-from grpo_mp.rewards.settings import COSINE, DATA_SET, EPISODE, STEPS, CorrectnessRule, RewardConfig, StepModelConfig
+from grpo_mp.rewards.settings import COSINE, DATA_SET, EPISODE, STEPS, RewardConfig, RewardModelConfig
 from grpo_mp.rewards.terms import BuiltInTerms, cosine_reward
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Sample, SampleGroup, StepRewards
 
 SHOWN_CHARACTERS = 300
+CORRECT_FROM = 1.0  # value of the term that decides correctness
 Extras = dict[str, list[Any]]  # what functions gave to log_extra for one group, by column
+Results = dict[str, tuple[Values, Set[int]]]  # by term: one value per sample, and the indices of failed samples
 
 
 @dataclass
@@ -46,12 +43,11 @@ class RewardStats:
     failures: Counter[str] = field(default_factory=Counter)  # failed calls by term; one call scores one group
     first_errors: dict[str, str] = field(default_factory=dict)  # by term: its first failure, in one sentence
     unscored: int = 0  # samples to which no term applied
-    verify_timeouts: int = 0  # answers that math-verify could not compare in time; they count as wrong
     values: dict[str, list[float]] = field(default_factory=dict)  # what functions gave to log_metric, by its name
 
     @property
     def logged(self) -> dict[str, float]:
-        """Return the means of the values given to `log_metric`; their bits do not depend on which came first."""
+        """Means of the values given to `log_metric`; their bits do not depend on which came first."""
         return {name: sum(sorted(values)) / len(values) for name, values in sorted(self.values.items())}
 
     def log(self, name: str, value: float) -> None:
@@ -59,24 +55,22 @@ class RewardStats:
         self.values.setdefault(name, []).append(value)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the stats as it is written to JSON."""
+        """Return the counts as they are written to JSON."""
         return {
             "failures": dict(self.failures),
             "first_errors": self.first_errors,
             "unscored": self.unscored,
-            "verify_timeouts": self.verify_timeouts,
             "logged": self.logged,
         }
 
 
 def sum_stats(all_stats: Iterable[RewardStats]) -> RewardStats:
-    """Add up all_stats; of several complaints about one term the first is kept."""
+    """Add up statistics; of several errors of one term the first is kept."""
     merged = RewardStats()
     for stats in all_stats:
         merged.failures.update(stats.failures)
         merged.first_errors = stats.first_errors | merged.first_errors
         merged.unscored += stats.unscored
-        merged.verify_timeouts += stats.verify_timeouts
         for name, values in stats.values.items():
             merged.values.setdefault(name, []).extend(values)
     return merged
@@ -96,16 +90,15 @@ class Scorer:
     ) -> None:
         """Load the user's functions. `decode`, the policy's tokenizer, is needed for a served model of steps.
 
-        `set_weights`: of the terms that prompts of a data set have, by its name; others have those of the settings.
+        set_weights: weights of the terms for prompts of a data set, by its name; other prompts have the settings'.
         """
         self._settings = settings
         self._prompt_column, self._max_response_tokens = prompt_column, max_response_tokens
         self._max_steps = max_steps
         self._stats = RewardStats()
         self._lock = threading.Lock()
-        step_model = settings.steps if isinstance(settings.steps, StepModelConfig) else None
+        step_model = settings.steps if isinstance(settings.steps, RewardModelConfig) else None
         self._step_model = StepModelClient(step_model, decode) if step_model and decode else None
-        self._keeps_steps = settings.steps == EPISODE
         function = settings.steps_function
         self._step_reward = STEP_REWARDS.resolve(function, "reward.steps") if function else None
         names = settings.function_names
@@ -114,32 +107,24 @@ class Scorer:
         self._set_weights = {name: settings.with_correct(weights) for name, weights in (set_weights or {}).items()}
         used = {*self.term_weights, *(term for weights in self._set_weights.values() for term in weights)}
         self._built_in = BuiltInTerms(settings, max_response_tokens, used - self._functions.keys())
-        self._correctness_rule = settings.correctness_rule
         self._own_models = frozenset(settings.own_models)  # which the job serves
         self.defers = bool(self._own_models)  # `finish_group` completes what `score_group` begins
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return the warnings that a user should read at the start."""
+        """Warnings that a user should read at the start."""
         missing = "no reward term defines correctness, so there is no accuracy: name one by reward.correct"
-        return () if self._correctness_rule else (missing,)
-
-    def rewards_with(self, parameter: str) -> list[str]:
-        """Return the names of the user's reward functions that have a parameter of this name."""
-        functions = {**self._functions, "reward.steps": self._step_reward}
-        inner = {name: one.function if isinstance(one, EachCompletion) else one for name, one in functions.items()}
-        return [name for name, function in inner.items() if has_parameter(function, parameter)]
+        return () if self._settings.correct_term else (missing,)
 
     @property
     def has_answers(self) -> bool:
-        """Return whether correctness is decided by comparing answers: then samples can vote on them."""
-        return self._correctness_rule is not None and self._correctness_rule.term == "answer"
+        """Whether correctness is decided by comparing answers: then samples can vote on them."""
+        return self._settings.correct_term == "answer"
 
     def answer_numbers(self, group: SampleGroup) -> list[int | None]:
         """Give each sample's answer a number: equal answers have the same number; None: no answer."""
         responses = [sample.text for sample in group.samples]
-        with self._counting_timeouts():
-            return answer_numbers(responses, self._built_in.verifier, self._settings.boxed_answer)
+        return answer_numbers(responses, self._built_in.verifier, self._settings.boxed_answer)
 
     def score_group(self, group: SampleGroup, step: int = 0) -> SampleGroup:
         """Return the group with its rewards: `reward` is the weighted sum of the unweighted `reward_terms` that apply.
@@ -148,78 +133,55 @@ class Scorer:
 
         A sample to which no term applies, or one failed under `on_error: skip`, is not scored (`is_scored`): its
         advantage is 0, and it counts in no mean, deviation or filter. As its reward it shows the mean of its group.
-        Rewards of steps are kept in `step_rewards`; only their mean is shown among the terms. `is_correct` is set by
-        the term that the settings name; None where that term failed or does not apply.
+        Rewards of steps are kept in `step_rewards`; only their mean is shown among the terms. `is_correct` is None
+        where the term that decides it failed or does not apply.
         """
         extras: Extras = {}
         weights = self._weights(group)
-        rule = self._settings.correctness_rule_of(weights)
         later = {*self._own_models, COSINE}
-        results = {name: self._values(name, group, step, extras) for name in weights if name not in later}
-        verdicts = _verdicts(results, rule, len(group.samples))
+        results: Results = {name: self._values(name, group, step, extras) for name in weights if name not in later}
+        verdicts = _verdicts(results, self._settings.correct_term_of(weights), len(group.samples))
         if COSINE in weights:
             results[COSINE] = self._cosine_rewards(group, verdicts), frozenset()
-        terms = [
-            {name: value for name, (values, _) in results.items() if (value := values[i]) is not None}
-            for i in range(len(group.samples))
-        ]
         all_steps = [()] * len(group.samples) if STEPS in self._own_models else self._steps(group, step, extras)
-        totals = self._totals(weights, terms, results)
         final_extras = dict(extras)  # a call that took too long may still write into `extras`
-        rows = zip(group.samples, totals, terms, all_steps, verdicts, strict=True)
         samples = (
             replace(
                 sample,
-                reward=total,
-                reward_terms=scored | _mean_of(sample, steps),
-                step_rewards=steps,
+                reward=0.0,
+                reward_terms={},
                 extra={column: values[i] for column, values in final_extras.items()},
                 is_correct=verdict,
-                environment=None,
             )
-            for i, (sample, total, scored, steps, verdict) in enumerate(rows)
+            for i, (sample, verdict) in enumerate(zip(group.samples, verdicts, strict=True))
         )
-        scored_group = replace(group, samples=tuple(samples))
-        return scored_group if self.defers else self._fill_in(scored_group, weights)
+        scored = self._with_results(replace(group, samples=tuple(samples)), weights, results, all_steps)
+        return scored if self.defers else self._fill_in(scored, weights)
 
     def finish_group(self, group: SampleGroup, step: int = 0) -> SampleGroup:
         """Return a group that `score_group` began with the values of the reward models that the job serves."""
         weights = self._weights(group)
         results = {name: self._values(name, group, step, {}) for name in weights if name in self._own_models}
-        terms = [
-            {name: value for name, (values, _) in results.items() if (value := values[i]) is not None}
-            for i in range(len(group.samples))
-        ]
         scores_steps = STEPS in self._own_models
         all_steps = self._steps(group, step, {}) if scores_steps else [sample.step_rewards for sample in group.samples]
-        rows = zip(group.samples, self._totals(weights, terms, results), terms, all_steps, strict=True)
-        samples = (
-            replace(
-                sample,
-                reward=sample.reward + total,
-                reward_terms={**sample.reward_terms, **scored, **_mean_of(sample, steps)},
-                step_rewards=steps,
-            )
-            for sample, total, scored, steps in rows
-        )
-        return self._fill_in(replace(group, samples=tuple(samples)), weights)
+        return self._fill_in(self._with_results(group, weights, results, all_steps), weights)
 
     def _weights(self, group: SampleGroup) -> Mapping[str, float]:
         name = group.prompt.columns.get(DATA_SET)  # a row's own column of that name may hold anything
         return self._set_weights.get(name, self.term_weights) if isinstance(name, str) else self.term_weights
 
-    def _totals(
-        self,
-        weights: Mapping[str, float],
-        terms: Sequence[Mapping[str, float]],
-        results: Mapping[str, tuple[Values, Set[int]]],
-    ) -> list[float]:
-        """Return each sample's weighted sum; NaN where a term failed that has no default."""
-        failed = {i for _, indices in results.values() for i in indices} if self._default is None else set()
-        return [
-            math.nan if i in failed else float(sum(weights[name] * value for name, value in scored.items()))
-            for i, scored in enumerate(terms)
-        ]
+    def _with_results(
+        self, group: SampleGroup, weights: Mapping[str, float], results: Results, all_steps: Sequence[StepRewards]
+    ) -> SampleGroup:
+        """Add terms to the samples; the reward is NaN where a term failed that has no default."""
+        failed = {i for _, indices in results.values() for i in indices} if self._default is None else set[int]()
+        samples = []
+        for i, (sample, steps) in enumerate(zip(group.samples, all_steps, strict=True)):
+            terms = {name: value for name, (values, _) in results.items() if (value := values[i]) is not None}
+            total = math.nan if i in failed else float(sum(weights[name] * value for name, value in terms.items()))
+            shown = {**sample.reward_terms, **terms, **_mean_of(sample, steps)}
+            samples.append(replace(sample, reward=sample.reward + total, reward_terms=shown, step_rewards=steps))
+        return replace(group, samples=tuple(samples))
 
     def _fill_in(self, group: SampleGroup, weights: Mapping[str, float]) -> SampleGroup:
         """Give samples to which no term applied, or one failed, the mean of the others."""
@@ -238,7 +200,6 @@ class Scorer:
         return replace(group, samples=tuple(filled))
 
     def _cosine_rewards(self, group: SampleGroup, verdicts: Sequence[bool | None]) -> Values:
-        """Return the reward by length of each sample; None where nothing says whether it is right."""
         limit, constants = self._max_response_tokens, self._settings.cosine
         return [
             None if verdict is None else cosine_reward(verdict, len(sample.tokens), limit, constants)
@@ -246,9 +207,8 @@ class Scorer:
         ]
 
     def connect_model(self, name: str, servers: Sequence[Server]) -> None:
-        """Take the servers of a reward model that the job serves, by its name in `RewardConfig.own_models`."""
-        clients = {"model": self._built_in.model, STEPS: self._step_model}
-        if client := clients[name]:
+        """Ask these servers, which the job has started, for the values of a model of `RewardConfig.own_models`."""
+        if client := {"model": self._built_in.model, STEPS: self._step_model}[name]:
             client.connect(servers)
 
     def take_stats(self) -> RewardStats:
@@ -258,41 +218,31 @@ class Scorer:
         return stats
 
     def add_stats(self, stats: RewardStats) -> None:
-        """Count what a scorer with its own statistics has scored."""
+        """Add the statistics of a scorer with its own."""
         with self._lock:
             self._stats = sum_stats([self._stats, stats])
 
     def with_own_stats(self) -> "Scorer":
-        """Return this scorer with other statistics: what it scores does not count among this one's."""
+        """Return this scorer with separate statistics."""
         other = copy(self)
         other._stats = RewardStats()
         return other
 
     def with_limit(self, max_response_tokens: int) -> "Scorer":
-        """Return this scorer with other statistics, for responses of up to `max_response_tokens`."""
+        """Return this scorer with separate statistics, for responses of up to `max_response_tokens`."""
         other = self.with_own_stats()
         other._max_response_tokens = max_response_tokens
         other._built_in = self._built_in.with_limit(self._settings, max_response_tokens)
         return other
 
     def for_evaluations(self) -> "Scorer":
-        """Return this scorer with other statistics, and without reward models that the job serves: they sleep."""
-        other = copy(self)
-        other._stats, other.defers = RewardStats(), False
+        """Return this scorer with separate statistics, and without reward models that the job serves: they sleep."""
+        other = self.with_own_stats()
+        other.defers = False
         other.term_weights = {
             name: weight for name, weight in self.term_weights.items() if name not in self._own_models
         }
         return other
-
-    @contextmanager
-    def _counting_timeouts(self) -> Iterator[None]:
-        """Add the comparisons of this thread that take too long in the body."""
-        before = self._built_in.verifier.timeouts
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._stats.verify_timeouts += self._built_in.verifier.timeouts - before
 
     def close(self) -> None:
         """End the process that compares answers, and connections."""
@@ -301,13 +251,11 @@ class Scorer:
             self._step_model.close()
 
     def _values(self, name: str, group: SampleGroup, step: int, extras: Extras) -> tuple[Values, Set[int]]:
-        """Return one value per sample, and the indices of those for which the term failed."""
-
         def call() -> Values:
             if name in self._built_in.values:
-                return validate_values(self._built_in.values[name](group), group)
-            call_function = partial(call_reward, self._functions[name], self._arguments(group, step, extras))
-            return validate_values(run_with_timeout(call_function, self._settings.timeout_s), group)
+                return read_values(self._built_in.values[name](group), group)
+            function, arguments = self._functions[name], self._arguments(group, step, extras)
+            return self._in_time(lambda: read_values(call_reward(function, arguments), group))
 
         result = self._attempt(name, group, call)
         if not isinstance(result, RewardError):
@@ -316,28 +264,28 @@ class Scorer:
         return [result.scored.get(i, self._default) for i in indices], set(indices) - result.scored.keys()
 
     def _steps(self, group: SampleGroup, step: int, extras: Extras) -> list[StepRewards]:
-        model, reward = self._step_model, self._step_reward
-
         def call() -> list[StepRewards]:
-            if self._keeps_steps:
+            if self._settings.steps == EPISODE:
                 return [sample.step_rewards for sample in group.samples]
-            if model:
-                return validate_steps(model.score_steps(group), group)
-            if reward is None:
+            if self._step_model:
+                return read_steps(self._step_model.score_steps(group), group)
+            if self._step_reward is None:
                 return [()] * len(group.samples)
-            call_function = partial(call_step_reward, reward, self._arguments(group, step, extras))
-            return validate_steps(run_with_timeout(call_function, self._settings.timeout_s), group)
+            function, arguments = self._step_reward, self._arguments(group, step, extras)
+            return self._in_time(lambda: read_steps(call_reward(function, arguments), group))
 
         result, default = self._attempt(STEPS, group, call), self._default
         if not isinstance(result, RewardError):
             return result
         return [() if default is None else ((len(sample.tokens) - 1, default),) for sample in group.samples]
 
+    def _in_time(self, call: Callable[[], T]) -> T:
+        return run_with_timeout(call, self._settings.timeout_s)
+
     def _attempt(self, name: str, group: SampleGroup, call: Callable[[], T]) -> T | RewardError:
         """Return the result of `call`, or how it failed."""
         try:
-            with self._counting_timeouts():
-                return call()
+            return call()
         except RewardError as failure:
             text = group.samples[failure.sample].text
             excerpt = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
@@ -354,7 +302,7 @@ class Scorer:
 
     @property
     def _default(self) -> float | None:
-        """Return the score of a failing call; None: it has none."""
+        """The score of a failing call, if it has one."""
         on_error = self._settings.on_error
         return None if isinstance(on_error, str) else on_error
 
@@ -377,14 +325,12 @@ class Scorer:
         )
 
 
-def _verdicts(
-    results: Mapping[str, tuple[Values, Set[int]]], rule: CorrectnessRule | None, count: int
-) -> list[bool | None]:
-    """Return whether each sample is right; None without a rule, or where its term failed or does not apply."""
-    if not rule or rule.term not in results:
+def _verdicts(results: Results, term: str | None, count: int) -> list[bool | None]:
+    """Return whether each sample is right; None where the term failed or does not apply."""
+    if term not in results:
         return [None] * count
-    values, failed = results[rule.term]  # the default of a failed call decides nothing
-    return [None if value is None or i in failed else value >= rule.min_value for i, value in enumerate(values)]
+    values, failed = results[term]  # the default of a failed call decides nothing
+    return [None if value is None or i in failed else value >= CORRECT_FROM for i, value in enumerate(values)]
 
 
 def _mean_of(sample: Sample, steps: StepRewards) -> dict[str, float]:

@@ -45,21 +45,14 @@ JUDGE_EPISODE_TEMPLATE = (
 )
 
 
-def ascending(value: tuple[float, float], what: str) -> tuple[float, float]:
-    """Return the lowest and highest value. Raises ValueError where they are no range."""
-    if not value[0] < value[1]:
-        raise ValueError(f"{list(value)} is no range: write the lowest {what}, then the highest")
-    return value
-
-
 class OverlongConfig(Section):
     """DAPO's soft penalty of responses near the length limit (verl overlong_buffer)."""
 
     weight: float = Field(
         0.0,
         ge=0,
-        description="largest penalty in halves of the reward's range (reward.range): 1 as in DAPO, whose rewards are "
-        "-1 and 1; 0: off",
+        description="largest penalty in halves of the sum of the weights of answer, episode, boxed, think, language, "
+        "model, judge, code and functions: 1 as in DAPO, whose rewards are -1 and 1; 0: off",
     )
     buffer_tokens: int | None = Field(
         None,
@@ -116,7 +109,6 @@ class CosineConfig(Section):
         description="reward of a right answer without tokens, and near the limit, see overlong.buffer_tokens",
     )
     wrong: tuple[float, float] = Field((-10.0, 0.0), description="the same of a wrong one, which may think longer")
-    exceeding: float = Field(-10.0, description="reward of any that reaches the limit")
 
 
 class RewardModelConfig(ServedModelConfig):
@@ -134,12 +126,6 @@ class RewardModelConfig(ServedModelConfig):
     weight: float = Field(1.0, description="weight of its score in the reward")
 
 
-class StepModelConfig(RewardModelConfig):
-    """A process reward model, which scores the response up to the end of each step."""
-
-    separator: str = Field("\n\n", min_length=1, description="text that ends a step; the response's end ends the last")
-
-
 class JudgeConfig(Section):
     """A model behind an OpenAI-compatible endpoint, which is asked to score each response."""
 
@@ -150,15 +136,11 @@ class JudgeConfig(Section):
     template: str | None = Field(
         None,
         description="what the judge is asked, with {question}, {answer} (an episode's last), {conversation} (all "
-        "messages, one a line, as JSON), the row's {reference} and the {lowest} and {highest} score; null: "
-        "JUDGE_TEMPLATE of rewards/settings.py, for episodes JUDGE_EPISODE_TEMPLATE",
+        "messages, one a line, as JSON), the row's {reference} and the {lowest} and {highest} score. It must ask for "
+        "a line 'Score: NUMBER'. null: JUDGE_TEMPLATE of rewards/settings.py, for episodes JUDGE_EPISODE_TEMPLATE",
     )
     scores: tuple[float, float] = Field(
         (0.0, 10.0), description="lowest and highest number of the judge, which become 0 and 1; others are invalid"
-    )
-    pattern: str = Field(
-        r"(?i)score[\s:*]*(-?\d+(?:\.\d+)?)",
-        description="regular expression; the group of its last match in the reply is the number",
     )
     request: dict[str, Any] = Field(
         {"temperature": 0.0}, description="other fields of the request, such as max_tokens or response_format"
@@ -167,15 +149,10 @@ class JudgeConfig(Section):
     retries: int = Field(
         3, ge=0, description="retries without answer, at status 408, 429 or 500 and above, or without a valid number"
     )
-    cache: Path | None = Field(
-        None,
-        description="SQLite file that keeps replies by request, for all ranks of a node or of a file system with "
-        "locks, and for later runs; null: none",
-    )
 
     @property
     def longest_s(self) -> float:
-        """Return the seconds that an answer may take, with all retries and without waiting for its turn."""
+        """Longest time of one answer in seconds, with all retries and without waiting for its turn."""
         return self.timeout_s * (self.retries + 1) + 1.5 * BACKOFF_S * (2**self.retries - 1)
 
     @field_validator("template")
@@ -187,21 +164,12 @@ class JudgeConfig(Section):
             )
         return value
 
-    @field_validator("pattern")
-    @classmethod
-    def _has_a_group(cls, value: str) -> str:
-        try:
-            groups = re.compile(value).groups
-        except re.error as error:
-            raise ValueError(f"{value!r} is no regular expression: {error}") from error
-        if groups != 1:
-            raise ValueError(f"{value!r} has {groups} groups: put the number, and nothing else, in ( )")
-        return value
-
     @field_validator("scores")
     @classmethod
     def _ascends(cls, value: tuple[float, float]) -> tuple[float, float]:
-        return ascending(value, "score")
+        if not value[0] < value[1]:
+            raise ValueError(f"{list(value)} is no range: write the lowest score, then the highest")
+        return value
 
 
 class SandboxLimits(Section):
@@ -233,13 +201,6 @@ class CodeConfig(SandboxLimits):
     partial: bool = Field(False, description="true: score the share of passed tests; false: 1 if all pass, else 0")
 
 
-class CorrectnessRule(Section):
-    """The rule for correct answers: those whose value of one term of the reward reaches a threshold."""
-
-    term: str = Field(description="answer, code, model, judge, another built-in term, or the name of a function")
-    min_value: float = Field(1.0, description="value of the term, before its weight, from which an answer is correct")
-
-
 class RewardConfig(Section):
     """The reward is a sum of terms, each with its weight; 0 leaves a term out."""
 
@@ -259,12 +220,6 @@ class RewardConfig(Section):
     length: float = Field(
         0.0, description="weight of min(1, tokens / limit), the limit as for overlong; negative penalizes length"
     )
-    range: tuple[float, float] | None = Field(
-        None,
-        description="lowest and highest reward without penalties, which overlong is measured by; null: from 0 to the "
-        "sum of the weights of answer, episode, boxed, think, language, model, judge, code and functions, each of "
-        "which is taken to be in 0 to 1",
-    )
     think: ThinkConfig = Field(ThinkConfig(), description="R1's format of thinking and answer")
     language: LanguageConfig = Field(LanguageConfig(), description="language consistency of the thinking, as in R1")
     cosine: CosineConfig = Field(CosineConfig(), description="reward of right and wrong answers by their length")
@@ -277,16 +232,16 @@ class RewardConfig(Section):
         {},
         description="your own functions: 'module:function' or 'file.py:function' to its weight (TRL reward_funcs)",
     )
-    steps: str | StepModelConfig | None = Field(
+    steps: str | RewardModelConfig | None = Field(
         None,
         description="what rewards single steps: 'module:function', 'file.py:function', {url} of a served model, or "
         "episode: the rewards that rollout.function gives segments; "
         "needs algorithm.advantage.level=process",
     )
-    correct: CorrectnessRule | None = Field(
+    correct: str | None = Field(
         None,
-        description="which answers count as correct, in accuracy, filters and curriculum: a term's name, or {term, "
-        "min_value}; null: answer, or code, if it has a weight, else none",
+        description="name of the term that decides which answers are correct, in accuracy, filters and curriculum: "
+        "those for which it is 1 or more; null: answer, or code, if it has a weight, else none",
     )
     timeout_s: float = Field(30.0, gt=0, description="time limit of one call of a reward, in seconds")
     on_error: Literal["stop", "skip"] | float = Field(
@@ -296,28 +251,21 @@ class RewardConfig(Section):
     )
 
     @property
-    def correctness_rule(self) -> CorrectnessRule | None:
-        """Return the term and threshold by which an answer is correct; None where the reward has no such term."""
-        return self.correctness_rule_of(self.term_weights)
+    def correct_term(self) -> str | None:
+        """The term that decides which answers are correct, if any."""
+        return self.correct_term_of(self.term_weights)
 
-    def correctness_rule_of(self, weights: Mapping[str, float]) -> CorrectnessRule | None:
+    def correct_term_of(self, weights: Mapping[str, float]) -> str | None:
         """Return the same for prompts with weights of their own."""
-        return self.correct or next(
-            (CorrectnessRule(term=name) for name in ("answer", "code") if weights.get(name)), None
-        )
+        return self.correct or next((name for name in ("answer", "code") if weights.get(name)), None)
 
     def with_correct(self, weights: Mapping[str, float]) -> dict[str, float]:
-        """Return weights with the term that `correct` names, which is computed at weight 0, too."""
-        return ({self.correct.term: 0.0} if self.correct else {}) | dict(weights)
-
-    @field_validator("correct", mode="before")
-    @classmethod
-    def _correct_from_name(cls, value: Any) -> Any:
-        return {"term": value} if isinstance(value, str) else value
+        """Add the term of `correct`, which is computed at weight 0, too."""
+        return ({self.correct: 0.0} if self.correct else {}) | dict(weights)
 
     @property
     def built_in_weights(self) -> dict[str, float]:
-        """Return the weights of all built-in terms that this section describes, by name."""
+        """Weights of all built-in terms that this section describes, by name."""
         served = {"model": self.model, "judge": self.judge, "code": self.code}
         return {
             "answer": self.answer,
@@ -327,47 +275,43 @@ class RewardConfig(Section):
             "think": self.think.weight,
             "language": self.language.weight,
             COSINE: self.cosine.weight,
-            "overlong": self.overlong.weight * self.span / 2,
+            "overlong": self.overlong.weight * (self.span / 2 or 1.0),
             "repetition": self.repetition.weight,
             **{name: section.weight for name, section in served.items() if section},
         }
 
     @property
     def term_weights(self) -> dict[str, float]:
-        """Return the built-in terms by name: those with a weight, and the one that says what is correct."""
-        correct = self.correct.term if self.correct else None
-        return {name: weight for name, weight in self.built_in_weights.items() if weight or name == correct}
+        """Weights of the built-in terms that are computed: terms with a weight, and the term of `correct`."""
+        return {name: weight for name, weight in self.built_in_weights.items() if weight or name == self.correct}
 
     @property
     def function_names(self) -> dict[str, str]:
-        """Return the name of each function: what stands after its file, where nothing else has that name.
-
-        None is named cosine, which the scorer computes from what is correct.
-        """
+        """Name of each function: what stands after its file, where nothing else has that name."""
         short = {path: path.rpartition(":")[2] for path in self.functions}
         counts = Counter([*short.values(), *{*self.term_weights, COSINE}, *[STEPS] * bool(self.steps)])
         return {path: name if counts[name] == 1 else path for path, name in short.items()}
 
     @property
     def steps_function(self) -> str | None:
-        """Return the name of the function that rewards steps; None without one."""
+        """Path of the function that rewards steps, if any."""
         return self.steps if isinstance(self.steps, str) and self.steps != EPISODE else None
 
     @property
     def weights(self) -> dict[str, float]:
-        """Return the weight of every term by name, those of functions too."""
+        """Weight of every term by name, functions included."""
         names = self.function_names
         return self.term_weights | {names[spec]: weight for spec, weight in self.functions.items()}
 
     @property
     def own_models(self) -> dict[str, RewardModelConfig]:
-        """Return the reward models that the job serves itself, by the names under which their values are logged."""
-        steps = self.steps if isinstance(self.steps, StepModelConfig) else None
+        """Reward models that the job serves itself, by the names under which their values are logged."""
+        steps = self.steps if isinstance(self.steps, RewardModelConfig) else None
         return {name: model for name, model in (("model", self.model), (STEPS, steps)) if model and model.folder}
 
     @property
     def has_outcome(self) -> bool:
-        """Return whether anything rewards complete responses."""
+        """Whether anything rewards complete responses."""
         sections = (
             *(self.overlong, self.repetition, self.model, self.judge, self.code),
             *(self.think, self.language, self.cosine),
@@ -377,39 +321,26 @@ class RewardConfig(Section):
 
     @property
     def span(self) -> float:
-        """Return highest minus lowest reward, without penalties."""
-        if self.range is not None:
-            return self.range[1] - self.range[0]
+        """Highest minus lowest reward without penalties, where each term is in 0 to 1."""
         sections = (self.think, self.language, self.model, self.judge, self.code)
         weights = [section.weight for section in sections if section]
         return sum(map(abs, (self.answer, self.episode, self.boxed, *weights, *self.functions.values())))
 
-    @field_validator("range")
-    @classmethod
-    def _range_ascends(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
-        return value and ascending(value, "reward")
-
-    @model_validator(mode="after")
-    def _overlong_has_a_range(self) -> "RewardConfig":
-        if self.overlong.weight and not self.span:
-            raise ValueError("reward.overlong scales with the range of the reward, which is 0 here: set reward.range")
-        return self
-
     @model_validator(mode="after")
     def _correct_names_a_term(self) -> "RewardConfig":
         names = [*self.term_weights, *self.function_names.values()]
-        if self.correct and self.correct.term not in names:
+        if self.correct and self.correct not in names:
             raise ValueError(
-                f"reward.correct: no term of the reward is named {self.correct.term!r}"
-                f"{did_you_mean(self.correct.term, names)}; there are: {', '.join(names)}"
+                f"reward.correct: no term of the reward is named {self.correct!r}{did_you_mean(self.correct, names)}; "
+                f"there are: {', '.join(names)}"
             )
         return self
 
     @model_validator(mode="after")
     def _cosine_knows_what_is_right(self) -> "RewardConfig":
-        if self.correct and self.correct.term == COSINE:
+        if self.correct == COSINE:
             raise ValueError("reward.correct: cosine follows from what is correct: name another term")
-        if self.cosine.weight and not self.correctness_rule:
+        if self.cosine.weight and not self.correct_term:
             raise ValueError(
                 "reward.cosine scores right and wrong answers, and no term says which are: set reward.correct=answer, "
                 "or to another term that does"

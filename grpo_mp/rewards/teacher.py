@@ -1,6 +1,6 @@
 """The teacher of on-policy distillation behind HTTP: an SGLang server gives the logprob of each sampled token.
 
-And with algorithm.distillation.topk those of the k most likely tokens in each place.
+With algorithm.distillation.topk also the logprobs of the k most likely tokens in each place.
 """
 
 import base64
@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.rewards.base import RewardError
-from grpo_mp.rewards.reward_model import ServedModelClient
+from grpo_mp.rewards.reward_model import ReplyError, ServedModelClient
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.section import ServedModelConfig
 from grpo_mp.utils.types import NO_TOKEN, Sample, SampleGroup, TopLogprobs
@@ -22,30 +22,25 @@ from grpo_mp.utils.types import NO_TOKEN, Sample, SampleGroup, TopLogprobs
 PATH, DETOKENIZE = "/generate", "/v1/detokenize"
 CHECK_LIMIT_S = 30.0
 SECTION = "algorithm.distillation.teacher"  # of the settings
-MAX_TOPK_VALUES = 2**22  # of the sequences that one request asks for, 11 bytes each in the reply
+MAX_TOPK_VALUES = 2**22  # of the sequences in one request; each is 11 bytes of the reply
 TOPK_REQUEST = {"return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
-TOPK_TOLERANCE = 1e-3  # how far the sum of some probabilities may be above 1: those of a bfloat16 teacher are rounded
-TOPK_ARRAYS = {  # part of the name in a reply -> type
-    "idx": np.dtype("<i4"),
-    "val": np.dtype("<f4"),
-}
+TOPK_TOLERANCE = 1e-3  # of a sum of probabilities above 1: a bfloat16 teacher rounds them
+TOPK_ARRAYS = {"idx": np.dtype("<i4"), "val": np.dtype("<f4")}  # part of the name in a reply -> type
 
 
 class TeacherClient(ServedModelClient):
     """Client of a teacher. Thread-safe."""
 
     section = SECTION
+    wanted = "the logprobs of given tokens: serve a causal language model by SGLang"
 
     def __init__(self, settings: ServedModelConfig, topk: int | None = None, vocab_size: int = 0) -> None:
-        """Open no connection yet, as `ServedModelClient`.
-
-        topk: how many tokens are asked for in each place, None: none; vocab_size: of the policy.
-        """
+        """Open no connection yet; `topk`: tokens that are asked for in each place; `vocab_size`: of the policy."""
         super().__init__(settings)
         self._topk, self._vocab_size = topk, vocab_size
 
     def score_group(self, group: SampleGroup) -> SampleGroup:
-        """Return the group with the teacher's logprobs of its responses, asked for in one call or a few large ones."""
+        """Return the group with the teacher's logprobs of its responses."""
         sequences = [sequence for sample in group.samples for sequence in sample.sequences]
         try:
             scored = iter([one for part in self._requests(sequences) for one in self._score(part)])
@@ -60,24 +55,12 @@ class TeacherClient(ServedModelClient):
     def check_reply(self) -> None:
         """Ask for one token as a step does."""
         try:
-            self._score(
-                [
-                    Sample(
-                        0,
-                        0,
-                        prompt_tokens=(0,),
-                        tokens=(0,),
-                        rollout_logprobs=(0.0,),
-                        weight_versions=(0,),
-                        truncated=False,
-                    )
-                ]
-            )
+            self._score([Sample.from_tokens(0, (0,), (0,))])
         except RewardError as failure:
             raise UserError(f"{SECTION}: {failure}") from failure
 
     def _requests(self, sequences: Sequence[Sample]) -> Iterator[list[Sample]]:
-        """Divide sequences so that the reply to each part has at most MAX_TOPK_VALUES logprobs, or is of one alone."""
+        """Yield the sequences of each request, whose reply has at most MAX_TOPK_VALUES logprobs or one sequence."""
         part, values = list[Sample](), 0
         for sequence in sequences:
             own = len(sequence.tokens) * (self._topk or 0)
@@ -89,69 +72,62 @@ class TeacherClient(ServedModelClient):
         yield part
 
     def _score(self, sequences: Sequence[Sample]) -> list[Sample]:
-        """Return sequences with logprobs of their responses at temperature 1, given prompts. Raises RewardError."""
+        """Return sequences with logprobs of their responses at temperature 1, given prompts."""
         body = {
             "input_ids": [[*part.prompt_tokens, *part.tokens] for part in sequences],
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
-            # The entry of the last prompt token is null; those behind it are of the response.
+            # The entry of the last prompt token is null; the entries behind it are of the response.
             "logprob_start_len": [len(part.prompt_tokens) - 1 for part in sequences],
             **({} if self._topk is None else TOPK_REQUEST | {"top_logprobs_num": self._topk}),
         }
-        endpoint, reply, shown = self._post(PATH, body)
-        try:
-            metas: list[dict[str, Any]] = [output["meta_info"] for output in reply.json()]
-            tables = [meta["input_token_logprobs"][1:] for meta in metas]
-            found = [[(float(logprob), int(token)) for logprob, token, *_ in table] for table in tables]
-        except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
-            raise RewardError(
-                f"{endpoint} answered {shown!r}, not the logprobs of given tokens: serve a causal language model by "
-                "SGLang"
-            ) from error
-        expected = [list(part.tokens) for part in sequences]
-        if not same_tokens(expected, [[token for _, token in table] for table in found]):
-            raise RewardError(
-                f"{endpoint} returned logprobs of other tokens than those that it was sent: a response may have one "
-                "beyond the teacher's vocab_size"
+        return self.ask(PATH, body, lambda reply: self._read(sequences, reply))
+
+    def _read(self, sequences: Sequence[Sample], reply: Any) -> list[Sample]:
+        metas = [output["meta_info"] for output in reply]
+        tables = [meta["input_token_logprobs"][1:] for meta in metas]
+        found = [[(float(logprob), int(token)) for logprob, token, *_ in table] for table in tables]
+        if not same_tokens([part.tokens for part in sequences], [[token for _, token in table] for table in found]):
+            raise ReplyError(
+                "returned logprobs of other tokens than those that it was sent: a response may have one beyond the "
+                "teacher's vocab_size"
             )
         if not all(math.isfinite(logprob) for table in found for logprob, _ in table):
-            raise RewardError(f"{endpoint} returned a logprob that is not finite: the teacher computes NaN, or never 0")
-        topk = [self._read_topk(endpoint, *pair) for pair in zip(sequences, metas, strict=True)]
+            raise ReplyError("returned a logprob that is not finite")
         return [
-            replace(part, teacher_logprobs=tuple(logprob for logprob, _ in table), teacher_topk=top)
-            for part, table, top in zip(sequences, found, topk, strict=True)
+            replace(
+                part,
+                teacher_logprobs=tuple(logprob for logprob, _ in table),
+                teacher_topk=None if self._topk is None else self._read_topk(len(part.tokens), self._topk, meta),
+            )
+            for part, table, meta in zip(sequences, found, metas, strict=True)
         ]
 
-    def _read_topk(self, endpoint: str, sequence: Sample, meta: Mapping[str, Any]) -> TopLogprobs | None:
-        """Return the top k of a response from SGLang's flat arrays (0.5.23, tokenizer_manager.py). Raises RewardError.
+    def _read_topk(self, length: int, topk: int, meta: Mapping[str, Any]) -> TopLogprobs:
+        """Return the top k of a response from SGLang's flat arrays (0.5.23, tokenizer_manager.py).
 
         Tokens that the policy does not have become NO_TOKEN: some families pad vocabularies to different sizes.
         """
-        if self._topk is None:
-            return None
         try:
             ids, logprobs = (
                 np.frombuffer(base64.b64decode(meta[f"input_top_logprobs_{name}_flat_b64"], validate=True), dtype)
                 for name, dtype in TOPK_ARRAYS.items()
             )
         except (ValueError, TypeError, KeyError) as error:
-            raise RewardError(
-                f"{endpoint} returned no top logprobs in flat arrays: serve the teacher by a version of SGLang that "
-                "knows return_flat_raw_top_logprobs_b64, or set algorithm.distillation.topk=null"
+            raise ReplyError(
+                "returned no top logprobs in flat arrays: serve the teacher by a version of SGLang that knows "
+                "return_flat_raw_top_logprobs_b64, or set algorithm.distillation.topk=null"
             ) from error
-        shape = len(sequence.tokens), self._topk
-        if not math.prod(shape) == len(ids) == len(logprobs):
-            raise RewardError(
-                f"{endpoint} returned {len(logprobs)} top logprobs for {shape[0]} tokens, {self._topk} of each were "
-                "asked for: it may have a smaller vocabulary; lower algorithm.distillation.topk"
+        if not length * topk == len(ids) == len(logprobs):
+            raise ReplyError(
+                f"returned {len(logprobs)} top logprobs for {length} tokens, {topk} of each were asked for: it may "
+                "have a smaller vocabulary; lower algorithm.distillation.topk"
             )
-        ids, logprobs = ids.reshape(shape), logprobs.reshape(shape)
+        ids, logprobs = ids.reshape(length, topk), logprobs.reshape(length, topk)
         with np.errstate(over="ignore"):
             mass = np.exp(logprobs).sum(1)
         if not np.isfinite(logprobs).all() or mass.max(initial=0.0) > 1 + TOPK_TOLERANCE:
-            raise RewardError(f"{endpoint} returned top logprobs that are of no distribution: the teacher computes NaN")
-        if not np.diff(np.sort(ids)).all():
-            raise RewardError(f"{endpoint} returned a token twice among the most likely ones of one place")
+            raise ReplyError("returned top logprobs that are of no distribution")
         known = (ids >= 0) & (ids < self._vocab_size)
         return TopLogprobs(np.where(known, ids, NO_TOKEN).astype(np.int32), logprobs.astype(np.float32))
 
@@ -160,7 +136,7 @@ def same_tokens(sent: Sequence[Sequence[int]], echoed: Sequence[Sequence[int]]) 
     """Return whether a server's logprobs are of the tokens that it was sent.
 
     SGLang (0.5.23, logprob_result_processor.py) shows the last token of its vocabulary, whose logprob is right, as 0,
-    and so those beyond, whose logprobs are of the last one. One token may be shown so, then: a second one is beyond.
+    and tokens beyond, whose logprobs are wrong, too: a second token that is shown as 0 is beyond.
     """
     if [len(tokens) for tokens in sent] != [len(tokens) for tokens in echoed]:
         return False
@@ -169,26 +145,15 @@ def same_tokens(sent: Sequence[Sequence[int]], echoed: Sequence[Sequence[int]]) 
     return not different or (len(different) == 1 and all(shown == 0 for _, shown in different))
 
 
-def check_topk(topk: int, vocab_size: int) -> None:
-    """Raise UserError where no token would be left beside the k most likely ones."""
-    if topk >= vocab_size:
-        raise UserError(
-            f"algorithm.distillation.topk={topk}: the policy has {vocab_size} tokens, and one at least must be left "
-            "beside the most likely ones: lower it"
-        )
-
-
 def check_served_tokens(settings: ServedModelConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Ask a server at `url` for the text of each of the policy's tokens; return a warning where it cannot be asked."""
+    """Ask a server at `url` for the text of each of the policy's tokens; return a warning where it does not answer."""
     limit_s = min(settings.timeout_s, CHECK_LIMIT_S)
     client = TeacherClient(settings.model_copy(update={"retries": 0, "timeout_s": limit_s}))
     numbers = sorted(tokenizer.get_vocab().values())
     try:
-        endpoint, reply, _ = client._post(DETOKENIZE, {"tokens": [[i] for i in numbers], "skip_special_tokens": False})
-        served = reply.json()["text"]
-        if not isinstance(served, list):
-            raise TypeError(f"{DETOKENIZE} gave no list of texts")
-    except (RewardError, ValueError, TypeError, LookupError, RecursionError) as error:
+        body = {"tokens": [[i] for i in numbers], "skip_special_tokens": False}
+        served = client.ask(DETOKENIZE, body, lambda reply: list(reply["text"]))
+    except RewardError as error:
         return f"{SECTION}: its tokenizer could not be compared with the policy's ({one_line(error, 200)})"
     finally:
         client.close()
@@ -197,7 +162,7 @@ def check_served_tokens(settings: ServedModelConfig, tokenizer: PreTrainedTokeni
     if different:
         first = different[0]
         raise UserError(
-            f"{SECTION}.url: {endpoint}: {len(different)} of the policy's {len(own)} tokens are others there, such as "
+            f"{SECTION}.url: {len(different)} of the policy's {len(own)} tokens are others there, such as "
             f"{numbers[first]}: {served[first : first + 1]} instead of {own[first]!r}: take one of the same family"
         )
     return ""

@@ -18,6 +18,7 @@ from grpo_mp.utils.reading import has_column, read_column
 from grpo_mp.utils.types import Sample, SampleGroup
 
 COMPARISON_LIMIT_S = 5.0
+EXCEEDING = -10.0  # cosine reward of a response that reaches the limit (Yeo et al., appendix)
 GroupValues = Callable[[SampleGroup], Values]
 
 
@@ -45,7 +46,7 @@ class BuiltInTerms:
         return other
 
     def close(self) -> None:
-        """End the process that compares answers and the connections."""
+        """End the process that compares answers, and connections."""
         self.verifier.close()
         if self.model:
             self.model.close()
@@ -93,7 +94,7 @@ def think_format(text: str, tags: tuple[str, str], opened: bool = False) -> floa
 def _language_shares(settings: RewardConfig, group: SampleGroup) -> Values:
     """Return the share of each response's words before the end of its thinking that are of the target language.
 
-    DeepSeek-R1's language consistency (arXiv 2501.12948, 2.3.2). Raises RewardError for a row's unknown language.
+    DeepSeek-R1's language consistency (arXiv 2501.12948, 2.3.2).
     """
     language, (first, last) = settings.language, settings.think.tags
     target: object = language.target
@@ -110,10 +111,10 @@ def cosine_reward(is_correct: bool, tokens: int, max_response_tokens: int, const
     """Compute the cosine reward: from the first to the second of `right` or `wrong` as tokens go from 0 to the limit.
 
     Yeo et al. (arXiv 2502.03373), section 4.2: eta_min + (eta_max - eta_min) (1 + cos(pi tokens / limit)) / 2, and
-    `exceeding` at the limit.
+    EXCEEDING at the limit.
     """
     if tokens >= max_response_tokens:
-        return constants.exceeding
+        return EXCEEDING
     at_zero, at_limit = constants.right if is_correct else constants.wrong
     return at_limit + (at_zero - at_limit) * (1 + math.cos(math.pi * tokens / max_response_tokens)) / 2
 

@@ -136,7 +136,6 @@ def reward_metrics(stats: RewardStats) -> dict[str, float]:
     return {
         "reward/failures": sum(stats.failures.values()),
         "reward/unscored": stats.unscored,
-        "reward/verify_timeouts": stats.verify_timeouts,
         **{metric_name("reward/log/{name}", name=name): value for name, value in stats.logged.items()},
     }
 

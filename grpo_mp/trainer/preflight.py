@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,10 @@ from grpo_mp.policy.critic import check_critic
 from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.parameter_bytes import disk_need
 from grpo_mp.policy.policy import check_policy
-from grpo_mp.rewards.base import make_row_check
+from grpo_mp.rewards.code import check_row_tests
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens, check_topk
+from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens
 from grpo_mp.rollout.argument_types import argument_types
 from grpo_mp.rollout.determinism import check_determinism
 from grpo_mp.rollout.engine_args import check_arguments, check_tool_parser
@@ -156,8 +157,6 @@ def _make_teacher(
     distillation: DistillationConfig, hf: HfConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[TeacherClient, list[str]]:
     """Return the client of a teacher, which the first rank asks once where it is served, and warnings."""
-    if distillation.topk:
-        check_topk(distillation.topk, hf.int("vocab_size"))
     teacher = TeacherClient(distillation.teacher, distillation.topk, hf.int("vocab_size"))
     if not (distillation.teacher.url and os.environ.get("RANK", "0") == "0"):
         return teacher, []
@@ -241,7 +240,7 @@ def _check_generation(
 def _how_prompts_are_read(settings: Settings, episodes: EpisodeParts | None) -> tuple[int, ToolsOf, CheckColumns]:
     """Return the tokens of the longest prompt, the tools of a row, and what checks a row for the rewards."""
     tools = episodes.schemas_of if episodes else no_tools
-    return settings.rollout.max_prompt_tokens, tools, make_row_check(settings.reward, settings.set_weights)
+    return settings.rollout.max_prompt_tokens, tools, partial(check_row_tests, settings.reward, settings.set_weights)
 
 
 def _generation_inputs(

@@ -1,11 +1,9 @@
 """Remove passwords, keys and tokens of settings from messages and loggers."""
 
-import base64
 import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 MASK = "***"
 SHORTEST_VALUE = 8  # characters of an environment variable that is looked for: a shorter one may be a word
@@ -37,25 +35,6 @@ def without_secrets(value: Any, environment: Mapping[str, str] = os.environ) -> 
 def has_secrets(value: Any) -> bool:
     """Return whether settings hold secrets, values of the environment aside."""
     return bool(without_secrets(value, {}) != value)
-
-
-def split_login(url: str) -> tuple[str, dict[str, str]]:
-    """Return an address without its login, and the header that sends the login instead; none without one."""
-    parts = urlsplit(url)
-    if parts.username is None:
-        return url, {}
-    login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-    return LOGIN.sub("", url, count=1), {"Authorization": f"Basic {base64.b64encode(login.encode()).decode()}"}
-
-
-def mask_headers(text: str, headers: Mapping[str, str]) -> str:
-    """Return an answer or error of a server without the secrets of the request's headers."""
-    for value in headers.values():
-        scheme, _, secret = value.rpartition(" ")
-        password = base64.b64decode(secret).decode().partition(":")[2] if scheme == "Basic" else ""
-        for part in filter(None, (secret, password)):
-            text = text.replace(part, MASK)
-    return text
 
 
 def _named_variables(value: Any) -> Iterable[str]:

@@ -17,15 +17,20 @@ def halves(completion_ids, **_):
     return [[*steps, (len(ids) - 1, len(ids) / 10)] for steps, ids in zip(first, completion_ids)]
 """
 
+SOME = """
+def some(**arguments):
+    return [float(value >= 0.1) for value in letters(**arguments)]
+"""
+
 
 @pytest.fixture
 def train(start_job: StartJob, tmp_path: Path) -> Train:
     """Run with a reward in which samples differ; the lines of metrics.jsonl after that of step 0."""
-    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "reward.py").write_text(REWARD + SOME)
 
     def run(*overrides: str) -> Steps:
-        functions = f"{{{tmp_path / 'reward.py'}:letters: 1.0}}"
-        reward = f"reward={{functions: {functions}, correct: {{term: letters, min_value: 0.1}}}}"
+        file = tmp_path / "reward.py"
+        reward = f"reward={{functions: {{{file}:letters: 1.0, {file}:some: 0.0}}, correct: some}}"
         always = (f"run.folder={tmp_path / 'run'}", "data.eval={}", "run.export=false", reward)
         result = outcome(start_job(*always, *overrides))
         assert (result.status, result.err, result.left) == (0, "", []), f"{result.out[-2000:]}\n{result.err}"

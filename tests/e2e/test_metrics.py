@@ -160,7 +160,6 @@ def recomputed(rows: list[dict]) -> dict[str, float]:
         "reward/log/most_letters": statistics.fmean(max(map(letters, group)) for group in groups),
         "reward/failures": 0,
         "reward/unscored": 0,
-        "reward/verify_timeouts": 0,
         "rollout/response_length/mean": statistics.fmean(lengths),
         "rollout/response_length/min": min(lengths),
         "rollout/response_length/max": max(lengths),

@@ -35,7 +35,7 @@ def hurry(verifier: MathVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give comparisons with a tower of powers, which are endless, a short limit, and the others a long one."""
     compare = verifier.equal
 
-    def equal(expected: str, predicted: str) -> bool:
+    def equal(expected: str, predicted: str) -> bool | None:
         verifier.limit_s = 1.0 if "9^" in expected + predicted else 60.0
         return compare(expected, predicted)
 

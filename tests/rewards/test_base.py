@@ -68,5 +68,5 @@ def test_rewards_may_be_decimal_numbers(tmp_path: Path) -> None:
     others = dict.fromkeys(("completion_ids", "trainer_state", "log_extra", "log_metric"), [None] * 2)
     group = load_reward(f"{tmp_path / 'exact.py'}:group", "reward.functions")
     single = load_reward(f"{tmp_path / 'exact.py'}:single", "reward.functions")
+    assert [*map(float, call_reward(single, arguments | others))] == [0.25, 0.25]
     assert call_reward(group, arguments) == [0.5, None]
-    assert call_reward(single, arguments | others) == [0.25, 0.25]

@@ -268,7 +268,6 @@ def test_an_answer_that_takes_too_long_is_its_own(monkeypatch: pytest.MonkeyPatc
     try:
         boxes = ("x", "y", "9^{9^{9^{9}}}+1", "y", "9^{9^{9^{9}}}+1")
         assert answer_numbers([rf"\boxed{{{box}}}" for box in boxes], verifier) == [0, 1, 2, 1, 2]
-        assert verifier.timeouts == 1
     finally:
         verifier.close()
 
@@ -301,8 +300,7 @@ def test_an_endless_comparison_times_out_and_the_next_one_works(monkeypatch: pyt
     hurry(verifier, monkeypatch)
     try:
         assert verifier.equal("x", "x")
-        assert not verifier.equal("1", "9^{9^{9^{9}}}+1")
-        assert verifier.timeouts == 1
+        assert verifier.equal("1", "9^{9^{9^{9}}}+1") is None
         assert verifier.equal("x+1", "1+x")
     finally:
         verifier.close()

@@ -34,6 +34,11 @@ class Server(JsonServer):
         return 200, json.dumps([{"embedding": [float(sum(ids))], "meta_info": {}} for ids in body["input_ids"]])
 
 
+@pytest.fixture(autouse=True)
+def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_mp.rewards.reward_model.BACKOFF_S", 0.01)
+
+
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server().serving() as server:
@@ -74,21 +79,12 @@ def test_transient_failures_are_retried(failure: Any, server: Server, make_group
 ENTRY = {"embedding": [1.0], "meta_info": {}}
 FAILURES: list[tuple[Any, int, str]] = [
     ((500, "out of memory"), 2, r"/classify answered status 500: out of memory"),
-    (
-        (400, '{"error": {"message": "too long"}}'),
-        1,
-        r'/classify answered status 400: {"error": {"message": "too long"}}',
-    ),
+    ((400, '{"error": "too long"}'), 1, r'/classify answered status 400: {"error": "too long"}'),
     (SLOW, 2, r"/classify gave no answer \(ReadTimeout: timed out\)"),
     ((200, '[{"embedding": [NaN]}, {"embedding": [1.0]}]'), 1, r"returned nan, which is not finite"),
-    ((200, json.dumps([ENTRY])), 1, r"returned 1 values for 2 samples"),
+    ((200, json.dumps([ENTRY])), 1, r"/classify returned 1 scores for 2 sequences"),
     ((200, json.dumps([ENTRY, {"embedding": [1.0, 2.0]}])), 1, r"not one score per sequence: serve a model with one"),
-    ((200, json.dumps([{"text": "hello"}] * 2)), 1, r"not one score per sequence"),
-    ((200, json.dumps(ENTRY)), 1, r"not one score per sequence"),
-    ((200, json.dumps([{"embedding": [None]}] * 2)), 1, r"not one score per sequence"),
     ((200, "hello"), 1, r"answered 'hello', not one score per sequence"),
-    ((200, f'[{{"embedding": [{10**400}]}}]'), 1, r"not one score per sequence"),
-    ((200, "[" * 100_000), 1, r"not one score per sequence"),
 ]
 
 
@@ -120,11 +116,11 @@ def test_a_model_that_the_job_serves_gives_later_what_one_elsewhere_gives_at_onc
 
     def scorer(**where: str) -> Scorer:
         part = {"retries": 0, "weight": 0.5, **where}
-        steps = {"retries": 0, "separator": "b", **where}
+        steps = {"retries": 0, **where}
         reward = {"model": part, "steps": steps, "on_error": on_error, **others}
         return Scorer(RewardConfig.model_validate(reward), 10, decode=lambda tokens: "".join(map(chr, tokens)))
 
-    group = make_group(["a", "abc", "dd"])
+    group = make_group(["a", "a\n\nc", "dd"])
     server.failures = list(failures)
     elsewhere = scorer(url=server.url)
     expected = elsewhere.score_group(group)

@@ -77,9 +77,9 @@ def test_scores_of_steps_are_those_of_transformers_where_each_step_ends(
     model: Path, score: Callable[..., SampleGroup]
 ) -> None:
     """The head runs over the whole response at once: what it says at a step's last token is the step's score."""
-    scored = score("steps", ["a=1\nb=2\n\nc", "none"], separator="\n")
+    scored = score("steps", ["a=1\n\nb=2\n\nc", "none"])
     reference = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
-    assert [[end for end, _ in sample.step_rewards] for sample in scored.samples] == [[3, 7, 9], [3]]
+    assert [[end for end, _ in sample.step_rewards] for sample in scored.samples] == [[4, 9, 10], [3]]
     for sample in scored.samples:
         with torch.no_grad():
             hidden = reference.model(torch.tensor([[*sample.prompt_tokens, *sample.tokens]])).last_hidden_state
@@ -115,11 +115,11 @@ def test_a_server_that_slept_scores_as_before(server: EngineProcess, score: Call
     ],
 )
 def test_where_steps_end(pieces: list[str], ends: list[int]) -> None:
-    assert step_ends(pieces, "\n\n") == ends
+    assert step_ends(pieces) == ends
 
 
 def test_steps_of_an_episode_end_with_its_turns_and_in_nothing_that_it_was_given() -> None:
     pieces, generated = ["a", "\n\n", "b", "result", "\n\n", "more", "c", "\n"], [1, 1, 1, 0, 0, 0, 1, 1]
-    assert step_ends(pieces, "\n\n", list(map(bool, generated))) == [1, 2, 7]
-    assert step_ends(["a", "b"], "\n\n", [True, False]) == [0]
-    assert step_ends(["a", "\n\n"], "\n\n", [False, False]) == []
+    assert step_ends(pieces, list(map(bool, generated))) == [1, 2, 7]
+    assert step_ends(["a", "b"], [True, False]) == [0]
+    assert step_ends(["a", "\n\n"], [False, False]) == []

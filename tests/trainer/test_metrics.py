@@ -264,14 +264,13 @@ def test_a_step_without_any_update() -> None:
 
 
 def test_what_the_rewards_met() -> None:
-    stats = RewardStats(failures=Counter(mine=2, other=1), unscored=4, verify_timeouts=5)
+    stats = RewardStats(failures=Counter(mine=2, other=1), unscored=4)
     stats.log("a/b", 1.0)
     stats.log("a/b", 2.0)
     values = reward_metrics(stats)
     assert values == {
         "reward/failures": 3,
         "reward/unscored": 4,
-        "reward/verify_timeouts": 5,
         "reward/log/a_b": 1.5,
     }
     for name in values:
