@@ -129,7 +129,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
         raise UserError(too_few(train.source, train.epoch_size, unit="prompts", takes=takes, smallest=smallest))
     check_reward_models(settings, tokenizer, world_size, ranks_per_node)
     check_teacher(settings, tokenizer, world_size, ranks_per_node)
-    scorer = make_scorer(settings, tokenizer, episodes)
+    scorer = make_scorer(settings, tokenizer)
     fp8 = engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
     space = check_disk(settings.run.folder, disk_need(settings, hf), probes=os.environ.get("RANK", "0") == "0")
     of_settings = (*start_warnings(settings, fp8), *sync_warnings(settings, hf, fp8))
@@ -252,7 +252,7 @@ def _generation_inputs(
     evals: dict[str, PromptSet],
 ) -> RunInputs:
     """Return the inputs of a job that does not train; without `evals` it samples the train prompts."""
-    scorer = make_scorer(settings, tokenizer, episodes)
+    scorer = make_scorer(settings, tokenizer)
     if evals:
         scorer = scorer.for_evaluations()
     warnings = (*scorer.warnings, *_data_warnings(*(evals.values() or [train])))
@@ -310,21 +310,15 @@ def _data_warnings(*sets: PromptSet) -> Iterator[str]:
     return (sentence for one in sets for sentence in one.warnings)
 
 
-def make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase, episodes: EpisodeParts | None = None) -> Scorer:
+def make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Scorer:
     """Make what scores groups. Raises UserError for a reward that cannot be loaded, or take what it asks for."""
-    scorer = Scorer(
+    return Scorer(
         settings.reward,
         settings.rollout.max_response_tokens,
         max_steps=settings.run.steps,
         decode=tokenizer.decode,
         set_weights=settings.set_weights,
     )
-    if episodes and episodes.has_environments and (takes := scorer.rewards_with("environments")):
-        raise UserError(
-            f"reward {takes[0]!r} takes environments, which live in the processes of tools: let the environment's "
-            "get_reward return the reward (reward.episode)"
-        )
-    return scorer
 
 
 def check_engine(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:

@@ -10,7 +10,6 @@ import pytest
 from grpo_mp.config import load_settings
 from grpo_mp.data.prompts import load_train_prompts
 from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
-from grpo_mp.trainer.preflight import make_scorer
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Prompt
 from tests.conftest import TinyRun
@@ -34,15 +33,6 @@ class Shop:
 
 def open_shop():
     return Shop()
-
-def total(prompts, completions, environments, **columns):
-    return [0.0 for _ in completions]
-
-def alone(prompt, completion, environments=None, **columns):
-    return 0.0
-
-def blind(completions, **columns):
-    return [0.0 for _ in completions]
 '''
 Parts = Callable[..., EpisodeParts]
 
@@ -66,22 +56,6 @@ def load(tiny_run: TinyRun, file: Path) -> Callable[..., Any]:
         return settings, parts
 
     return make
-
-
-@pytest.mark.parametrize(("reward", "name"), [("total", "total"), ("alone", "alone"), ("blind", None)])
-def test_rewards_cannot_take_environments_of_other_processes(
-    load: Callable[..., Any], file: Path, reward: str, name: str | None
-) -> None:
-    functions = f"reward={{functions: {{'{file}:{reward}': 1.0}}}}"
-    settings, parts = load(functions, f"rollout.tools=['{file}:Game']")
-    if name is None:
-        make_scorer(settings, make_tokenizer(["?"]), parts)
-        return
-    with pytest.raises(UserError) as refused:
-        make_scorer(settings, make_tokenizer(["?"]), parts)
-    assert str(refused.value).startswith(
-        f"reward '{name}' takes environments, which live in the processes of tools: let the environment's get_reward"
-    )
 
 
 def test_each_row_names_an_environment(load: Callable[..., Any], file: Path, tmp_path: Path) -> None:
