@@ -118,7 +118,7 @@ def test_what_is_shown_has_no_logins(file: Path) -> None:
 @pytest.mark.parametrize(
     "reward",
     [
-        {"overlong": {"weight": 1, "buffer_tokens": 31}, "range": [-1, 1]},
+        {"overlong": {"weight": 1, "buffer_tokens": 31}},
         {"repetition": {"weight": 0.5}},
         {"model": {"url": "http://127.0.0.1:30000"}},
         {"code": {"memory_bytes": "1GiB"}},
