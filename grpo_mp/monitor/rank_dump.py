@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
 from torch.distributed import distributed_c10d
 
 from grpo_mp.checkpoint.run_state import PROCESSES
@@ -25,26 +26,23 @@ from grpo_mp.utils.files import read_json, write_json
 from grpo_mp.utils.processes import DUMP_SIGNAL
 
 LAST_COLLECTIVES = 20  # of each group that a dump holds
-# torch's recorder of gloo, and where torch is built for CUDA that of NCCL.
+# torch's recorders of gloo, and of NCCL where torch is built for CUDA.
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A phase that a rank is in, for how many seconds, and how many phases it has begun inside this one."""
+    """A phase that a rank has been in for some seconds."""
 
     name: str
     seconds: float
-    inner: int = 0
 
     @property
     def text(self) -> str:
-        """Return 'TRAIN for 3 s', or 'WEIGHT_CHECK for 60 s, 9 phases inside it so far'."""
-        begun = f", {self.inner} phases inside it so far" if self.inner > 1 else ""
-        return f"{self.name} for {self.seconds:.0f} s{begun}"
+        """Return 'TRAIN for 3 s'."""
+        return f"{self.name} for {self.seconds:.0f} s"
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class ThreadStack:
 
 @dataclass(frozen=True)
 class Collective:
-    """A call of torch.distributed that a rank has made: the `sequence`-th of its group (from 1), p2p counted apart."""
+    """The `sequence`-th call of torch.distributed in a group, from 1; sends and receives have their own numbers."""
 
     group: str  # key of RankDump.groups
     sequence: int
@@ -77,7 +75,7 @@ class Group:
 
 
 class RankProcess(NamedTuple):
-    """Where a rank runs."""
+    """The process of a rank."""
 
     host: str
     pid: int
@@ -86,7 +84,7 @@ class RankProcess(NamedTuple):
 
 @dataclass(frozen=True)
 class RankDump:
-    """One rank at one moment."""
+    """The state of one rank at one moment."""
 
     rank: int
     host: str
@@ -96,30 +94,12 @@ class RankDump:
     threads: tuple[ThreadStack, ...]  # the main thread first
     groups: Mapping[str, Group]
     collectives: tuple[Collective, ...]
-    records_all: bool  # no call was forgotten: a group without calls has made none
-    at_limit: bool = False  # written because a phase passed its limit, as the rank's last act
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> "RankDump":
-        """Rebuild what `write_json` wrote of a dump. Raises KeyError or TypeError where that is something else."""
-        return RankDump(
-            rank=int(values["rank"]),
-            host=str(values["host"]),
-            pid=int(values["pid"]),
-            time_s=float(values["time_s"]),
-            phases=tuple(PhaseTime(**phase) for phase in values["phases"]),
-            threads=tuple(ThreadStack(thread["name"], tuple(thread["frames"])) for thread in values["threads"]),
-            groups={key: Group(group["name"], tuple(group["ranks"])) for key, group in values["groups"].items()},
-            collectives=tuple(
-                Collective(**{**call, "sizes": tuple(map(tuple, call["sizes"]))}) for call in values["collectives"]
-            ),
-            records_all=bool(values["records_all"]),
-            at_limit=bool(values["at_limit"]),
-        )
+    records_all: bool  # no call was dropped: a group without calls has made none
+    at_limit: bool = False  # written by the watchdog just before it ended the rank
 
 
 def process_file(run_folder: Path, rank: int) -> Path:
-    """Return the file that says where a rank runs: host and pid."""
+    """Return the file with host and pid of a running rank."""
     return run_folder / PROCESSES / f"rank_{rank}.json"
 
 
@@ -129,9 +109,9 @@ def dump_file(run_folder: Path, rank: int) -> Path:
 
 
 class RankDumper:
-    """Writes a RankDump each time the process gets DUMP_SIGNAL, from a thread: the main one may hang in a collective.
+    """Writes a RankDump each time the process gets DUMP_SIGNAL. A process makes one, in its main thread.
 
-    A process makes one, in its main thread.
+    A thread writes it, because the main thread may hang in a collective.
     """
 
     def __init__(self, rank: int, run_folder: Path, phases: Callable[[], Iterable[PhaseTime]]) -> None:
@@ -145,14 +125,14 @@ class RankDumper:
     def __enter__(self) -> Self:
         process = RankProcess(socket.gethostname(), os.getpid(), time.time())
         write_json(process_file(self._folder, self.rank), process._asdict())
-        # The C-level handler of every signal writes its number there, at once, whatever the main thread does.
+        # The C-level handler of every signal writes its number there at once, whatever the main thread does.
         self._former_fd = signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
-        self._former = signal.signal(DUMP_SIGNAL, _go_on)
+        signal.signal(DUMP_SIGNAL, _ignore)
         self._thread.start()
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # one that is on its way would end the process
+        signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # by default, a signal on its way would end the process
         signal.set_wakeup_fd(self._former_fd)
         os.close(self._wakeup_fd)
         self._thread.join()
@@ -160,18 +140,17 @@ class RankDumper:
         process_file(self._folder, self.rank).unlink(missing_ok=True)
 
     def write_last(self) -> None:
-        """Write what the rank does as its watchdog ends it."""
+        """Write the state of the rank before its watchdog ends it."""
         self.write(at_limit=True)
 
     def write(self, at_limit: bool = False) -> None:
-        """Write what the rank does now; a disk that does not take it is no reason to end."""
+        """Write the state of the rank; log a warning if the disk is full."""
         try:
-            write_json(dump_file(self._folder, self.rank), asdict(self.current(at_limit)))
+            write_json(dump_file(self._folder, self.rank), asdict(self._current(at_limit)))
         except OSError as error:
-            logger.warning("what this rank does cannot be written: %s", error)
+            logger.warning("the state of this rank cannot be written: %s", error)
 
-    def current(self, at_limit: bool = False) -> RankDump:
-        """Return what the rank does now."""
+    def _current(self, at_limit: bool) -> RankDump:
         now_s = time.time()
         calls, is_all = recorded_calls(now_s)
         return RankDump(
@@ -193,12 +172,12 @@ class RankDumper:
                 self.write()
 
 
-def _go_on(number: int, frame: FrameType | None) -> None:
-    """Handle the signal in the main thread, where there is nothing to do."""
+def _ignore(number: int, frame: FrameType | None) -> None:
+    pass
 
 
 def read_process(run_folder: Path, rank: int) -> RankProcess | None:
-    """Return where a rank runs; None where it has no file, as one that has ended."""
+    """Return the process of a rank; None if the rank has ended."""
     file = process_file(run_folder, rank)
     values = read_json(file)
     if not (values or file.exists()):
@@ -210,10 +189,10 @@ def read_process(run_folder: Path, rank: int) -> RankProcess | None:
 
 
 def read_dump(run_folder: Path, rank: int) -> RankDump | None:
-    """Return a rank's last dump; None where there is none, or something else."""
+    """Return a rank's last dump; None if there is none, or only a damaged one."""
     try:
-        return RankDump.from_json(read_json(dump_file(run_folder, rank)))
-    except (KeyError, TypeError, ValueError, AttributeError):
+        return TypeAdapter(RankDump).validate_python(read_json(dump_file(run_folder, rank)))
+    except ValidationError:
         return None
 
 
@@ -231,18 +210,18 @@ def thread_stacks() -> tuple[ThreadStack, ...]:
 
 
 def process_groups() -> dict[str, Group]:
-    """Return the process groups that this rank belongs to, by the key that torch's recorder uses."""
+    """Return the process groups of this rank, by the key that torch's recorder uses."""
     world = distributed_c10d._world
     groups: dict[str, Group] = {}
     for group, ranks in list(world.pg_group_ranks.items()):
-        if isinstance(group, dist.ProcessGroup):  # else a mark of a group that this rank is no member of
+        if isinstance(group, dist.ProcessGroup):  # torch keeps a marker for groups without this rank
             name = world.pg_names[group]
             groups[name] = Group(group.group_desc or name, tuple(sorted(ranks)))
     return groups
 
 
 def recorded_calls(now_s: float) -> tuple[list[Collective], bool]:
-    """Return what torch's flight recorder holds, the oldest first, and whether it holds all calls of this rank."""
+    """Return the calls in torch's flight recorder, the oldest first, and whether no older call was dropped."""
     calls: list[Collective] = []
     is_all = True
     for name in RECORDERS:
@@ -254,7 +233,7 @@ def recorded_calls(now_s: float) -> tuple[list[Collective], bool]:
 
 
 def last_collectives(calls: Sequence[Collective]) -> tuple[Collective, ...]:
-    """Return the last LAST_COLLECTIVES calls of each group, and all that are pending, in their order."""
+    """Return the last LAST_COLLECTIVES calls of each group, and all pending calls, in their order."""
     kept: list[Collective] = []
     left: dict[tuple[str, bool], int] = {}
     for call in reversed(calls):

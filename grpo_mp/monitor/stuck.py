@@ -1,4 +1,4 @@
-"""Who waits for whom in a job that does not go on: pure functions over the dumps of its ranks."""
+"""Find which rank of a hanging job the others wait for: pure functions over the dumps of its ranks."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,34 +8,36 @@ from grpo_mp.monitor.rank_dump import Collective, Group, RankDump
 from grpo_mp.utils.findings import Finding, Level
 
 PACKAGE = re.compile(r".*/(grpo_mp/.*)")
-P2P = re.compile(
-    r"(?:\w+:)?(send|recv) (\d+)(?:->|<-)(\d+)"
-)  # by torch's recorder: places in the group, the caller's first
-# Files whose frames are those of a rank in a send or receive: torch's recorder of gloo has no entry for these.
-SENDS = re.compile(
-    r"pipeline_parallel/p2p_communication\.py:|distributed_c10d\.py:\d+ (?:i?send|i?recv|batch_isend_irecv)$"
-)
-MOST_NAMED = 8  # ranks that a sentence lists
+# How torch's recorder names a send or receive: with the places of both ranks in the group, the caller's first.
+P2P = re.compile(r"(?:\w+:)?(send|recv) (\d+)(?:->|<-)(\d+)")
+MOST_NAMED = 8  # ranks in a sentence
+STACK_LINES = 6
 NETWORK = "look at the network and at the GPUs of these nodes: grpo-mp doctor machine"
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank that waits in a collective, and what is known of the group's other ranks."""
+    """A rank that waits in a collective, and the state of the group's other ranks."""
 
     rank: int
     call: Collective
     group: str  # description
     ranks: tuple[int, ...]  # of the group
     absent: tuple[int, ...]  # have not made the call yet
-    unknown: tuple[int, ...]  # left no dump, or made more calls since than are recorded
+    unknown: tuple[int, ...]  # left no dump, or have made more calls since than the recorder holds
 
+    @property
     def text(self) -> str:
-        """Return the wait in words."""
+        """Return the collective in words."""
         if match := P2P.fullmatch(self.call.operation):
-            peer = next(rank for rank in self.ranks if rank != self.rank) if len(self.ranks) > 1 else self.rank
+            peer = next((rank for rank in self.ranks if rank != self.rank), self.rank)
             return f"{match[1]} {'to' if match[1] == 'send' else 'from'} rank {peer} of group {self.group}"
         return f"{operation(self.call)} #{self.call.sequence} of group {self.group} (ranks {name_ranks(self.ranks)})"
+
+    @property
+    def line(self) -> str:
+        """Return who waits in it since when."""
+        return f"rank {self.rank} waits since {self.call.age_s:.0f} s in {self.text}"
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,22 @@ class EngineStacks:
     text: str = ""  # of all its threads, as Python's faulthandler writes them
 
 
-def find_waits(dumps: Mapping[int, RankDump], over_s: float = 0.0) -> list[Wait]:
-    """Return what each rank waits in for more than `over_s` seconds.
+def diagnose(dumps: Mapping[int, RankDump], silent: Mapping[int, str], over_s: float = 0.0) -> list[Finding]:
+    """Return the findings about waits longer than `over_s` seconds. `silent`: ranks without a dump, and why."""
+    waits = find_waits(dumps, over_s)
+    findings = [*_mismatches(dumps, waits), *_blockers(dumps, waits), *_circles(waits)]
+    findings += [*_silent(silent, waits), *_unrecorded(dumps, silent, waits)]
+    findings = findings or _slow_collectives(waits)
+    outer = [dump.phases[0] for dump in dumps.values() if dump.phases]
+    longest = max(outer, key=lambda phase: phase.seconds, default=None)
+    since = f", in {longest.text}" if longest else ""
+    nobody = "" if findings else f"no rank waits for another one: they compute, or wait for their engines{since}; "
+    places = [place(dump) for _, dump in sorted(dumps.items())]
+    return [*findings, Finding(Level.OK, f"{nobody}where the ranks are", places)]
 
-    Of each group its oldest pending collective, and of each peer in it the oldest pending send and receive.
-    """
+
+def find_waits(dumps: Mapping[int, RankDump], over_s: float = 0.0) -> list[Wait]:
+    """Return, for each rank and group, the oldest pending collective, send and receive."""
     waits = []
     for rank, dump in sorted(dumps.items()):
         seen = set()
@@ -61,10 +74,8 @@ def find_waits(dumps: Mapping[int, RankDump], over_s: float = 0.0) -> list[Wait]
             if not call.is_pending or call.age_s < over_s or key in seen or call.group not in dump.groups:
                 continue
             seen.add(key)
-            group = dump.groups[call.group]
-            wait = (
-                _wait_for_peer(dumps, rank, call, group) if call.is_p2p else _wait_for_group(dumps, rank, call, group)
-            )
+            find = _wait_for_peer if call.is_p2p else _wait_for_group
+            wait = find(dumps, rank, call, dump.groups[call.group])
             waits += [wait] if wait else []
     return waits
 
@@ -78,10 +89,9 @@ def _wait_for_group(dumps: Mapping[int, RankDump], rank: int, call: Collective, 
 
 
 def _wait_for_peer(dumps: Mapping[int, RankDump], rank: int, call: Collective, group: Group) -> Wait | None:
-    """Return the wait in a send or receive, whose peer has called the other one where that is pending, too."""
     match = P2P.fullmatch(call.operation)
     if not match:
-        return None  # the entry of several together: each has its own, too
+        return None  # the entry of a batch: each of its sends and receives has its own entry, too
     peer = group.ranks[int(match[3])]
     counterpart = {"send": "recv", "recv": "send"}[match[1]], match[3], match[2]
     calls = dumps[peer].collectives if peer in dumps else ()
@@ -92,51 +102,31 @@ def _wait_for_peer(dumps: Mapping[int, RankDump], rank: int, call: Collective, g
 
 
 def last_call(dump: RankDump, group: str) -> int | None:
-    """Return the number of the last collective that a rank called in a group; None where the record is too short."""
+    """Return the number of the last collective that a rank called in a group; None if the record is too short."""
     calls = [call.sequence for call in dump.collectives if call.group == group and not call.is_p2p]
     return max(calls) if calls else (0 if dump.records_all else None)
 
 
-def diagnose(dumps: Mapping[int, RankDump], silent: Mapping[int, str], over_s: float = 0.0) -> list[Finding]:
-    """Return what is found; a wait below `over_s` seconds is no news. `silent`: ranks without a dump, and why."""
-    waits = find_waits(dumps, over_s)
-    findings = [*_mismatches(dumps, waits), *_blockers(dumps, waits), *_circles(waits), *_silent(silent, waits)]
-    findings += [*_unrecorded(dumps, silent, waits), *_unrecorded_sends(dumps, waits, over_s)]
-    findings = findings or _slow_collectives(waits)
-    places = [place(dump) for _, dump in sorted(dumps.items())]
-    outer = [dump.phases[0] for dump in dumps.values() if dump.phases]
-    longest = max(outer, key=lambda phase: phase.seconds, default=None)
-    since = f", in {longest.text}" if longest else ""
-    nobody = "" if findings else f"no rank waits for another one: they compute, or wait for their engines{since}; "
-    return [*findings, Finding(Level.OK, f"{nobody}where the ranks are", places)]
-
-
 def _blockers(dumps: Mapping[int, RankDump], waits: Sequence[Wait]) -> list[Finding]:
-    """Return the ranks that others wait for and that wait for nobody."""
+    """Name the ranks that others wait for and that wait for nobody."""
     waiting = {wait.rank for wait in waits if wait.absent or wait.unknown}
-    held_up: dict[int, list[Wait]] = {}
-    for wait in waits:
-        for rank in wait.absent:
-            held_up.setdefault(rank, []).append(wait)
     findings = []
-    for rank, others in sorted(held_up.items()):
-        if rank in waiting:
-            continue
+    for rank in sorted({rank for wait in waits for rank in wait.absent} - waiting):
+        others = [wait for wait in waits if rank in wait.absent]
         who = name_ranks(dict.fromkeys(wait.rank for wait in others))
         sentence = f"rank {rank} holds up rank{'s' * (len(others) > 1)} {who}: {place(dumps[rank])}"
-        evidence = [f"rank {wait.rank} waits for it since {wait.call.age_s:.0f} s in {wait.text()}" for wait in others]
-        advice = "read its stack; where it waits for an engine, read logs/engine_*.log; where it computes, wait"
+        evidence = [f"rank {wait.rank} waits for it since {wait.call.age_s:.0f} s in {wait.text}" for wait in others]
+        advice = "read its stack; if it waits for an engine, read logs/engine_*.log; if it computes, wait"
         findings.append(Finding(Level.ERROR, sentence, evidence[:MOST_NAMED] + main_stack(dumps[rank]), advice))
     return findings
 
 
 def _circles(waits: Sequence[Wait]) -> list[Finding]:
-    """Return the ranks that wait for each other in a circle, those that only lead into it left out."""
+    """Name the ranks that wait for each other in a circle, without the ranks that only lead into it."""
     edges = {(wait.rank, peer) for wait in waits for peer in wait.absent}
     while True:
-        kept = {
-            (rank, peer) for rank, peer in edges if {rank} <= {p for _, p in edges} and {peer} <= {r for r, _ in edges}
-        }
+        waiting, awaited = {rank for rank, _ in edges}, {peer for _, peer in edges}
+        kept = {(rank, peer) for rank, peer in edges if rank in awaited and peer in waiting}
         if kept == edges:
             break
         edges = kept
@@ -144,7 +134,7 @@ def _circles(waits: Sequence[Wait]) -> list[Finding]:
     if not circle:
         return []
     evidence = [
-        f"rank {wait.rank} waits for {name_ranks(wait.absent)} in {wait.text()}"
+        f"rank {wait.rank} waits for {name_ranks(wait.absent)} in {wait.text}"
         for wait in waits
         if wait.rank in circle and wait.absent
     ]
@@ -153,101 +143,57 @@ def _circles(waits: Sequence[Wait]) -> list[Finding]:
     return [Finding(Level.ERROR, sentence, evidence, advice)]
 
 
-def _behind(ranks: Iterable[int], waits: Sequence[Wait]) -> list[Wait]:
-    """Return the waits that some ranks hold up, through others, too; those for them in the first place left out."""
-    reached, found = set(ranks), list[Wait]()
-    while more := [wait for wait in waits if wait not in found and reached & {*wait.absent, *wait.unknown}]:
-        found += more
-        reached |= {wait.rank for wait in more}
-    return [wait for wait in found if not {*ranks} & {*wait.absent, *wait.unknown}]
-
-
 def _unrecorded(dumps: Mapping[int, RankDump], silent: Mapping[int, str], waits: Sequence[Wait]) -> list[Finding]:
-    """Return the waits for ranks that have made more calls since than they remember: nobody is to blame by these."""
+    """Name the waits for ranks whose record is too short to tell whether they have made the call."""
     findings = []
     for wait in waits:
         ranks = [rank for rank in wait.unknown if rank not in silent and rank in dumps]
         if ranks and not wait.absent:
-            sentence = (
-                f"rank {wait.rank} waits since {wait.call.age_s:.0f} s in {wait.text()}: whether rank "
-                f"{name_ranks(ranks)} has called it is no longer recorded"
-            )
+            sentence = f"{wait.line}: whether rank {name_ranks(ranks)} has called it is no longer recorded"
             evidence = [place(dumps[rank]) for rank in ranks[:MOST_NAMED]]
-            findings.append(Finding(Level.ERROR, sentence, evidence, "ask again: one that is in its place both times"))
+            advice = "run this again: suspect a rank that is in the same place both times"
+            findings.append(Finding(Level.ERROR, sentence, evidence, advice))
     return findings
 
 
-def _unrecorded_sends(dumps: Mapping[int, RankDump], waits: Sequence[Wait], over_s: float) -> list[Finding]:
-    """Return the ranks whose stack is in a send or receive that the recorder does not have: gloo's."""
-    recorded = {wait.rank for wait in waits}
-    ranks = [
-        rank
-        for rank, dump in sorted(dumps.items())
-        if rank not in recorded
-        and dump.threads
-        and any(SENDS.search(frame) for frame in dump.threads[0].frames)
-        and dump.phases
-        and dump.phases[-1].seconds >= over_s
-    ]
-    if not ranks:
-        return []
-    sentence = (
-        f"rank{'s' * (len(ranks) > 1)} {name_ranks(ranks)}: in a send or receive, which this backend does not record"
-    )
-    evidence = [line for rank in ranks[:MOST_NAMED] for line in main_stack(dumps[rank])]
-    advice = "look at the pipeline's ranks before and after: one that is in no send or receive holds them up"
-    return [Finding(Level.WARNING, sentence, evidence, advice)]
-
-
 def _mismatches(dumps: Mapping[int, RankDump], waits: Sequence[Wait]) -> list[Finding]:
-    """Return the collectives that ranks of a group call as their n-th, and that are not the same."""
-    findings, seen = [], set()
+    """Name the groups whose ranks call different operations as their n-th collective."""
+    findings = {}
     for wait in waits:
         key = wait.call.group, wait.call.sequence
-        if key in seen or wait.call.is_p2p:
-            continue
-        seen.add(key)
         calls = {
             rank: call
             for rank in wait.ranks
-            if rank in dumps
+            if rank in dumps and not wait.call.is_p2p
             for call in dumps[rank].collectives
             if not call.is_p2p and (call.group, call.sequence) == key
         }
         if len({operation(call) for call in calls.values()}) > 1:
             sentence = f"ranks of group {wait.group} call different collectives as their #{wait.call.sequence}"
-            evidence = [
-                f"rank {rank}: {operation(call)} of {list(map(list, call.sizes))}" for rank, call in calls.items()
-            ]
-            findings.append(
-                Finding(Level.ERROR, sentence, evidence, "a defect of the program: report it with these lines")
-            )
-    return findings
+            evidence = [f"rank {rank}: {operation(one)} of {[*map(list, one.sizes)]}" for rank, one in calls.items()]
+            advice = "a defect of the program: report it with these lines"
+            findings[key] = Finding(Level.ERROR, sentence, evidence, advice)
+    return list(findings.values())
 
 
 def _slow_collectives(waits: Sequence[Wait]) -> list[Finding]:
-    """Return the collectives that all ranks of the group have called, and that do not end."""
+    """Name the collectives that all ranks of the group have called, and that do not end."""
     findings: dict[tuple[str, int], Finding] = {}
     for wait in waits:
         if not wait.absent and not wait.unknown:
-            sentence = f"all ranks are in {wait.text()}, since {wait.call.age_s:.0f} s on rank {wait.rank}"
+            sentence = f"all ranks are in {wait.text}, since {wait.call.age_s:.0f} s on rank {wait.rank}"
             findings.setdefault((wait.call.group, wait.call.sequence), Finding(Level.ERROR, sentence, (), NETWORK))
     return list(findings.values())
 
 
 def _silent(silent: Mapping[int, str], waits: Sequence[Wait]) -> list[Finding]:
-    """Return the ranks that did not answer, by reason, with what others wait in that may wait for them."""
+    """Name the ranks that did not answer, by reason, with the waits that may be for them."""
     by_reason: dict[str, list[int]] = {}
     for rank, reason in sorted(silent.items()):
         by_reason.setdefault(reason, []).append(rank)
     findings = []
     for reason, ranks in by_reason.items():
-        held_up = [wait for wait in waits if set(ranks) & set(wait.unknown)]
-        evidence = [f"rank {wait.rank} waits since {wait.call.age_s:.0f} s in {wait.text()}" for wait in held_up]
-        evidence += [
-            f"rank {wait.rank} waits behind them since {wait.call.age_s:.0f} s in {wait.text()}"
-            for wait in _behind(ranks, waits)
-        ]
+        evidence = [wait.line for wait in waits if set(ranks) & set(wait.unknown)]
         sentence = f"rank{'s' * (len(ranks) > 1)} {name_ranks(ranks)}: {reason}"
         findings.append(Finding(Level.ERROR, sentence, evidence[:MOST_NAMED]))
     return findings
@@ -257,8 +203,7 @@ def full_stacks(dumps: Mapping[int, RankDump], engines: Iterable[EngineStacks]) 
     """Return the stacks of all threads of every rank, the innermost call last, and those of the engines' processes."""
     lines = []
     for rank, dump in sorted(dumps.items()):
-        phases = " > ".join(phase.text for phase in dump.phases) or "no phase"
-        lines.append(f"rank {rank} on {dump.host}, pid {dump.pid}, in {phases}")
+        lines.append(f"rank {rank} on {dump.host}, pid {dump.pid}, in {_phases(dump)}")
         for thread in dump.threads:
             lines += [f"  thread {thread.name}", *(f"    {frame}" for frame in thread.frames)]
     for engine in engines:
@@ -268,24 +213,27 @@ def full_stacks(dumps: Mapping[int, RankDump], engines: Iterable[EngineStacks]) 
 
 
 def shown_engines(engines: Iterable[EngineStacks]) -> list[Finding]:
-    """Return where the processes of the engines are."""
+    """Return the innermost calls of the engines' processes as a finding."""
     lines = [f"rank {e.rank}, {e.process}: {' < '.join(e.frames[:3]) or 'no answer'}" for e in engines]
     return [Finding(Level.OK, "processes of engines, the innermost call first", lines)] if lines else []
 
 
 def place(dump: RankDump) -> str:
-    """Return where a rank is: its phase, and the innermost line of this package in its main thread."""
-    phase = " > ".join(phase.text for phase in dump.phases) or "no phase"
+    """Return a rank's phase, and the innermost line of this package in its main thread."""
     frames = dump.threads[0].frames if dump.threads else ()
     own = [match[1] for frame in frames if (match := PACKAGE.match(frame))]
     where = f", at {own[-1]}" if own else ""
-    return f"rank {dump.rank} is in {phase}{where}"
+    return f"rank {dump.rank} is in {_phases(dump)}{where}"
 
 
-def main_stack(dump: RankDump, most: int = 6) -> list[str]:
+def _phases(dump: RankDump) -> str:
+    return " > ".join(phase.text for phase in dump.phases) or "no phase"
+
+
+def main_stack(dump: RankDump) -> list[str]:
     """Return the innermost frames of a rank's main thread, the outermost first."""
     frames = dump.threads[0].frames if dump.threads else ()
-    return [f"rank {dump.rank} on {dump.host}, pid {dump.pid}:", *(f"  {frame}" for frame in frames[-most:])]
+    return [f"rank {dump.rank} on {dump.host}, pid {dump.pid}:", *(f"  {frame}" for frame in frames[-STACK_LINES:])]
 
 
 def operation(call: Collective) -> str:

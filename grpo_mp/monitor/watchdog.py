@@ -25,7 +25,6 @@ class Deadline:
     phase: str
     limit_s: float
     started_s: float = field(default_factory=time.monotonic)
-    inner: int = 0  # phases that began inside it
 
     def remaining_s(self) -> float:
         """Return the seconds until the limit; negative after it."""
@@ -61,8 +60,6 @@ class Watchdog:
         """Watch the body. An error that leaves it carries the phase as a note."""
         deadline = Deadline(self.rank, name, limit_s)
         with self._changed:
-            for outer in self._deadlines[-1:]:
-                outer.inner += 1
             self._deadlines.append(deadline)
             self._rearm()
         try:
@@ -78,7 +75,7 @@ class Watchdog:
     def phases(self) -> list[PhaseTime]:
         """Return the phases that the process is in, the outermost first."""
         now_s = time.monotonic()
-        return [PhaseTime(one.phase, now_s - one.started_s, one.inner) for one in list(self._deadlines)]
+        return [PhaseTime(one.phase, now_s - one.started_s) for one in list(self._deadlines)]
 
     def close(self) -> None:
         """Stop watching."""

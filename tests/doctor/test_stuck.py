@@ -18,12 +18,15 @@ from grpo_mp.monitor.rank_dump import (
     RankDump,
     RankProcess,
     ThreadStack,
+    dump_file,
     read_collective,
+    read_dump,
     read_process,
 )
 from grpo_mp.monitor.rank_processes import find_process
 from grpo_mp.monitor.stuck import diagnose
 from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.files import write_json
 from grpo_mp.utils.findings import Level
 from grpo_mp.utils.processes import catches_dump_signal
 from tests.doctor.hanging_rank import WORLD_SIZE
@@ -57,12 +60,11 @@ def test_the_rank_at_the_end_of_a_chain_holds_up_the_others() -> None:
     assert "  /torch/x.py:3 wait" in finding.evidence
 
 
-def test_where_nobody_waits_the_outer_phase_and_what_it_repeats_are_named() -> None:
-    """As the check after a weight sync, whose inner phases are short, and many."""
-    inside = (PhaseTime("WEIGHT_CHECK", 700.0, 64), PhaseTime("CHECK", 2.0))
+def test_where_nobody_waits_the_outer_phase_is_named() -> None:
+    inside = (PhaseTime("WEIGHT_CHECK", 700.0), PhaseTime("CHECK", 2.0))
     (finding,) = diagnose(dumps(replace(dump(0), phases=inside)), {})
-    assert ", in WEIGHT_CHECK for 700 s, 64 phases inside it so far; where the ranks are" in finding.sentence
-    assert "rank 0 is in WEIGHT_CHECK for 700 s, 64 phases inside it so far > CHECK for 2 s" in finding.evidence[0]
+    assert ", in WEIGHT_CHECK for 700 s; where the ranks are" in finding.sentence
+    assert "rank 0 is in WEIGHT_CHECK for 700 s > CHECK for 2 s" in finding.evidence[0]
 
 
 def test_a_slow_collective_of_all_its_ranks_decides_the_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,10 +112,7 @@ def test_a_rank_that_waits_for_a_dead_one_holds_up_nobody() -> None:
     found = diagnose(chain, {2: "its process has ended"})
     (finding,) = [finding for finding in found if finding.level is Level.ERROR]
     assert finding.sentence == "rank 2: its process has ended"
-    assert finding.evidence == [
-        "rank 1 waits since 60 s in all_reduce #1 of group expert (ranks 1, 2)",
-        "rank 0 waits behind them since 60 s in all_reduce #3 of group tensor (ranks 0, 1)",
-    ]
+    assert finding.evidence == ["rank 1 waits since 60 s in all_reduce #1 of group expert (ranks 1, 2)"]
 
 
 def test_a_circle_is_told_from_what_leads_into_it() -> None:
@@ -146,13 +145,6 @@ def test_a_send_that_meets_its_receive_is_slow() -> None:
     assert found[0].sentence.startswith("all ranks are in recv from rank 2 of group expert, since 60 s")
 
 
-def test_a_receive_that_is_not_recorded_is_seen_in_the_stack() -> None:
-    frames = ("/site/megatron/core/pipeline_parallel/p2p_communication.py:7 _communicate", "/torch/x.py:3 wait")
-    waiting = replace(dump(1), threads=(ThreadStack("MainThread", frames),))
-    found = diagnose(dumps(dump(0), waiting), {}, over_s=60)
-    assert [finding.level for finding in found] == [Level.WARNING, Level.OK]
-    assert found[0].sentence == "rank 1: in a send or receive, which this backend does not record"
-    assert [finding.level for finding in diagnose(dumps(dump(0), waiting), {}, over_s=62)] == [Level.OK]
 
 
 def test_a_silent_rank_is_named_with_who_may_wait_for_it() -> None:
@@ -161,9 +153,10 @@ def test_a_silent_rank_is_named_with_who_may_wait_for_it() -> None:
     assert found[0].evidence == ["rank 0 waits since 60 s in all_reduce #5 of group tensor (ranks 0, 1)"]
 
 
-def test_a_dump_is_read_as_it_was_written() -> None:
+def test_a_dump_is_read_as_it_was_written(tmp_path: Path) -> None:
     written = dump(1, call("1", 3), replace(call("2", 1), sizes=()))
-    assert RankDump.from_json(asdict(written)) == written
+    write_json(dump_file(tmp_path, 1), asdict(written))
+    assert read_dump(tmp_path, 1) == written
 
 
 @pytest.mark.parametrize(
