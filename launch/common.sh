@@ -18,12 +18,10 @@ if [ -n "${SITE:-}" ]; then
   source "$SITE"
 fi
 python=${VENV:-.venv}/bin/python
-MOST_RESUBMITS=3
 restarts=${RESTARTS:-3} # of a job, requeues included, without a new checkpoint in between; 0: none at all
 spares=${SPARES:-0}     # nodes of the allocation that take the place of bad or lost ones
 master_addr=${MASTER_ADDR:-} master_port=${MASTER_PORT:-}
 bad= # nodes, separated by commas
-submitted=("$@")
 readonly TRIES=10 # of a call that Slurm's controller does not answer, as while it starts anew
 for name in RESTARTS SPARES; do
   [[ ${!name:-0} =~ ^[0-9]{1,4}$ ]] || fail "$name=${!name}: give a number"
@@ -68,8 +66,7 @@ start() {
   for ((restart = 1; ; restart++)); do
     one_attempt
     if [ "$status" = 0 ]; then return; fi
-    [ "$restarts" != 0 ] || exit "$status"
-    "$python" -m grpo_mp.cli.slurm_job may-restart "$attempt" "$config" "${arguments[@]}" || exit "$status"
+    if [ "$restarts" = 0 ] || [ "$may_restart" = no ]; then exit "$status"; fi
     if [ "$again" = yes ]; then
       requeue
       return
@@ -121,7 +118,8 @@ choose_nodes() {
   count=$(wc -w <<<"$nodes")
   if [ "$count" -lt "$size" ]; then
     local too_few="of $SLURM_JOB_NODELIST $count nodes are up and fit, the job needs $size"
-    if [ -n "$bad" ]; then echo "$too_few" && resubmit_without_bad_nodes; fi # a requeued job may get them again
+    # A requeued job may get the bad nodes again.
+    [ -z "$bad" ] || fail "$too_few: submit it again with --exclude=$bad, or with --spares; the run resumes"
     [ "$restarts" != 0 ] || fail "$too_few"
     requeue "$too_few"
     exit
@@ -164,11 +162,12 @@ set_commands() {
   if [ "${SLURM_CPUS_ON_NODE:-0}" -ge "$per_node" ]; then
     cores+=(--cpus-per-task=$((SLURM_CPUS_ON_NODE / per_node)))
   fi
-  local on=(--nodes="$count" --nodelist="$nodes" --kill-on-bad-exit=1 --unbuffered)
+  local on=(--nodes="$count" --nodelist="$nodes" --unbuffered)
   local on_all=(srun --ntasks=$((count * per_node)) --ntasks-per-node="$per_node" "${cores[@]}" "${on[@]}")
-  check=("${on_all[@]}" --output="$attempt/check_%t.log" "${inside[@]}"
+  # A rank whose check crashes does not answer, which names its node: the others must not be killed.
+  check=("${on_all[@]}" --kill-on-bad-exit=0 --output="$attempt/check_%t.log" "${inside[@]}"
     "$python" -m grpo_mp.cli.slurm_nodes "$attempt" "$nodes")
-  run=("${on_all[@]}" --output="$attempt/rank_%t.log" "${inside[@]}"
+  run=("${on_all[@]}" --kill-on-bad-exit=1 --output="$attempt/rank_%t.log" "${inside[@]}"
     "$python" -m grpo_mp.cli.slurm_task "$attempt" "$config" "${arguments[@]}")
 }
 
@@ -195,53 +194,17 @@ check_nodes() {
   in_step "$attempt/srun_check.log" "${check[@]}"
   cat "$attempt/check_0.log" 2>/dev/null || true # there is none where srun could not start the check
   [ "$status" = 0 ] && return
-  if [ "$status" = $((128 + 15)) ] && ! a_task_failed; then # SIGTERM to all: another job pushes this one aside
-    again=yes
+  # The time limit's signal may end the check of a good node.
+  [ -s "$attempt/bad_nodes" ] || [ "$again" = yes ] || "$python" -m grpo_mp.cli.slurm_job lost-nodes "$attempt"
+  if [ -s "$attempt/bad_nodes" ]; then # no later attempt of the job uses them
+    bad=$(paste -sd, "$attempt/bad_nodes")${bad:+,$bad}
     return
   fi
-  # Where a check crashes, it does not come to say which node is bad; the time limit's signal may end a good one.
-  [ -s "$attempt/bad_nodes" ] || [ "$again" = yes ] || "$python" -m grpo_mp.cli.slurm_job crashed-check "$attempt"
-  if [ -s "$attempt/bad_nodes" ]; then
-    leave_out "$attempt/bad_nodes"
-    [ $((count - $(wc -w <"$attempt/bad_nodes"))) -ge "$size" ] || resubmit_without_bad_nodes
-    return
-  fi
+  # SIGTERM to all tasks: another job pushes this one aside.
+  if [ "$status" = $((128 + 15)) ]; then again=yes; fi
   if [ "$again" = yes ]; then return; fi
   tail -n 5 "$attempt/srun_check.log"
   fail "the check of the nodes failed: $attempt"
-}
-
-# Whether a task of the check ended by itself: srun then ends the others by SIGTERM, and returns the largest status.
-# So it does where it cannot start those of a node.
-a_task_failed() {
-  awk '/^srun: error: Task launch for / || (/^srun: error: .*: tasks? [^:]*: / && !/: Terminated$/) { found = 1 }
-    END { exit !found }' "$attempt/srun_check.log"
-}
-
-# leave_out FILE: nodes, a name on each line, that no later attempt of the job uses.
-leave_out() {
-  bad=$(paste -sd, "$1")${bad:+,$bad}
-}
-
-# A job that runs cannot be given other nodes, so a new one takes its place, with the same options.
-resubmit_without_bad_nodes() {
-  local step
-  step=$(<"$attempt/saved_step")
-  # Only jobs without a new checkpoint in between count: in a run of months some nodes break.
-  if [ "$step" -gt "${RESUBMITS_AFTER_STEP:-0}" ]; then RESUBMITS=0; fi
-  export RESUBMITS=$((${RESUBMITS:-0} + 1)) RESUBMITS_AFTER_STEP=$step
-  [ "$RESUBMITS" -le "$MOST_RESUBMITS" ] || fail "bad nodes in $RESUBMITS jobs in a row, last $bad: drain or repair them"
-  local text options
-  text=$(retry scontrol show job "$SLURM_JOB_ID" | "$python" -m grpo_mp.cli.slurm_resubmit "$bad")
-  mapfile -t options <<<"$text"
-  options+=(--nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node="$per_node")
-  if [ "$spares" != 0 ]; then options+=(--no-kill); fi
-  retry sbatch "${options[@]}" "$(script_path)" "${submitted[@]}" || fail "no job without $bad could be submitted"
-  exit 3
-}
-
-script_path() {
-  retry scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p'
 }
 
 train() {
@@ -255,23 +218,18 @@ train() {
   in_step "$attempt/srun.log" "${run[@]}"
   sleep 1
   kill "$follower" 2>/dev/null || true # it may have been ended with the job
-  if [ "$again" = yes ] && ! stopped_on_purpose && has_steps_left; then
-    requeue
-  elif [ "$status" != 0 ]; then
-    "$python" -m grpo_mp.cli.slurm_job failure --nodes "$nodes" --per-node "$per_node" "$attempt"
-    [ ! -s "$attempt/faulty_nodes" ] || leave_out "$attempt/faulty_nodes"
-    trap 'again=yes' USR1 # there is no step to tell
-    trap - TERM
-    if [ "$told_to_end" = yes ]; then exit "$status"; fi
-  else
-    # A job that others push aside: Slurm tells the ranks, not this script, and they have saved.
+  if [ "$status" = 0 ]; then
+    # Slurm tells the ranks of a job that others push aside, not this script, and they have saved.
     if [ "$told_to_end" = no ] && has_steps_left; then requeue; fi
+    return
   fi
-}
-
-# As by a guard: what the time limit alone would have broken off is resumed.
-stopped_on_purpose() {
-  [ "$status" != 0 ] && "$python" -m grpo_mp.cli.slurm_job stopped-on-purpose "$attempt"
+  local told=()
+  if [ "$again" = yes ]; then told=(--told-to-save); fi
+  trap 'again=yes' USR1 # there is no step to tell
+  trap - TERM
+  may_restart=yes
+  "$python" -m grpo_mp.cli.slurm_job failure "${told[@]}" "$attempt" "$config" "${arguments[@]}" || may_restart=no
+  if [ "$told_to_end" = yes ]; then exit "$status"; fi
 }
 
 has_steps_left() {

@@ -26,8 +26,8 @@ GROUP_SIZES = {
     32: "Most groups of 16 are all wrong (reward/zero_std_ratio above 0.8 with a low reward)",
     64: "Problems solved once in fifty: DeepSeekMath; pass@64 before training shows if they are solved",
 }
-METRIC_COLUMNS = ("name", "unit", "meaning", "healthy", "what to do", "known as")
-RULE_COLUMNS = ("rule", "weight", "meaning", "what to try", "source")
+METRIC_COLUMNS = ("name", "unit", "meaning", "healthy", "known as")
+RULE_COLUMNS = ("rule", "weight", "meaning", "what to try")
 SETTING_COLUMNS = ("setting", "type", "default", "description")
 TYPE_NAMES = {
     int: "integer",
@@ -110,12 +110,12 @@ def metrics_page() -> str:
 
 
 def _rule_cells(rule: Rule) -> tuple[str, ...]:
-    return f"`{rule.name}`", str(rule.weight), rule.meaning, f"{rule.action} `{rule.setting}`", rule.source
+    return f"`{rule.name}`", str(rule.weight), rule.meaning, f"{rule.action} `{rule.setting}`"
 
 
 def _metric_cells(metric: Metric) -> tuple[str, ...]:
     unit = metric.unit if metric.kind == "scalar" else f"{metric.unit} ({metric.kind})"
-    return f"`{metric.name}`", unit, metric.meaning, metric.healthy, metric.action, metric.known_as
+    return f"`{metric.name}`", unit, metric.meaning, metric.healthy, metric.known_as
 
 
 def settings_page() -> str:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from grpo_mp.cli.slurm_resubmit import OPTIONS_VARIABLE
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.parsers import (
     MAX_RANKS,
@@ -63,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     options = [argument for argument in unknown if argument.startswith("-")]
     script = _script_of(args.config, [*args.overrides, *(word for word in unknown if word not in options)])
     nodes = args.nodes or _nodes_of(script)
-    environment = {"NODES": str(nodes), "SPARES": str(args.spares), OPTIONS_VARIABLE: "\n".join(options)}
+    environment = {"NODES": str(nodes), "SPARES": str(args.spares)}
     size = [f"--nodes={nodes + args.spares}", *(["--no-kill"] if args.spares else [])]
     return _submit(["sbatch", *size, *options, *script], ["bash", *script, "--dry-run"], environment, args.dry_run)
 

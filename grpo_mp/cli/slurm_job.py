@@ -1,7 +1,4 @@
-"""Answer batch scripts: `python -m grpo_mp.cli.slurm_job COMMAND ...`.
-
-COMMAND: show, folder, begin, has-steps-left, may-restart, crashed-check, failure, stopped-on-purpose.
-"""
+"""Answer questions of the batch scripts: `python -m grpo_mp.cli.slurm_job COMMAND ...`."""
 
 import argparse
 import re
@@ -15,38 +12,87 @@ from grpo_mp.config import Settings, SftSettings, load_any_settings, show_settin
 from grpo_mp.config.sections import EngineConfig, LayoutConfig
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.rollout.placement import engine_placements
-from grpo_mp.utils.errors import USER_STATUS, UserError, exit_with
+from grpo_mp.utils.errors import UserError, exit_with
 from grpo_mp.utils.files import last_lines, read_json, write_atomically
 
-NO = 1  # status of a question
-BAD_NODES = "bad_nodes"  # file of an attempt: names, a line each, that the check found
-FAULTY_NODES = "faulty_nodes"  # the same that training found
-SAVED_STEP = "saved_step"  # file of an attempt: the step after which it begins
-METRICS_BEFORE = "metrics_before"  # file of an attempt: the last lines of the run's metrics when it began
+NO = 1  # exit status of a question
+BAD_NODES = "bad_nodes"  # file of an attempt: names of nodes, a line each
+SAVED_STEP = "saved_step"  # file of an attempt: the step of the checkpoint that it resumes from
+CHECK_LOG, TRAIN_LOG = "srun_check.log", "srun.log"  # files of an attempt: messages of srun
 NUM_LAST_LINES = 15
 STEP_LOGGED = re.compile(r'"step": (\d+)[,.}]')
-CHECK_LOG, TRAIN_LOG = "srun_check.log", "srun.log"  # files of an attempt: what srun says of either step
 TASK_ENDED = re.compile(r"error: (?P<node>\S+): tasks? (?P<rank>\d+)\S*: (?P<how>.+)")
 NOT_STARTED = re.compile(r"error: Task launch for \S+ failed on node (?P<node>[^\s:]+): (?P<why>.+)")
-NODE_FAILED = re.compile(r"error: Node failure on (?P<nodes>\S+)")
-STEP_ABORTED = "Job step aborted"  # by srun itself, which then kills the tasks that are left
+NODE_FAILED = re.compile(r"error: Node failure on (?P<node>\S+)")
+STEP_ABORTED = "Job step aborted"  # srun then kills the remaining tasks
 
 
 def main() -> None:
     """Run the command line."""
-    args = _parser().parse_args()
     try:
-        status = run_command(args)
+        status = run_command(_parser().parse_args())
     except UserError as error:
         exit_with(error)
     raise SystemExit(status)
 
 
-def total_steps(settings: Settings | SftSettings) -> float:
-    """Return the steps of a run; of one that counts epochs, those which its folder's settings say.
+def _parser() -> argparse.ArgumentParser:
+    run, attempt, size = (argparse.ArgumentParser(add_help=False) for _ in range(3))
+    run.add_argument("config", type=Path)
+    run.add_argument("overrides", nargs="*")
+    attempt.add_argument("attempt", type=Path)
+    size.add_argument("--nodes", required=True, help="names, separated by commas")
+    size.add_argument("--per-node", type=int, required=True, help="ranks on each")
 
-    Infinite where only the data say it: a job too many finds that all is done.
-    """
+    parser = argparse.ArgumentParser(prog="grpo_mp.cli.slurm_job", description=__doc__)
+    commands = parser.add_subparsers(required=True, dest="command")
+    show = commands.add_parser("show", parents=[size, run], help="print what runs on which node")
+    show.add_argument("--settings", action="store_true", help="print the resolved settings first")
+    commands.add_parser("folder", parents=[run], help="print the run folder")
+    begin = commands.add_parser("begin", parents=[attempt, run], help="make the folder of an attempt")
+    begin.add_argument("--restarts", type=int, required=True, help="the most without a new checkpoint in between")
+    commands.add_parser("lost-nodes", parents=[attempt], help="name nodes on which the check could not start")
+    failure = commands.add_parser("failure", parents=[attempt, run], help="print what failed first; 0: try again")
+    failure.add_argument("--told-to-save", action="store_true", help="the time limit was near")
+    commands.add_parser("has-steps-left", parents=[run], help="0: yes")
+    return parser
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Answer one question of a batch script; return the exit status."""
+    if args.command == "lost-nodes":
+        name_lost_nodes(args.attempt)
+        return 0
+    settings = load_any_settings(args.config, args.overrides)
+    folder = settings.run.folder
+    if args.command == "folder":
+        print(folder)
+    elif args.command == "begin":
+        begin_attempt(args.attempt, folder, args.restarts)
+    elif args.command == "has-steps-left":
+        return 0 if total_steps(settings) > saved_step(folder) else NO
+    elif args.command == "failure":
+        failure = first_failure(args.attempt)
+        print(failure.text)
+        return 0 if may_restart(failure, args.attempt, folder, args.told_to_save) else NO
+    else:
+        show(settings, args.nodes.split(","), args.per_node, args.settings)
+    return 0
+
+
+def show(settings: Settings | SftSettings, nodes: Sequence[str], ranks_per_node: int, with_settings: bool) -> None:
+    """Print the settings if asked, and the ranks and engines of each node."""
+    engine = settings.engine if isinstance(settings, Settings) else None
+    text = node_map(settings.layout, engine, nodes, ranks_per_node)  # rejects a layout that does not fit
+    if with_settings:
+        print(show_settings(settings))
+    print(text)
+    if not (settings.model.path / "config.json").is_file():
+        print(f"model: {settings.model.path} is not on this machine; layout and data are checked where it is")
+
+
+def total_steps(settings: Settings | SftSettings) -> float:
+    """Return the steps of a run; infinite if it counts epochs and has not written its number of steps yet."""
     written = settings.run.folder / SETTINGS
     if settings.run.steps or not written.is_file():
         return settings.run.steps or inf
@@ -58,144 +104,33 @@ def _epochs(settings: Settings | SftSettings) -> tuple[str, float | None]:
     return ("run", settings.run.epochs) if isinstance(settings, Settings) else ("sft", settings.sft.epochs)
 
 
-def run_command(args: argparse.Namespace) -> int:
-    """Answer one question of a batch script; return the exit status."""
-    if args.command == "failure":
-        report_failure(args.attempt, args.nodes.split(","), args.per_node)
-        return 0
-    if args.command == "stopped-on-purpose":
-        return 0 if first_failure(args.attempt).stopped else NO
-    if args.command == "crashed-check":
-        name_crashed_node(args.attempt)
-        return 0
-    settings = load_any_settings(args.config, args.overrides)
-    if args.command == "has-steps-left":
-        return 0 if total_steps(settings) > saved_step(settings.run.folder) else NO
-    if args.command == "begin":
-        begin_attempt(args.attempt, settings.run.folder, args.restarts)
-        return 0
-    if args.command == "may-restart":
-        return 0 if may_restart(args.attempt, settings.run.folder) else NO
-    if args.command == "folder":
-        print(settings.run.folder)
-        return 0
-    engine = settings.engine if isinstance(settings, Settings) else None
-    text = node_map(settings.layout, engine, args.nodes.split(","), args.per_node)
-    if args.settings:
-        print(show_settings(settings))
-    print(text)
-    if not (settings.model.path / "config.json").is_file():
-        print(f"model: {settings.model.path} is not on this machine; layout and data are checked where it is")
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="grpo_mp.cli.slurm_job", description=__doc__)
-    commands = parser.add_subparsers(required=True, dest="command")
-    names = ("show", "begin", "may-restart", "folder", "has-steps-left")
-    show, begin, restart, *others = (commands.add_parser(name) for name in names)
-    for command in (begin, restart):
-        command.add_argument("attempt", type=Path)
-    begin.add_argument("--restarts", type=int, required=True, help="the most without a new checkpoint in between")
-    for command in (show, begin, restart, *others):
-        command.add_argument("config", type=Path)
-        command.add_argument("overrides", nargs="*")
-    show.add_argument("--settings", action="store_true", help="print the resolved settings first")
-    for name in ("crashed-check", "stopped-on-purpose"):
-        commands.add_parser(name).add_argument("attempt", type=Path)
-    failure = commands.add_parser("failure")
-    failure.add_argument("attempt", type=Path)
-    for command in (show, failure):
-        command.add_argument("--nodes", required=True, help="names, separated by commas")
-        command.add_argument("--per-node", type=int, required=True, help="ranks on each")
-    return parser
-
-
-def last_metrics(folder: Path) -> str:
-    """Return the last lines of a run's metrics, of which the last may be torn; empty without any."""
-    return "\n".join(last_lines(folder / METRICS, 2))
-
-
-def write_for_attempt(file: Path, text: str) -> None:
-    """Write a file of an attempt's folder atomically."""
-    try:
-        write_atomically(file, text)
-    except OSError as error:
-        raise UserError(
-            f"{file}: {error.strerror}: the job writes there: see that run.folder has room and is writable"
-        ) from error
-
-
-def begun_after(attempt: Path, present_step: int) -> int:
-    """Return the step after which an attempt began; `present_step` where its file does not say, as after a crash."""
-    try:
-        return int((attempt / SAVED_STEP).read_text())
-    except (OSError, ValueError):
-        return present_step  # no progress is known of it
-
-
 def begin_attempt(attempt: Path, run_folder: Path, restarts: int) -> None:
-    """Make the folder of an attempt, with what `may_restart` compares."""
+    """Make the folder of an attempt; raise UserError after too many attempts from the same checkpoint."""
     step, job = saved_step(run_folder), attempt.name.split(".")[0]
-    others = [begun_after(file.parent, step) for file in attempt.parent.glob(f"{job}.*/{SAVED_STEP}")]
-    if others.count(step) > restarts:
+    same = [file for file in attempt.parent.glob(f"{job}.*/{SAVED_STEP}") if file.read_text() == str(step)]
+    if len(same) > restarts:
         raise UserError(
-            f"{others.count(step)} attempts of job {job} began after step {step}, and none came to its next checkpoint "
+            f"{len(same)} attempts of job {job} began after step {step}, and none came to its next checkpoint "
             f"(run.save_every): see {attempt.parent}; RESTARTS={restarts} are allowed"
         )
-    write_for_attempt(attempt / METRICS_BEFORE, last_metrics(run_folder))
-    write_for_attempt(attempt / SAVED_STEP, str(step))
-
-
-def may_restart(attempt: Path, run_folder: Path) -> bool:
-    """Tell whether an attempt failed for a reason that may pass: it was killed, or it had done a step.
-
-    What fails before the first step fails again, and what stopped on purpose was not to go on, unless that was for a
-    faulty node, which the next attempt leaves out. Lines of steps that an earlier attempt did after the last checkpoint
-    count for nothing: they stay until the run resumes, which drops them.
-    """
-    failure = first_failure(attempt)
-    if failure.stopped:
-        return bool(failure.faulty_ranks)
-    if failure.killed:
-        return True
-    metrics = last_metrics(run_folder)
-    steps = STEP_LOGGED.findall(metrics)
-    # A checkpoint that the run found to be damaged has been set aside, and it resumed from the one before.
-    present_step = saved_step(run_folder)
-    resumed_after = min(begun_after(attempt, present_step), present_step)
-    return metrics != metrics_before(attempt) and bool(steps) and int(steps[-1]) > resumed_after
-
-
-def metrics_before(attempt: Path) -> str | None:
-    """Return the last lines of the run's metrics as they were when an attempt began; None where its file is missing."""
     try:
-        return (attempt / METRICS_BEFORE).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
+        write_atomically(attempt / SAVED_STEP, str(step))
+    except OSError as error:
+        raise UserError(f"{attempt}: {error.strerror}: the job writes there: make run.folder writable") from error
 
 
-def name_crashed_node(attempt: Path) -> None:
-    """Print and write the nodes on which srun could not start the check, else the one whose check crashed first.
-
-    None where a user can mend it.
-    """
-    step = read_step_log(attempt / CHECK_LOG)
-    bad = dict(step.lost)
-    # Of a step that lost a node, srun kills the tasks on the others; of one that crashed, it ends them by SIGTERM.
-    crashed = next((task for task in step.ended if task.how != "Terminated"), None)
-    if not bad and crashed and not crashed.how.endswith(f"exit code {USER_STATUS}"):
-        said = last_lines(attempt / f"check_{crashed.rank}.log", 1)
-        bad[crashed.node] = f"its check crashed ({crashed.how}){': ' if said else ''}{''.join(said)}"
-    for node, reason in bad.items():
+def name_lost_nodes(attempt: Path) -> None:
+    """Print and write the nodes on which srun could not start the check."""
+    lost = read_step_log(attempt / CHECK_LOG).lost
+    for node, reason in lost.items():
         print(f"bad node {node}: {reason}")
-    if bad:
-        write_for_attempt(attempt / BAD_NODES, "\n".join(bad))
+    if lost:
+        (attempt / BAD_NODES).write_text("\n".join(lost))
 
 
 @dataclass(frozen=True)
 class EndedTask:
-    """Tasks of a node that ended together. `rank`: the first's. `how`: 'Killed', or 'Exited with exit code 1'."""
+    """Tasks of a node that ended together. `rank`: the first one's. `how`: 'Killed' or 'Exited with exit code 1'."""
 
     node: str
     rank: int
@@ -209,7 +144,7 @@ class EndedTask:
 
 @dataclass(frozen=True)
 class StepLog:
-    """What srun says of a step. `lost`: node -> why. `ended`: in order; not those that srun's own abort of it ended."""
+    """Messages of srun about a step. `lost`: node -> reason. `ended`: in order, until srun aborted the step."""
 
     lost: dict[str, str]
     ended: tuple[EndedTask, ...]
@@ -217,14 +152,14 @@ class StepLog:
 
 
 def read_step_log(log: Path) -> StepLog:
-    """Read what srun wrote; of a missing file nothing happened."""
+    """Read what srun wrote; a missing file is an empty log."""
     lost, ended, aborted = dict[str, str](), list[EndedTask](), False
-    # It holds what other programs print, too, in any encoding.
+    # Other programs print into it, too, in any encoding.
     for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
         if not_started := NOT_STARTED.search(line):
             lost.setdefault(not_started["node"], f"srun could not start its tasks ({not_started['why'].strip()})")
         elif failed := NODE_FAILED.search(line):
-            lost.setdefault(failed["nodes"], "Slurm lost it")
+            lost.setdefault(failed["node"], "Slurm lost it")
         elif STEP_ABORTED in line:
             aborted = True
         elif (task := TASK_ENDED.search(line)) and not aborted:
@@ -234,37 +169,25 @@ def read_step_log(log: Path) -> StepLog:
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of an attempt. `rank` is None where it is unknown."""
+    """The first failure of an attempt. `rank` is None if unknown."""
 
     rank: int | None
     reason: str
     last_lines: tuple[str, ...]  # of the rank's log
     killed: bool = False  # by a signal, or with its node
     stopped: bool = False  # on purpose, as by a guard
-    faulty_ranks: tuple[int, ...] = ()  # whose nodes are at fault
 
+    @property
     def text(self) -> str:
-        """Return what to print first."""
+        """Return the failure as lines."""
         failed = "the job" if self.rank is None else f"rank {self.rank}"
         return "\n".join([f"{failed} failed: {self.reason}", *(f"  {line}" for line in self.last_lines)])
 
 
-def report_failure(attempt: Path, nodes: Sequence[str], ranks_per_node: int) -> None:
-    """Print the first failure of an attempt on these nodes, and write the names of those that are at fault."""
-    failure = first_failure(attempt)
-    print(failure.text())
-    faulty = dict.fromkeys(nodes[rank // ranks_per_node] for rank in failure.faulty_ranks)
-    for node in faulty:
-        print(f"bad node {node}: its memory or network is faulty")
-    if faulty:
-        write_for_attempt(attempt / FAULTY_NODES, "\n".join(faulty))
-
-
 def first_failure(attempt: Path) -> Failure:
-    """Return a stop on purpose, else what srun saw first, a lost node or a signal's death, else a rank's oldest error.
+    """Return a stop on purpose; else a lost node or a killed rank; else the oldest error of a rank.
 
-    Else the end of srun's log. srun ends the other ranks after the first that fails: what they report then is only a
-    consequence.
+    srun ends the other ranks after the first failure: their errors are only a consequence.
     """
     step, reported = read_step_log(attempt / TRAIN_LOG), reported_failures(attempt)
     if stopped := [failure for failure in reported if failure.stopped]:
@@ -283,15 +206,15 @@ def first_failure(attempt: Path) -> Failure:
 
 
 def reported_failures(attempt: Path) -> list[Failure]:
-    """Return what the error files of ranks say, the oldest first; not those that are torn, as on a full disk."""
+    """Return the complete error files of ranks, the oldest first."""
     failures = []
     for file in sorted(attempt.glob("rank_*.error.json"), key=lambda file: (file.stat().st_mtime, file)):
         values = read_json(file)
         message, rank = values.get("message"), values.get("rank")
         if isinstance(message, dict) and "message" in message:
             end = () if rank is None else _end_of_log(attempt, rank)
-            stopped, faulty = values.get("may_restart") is False, tuple(values.get("faulty_ranks", ()))
-            failures.append(Failure(rank, str(message["message"]), end, stopped=stopped, faulty_ranks=faulty))
+            stopped = values.get("may_restart") is False
+            failures.append(Failure(rank, str(message["message"]), end, stopped=stopped))
     return failures
 
 
@@ -299,8 +222,17 @@ def _end_of_log(attempt: Path, rank: int) -> tuple[str, ...]:
     return last_lines(attempt / f"rank_{rank}.log", NUM_LAST_LINES)
 
 
+def may_restart(failure: Failure, attempt: Path, run_folder: Path, told_to_save: bool) -> bool:
+    """Return whether the failure may pass: a rank was killed, or a step was done. `begin` limits the restarts."""
+    if failure.stopped:
+        return False
+    steps = STEP_LOGGED.findall("\n".join(last_lines(run_folder / METRICS, 2)))
+    has_done_a_step = bool(steps) and int(steps[-1]) > int((attempt / SAVED_STEP).read_text())
+    return told_to_save or failure.killed or has_done_a_step
+
+
 def node_map(layout: LayoutConfig, engine: EngineConfig | None, nodes: Sequence[str], ranks_per_node: int) -> str:
-    """Return a line for the layout, then one for each node; `engine` None: the job has none."""
+    """Return a line for the layout, then one for each node; `engine` None: a job without engines."""
     world_size = len(nodes) * ranks_per_node
     if (needed := layout.model_parallel) > world_size:
         raise UserError(

@@ -1,6 +1,6 @@
 """Run one rank as a Slurm task: `srun ... python -m grpo_mp.cli.slurm_task ATTEMPT CONFIG section.key=value ...`.
 
-A rank that fails leaves its error in the folder ATTEMPT: see job.py.
+A rank that fails leaves its error in the folder ATTEMPT, for slurm_job.
 """
 
 import argparse
@@ -46,10 +46,8 @@ def error_file(attempt: str, rank: str) -> str:
 
 
 def _keep_pending(number: signal.Signals) -> None:
-    """Let a signal that comes before the run handles it stay pending, where the run looks for it.
-
-    Threads that libraries have started do not block it: one of them may take it, and would end the process.
-    """
+    """Block a signal until the run installs its handler."""
+    # Threads of libraries do not block it: forward it to the main thread, where it stays pending.
     signal.signal(number, lambda *_: signal.pthread_kill(threading.main_thread().ident or 0, number))
     signal.pthread_sigmask(signal.SIG_BLOCK, {number})
 

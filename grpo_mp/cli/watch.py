@@ -1,7 +1,7 @@
 """Follow a run in the terminal: grpo-mp watch RUN
 
-Shows curves, what the ranks do, engines, warnings and the last samples until Ctrl-C. The run may not have started yet,
-or may have ended.
+Shows curves, ranks, engines, warnings and the last samples until Ctrl-C. The run may not have started yet, or may have
+ended.
 """
 
 import time
@@ -19,23 +19,21 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--once", action="store_true", help="print one frame and exit")
     parser.add_argument("--every-s", type=non_negative, default=2.0, metavar="S", help="between frames (default: 2)")
     args = parser.parse_args(arguments)
-    with suppress(KeyboardInterrupt):  # the usual way to leave
-        show(args.run, args.once, args.every_s)
-    return 0
 
-
-def show(folder: Path, once: bool, every_s: float) -> None:
-    """Show one frame, or frames until Ctrl-C."""
     from rich.console import Console
     from rich.live import Live
 
-    from grpo_mp.monitor.watch import Frame, read_state  # torch is slow to import
+    from grpo_mp.monitor.watch import frame, read_state  # torch is slow to import
 
     console = Console(highlight=False)
-    if once:
-        console.print(Frame(read_state(folder)))
-        return
-    with Live(Frame(read_state(folder)), console=console, auto_refresh=False, screen=console.is_terminal) as live:
+    if args.once:
+        console.print(frame(read_state(args.run)))
+        return 0
+    with (
+        suppress(KeyboardInterrupt),  # the usual way to leave
+        Live(frame(read_state(args.run)), console=console, auto_refresh=False, screen=console.is_terminal) as live,
+    ):
         while True:
-            time.sleep(every_s)
-            live.update(Frame(read_state(folder)), refresh=True)
+            time.sleep(args.every_s)
+            live.update(frame(read_state(args.run)), refresh=True)
+    return 0

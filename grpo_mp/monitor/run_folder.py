@@ -16,7 +16,6 @@ from grpo_mp.checkpoint.run_state import METRICS, PROCESSES, SETTINGS
 from grpo_mp.monitor.rank_dump import RankProcess, read_process
 from grpo_mp.monitor.rank_processes import find_process
 from grpo_mp.monitor.samples import STEP_FILE, evenly_spaced
-from grpo_mp.rollout.engine_load import FOLDER as ENGINES
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import read_json
 from grpo_mp.utils.metric_lines import finite, parse_metrics
@@ -28,7 +27,6 @@ PLAN = "plan.json"  # of `grpo-mp plan --json`
 SAMPLE_FILES = 40  # read of a run: evenly spaced, with the last
 NAMED = 5  # damaged lines that a warning lists
 RANK_FILE = re.compile(r"rank_(\d+)\.json")
-WRITTEN = (METRICS, "trace/*", f"{ENGINES}/*", "logs/*")  # files that a running job appends to
 Line = Mapping[str, Any]
 MetricLine = Mapping[str, float]  # `step`, and metrics by name; NaN for a value that is not finite
 
@@ -161,17 +159,6 @@ def has_processes(folder: Path) -> bool:
         process.host != here or find_process(process.pid, process.started_s) is not None
         for process in _processes(folder)
     )
-
-
-def is_silent(folder: Path, now_s: float, limit_s: float) -> bool:
-    """Return whether all ranks are on other hosts, and nothing was written for longer than `limit_s`."""
-    if any(process.host == socket.gethostname() for process in _processes(folder)):
-        return False
-    times = []
-    for file in (file for pattern in WRITTEN for file in folder.glob(pattern)):
-        with suppress(FileNotFoundError):  # removed meanwhile
-            times.append(file.stat().st_mtime)
-    return bool(times) and now_s - max(times) > limit_s
 
 
 def _processes(folder: Path) -> list[RankProcess]:

@@ -13,9 +13,8 @@ from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.peers import watching_peers
 from grpo_mp.distributed.process_groups import Job, all_gather, broadcast
 from grpo_mp.monitor.metrics import metric_name
-from grpo_mp.monitor.progress import Progress
+from grpo_mp.monitor.progress import AnswerPair, Progress
 from grpo_mp.monitor.samples import evenly_spaced, samples_to_markdown
-from grpo_mp.monitor.screen import AnswerPair
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics

@@ -40,9 +40,9 @@ INTRODUCTION = """# Gallery of sicknesses
 
 <!-- Written by `python -m tests.bench.gallery`. -->
 
-Tiny runs that go wrong in a known way: the quickstart's run, smaller, with a few settings changed. The command of a
-section repeats its run on two CPU cores in minutes and prints what [the rules](README.md#warnings) find. Pictures are
-of one recorded run each (solid) beside a healthy one (dashed).
+Tiny runs that go wrong in a known way: the quickstart's run, smaller, with a few settings changed.
+`python -m tests.bench.sicknesses NAME` repeats one in minutes on two CPU cores and prints what
+[the rules](README.md#warnings) find. Pictures show one recorded run (solid) beside a healthy one (dashed).
 """
 
 
@@ -157,7 +157,7 @@ def page(names: Sequence[str]) -> str:
     """Return the page of recorded sicknesses."""
     weights = {rule.name: str(rule.weight) for rule in RULES}
     rows = [
-        (f"[{title(name)}](#{name.replace('_', '-')})", _rule(name), weights.get(rule_of(name), ""), cause_of(name))
+        (f"[`{name}`](#{name})", _rule(name), weights.get(rule_of(name), ""), cause_of(name))
         for name in names
     ]
     runs = table(("run", "warning", "weight", "what is wrong"), rows)
@@ -174,22 +174,13 @@ def cause_of(name: str) -> str:
     return SICKNESSES[name].cause.split(". ")[0].rstrip(".") + "."
 
 
-def title(name: str) -> str:
-    """Return a sickness's name in words."""
-    return name.replace("_", " ").capitalize()
-
-
 def _rule(name: str) -> str:
     return f"`{SICKNESSES[name].rule}`" if SICKNESSES[name].rule else "none"
 
 
 def _section(name: str) -> str:
-    metrics = ", ".join(f"{chart.title}" for chart in charts_of(name))
-    advice = [
-        f"**What to do:** {rule.action} Setting: `{rule.setting}`." for rule in RULES if rule.name == rule_of(name)
-    ]
-    picture = f"![{metrics}](gallery/{name}.svg)"
-    return "\n\n".join((f"## {title(name)}", picture, *advice[:1], f"`python -m tests.bench.sicknesses {name}`")) + "\n"
+    metrics = ", ".join(chart.title for chart in charts_of(name))
+    return f"## {name}\n\n![{metrics}](gallery/{name}.svg)\n"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from tests.cli.command import run_command
 ROOT = Path(__file__).parents[2]
 SBATCH = """#!/usr/bin/env bash
 printf '%s\\n' "$VENV" "$@" >"$NOTES"
-printf '%s' "$GRPO_MP_SBATCH_OPTIONS" >"$NOTES.options"
 exit 7
 """
 
@@ -32,13 +31,11 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_recipe_is_submitted_by_its_script(submitted: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The options are also left for the job: one that takes its place gets them, too."""
     options = ["--partition=gpu", "--comment=second try"]
     command = ["launch", "configs/moe_671b.yaml", *options, "run.steps=7", "--nodes", "32"]
     assert run_command(capsys, *command).status == 7
     expected = ["envs/mine", "--nodes=32", *options, "launch/moe_671b.sh", "run.steps=7"]
     assert submitted.read_text().splitlines() == expected
-    assert Path(f"{submitted}.options").read_text().splitlines() == options
 
 
 def test_another_settings_file_is_submitted_by_the_general_script(

@@ -57,11 +57,11 @@ def save(run_folder: Path, step: int) -> Path:
     return folder
 
 
-def log_steps(run_folder: Path, first_step: int, steps: Iterable[int], seconds: float) -> None:
+def log_steps(run_folder: Path, first_step: int, steps: Iterable[int]) -> None:
     """Write metrics as a run does that resumes before `first_step`."""
     logger = JsonLinesLogger(run_folder, first_step, {})
     for step in steps:
-        logger.scalars(step, {"time/step_s": seconds})
+        logger.scalars(step, {"time/step_s": 1.0})
     logger.close()
 
 
@@ -106,20 +106,6 @@ def test_so_many_attempts_begin_after_one_step_and_no_more(restarts: int, ask: A
     assert begin(ask, attempts / "8.0", restarts) == 10  # another job
 
 
-@pytest.mark.parametrize("content", [b"", b"\0\0", b"\xff"])
-def test_an_attempt_whose_step_cannot_be_read_counts_as_one_after_the_present_step(
-    content: bytes, ask: Ask, run_folder: Path
-) -> None:
-    """A host that crashes leaves such files; a job is neither blocked by them nor started for ever."""
-    save(run_folder, 10)
-    attempts = run_folder / "attempts"
-    assert begin(ask, attempts / "7.0", restarts=1) == 10
-    (attempts / "7.0" / job.SAVED_STEP).write_bytes(content)
-    assert begin(ask, attempts / "7.1", restarts=1) == 10
-    with pytest.raises(UserError, match="2 attempts of job 7 began after step 10"):
-        begin(ask, attempts / "7.2", restarts=1)
-
-
 def test_files_of_an_attempt_are_complete_or_absent(
     ask: Ask, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,74 +116,49 @@ def test_files_of_an_attempt_are_complete_or_absent(
 
     monkeypatch.setattr(os, "fsync", full)
     attempt = run_folder / "attempts" / "7.0"
-    with pytest.raises(UserError, match=r"attempts/7\.0/\w+: No space left on device"):
+    with pytest.raises(UserError, match=r"attempts/7\.0: No space left on device"):
         begin(ask, attempt)
     assert list(attempt.iterdir()) == []
 
 
 @pytest.fixture
 def attempt(ask: Ask, run_folder: Path) -> Path:
-    """An attempt that begins after step 10, where one before it was killed after step 15, and whose rank failed."""
+    """An attempt that begins after step 10, and whose rank failed."""
     save(run_folder, 10)
-    log_steps(run_folder, 0, range(16), seconds=1.0)
+    log_steps(run_folder, 0, range(11))
     attempt = run_folder / "attempts" / "7.1"
     begin(ask, attempt)
-    (attempt / "rank_0.error.json").write_text(json.dumps({"message": {"message": "ValueError: odd"}}))
+    fail(attempt)
     return attempt
 
 
-def test_steps_of_an_earlier_attempt_do_not_count(attempt: Path, ask: Ask) -> None:
-    assert ask("may-restart", attempt) == job.NO
+def fail(attempt: Path, **values: object) -> None:
+    (attempt / "rank_0.error.json").write_text(json.dumps({"message": {"message": "ValueError: odd"}} | values))
 
 
-@pytest.mark.parametrize(("last", "status"), [(10, job.NO), (11, 0), (15, 0), (30, 0)])
-def test_steps_of_the_attempt_count(last: int, status: int, attempt: Path, ask: Ask, run_folder: Path) -> None:
-    """Also where they are fewer than those that the earlier attempt did; 10: it failed in its first step."""
-    log_steps(run_folder, 11, range(11, last + 1), seconds=2.0)
-    assert ask("may-restart", attempt) == status
-
-
-def test_steps_after_a_checkpoint_that_the_ranks_set_aside_count(attempt: Path, ask: Ask, run_folder: Path) -> None:
-    """Until they have, `begin` counts from it."""
-    newest = checkpoint_folder(run_folder, 10)
-    newest.rename(newest.with_name(f"{newest.name}.damaged"))
-    log_steps(run_folder, 1, range(1, 4), seconds=2.0)
-    assert ask("may-restart", attempt) == 0
-
-
-@pytest.mark.parametrize("damage", [lambda file: file.write_text(""), Path.unlink])
-def test_an_attempt_whose_own_files_are_damaged_may_be_followed_by_another(
-    damage: Callable[[Path], object], attempt: Path, ask: Ask, run_folder: Path
+@pytest.mark.parametrize(("last", "status"), [(10, job.NO), (11, 0), (30, 0)])
+def test_a_failure_may_pass_if_a_step_was_done(
+    last: int, status: int, attempt: Path, ask: Ask, run_folder: Path
 ) -> None:
-    log_steps(run_folder, 11, range(11, 16), seconds=2.0)
-    for name in (job.SAVED_STEP, job.METRICS_BEFORE):
-        damage(attempt / name)
-    assert ask("may-restart", attempt) == 0
+    """10: it failed in its first step."""
+    log_steps(run_folder, 11, range(11, last + 1))
+    assert ask("failure", attempt) == status
+
+
+def test_a_killed_attempt_or_one_that_was_told_to_save_is_followed_by_another(attempt: Path, ask: Ask) -> None:
+    assert ask("failure", attempt) == job.NO
+    assert ask("failure", "--told-to-save", attempt) == 0
+    (attempt / job.TRAIN_LOG).write_text("srun: error: n2: task 1: Killed\n")
+    assert ask("failure", attempt) == 0
 
 
 @pytest.mark.parametrize("srun", ["", "srun: error: n2: task 1: Killed\n"])
-@pytest.mark.parametrize(("faulty_ranks", "status"), [(None, job.NO), ([], job.NO), ([1], 0)])
-def test_a_stop_on_purpose_is_not_undone_but_for_a_faulty_node(
-    faulty_ranks: list[int] | None, status: int, srun: str, attempt: Path, ask: Ask, run_folder: Path
-) -> None:
-    """However many steps were done, and saved, before."""
-    log_steps(run_folder, 11, range(11, 20), seconds=2.0)
-    save(run_folder, 18)
-    assert (ask("may-restart", attempt), is_stop(attempt)) == (0, job.NO)
-    values = {"message": {"message": "error: step 20"}, "rank": 0, "may_restart": False}
-    more = {} if faulty_ranks is None else {"faulty_ranks": faulty_ranks}
-    (attempt / "rank_0.error.json").write_text(json.dumps(values | more))
+def test_a_stop_on_purpose_is_not_undone(srun: str, attempt: Path, ask: Ask, run_folder: Path) -> None:
+    """However many steps were done before."""
+    log_steps(run_folder, 11, range(11, 20))
+    fail(attempt, rank=0, may_restart=False)
     (attempt / job.TRAIN_LOG).write_text(srun)
-    assert (ask("may-restart", attempt), is_stop(attempt)) == (status, 0)
-
-
-def is_stop(attempt: Path) -> int:
-    return job.run_command(job._parser().parse_args(["stopped-on-purpose", str(attempt)]))
-
-
-def test_a_killed_attempt_may_be_followed_by_another(attempt: Path, ask: Ask) -> None:
-    (attempt / job.TRAIN_LOG).write_text("srun: error: n2: task 1: Killed\n")
-    assert ask("may-restart", attempt) == 0
+    assert ask("failure", attempt) == ask("failure", "--told-to-save", attempt) == job.NO
 
 
 def test_a_fine_tuning_by_epochs_has_the_steps_that_its_folder_says(tmp_path: Path) -> None:

@@ -9,19 +9,16 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.cli.slurm_job import first_failure
-from grpo_mp.cli.slurm_resubmit import OPTIONS_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 NODES = ("n1", "n2")
 # Each notes what it was asked. What happens in a step, or while a question is answered, is a test's own.
 COMMANDS = {
     "sinfo": 'if [ -f "$FOLDER/states" ]; then source "$FOLDER/states"; fi',
-    "sbatch": 'printf "sbatch %s\\n" "$*" >>"$NOTES"; env >"$FOLDER/submitted"',
     "scontrol": """
         case "$1 $2" in
           "show hostnames") printf '%s\\n' {nodes} ;;
           "show node") echo "   NodeAddr=127.0.0.1 NodeHostName=$3 Version=22" ;;
-          "show job") cat "$FOLDER/job" ;;
           *) echo "$*" >>"$NOTES" ;;
         esac""",
     "srun": """
@@ -41,13 +38,14 @@ COMMANDS = {
           folder) echo "$FOLDER/run" ;;
           begin) mkdir -p "$6" && echo 0 >"$6/saved_step" ;;
           show) ;;
+          failure) if [ "$4" = --told-to-save ]; then echo failure told; else echo failure; fi >>"$NOTES" ;;
           *) echo "$3" >>"$NOTES" ;;
         esac
         if [ -f "$FOLDER/$3" ]; then source "$FOLDER/$3"; fi""",
 }
 
 
-SLURM = ("sinfo", "sbatch", "scontrol")  # what asks the controller
+SLURM = ("sinfo", "scontrol")  # what asks the controller
 
 
 class Script:
@@ -63,7 +61,7 @@ class Script:
             (folder / name).chmod(0o755)
 
     def when(self, what: str, commands: str) -> None:
-        """Let this happen in a step, `check` or `train`, or while a command of launch/job.py answers.
+        """Let this happen in a step, `check` or `train`, or while a command of slurm_job answers.
 
         `states`: what prints a line for each node, as "n1 down*"; `slurm`: what comes before each question to Slurm.
         """
@@ -152,17 +150,16 @@ def test_a_failed_rank_is_followed_by_another_attempt(script: Script) -> None:
     process = script.run()
     assert (process.returncode, process.stderr) == (0, "")
     first, second = ["check", "train"], ["check", "train", "has-steps-left"]
-    assert script.notes == [*first, "failure", "may-restart", *second]
+    assert script.notes == [*first, "failure", *second]
 
 
-@pytest.mark.parametrize("when", ["failure", "may-restart"])
-def test_the_time_limit_between_two_attempts_is_not_forgotten(when: str, script: Script) -> None:
-    """Slurm's signal comes while the batch script asks for what failed, or whether to start again."""
+def test_the_time_limit_between_two_attempts_is_not_forgotten(script: Script) -> None:
+    """Slurm's signal comes while the batch script asks for what failed."""
     script.when("train", "exit 1")
-    script.when(when, "kill -USR1 $PPID")
+    script.when("failure", "kill -USR1 $PPID")
     process = script.run()
     assert (process.returncode, process.stderr) == (0, "")
-    assert script.notes == ["check", "train", "failure", "may-restart", "requeue 12"]
+    assert script.notes == ["check", "train", "failure", "requeue 12"]
 
 
 @pytest.mark.parametrize(("when", "steps"), [("begin", []), ("check", ["check"])])
@@ -192,15 +189,14 @@ def test_a_job_without_restarts_ends_at_the_time_limit(
     assert ("requeue 12" in script.notes) == (environment == {})
 
 
-@pytest.mark.parametrize(("stopped", "after"), [(True, ["failure", "may-restart"]), (False, ["has-steps-left"])])
-def test_the_time_limit_undoes_no_stop_on_purpose(stopped: bool, after: list[str], script: Script) -> None:
-    """A guard speaks in the step in which the signal comes. What only fails then is resumed."""
+@pytest.mark.parametrize("stopped", [True, False])
+def test_the_time_limit_undoes_no_stop_on_purpose(stopped: bool, script: Script) -> None:
+    """A guard stops the run in the step in which the signal comes. Another failure is resumed."""
     script.when("train", "trap '' USR1; kill -USR1 $PPID; sleep 0.5; exit 2")
-    script.when("stopped-on-purpose", "exit 0" if stopped else "exit 1")
-    script.when("may-restart", "exit 1")
+    script.when("failure", "exit 1" if stopped else "exit 0")
     process = script.run()
     assert (process.returncode, process.stderr) == (2 if stopped else 0, "")
-    assert script.notes == ["check", "train", "stopped-on-purpose", *after, *([] if stopped else ["requeue 12"])]
+    assert script.notes == ["check", "train", "failure told", *([] if stopped else ["requeue 12"])]
 
 
 def test_a_check_that_the_time_limit_ends_blames_no_node(script: Script) -> None:
@@ -215,75 +211,6 @@ def test_the_time_limit_in_training_is_handed_on(script: Script) -> None:
     process = script.run()
     assert (process.returncode, process.stderr) == (0, "")
     assert script.notes == ["check", "train", "told", "has-steps-left", "requeue 12"]
-
-
-JOB = """
-JobId=12 JobName=long answers
-   UserId=root(0) GroupId=root(0) MCS_label=N/A
-   Priority=4294901759 Nice=0 Account=math QOS=high
-   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
-   RunTime=00:00:07 TimeLimit=2-12:00:00 TimeMin=N/A
-   Partition=gpu AllocNode:Sid=login:77
-   ReqNodeList=(null) ExcNodeList=n[7-9]
-   NodeList=n[1-2]
-   NumNodes=2 NumCPUs=32 NumTasks=2 CPUs/Task=16 ReqB:S:C:T=0:0:*:*
-   Socks/Node=* NtasksPerN:B:S:C=1:0:*:* CoreSpec=*
-   MinCPUsNode=16 MinMemoryNode=0 MinTmpDiskNode=0
-   Features=h100&ib DelayBoot=00:00:00
-   OverSubscribe=NO Contiguous=0 Licenses=(null) Network=(null)
-   Command=launch/tiny_moe.sh run.steps=7
-   StdErr=/runs/12/tiny-12.out
-   StdIn=/dev/null
-   StdOut=/runs/12/tiny-12.out
-   TresPerNode=gres:gpu:h100:1
-"""
-CARRIED = (
-    "--job-name=long answers",
-    "--account=math",
-    "--qos=high",
-    "--partition=gpu",
-    "--time=2-12:00:00",
-    "--constraint=h100&ib",
-    "--output=/runs/12/tiny-%j.out",
-    "--gpus-per-node=h100:1",
-    "--exclusive",
-    "--cpus-per-task=16",
-)
-
-
-@pytest.mark.parametrize(("spares", "size"), [("0", ["--nodes=2"]), ("1", ["--nodes=2", "--no-kill"])])
-def test_a_job_without_the_bad_nodes_keeps_the_options(spares: str, size: list[str], script: Script) -> None:
-    (script._folder / "job").write_text(JOB)
-    bad = "n1" if spares == "0" else "n1\\nn2"
-    script.when("check", f"printf '{bad}' >bad_nodes; exit 3")
-    given = {OPTIONS_VARIABLE: "--time=1-00:00:00\n--mail-type=END,FAIL\n--comment=the second try"}
-    process = script.run("run.steps=7", SPARES=spares, **given)
-    assert process.returncode == 3, process.stderr
-    (line,) = [note for note in script.notes if note.startswith("sbatch ")]
-    excluded = "--exclude=" + ",".join(bad.split("\\n")) + ",n[7-9]"
-    nodes, *kill = size
-    options = [*CARRIED, *given[OPTIONS_VARIABLE].split("\n"), excluded, nodes, "--ntasks-per-node=1", *kill]
-    assert line == " ".join(["sbatch", *options, "launch/tiny_moe.sh", "run.steps=7"])
-
-
-def test_bad_nodes_in_a_row_end(script: Script) -> None:
-    (script._folder / "job").write_text(JOB)
-    script.when("check", "printf n1 >bad_nodes; exit 3")
-    script.when("begin", 'echo 40 >"$6/saved_step"')
-    process = script.run(RESUBMITS="3", RESUBMITS_AFTER_STEP="40")
-    assert (process.returncode, "bad nodes in 4 jobs in a row, last n1" in process.stderr) == (2, True)
-    assert script.notes == ["check"]
-
-
-@pytest.mark.parametrize(("step", "resubmits"), [(40, 3), (41, 1)])
-def test_bad_nodes_between_which_the_run_has_saved_do_not_add_up(step: int, resubmits: int, script: Script) -> None:
-    (script._folder / "job").write_text(JOB)
-    script.when("check", "printf n1 >bad_nodes; exit 3")
-    script.when("begin", f'echo {step} >"$6/saved_step"')
-    process = script.run(RESUBMITS="2", RESUBMITS_AFTER_STEP="40")
-    assert process.returncode == 3, process.stderr
-    of_new_job = (script._folder / "submitted").read_text().splitlines()
-    assert {f"RESUBMITS={resubmits}", f"RESUBMITS_AFTER_STEP={step}"} <= set(of_new_job)
 
 
 @pytest.fixture
@@ -303,7 +230,7 @@ def test_a_job_that_lost_more_nodes_than_it_has_spares_is_requeued(with_spare: S
     with_spare.when("train", "exit 1")
     process = with_spare.run(SPARES="1")
     assert (process.returncode, process.stderr) == (0, "")
-    assert with_spare.notes == ["check", "train", "failure", "may-restart", "requeue 12"]
+    assert with_spare.notes == ["check", "train", "failure", "requeue 12"]
     assert "1 nodes are up and fit, the job needs 2: resumes in a new attempt\n" in process.stdout
 
 
@@ -314,7 +241,7 @@ def test_one_node_lost_takes_the_spare(with_spare: Script) -> None:
     process = with_spare.run(SPARES="1")
     assert (process.returncode, process.stderr) == (0, "")
     first, second = ["check", "train"], ["check", "train", "has-steps-left"]
-    assert with_spare.notes == [*first, "failure", "may-restart", *second]
+    assert with_spare.notes == [*first, "failure", *second]
 
 
 NOT_STARTED = "srun: error: Task launch for StepId=12.0 failed on node n2: Communication connection failure"
@@ -324,12 +251,12 @@ NOT_STARTED = "srun: error: Task launch for StepId=12.0 failed on node n2: Commu
 def test_a_check_that_srun_cannot_start_names_the_node(status: int, with_spare: Script) -> None:
     """Slurm does not know yet that its host is dead; there is no log, and srun ends its other tasks."""
     with_spare.when("check", f"rm check_0.log; echo '{NOT_STARTED}' >&2; exit {status}")
-    with_spare.when("crashed-check", 'printf n2 >"$4/bad_nodes"')
+    with_spare.when("lost-nodes", 'printf n2 >"$4/bad_nodes"')
     with_spare.when("train", NOTE_NODES)
     with_spare.when("has-steps-left", "exit 1")
     process = with_spare.run(SPARES="1")
     assert (process.returncode, process.stderr) == (0, "")
-    assert with_spare.notes == ["check", "crashed-check", "train", "nodelist=n1,n3", "has-steps-left"]
+    assert with_spare.notes == ["check", "lost-nodes", "train", "nodelist=n1,n3", "has-steps-left"]
 
 
 NOTE_NODES = 'grep -o "nodelist=[^ ]*" <<<"$*" >>"$NOTES"'
@@ -340,35 +267,11 @@ def test_what_srun_says_of_the_check_is_not_taken_for_the_failure_of_training(wi
         "check", "echo 'srun: error: n1: task 0: Exited with exit code 3' >&2; printf n1 >bad_nodes; exit 3"
     )
     with_spare.when("train", "echo 'srun: error: n3: task 1: Killed' >&2; exit 1")
-    with_spare.when("may-restart", "exit 1")
+    with_spare.when("failure", "exit 1")
     process = with_spare.run(SPARES="1")
     assert (process.returncode, process.stderr) == (1, "")
     failure = first_failure(with_spare._folder / "run" / "attempts" / "12.0")
     assert (failure.reason, failure.killed) == ("Killed on n3", True)
-
-
-def test_a_spare_takes_the_place_of_a_node_that_training_finds_faulty(tmp_path: Path) -> None:
-    """Beside one that the check has found."""
-    script = Script(tmp_path, ("n1", "n2", "n3", "n4"))
-    script.when("check", 'if [ "$(grep -c check "$NOTES")" = 1 ]; then printf n1 >bad_nodes; exit 3; fi')
-    script.when("train", f"{NOTE_NODES}; {FAILS_ONCE}")
-    script.when("failure", 'printf n2 >"$8/faulty_nodes"')
-    script.when("has-steps-left", "exit 1")
-    process = script.run(SPARES="2")
-    assert (process.returncode, process.stderr) == (0, "")
-    first = ["check", "train", "nodelist=n2,n3", "failure", "may-restart"]
-    assert script.notes == [*first, "check", "train", "nodelist=n3,n4", "has-steps-left"]
-
-
-def test_a_faulty_node_without_a_spare_is_left_out_of_a_new_job(script: Script) -> None:
-    (script._folder / "job").write_text(JOB)
-    script.when("train", "exit 2")
-    script.when("failure", 'printf n2 >"$8/faulty_nodes"')
-    process = script.run()
-    assert process.returncode == 3, process.stderr
-    *before, line = script.notes
-    assert before == ["check", "train", "failure", "may-restart"]
-    assert " --exclude=n2,n[7-9] " in line
 
 
 def test_a_job_without_restarts_ends_where_it_has_too_few_nodes(with_spare: Script) -> None:
@@ -378,14 +281,13 @@ def test_a_job_without_restarts_ends_where_it_has_too_few_nodes(with_spare: Scri
     assert with_spare.notes == ["check"]
 
 
-def test_a_job_with_too_few_nodes_of_which_one_was_bad_is_replaced(with_spare: Script) -> None:
+@pytest.mark.parametrize("spares", ["0", "1"])
+def test_a_job_with_too_few_nodes_of_which_one_is_bad_ends(spares: str, with_spare: Script) -> None:
     """A requeued one might get the bad node again."""
-    (with_spare._folder / "job").write_text(JOB)
     with_spare.when("check", "printf n1 >bad_nodes; exit 3")
     with_spare.when("states", lost_after("train", "n3"))
     with_spare.when("train", "exit 1")
-    process = with_spare.run(SPARES="1")
-    assert process.returncode == 3, process.stderr
-    *before, line = with_spare.notes
-    assert before == ["check", "train", "failure", "may-restart"]
-    assert "--exclude=n1,n[7-9] --nodes=3 --ntasks-per-node=1 --no-kill launch/tiny_moe.sh" in line
+    process = with_spare.run(SPARES=spares)
+    assert process.returncode == 2
+    assert "submit it again with --exclude=n1, or with --spares; the run resumes" in process.stderr
+    assert with_spare.notes == (["check"] if spares == "0" else ["check", "train", "failure"])

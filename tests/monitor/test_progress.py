@@ -7,8 +7,7 @@ import pytest
 from rich.console import Console
 
 from grpo_mp.algorithms.evaluation import Estimate, EvalScore
-from grpo_mp.monitor.progress import Progress
-from grpo_mp.monitor.screen import AnswerPair, View, duration, live_view
+from grpo_mp.monitor.progress import AnswerPair, Progress, View, duration, live_view
 from grpo_mp.utils.phases import Phase
 
 SCALARS = {

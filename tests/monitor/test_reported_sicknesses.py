@@ -67,9 +67,6 @@ REPORTS = {
     "hacking_a_judge": Report(
         "reward_term_falls", "2209.13085", {"reward/term/harmless": (0.9, 0.55), "reward/mean": (1.1, 1.7)}, 0.03
     ),
-    "a_judge_who_likes_length": Report(
-        "reward_by_length", "2310.03716", {"rollout/response_length/mean": (220.0, 420.0), "reward/mean": (0.3, 0.55)}
-    ),
 }
 
 

@@ -136,47 +136,35 @@ WRITTEN: dict[str, dict[str, tuple[float | None, float | None]]] = {
     "engine_differs": {"mismatch/token_mult_prob_error": (1.0, 1.8), LAG: (0.0, 0.0)},
     "not_finite": {"train/loss": (0.01, None)},
     "supervised_loss_not_finite": {"sft/loss": (0.9, None)},
-    "critic_not_finite": {"critic/value_loss": (0.2, None)},
     "held_out_loss_rises": {"eval/chats/loss": (1.0, 1.2), "sft/loss": (0.9, 0.6)},
-    "metric_not_finite": {"train/kl_loss": (0.01, None)},
     "ratio_not_finite": {"train/ratio/max": (1.2, None)},
     "gradient_exploded": {"train/grad_norm": (1.0, 2e4)},
     "no_signal": {"reward/group_std": (0.3, 0.0)},
     "entropy_collapse": {"train/entropy": (0.4, 0.02), "rollout/accuracy": (0.3, 0.3)},
-    "no_entropy": {"train/entropy": (0.4, 0.001)},
     "entropy_explosion": {"train/entropy": (0.5, 3.0)},
     "reward_parts_diverge": {"reward/term/tags": (0.2, 0.9), "rollout/accuracy": (0.5, 0.2)},
     "reward_hacking": {"eval/aime/accuracy": (0.5, 0.3), "reward/mean": (0.5, 0.9)},
     "reward_without_accuracy": {"eval/aime/accuracy": (0.5, 0.5), "reward/mean": (0.5, 0.9)},
     "reward_term_falls": {"reward/term/polite": (0.9, 0.4), "reward/mean": (0.5, 0.9)},
-    "reward_by_length": {"rollout/response_length/mean": (300.0, 700.0), "reward/mean": (0.5, 0.9)},
     "held_out_reward_falls": {"eval/chats/reward": (0.6, 0.3), "reward/mean": (0.5, 0.9)},
     "replicas_of_engine_lost": {"sync/engines": (8.0, 7.0)},
     "mismatch": {"mismatch/token_mult_prob_error": (1.01, 1.1), LAG: (0.2, 0.2)},  # FP8 engines
     "mismatch_at_sync": {"sync/check/logprob_abs_diff/mean": (0.02, 0.07), LAG: (2.0, 2.0)},
-    "mismatch_grows": {"mismatch/logprob_abs_diff/mean": (0.011, 0.036), LAG: (0.0, 0.0)},  # vime#64
     "routing_mismatch": {"mismatch/router_diff_ratio": (0.05, 0.3)},
-    "correction_masks": {"mismatch/correction_masked_ratio": (0.0, 0.4)},
-    "off_policy_masks": {"mismatch/off_policy_masked_ratio": (0.0, 0.6)},
     "staleness": {LAG: (1.0, 12.0)},
     "stale_mismatch": {"mismatch/token_mult_prob_error": (1.02, 1.8), LAG: (2.0, 2.0)},
-    "length_bias": {"rollout/length_bias": (1.0, 0.6)},
     "kl_drift": {"train/kl_loss": (0.1, 2.0)},
     "large_updates": {"train/ppo_kl": (0.01, 0.4)},
     "clip_share": {"train/pg_clipfrac": (0.05, 0.4)},
     "effective_sample_size": {"train/ess": (0.95, 0.5)},
     "skipped_updates": {"train/skipped_updates": (0.0, 1.0)},
-    "critic_skipped_updates": {"critic/skipped_updates": (0.0, 1.0)},
     "lost_logprobs": {"mismatch/tokens_without_rollout_logprob": (0.0, 3.0)},
-    "lost_routes": {"rollout/samples_without_routed_experts": (0.0, 9.0)},
     "sync_check": {"sync/check/logprob_abs_diff/mean": (0.01, 0.5)},
     "length_explosion": {"rollout/response_length/mean": (500.0, 1500.0), "rollout/truncated_ratio": (0.0, 0.2)},
     "wrong_answers_grow": {
         "rollout/response_length/incorrect": (500.0, 900.0),
         "rollout/response_length/correct": (480.0, 490.0),
     },
-    "unanswered": {"eval/aime/unanswered": (0.0, 2.0)},
-    "eval_failures": {"eval/aime/failures": (0.0, 2.0)},
     "expert_collapse": {"train/expert_load/max_over_mean": (2.0, 6.0)},
     "slow_engine": {"speed/slowest_engine_ratio": (0.95, 0.4)},
     "long_tail": {"time/generate_tail_share": (0.2, 0.7)},
@@ -238,11 +226,7 @@ def test_a_gap_neither_hides_a_sickness_nor_is_one(rule: str, gap: float | None)
         }
         for step in range(1, 41)
     ]
-    assert {found.rule for found in find_warnings(steps[:20])} <= {
-        "metric_not_finite",
-        "ratio_not_finite",
-        "supervised_loss_not_finite",
-    }
+    assert {found.rule for found in find_warnings(steps[:20])} <= {"ratio_not_finite", "supervised_loss_not_finite"}
     assert rule in {found.rule for found in find_warnings(steps)}
 
 

@@ -101,14 +101,6 @@ print("done")
     assert not (tmp_path / "logs").exists()
 
 
-def test_an_outer_phase_counts_those_inside_it(tmp_path: Path) -> None:
-    with Watchdog(0, tmp_path) as watched, watched.phase("WEIGHT_CHECK", 60.0):
-        for _ in range(3):
-            with watched.phase("CHECK", 60.0):
-                names = [(phase.name, phase.inner) for phase in watched.phases()]
-        assert names == [("WEIGHT_CHECK", 3), ("CHECK", 0)]
-
-
 def test_body_that_raises_is_no_longer_watched(tmp_path: Path) -> None:
     with Watchdog(0, tmp_path) as dog:
         with pytest.raises(KeyError), dog.phase("TRAIN", 30.0):

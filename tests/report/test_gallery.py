@@ -14,7 +14,7 @@ from tests.bench import gallery
 from tests.bench.sicknesses import HEALTHY, SICKNESSES
 
 PAGE = gallery.PAGE.read_text(encoding="utf-8")
-NAMES = re.findall(r"`python -m tests\.bench\.sicknesses (\w+)`", PAGE)
+NAMES = re.findall(r"^## (\w+)$", PAGE, re.MULTILINE)
 
 
 def test_the_page_has_no_control_characters() -> None:

@@ -58,7 +58,7 @@ def test_the_live_view_shows_the_losses_of_a_supervised_run_and_of_a_critic() ->
     lines: list[Any] = [supervised(step) | {"critic/explained_variance": 0.4} for step in range(1, 7)]
     console = Console(width=120)
     with console.capture() as shown:
-        console.print(curves(lines, 20))
+        console.print(curves(lines))
     for words in ("loss", "loss sums", "loss code", "explained", "1.400", "40%"):
         assert words in shown.get()
 
