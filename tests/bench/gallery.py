@@ -156,10 +156,7 @@ def recorded_names() -> list[str]:
 def page(names: Sequence[str]) -> str:
     """Return the page of recorded sicknesses."""
     weights = {rule.name: str(rule.weight) for rule in RULES}
-    rows = [
-        (f"[`{name}`](#{name})", _rule(name), weights.get(rule_of(name), ""), cause_of(name))
-        for name in names
-    ]
+    rows = [(f"[`{name}`](#{name})", _rule(name), weights.get(rule_of(name), ""), cause_of(name)) for name in names]
     runs = table(("run", "warning", "weight", "what is wrong"), rows)
     return f"{INTRODUCTION}\n{runs}\n" + "\n".join(map(_section, names))
 

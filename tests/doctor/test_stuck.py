@@ -145,8 +145,6 @@ def test_a_send_that_meets_its_receive_is_slow() -> None:
     assert found[0].sentence.startswith("all ranks are in recv from rank 2 of group expert, since 60 s")
 
 
-
-
 def test_a_silent_rank_is_named_with_who_may_wait_for_it() -> None:
     found = diagnose(dumps(dump(0, call("1", 5))), {1: "its process has ended", 2: "its process has ended"})
     assert found[0].sentence == "ranks 1, 2: its process has ended"
