@@ -1,0 +1,293 @@
+"""Try the whole loop with random models, on this machine or the nodes of a Slurm allocation: twenty minutes on GPUs.
+
+    python -m tools.smoke [--ranks N] [--out runs/smoke] [--only NAME ...]
+
+Checks the machine, trains a Qwen3 mixture and a DeepSeek-V3 for three steps in each schedule, kills a run and resumes
+it, exports it, and measures the rates that plans assume. Prints a line of each check, and writes OUT/cluster.yaml for
+`grpo-mp plan --cluster OUT/cluster.yaml`. The status is 1 if a check failed.
+"""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from grpo_mp import platform
+from grpo_mp.planner.clusters import PROFILES, cluster_of
+from grpo_mp.utils.errors import UserError, exit_with
+from grpo_mp.utils.parsers import Parser, positive_int
+from tools.smoke_rates import measure_rates
+from tools.tiny.arithmetic import make_problems, vocabulary_words, write_jsonl
+from tools.tiny.models import make_tiny, make_tokenizer
+
+STEPS = 3
+JOB_LIMIT_S = 1800.0
+CONFIG = Path("configs/tiny_moe.yaml")
+# Qwen3-30B's and DeepSeek-V3's layers, with fewer of them and of experts: 1.3 and 1.6 billion parameters.
+GPU_SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_moe": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "initializer_range": 0.02,
+    },
+    "deepseek_v3": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "intermediate_size": 6144,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "moe_intermediate_size": 1024,
+        "initializer_range": 0.02,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the checks run. `ranks`: of all nodes; `folder`: what they write."""
+
+    ranks: int
+    folder: Path
+
+    @property
+    def on_slurm(self) -> bool:
+        """Return whether ranks are started by srun, on all nodes of the allocation."""
+        return int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1
+
+    def train_command(self, name: str, settings: Sequence[str]) -> list[str]:
+        """Return the command that trains with these settings."""
+        if not self.on_slurm:
+            return [sys.executable, "-m", "grpo_mp", "train", str(CONFIG), "--ranks", str(self.ranks), *settings]
+        nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
+        tasks = [f"--nodes={nodes}", f"--ntasks={self.ranks}", f"--ntasks-per-node={self.ranks // nodes}"]
+        attempt = self.folder / f"{name}_ranks"
+        attempt.mkdir(parents=True, exist_ok=True)
+        program = [sys.executable, "-m", "grpo_mp.cli.slurm_task", str(attempt), str(CONFIG), *settings]
+        return ["srun", *tasks, "--kill-on-bad-exit=1", "--cpu-bind=none", *program]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the table. `run` returns what was measured, and raises UserError with what to do."""
+
+    name: str
+    run: Callable[[], str]
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        args = _parser().parse_args()
+        ranks = args.ranks or max(1, torch.cuda.device_count() * int(os.environ.get("SLURM_JOB_NUM_NODES", "1")))
+        checks = list_checks(Machine(ranks, args.out))
+        if unknown := {*(args.only or ())} - {check.name for check in checks}:
+            raise UserError(f"--only {min(unknown)}: the checks are {', '.join(check.name for check in checks)}")
+        failed = run_checks([check for check in checks if not args.only or check.name in args.only])
+    except UserError as error:
+        exit_with(error)
+    sys.exit(1 if failed else 0)
+
+
+def run_checks(checks: Sequence[Check]) -> list[str]:
+    """Run all checks and print a line of each; return the names of those that failed."""
+    failed = []
+    for check in checks:
+        started = time.monotonic()
+        try:
+            result = check.run()
+        except UserError as error:
+            failed.append(check.name)
+            result = f"FAILED: {error}"
+        print(f"{check.name:13} {time.monotonic() - started:5.0f} s  {result}", flush=True)
+    print(f"FAILED: {', '.join(failed)}" if failed else "PASSED")
+    return failed
+
+
+def list_checks(machine: Machine) -> list[Check]:
+    """Return the checks of this machine, in their order."""
+    model = {family: f"model.path={machine.folder / family}" for family in GPU_SHAPES}
+    checks = [
+        Check("machine", partial(check_machine, machine)),
+        Check("models", partial(make_models, machine.folder)),
+    ]
+    for name, settings in job_settings(machine.ranks).items():
+        family = "deepseek_v3" if name.startswith("deepseek") else "qwen3_moe"
+        checks.append(Check(name, partial(train, machine, name, [*settings, model[family]])))
+    return [
+        *checks,
+        Check("kill", partial(kill_and_resume, machine, [model["qwen3_moe"]])),
+        Check("export", partial(describe_export, machine.folder / "kill/final")),
+        Check("rates", partial(write_rates, machine)),
+    ]
+
+
+def job_settings(ranks: int) -> dict[str, list[str]]:
+    """Return the settings of each job: every schedule, and on GPUs with FP8 an engine that computes in it."""
+    expert = math.gcd(ranks, 8)
+    jobs = {
+        "colocated": [f"layout.expert={expert}"],
+        "deepseek": [f"layout.expert={expert}"],
+    }
+    if (platform.compute_capability() or 0) >= 9:
+        jobs["deepseek_fp8"] = [f"layout.expert={expert}", "engine.args={quantization: fp8}"]
+    if ranks > 1:
+        own_ranks = [f"engine.ranks={ranks // 2}", f"layout.expert={math.gcd(ranks - ranks // 2, 8)}"]
+        jobs["one_step_off"] = ["schedule=one_step_off", *own_ranks]
+        jobs["async"] = ["schedule=async", "rollout.max_staleness=2", *own_ranks]
+    return jobs
+
+
+def check_machine(machine: Machine) -> str:
+    """Run `grpo-mp doctor machine`."""
+    run_command([sys.executable, "-m", "grpo_mp", "doctor", "machine"], machine.folder / "machine.log")
+    return f"fit to train; see {machine.folder / 'machine.log'}"
+
+
+def make_models(folder: Path) -> str:
+    """Make both models and their data, where they are not there."""
+    train, held_out = make_problems(2000, 64, seed=0, largest=29, kinds=("add",))
+    write_jsonl(train, folder / "train.jsonl")
+    write_jsonl(held_out, folder / "eval.jsonl")
+    for family, shape in GPU_SHAPES.items():
+        if not (folder / family / "config.json").is_file():
+            size = shape if platform.on_cuda() else {"num_hidden_layers": 2}
+            make_tiny(folder / family, family, make_tokenizer(vocabulary_words()), **size)
+    return ", ".join(GPU_SHAPES)
+
+
+def common_settings(machine: Machine, name: str, steps: int) -> list[str]:
+    """Return the settings that all jobs share."""
+    folder = machine.folder
+    return [
+        f"run.folder={folder / name}",
+        f"run.steps={steps}",
+        "run.eval_every=0",
+        "run.save_every=1",
+        f"data.train={folder / 'train.jsonl'}",
+        f"data.eval={{arithmetic: {{path: {folder / 'eval.jsonl'}, max_prompts: 4}}}}",
+        f"rollout.prompts_per_step={max(8, machine.ranks)}",
+    ]
+
+
+def train(machine: Machine, name: str, settings: Sequence[str]) -> str:
+    """Train for a few steps; return how far engine and policy are apart, and the time of a step."""
+    arguments = [*common_settings(machine, name, STEPS), *settings]
+    run_command(machine.train_command(name, arguments), machine.folder / f"{name}.log")
+    return summarize(read_metrics(machine.folder / name), STEPS)
+
+
+def kill_and_resume(machine: Machine, settings: Sequence[str]) -> str:
+    """Kill a run after its second step, start it again, and count its steps."""
+    arguments = [*common_settings(machine, "kill", 2 * STEPS), f"layout.expert={math.gcd(machine.ranks, 8)}", *settings]
+    command, log = machine.train_command("kill", arguments), machine.folder / "kill.log"
+    run = machine.folder / "kill"
+    with start(command, log) as job:
+        while len(read_metrics(run)) < 2:
+            if job.poll() is not None:
+                raise UserError(f"the run ended before the kill: {last_error(log)}")
+            time.sleep(0.2)
+        os.killpg(job.pid, signal.SIGKILL)
+    killed_at = len(read_metrics(run))
+    run_command(command, log)
+    return f"killed after step {killed_at}; {summarize(read_metrics(run), 2 * STEPS)}"
+
+
+def describe_export(folder: Path) -> str:
+    """Read the exported policy back as a Hugging Face folder."""
+    run_command([sys.executable, "-m", "grpo_mp", "convert", "info", str(folder)], folder.parent / "export.log")
+    return str(folder)
+
+
+def write_rates(machine: Machine) -> str:
+    """Measure the rates of this machine and write them as a cluster profile."""
+    device = torch.cuda.get_device_name() if platform.on_cuda() else "cpu"
+    shipped = yaml.safe_load(PROFILES.read_text(encoding="utf-8"))
+    profile = shipped[cluster_of(device) or "h100-80"] | measure_rates(machine.folder)
+    file = machine.folder / "cluster.yaml"
+    file.write_text(yaml.safe_dump(profile), encoding="utf-8")
+    rates = ("bf16_tflops", "device_memory_gb_s", "host_link_gb_s", "disk_gb_s")
+    return f"{file}: {', '.join(f'{name} {profile[name]:.3g}' for name in rates)}"
+
+
+def summarize(lines: Sequence[Mapping[str, float]], steps: int) -> str:
+    """Return the last step's agreement of engine and policy, and its speed. Step 0 is the first evaluation's."""
+    done = [int(line["step"]) for line in lines]
+    if sorted({*done}) != [*range(steps + 1)]:
+        raise UserError(f"metrics.jsonl has the steps {done}, not 0 to {steps}: see the log beside the run")
+    last = lines[-1]
+    check = f"sync check {last['sync/check/logprob_abs_diff/mean']:.1e} of {last['sync/check/limit']:.1e} nats"
+    decode = f"decode against training {last['mismatch/logprob_abs_diff/mean']:.1e} nats"
+    decoded, synced = last["speed/generate_tokens_per_s"], last["sync/bytes_per_s"] / 1e9
+    return f"{check}, {decode}, {decoded:.0f} tokens/s, sync {synced:.2g} GB/s, step {last['time/step_s']:.1f} s"
+
+
+def read_metrics(run: Path) -> list[dict[str, float]]:
+    """Return the complete lines of a run's metrics."""
+    file = run / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines(True) if line[-1] == "\n"] if file.exists() else []
+
+
+def run_command(command: Sequence[str], log: Path) -> None:
+    """Run a command with its output in `log`. Raises UserError with its last error."""
+    with start(command, log) as job:
+        try:
+            status = job.wait(JOB_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            raise UserError(f"no end within {JOB_LIMIT_S:.0f} s: {log}") from None
+    if status:
+        raise UserError(f"{last_error(log)} (status {status}, {log})")
+
+
+def start(command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
+    """Start a command in a process group of its own."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        environment = {**os.environ, "COLUMNS": "200"}
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+
+
+def last_error(log: Path) -> str:
+    """Return the last line of a log that reports an error."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.lower().startswith(("error", "srun: error"))]
+    return next(iter([*errors[-1:], *lines[-1:]]), "no output")
+
+
+def _parser() -> Parser:
+    parser = Parser("python -m tools.smoke", __doc__ or "")
+    parser.add_argument("--ranks", type=positive_int, help="of all nodes; one for each GPU by default")
+    parser.add_argument("--out", type=Path, default=Path("runs/smoke"), help="folder of models, runs and logs")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="checks to run")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
