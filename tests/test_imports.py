@@ -6,7 +6,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "grpo_mp"
 LIBRARY_USERS = {
-    "megatron": ("policy/", "checkpoint/", "distributed/", "platform/", "planner/meta_model.py"),
+    "megatron": ("policy/", "checkpoint/", "distributed/", "platform/"),
     "sglang": ("rollout/", "weight_sync/", "platform/"),
 }
 

@@ -6,6 +6,7 @@ the run fits (exit status 0 or 1). A file of `grpo-mp sft` is planned, too: its 
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,13 +35,11 @@ def main(arguments: Sequence[str]) -> int:
     hf, source = find_config(settings.model.path, args.model_config)
     console = Console(highlight=False, width=None if Console().is_terminal else 160)
     console.print(f"model: {source}", *([assumed] if assumed else []), sep="\n")
-    if isinstance(settings, SftSettings):
-        return _plan_sft(settings, hf, cluster=cluster, args=args, console=console)
-    if hf.get("num_nextn_predict_layers") and not settings.model.trains_mtp:
+    if isinstance(settings, Settings) and hf.get("num_nextn_predict_layers") and not settings.model.trains_mtp:
         counted = "drafts for the engines" if settings.engine.speculative.drafts_by_mtp else "is not counted"
         console.print(f"its multi-token-prediction layer is not part of the policy: it {counted}")
     try:
-        return _plan_rl(settings, hf, cluster=cluster, args=args, console=console)
+        return _plan(settings, hf, cluster=cluster, args=args, console=console)
     except UserError as error:
         raise UserError(f"{error} ({assumed})" if assumed else str(error)) from error
 
@@ -57,47 +56,45 @@ def _fill_in_machines(args: argparse.Namespace) -> str:
     return f"assumed: {' '.join(assumed)}" if assumed else ""
 
 
-def _plan_rl(settings: Settings, hf: HfConfig, cluster: Cluster, args: argparse.Namespace, console: Console) -> int:
+def _plan(
+    settings: Settings | SftSettings, hf: HfConfig, cluster: Cluster, args: argparse.Namespace, console: Console
+) -> int:
     # torch is slow to import: the help and mistakes so far come without it.
-    from grpo_mp.planner.job import make_job
+    from grpo_mp.planner.job import make_job, make_sft_job
+    from grpo_mp.planner.plan import check_fits, make_plan
     from grpo_mp.planner.record import write_plan
-    from grpo_mp.planner.show import plan_and_show
+    from grpo_mp.planner.show import show_plan
     from grpo_mp.rollout.engine_args import check_arguments
     from grpo_mp.utils.log import log_to_terminal
 
     log_to_terminal()
-    if find_spec("sglang"):  # a laptop need not have an engine
-        check_arguments(settings.engine.args)
-    tokens, accepted = args.response_tokens, args.acceptance_length
-    job = make_job(
-        settings,
-        hf,
-        cluster=cluster,
-        nodes=args.nodes,
-        gpus_per_node=args.gpus_per_node,
-        mean_response_tokens=tokens,
-        acceptance_length=accepted,
-    )
-    fits = write_plan(job, args.json) if args.json else plan_and_show(job, console)
-    return 0 if fits else DOES_NOT_FIT
+    if isinstance(settings, SftSettings):
+        job = make_sft_job(settings, hf, cluster, args.nodes, args.gpus_per_node, args.response_tokens)
+    else:
+        if find_spec("sglang"):  # a laptop need not have an engine
+            check_arguments(settings.engine.args)
+        job = make_job(settings, hf, cluster, args.nodes, args.gpus_per_node, args.response_tokens)
+        job = replace(job, acceptance_length=args.acceptance_length)
+    if find_spec("megatron"):
+        _check_megatron_args(settings, job.hf)
+    plan = make_plan(job)
+    if args.json:
+        write_plan(plan, args.json)
+    else:
+        show_plan(plan, console)
+    return 0 if check_fits(plan).fits else DOES_NOT_FIT
 
 
-def _plan_sft(settings: SftSettings, hf: HfConfig, cluster: Cluster, args: argparse.Namespace, console: Console) -> int:
-    from grpo_mp.planner.record import write_sft_plan
-    from grpo_mp.planner.sft import plan_and_show_sft, sft_job
-    from grpo_mp.utils.log import log_to_terminal
+def _check_megatron_args(settings: Settings | SftSettings, hf: HfConfig) -> None:
+    """Refuse settings of which Megatron makes no config."""
+    from grpo_mp.platform import prepare
 
-    log_to_terminal()
-    job = sft_job(
-        settings,
-        hf,
-        cluster=cluster,
-        nodes=args.nodes,
-        gpus_per_node=args.gpus_per_node,
-        mean_tokens=args.response_tokens,
-    )
-    fits = write_sft_plan(job, args.json) if args.json else plan_and_show_sft(job, console)
-    return 0 if fits else DOES_NOT_FIT
+    prepare()
+    from grpo_mp.policy.megatron_args import check_overrides
+    from grpo_mp.policy.megatron_config import transformer_config
+
+    check_overrides(settings.training.megatron_args)
+    transformer_config(settings.layout, settings.training, settings.model.dtype, hf)
 
 
 def _parser() -> Parser:

@@ -1,73 +1,75 @@
-"""Cluster profiles, read from YAML and checked by name; and what libraries take on every machine."""
+"""Cluster profiles, read from YAML; and what libraries take on every machine."""
 
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
-from grpo_mp.utils.errors import UserError, did_you_mean
+from grpo_mp.utils.errors import UserError, did_you_mean, one_line
 from grpo_mp.utils.phases import GIB
 from grpo_mp.utils.reading import check_path, read_yaml, shorten
 
-LARGEST = 1e12  # of any number of a profile
 PROFILES = Path(__file__).with_name("clusters.yaml")
+CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
+Positive = Annotated[float, Field(gt=0, le=1e12, strict=True)]
+Share = Annotated[float, Field(gt=0, le=1, strict=True)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class Efficiency:
     """Shares of peak rates that expected times assume."""
 
-    matmul: float
-    device_memory: float
-    link: float
+    matmul: Share
+    device_memory: Share
+    link: Share
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class Cluster:
     """One kind of node. Rates are those of one GPU in one direction, of the disk those of one node."""
 
     name: str
-    compute_capability: float
-    gpu_memory_gib: float
-    bf16_tflops: float
-    fp8_tflops: float | None
-    device_memory_gb_s: float
-    nvlink_gb_s: float
-    network_gb_s: float
-    host_link_gb_s: float
-    host_copy_gb_s: float
-    disk_gb_s: float
-    host_memory_gib: float
-    gpus_per_node: int
+    compute_capability: Positive
+    gpu_memory_gib: Positive
+    bf16_tflops: Positive
+    device_memory_gb_s: Positive
+    nvlink_gb_s: Positive
+    network_gb_s: Positive
+    host_link_gb_s: Positive
+    host_copy_gb_s: Positive
+    disk_gb_s: Positive
+    host_memory_gib: Positive
+    gpus_per_node: Annotated[int, Field(ge=1, strict=True)]
     achievable: Efficiency
+    fp8_tflops: Positive | None = None
 
     @property
     def gpu_bytes(self) -> float:
-        """Return the memory of one GPU in bytes."""
+        """Return the memory of one GPU."""
         return self.gpu_memory_gib * GIB
 
     @property
     def host_bytes(self) -> float:
-        """Return the host memory of one node in bytes."""
+        """Return the host memory of one node."""
         return self.host_memory_gib * GIB
 
     def matmul_tflops(self, fp8: bool) -> float:
-        """Return the peak rate. Raises UserError where the profile has no FP8 rate."""
-        if fp8 and self.fp8_tflops is None:
+        """Return the peak rate of matrix products; UserError where the profile has no FP8 rate."""
+        if not fp8:
+            return self.bf16_tflops
+        if self.fp8_tflops is None:
             raise UserError(
                 f"cluster {self.name}: the plan needs fp8_tflops, which the profile lacks: these GPUs may compute no "
                 "FP8; remove engine.args.quantization and training.fp8_format, or state the number"
             )
-        return (self.fp8_tflops if fp8 else self.bf16_tflops) or self.bf16_tflops
+        return self.fp8_tflops
 
 
 def read_cluster(name: str) -> Cluster:
-    """Read a shipped profile by its name, or the profile in a YAML file.
-
-    Raises UserError where the name is unknown, or a number is missing or wrong.
-    """
+    """Read a shipped profile by its name, or the profile in a YAML file."""
     profiles = yaml.safe_load(PROFILES.read_text())
     if name in profiles:
         return _parse_profile(name, profiles[name])
@@ -108,35 +110,16 @@ def describe_rates(cluster: Cluster) -> str:
 def _parse_profile(name: str, values: Any) -> Cluster:
     if not isinstance(values, dict):
         raise UserError(f"cluster {name}: expected numbers by name, found {type(values).__name__}")
-    required = {field.name for field in fields(Cluster)} - {"name"}
-    shares = values.get("achievable")
-    _check_numbers(name, values, required, optional={"fp8_tflops"})
-    if not isinstance(shares, dict):
-        raise UserError(f"cluster {name}: achievable must give shares by name: matmul, device_memory, link")
-    _check_numbers(name, shares, {field.name for field in fields(Efficiency)})
-    for key, share in shares.items():
-        if share > 1:
-            raise UserError(f"cluster {name}: achievable {key}={share} is above 1, the full peak rate")
-    if values["gpus_per_node"] != int(values["gpus_per_node"]):
-        raise UserError(f"cluster {name}: gpus_per_node={values['gpus_per_node']} is no whole number")
-    return Cluster(name=name, **{**values, "fp8_tflops": values.get("fp8_tflops"), "achievable": Efficiency(**shares)})
-
-
-def _check_numbers(
-    name: str, values: dict[str, Any], required: set[str], optional: Collection[str] = frozenset()
-) -> None:
-    for key in sorted(required):
-        value = values.get(key)
-        if value is None and key not in optional:
-            raise UserError(f"cluster {name}: the plan needs {key}, which the profile lacks: add it")
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if key != "achievable" and value is not None and not (is_number and 0 < value <= LARGEST):
-            raise UserError(
-                f"cluster {name}: {key}={shorten(repr(value))} is not a number above 0, up to {LARGEST:.0e}"
-            )
-    for key in values:
-        if key not in required:
-            raise UserError(f"cluster {name}: unknown number {shorten(str(key))}{did_you_mean(str(key), required)}")
+    try:
+        return TypeAdapter(Cluster).validate_python(values | {"name": name})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(shorten(str(part)) for part in first["loc"])
+        problem = {
+            "missing": f"the plan needs {key}, which the profile lacks: add it",
+            "unexpected_keyword_argument": f"unknown number {key}{did_you_mean(key, Cluster.__dataclass_fields__)}",
+        }.get(first["type"], f"{key}={shorten(repr(first['input']))}: {one_line(first['msg'])}")
+        raise UserError(f"cluster {name}: {problem}") from error
 
 
 @dataclass(frozen=True)

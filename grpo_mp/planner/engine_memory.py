@@ -1,4 +1,4 @@
-"""What an engine keeps on each of its devices: weights, the KV cache that they leave room for, drafts, graphs."""
+"""What SGLang's servers keep on each device: an engine with its drafts, reward models, a teacher."""
 
 from dataclasses import dataclass, replace
 
@@ -8,42 +8,44 @@ from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import rule_parameters
 from grpo_mp.policy.parameter_bytes import DTYPE_BYTES
+from grpo_mp.rewards.teacher import SECTION
 from grpo_mp.rollout.engine_parallelism import read_argument
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.section import ServedModelConfig
+
+WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 @dataclass(frozen=True)
 class EngineMemory:
     """Bytes on one GPU; `kv_cache_tokens` is what the KV caches of the engine hold.
 
-    `bytes_per_token`: of the model's cache; that of the layer that drafts, if any, holds the same tokens.
+    `bytes_per_token` is of the model's cache. The cache of the layer that drafts holds the same tokens.
     """
 
-    weights: float
-    draft_weights: float
-    kv_cache: float
-    draft_kv_cache: float
-    cuda_graphs: float
-    communication: float
-    bytes_per_token: float
-    kv_cache_tokens: int
+    weights: float = 0.0
+    draft_weights: float = 0.0
+    kv_cache: float = 0.0
+    draft_kv_cache: float = 0.0
+    cuda_graphs: float = 0.0
+    communication: float = 0.0
+    bytes_per_token: float = 1.0
+    kv_cache_tokens: int = 0
 
 
 def engine_memory(job: PlannedJob) -> EngineMemory:
-    """Return weights, and the KV caches that `mem_fraction_static` leaves beside them (0 where it leaves nothing).
-
-    SGLang sizes the caches when the layer that drafts is there: it caches as many tokens, in one layer.
-
-    Raises UserError where engine.gpus_per_engine and engine.args do not divide each other, the model or a block of FP8.
-    """
+    """Return weights, and the KV caches that `mem_fraction_static` leaves beside them (0 where it leaves nothing)."""
+    if job.trains_only:
+        return EngineMemory()
     args, weights, draft_weights = job.settings.engine.args, engine_weight_bytes(job), draft_weight_bytes(job)
     fraction = read_argument(args, "mem_fraction_static", OVERHEADS.mem_fraction_static)
     caches, model = max(0.0, fraction * job.cluster.gpu_bytes - weights - draft_weights), job.model
     # Of one GPU; a latent cache is the same on every GPU of a replica.
     kv_heads = max(1, model.num_kv_heads / job.engine_parallelism.attention_tensor)
     elements = model.num_layers * (model.mla_cache_dim or 2 * kv_heads * model.qk_head_dim)
-    bytes_per_token = elements * (
-        1 if "fp8" in str(args.get("kv_cache_dtype")) else DTYPE_BYTES[job.settings.model.dtype]
-    )
+    in_fp8 = "fp8" in str(args.get("kv_cache_dtype"))
+    bytes_per_token = elements * (1 if in_fp8 else DTYPE_BYTES[job.settings.model.dtype])
+    # SGLang sizes the caches when the layer that drafts is there: it caches as many tokens, in one layer.
     draft_layers = int(job.settings.engine.speculative.drafts_by_mtp)
     draft_kv_cache = caches * draft_layers / (model.num_layers + draft_layers)
     deepep = OVERHEADS.deepep_buffers if args.get("moe_a2a_backend") == "deepep" else 0.0
@@ -95,3 +97,43 @@ def _rule_bytes(job: PlannedJob, rule: Rule) -> float:
     count = rule_parameters(rule, tensor, parallelism.expert, parallelism.expert_tensor)
     quantized = job.engine_uses_fp8 and rule.layers and "router" not in rule.name
     return count.total * (1 + 4 / 128**2 if quantized else dtype_bytes)  # with a float32 scale for each block
+
+
+@dataclass(frozen=True)
+class ServedMemory:
+    """Bytes of served models together on one GPU. While they sleep, `weights` are on the host."""
+
+    servers: int  # that have a process on each GPU
+    weights: float
+    kv_cache: float  # that mem_fraction_static leaves beside the weights
+
+
+def served_memory(job: PlannedJob) -> dict[str, ServedMemory]:
+    """Return the memory of the reward models and of the teacher that the job itself serves."""
+    rewards = {f"reward.{name}": model for name, model in job.settings.reward.own_models.items()}
+    distillation = job.settings.algorithm.distillation
+    own = {SECTION: distillation.teacher} if distillation and distillation.teacher.folder else {}
+    return {
+        "reward model": _served_memory(job, rewards),
+        "teacher": _served_memory(job, own),
+    }
+
+
+def _served_memory(job: PlannedJob, models: dict[str, ServedModelConfig]) -> ServedMemory:
+    weights = cache = 0.0
+    for section, model in models.items():
+        size = served_weight_bytes(section, model)
+        fraction = read_argument(model.args, "mem_fraction_static", OVERHEADS.mem_fraction_static)
+        weights += size
+        cache += max(0.0, fraction * job.cluster.gpu_bytes - size)
+    return ServedMemory(len(models), weights, cache)
+
+
+def served_weight_bytes(section: str, model: ServedModelConfig) -> float:
+    """Return the bytes of the folder's weights on one GPU of a server."""
+    assert model.folder
+    kinds = (sum(file.stat().st_size for file in model.folder.glob(pattern)) for pattern in WEIGHT_FILES)
+    size = next((size for size in kinds if size), 0)
+    if not size:
+        raise UserError(f"{section}.folder={model.folder}: it has no weights ({', '.join(WEIGHT_FILES)})")
+    return size / model.gpus_per_server

@@ -1,9 +1,9 @@
-"""What the engines do in a step: sequences in their batches over time, and what decoding them reads and sends."""
+"""What the engines do in a step: sequences in their batches over time, drafts, and what decoding reads and sends."""
 
 import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 from random import Random
@@ -11,11 +11,17 @@ from statistics import fmean
 
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import EngineMemory
-from grpo_mp.planner.flops import active_parameters, forward_flops_per_token, routed_parameters
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.resource_use import GIGA, TERA, ResourceUse, Wait
-from grpo_mp.planner.speculation import speculation
+from grpo_mp.planner.resource_use import (
+    GIGA,
+    TERA,
+    ResourceUse,
+    active_parameters,
+    forward_flops_per_token,
+    routed_parameters,
+)
 from grpo_mp.rollout.engine_parallelism import REPLICATING_A2A_BACKENDS
+from grpo_mp.utils.errors import UserError
 
 MOMENTS = 256  # of a rollout at which its batch is looked at
 
@@ -40,10 +46,7 @@ class Rollout:
 
 @lru_cache(maxsize=256)
 def simulate_rollout(responses: Sequence[int], slots: int) -> Rollout:
-    """Decode responses of these lengths, in any order, at most `slots` at a time: a slot that is free takes the next.
-
-    Pure.
-    """
+    """Decode responses of these lengths, in any order, at most `slots` at a time: a free slot takes the next."""
     order, ends = list(responses), [0] * min(slots, len(responses))
     Random(0).shuffle(order)
     starts, finished = [], []
@@ -62,77 +65,82 @@ def simulate_rollout(responses: Sequence[int], slots: int) -> Rollout:
 def plan_generation(job: PlannedJob, engine: EngineMemory) -> GenerationPlan:
     """Decode an engine's share of a step's samples, as many at a time as its settings and its cache allow."""
     samples = max(1, round(job.settings.samples_per_step / job.num_engines))
-    running = min(samples, running_limit(job, engine))
+    running = min(samples, _running_limit(job, engine))
     accepted = speculation(job).acceptance_length
     simulated = simulate_rollout(tuple(ceil(length / accepted) for length in job.responses(samples)), int(running))
     return GenerationPlan(samples, running / job.engine_parallelism.replicas, simulated.decode_steps, simulated.batches)
 
 
-@dataclass(frozen=True)
-class DecodeWork:
-    """Decode steps of one engine: `batches`, in tokens, of evenly spaced ones, tokens, and those of cache they read."""
-
-    decode_steps: float
-    batches: Sequence[float]
-    tokens: float
-    cached_tokens: float
-
-    def scaled(self, factor: float) -> "DecodeWork":
-        """Return as large steps, `factor` times as many."""
-        return DecodeWork(self.decode_steps * factor, self.batches, self.tokens * factor, self.cached_tokens * factor)
-
-
-def running_limit(job: PlannedJob, engine: EngineMemory) -> float:
+def _running_limit(job: PlannedJob, engine: EngineMemory) -> float:
     """Return the most sequences that an engine runs at a time: by its settings, and by its cache at the mean length."""
     in_flight = job.settings.engine.concurrent_groups * job.settings.rollout.group_size
     limit = float(job.settings.engine.args.get("max_running_requests") or in_flight)
     return max(1.0, min(in_flight, limit, engine.kv_cache_tokens / job.mean_seq_len))
 
 
+@dataclass(frozen=True)
+class Speculation:
+    """A decode step with its drafts: of a sequence it computes `verified_tokens` and yields `acceptance_length`.
+
+    `drafting`: cost of the step with its drafts over that without.
+    """
+
+    acceptance_length: float = 1.0
+    verified_tokens: int = 1
+    drafting: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raise UserError where a step yields more than it computes."""
+        if not 1 <= self.acceptance_length <= self.verified_tokens:
+            raise UserError(
+                f"--acceptance-length {self.acceptance_length:g}: a step computes {self.verified_tokens} tokens of a "
+                "sequence: give 1 to that many, with engine.speculative"
+            )
+
+
+def speculation(job: PlannedJob) -> Speculation:
+    """Return the effect of `engine.speculative` on a decode step.
+
+    A token that a layer drafts costs a layer's share of a step, a token of an n-gram nothing. Where the acceptance
+    length is not given, each token after accepted ones is accepted with the same probability p: 1 + p + p^2 + ...
+    """
+    config = job.settings.engine.speculative
+    steps, share = (config.num_steps, OVERHEADS.draft_acceptance) if config.drafts_by_mtp else (0, 0.0)
+    accepted = job.acceptance_length or sum(share**place for place in range(min(steps + 1, config.verified_tokens)))
+    return Speculation(accepted, config.verified_tokens, 1 + steps / job.model.num_layers)
+
+
 def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
     """Return the use of one GPU of an engine: prefill of its prompts, and every decode step with its drafts."""
-    plan, prompt, drafts = plan_generation(job, engine), job.prompt_tokens, speculation(job)
-    cached_tokens = sum(prompt * length + length**2 / 2 for length in job.responses(plan.samples))
-    yields = drafts.acceptance_length
-    work = DecodeWork(
-        plan.decode_steps,
-        [batch * drafts.verified_tokens for batch in plan.batches],
-        plan.samples * job.mean_response_tokens * drafts.verified_tokens / yields,
-        cached_tokens / yields,
-    )
-    prefill = ResourceUse(flops=prefill_flops(job, plan.samples / job.settings.rollout.group_size * prompt))
-    drafting = decode_use(job, engine, work.scaled(drafts.drafting - 1), "drafts")
-    return decode_use(job, engine, work) + drafting + prefill
-
-
-def prefill_flops(job: PlannedJob, tokens: float) -> float:
-    """Return the FLOPs of one GPU of an engine that computes so many tokens of prompts."""
-    per_token = forward_flops_per_token(job.model, job.hf, job.prompt_tokens)
-    return tokens / job.engine_parallelism.gpus * per_token
-
-
-def decode_use(job: PlannedJob, engine: EngineMemory, work: DecodeWork, steps: str = "decode steps") -> ResourceUse:
-    """Return the use of one GPU of an engine in decode steps. It is linear in all but `batches`."""
-    model, parallelism = job.model, job.engine_parallelism
-    gpus, tokens = parallelism.gpus, work.tokens / parallelism.gpus
+    plan, drafts, model, parallelism = plan_generation(job, engine), speculation(job), job.model, job.engine_parallelism
+    cached_tokens = sum(job.prompt_tokens * length + length**2 / 2 for length in job.responses(plan.samples))
+    verified = plan.samples * job.mean_response_tokens * drafts.verified_tokens / drafts.acceptance_length
+    tokens = verified / parallelism.gpus
     # Dispatch in FP8, combine in bfloat16.
     all_to_all = model.experts_per_token * model.hidden_size * 3 * model.num_moe_layers * tokens
     to_other_nodes = max(0.0, 1 - job.gpus_per_node / parallelism.expert)
     all_reduce = 4 * model.num_layers * model.hidden_size * tokens * parallelism.attention_tensor
-    layers = work.decode_steps * model.num_layers
-    return ResourceUse(
+    layers = plan.decode_steps * model.num_layers
+    collectives = 2 * layers * (parallelism.gpus > 1)
+    decoding = ResourceUse(
         # Attention of decoding is in device_bytes: its kernels read the cache while they multiply.
         flops=tokens * forward_flops_per_token(model, job.hf, 0),
-        fp8=job.engine_uses_fp8,
-        device_bytes=_weight_bytes(job, engine, work) + _attention_bytes(job, engine, work.cached_tokens),
+        device_bytes=_weight_bytes(job, engine, plan, drafts.verified_tokens)
+        + _attention_bytes(job, engine, cached_tokens / drafts.acceptance_length),
         nvlink_bytes=all_reduce * (parallelism.attention_tensor > 1)
         + all_to_all * (1 - to_other_nodes) * (parallelism.expert > 1),
         network_bytes=all_to_all * to_other_nodes,
-        waits=(
-            Wait(f"layers of {steps}", layers, OVERHEADS.decode_layer_s),
-            Wait(f"small collectives of {steps}", 2 * layers * (gpus > 1), _collective_s(job)),
-        ),
-    )
+        latency_s=layers * OVERHEADS.decode_layer_s + collectives * _collective_s(job),
+    ).scaled(drafts.drafting)
+    prompt_tokens = plan.samples / job.settings.rollout.group_size * job.prompt_tokens
+    flops = decoding.flops + prefill_flops(job, prompt_tokens)
+    return replace(decoding, flops=0.0, fp8_flops=flops) if job.engine_uses_fp8 else replace(decoding, flops=flops)
+
+
+def prefill_flops(job: PlannedJob, tokens: float) -> float:
+    """Return the FLOPs of one GPU of an engine that computes `tokens` of prompts."""
+    per_token = forward_flops_per_token(job.model, job.hf, job.prompt_tokens)
+    return tokens / job.engine_parallelism.gpus * per_token
 
 
 def _collective_s(job: PlannedJob) -> float:
@@ -143,16 +151,18 @@ def _collective_s(job: PlannedJob) -> float:
     return OVERHEADS.network_collective_s if by_nccl and over_nodes else OVERHEADS.decode_collective_s
 
 
-def _weight_bytes(job: PlannedJob, engine: EngineMemory, work: DecodeWork) -> float:
+def _weight_bytes(job: PlannedJob, engine: EngineMemory, plan: GenerationPlan, verified_tokens: int) -> float:
     """Return the bytes of weights that one GPU reads in all decode steps: few sequences do not use every expert."""
     model = job.model
     if not model.num_experts:
-        return work.decode_steps * engine.weights
-    unused = fmean((1 - model.experts_per_token / model.num_experts) ** batch for batch in work.batches)
+        return plan.decode_steps * engine.weights
+    unused = fmean(
+        (1 - model.experts_per_token / model.num_experts) ** (batch * verified_tokens) for batch in plan.batches
+    )
     routed = routed_parameters(model, model.num_experts)
     rest = active_parameters(model, job.hf) - routed_parameters(model, model.experts_per_token)
     routed_share = routed / (routed + rest)
-    return work.decode_steps * engine.weights * (1 - routed_share * unused)
+    return plan.decode_steps * engine.weights * (1 - routed_share * unused)
 
 
 def _attention_bytes(job: PlannedJob, engine: EngineMemory, cached_tokens: float) -> float:

@@ -6,10 +6,12 @@ from math import exp
 from operator import add, sub
 from statistics import NormalDist, fmean
 
+from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.updates import padded_size, padding_multiple, plan_update
-from grpo_mp.config import CriticConfig, Settings
-from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.config import Settings, SftSettings
+from grpo_mp.config.data_sections import DataConfig, TrainSetConfig
+from grpo_mp.config.sections import EngineConfig, LayoutConfig, RolloutConfig, SyncConfig
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import ModelShape, check_layout, critic_layout, model_shape, sets_pipeline_layout
 from grpo_mp.models.families import family_of
@@ -19,7 +21,6 @@ from grpo_mp.models.value_head import critic_config
 from grpo_mp.planner.clusters import OVERHEADS, Cluster
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.parameter_count import (
-    ZERO,
     ParameterCount,
     adapter_counts,
     critic_parameter_counts,
@@ -28,6 +29,7 @@ from grpo_mp.planner.parameter_count import (
 )
 from grpo_mp.planner.pipeline_layout import StageLayers, layers_of_stages, with_mtp_layer
 from grpo_mp.policy.parameter_bytes import BytesPerParameter, bytes_per_parameter
+from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rollout.engine_parallelism import EngineParallelism, check_engine_parallelism
 from grpo_mp.rollout.placement import engine_placements
 from grpo_mp.rollout.precision import engine_uses_fp8
@@ -123,10 +125,11 @@ class PlannedJob:
     mean_response_tokens: float  # assumed
     per_parameter: BytesPerParameter
     acceptance_length: float | None = None  # measured, of speculative decoding; None: assumed
+    trains_only: bool = False  # supervised fine-tuning: no engine, rewards or reference
 
     @cached_property
     def weight_bytes(self) -> tuple[float, ...]:
-        """Return the bytes of the policy's weights on one rank of each pipeline stage, adapters among them."""
+        """Return the bytes of the model's weights on one rank of each pipeline stage, adapters among them."""
         weights, lora = self.per_parameter.weights, self.settings.model.lora
         whole = tuple(float(count.total * weights) for count in self.parameter_counts)
         if not (lora and lora.base_dtype):
@@ -135,12 +138,18 @@ class PlannedJob:
         return tuple(map(sub, whole, saved))
 
     @cached_property
+    def models(self) -> dict[str, "PlannedJob"]:
+        """Return the models that train, by the prefix of their names in a plan: the policy, and a critic."""
+        return {"": self} | ({"critic ": self.critic} if self.has_critic else {})
+
+    @property
     def held_weight_bytes(self) -> tuple[float, ...]:
-        """Return the same with a critic's, where there is one."""
-        critic = (
-            self.critic_count(stage).total * self.per_parameter.weights for stage in range(len(self.stage_layers))
-        )
-        return tuple(map(add, self.weight_bytes, critic))
+        """Return the bytes of all models' weights on one rank of each pipeline stage."""
+        return tuple(map(sum, zip(*(model.weight_bytes for model in self.models.values()), strict=True)))
+
+    def trained_share(self, stage: int) -> float:
+        """Return the parameters whose optimizer state a rank of a stage keeps, over all models."""
+        return sum(model.sharded_parameters(model.policy_trained_counts[stage]) for model in self.models.values())
 
     @property
     def world_size(self) -> int:
@@ -149,7 +158,7 @@ class PlannedJob:
 
     @property
     def train_ranks(self) -> int:
-        """Return the number of ranks that train, the first of the job: all, or those that `engine.ranks` leaves."""
+        """Return the number of ranks that train: all, or the first of the job, which `engine.ranks` leaves."""
         return self.world_size - self.settings.engine.ranks
 
     @property
@@ -160,7 +169,7 @@ class PlannedJob:
     @property
     def saves_weights_beside(self) -> bool:
         """Return whether weights are saved while the run goes on: nothing swaps or moves them before an update."""
-        return self.settings.run.async_save and not self.has_reference and not self.offloads
+        return self.settings.run.async_save and not (self.has_reference or self.offloads or self.trains_only)
 
     @property
     def optimizer_offload(self) -> str:
@@ -194,12 +203,17 @@ class PlannedJob:
         return self.train_ranks // (layout.expert * layout.expert_tensor * layout.pipeline)
 
     def sharded_parameters(self, count: ParameterCount) -> float:
-        """Return the number of parameters whose optimizer state one rank keeps; `count`: those that it holds."""
+        """Return the parameters whose optimizer state a rank keeps that holds `count`."""
         return count.dense / self.dense_shards + count.expert / self.expert_shards
 
     @property
+    def largest_stage(self) -> int:
+        """Return the pipeline stage with most parameters."""
+        return max(range(len(self.parameter_counts)), key=lambda stage: self.parameter_counts[stage].total)
+
+    @property
     def parameters(self) -> int:
-        """Return the parameters of the policy; what tensor-parallel ranks hold alike is counted once for each."""
+        """Return the parameters of the policy; parameters that tensor-parallel ranks replicate count for each rank."""
         return self._full_count(self.parameter_counts)
 
     @property
@@ -209,40 +223,31 @@ class PlannedJob:
 
     @property
     def trained_parameters(self) -> int:
-        """Return those that have an optimizer and are in a checkpoint, the critic's too, counted likewise."""
-        of_critic = self.critic._full_count(self.critic_counts) if self.has_critic else 0
-        return self._full_count(self.policy_trained_counts) + of_critic
+        """Return the parameters in a checkpoint, the critic's among them, counted likewise."""
+        return sum(model._full_count(model.policy_trained_counts) for model in self.models.values())
 
     def _full_count(self, counts: tuple[ParameterCount, ...]) -> int:
         layout = self.settings.layout
         experts = sum(count.expert for count in counts) * layout.expert * layout.expert_tensor
         return sum(count.dense for count in counts) * layout.tensor + experts
 
+    @property
+    def has_critic(self) -> bool:
+        """Return whether the run trains a critic beside the policy."""
+        return self.settings.critic is not None
+
     @cached_property
     def critic(self) -> "PlannedJob":
-        """Return the job of the critic alone, with its model; a run without one would have the policy's.
-
-        Raises UserError where its config.json is not found, or its layout does not fit.
-        """
-        settings = (
-            self.settings if self.settings.critic else self.settings.model_copy(update={"critic": CriticConfig()})
-        )
-        assert settings.critic
-        own = settings.for_critic()
-        hf = self.hf
-        if settings.critic.path:
+        """Return the job of the critic alone, with its model."""
+        assert self.settings.critic
+        own, hf = self.settings.for_critic(), self.hf
+        if self.settings.critic.path:
             hf, _ = find_config(own.model.path, None, "critic.path", "give a folder with its config.json")
             hf = replace(hf, family=own.model.family)
         hf = critic_config(hf)
         model, megatron = model_shape(hf), own.training.megatron_args
         own = own.model_copy(update={"layout": critic_layout(own.layout, model)})
-        check_layout(
-            own.layout,
-            model,
-            world_size=self.train_ranks,
-            uneven_pipeline=sets_pipeline_layout(megatron),
-            setting="critic: layout",
-        )
+        check_layout(own.layout, model, self.train_ranks, sets_pipeline_layout(megatron), setting="critic: layout")
         stage_layers = layers_of_stages(model.num_layers, own.layout, megatron)
         counts = critic_parameter_counts(hf, own.layout, stage_layers)
         return replace(
@@ -255,29 +260,6 @@ class PlannedJob:
             policy_trained_counts=counts,
             per_parameter=bytes_per_parameter(own.model.dtype, megatron, own.optimizer.offload),
         )
-
-    def critic_count(self, stage: int) -> ParameterCount:
-        """Return what a rank of a stage holds of the critic; nothing without one."""
-        return self.critic_counts[stage] if self.has_critic else ZERO
-
-    @property
-    def critic_counts(self) -> tuple[ParameterCount, ...]:
-        """Return what one rank of each of its stages would hold of a critic, whether the run has one or not."""
-        return self.critic.parameter_counts
-
-    @property
-    def has_critic(self) -> bool:
-        """Return whether the run trains a critic beside the policy."""
-        return self.settings.critic is not None
-
-    def held(self, stage: int) -> int:
-        """Return the parameters that one rank of a pipeline stage holds of policy and critic."""
-        return self.parameter_counts[stage].total + self.critic_count(stage).total
-
-    def trained_share(self, stage: int) -> float:
-        """Return the parameters whose optimizer state a rank of a stage keeps: policy's, or adapters', and critic's."""
-        own = self.sharded_parameters(self.policy_trained_counts[stage])
-        return own + (self.critic.sharded_parameters(self.critic_count(stage)) if self.has_critic else 0.0)
 
     @property
     def num_engines(self) -> int:
@@ -376,12 +358,8 @@ def make_job(
     nodes: int,
     gpus_per_node: int | None = None,
     mean_response_tokens: float | None = None,
-    acceptance_length: float | None = None,
 ) -> PlannedJob:
-    """Make the job, with parameters by the closed form.
-
-    Raises UserError for an invalid layout or engine.
-    """
+    """Make the job of RL; `mean_response_tokens`: None for half of the limit."""
     gpus_per_node = gpus_per_node or cluster.gpus_per_node
     world_size, layout = nodes * gpus_per_node, settings.layout
     hf = replace(hf, family=settings.model.family, trains_mtp=settings.model.trains_mtp)
@@ -414,8 +392,40 @@ def make_job(
             settings.optimizer.offload,
             updated_reference=settings.algorithm.kl.ref_update_every > 0,
         ),
-        acceptance_length=acceptance_length,
     )
-    if job.has_critic:
-        _ = job.critic  # is refused now, if it is
+    _ = job.models  # a critic that does not fit is refused now
     return job
+
+
+def make_sft_job(
+    settings: SftSettings,
+    hf: HfConfig,
+    cluster: Cluster,
+    nodes: int,
+    gpus_per_node: int | None = None,
+    mean_tokens: float | None = None,
+) -> PlannedJob:
+    """Make the job of supervised fine-tuning; `mean_tokens` of a sample: None for half of the limit.
+
+    It is planned as the trainer of a job of RL whose engines have GPUs of their own.
+    """
+    longest = max(2, settings.sft.max_tokens)
+    as_trainer = Settings.model_construct(  # the checks are those of RL
+        schedule="one_step_off",
+        run=settings.run,
+        model=settings.model,
+        layout=settings.layout,
+        data=DataConfig(train={"train": TrainSetConfig(path="unused")}),
+        rollout=RolloutConfig(
+            prompts_per_step=settings.sft.batch_size, group_size=1, max_prompt_tokens=1, max_response_tokens=longest - 1
+        ),
+        engine=EngineConfig(),
+        reward=RewardConfig(answer=1.0),
+        algorithm=AlgorithmConfig(kl=KLConfig(coef=0.0)),
+        optimizer=settings.optimizer,
+        training=settings.training,
+        sync=SyncConfig(),
+        monitor=settings.monitor,
+    )
+    mean_response_tokens = max(1.0, (mean_tokens or longest / 2) - 1)
+    return replace(make_job(as_trainer, hf, cluster, nodes, gpus_per_node, mean_response_tokens), trains_only=True)

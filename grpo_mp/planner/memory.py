@@ -1,8 +1,9 @@
-"""Bytes on one rank's device and on one node's host in every phase of this trainer, by kind."""
+"""Bytes on one rank's device and on one node's host in every phase of a step, by kind."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from grpo_mp.checkpoint.hf_writer import SHARD_BYTES
 from grpo_mp.config import Settings
@@ -12,10 +13,9 @@ from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.models.fp8 import AT_ONCE
 from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_bytes
 from grpo_mp.planner.clusters import OVERHEADS
-from grpo_mp.planner.engine_memory import EngineMemory, engine_memory
+from grpo_mp.planner.engine_memory import EngineMemory, ServedMemory, engine_memory, served_memory
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import largest_adapted, largest_layer
-from grpo_mp.planner.reward_memory import reward_memory, teacher_memory
 from grpo_mp.planner.weight_traffic import check_lengths
 from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
 from grpo_mp.utils.phases import TRAINER, Phase, Residency
@@ -27,7 +27,7 @@ BytesByKind = Mapping[str, float]
 
 
 class SubPhase(StrEnum):
-    """A phase, or a part of one, in which memory use stays the same."""
+    """A phase, or a part of a phase, in which memory use stays the same."""
 
     START = "start"
     LOAD = "load"
@@ -50,6 +50,8 @@ RESIDENT = {
     SubPhase.OFFLOAD: Phase.TRAIN.resident,
     **{SubPhase[phase.name]: phase.resident for phase in Phase if phase.name in SubPhase.__members__},
 }
+SFT_PHASES = (SubPhase.LOAD, SubPhase.TRAIN, SubPhase.OPTIMIZER, SubPhase.SAVE)
+BEFORE_TRAINING = (SubPhase.START, SubPhase.LOAD)
 BESIDE_A_SAVE = (SubPhase.GENERATE, SubPhase.SCORE, SubPhase.LOGPROB)
 ALL_RESIDENT = Residency(
     True, True, gradients=True, optimizer=True, engine_weights=True, engine_cache=True, reward_model=True
@@ -63,39 +65,12 @@ ROUNDS_OF_AN_ENGINE = ROUNDS_IN_MEMORY - 1  # what arrives, is joined, and is re
 ROUNDS_OF_A_TRAINER = 2  # what it sends, and has packed to send next
 
 
-# The kinds of a plan that the trainer measures under one name: `device_items` of policy/offload.py.
-MEASURED: Mapping[str, tuple[str, ...]] = {
-    "weights": ("weights", "critic weights"),
-    "gradients": ("gradients", "critic gradients"),
-    "optimizer": ("optimizer", "critic optimizer"),
-    "activations and buffers": (
-        "activations",
-        "critic activations",
-        "logits",
-        "reference",
-        "float32 gradients",
-        "optimizer pieces",
-        "sync rounds",
-        "export rounds",
-        "quantization",
-        "merged weights",
-        "weights of a layer",
-    ),
-    "kept by the allocator": ("fragments",),
-    "engine, communicators and contexts": (
-        "engine weights",
-        "draft weights",
-        "KV cache",
-        "draft KV cache",
-        "CUDA graphs",
-        "reward model",
-        "reward model's cache",
-        "teacher",
-        "teacher's cache",
-        "communication",
-        "contexts",
-    ),
-}
+class Occupant(NamedTuple):
+    """Something that is on a device while the field `part` of Residency says so."""
+
+    kind: str
+    part: str
+    size: float
 
 
 @dataclass(frozen=True)
@@ -115,8 +90,8 @@ def plan_memory(job: PlannedJob) -> MemoryPlan:
     """Plan the memory of a job."""
     engine = engine_memory(job)
     device = tuple(device_memory(job, stage, engine) for stage in range(len(job.stage_layers)))
-    engine_device = {} if job.settings.shares_devices else engine_device_memory(job, engine)
-    return MemoryPlan(device, engine_device, host_memory(job, engine), engine)
+    shares = job.settings.shares_devices or job.trains_only
+    return MemoryPlan(device, {} if shares else engine_device_memory(job, engine), host_memory(job, engine), engine)
 
 
 def total_bytes(sizes: BytesByKind) -> float:
@@ -126,39 +101,63 @@ def total_bytes(sizes: BytesByKind) -> float:
 
 def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
     """Return what is on the device of a rank that trains, in each sub-phase."""
-    trained, per_parameter = job.policy_trained_counts[stage], job.per_parameter
+    shared, served = job.settings.shares_devices, served_memory(job)
+    processes = 1 + shared + sum(models.servers for models in served.values())
     in_use, suspended = communicator_bytes(job)
+    skipped = () if shared else NOT_OF_A_TRAINER
     memory: dict[SubPhase, BytesByKind] = {}
-    shared, reward, teacher = job.settings.shares_devices, reward_memory(job), teacher_memory(job)
-    for sub_phase in SubPhase:
-        if not shared and sub_phase in NOT_OF_A_TRAINER:
+    for sub_phase in _planned_phases(job):
+        if sub_phase in skipped:
             continue
         resident = _resident(job, sub_phase)
-        trainer = {
-            "weights": resident.policy_weights * _weight_bytes(job, stage, sub_phase),
-            "gradients": resident.gradients * trained.total * per_parameter.gradients,
-            "optimizer": resident.optimizer * job.sharded_parameters(trained) * per_parameter.optimizer,
-            **_critic_memory(job, stage, resident),
-        } | _temporary_memory(job, stage, sub_phase)
-        if sub_phase in COMPUTING and _fp8_base(job):
+        trainer = _present(_trainer_occupants(job, stage), resident) | _temporary_memory(job, stage, sub_phase)
+        if _fp8_base(job) and sub_phase is SubPhase.LOAD:  # Megatron builds the weights before any are in FP8
+            trainer["weights"] = job.parameter_counts[stage].total * job.per_parameter.weights
+        if _fp8_base(job) and sub_phase in COMPUTING:
             trainer["weights of a layer"] = _layer_values_bytes(job)
         communication = in_use if resident.communicators else suspended
         sizes = {
-            "contexts": (1 + shared + reward.servers + teacher.servers) * OVERHEADS.cuda_context,
+            "contexts": processes * OVERHEADS.cuda_context,
             "communication": communication + engine.communication * shared,
-        } | trainer
-        sizes["fragments"] = OVERHEADS.fragmentation * total_bytes(trainer)
-        sizes["engine weights"] = resident.engine_weights * engine.weights
-        sizes["draft weights"] = resident.engine_weights * engine.draft_weights
-        sizes["KV cache"] = resident.engine_cache * engine.kv_cache
-        sizes["draft KV cache"] = resident.engine_cache * engine.draft_kv_cache
-        sizes["CUDA graphs"] = resident.engine_cache * engine.cuda_graphs
-        sizes["reward model"] = resident.reward_model * reward.weights
-        sizes["reward model's cache"] = resident.reward_model * reward.kv_cache
-        sizes["teacher"] = resident.reward_model * teacher.weights
-        sizes["teacher's cache"] = resident.reward_model * teacher.kv_cache
+            **trainer,
+            "fragments": OVERHEADS.fragmentation * total_bytes(trainer),
+            **_present(_engine_occupants(engine), resident),
+            **_present(_served_occupants(served), resident),
+        }
         memory[sub_phase] = {kind: size for kind, size in sizes.items() if size}
     return memory
+
+
+def _planned_phases(job: PlannedJob) -> tuple[SubPhase, ...]:
+    return SFT_PHASES if job.trains_only else tuple(SubPhase)
+
+
+def _present(occupants: Iterator[Occupant], resident: Residency) -> dict[str, float]:
+    return {each.kind: each.size for each in occupants if getattr(resident, each.part)}
+
+
+def _trainer_occupants(job: PlannedJob, stage: int) -> Iterator[Occupant]:
+    """Yield weights, gradients and optimizer state of the policy and of a critic."""
+    for prefix, model in job.models.items():
+        trained, per_parameter = model.policy_trained_counts[stage], model.per_parameter
+        state = model.sharded_parameters(trained) * per_parameter.optimizer
+        yield Occupant(f"{prefix}weights", "policy_weights", model.weight_bytes[stage])
+        yield Occupant(f"{prefix}gradients", "gradients", trained.total * per_parameter.gradients)
+        yield Occupant(f"{prefix}optimizer", "optimizer", state)
+
+
+def _engine_occupants(engine: EngineMemory) -> Iterator[Occupant]:
+    yield Occupant("engine weights", "engine_weights", engine.weights)
+    yield Occupant("draft weights", "engine_weights", engine.draft_weights)
+    yield Occupant("KV cache", "engine_cache", engine.kv_cache)
+    yield Occupant("draft KV cache", "engine_cache", engine.draft_kv_cache)
+    yield Occupant("CUDA graphs", "engine_cache", engine.cuda_graphs)
+
+
+def _served_occupants(served: Mapping[str, ServedMemory]) -> Iterator[Occupant]:
+    for name, models in served.items():
+        yield Occupant(name, "reward_model", models.weights)
+        yield Occupant(f"{name}'s cache", "reward_model", models.kv_cache)
 
 
 def _fp8_base(job: PlannedJob) -> bool:
@@ -166,40 +165,10 @@ def _fp8_base(job: PlannedJob) -> bool:
     return lora is not None and lora.base_dtype is not None
 
 
-def _weight_bytes(job: PlannedJob, stage: int, sub_phase: SubPhase) -> float:
-    """Return the policy's weights on a device. Megatron builds them in the model's dtype before any are in FP8."""
-    if sub_phase is SubPhase.LOAD and _fp8_base(job):
-        return float(job.parameter_counts[stage].total * job.per_parameter.weights)
-    return job.weight_bytes[stage]
-
-
 def _layer_values_bytes(job: PlannedJob) -> float:
-    """Return what a linear layer, or all its experts, takes as values of FP8: these, and the largest in float32."""
+    """Return the bytes of a linear layer, or all its experts, dequantized: its values, and the largest in float32."""
     layout = job.settings.layout
-    largest = largest_adapted(job.hf, layout)
-    return float(job.per_parameter.weights * largest_layer(job.hf, layout) + 4 * largest)
-
-
-def _critic_memory(job: PlannedJob, stage: int, resident: Residency) -> dict[str, float]:
-    """Return what is of a critic on the device: it goes with the policy."""
-    if not job.has_critic:
-        return {}
-    count, per_parameter = job.critic_count(stage), job.critic.per_parameter
-    sharded = job.critic.sharded_parameters(count)
-    return {
-        "critic weights": resident.policy_weights * count.total * per_parameter.weights,
-        "critic gradients": resident.gradients * count.total * per_parameter.gradients,
-        "critic optimizer": resident.optimizer * sharded * per_parameter.optimizer,
-    }
-
-
-def _beyond_the_policy(job: PlannedJob, stage: int, sub_phase: SubPhase, passes: BytesByKind) -> dict[str, float]:
-    """Return what passes of a critic hold beyond those of the policy, `passes`, which come before or after them."""
-    if not job.has_critic:
-        return {}
-    is_training = sub_phase is SubPhase.TRAIN
-    needed = activation_bytes(job.critic, stage, 0.0) if is_training else forward_bytes(job.critic, stage)
-    return {"critic activations": max(0.0, needed - total_bytes(passes))}
+    return job.per_parameter.weights * largest_layer(job.hf, layout) + 4.0 * largest_adapted(job.hf, layout)
 
 
 def _resident(job: PlannedJob, sub_phase: SubPhase) -> Residency:
@@ -218,30 +187,22 @@ def engine_device_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase
     sizes = {
         "contexts": 2 * OVERHEADS.cuda_context,
         "communication": OVERHEADS.communicator + engine.communication,
-        "engine weights": engine.weights,
-        "draft weights": engine.draft_weights,
-        "KV cache": engine.kv_cache,
-        "draft KV cache": engine.draft_kv_cache,
-        "CUDA graphs": engine.cuda_graphs,
+        **_present(_engine_occupants(engine), ALL_RESIDENT),
     }
-    return {
-        SubPhase.GENERATE: sizes,
-        SubPhase.SYNC: sizes
-        | {
-            "sync rounds": staged,
-            "fragments": OVERHEADS.fragmentation * staged,
-            "quantization": QUANTIZATION_BYTES * job.engine_uses_fp8,  # of matrices of which a part cuts a block
-        },
+    while_syncing = {
+        "sync rounds": staged,
+        "fragments": OVERHEADS.fragmentation * staged,
+        "quantization": QUANTIZATION_BYTES * job.engine_uses_fp8,  # of matrices of which a part cuts a block
     }
+    return {SubPhase.GENERATE: sizes, SubPhase.SYNC: sizes | while_syncing}
 
 
 def communicator_bytes(job: PlannedJob) -> tuple[float, float]:
     """Return the bytes of the trainer's communicators on one device: in use, and while engines generate."""
-    layout, in_use, suspended = job.settings.layout, 0.0, 0.0
-    if not job.settings.shares_devices:
-        in_use += OVERHEADS.communicator  # of all ranks of the job: to send weights
-    groups = communicators(layout, job.train_ranks, bool(job.model.num_experts), job.has_copied_embedding)
-    for group in groups:
+    layout, suspended = job.settings.layout, 0.0
+    # A rank that only trains has a communicator of all ranks of the job, to send weights.
+    in_use = 0.0 if job.settings.shares_devices else OVERHEADS.communicator
+    for group in communicators(layout, job.train_ranks, bool(job.model.num_experts), job.has_copied_embedding):
         in_pairs = group.group == PIPELINE and layout.virtual_pipeline  # to the stages before and after
         size = OVERHEADS.communicator * (2 if in_pairs else 1)
         in_node = group.fits_in(job.gpus_per_node)
@@ -255,18 +216,19 @@ def communicator_bytes(job: PlannedJob) -> tuple[float, float]:
 def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[str, float]:
     """Return what a sub-phase allocates and frees again."""
     per_parameter = job.per_parameter
-    largest_tensor = _largest_tensor(job.model, job.settings.layout.tensor)
     if sub_phase is SubPhase.LOGPROB:
-        swapped = min(largest_tensor, job.policy_trained_counts[stage].total)
-        reference = swapped * per_parameter.weights if job.has_reference else 0.0
+        swapped = min(_largest_tensor(job.model, job.settings.layout.tensor), job.policy_trained_counts[stage].total)
         layer, head = forward_bytes(job, stage), logits_bytes(job, stage, backward=False)
-        # What the layers make is gone when the head begins.
-        passes = {"activations": max(0.0, layer - head), "logits": head, "reference": reference}
-        return passes | _beyond_the_policy(job, stage, sub_phase, passes)
+        passes = {
+            "activations": max(0.0, layer - head),  # what the layers make is gone when the head begins
+            "logits": head,
+            "reference": swapped * per_parameter.weights * job.has_reference,
+        }
+        return passes | _critic_activations(job, stage, sub_phase, passes)
     if sub_phase is SubPhase.TRAIN:
         head = logits_bytes(job, stage, backward=True)
         passes = {"activations": activation_bytes(job, stage, head), "logits": head}
-        return passes | _beyond_the_policy(job, stage, sub_phase, passes)
+        return passes | _critic_activations(job, stage, sub_phase, passes)
     if sub_phase is SubPhase.OPTIMIZER:
         sharded = job.trained_share(stage)
         piece = min(job.settings.optimizer.piece_bytes, sharded * per_parameter.host_optimizer)
@@ -291,6 +253,15 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
             "merged weights": _merged_bytes(job),
         }
     return {}
+
+
+def _critic_activations(job: PlannedJob, stage: int, sub_phase: SubPhase, policy: BytesByKind) -> dict[str, float]:
+    """Return what passes of a critic hold beyond those of the policy, which come before or after them."""
+    if not job.has_critic:
+        return {}
+    is_training = sub_phase is SubPhase.TRAIN
+    needed = activation_bytes(job.critic, stage, 0.0) if is_training else forward_bytes(job.critic, stage)
+    return {"critic activations": max(0.0, needed - total_bytes(policy))}
 
 
 def _merged_bytes(job: PlannedJob) -> float:
@@ -331,13 +302,15 @@ def host_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesBy
         if job.settings.training.router_replay == "R3":
             by_rank.append({"routed experts": hosted * _kept_by_an_engines_host(job, sub_phase)})
         if is_first and sub_phase is SubPhase.SAVE and job.settings.model.lora and _exports(job.settings):
-            by_rank.append({"export": _more_for_adapters(job)})
+            # Rank 0 holds all adapters before the weights are exported.
+            more = job.adapters * job.per_parameter.weights - _export_host_bytes(job)
+            by_rank.append({"export": max(0.0, more)})
         kinds = dict.fromkeys(kind for sizes in by_rank for kind in sizes)
         return {kind: sum(sizes.get(kind, 0) for sizes in by_rank) for kind in kinds}
 
     return {
         sub_phase: max((node_memory(node, sub_phase) for node in nodes), key=total_bytes)
-        for sub_phase in SubPhase
+        for sub_phase in _planned_phases(job)
         if job.settings.shares_devices or sub_phase is not SubPhase.OFFLOAD
     }
 
@@ -349,49 +322,35 @@ def _stage_of(job: PlannedJob, rank: int) -> int | None:
 
 def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: EngineMemory) -> dict[str, float]:
     """Return the memory of a rank that trains, with that of its engine where it hosts one."""
-    per_parameter, shared = job.per_parameter, job.settings.shares_devices
-    trained, reward, teacher = job.policy_trained_counts[stage], reward_memory(job), teacher_memory(job)
-    sharded = job.sharded_parameters(trained)
+    shared, served, trained = job.settings.shares_devices, served_memory(job), job.policy_trained_counts[stage]
+    processes = shared + sum(models.servers for models in served.values())
+    trained_bytes = trained.total * job.per_parameter.weights
     sizes = {
-        "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process * (shared + reward.servers + teacher.servers),
-        "weights": job.weight_bytes[stage] * (per_parameter.host_copies / per_parameter.weights) * shared,
-        "reference": trained.total * per_parameter.weights * job.has_reference,
-        "former weights": trained.total * per_parameter.weights * job.settings.keeps_former_weights,
-        "optimizer": sharded * per_parameter.host_optimizer * (sub_phase is not SubPhase.START),
+        "processes": OVERHEADS.trainer_process + OVERHEADS.engine_process * processes,
+        "reference": trained_bytes * job.has_reference,
+        "former weights": trained_bytes * job.settings.keeps_former_weights,
         "checkpoint": _checkpoint_host_bytes(job, sub_phase),
         "export": _export_host_bytes(job) * (sub_phase is SubPhase.SAVE and _exports(job.settings)),
         "engine weights": _backup_bytes(job, engine) * shared,
         "draft weights": engine.draft_weights * shared,
-        "reward model": reward.weights,  # its copy stays while it is awake
-        "teacher": teacher.weights,
-        **_critic_host_memory(job, sub_phase, stage),
+        **{name: models.weights for name, models in served.items()},  # the copy stays while a model is awake
     }
+    has_begun = sub_phase not in BEFORE_TRAINING
+    for prefix, model in job.models.items():
+        per_parameter, sharded = model.per_parameter, model.sharded_parameters(model.policy_trained_counts[stage])
+        copies = per_parameter.host_copies / per_parameter.weights
+        # The pinned copy stays while the optimizer is on the device.
+        pinned = per_parameter.optimizer * (has_begun and job.offloads and job.optimizer_offload == "step")
+        state = per_parameter.host_optimizer * (sub_phase is not SubPhase.START) + pinned
+        sizes[f"{prefix}weights"] = model.weight_bytes[stage] * copies * shared * has_begun
+        sizes[f"{prefix}optimizer"] = sharded * state
     if job.settings.training.router_replay != "none":
-        sizes["routed experts"] = (
-            _routed_expert_bytes(job, sub_phase) + _engine_routed_expert_bytes(job, engine) * shared
-        )
-    if sub_phase in (SubPhase.START, SubPhase.LOAD):
-        sizes["weights"] = 0.0
-    elif job.optimizer_offload == "step":  # the pinned copy stays while the optimizer is on the device
-        sizes["optimizer"] += sharded * per_parameter.optimizer * job.offloads
+        experts = _routed_expert_bytes(job, sub_phase) + _engine_routed_expert_bytes(job, engine) * shared
+        sizes["routed experts"] = experts
     if job.offloads and not RESIDENT[sub_phase].communicators:
         in_use, suspended = communicator_bytes(job)
         sizes["communicators"] = in_use - suspended
     return sizes
-
-
-def _critic_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int) -> dict[str, float]:
-    """Return what a rank keeps of a critic on the host, as of the policy."""
-    if not job.has_critic:
-        return {}
-    count, per_parameter = job.critic_count(stage), job.critic.per_parameter
-    sharded, has_begun = job.critic.sharded_parameters(count), sub_phase not in (SubPhase.START, SubPhase.LOAD)
-    moves = has_begun and job.optimizer_offload == "step" and job.offloads
-    state = per_parameter.host_optimizer * (sub_phase is not SubPhase.START) + per_parameter.optimizer * moves
-    return {
-        "critic weights": count.total * per_parameter.host_copies * job.settings.shares_devices * has_begun,
-        "critic optimizer": sharded * state,
-    }
 
 
 def _exports(settings: Settings) -> bool:
@@ -405,11 +364,6 @@ def _export_host_bytes(job: PlannedJob) -> float:
     return min(2 * max(SHARD_BYTES, tensor) + tensor, max(tensor, folder / job.train_ranks))
 
 
-def _more_for_adapters(job: PlannedJob) -> float:
-    """Return what rank 0, which holds all adapters before the weights are exported, needs beyond those."""
-    return max(0.0, job.adapters * job.per_parameter.weights - _export_host_bytes(job))
-
-
 def engine_host_memory(job: PlannedJob, engine: EngineMemory) -> dict[str, float]:
     """Return the memory of a rank that only hosts an engine."""
     processes = OVERHEADS.trainer_process + OVERHEADS.engine_process
@@ -420,21 +374,19 @@ def engine_host_memory(job: PlannedJob, engine: EngineMemory) -> dict[str, float
 
 
 def _backup_bytes(job: PlannedJob, engine: EngineMemory) -> float:
-    """Return what an engine keeps of its weights on the host, if it does."""
     return engine.weights * bool(job.settings.engine.args.get("enable_weights_cpu_backup"))
 
 
 def _routed_expert_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
-    """Return what a rank that trains keeps of the experts to replay, its own share, where it has them."""
-    comes_with_samples = job.settings.training.router_replay == "R3"
+    """Return what a rank that trains keeps of the experts to replay: its own share, from where it has them."""
     phases = tuple(SubPhase)
-    first = phases.index(SubPhase.SCORE if comes_with_samples else SubPhase.LOGPROB)
-    is_kept = sub_phase in phases[first : phases.index(SubPhase.OFFLOAD)]
+    first = SubPhase.SCORE if job.settings.training.router_replay == "R3" else SubPhase.LOGPROB
+    is_kept = sub_phase in phases[phases.index(first) : phases.index(SubPhase.OFFLOAD)]
     return _replayed_bytes(job) / job.train_ranks * is_kept
 
 
 def _kept_by_an_engines_host(job: PlannedJob, sub_phase: SubPhase) -> float:
-    """Return what the rank that talks to an engine keeps of all its samples: of a step, till it has sent them.
+    """Return what the rank that talks to an engine keeps of its samples' experts until it has sent them.
 
     Samples begun for later steps are counted as if they had ended. An engine with GPUs of its own always has a step's.
     """

@@ -1,10 +1,10 @@
 """One plan: memory, resource use and time of every sub-phase of a step, and whether it fits its machines."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from grpo_mp.algorithms.settings import needs_old_logprobs
-from grpo_mp.planner.generation import GenerationPlan, generation_use, plan_generation
+from grpo_mp.planner.generation import generation_use
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.memory import (
     BESIDE_A_SAVE,
@@ -15,7 +15,7 @@ from grpo_mp.planner.memory import (
     plan_memory,
     total_bytes,
 )
-from grpo_mp.planner.resource_use import Part, ResourceUse, TimeEstimate, estimate_time
+from grpo_mp.planner.resource_use import ResourceUse, TimeEstimate, estimate_time
 from grpo_mp.planner.sync_use import check_use, save_moves_use, sleep_use, sync_use
 from grpo_mp.planner.training_use import logprob_use, optimizer_use, train_use
 from grpo_mp.utils.phases import GIB
@@ -27,108 +27,93 @@ ON_BOTH = (SubPhase.SYNC, SubPhase.CHECK)  # neither works meanwhile
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job needs and how long a step takes it. `uses` and `times` are of one GPU."""
+    """The needs of a job, and the time of a step. `uses` and `times` are of one GPU."""
 
     job: PlannedJob
     memory: MemoryPlan
     uses: Mapping[SubPhase, ResourceUse]
     times: Mapping[SubPhase, TimeEstimate]
-    generation: GenerationPlan
+
+    def seconds(self, sub_phase: SubPhase) -> float:
+        """Return the expected seconds of a sub-phase in a step: its share of them for a save, 0 for the start."""
+        if sub_phase in ONCE_PER_RUN or sub_phase not in self.times:
+            return 0.0
+        save_every = self.job.settings.run.save_every
+        times = (1 / save_every if save_every else 0.0) if sub_phase is SubPhase.SAVE else 1.0
+        return self.times[sub_phase].expected_s * times
 
     @property
     def step_s(self) -> float:
         """Return the expected seconds of a step, with its share of saving."""
-        return sum(self._step_parts(_expected_s).values())
-
-    @property
-    def roofline_s(self) -> float:
-        """Return the seconds of a step at the roofline, with its share of saving."""
-        return sum(self._step_parts(_roofline_s).values())
+        return sum(map(self.seconds, self._step_phases))
 
     @property
     def sync_s(self) -> float:
         """Return the expected seconds of the weight sync and the check after it."""
-        return sum(self.times[sub_phase].expected_s for sub_phase in ON_BOTH)
+        return sum(map(self.seconds, ON_BOTH))
 
     @property
     def sides_s(self) -> tuple[float, float, float]:
         """Return the expected seconds of a step's generation, of its training, and of the weight sync."""
-        engines, trainer, sync = (sum(part.values()) for part in self._sides(_expected_s))
-        return engines, trainer, sync
+        return sum(map(self.seconds, ON_ENGINES)), sum(map(self.seconds, self._trainer_phases)), self.sync_s
 
-    def _step_parts(self, seconds: Callable[[TimeEstimate], float]) -> dict[SubPhase, float]:
-        """Return the seconds of the sub-phases that add up to a step.
+    @property
+    def _trainer_phases(self) -> tuple[SubPhase, ...]:
+        return tuple(sub_phase for sub_phase in self.times if sub_phase not in (*ON_ENGINES, *ON_BOTH))
+
+    @property
+    def _step_phases(self) -> tuple[SubPhase, ...]:
+        """Return the sub-phases that add up to a step.
 
         These are all, or where engines have GPUs of their own those of the slower side and the weight sync.
         """
         if self.job.settings.shares_devices:
-            return {
-                sub_phase: seconds(self.times[sub_phase]) * self.times_per_step(sub_phase) for sub_phase in SubPhase
-            }
-        engines, trainer, sync = self._sides(seconds)
-        return max(engines, trainer, key=lambda part: sum(part.values())) | sync
-
-    def _sides(self, seconds: Callable[[TimeEstimate], float]) -> tuple[dict[SubPhase, float], ...]:
-        parts = {sub_phase: seconds(time) * self.times_per_step(sub_phase) for sub_phase, time in self.times.items()}
-        trainer = tuple(sub_phase for sub_phase in parts if sub_phase not in (*ON_ENGINES, *ON_BOTH))
-        return tuple({name: parts[name] for name in names} for names in (ON_ENGINES, trainer, ON_BOTH))
+            return tuple(self.times)
+        generation_s, training_s, _ = self.sides_s
+        return (*(ON_ENGINES if generation_s > training_s else self._trainer_phases), *ON_BOTH)
 
     @property
     def bottleneck(self) -> tuple[SubPhase, str, float]:
         """Return the sub-phase and its resource that take most of a step, and their seconds."""
         seconds = [
-            (sub_phase, name, part_s * self.times_per_step(sub_phase))
-            for sub_phase in self._step_parts(_expected_s)
+            (sub_phase, name, part_s / self.times[sub_phase].expected_s * self.seconds(sub_phase))
+            for sub_phase in self._step_phases
+            if sub_phase in self.times
             for name, part_s in self.times[sub_phase].parts.items()
         ]
         return max(seconds, key=lambda item: item[2])
-
-    def times_per_step(self, sub_phase: SubPhase) -> float:
-        """Return how often a sub-phase happens in a step; less than once for saving."""
-        if sub_phase in ONCE_PER_RUN:
-            return 0.0
-        save_every = self.job.settings.run.save_every
-        return (1 / save_every if save_every else 0.0) if sub_phase is SubPhase.SAVE else 1.0
-
-
-def _expected_s(time: TimeEstimate) -> float:
-    return time.expected_s
-
-
-def _roofline_s(time: TimeEstimate) -> float:
-    return time.roofline_s
 
 
 def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
     """Plan a job; `with_sync` false leaves out the time of the weight sync, most of a second to plan, and its check."""
     memory = plan_memory(job)
-    uses = _resource_uses(job, memory) | dict.fromkeys(ON_BOTH, ResourceUse())
-    if with_sync:
-        uses |= {SubPhase.SYNC: sync_use(job), SubPhase.CHECK: check_use(job, memory.engine)}
+    uses = {
+        SubPhase.LOAD: _load_use(job),
+        SubPhase.TRAIN: train_use(job),
+        SubPhase.OPTIMIZER: optimizer_use(job, job.largest_stage),
+    }
+    if not job.trains_only:
+        uses |= _rollout_uses(job, memory)
+        uses |= {SubPhase.SYNC: sync_use(job), SubPhase.CHECK: check_use(job, memory.engine)} if with_sync else {}
     uses[SubPhase.SAVE] = _save_use(job, uses)
+    uses = {sub_phase: uses.get(sub_phase, ResourceUse()) for sub_phase in SubPhase if sub_phase in memory.host}
     times = {sub_phase: estimate_time(use, job.cluster) for sub_phase, use in uses.items()}
-    return Plan(job, memory, uses=uses, times=times, generation=plan_generation(job, memory.engine))
+    return Plan(job, memory, uses=uses, times=times)
 
 
-def _resource_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
-    per_parameter = job.per_parameter
-    stage = largest_stage(job)
-    algorithm = job.settings.algorithm
+def _rollout_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
+    """Return the use of generation, logprobs, and moves between trainer and engines."""
+    per_parameter, stage, algorithm = job.per_parameter, job.largest_stage, job.settings.algorithm
     passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + bool(algorithm.kl.coef)
     swap = 4 * job.policy_trained_counts[stage].total * per_parameter.weights * job.has_reference
     weights = 2 * job.held_weight_bytes[stage] * job.offloads
-    communicators = 2 * _suspended_bytes(job)
     moves = job.offloads and job.optimizer_offload == "step"
     state = job.trained_share(stage) * per_parameter.optimizer * 2 * moves  # there and back
+    moved = weights + state + 2 * _suspended_bytes(job)
     return {
-        SubPhase.START: ResourceUse(),  # engines read no weights
-        SubPhase.LOAD: resume_use(job, stage),
         SubPhase.GENERATE: generation_use(job, memory.engine),
-        SubPhase.SCORE: ResourceUse(),
         SubPhase.LOGPROB: logprob_use(job, passes) + ResourceUse(host_link_bytes=swap),
-        SubPhase.TRAIN: train_use(job),
-        SubPhase.OPTIMIZER: optimizer_use(job, stage),
-        SubPhase.OFFLOAD: ResourceUse(host_link_bytes=weights + state + communicators) + sleep_use(job),
+        SubPhase.OFFLOAD: ResourceUse(host_link_bytes=moved) + sleep_use(job),
     }
 
 
@@ -138,29 +123,17 @@ def _suspended_bytes(job: PlannedJob) -> float:
     return (in_use - suspended) * job.offloads
 
 
-def largest_stage(job: PlannedJob) -> int:
-    """Return the pipeline stage with most parameters."""
-    return max(range(len(job.parameter_counts)), key=lambda index: job.parameter_counts[index].total)
-
-
-def load_use(job: PlannedJob, stage: int) -> ResourceUse:
-    """Return the use of one GPU that reading the model's folder takes, in bfloat16."""
-    weights = job.held(stage) * 2
-    return ResourceUse(disk_bytes=weights * min(job.gpus_per_node, job.train_ranks), host_link_bytes=weights)
-
-
-def resume_use(job: PlannedJob, stage: int) -> ResourceUse:
+def _load_use(job: PlannedJob) -> ResourceUse:
     """Return the use of one GPU that a resume takes; a fresh start reads less: its weights alone.
 
     Each rank reads its weights, the reference's too, as do its replicas on the node, and its share of the state.
     """
-    per_parameter = job.per_parameter
+    per_parameter, stage = job.per_parameter, job.largest_stage
     weights = job.held_weight_bytes[stage]
     state = job.trained_share(stage) * per_parameter.saved_state
     reference = job.policy_trained_counts[stage].total * per_parameter.weights * job.has_reference
-    own = weights + reference + state
-    on_node = min(job.gpus_per_node, job.train_ranks)
-    return ResourceUse(disk_bytes=own * on_node, host_link_bytes=weights + state)
+    read = (weights + reference + state) * min(job.gpus_per_node, job.train_ranks)
+    return ResourceUse(disk_bytes=read, host_link_bytes=weights + state)
 
 
 def save_uses(job: PlannedJob) -> tuple[ResourceUse, ResourceUse]:
@@ -172,10 +145,10 @@ def save_uses(job: PlannedJob) -> tuple[ResourceUse, ResourceUse]:
     nodes = max(1.0, job.train_ranks / job.gpus_per_node)
     waits_for = per_parameter.weights + per_parameter.saved_reference
     weights = ResourceUse(disk_bytes=job.trained_parameters * waits_for / nodes)
+    share = max(map(job.trained_share, range(len(job.stage_layers))))
     rest = ResourceUse(
         disk_bytes=job.trained_parameters * per_parameter.saved_state / nodes,
-        host_copy_bytes=max(map(job.trained_share, range(len(job.stage_layers))))
-        * (per_parameter.weights + per_parameter.saved_state),
+        host_copy_bytes=share * (per_parameter.weights + per_parameter.saved_state),
     )
     return weights, rest
 
@@ -183,15 +156,15 @@ def save_uses(job: PlannedJob) -> tuple[ResourceUse, ResourceUse]:
 def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> ResourceUse:
     """Return the use of one GPU that a save takes from a step: what the next step's phases do not hide is left."""
     weights, rest = save_uses(job)
+    if job.trains_only:
+        return weights + rest  # the update after it waits for all of it
     if job.saves_weights_beside:
         weights, rest = ResourceUse(), weights + rest
     beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)  # a trainer that waits is not slower
-    hidden_s = sum(estimate_time(uses[sub_phase], job.cluster).expected_s for sub_phase in beside)
+    hidden_s = sum(estimate_time(uses[phase], job.cluster).expected_s for phase in beside if phase in uses)
     share = 1 - hidden_s / estimate_time(rest, job.cluster).expected_s if job.settings.run.async_save else 1.0
-    stage_weights = job.held_weight_bytes[largest_stage(job)]
-    moves = save_moves_use(job, stage_weights, _suspended_bytes(job))
-    parts = (Part("the trainer comes back and leaves", moves),) if job.offloads else ()
-    return replace(weights + rest.scaled(max(0.0, share)), parts=parts)
+    moves = save_moves_use(job, job.held_weight_bytes[job.largest_stage], _suspended_bytes(job))
+    return weights + rest.scaled(max(0.0, share)) + moves
 
 
 @dataclass(frozen=True)
@@ -206,8 +179,13 @@ class MemoryPeak:
     kind_bytes: float
 
     @classmethod
-    def of(cls, place: str, sub_phase: SubPhase, sizes: BytesByKind, capacity: float) -> "MemoryPeak":
-        """Make the peak from the bytes of each kind: their sum and the largest."""
+    def of(cls, places: Mapping[str, Mapping[SubPhase, BytesByKind]], capacity: float) -> "MemoryPeak":
+        """Find the peak of places with the same capacity."""
+        place, sub_phase = max(
+            ((place, sub_phase) for place, sizes in places.items() for sub_phase in sizes),
+            key=lambda item: total_bytes(places[item[0]][item[1]]),
+        )
+        sizes = places[place][sub_phase]
         kind = max(sizes, key=lambda name: sizes[name])
         return cls(place, sub_phase, total_bytes(sizes), capacity, kind, sizes[kind])
 
@@ -259,21 +237,15 @@ def check_fits(plan: Plan) -> Feasibility:
     per_stage = job.train_ranks // len(memory.device)
     places = {f"rank {stage * per_stage} (pipeline stage {stage})": sizes for stage, sizes in enumerate(memory.device)}
     places |= {f"rank {job.train_ranks} (an engine)": memory.engine_device} if memory.engine_device else {}
-    place, sub_phase = max(
-        ((place, sub_phase) for place, sizes in places.items() for sub_phase in sizes),
-        key=lambda item: total_bytes(places[item[0]][item[1]]),
-    )
-    device = MemoryPeak.of(place, sub_phase, places[place][sub_phase], job.cluster.gpu_bytes)
-    sub_phase = max(memory.host, key=lambda sub_phase: total_bytes(memory.host[sub_phase]))
-    host = MemoryPeak.of("a node's host", sub_phase, memory.host[sub_phase], job.cluster.host_bytes)
-    return Feasibility(device, host, _kv_cache_problem(plan))
+    host = MemoryPeak.of({"a node's host": memory.host}, job.cluster.host_bytes)
+    return Feasibility(MemoryPeak.of(places, job.cluster.gpu_bytes), host, _kv_cache_problem(plan))
 
 
 def _kv_cache_problem(plan: Plan) -> str:
     """Say why the KV cache of each replica of an engine does not hold one of the longest sequences; "": it does."""
     job, engine = plan.job, plan.memory.engine
     tokens = engine.kv_cache_tokens // job.engine_parallelism.replicas
-    if tokens >= job.settings.max_request_tokens:
+    if job.trains_only or tokens >= job.settings.max_request_tokens:
         return ""
     return (
         f"the engine's cache holds {tokens:,} tokens beside {engine.weights / GIB:.1f} GiB of weights, the longest "

@@ -1,153 +1,114 @@
-"""What one GPU computes and moves in a phase, and how long that takes at best and as expected, term by term."""
+"""What one GPU computes and moves in a phase, and how long that takes."""
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from grpo_mp.distributed.layout import ModelShape
+from grpo_mp.models.families import family_of
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import Cluster
 
 GIGA = 1e9
 TERA = 1e12
-FIRST_OF_SUM = ("fp8", "bubble")  # fields that a sum takes from its first operand
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Something that takes `seconds` each time, whatever the machine's rates, and happens `count` times."""
-
-    name: str
-    count: float
-    seconds: float
 
 
 @dataclass(frozen=True)
 class ResourceUse:
-    """What one GPU does in one sub-phase of a step: FLOPs, bytes by link, and waits that follow from no rate.
+    """FLOPs and bytes of one GPU in one phase of a step.
 
-    `parts`: what it does besides, under names of their own, after the rest. `bubble`: seconds that a pipeline waits for
-    each second of work. The roofline leaves out waits and bubble.
+    `latency_s`: seconds that follow from no rate. `bubble`: seconds that a pipeline idles for each second of work.
     """
 
     flops: float = 0.0
-    fp8: bool = False
-    fp8_flops: float = 0.0  # besides `flops`, whatever `fp8` says of those
+    fp8_flops: float = 0.0
     device_bytes: float = 0.0
     nvlink_bytes: float = 0.0
     network_bytes: float = 0.0
     host_link_bytes: float = 0.0
     host_copy_bytes: float = 0.0
     disk_bytes: float = 0.0  # of the node
-    waits: tuple[Wait, ...] = ()
-    parts: tuple["Part", ...] = ()
+    latency_s: float = 0.0
     bubble: float = 0.0
 
     def scaled(self, factor: float) -> "ResourceUse":
         """Return this use `factor` times over."""
-        waits = tuple(replace(wait, count=wait.count * factor) for wait in self.waits)
-        parts = tuple(replace(part, use=part.use.scaled(factor)) for part in self.parts)
-        others = (*FIRST_OF_SUM, "waits", "parts")
-        amounts = {name: value * factor for name, value in vars(self).items() if name not in others}
-        return replace(self, **amounts, waits=waits, parts=parts)
+        return ResourceUse(**{name: value * factor for name, value in vars(self).items()} | {"bubble": self.bubble})
 
     def __add__(self, other: "ResourceUse") -> "ResourceUse":
-        """Add up two uses, one after the other; `fp8` and `bubble` are those of the first."""
-        names = [name for name in vars(self) if name not in FIRST_OF_SUM]
-        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
-
-
-@dataclass(frozen=True)
-class Part:
-    """Something in a sub-phase whose seconds are to be seen by its name."""
-
-    name: str
-    use: ResourceUse
-
-
-@dataclass(frozen=True)
-class Term:
-    """A part of a time: `amount` / (`rate` x `share`), or a count of waits; `what` says it in words."""
-
-    resource: str
-    what: str
-    expected_s: float
-    roofline_s: float = 0.0
+        """Add up two uses, one after the other; the bubble is that of the first."""
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        return ResourceUse(**sums | {"bubble": self.bubble})
 
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """The seconds of a sub-phase as terms, which happen one after the other."""
+    """Expected seconds of a phase by the resource that takes them, one after the other."""
 
-    terms: tuple[Term, ...]
-
-    @property
-    def roofline_s(self) -> float:
-        """Return the seconds of the slowest resource at its peak, everything else hidden behind it."""
-        return max((term.roofline_s for term in self.terms), default=0.0)
+    parts: Mapping[str, float]
 
     @property
     def expected_s(self) -> float:
-        """Return the expected seconds, all terms one after the other."""
-        return sum(term.expected_s for term in self.terms)
-
-    @property
-    def parts(self) -> Mapping[str, float]:
-        """Return the expected seconds by the resource that takes them."""
-        seconds: dict[str, float] = defaultdict(float)
-        for term in self.terms:
-            seconds[term.resource] += term.expected_s
-        return dict(seconds)
+        """Return the sum over resources."""
+        return sum(self.parts.values())
 
 
 def estimate_time(use: ResourceUse, cluster: Cluster) -> TimeEstimate:
-    """Estimate the seconds of one sub-phase: each resource at the share of its peak that the profile calls achievable,
-    then what waits for a pipeline, then waits, then the parts that have names."""
+    """Estimate the seconds of a phase, each resource at the share of its peak that the profile calls achievable."""
     achievable = cluster.achievable
-    tflops = cluster.matmul_tflops(use.fp8) if use.flops else cluster.bf16_tflops
-    products = _term(
-        "matrix products", use.flops / TERA, unit="TFLOP", rate=tflops, rate_unit="TFLOP/s", share=achievable.matmul
+    fp8_rate = cluster.matmul_tflops(fp8=True) if use.fp8_flops else 1.0
+    products = use.flops / TERA / cluster.bf16_tflops + use.fp8_flops / TERA / fp8_rate
+    parts = {
+        "matrix products": products / achievable.matmul,
+        "device memory": use.device_bytes / GIGA / cluster.device_memory_gb_s / achievable.device_memory,
+        "NVLink": use.nvlink_bytes / GIGA / cluster.nvlink_gb_s / achievable.link,
+        "network": use.network_bytes / GIGA / cluster.network_gb_s / achievable.link,
+        "host link": use.host_link_bytes / GIGA / cluster.host_link_gb_s / achievable.link,
+        "host copies": use.host_copy_bytes / GIGA / cluster.host_copy_gb_s / achievable.link,
+        "disk": use.disk_bytes / GIGA / cluster.disk_gb_s,
+    }
+    parts["waiting in the pipeline"] = sum(parts.values()) * use.bubble
+    parts["latency"] = use.latency_s
+    return TimeEstimate({name: seconds for name, seconds in parts.items() if seconds})
+
+
+def forward_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: float) -> float:
+    """Return two FLOPs per active parameter, and attention over half of the context.
+
+    `context_tokens`: length of the token's sequence, averaged over tokens.
+    """
+    attention = model.num_layers * model.num_heads * (model.qk_head_dim + model.v_head_dim) * context_tokens
+    return 2.0 * active_parameters(model, hf) + attention
+
+
+def mtp_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: float) -> float:
+    """Return the FLOPs of a multi-token-prediction layer in training: a mean layer, its projection, the head."""
+    if not hf.trains_mtp:
+        return 0.0
+    head = 2.0 * model.hidden_size * model.vocab_size
+    layers = forward_flops_per_token(model, hf, context_tokens) - head
+    return layers / model.num_layers + 4.0 * model.hidden_size**2 + head
+
+
+def fp8_flops_per_token(model: ModelShape, hf: HfConfig) -> float:
+    """Return the FLOPs that training.fp8_format computes in FP8: all but attention, head and routers."""
+    router = model.num_moe_layers * model.hidden_size * model.num_experts
+    return 2.0 * (active_parameters(model, hf) - model.hidden_size * model.vocab_size - router)
+
+
+def active_parameters(model: ModelShape, hf: HfConfig) -> int:
+    """Count the parameters that one token uses: its experts and everything else but the embedding."""
+    attention = sum(
+        len(rule.layers or ()) * sum(shape[0] * shape[1] for shape in rule.shapes if len(shape) == 2)
+        for rule in family_of(hf).rules(replace(hf, trains_mtp=False))
+        if "self_attention" in rule.name
     )
-    rated = [
-        products,
-        *_fp8_products(use.fp8_flops, cluster, products.roofline_s),
-        *(
-            _term(name, size / GIGA, unit="GB", rate=rate, rate_unit="GB/s", share=share)
-            for name, size, rate, share in (
-                ("device memory", use.device_bytes, cluster.device_memory_gb_s, achievable.device_memory),
-                ("NVLink", use.nvlink_bytes, cluster.nvlink_gb_s, achievable.link),
-                ("network", use.network_bytes, cluster.network_gb_s, achievable.link),
-                ("host link", use.host_link_bytes, cluster.host_link_gb_s, achievable.link),
-                ("host copies", use.host_copy_bytes, cluster.host_copy_gb_s, achievable.link),
-                ("disk", use.disk_bytes, cluster.disk_gb_s, 1.0),
-            )
-        ),
-    ]
-    busy = sum(term.expected_s for term in rated)
-    idle = Term("waiting in the pipeline", f"{busy:,.1f} s of work x {use.bubble:.1%}", busy * use.bubble)
-    waits = [
-        Term("latency", f"{_count(wait.count)} {wait.name} x {wait.seconds * 1e6:,.0f} us", wait.count * wait.seconds)
-        for wait in use.waits
-    ]
-    named = [
-        replace(term, what=f"{part.name}: {term.what}")
-        for part in use.parts
-        for term in estimate_time(part.use, cluster).terms
-    ]
-    return TimeEstimate(tuple(term for term in (*rated, idle, *waits, *named) if term.expected_s))
+    num_dense_layers = model.num_layers - model.num_moe_layers
+    mlp_width = model.ffn_hidden_size * num_dense_layers + model.shared_expert_size * model.num_moe_layers
+    router = model.num_moe_layers * model.hidden_size * model.num_experts
+    routed = routed_parameters(model, model.experts_per_token)
+    return attention + 3 * model.hidden_size * mlp_width + routed + router + model.hidden_size * model.vocab_size
 
 
-def _fp8_products(flops: float, cluster: Cluster, others_s: float) -> list[Term]:
-    """Return the products in FP8, whose roofline is above `others_s` of the same cores."""
-    if not flops:
-        return []
-    rate, share = cluster.matmul_tflops(fp8=True), cluster.achievable.matmul
-    term = _term("matrix products", flops / TERA, unit="TFLOP in FP8", rate=rate, rate_unit="TFLOP/s", share=share)
-    return [replace(term, roofline_s=term.roofline_s + others_s)]
-
-
-def _term(resource: str, amount: float, unit: str, rate: float, rate_unit: str, share: float) -> Term:
-    what = f"{amount:,.1f} {unit} at {share:.0%} of {rate:,.0f} {rate_unit}"
-    return Term(resource, what, amount / (rate * share), amount / rate)
-
-
-def _count(count: float) -> str:
-    return f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
+def routed_parameters(model: ModelShape, experts: int) -> int:
+    """Count the parameters of `experts` routed experts in every MoE layer."""
+    return model.num_moe_layers * experts * 3 * model.hidden_size * model.moe_ffn_hidden_size

@@ -4,7 +4,7 @@ from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import EngineMemory
 from grpo_mp.planner.generation import prefill_flops
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.resource_use import Part, ResourceUse, Wait
+from grpo_mp.planner.resource_use import ResourceUse
 from grpo_mp.planner.training_use import lone_pass_use
 from grpo_mp.planner.weight_traffic import check_lengths, sync_traffic
 
@@ -25,21 +25,17 @@ def sync_use(job: PlannedJob) -> ResourceUse:
     Links are as unevenly used over the rounds as measured. Quantization is not: while a round is sent, the next one is
     quantized.
     """
-    traffic = sync_traffic(job)
-    uneven, shared = OVERHEADS.sync_unevenness, job.settings.shares_devices
+    traffic, uneven, shared = sync_traffic(job), OVERHEADS.sync_unevenness, job.settings.shares_devices
     requests = SYNC_REQUESTS + traffic.rounds + (1 if shared else PAUSE_REQUESTS)
     quantized = (QUANTIZED_ELEMENT_BYTES + job.per_parameter.weights) * traffic.quantized
+    latency_s = requests * OVERHEADS.engine_request_s + shared * OVERHEADS.engine_memory_s
+    latency_s += ROUND_COLLECTIVES * traffic.rounds * OVERHEADS.host_collective_s
+    latency_s += traffic.tensors * OVERHEADS.sync_tensor_s
     return ResourceUse(
-        device_bytes=4 * traffic.loaded,  # packed, joined, shared, loaded
+        device_bytes=4 * traffic.loaded + quantized,  # packed, joined, shared, loaded
         nvlink_bytes=uneven * traffic.nvlink,
         network_bytes=uneven * traffic.network,
-        waits=(
-            Wait("requests to an engine", requests, OVERHEADS.engine_request_s),
-            Wait("collectives between hosts", ROUND_COLLECTIVES * traffic.rounds, OVERHEADS.host_collective_s),
-            Wait("tensors that an engine loads", traffic.tensors, OVERHEADS.sync_tensor_s),
-            Wait("wakes of an engine's weights", float(shared), OVERHEADS.engine_memory_s),
-        ),
-        parts=(Part("FP8 quantization", ResourceUse(device_bytes=quantized)),) if quantized else (),
+        latency_s=latency_s,
     )
 
 
@@ -50,40 +46,24 @@ def check_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
     """
     lengths, shared = check_lengths(job), job.settings.shares_devices
     tokens, idle_replicas = sum(lengths), max(1.0, job.engine_parallelism.replicas / len(lengths))
-    scored = ResourceUse(
-        flops=prefill_flops(job, tokens) * idle_replicas,
-        device_bytes=engine.weights,
-        waits=(
-            Wait("layers of an engine", job.model.num_layers, OVERHEADS.eager_layer_s),
-            Wait("requests to an engine", 1 + shared, OVERHEADS.engine_request_s),
-            Wait("wakes of an engine's cache", float(shared), OVERHEADS.engine_memory_s),
-            Wait("collectives between hosts", CHECK_COLLECTIVES, OVERHEADS.host_collective_s),
-        ),
-    )
+    latency_s = job.model.num_layers * OVERHEADS.eager_layer_s + CHECK_COLLECTIVES * OVERHEADS.host_collective_s
+    latency_s += (1 + shared) * OVERHEADS.engine_request_s + shared * OVERHEADS.engine_memory_s
+    flops = prefill_flops(job, tokens) * idle_replicas
+    scored = ResourceUse(flops=flops, device_bytes=engine.weights, latency_s=latency_s)
     return lone_pass_use(job, tokens, job.prompt_tokens) + scored
 
 
 def sleep_use(job: PlannedJob) -> ResourceUse:
-    """Return what it takes engines to give up their weights and caches, where the policy shares their devices."""
-    return ResourceUse(
-        waits=(
-            Wait("requests to an engine", SLEEP_REQUESTS * job.offloads, OVERHEADS.engine_request_s),
-            Wait("moves of an engine's memory", 2.0 * job.offloads, OVERHEADS.engine_memory_s),
-        )
-    )
+    """Return the use of engines that give up their weights and caches to the policy."""
+    seconds = SLEEP_REQUESTS * OVERHEADS.engine_request_s + 2 * OVERHEADS.engine_memory_s
+    return ResourceUse(latency_s=job.offloads * seconds)
 
 
 def save_moves_use(job: PlannedJob, weights: float, communicators: float) -> ResourceUse:
-    """Return what it takes the trainer to come back for a save, and to leave again, before engines generate.
+    """Return the use of a trainer that comes back for a save and leaves again; both sizes are bytes of one GPU.
 
-    `weights`, `communicators`: bytes of one GPU. Engines keep their weights, and give up their caches.
+    Engines keep their weights, and give up their caches.
     """
-    if not job.offloads:
-        return ResourceUse()
-    return ResourceUse(
-        host_link_bytes=2 * (weights + communicators),
-        waits=(
-            Wait("requests to an engine", CACHE_REQUESTS, OVERHEADS.engine_request_s),
-            Wait("moves of an engine's cache", 2.0, OVERHEADS.engine_memory_s),
-        ),
-    )
+    latency_s = CACHE_REQUESTS * OVERHEADS.engine_request_s + 2 * OVERHEADS.engine_memory_s
+    moves = ResourceUse(host_link_bytes=2 * (weights + communicators), latency_s=latency_s)
+    return moves.scaled(job.offloads)

@@ -3,15 +3,16 @@
 from dataclasses import dataclass, replace
 
 from grpo_mp.planner.clusters import OVERHEADS
-from grpo_mp.planner.flops import (
+from grpo_mp.planner.job import PlannedJob
+from grpo_mp.planner.parameter_count import ParameterCount
+from grpo_mp.planner.resource_use import (
+    ResourceUse,
     active_parameters,
+    estimate_time,
     forward_flops_per_token,
     fp8_flops_per_token,
     mtp_flops_per_token,
 )
-from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.parameter_count import ParameterCount
-from grpo_mp.planner.resource_use import ResourceUse, Wait, estimate_time
 
 ACTIVATION_BYTES = 2  # of an element that is sent
 
@@ -28,13 +29,12 @@ class LayerTraffic:
 
 def logprob_use(job: PlannedJob, passes: float) -> ResourceUse:
     """Return `passes` forward passes over the samples of a step, and a critic's; a fraction goes over that share."""
-    forward = (_forward_products(job) + _traffic_use(job, _layer_traffic(job))).scaled(passes)
-    forward = replace(forward, bubble=_bubble(job))
+    policy = (_forward_products(job) + _traffic_use(job, _layer_traffic(job))).scaled(passes)
     if not job.has_critic:
-        return forward
-    critic = job.critic
-    values = _critic_products(critic) + _traffic_use(critic, _layer_traffic(critic))
-    return _one_after_the_other(job, forward, replace(values, bubble=_bubble(critic)))
+        return replace(policy, bubble=_bubble(job))
+    return _with_critic(
+        job, policy, _critic_products(job.critic) + _traffic_use(job.critic, _layer_traffic(job.critic))
+    )
 
 
 def train_use(job: PlannedJob) -> ResourceUse:
@@ -43,20 +43,18 @@ def train_use(job: PlannedJob) -> ResourceUse:
     A backward pass has twice a forward pass's FLOPs; it passes keys, values and their gradients around the ring, and
     gathers the inputs of divided matrices once more. Full recomputation does the forward pass twice.
     """
-    policy = _passes_of_an_epoch(job, _forward_products(job)).scaled(job.settings.training.epochs)
-    policy = replace(policy, bubble=_bubble(job))
+    epochs = job.settings.training.epochs
+    policy = _passes_of_an_epoch(job, _forward_products(job)).scaled(epochs)
     if not job.has_critic:
-        return policy
-    critic = job.critic
-    values = _passes_of_an_epoch(critic, _critic_products(critic)).scaled(job.settings.training.epochs)
-    return _one_after_the_other(job, policy, replace(values, bubble=_bubble(critic)))
+        return replace(policy, bubble=_bubble(job))
+    return _with_critic(job, policy, _passes_of_an_epoch(job.critic, _critic_products(job.critic)).scaled(epochs))
 
 
-def _one_after_the_other(job: PlannedJob, policy: ResourceUse, critic: ResourceUse) -> ResourceUse:
-    """Return both uses as one: each second of their work waits for a pipeline as it does on average."""
-    busy = [estimate_time(replace(use, bubble=0.0), job.cluster).expected_s for use in (policy, critic)]
-    waiting = busy[0] * policy.bubble + busy[1] * critic.bubble
-    return replace(policy + critic, bubble=waiting / sum(busy) if sum(busy) else policy.bubble)
+def _with_critic(job: PlannedJob, policy: ResourceUse, critic: ResourceUse) -> ResourceUse:
+    """Add up both uses: each second of their work waits for a pipeline as it does on average."""
+    busy = [estimate_time(use, job.cluster).expected_s for use in (policy, critic)]
+    waiting = busy[0] * _bubble(job) + busy[1] * _bubble(job.critic)
+    return replace(policy + critic, bubble=waiting / sum(busy))
 
 
 def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
@@ -84,13 +82,9 @@ def lone_pass_use(job: PlannedJob, tokens: float, context_tokens: float) -> Reso
         tokens * job.dp_size * layout.pipeline / _computed_tokens(job)
     )
     per_token = forward_flops_per_token(job.model, job.hf, context_tokens)
-    weights = sum(job.weight_bytes)
     share = tokens / layout.tensor / layout.context
     one = traffic + _products(job, share * per_token, share)
-    one += ResourceUse(
-        device_bytes=weights,
-        waits=(Wait("layers of the policy", job.model.num_layers, OVERHEADS.eager_layer_s),),
-    )
+    one += ResourceUse(device_bytes=sum(job.weight_bytes), latency_s=job.model.num_layers * OVERHEADS.eager_layer_s)
     return one.scaled(2 - 1 / layout.pipeline if layout.virtual_pipeline else 1)
 
 
@@ -99,8 +93,8 @@ def optimizer_use(job: PlannedJob, stage: int) -> ResourceUse:
 
     State on the host goes through the device: there and back count one after the other, although they overlap.
     """
-    updates = _updates_use(job, job.policy_trained_counts[stage])
-    return updates + _updates_use(job.critic, job.critic_count(stage)) if job.has_critic else updates
+    updates = (_updates_use(model, model.policy_trained_counts[stage]) for model in job.models.values())
+    return sum(updates, ResourceUse())
 
 
 def _updates_use(job: PlannedJob, count: ParameterCount) -> ResourceUse:
@@ -143,7 +137,7 @@ def _products(job: PlannedJob, flops: float, tokens: float) -> ResourceUse:
 
 
 def _critic_products(job: PlannedJob) -> ResourceUse:
-    """Return those of a critic, whose head has one column."""
+    """Return the FLOPs of a critic, whose head has one column."""
     head = 2.0 * job.model.hidden_size * job.model.vocab_size
     return _forward_products(job) + ResourceUse(flops=-_computed_tokens(job) * head / job.train_ranks)
 

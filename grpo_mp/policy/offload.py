@@ -62,7 +62,7 @@ def move_optimizer(
 
 
 def device_items(*models: TrainedModel) -> dict[str, float]:
-    """Return bytes on this rank's device by kind, as the planner's `MEASURED` groups the lines of a plan."""
+    """Return bytes on this rank's device by kind."""
     buffers = [buffer for model in models for buffer in _buffers(model)]
     weights = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
     gradients = [buffer.grad_data for buffer in buffers]

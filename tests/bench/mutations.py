@@ -105,8 +105,8 @@ MUTATIONS = (
         "planner",
         "the optimizer takes no memory",
         "planner/memory.py",
-        '"optimizer": resident.optimizer * job.sharded_parameters(trained) * per_parameter.optimizer,',
-        '"optimizer": 0.0,',
+        "state = model.sharded_parameters(trained) * per_parameter.optimizer",
+        "state = 0.0",
     ),
     Mutation(
         "trainer",

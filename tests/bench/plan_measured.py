@@ -92,8 +92,8 @@ def _planned(memory: MemoryPlan, name: str) -> float:
     sub_phase = {OTHER_LAYOUT: SubPhase.LOAD, EXPORT: SubPhase.SAVE}.get(name) or SubPhase(name)
     device = {kind: size for kind, size in memory.device[0][sub_phase].items() if kind not in OTHERS}
     gathered = device["weights"] if sub_phase is SubPhase.OPTIMIZER else 0.0
-    # On a CPU it is written from its place, and what the same layout saved is read straight into that.
-    kind = {OTHER_LAYOUT: "checkpoint", EXPORT: "export"}.get(name)
+    # On a CPU a save writes from the weights' own place; a load reads a piece at a time.
+    kind = {SubPhase.LOAD: "checkpoint", OTHER_LAYOUT: "checkpoint", EXPORT: "export"}.get(name)
     piece = memory.host[sub_phase][kind] if kind else 0.0
     return total_bytes(device) + piece + gathered
 

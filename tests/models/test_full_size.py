@@ -16,11 +16,11 @@ from grpo_mp.distributed.shards import tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
-from grpo_mp.planner.meta_model import built_on_meta
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.policy.weights import local_tensors
 from tests.models.published import PUBLISHED
 from tests.planner.jobs import settings_of
+from tests.planner.meta_model import built_on_meta
 from tests.recipes import FULL_SIZE
 
 CONFIGS = Path(__file__).parents[2] / "configs"

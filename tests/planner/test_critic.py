@@ -6,10 +6,10 @@ import pytest
 
 from grpo_mp.planner.activations import activation_bytes
 from grpo_mp.planner.memory import SubPhase
-from grpo_mp.planner.meta_model import check_parameter_counts
 from grpo_mp.planner.plan import make_plan
 from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of
+from tests.planner.meta_model import check_parameter_counts
 
 PPO: dict[str, Any] = {"algorithm": {"preset": "ppo", "kl": {"coef": 0.0}}}
 

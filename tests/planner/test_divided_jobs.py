@@ -117,7 +117,7 @@ def test_a_step_takes_the_slower_side_and_the_sync(prompts: int, slower: str) ->
     assert plan.sides_s == pytest.approx((times[SubPhase.GENERATE], training_s, sync_s))
     assert (times[SubPhase.GENERATE] > training_s) == (slower == "generation")
     assert plan.step_s == pytest.approx(max(times[SubPhase.GENERATE], training_s) + sync_s)
-    assert times[SubPhase.OFFLOAD] == 0
+    assert SubPhase.OFFLOAD not in times
     assert plan.bottleneck[0] in ((SubPhase.GENERATE,) if slower == "generation" else (*trained, SubPhase.SAVE))
 
 

@@ -30,7 +30,6 @@ def test_products_in_fp8_take_half_the_time() -> None:
     use = train_use(job_of("qwen2.5-7b", "h100-80", 1, **IN_FP8))
     estimate = estimate_time(use, cluster)
     seconds = (use.flops / 989e12, use.fp8_flops / 1979e12)
-    assert estimate.roofline_s == pytest.approx(sum(seconds))  # on the same cores, one after the other
     assert estimate.parts["matrix products"] == pytest.approx(sum(seconds) / cluster.achievable.matmul)
 
 

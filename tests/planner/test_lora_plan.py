@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.planner.meta_model import check_parameter_counts, megatron_weight_bytes
 from grpo_mp.planner.plan import make_plan, save_uses
 from grpo_mp.policy.parameter_bytes import bytes_per_parameter
 from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of
+from tests.planner.meta_model import check_parameter_counts, megatron_weight_bytes
 
 MEGATRON = {"megatron_args": {"num_layers_in_last_pipeline_stage": 13}}
 LAYOUT = {"tensor": 2, "pipeline": 2, "expert": 4}

@@ -1,8 +1,7 @@
 """Memory by kind against numbers computed by hand, and residency by phase."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -11,11 +10,9 @@ from grpo_mp.planner.activations import backward_bytes, forward_bytes, layer_byt
 from grpo_mp.planner.clusters import read_cluster
 from grpo_mp.planner.engine_memory import engine_memory
 from grpo_mp.planner.job import BytesPerParameter, bytes_per_parameter, make_job
-from grpo_mp.planner.memory import MEASURED, MemoryPlan, SubPhase, plan_memory, total_bytes
+from grpo_mp.planner.memory import MemoryPlan, SubPhase, plan_memory, total_bytes
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.planner.plan import check_fits, make_plan, save_uses
-from grpo_mp.policy.offload import device_items
-from grpo_mp.policy.policy import Policy
 from grpo_mp.utils.phases import GIB
 from tests.planner.jobs import job_of
 
@@ -177,39 +174,6 @@ def test_communicators_leave_the_device_while_engines_generate() -> None:
     assert pairs[SubPhase.GENERATE]["communication"] == pytest.approx((3 * 0.1 + 2) * 0.56 * GIB + 1 * GIB)
     two_nodes = plan_memory(job_of("qwen2.5-7b", "h100-80", 2, layout=layout)).device[0][SubPhase.GENERATE]
     assert two_nodes["communication"] == pytest.approx((3 * 0.5 + 0.1) * 0.56 * GIB + 1 * GIB)
-
-
-LORA = {"rank": 8, "alpha": 8, "base_dtype": "fp8"}
-
-
-def test_every_kind_on_the_device_is_measured_and_planned() -> None:
-    """With every kind in some phase of a job: a reference, float32 copies of gradients, an engine's graphs, FP8.
-
-    And an engine that keeps its weights, so that what changes is found and checked.
-    """
-    training, kl = {"megatron_args": {"grad_reduce_in_fp32": False}}, {"kl": {"coef": 0.1}}
-    jobs = [
-        job_of("qwen2.5-7b", "h100-80", 1, training=training, algorithm=kl, optimizer={"offload": offload})
-        for offload in ("step", "host")
-    ]
-    fp8 = {"folder": "run", "steps": 1, "export_every": 1, "export_fp8": True}
-    kept = {"args": {"enable_weights_cpu_backup": True, "quantization": "fp8"}}
-    jobs.append(job_of("qwen3-30b-a3b", "h100-80", 1, layout={"expert": 8}, run=fp8, engine=kept))
-    ppo: dict[str, Any] = {"algorithm": {"preset": "ppo"}, "critic": {"path": "Qwen2.5-14B"}}
-    jobs.append(job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4}, **ppo))
-    jobs.append(job_of("qwen2.5-7b", "h100-80", 1, model={"path": "qwen2.5-7b", "lora": LORA}))
-    planned = {kind for job in jobs for sizes in plan_memory(job).device[0].values() for kind in sizes}
-    planned |= {
-        "reward model",
-        "reward model's cache",
-        "teacher",
-        "teacher's cache",
-    }  # tests/rollout/test_reward_servers.py
-    planned |= {"draft weights", "draft KV cache"}  # test_speculation.py
-    assert sorted(planned) == sorted(kind for kinds in MEASURED.values() for kind in kinds)
-    parts = SimpleNamespace(chained_optimizers=[])
-    policy = SimpleNamespace(chunks=[], optimizer=parts, tensors={}, trained_tensors={})
-    assert device_items(cast(Policy, policy)).keys() == MEASURED.keys()
 
 
 def test_a_save_and_a_load_need_one_piece_of_each_rank() -> None:

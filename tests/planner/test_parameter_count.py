@@ -8,7 +8,6 @@ import pytest
 
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.planner.meta_model import megatron_parameter_counts
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.planner.parameter_count import critic_parameter_counts, local_parameter_counts
 from grpo_mp.planner.pipeline_layout import layers_of_stages, with_mtp_layer
@@ -16,6 +15,7 @@ from grpo_mp.policy.megatron_config import transformer_config
 from grpo_mp.utils.errors import UserError
 from tests.models.published import PUBLISHED
 from tests.planner.jobs import job_of, settings_of
+from tests.planner.meta_model import megatron_parameter_counts
 
 LAST = "num_layers_in_last_pipeline_stage"
 FREE = "pipeline_model_parallel_layout"

@@ -5,15 +5,15 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from grpo_mp.config import load_settings
 from grpo_mp.planner.clusters import PROFILES, cluster_names, cluster_of, read_cluster
-from grpo_mp.planner.job import PlannedJob, make_job
+from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase, total_bytes
-from grpo_mp.planner.meta_model import check_parameter_counts
 from grpo_mp.planner.model_configs import find_config, published_config
 from grpo_mp.planner.plan import check_fits, make_plan
 from grpo_mp.rollout.engine_args import check_arguments
@@ -21,6 +21,7 @@ from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.phases import GIB, Phase
 from tests.cli.command import Result, run_command
 from tests.planner.jobs import job_of
+from tests.planner.meta_model import check_parameter_counts
 from tests.recipes import FULL_SIZE
 from tools.tiny.models import make_tiny, make_tokenizer
 
@@ -145,7 +146,7 @@ def test_tiny_recipe_is_planned_from_its_generated_model(plan: Plan, tmp_path: P
         (["--nodes", "0"], "--nodes: expected a positive integer, got 0"),
         (["--response-tokens", "-5"], "--response-tokens: expected a positive integer, got -5"),
         (["--cluster", "{tmp}/broken.yaml"], r"broken\.yaml: not valid YAML"),
-        (["--cluster", "{tmp}/number.yaml"], "cluster number: unknown number 1"),
+        (["--cluster", "{tmp}/number.yaml"], "cluster number: unknown number speed"),
         (["--model-config", "{tmp}/broken.json"], r"broken\.json: not valid JSON"),
         (["--model-config", "{tmp}/text.json"], r"text\.json: num_hidden_layers: expected an integer, found 'x'"),
         (["engine.args={ep_size: foo}"], "engine.args.ep_size='foo': give a whole number"),
@@ -165,7 +166,7 @@ def test_bad_input_ends_with_one_sentence(plan: Plan, tmp_path: Path, arguments:
     values = published_config("deepseek-r1").values | {"num_hidden_layers": "x"}
     for name, text in (
         ("broken.yaml", "a: ["),
-        ("number.yaml", yaml.safe_dump(profile | {1: 2})),
+        ("number.yaml", yaml.safe_dump(profile | {"speed": 2})),
         ("broken.json", "{"),
         ("text.json", json.dumps(values)),
     ):
@@ -208,11 +209,11 @@ def test_a_plan_as_json_makes_no_folder(plan: Plan, tmp_path: Path, monkeypatch:
     assert (result.status, result.err) == (2, f"error: --json {file}: its folder does not exist: make it first\n")
     file.parent.mkdir()
 
-    def plan_and_remove(job: PlannedJob) -> object:
+    def remove_and_describe(plan: object) -> dict[str, Any]:
         file.parent.rmdir()
-        return make_plan(job)
+        return {}
 
-    monkeypatch.setattr("grpo_mp.planner.record.make_plan", plan_and_remove)
+    monkeypatch.setattr("grpo_mp.planner.record.plan_record", remove_and_describe)
     result = plan("configs/qwen2_5_7b.yaml", "--json", file)
     assert (result.status, "its folder was removed meanwhile: no plan is written" in result.err) == (2, True)
     assert not file.parent.exists()

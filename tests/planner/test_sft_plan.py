@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from grpo_mp.planner.clusters import read_cluster
+from grpo_mp.planner.job import make_sft_job
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.model_configs import published_config
-from grpo_mp.planner.sft import RESUME, SftPlan, make_sft_plan, sft_job
+from grpo_mp.planner.plan import Plan, make_plan
 from grpo_mp.utils.phases import GIB
 from tests.cli.command import run_command
 from tests.test_sft_settings import MINIMAL, settings_of
@@ -20,14 +21,14 @@ QWEN_7B = 7_615_616_512  # parameters, of which the embedding is a table
 EMBEDDING = 152064 * 3584
 
 
-def plan_of(batch_size: int = 256, **sections: Any) -> SftPlan:
+def plan_of(batch_size: int = 256, **sections: Any) -> Plan:
     sections = {"sft": {"batch_size": batch_size, "max_tokens": 4096, "epochs": 1}, "layout": {"tensor": 2}} | sections
     config, cluster = published_config("qwen2.5-7b"), read_cluster("h100-80")
-    return make_sft_plan(sft_job(settings_of(**sections), config, cluster, 1, mean_tokens=1024))
+    return make_plan(make_sft_job(settings_of(**sections), config, cluster, 1, mean_tokens=1024))
 
 
 def test_device_holds_weights_gradients_and_a_share_of_adam() -> None:
-    (sizes,) = plan_of().device
+    (sizes,) = plan_of().memory.device
     held = QWEN_7B / 2  # by tensor parallelism, but for the norms
     for sub_phase in (SubPhase.TRAIN, SubPhase.OPTIMIZER, SubPhase.SAVE):
         assert sizes[sub_phase]["weights"] == pytest.approx(2 * held, rel=1e-3)
@@ -50,8 +51,7 @@ def test_a_save_writes_all_and_each_of_four_replicas_reads_the_weights_at_a_resu
     plan = plan_of()
     saved = (2 + 12) * QWEN_7B
     assert plan.uses[SubPhase.SAVE].disk_bytes == pytest.approx(saved, rel=1e-3)
-    assert plan.uses[RESUME].disk_bytes == pytest.approx(saved + 3 * 2 * QWEN_7B, rel=1e-3)
-    assert plan.uses[SubPhase.LOAD].disk_bytes == pytest.approx(8 * QWEN_7B, rel=1e-3)  # each rank reads its half
+    assert plan.uses[SubPhase.LOAD].disk_bytes == pytest.approx(saved + 3 * 2 * QWEN_7B, rel=1e-3)
 
 
 def test_a_step_is_an_update_and_its_share_of_a_save() -> None:
@@ -73,7 +73,6 @@ def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     fitting = run_command(capsys, "plan", config, "layout.tensor=2")
     assert fitting.status == 0, fitting.out
     assert "1 x 8 x h100-80: fits. rank 0 (pipeline stage 0): " in fitting.out
-    assert "resume" in fitting.out
     (peak,) = (float(word) for word in fitting.out.split("stage 0): ")[1].split()[:1])
     assert QWEN_7B / 2 * (2 + 4 + 3) / GIB < peak < 80
 

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from grpo_mp.distributed.communicators import communicators
+from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import engine_memory
-from grpo_mp.planner.flops import active_parameters
+from grpo_mp.planner.generation import Speculation, plan_generation, speculation
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.memory import SubPhase
 from grpo_mp.planner.plan import make_plan
-from grpo_mp.planner.speculation import Speculation, speculation
+from grpo_mp.planner.resource_use import active_parameters
 from grpo_mp.planner.training_use import train_use
 from grpo_mp.planner.weight_traffic import sync_traffic
 from grpo_mp.utils.errors import UserError
@@ -61,13 +62,12 @@ def test_what_a_step_yields() -> None:
             make_plan(job, with_sync=False)
 
 
-def test_waits_of_decode_steps_are_divided_and_drafts_have_their_own() -> None:
+def test_decode_steps_are_divided_and_drafts_take_layers_of_their_own() -> None:
     drafted, refused = (make_plan(replace(r1(MTP), acceptance_length=each), with_sync=False) for each in (2.0, 1.0))
-    steps = drafted.generation.decode_steps
-    assert steps == pytest.approx(refused.generation.decode_steps / 2, rel=1e-3)
-    counts = {wait.name: wait.count for wait in drafted.uses[SubPhase.GENERATE].waits}
-    assert counts["layers of decode steps"] == pytest.approx(steps * LAYERS)
-    assert counts["layers of drafts"] == pytest.approx(steps * 3)
+    steps, more = (plan_generation(plan.job, plan.memory.engine).decode_steps for plan in (drafted, refused))
+    assert steps == pytest.approx(more / 2, rel=1e-3)
+    layer_s = OVERHEADS.decode_layer_s + 2 * OVERHEADS.network_collective_s
+    assert drafted.uses[SubPhase.GENERATE].latency_s == pytest.approx(steps * (LAYERS + 3) * layer_s)
 
 
 def test_a_layer_that_learns_costs_the_trainer_and_not_the_engines() -> None:

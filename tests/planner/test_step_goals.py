@@ -40,9 +40,9 @@ def test_the_check_counts_its_sequences_layers_and_requests() -> None:
     plan = plan_recipe("moe_671b", 16)
     assert sorted(check_lengths(plan.job)) == [128] * 2 + [1024] * 4
     use, time = plan.uses[SubPhase.CHECK], plan.times[SubPhase.CHECK]
-    counts = {wait.name: wait.count for wait in use.waits}
-    assert counts["layers of the policy"] == counts["layers of an engine"] == 61
-    assert counts["requests to an engine"] == 2
+    layers_s, requests_s = 2 * 61 * OVERHEADS.eager_layer_s, 2 * OVERHEADS.engine_request_s
+    rest_s = OVERHEADS.engine_memory_s + 6 * OVERHEADS.host_collective_s
+    assert use.latency_s == pytest.approx(layers_s + requests_s + rest_s)
     # Eight GPUs share a sequence of the policy; 37 billion parameters of a token, and little attention.
     assert use.flops == pytest.approx(2 * 37e9 * 4352 * (1 / 8 + 1 / 32), rel=0.15)
     assert 2 * 61 * OVERHEADS.eager_layer_s < time.expected_s < 2

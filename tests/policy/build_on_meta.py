@@ -90,8 +90,8 @@ def _build(recipe: str) -> Iterator[BuildResult]:
 
 
 def _build_rank(job: PlannedJob, stage: int, rank: int) -> BuildResult:
-    from grpo_mp.planner.meta_model import built_on_meta
     from grpo_mp.policy import optimizer as policy_optimizer
+    from tests.planner.meta_model import built_on_meta
 
     # Checkpoint gathers use gloo, which the fake process group does not cover.
     policy_optimizer.get_megatron_optimizer = partial(
