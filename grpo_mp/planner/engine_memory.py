@@ -1,5 +1,6 @@
 """What SGLang's servers keep on each device: an engine with its drafts, reward models, a teacher."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from grpo_mp.models.families import family_of
@@ -119,7 +120,7 @@ def served_memory(job: PlannedJob) -> dict[str, ServedMemory]:
     }
 
 
-def _served_memory(job: PlannedJob, models: dict[str, ServedModelConfig]) -> ServedMemory:
+def _served_memory(job: PlannedJob, models: Mapping[str, ServedModelConfig]) -> ServedMemory:
     weights = cache = 0.0
     for section, model in models.items():
         size = served_weight_bytes(section, model)
