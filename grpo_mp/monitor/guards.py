@@ -1,4 +1,4 @@
-"""Stop a run, or warn, where a metric leaves the limits that `monitor.guards` sets."""
+"""Stop a run, or warn, when a metric leaves the limits in `monitor.guards`."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,10 +8,10 @@ from grpo_mp.utils.errors import EarlyStopError
 
 
 class MetricGuards:
-    """Compares the metrics of each step with their guards, and with those of the steps before."""
+    """Compares the metrics of each step with their guards."""
 
     def __init__(self, guards: Mapping[str, MetricGuard], past: Iterable[Mapping[str, float | None]] = ()) -> None:
-        """Go on after `past` steps, which were compared before."""
+        """Resume after the `past` steps."""
         self._guards = guards
         self._values: dict[str, list[float]] = {name: [] for name in guards}
         self._best: dict[str, float] = {}
@@ -20,10 +20,7 @@ class MetricGuards:
                 self._violation(name, values)
 
     def check(self, step: int, values: Mapping[str, float | None]) -> list[str]:
-        """Return a sentence on each metric that has left its limits.
-
-        Raises EarlyStopError where its guard stops the run.
-        """
+        """Return a sentence on each metric outside its limits; raise EarlyStopError if a guard stops the run."""
         found = {name: self._violation(name, values) for name in self._guards}
         sentences = {name: f"{name} {text} (monitor.guards)" for name, text in found.items() if text}
         stopping = [text for name, text in sentences.items() if self._guards[name].action == "stop"]
@@ -32,7 +29,7 @@ class MetricGuards:
         return list(sentences.values())
 
     def _violation(self, name: str, values: Mapping[str, float | None]) -> str | None:
-        """Add a step's value; return what is wrong with the last ones. Steps without the metric do not count."""
+        """Add a step's value; return what is wrong with the last values. Steps without the metric do not count."""
         if name not in values:
             return None
         guard, seen, value = self._guards[name], self._values[name], values[name]

@@ -4,8 +4,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -30,9 +29,9 @@ PACKAGES = ("wandb", "mlflow", "trackio")  # of the loggers of these names
 
 @runtime_checkable
 class Logger(Protocol):
-    """Writes what a run measures, on rank 0 only. Inherit from it, and write the methods that you need.
+    """Writes the metrics of a run, on rank 0 only. Inherit from it, and override the methods that you need.
 
-    Names are those of the metric dictionary, with their units (grpo_mp/monitor/README.md).
+    Names and units are in the metric dictionary (grpo_mp/monitor/README.md). OSError becomes a warning.
     """
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -48,18 +47,17 @@ class Logger(Protocol):
         """Write a figure of matplotlib."""
 
     def flush(self) -> None:
-        """Bring what was written to disk, before a checkpoint that counts on it. Raises OSError where that fails."""
+        """Write everything to disk, before a checkpoint."""
 
     def close(self) -> None:
         """Finish what was written, at the end of the run."""
 
 
 class MakeLogger(Protocol):
-    """Makes a logger: a class, or a function.
+    """Makes a logger: a class, or a function. The arguments in `monitor.loggers` come by name.
 
-    `first_step`: the first step that this process will write; what an earlier process wrote for it or for a later one
-    should be dropped. `settings`: all of the run, as in settings.yaml, but for `without_secrets`. The arguments in
-    `monitor.loggers` come by name.
+    `first_step`: the first step that this process will write; drop what an earlier process wrote from there on.
+    `settings`: all settings of the run, without secrets.
     """
 
     def __call__(self, run_folder: Path, first_step: int, settings: Mapping[str, Any], /) -> Logger:
@@ -75,35 +73,29 @@ class TensorBoardLogger(Logger):
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write one curve per name."""
-        with _disk_may_be_full("TensorBoard"):
-            for name, value in values.items():
-                self._events.add_scalar(name, value, step)
-            self._events.flush()
+        for name, value in values.items():
+            self._events.add_scalar(name, value, step)
+        self._events.flush()
 
     def histogram(self, step: int, name: str, values: torch.Tensor) -> None:
         """Write one step of a histogram."""
-        with _disk_may_be_full("TensorBoard"):
-            self._events.add_histogram(name, values, step)
+        self._events.add_histogram(name, values, step)
 
     def text(self, step: int, name: str, markdown: str) -> None:
         """Write one step of a text."""
-        with _disk_may_be_full("TensorBoard"):
-            self._events.add_text(name, markdown, step)
+        self._events.add_text(name, markdown, step)
 
     def image(self, step: int, name: str, figure: "Figure") -> None:
         """Write a figure as an image."""
-        with _disk_may_be_full("TensorBoard"):
-            self._events.add_figure(name, figure, step, close=False)
+        self._events.add_figure(name, figure, step, close=False)
 
     def flush(self) -> None:
         """Write the events that came after the step's scalars."""
-        with _disk_may_be_full("TensorBoard"):
-            self._events.flush()
+        self._events.flush()
 
     def close(self) -> None:
         """Close the event file."""
-        with _disk_may_be_full("TensorBoard"):
-            self._events.close()
+        self._events.close()
 
 
 class JsonLinesLogger(Logger):
@@ -113,39 +105,19 @@ class JsonLinesLogger(Logger):
         self._path = run_folder / "metrics.jsonl"
         drop_later_steps(self._path, first_step)
         self._path.touch()
-        self._unwritten = b""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the line of the step; it is on disk on return. If the disk is full, it is tried again next step."""
+        """Write the line of the step; it is on disk on return."""
         numbers = {name: float(value) for name, value in values.items()}
         line = {"step": step, **{name: n if math.isfinite(n) else None for name, n in numbers.items()}}
-        self._unwritten += json.dumps(line, allow_nan=False).encode() + b"\n"
-        with _disk_may_be_full(f"{self._path}: step {step}"):
-            try:
-                with self._path.open("ab") as file:
-                    file.write(self._unwritten)
-                    file.flush()
-                    os.fsync(file.fileno())
-                self._unwritten = b""
-            except OSError:
-                # A part may be written: end that line. The reader takes the last of two lines of a step.
-                self._unwritten = b"\n" + self._unwritten.lstrip(b"\n")
-                raise
-
-
-@contextmanager
-def _disk_may_be_full(what: str) -> Iterator[None]:
-    """Turn an error of the disk into a warning: metrics are no reason to end a run."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            raise
-        LOGGER.warning("%s is not written: %s", what, error.strerror)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def drop_later_steps(path: Path, first_step: int) -> None:
-    """Keep the lines of steps before `first_step`. The file is replaced in one go."""
+    """Keep the lines of steps before `first_step`. The file is replaced atomically."""
     if path.exists():
         lines = [line for text in path.read_bytes().splitlines() if (line := parse_metrics(text)) is not None]
         kept = [json.dumps(line) + "\n" for line in lines if int(line["step"] or 0) < first_step]
@@ -153,7 +125,7 @@ def drop_later_steps(path: Path, first_step: int) -> None:
 
 
 def load_loggers(loggers: Mapping[str, Mapping[str, Any]]) -> tuple[MakeLogger, ...]:
-    """Return what makes the loggers that `monitor.loggers` names."""
+    """Return the loggers' classes or functions that `monitor.loggers` names."""
     for name in loggers:
         if name in PACKAGES and not ((spec := find_spec(name)) and spec.origin):  # a folder is a package without origin
             raise UserError(f"monitor.loggers: {name} is not installed: `pip install {name}`, or leave the logger out")
@@ -181,21 +153,23 @@ def write_metrics(
     histograms: Mapping[str, Sequence[float] | torch.Tensor],
     texts: Mapping[str, str],
 ) -> None:
-    """Hand a step's metrics to each logger; call it once per step. A histogram of no values is left out.
+    """Write a step's metrics to each logger, once per step; a full disk is a warning.
 
     Raises ValueError, before anything is written, for a name that the dictionary lacks, or has as another kind.
     """
-    for name in scalars:
-        find_metric(name, "scalar")
-    for name in histograms:
-        find_metric(name, "histogram")
-    for name in texts:
-        find_metric(name, "text")
+    for kind, names in (("scalar", scalars), ("histogram", histograms), ("text", texts)):
+        for name in names:
+            find_metric(name, kind)  # type: ignore[arg-type]
     tensors = {name: torch.as_tensor(values, dtype=torch.float32).flatten() for name, values in histograms.items()}
     for logger in loggers:
-        logger.scalars(step, scalars)
-        for name, tensor in tensors.items():
-            if tensor.numel():
-                logger.histogram(step, name, tensor)
-        for name, text in texts.items():
-            logger.text(step, name, text)
+        try:
+            logger.scalars(step, scalars)
+            for name, tensor in tensors.items():
+                if tensor.numel():
+                    logger.histogram(step, name, tensor)
+            for name, text in texts.items():
+                logger.text(step, name, text)
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            LOGGER.warning("metrics of step %d are not written by %s: %s", step, type(logger).__name__, error.strerror)

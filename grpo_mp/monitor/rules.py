@@ -20,13 +20,12 @@ ERROR_WEIGHT = 80  # from this weight on, what the run makes is spoiled
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on the last `steps` values of a metric. Every limit that is given must hold for each of them.
+    """A condition on each of the last `steps` values of a metric; all given limits must hold.
 
-    `above`, `below`: limits of the values. `rises_to`, `rises_by`: the value exceeds a factor of, or an amount over,
-    the least mean of `steps` values among the `within` values before; `falls_to`, `falls_by`: likewise below the
-    largest. `creeps`: over the last `within` values the metric rises by this share, and in each third of them.
-
-    Values that are not finite exceed every `above`, and are left out otherwise. `optional`: holds without the metric.
+    `above`, `below`: limits of the values. `rises_to`, `rises_by`: limits as a factor of, or an amount over, the least
+    mean of `steps` values among the `within` values before; `falls_to`, `falls_by`: likewise below the largest mean.
+    `creeps`: the metric rises by this share over the last `within` values, in each third of them. Values that are not
+    finite exceed every `above`, and are skipped otherwise. `optional`: holds without the metric.
     """
 
     above: float | None = None
@@ -41,7 +40,7 @@ class Condition:
     within: int = 40
 
     def find(self, values: Sequence[float]) -> tuple[float, float] | None:
-        """Return the mean of the last values, and the mean before that they changed from; None if it does not hold."""
+        """Return the mean of the last values and the mean before them; None if the condition does not hold."""
         last = values[-self.steps :]
         if len(last) < self.steps:
             return None
@@ -92,11 +91,10 @@ def creeps(values: Sequence[float], share: float) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of rules.yaml. `when` maps metrics to conditions that must all hold; `*` stands for a part of a name.
+    """A row of rules.yaml: conditions by metric that must all hold; `*` stands for a part of a name.
 
     Each metric that the first name matches, except `but`, is a finding of its own. `sentence` may contain {value} and
-    {before} of that metric and {name}, the part that `*` stands for. The rule is not applied to a step that has a
-    metric of `unless`. `source` describes the sickness and its limit.
+    {before} of that metric, and {name}, the part that `*` stands for. A step with a metric of `unless` is skipped.
     """
 
     name: str
@@ -112,14 +110,14 @@ class Rule:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Rule":
-        """Make a rule of a row of the file; `steps` and `within` of the row apply to all its conditions."""
+        """Make a rule from a row; `steps` and `within` of the row apply to all its conditions."""
         window = {name: row[name] for name in ("steps", "within") if name in row}
         when = {metric: Condition(**(window | condition)) for metric, condition in row["when"].items()}
         fields = {name: value for name, value in row.items() if name not in window}
         return cls(**(fields | {"when": when} | {name: tuple(row.get(name, ())) for name in ("but", "unless")}))
 
     def match(self, name: str) -> str | None:
-        """Return the part of `name` that `*` of the first metric stands for, "" without `*`; None for no match."""
+        """Return the part of `name` that `*` of the first metric stands for; None for no match."""
         found = _pattern(next(iter(self.when))).fullmatch(name)
         return None if found is None or name in self.but else "".join(found.groups())
 
@@ -145,7 +143,7 @@ class RuleWatch:
         self._found: dict[tuple[str, str], Finding] = {}  # by rule and metric
 
     def step(self, line: MetricLine) -> list[Finding]:
-        """Add the metrics of a step; return the findings that are there for the first time, heaviest first."""
+        """Add the metrics of a step; return new findings, heaviest first."""
         step, new = int(line.get("step") or 0), []
         for name, value in line.items():
             self._values.setdefault(name, deque(maxlen=MEMORY)).append(math.nan if value is None else float(value))
@@ -191,23 +189,12 @@ class RuleWatch:
 def _finding(rule: Rule, metric: str, sentence: str, step: int) -> Finding:
     level = Level.ERROR if rule.weight >= ERROR_WEIGHT else Level.WARNING
     evidence = (rule.meaning, f"the rule is from {rule.source}")
-    advice = f"{rule.action} ({rule.setting})"
-    return Finding(
-        level,
-        sentence,
-        evidence=evidence,
-        advice=advice,
-        rule=rule.name,
-        metric=metric,
-        weight=rule.weight,
-        first_step=step,
-        last_step=step,
-        steps=1,
-    )
+    found = Finding(level, sentence, evidence, f"{rule.action} ({rule.setting})")
+    return replace(found, rule=rule.name, metric=metric, weight=rule.weight, first_step=step, last_step=step, steps=1)
 
 
 def find_warnings(lines: Iterable[MetricLine], rules: Sequence[Rule] = RULES) -> tuple[Finding, ...]:
-    """Return the findings of a whole run, the lines of metrics.jsonl in order of steps; heaviest first."""
+    """Return the findings in the metrics of a whole run, heaviest first."""
     watch = RuleWatch(rules)
     for line in lines:
         watch.step(line)

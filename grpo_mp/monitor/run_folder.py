@@ -33,11 +33,7 @@ MetricLine = Mapping[str, float]  # `step`, and metrics by name; NaN for a value
 
 @dataclass(frozen=True)
 class RunRecords:
-    """Everything that a report shows of one run.
-
-    `settings` has no secrets. `scores` maps step -> eval set -> score, `samples` and `eval_samples` map step -> lines,
-    `plan` is plan.json or {}.
-    """
+    """The contents of a run folder: settings without secrets, and scores and samples by step; plan.json or {}."""
 
     name: str
     settings: Mapping[str, Any]
@@ -90,14 +86,11 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def read_metrics(file: Path) -> list[dict[str, float]]:
-    """Read metrics.jsonl in the order of steps; if a step occurs twice, its last line counts.
-
-    A last line without a line end is still being written and is left out. Damaged lines are left out with a warning.
-    """
+    """Read metrics.jsonl in the order of steps; of two lines of a step the last counts, damaged lines are skipped."""
     if not file.exists():
         return []
     with refuse_unreadable(file):
-        *complete, _ = check_regular(file).read_bytes().split(b"\n")
+        *complete, _ = check_regular(file).read_bytes().split(b"\n")  # the last line may still be being written
     by_step: dict[int, dict[str, float]] = {}
     damaged = []
     for number, text in enumerate(complete, 1):
@@ -113,7 +106,7 @@ def read_metrics(file: Path) -> list[dict[str, float]]:
 
 
 def read_samples(file: Path) -> tuple[Line, ...]:
-    """Read a file of samples/. Lines and values that the run did not write, or not completely, are left out."""
+    """Read a file of samples/; damaged lines, and values of a wrong type, are skipped."""
     objects = [_parse_object(line) for line in file.read_bytes().splitlines()]
     kinds: dict[str, Callable[[Any], bool]] = {
         "reward": lambda value: finite(value) is not None,
@@ -137,7 +130,7 @@ def _parse_object(text: bytes) -> dict[str, Any]:
 
 
 def files_by_step(files: Iterable[Path]) -> dict[int, Path]:
-    """Return files by the step in their names, ascending; other files, such as copies, are left out."""
+    """Return files by the step in their names, ascending."""
     steps = {int(match[1]): file for file in files if (match := STEP_FILE.fullmatch(file.name))}
     return dict(sorted(steps.items()))
 

@@ -15,10 +15,7 @@ STEP_FILE = re.compile(r"(?:step|eval)_([0-9]+)\.jsonl?")  # other names are cop
 def write_samples(
     run_folder: Path, step: int, groups: Iterable[SampleGroup], tokens: Mapping[tuple[int, ...], Any] | None = None
 ) -> None:
-    """Write every sample of a step into `<run>/samples/step_000012.jsonl`.
-
-    `tokens`: what is known of the tokens of some, by group and index.
-    """
+    """Write every sample of a step into `<run>/samples/step_000012.jsonl`; `tokens`: details by group and index."""
     path = run_folder / "samples" / f"step_{step:06d}.jsonl"
     write_atomically(path, "".join(sample_lines(groups, tokens or {})))
 
@@ -29,10 +26,7 @@ def write_eval_samples(
     groups_by_set: Mapping[str, Iterable[SampleGroup]],
     tokens: Mapping[str, Mapping[tuple[int, ...], Any]] | None = None,
 ) -> None:
-    """Write answers to prompts of the eval sets, each with its set, into `<run>/samples/eval_000020.jsonl`.
-
-    `tokens`: what is known of the tokens of some, by set, and by group and index.
-    """
+    """Write answers of the eval sets into `<run>/samples/eval_000020.jsonl`; `tokens`: by set, group and index."""
     known = tokens or {}
     lines = [
         line for name, groups in groups_by_set.items() for line in sample_lines(groups, known.get(name, {}), set=name)
@@ -41,7 +35,7 @@ def write_eval_samples(
 
 
 def drop_later_files(run_folder: Path, first_step: int) -> None:
-    """Remove samples and scores of `first_step` and later steps, which an earlier process left."""
+    """Remove samples and scores of `first_step` and later steps of an earlier process."""
     for path in (*(run_folder / "samples").glob("*.jsonl"), *(run_folder / "eval").glob("*.json")):
         match = STEP_FILE.fullmatch(path.name)
         if match and int(match[1]) >= first_step:
@@ -49,19 +43,19 @@ def drop_later_files(run_folder: Path, first_step: int) -> None:
 
 
 def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
-    """Return `count` items at even distances; all of them when there are no more."""
+    """Return at most `count` items at even distances."""
     count = min(count, len(items))
     return [items[index * len(items) // count] for index in range(count)]
 
 
 def append_samples(file: Path, name: str, groups: Iterable[SampleGroup]) -> None:
-    """Append every sample of a set, one JSON object a line."""
+    """Append every sample of a set."""
     with file.open("a", encoding="utf-8") as lines:
         lines.writelines(sample_lines(groups, {}, set=name))
 
 
 def sample_lines(groups: Iterable[SampleGroup], tokens: Mapping[tuple[int, ...], Any], **columns: Any) -> Iterator[str]:
-    """Yield every sample as a line of JSON, after `columns`; what JSON or UTF-8 lacks is written as text."""
+    """Yield every sample as a line of JSON, after `columns`; values that JSON or UTF-8 lacks become text."""
     for group in groups:
         for sample in group.samples:
             details = tokens.get((sample.group_id, sample.index))
@@ -70,7 +64,7 @@ def sample_lines(groups: Iterable[SampleGroup], tokens: Mapping[tuple[int, ...],
 
 
 def sample_record(group: SampleGroup, sample: Sample) -> dict[str, Any]:
-    """Return one sample as a JSON object. `weight_version` is that of the first and last token."""
+    """Return one sample as a JSON object. `weight_version`: of the first and last token."""
     return {
         "prompt": group.prompt.text,
         "expected": group.prompt.answer,

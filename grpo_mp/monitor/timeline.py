@@ -1,13 +1,11 @@
 """Timeline of one rank: named spans, written as a Chrome trace during the run, and the time of a step by phase.
 
-The file is a JSON array of events without its closing bracket, which chrome://tracing and Perfetto read,
-so a killed run leaves a trace that opens. In it pid is the rank; tid 0 is its only lane, "policy". Counters, such as
-those of the rank's engine, are drawn as curves below it.
+The file is a JSON array of events without its closing bracket, which chrome://tracing and Perfetto read: a killed run
+leaves a readable trace. pid is the rank, tid 0 its only lane, "policy"; counters are drawn as curves below it.
 """
 
 import json
 import logging
-import math
 import os
 import re
 import time
@@ -39,10 +37,7 @@ class Span:
 
 
 class Timeline:
-    """Records spans of one rank, which nest, into `<run>/trace/rank_<rank>.json`.
-
-    Spans may be read back with `take` for the summary of a step.
-    """
+    """Records nested spans of one rank into `<run>/trace/rank_<rank>.json`."""
 
     def __init__(self, run_folder: Path, rank: int) -> None:
         path = trace_path(run_folder, rank)
@@ -53,10 +48,9 @@ class Timeline:
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
         process = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         lane = {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "policy"}}
-        # The earlier trace is replaced in one go, so a kill during the rewrite loses nothing.
         write_atomically(path, "[\n" + _join_events([*earlier, process, lane]))
         self._path, self._file = path, path.open("a", encoding="utf-8")
-        self._writing = Lock()  # spans are the loop's, counters come from a thread beside it
+        self._writing = Lock()  # counters come from another thread
 
     def now_ns(self) -> int:
         """Return nanoseconds since the epoch, never going back within this process."""
@@ -75,16 +69,16 @@ class Timeline:
             self._spans.append(Span(name, start_ns, end_ns))
 
     def counter(self, name: str, values: Mapping[str, float]) -> None:
-        """Record values at this moment; any thread may. A name has the same values each time, in one unit."""
+        """Record values at this moment, from any thread."""
         self._append({"ph": "C", "name": name, "pid": self._rank, "ts": self.now_ns() / 1000, "args": dict(values)})
 
     def take(self) -> tuple[Span, ...]:
-        """Return the spans that ended since the last call, and forget them."""
+        """Return the spans that ended since the last call."""
         spans, self._spans = tuple(self._spans), []
         return spans
 
     def close(self) -> None:
-        """End the file as valid JSON; spans that end later are not written."""
+        """End the file as valid JSON."""
         with self._writing:
             if not self._file.closed:
                 self._write("\n]\n")
@@ -100,7 +94,7 @@ class Timeline:
                 self._write(",\n" + json.dumps(event))
 
     def _write(self, text: str) -> None:
-        """Append a text. If the disk is full, the event is lost: a trace is no reason to end a run."""
+        """Append a text; on a full disk the event is lost."""
         try:
             self._file.write(text)
             self._file.flush()
@@ -120,84 +114,66 @@ def _join_events(events: list[Event]) -> str:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """Read a trace file, finished or not; a line that is no event, not wholly written or damaged, is left out."""
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    return [event for line in lines if (event := parse_event(line)) is not None]
+    """Read a trace file, finished or not; damaged lines are skipped."""
+    return _parse(path.read_text(encoding="utf-8", errors="replace"))
 
 
-def parse_event(line: str | bytes) -> Event | None:
-    """Return the event of a line of a trace file; None where it is none."""
-    text = line if isinstance(line, str) else line.decode(errors="replace")
-    try:
-        event = json.loads(text.rstrip(","))
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(event, dict) or not isinstance(event.get("name"), str) or type(event.get("pid")) is not int:
-        return None
-    if event.get("ph") == "M":
-        return event
-    if type(event.get("ts")) not in (int, float) or not math.isfinite(event["ts"]):
-        return None
-    if event.get("ph") == "C":
-        return event if isinstance(event.get("args"), dict) else None
-    return event if event.get("ph") in ("B", "E") and type(event.get("tid")) is int else None
+def _parse(text: str) -> list[Event]:
+    events = []
+    for line in text.split("\n"):
+        with suppress(ValueError, RecursionError):
+            event = json.loads(line.rstrip(","))
+            kind = event.get("ph") if isinstance(event, dict) else None
+            if kind == "M" or (kind in ("B", "E", "C") and "ts" in event):
+                events.append(event)
+    return events
 
 
 @dataclass(frozen=True)
 class RankPhase:
-    """The spans a rank is in, outermost first and joined by " > ", and since when; "" between spans."""
+    """The open spans of a rank, outermost first and joined by " > ", or "" between spans."""
 
     rank: int
     name: str
     since_s: float  # of the innermost span, since the epoch
-    outer_since_s: float  # of the outermost span
 
 
 def read_phase(rank: int, path: Path) -> RankPhase:
-    """Return what a rank is doing, from the end of its trace."""
+    """Return the current phase of a rank, from the end of its trace."""
     with path.open("rb") as stream:
         stream.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        lines = stream.read().splitlines()
-    return current_phase(rank, [event for line in lines if (event := parse_event(line)) is not None])
+        return current_phase(rank, _parse(stream.read().decode(errors="replace")))
 
 
 def current_phase(rank: int, events: Sequence[Event]) -> RankPhase:
     """Return the spans that are open after the events."""
+    spans = open_spans(events)
+    last_ts = spans[-1]["ts"] if spans else max((event["ts"] for event in events if event["ph"] in "BE"), default=0.0)
+    return RankPhase(rank, " > ".join(span["name"] for span in spans), last_ts / 1e6)
+
+
+def open_spans(events: Sequence[Event]) -> list[Event]:
+    """Return the begin events of spans without an end, the outermost first."""
     spans: list[Event] = []
     for event in events:
         if event["ph"] == "B":
             spans.append(event)
-        elif event["ph"] == "E" and spans:  # else its begin lies before these events
+        elif event["ph"] == "E" and spans:  # otherwise its begin is damaged, or before these events
             spans.pop()
-        elif event["ph"] == "M" and event.get("name") == "process_name":
-            spans = []  # the run resumed
-    last_s = max((event["ts"] for event in events if event["ph"] in "BE"), default=0.0) / 1e6
-    since_s, outer_since_s = (spans[i]["ts"] / 1e6 if spans else last_s for i in (-1, 0))
-    return RankPhase(rank, " > ".join(span["name"] for span in spans), since_s, outer_since_s)
+    return spans
 
 
 def close_open_spans(events: list[Event]) -> list[Event]:
-    """Return the events with an end for each span that a killed process left open, at the last time seen."""
-    open_spans: dict[tuple[int, int], list[Event]] = {}
-    for event in events:
-        lane = open_spans.setdefault((event["pid"], event.get("tid", -1)), [])
-        if event["ph"] == "B":
-            lane.append(event)
-        elif event["ph"] == "E" and lane:
-            lane.pop()
+    """Return the events with an end, at the last time seen, for each span that a killed process left open."""
     last_ts = max((event["ts"] for event in events if "ts" in event), default=0)
-    unclosed = [event for lane in open_spans.values() for event in reversed(lane)]
-    end_events = [
-        {"ph": "E", "ts": last_ts, **{key: event[key] for key in ("name", "pid", "tid")}} for event in unclosed
-    ]
-    return [*events, *end_events]
+    ends = [{**event, "ph": "E", "ts": last_ts} for event in reversed(open_spans(events))]
+    return [*events, *ends]
 
 
 def merge_traces(run_folder: Path) -> Path:
-    """Write `<run>/trace.json`, one valid JSON array with the events of all ranks, and return its path.
+    """Write `<run>/trace.json`, one JSON array with the events of all ranks, and return its path.
 
-    The run may go on: spans that are open end at the last time seen. The file is replaced in one go, and the events of
-    one rank are in memory at a time.
+    The run may still be running. The events of one rank are in memory at a time.
     """
     merged = run_folder / "trace.json"
     with incomplete(merged) as temporary, temporary.open("w", encoding="utf-8") as stream:

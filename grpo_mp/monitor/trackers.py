@@ -1,6 +1,6 @@
-"""Loggers of experiment trackers, each by its own package, which is imported when it is used.
+"""Loggers of experiment trackers; a tracker's package is imported when it is used.
 
-A resumed run goes on in its tracker's run, where what a lost attempt had logged of steps that are repeated stays.
+A resumed run continues its tracker's run, which keeps what a lost attempt logged.
 """
 
 import html
@@ -115,7 +115,7 @@ class MlflowLogger(Logger):
         self._client.log_dict(self._id, dict(settings), "settings.json")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Log one curve per name; MLflow does not know all signs of our names."""
+        """Log one curve per name; MLflow allows fewer characters in names."""
         now = int(time.time() * 1000)
         names = {re.sub(r"[^\w./ -]", "_", name): float(value) for name, value in values.items()}
         self._client.log_batch(self._id, [self._metric(name, value, now, step) for name, value in names.items()])
@@ -134,7 +134,7 @@ class MlflowLogger(Logger):
 
 
 def _run_id(file: Path, first_step: int) -> str:
-    """Return the name of the tracker's run: a new one, or where a run is resumed, that of before."""
+    """Return the id of the tracker's run: of a resumed run the former one."""
     if not (first_step and file.exists()):
         write_atomically(file, uuid4().hex[:12])
     return file.read_text()

@@ -19,7 +19,7 @@ GRACE_S = 15.0  # how long after a limit the C-level timer ends a process whose 
 
 @dataclass
 class Deadline:
-    """One wait of one rank in one phase: when it began (monotonic seconds) and how long it may take."""
+    """A phase of a rank, when it began (monotonic seconds), and its limit."""
 
     rank: int
     phase: str
@@ -36,13 +36,12 @@ class Deadline:
 
 
 class Watchdog:
-    """Ends the process when a phase passes its limit, because a rank inside a collective cannot be raised out of.
+    """Ends the process when a phase passes its limit: no exception can leave a collective that hangs.
 
-    Before the end it writes the stacks of all threads to `<run>/logs/stuck_rank_<rank>.txt`, prints one line on stderr,
-    and calls `before_exit` (stop the engines, flush the writers) for at most `BEFORE_EXIT_LIMIT_S`. The exit status is
-    `STUCK_STATUS`. Should a call hang while it holds Python's lock, a timer in C prints the stacks on stderr and ends
-    the process with status 1, `GRACE_S` after the limit. Phases may nest and may run in several threads.
-    That timer is one per process, so a process makes one watchdog.
+    Writes the stacks of all threads to `<run>/logs/stuck_rank_<rank>.txt` first, and calls `before_exit` (stop the
+    engines, flush the writers) for at most `BEFORE_EXIT_LIMIT_S`; the exit status is `STUCK_STATUS`. If a call holds
+    Python's lock, a timer in C ends the process with status 1, `GRACE_S` after the limit. That timer is one per
+    process, so a process makes one watchdog. Phases may nest, and run in several threads.
     """
 
     def __init__(self, rank: int, run_folder: Path, before_exit: Sequence[Callable[[], None]] = ()) -> None:
@@ -57,7 +56,7 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str, limit_s: float) -> Iterator[None]:
-        """Watch the body. An error that leaves it carries the phase as a note."""
+        """Watch the body. An error that leaves it gets the phase as a note."""
         deadline = Deadline(self.rank, name, limit_s)
         with self._changed:
             self._deadlines.append(deadline)
@@ -73,7 +72,7 @@ class Watchdog:
                 self._rearm()
 
     def phases(self) -> list[PhaseTime]:
-        """Return the phases that the process is in, the outermost first."""
+        """Return the current phases, the outermost first."""
         now_s = time.monotonic()
         return [PhaseTime(one.phase, now_s - one.started_s) for one in list(self._deadlines)]
 

@@ -164,7 +164,7 @@ def test_one_that_hangs_is_ended_after_its_limit(start: Callable[[int | None], R
     run.reporter.step(1)
     (process,) = run.running
     run.reporter.finish(limit_s=0.2)
-    assert run.notes == ["warning: report: not done 0.2 s after the run: it was ended"]
+    assert run.notes == ["warning: report: was not done when the run ended, and was killed"]
     assert not process.is_running()
     run.reporter.finish()
     assert len(run.notes) == 1
