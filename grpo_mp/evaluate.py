@@ -17,7 +17,8 @@ import torch.distributed as dist
 from grpo_mp.algorithms.evaluation import plot_pass_at_k, write_scores, write_svg
 from grpo_mp.checkpoint.run_state import read_manifest
 from grpo_mp.monitor.samples import append_samples
-from grpo_mp.trainer.engine_job import EngineJob, read_engine_job, run_engine_command, start_engines
+from grpo_mp.trainer.command_line import command, started_job
+from grpo_mp.trainer.engine_job import EngineJob, read_engine_job, start_engines
 from grpo_mp.trainer.evaluation import Evaluation, Evaluator
 from grpo_mp.trainer.preflight import RunInputs, run_evaluation_preflight
 from grpo_mp.trainer.step_logger import PASS_AT_K_FILE
@@ -30,7 +31,10 @@ SCORES, SAMPLES = "eval.json", "samples.jsonl"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, see `grpo-mp evaluate --help`. Raises SystemExit where it fails."""
-    run_engine_command(evaluate_parser(), arguments, read_command, run_evaluation_preflight, run)
+    with command(evaluate_parser(), arguments) as args:
+        job = read_command(args)
+        with started_job(args.ranks) as (world_size, ranks_per_node):
+            run(job, run_evaluation_preflight(job.settings, world_size, ranks_per_node, job.needs_policy))
 
 
 def read_command(args: argparse.Namespace) -> EngineJob:

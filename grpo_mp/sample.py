@@ -26,7 +26,8 @@ from grpo_mp.config import dump_settings
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.models.folder_digest import model_digest
 from grpo_mp.rollout.journal import GroupJournal
-from grpo_mp.trainer.engine_job import EngineJob, read_engine_job, run_engine_command, start_engines
+from grpo_mp.trainer.command_line import command, started_job
+from grpo_mp.trainer.engine_job import EngineJob, read_engine_job, start_engines
 from grpo_mp.trainer.preflight import RunInputs, run_sampling_preflight
 from grpo_mp.trainer.sampling.answers import (
     GROUPS,
@@ -93,7 +94,10 @@ def _dotted(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, see `grpo-mp sample --help`. Raises SystemExit where it fails."""
-    run_engine_command(sample_parser(), arguments, read_command, run_sampling_preflight, run)
+    with command(sample_parser(), arguments) as args:
+        job = read_command(args)
+        with started_job(args.ranks) as (world_size, ranks_per_node):
+            run(job, run_sampling_preflight(job.settings, world_size, ranks_per_node, job.needs_policy))
 
 
 def read_command(args: argparse.Namespace) -> SamplingJob:
@@ -120,8 +124,9 @@ def run(job: SamplingJob, inputs: RunInputs) -> None:
     Engines start only where prompts have no answers: after a change of the filters the files are written anew.
     """
     check_folder(job, inputs)
-    prompts, throughput = job.prompts(inputs), read_json(job.folder / SUMMARY).get("last_start")
-    if len(read_recorded(job.folder, len(prompts))) < len(prompts):
+    prompts, before = job.prompts(inputs), read_json(job.folder / SUMMARY)
+    throughput = before.get("last_start")
+    if before.get("answered_prompts", 0) < len(prompts):
         throughput = generate(job, inputs, prompts)
     if int(os.environ.get("RANK", 0)) == 0:
         with run_lock(job.folder):

@@ -11,8 +11,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
     end_with_launcher()
 
-from grpo_mp.checkpoint.run_state import FINAL, METRICS, resumable_checkpoints
-from grpo_mp.config import SftSettings
+from grpo_mp import platform
+from grpo_mp.checkpoint.run_state import FINAL, METRICS, resumable_checkpoints, saved_state
+from grpo_mp.config import SftSettings, load_sft_settings
 from grpo_mp.data.cursor import Cursor
 from grpo_mp.monitor.loggers import open_loggers
 from grpo_mp.monitor.reporter import Reporter
@@ -20,10 +21,9 @@ from grpo_mp.monitor.rules import RuleWatch
 from grpo_mp.monitor.run_folder import read_metrics
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.planner.clusters import machine_options
-from grpo_mp.platform import device_name
 from grpo_mp.policy.trained_model import UpdateReport
-from grpo_mp.trainer.command_line import run_sft_command
-from grpo_mp.trainer.context import local_ranks
+from grpo_mp.trainer.command_line import command, print_once, started_job
+from grpo_mp.trainer.describe import describe_sft
 from grpo_mp.trainer.loop import (
     check_guards,
     end_report,
@@ -40,7 +40,7 @@ from grpo_mp.trainer.loop import (
 )
 from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.sft_context import SftContext, open_sft_context
-from grpo_mp.trainer.sft_preflight import SftInputs
+from grpo_mp.trainer.sft_preflight import SftInputs, run_sft_preflight
 from grpo_mp.trainer.sft_step import (
     SftBatch,
     held_out_losses,
@@ -49,6 +49,7 @@ from grpo_mp.trainer.sft_step import (
     supervised_update,
 )
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord
+from grpo_mp.utils.parsers import sft_parser
 from grpo_mp.utils.phases import Phase
 
 
@@ -109,7 +110,7 @@ def make_logger(ctx: SftContext) -> StepLogger:
 
 def begin_plan(ctx: SftContext, reporter: Reporter) -> None:
     """Begin to plan the run, as that of RL, for the mean length of its samples."""
-    machines = machine_options(ctx.job.world_size, local_ranks()[1], device_name())
+    machines = machine_options(ctx.job.world_size, ctx.job.ranks_per_node, platform.device_name())
     reporter.begin([*machines, "--response-tokens", str(round(ctx.inputs.train.lengths.mean()))])
 
 
@@ -193,7 +194,18 @@ def run(settings: SftSettings, inputs: SftInputs) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line, see `grpo-mp sft --help`. Raises SystemExit where it fails."""
-    run_sft_command(run, arguments)
+    with (
+        command(sft_parser(), arguments) as args,
+        started_job(args.ranks, args.dry_run, args.ranks_per_node) as (world_size, ranks_per_node),
+    ):
+        settings = load_sft_settings(args.config, args.overrides, platform.default_dtype())
+        inputs = run_sft_preflight(settings, world_size)
+        if args.dry_run:
+            state = saved_state(settings.run.folder)
+            settings = settings.with_steps(inputs.train.epoch_size, state.step, state.samples_seen)
+            print_once(describe_sft(settings, inputs, world_size, ranks_per_node, args.all))
+        else:
+            run(settings, inputs)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The GRPO loop, and PPO's. `torchrun ... -m grpo_mp.train CONFIG section.key=value ...`; `--dry-run` only checks."""
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,9 +11,10 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
     end_with_launcher()
 
+from grpo_mp import platform
 from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch, send_routed_experts
 from grpo_mp.checkpoint.run_state import FINAL, METRICS, resumable_checkpoints
-from grpo_mp.config import Settings
+from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.monitor.loggers import open_loggers
 from grpo_mp.monitor.reporter import Reporter
@@ -22,11 +23,11 @@ from grpo_mp.monitor.run_folder import read_metrics
 from grpo_mp.monitor.samples import drop_later_files
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.planner.clusters import machine_options
-from grpo_mp.platform import device_name
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.collect import RolloutBatch
-from grpo_mp.trainer.command_line import run_command
-from grpo_mp.trainer.context import RolloutContext, TrainContext, local_ranks, open_context
+from grpo_mp.trainer.command_line import command, print_once, started_job
+from grpo_mp.trainer.context import RolloutContext, TrainContext, open_context
+from grpo_mp.trainer.describe import describe_run
 from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, recorded_evaluations
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.loop import (
@@ -44,11 +45,12 @@ from grpo_mp.trainer.loop import (
     save_last,
     sync_weights,
 )
-from grpo_mp.trainer.preflight import RunInputs
-from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step
+from grpo_mp.trainer.preflight import RunInputs, run_preflight, run_replay_preflight
+from grpo_mp.trainer.replay import FOLDER, RolloutShape, dump_step, replay_settings
 from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.step_logger import StepLogger, StepRecord, disk_may_be_full
 from grpo_mp.trainer.update import critic_step, train_step, update_reference
+from grpo_mp.utils.parsers import train_parser
 from grpo_mp.utils.phases import Phase
 
 
@@ -168,8 +170,8 @@ def make_logger(ctx: TrainContext) -> StepLogger:
 
 
 def begin_plan(ctx: TrainContext, reporter: Reporter) -> None:
-    """Begin to plan the run for the machines that it has, to be shown beside what it takes."""
-    reporter.begin(machine_options(ctx.job.world_size, local_ranks()[1], device_name()))
+    """Start the planner in the background, so that estimates can be shown next to measurements."""
+    reporter.begin(machine_options(ctx.job.world_size, ctx.job.ranks_per_node, platform.device_name()))
 
 
 def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None:
@@ -314,9 +316,23 @@ def run(settings: Settings, inputs: RunInputs) -> None:
             generate(ctx)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, run: Callable[[Settings, RunInputs], None] = run) -> None:
     """Run the command line, see `grpo-mp train --help`. Raises SystemExit where it fails."""
-    run_command(run, arguments)
+    with (
+        command(train_parser(), arguments) as args,
+        started_job(args.ranks, args.dry_run, args.ranks_per_node) as (world_size, ranks_per_node),
+    ):
+        settings = load_settings(args.config, args.overrides, dtype=platform.default_dtype())
+        if args.replay:
+            settings = replay_settings(settings)
+            inputs = run_replay_preflight(args.replay, settings, world_size)
+        else:
+            inputs = run_preflight(settings, world_size, ranks_per_node)
+        settings = settings.with_steps(inputs.train.epoch_size)
+        if args.dry_run:
+            print_once(describe_run(settings, inputs, world_size, ranks_per_node, args.all))
+        else:
+            run(settings, inputs)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def check_run_disk(settings: Settings | SftSettings) -> Iterator[Finding]:
     try:
         hf = settings.model.read_config()
         need = disk_need(settings, hf) if isinstance(settings, Settings) else policy_disk_need(settings, hf)
-        warnings = [*check_disk(folder, need, probes=True)]
+        warnings = [*check_disk(folder, need)]
     except UserError as error:
         yield Finding(Level.ERROR, str(error))
         return

@@ -1,6 +1,5 @@
 """Open and close a job: join the ranks, start this rank's engine, build the policy, and end all of it in any case."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -351,9 +350,3 @@ def _greeting(
         f"{settings.optimizer_steps_per_step} update(s) a step; "
         f"{f'replaying {inputs.replay.folder}' if inputs.replay else 'starting the engines'}"
     )
-
-
-def local_ranks() -> tuple[int, int]:
-    """Return the world size and the ranks of this node as torchrun or srun says; 1 and 1 without either."""
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    return world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

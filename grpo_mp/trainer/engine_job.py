@@ -5,24 +5,19 @@ engines its weights.
 """
 
 import argparse
-import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from grpo_mp import platform
 from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.rollout.rollout import engines_can_load_weights
-from grpo_mp.trainer.command_line import started_job
 from grpo_mp.trainer.context import EngineContext, open_context, open_engines_only
-from grpo_mp.trainer.exit import exit_on_error
 from grpo_mp.trainer.loop import sync_weights
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.log import log_to_terminal
 
 
 @dataclass(frozen=True)
@@ -48,9 +43,6 @@ class EngineJob:
         return self.checkpoint is not None or not engines_can_load_weights(self.settings.model, self.settings.engine)
 
 
-Job = TypeVar("Job", bound=EngineJob)
-
-
 def read_engine_job(args: argparse.Namespace, command: str) -> EngineJob:
     """Return the job of a command line; results go to RUN/`command`/MODEL unless it names a folder."""
     settings = load_settings(args.config, args.overrides, trains=False, dtype=platform.default_dtype())
@@ -65,23 +57,6 @@ def read_engine_job(args: argparse.Namespace, command: str) -> EngineJob:
         "model": settings.model.model_copy(update={"path": model}),
     }
     return EngineJob(settings.without_training().model_copy(update=updates), checkpoint)
-
-
-def run_engine_command(
-    parser: argparse.ArgumentParser,
-    arguments: Sequence[str] | None,
-    read: Callable[[argparse.Namespace], Job],
-    preflight: Callable[[Settings, int, int, bool], RunInputs],
-    run: Callable[[Job, RunInputs], None],
-) -> None:
-    """Read a command line, check everything, and run the job as one rank. Raises SystemExit where it fails."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with exit_on_error():
-        log_to_terminal()
-        args = parser.parse_intermixed_args(arguments)
-        job = read(args)
-        with started_job(args.ranks) as (world_size, ranks_per_node):
-            run(job, preflight(job.settings, world_size, ranks_per_node, job.needs_policy))
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.train import generate, train
-from grpo_mp.trainer.context import TrainContext, local_ranks, open_context
+from grpo_mp.trainer.command_line import local_ranks
+from grpo_mp.trainer.context import TrainContext, open_context
 from grpo_mp.trainer.loop import make_reporter
 from grpo_mp.trainer.preflight import run_preflight
 from tests.bench import workload as w

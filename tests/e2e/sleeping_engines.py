@@ -18,7 +18,7 @@ from grpo_mp.trainer.phase_manager import OffloadFunction, PhaseManager
 from grpo_mp.utils.phases import GENERATION, Residency
 
 
-def make_phases(settings: Settings, runtime: RankRuntime, policy: Policy, offload: bool) -> PhaseManager:
+def make_phases(settings: Settings, runtime: RankRuntime, policy: Policy, **_: Any) -> PhaseManager:
     """Make phases that move the engine, and nothing of the policy."""
     functions = engine_functions(runtime.rollout, policy.parallel.job.group)
     engine = {part: partial(move, runtime.timeline, function) for part, function in functions.items()}

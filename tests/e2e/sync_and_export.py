@@ -12,7 +12,7 @@ import torch
 
 from grpo_mp.config import Settings
 from grpo_mp.rollout.client import TARGET, EngineClient
-from grpo_mp.trainer.command_line import run_command
+from grpo_mp.train import main
 from grpo_mp.trainer.context import RunInputs, TrainContext, open_context
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.weight_sync.update import SyncReport
@@ -74,4 +74,4 @@ async def load_and_describe(client: EngineClient, folder: str) -> dict[str, Any]
 
 
 if __name__ == "__main__":
-    run_command(run, None)
+    main(run=run)

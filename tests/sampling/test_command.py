@@ -160,6 +160,7 @@ def test_other_filters_need_no_engine(tiny_run: TinyRun, tmp_path: Path, capsys:
     for prompt in job.prompts(preflight(job)):
         samples = [answer(index, 1 + index, prompt, is_correct=index % 2 == 0) for index in range(4)]
         journal.append(0, prompt.index, SampleGroup(prompt, tuple(samples)), RewardStats(), kept=True)
+    write_json(tmp_path / SUMMARY, {"answered_prompts": 3})
     said, summary, rows = sample("right")
     assert rows == [(prompt, index) for prompt in range(3) for index in (0, 2)]
     assert "12 answers to 3 prompts, 50.0% right; dropped: right 6; kept 6 to 3 prompts" in said

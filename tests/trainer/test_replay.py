@@ -210,7 +210,7 @@ def test_the_command_refuses_before_anything_starts(
     start = [str(tiny_run.config), f"run.folder={run}", *gone, "--dry-run", "--ranks", "2"]
     main([*start, "run.steps=2", "--replay", str(folder)])
     out, _ = capfd.readouterr()
-    assert f"rollouts: those of {folder}\n" in out
+    assert f"rollouts: from {folder}\n" in out
     assert "hosted by ranks" not in out
     for arguments, message in (
         (["run.steps=3", "--replay", str(folder)], f"error: {folder} has no step 3"),
@@ -247,7 +247,7 @@ def test_the_command_passes_over_a_damaged_checkpoint(
     start = [str(tiny_run.config), f"run.folder={run}", "run.steps=2", "--dry-run", "--ranks", "2", "--replay"]
     (run / "settings.yaml").write_text(dump_settings(replay_settings(load_settings(tiny_run.config, start[1:3]))))
     main([*start, str(folder)])
-    assert f"rollouts: those of {folder}\n" in capfd.readouterr().out
+    assert f"rollouts: from {folder}\n" in capfd.readouterr().out
     shutil.copytree(folder / "step_000001", one_step / "step_000001")
     with pytest.raises(SystemExit):
         main([*start, str(one_step)])

@@ -65,7 +65,8 @@ def cold_start(
     Writes it to the folder `output`, and returns the last step. Raises UserError where `target` is not reached by
     `run.steps`.
     """
-    settings, inputs = run_sft_preflight(settings, world_size=1)
+    inputs = run_sft_preflight(settings, world_size=1)
+    settings = settings.with_steps(inputs.train.epoch_size)
     with single_rank_environment():
         parallel = start_parallel(settings.layout, settings.run.seed, LIMIT_S)
         policy = Policy(settings, parallel, with_reference=False)
