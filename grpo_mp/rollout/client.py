@@ -14,7 +14,6 @@ import httpx
 
 from grpo_mp.config.sections import PauseMode
 from grpo_mp.distributed.layout import ModelShape
-from grpo_mp.rollout.request_limits import RequestLimits
 from grpo_mp.rollout.routed_experts import read_routed_experts
 from grpo_mp.utils.errors import EngineError, EngineTimeout, UserError
 from grpo_mp.utils.types import ExpertIds
@@ -31,39 +30,6 @@ HEALTH_LIMIT_S = 30.0  # the engine itself gives up after 20
 # tensors, and the rest of it is updated where it is trained.
 TARGET, TARGET_AND_DRAFT = {"selector": "target"}, {"selector": "all"}
 OUT_OF_MEMORY = "out of memory"  # what torch says; an engine that says it may be started again
-REQUIRED_ROUTES = (
-    "/generate",
-    "/flush_cache",
-    "/update_weights_from_tensor",
-    "/update_weight_version",
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
-    "/weights_checker",
-)
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """Differences between SGLang versions that change what this program sends, and what it cannot do without."""
-
-    version: str
-    weight_update_session: bool  # updates are sent between /begin_weight_update and /end_weight_update (0.5.20 on)
-    missing: tuple[str, ...]  # of REQUIRED_ROUTES
-
-    @property
-    def sentence(self) -> str:
-        """Return the line that a run prints at its start."""
-        return f"engines: SGLang {self.version}, weights {'in' if self.weight_update_session else 'without'} sessions"
-
-
-def read_capabilities(server_info: Mapping[str, Any], openapi: Mapping[str, Any]) -> Capabilities:
-    """Read the server's own description: /server_info and the routes of /openapi.json."""
-    routes = openapi.get("paths", {})
-    return Capabilities(
-        version=str(server_info.get("version", "unknown")),
-        weight_update_session="/begin_weight_update" in routes and "/end_weight_update" in routes,
-        missing=tuple(route for route in REQUIRED_ROUTES if route not in routes),
-    )
 
 
 @dataclass(frozen=True)
@@ -162,31 +128,22 @@ class EngineClient:
 
     def __init__(self, index: int, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
         """Open the client; `timeout_s` limits one call, `headers` come from EngineProcess."""
-        self.index, self.limits, self._timeout_s = index, RequestLimits(), timeout_s
+        self.index, self._timeout_s = index, timeout_s
+        self._running = asyncio.Event()  # cleared while generation is paused
+        self._running.set()
+        self._pauses = 0
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_LIMIT_S)
         # trust_env is off: the environment's proxies would also be used for loopback.
         self._http = httpx.AsyncClient(
             base_url=url, headers=dict(headers), timeout=timeout_s, limits=limits, trust_env=False
         )
-        self._capabilities: Capabilities | None = None
         self._updated = TARGET  # by the weight update that goes on
         self._cache_key = "0"  # of prefixes in the radix cache: none is read by other weights than those it is from
 
     async def aclose(self) -> None:
         """Close the connections; requests that wait for the end of a pause say that the engine was lost."""
         await self._http.aclose()
-        self.limits.resume()
-
-    async def capabilities(self) -> Capabilities:
-        """Ask, once, what this SGLang can do. Raises UserError where it lacks a required route."""
-        if self._capabilities is None:
-            info = _expect_object(await self._call("GET", "/server_info"))
-            capabilities = read_capabilities(info, _expect_object(await self._call("GET", "/openapi.json")))
-            if capabilities.missing:
-                message = f"SGLang {capabilities.version} lacks {', '.join(capabilities.missing)}"
-                raise UserError(f"engine {self.index}: {message}: install 0.5.17 or newer")
-            self._capabilities = capabilities
-        return self._capabilities
+        self._running.set()
 
     async def generate(
         self,
@@ -219,11 +176,10 @@ class EngineClient:
         """Raise UserError where a response comes without the experts of its tokens."""
         (output,) = await self.generate((1, 2, 3), SamplingParams(max_response_tokens=2), routing=routing)
         if output.routed_experts is None:
-            version = (await self.capabilities()).version
             raise self._error(
                 "/generate",
-                f"SGLang {version} does not return the experts that it chooses, with this model and these engine.args: "
-                "set training.router_replay=R2 or none",
+                "SGLang does not return the experts that it chooses, with this model and these engine.args: set "
+                "training.router_replay=R2 or none",
             )
 
     async def parse_tool_calls(
@@ -280,9 +236,9 @@ class EngineClient:
     async def check_health(self) -> None:
         """Raise EngineError where the engine computes nothing any more; one whose requests are paused may."""
         while True:
-            pauses = self.limits.pauses
+            pauses = self._pauses
             reply = await self._request("GET", "/health_generate", limit_s=HEALTH_LIMIT_S)
-            was_paused = self.limits.paused or self.limits.pauses > pauses
+            was_paused = not self._running.is_set() or self._pauses > pauses
             if reply.status_code == httpx.codes.OK or not was_paused:
                 break
         self._check_status("/health_generate", reply)
@@ -292,19 +248,19 @@ class EngineClient:
 
         With `in_place` those that the engine has not begun yet may read what running ones keep.
         """
-        self.limits.pause()
+        self._running.clear()
+        self._pauses += 1
         await self._call("POST", "/pause_generation", {"mode": mode})
 
     async def continue_generation(self) -> None:
         """Let requests go on; those that were retracted compute their tokens' cache again."""
         await self._call("POST", "/continue_generation", {"torch_empty_cache": False})
-        self.limits.resume()
+        self._running.set()
 
     async def begin_weight_update(self, with_draft: bool = False) -> None:
-        """Begin a weight update, also of the layer that drafts; nothing to do on an SGLang without such sessions."""
+        """Begin a weight update, `with_draft` also of the drafting layer."""
         self._updated = TARGET_AND_DRAFT if with_draft else TARGET
-        if (await self.capabilities()).weight_update_session:
-            await self._post("/begin_weight_update", self._updated)
+        await self._post("/begin_weight_update", self._updated)
 
     async def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str | None = None) -> None:
         """Send one bucket: `payloads` is base64 text for each of the engine's tensor-parallel ranks.
@@ -320,8 +276,7 @@ class EngineClient:
         Requests to come never read what is of the old weights.
         """
         self._cache_key = str(version)
-        if (await self.capabilities()).weight_update_session:
-            await self._post("/end_weight_update", {})
+        await self._post("/end_weight_update", {})
         if not keep_cache:
             await self.flush_cache()
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
@@ -391,9 +346,9 @@ class EngineClient:
 
     async def _generate(self, body: dict[str, Any]) -> Any:
         try:
-            async with self.limits.limit(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s):
                 # A request that came to the engine during a pause would have the key of the weights before.
-                await self.limits.wait_until_going()
+                await self._running.wait()
                 keyed = body | {"extra_key": self._cache_key}
                 reply = await self._request("POST", "/generate", keyed, math.inf)
         except TimeoutError as error:

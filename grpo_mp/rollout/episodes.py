@@ -157,7 +157,7 @@ class EpisodeRunner:
 
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            async with self.client.limits.limit(config.group_timeout_s):
+            async with asyncio.timeout(config.group_timeout_s):
                 await _until(waits[1], running, take)
                 if len(samples) == count:
                     samples = await self._scored(parts.function, samples, waits[1])

@@ -204,7 +204,7 @@ class RolloutWorker:
             if len(samples) < task.group_size:
                 return PausedGroup(prompt, samples=samples)
             return SampleGroup(prompt, samples)
-        async with self.client.limits.limit(self.group_timeout_s):
+        async with asyncio.timeout(self.group_timeout_s):
             if earlier:
                 outputs = await self._resume(earlier, sampling, task.routing, tokens)
             else:

@@ -124,8 +124,6 @@ def open_context(
         has_reference = settings.algorithm.kl.coef > 0
         build = partial(_build_models, settings, parallel, resumed, has_reference) if parallel else None
         policy, critic = _start(runtime, settings.engine.start_timeout_s, offload, build)
-        if rollout.client:
-            progress.note(rollout.call(rollout.client.capabilities()).sentence)
         phases = _make_phases(settings, runtime, policy=policy, critic=critic, offload=offload)
         weight_sync, check = _make_sync(settings, inputs, policy, runtime, phases=phases, preemption=preemption)
         former = (

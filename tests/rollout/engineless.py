@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 from grpo_mp.config.sections import RolloutConfig
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
 from grpo_mp.rollout.episodes import EpisodeRunner, load_episode_parts
-from grpo_mp.rollout.request_limits import RequestLimits
 from grpo_mp.utils.types import Prompt, Sample
 from tests.virtual_time import run_virtually
 
@@ -25,7 +24,7 @@ class TextClient:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], seconds: float = 0.0) -> None:
         self.tokenizer, self.texts, self.seconds = tokenizer, texts, seconds
-        self.limits, self.index, self.prompts = RequestLimits(), 0, list[tuple[int, ...]]()
+        self.index, self.prompts = 0, list[tuple[int, ...]]()
 
     async def generate(self, tokens: Any, sampling: SamplingParams, routing: Any = None) -> list[EngineOutput]:
         self.prompts.append(tuple(tokens))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
-from grpo_mp.rollout.request_limits import RequestLimits
 
 Lengths = dict[tuple[int, int], int]  # (prompt token, index in the group) -> tokens of the response
 
@@ -32,7 +31,6 @@ class FakeEngine:
     version: int = 0
     generated: int = 0
     most_running: int = 0
-    limits: RequestLimits = field(default_factory=RequestLimits)
     _running: int = 0
     _aborts: list[asyncio.Event] = field(default_factory=list)
 

@@ -194,13 +194,6 @@ def test_calls_that_no_parser_takes_leave_the_engine_there_and_unknown_tools_are
     assert unknown == [("sub", '{"a": 1}')]
 
 
-def test_capabilities_come_from_the_server(ask: Ask) -> None:
-    capabilities = ask(lambda client: client.capabilities())
-    assert capabilities.weight_update_session
-    assert capabilities.missing == ()
-    assert capabilities.version.count(".") >= 2
-
-
 def test_errors_name_engine_path_and_reason(ask: Ask, model_folder: Path) -> None:
     with pytest.raises(UserError, match=r"engine 3: /generate: .*longer than the model's context"):
         ask(lambda client: client.generate([5] * 400, LONG))
@@ -211,7 +204,7 @@ def test_errors_name_engine_path_and_reason(ask: Ask, model_folder: Path) -> Non
 def test_a_request_without_the_key_is_refused(engine: EngineProcess) -> None:
     async def request_without_key() -> None:
         async with aclosing(EngineClient(3, engine.url, {}, 10.0)) as client:
-            await client.capabilities()
+            await client.abort_all()
 
     with pytest.raises(UserError, match="status 401"):
         asyncio.run(request_without_key())
@@ -239,13 +232,13 @@ def test_every_route_that_does_something_needs_the_key(engine: EngineProcess) ->
 def test_silent_server_times_out_and_gone_server_raises() -> None:
     async def wait(port: int) -> None:
         async with aclosing(EngineClient(0, f"http://127.0.0.1:{port}", {}, 0.2)) as client:
-            await client.capabilities()
+            await client.abort_all()
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        with pytest.raises(PhaseTimeout, match=r"engine 0: /server_info did not answer within 0.2 s"):
+        with pytest.raises(PhaseTimeout, match=r"engine 0: /abort_request did not answer within 0.2 s"):
             asyncio.run(wait(port))
-    with pytest.raises(UserError, match=r"engine 0: /server_info: the connection failed"):
+    with pytest.raises(UserError, match=r"engine 0: /abort_request: the connection failed"):
         asyncio.run(wait(port))
 
 
@@ -259,7 +252,7 @@ def test_requests_to_an_engine_that_was_lost_say_so() -> None:
 
     async def ask_during_pause() -> None:
         client = EngineClient(7, "http://127.0.0.1:1", {}, timeout_s=1.0)
-        client.limits.pause()
+        client._running.clear()
         waits = asyncio.create_task(client.generate([1], LONG))
         await asyncio.sleep(0)
         assert not waits.done()
@@ -353,7 +346,7 @@ def test_an_engine_that_is_well_says_so(ask: Ask) -> None:
     async def pause_meanwhile(client: EngineClient) -> None:
         await client.pause_generation("in_place")
         health = asyncio.create_task(client.check_health())
-        await client.capabilities()  # after the question
+        await client._call("GET", "/server_info")  # after the question
         await client.continue_generation()
         await health
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from grpo_mp.config.sections import EngineConfig
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.argument_types import argument_types
-from grpo_mp.rollout.client import Capabilities, EngineClient, EngineOutput
+from grpo_mp.rollout.client import EngineClient, EngineOutput
 from grpo_mp.rollout.engine_args import ENGINE_SITE, check_arguments
 from grpo_mp.rollout.groups import joined
 from grpo_mp.rollout.speculation import check_speculation, speculative_arguments
@@ -102,7 +102,6 @@ class RecordingClient(EngineClient):
 
     def __init__(self, replies: Iterable[Any] = ()) -> None:
         super().__init__(0, "http://127.0.0.1", {}, 10.0)
-        self._capabilities = Capabilities("0", weight_update_session=True, missing=())
         self.sent = list[tuple[str, dict[str, Any]]]()
         self._replies = iter(replies)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -34,7 +34,6 @@ from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout import stream as stream_module
 from grpo_mp.rollout.client import EngineOutput, SamplingParams, sampling_seed
 from grpo_mp.rollout.groups import LaunchedGroups
-from grpo_mp.rollout.request_limits import RequestLimits
 from grpo_mp.rollout.rollout import rollout_seed
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
@@ -56,7 +55,6 @@ class SeededEngine:
     delays: Random
     version: int = 0
     index: int = 0
-    limits: RequestLimits = field(default_factory=RequestLimits)
 
     async def generate(
         self,

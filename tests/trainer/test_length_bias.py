@@ -18,7 +18,6 @@ from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
 from grpo_mp.rollout.groups import LaunchedGroups
-from grpo_mp.rollout.request_limits import RequestLimits
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
 from grpo_mp.trainer.collect import RolloutBatch, RolloutCollector
@@ -53,7 +52,6 @@ class SeededEngine:
     delays: Random
     version: int = 0
     prompts: set[int] = field(default_factory=set)
-    limits: RequestLimits = field(default_factory=RequestLimits)
     _aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(
