@@ -12,7 +12,7 @@ from grpo_mp.monitor.guards import MetricGuards
 from grpo_mp.pipeline.stages import make_jobs
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.rewards.scorer import Scorer
-from grpo_mp.rollout.precision import engine_uses_fp8
+from grpo_mp.rollout.engine_layout import engine_uses_fp8
 from grpo_mp.trainer.preflight import start_warnings
 from grpo_mp.utils.errors import UserError
 from tests.recipes import FULL_SIZE, PIPELINES, RL, SECTIONS, SFT

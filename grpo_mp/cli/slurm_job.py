@@ -11,7 +11,7 @@ from grpo_mp.checkpoint.run_state import METRICS, SETTINGS, saved_step
 from grpo_mp.config import Settings, SftSettings, load_any_settings, show_settings
 from grpo_mp.config.sections import EngineConfig, LayoutConfig
 from grpo_mp.distributed.layout import describe_parallelism
-from grpo_mp.rollout.placement import engine_placements
+from grpo_mp.rollout.engine_layout import engine_placements
 from grpo_mp.utils.errors import UserError, exit_with
 from grpo_mp.utils.files import last_lines, read_json, write_atomically
 

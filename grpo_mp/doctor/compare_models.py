@@ -19,7 +19,7 @@ from grpo_mp.doctor.weights import (
     write_folder,
 )
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.rollout.precision import is_fp8_checkpoint
+from grpo_mp.rollout.engine_layout import is_fp8_checkpoint
 from grpo_mp.utils.findings import Finding
 
 FP8 = "fp8"

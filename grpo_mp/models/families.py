@@ -8,7 +8,7 @@ from typing import Any
 from grpo_mp.models import deepseek, glm4_moe, gqa, llama_qwen, mixtral
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, expand
-from grpo_mp.utils.errors import UserError, did_you_mean
+from grpo_mp.utils.errors import did_you_mean
 from grpo_mp.utils.registry import Registry
 
 
@@ -61,18 +61,6 @@ def family_of(hf: HfConfig) -> Family:
     family = MODEL_FAMILIES.resolve(hf.family or hf.model_type, "model.family")
     hf.expect("architectures", [family.architecture])
     return family
-
-
-def known_params(hf: HfConfig, architecture: str) -> dict[str, Param]:
-    """Return the parameters of a folder of any causal language model whose tensors are known here; else none."""
-    family = FAMILIES.get(hf.model_type)
-    if family is None or family.architecture != architecture or (hf.path / "hf_quant_config.json").exists():
-        return {}
-    try:
-        quantized = hf.get("quantization_config")
-        return {} if quantized and quantized.get("quant_method") != "fp8" else family.params(hf)
-    except UserError:
-        return {}
 
 
 def add_transformers_4_names(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,16 +19,6 @@ def classifier_name(hf: HfConfig) -> str | None:
     return next((str(name) for name in hf.get("architectures") or [] if CLASSIFIER in str(name)), None)
 
 
-def reward_head(architecture: str, hidden: int) -> dict[str, Shape] | None:
-    """Return the shapes of the tensors of an SGLang class's head; None for an unknown class."""
-    if architecture in ("Qwen2ForRewardModel", "Qwen3ForRewardModel"):
-        first = {"score.0.weight": (hidden, hidden), "score.0.bias": (hidden,)}
-        return {**first, "score.2.weight": (1, hidden), "score.2.bias": (1,)}
-    if architecture == "InternLM2ForRewardModel":
-        return {"v_head.weight": (1, hidden)}
-    return {STORED_HEAD: (1, hidden)} if architecture.endswith(CLASSIFIER) else None
-
-
 def check_head(
     names: Collection[str],
     shape_of: Callable[[str], Shape],

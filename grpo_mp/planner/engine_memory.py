@@ -10,7 +10,7 @@ from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import rule_parameters
 from grpo_mp.policy.parameter_bytes import DTYPE_BYTES
 from grpo_mp.rewards.teacher import SECTION
-from grpo_mp.rollout.engine_parallelism import read_argument
+from grpo_mp.rollout.engine_layout import read_argument
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.section import ServedModelConfig
 

@@ -20,7 +20,7 @@ from grpo_mp.planner.resource_use import (
     forward_flops_per_token,
     routed_parameters,
 )
-from grpo_mp.rollout.engine_parallelism import REPLICATING_A2A_BACKENDS
+from grpo_mp.rollout.engine_layout import REPLICATING_A2A_BACKENDS
 from grpo_mp.utils.errors import UserError
 
 MOMENTS = 256  # of a rollout at which its batch is looked at

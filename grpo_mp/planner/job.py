@@ -30,9 +30,12 @@ from grpo_mp.planner.parameter_count import (
 from grpo_mp.planner.pipeline_layout import StageLayers, layers_of_stages, with_mtp_layer
 from grpo_mp.policy.parameter_bytes import BytesPerParameter, bytes_per_parameter
 from grpo_mp.rewards.settings import RewardConfig
-from grpo_mp.rollout.engine_parallelism import EngineParallelism, check_engine_parallelism
-from grpo_mp.rollout.placement import engine_placements
-from grpo_mp.rollout.precision import engine_uses_fp8
+from grpo_mp.rollout.engine_layout import (
+    EngineParallelism,
+    check_engine_parallelism,
+    engine_placements,
+    engine_uses_fp8,
+)
 
 
 @dataclass(frozen=True)

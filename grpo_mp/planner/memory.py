@@ -17,7 +17,7 @@ from grpo_mp.planner.engine_memory import EngineMemory, ServedMemory, engine_mem
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import largest_adapted, largest_layer
 from grpo_mp.planner.weight_traffic import check_lengths
-from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
+from grpo_mp.rollout.engine_layout import engine_host_ranks, engine_placements
 from grpo_mp.utils.phases import TRAINER, Phase, Residency
 from grpo_mp.utils.types import expert_id_bytes
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY

@@ -13,8 +13,7 @@ from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import FP8
 from grpo_mp.models.mapping import Param
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.rollout.engine_parallelism import expert_alignment
-from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
+from grpo_mp.rollout.engine_layout import engine_host_ranks, engine_placements, expert_alignment
 from grpo_mp.weight_sync.compare import ANSWERS, MAX_TEXTS, comparison_sequences
 from grpo_mp.weight_sync.plan import (
     Piece,

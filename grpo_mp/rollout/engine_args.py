@@ -1,4 +1,4 @@
-"""SGLang server arguments and environment of an engine. Pure, except `check_arguments`."""
+"""SGLang server arguments and environment of an engine."""
 
 import ast
 import json
@@ -9,10 +9,13 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from grpo_mp.checkpoint.hf_reader import LAYER, HfReader, has_hf_weights
+from grpo_mp.config.sections import EngineConfig
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.platform.cuda_libraries import cuda_environment
 from grpo_mp.rollout.argument_types import argument_types, check_values
+from grpo_mp.rollout.engine_layout import attention_replicas, precision_arguments
 from grpo_mp.rollout.engine_main import ARGUMENTS, TRAINER_PID
-from grpo_mp.rollout.engine_parallelism import attention_replicas
 from grpo_mp.rollout.sglang_source import model_classes, source_folder
 from grpo_mp.rollout.shared_memory import LOADER
 from grpo_mp.utils.errors import UserError, did_you_mean
@@ -64,18 +67,6 @@ RESERVED = {
     ),
     "speculative_draft_load_format": "the layer that drafts is read from the model's folder",
     "load_format": "it follows from what the first synchronization brings",
-    **dict.fromkeys(
-        ("grpc_mode", "smg_grpc_mode", "grpc_port", "smg_http_sidecar_port", "sidecar", "gated_launch_port"),
-        "engines answer by HTTP, with a key",
-    ),
-    **dict.fromkeys(
-        ("kv_events_config", "engine_info_bootstrap_port", "decoupled_spec_bind_endpoint", "decoupled_spec_role"),
-        "it opens a socket that asks for no key",
-    ),
-    **dict.fromkeys(
-        ("disaggregation_mode", "disaggregation_bootstrap_port", "encoder_only", "encoder_bootstrap_port"),
-        "an engine prefills and decodes",
-    ),
 }
 
 DEFAULTS: dict[str, Any] = {"log_level_http": "warning"}
@@ -114,6 +105,12 @@ LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 LAUNCHER_PREFIXES = ("LOCAL_RANK", "LOCAL_WORLD_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 # With these SGLang takes another model class than the one that config.json names, or one more.
 MODEL_CLASS_ARGUMENTS = {"speculative_algorithm", "model_impl", "json_model_override_args"}
+
+# Of SGLang 0.5.23: those whose kernels do not depend on the batch, and those that keep that with a cached prefix or
+# with latent attention.
+INVARIANT = ("fa3", "fa4", "flashinfer", "triton")
+INVARIANT_WITH_CACHE = ("fa3", "fa4", "triton")
+BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
 @dataclass(frozen=True)
@@ -286,6 +283,80 @@ def check_tool_parser(name: str) -> None:
         raise UserError(
             f"rollout.tool_parser={name}: the installed SGLang has no such parser{hint}: {', '.join(known)}"
         )
+
+
+def check_determinism(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> None:
+    """Raise UserError for attention of `engine.args` that differs in company; SGLang looks at one of the three.
+
+    On a CPU there is one attention, which does not.
+    """
+    if cpu:
+        return
+    latent = bool(hf.get("kv_lora_rank"))
+    allowed = INVARIANT_WITH_CACHE if latent else INVARIANT
+    for name in BACKENDS:
+        backend = args.get(name)
+        if backend is not None and backend not in allowed:
+            of = " with latent attention" if latent else ""
+            raise UserError(
+                f"engine.args.{name}={backend}: with engine.deterministic=true the kernels of a GPU must not depend on "
+                f"the batch: set one of {', '.join(allowed)}{of}, or leave it out{did_you_mean(str(backend), allowed)}"
+            )
+
+
+def speculative_arguments(engine: EngineConfig, group_size: int) -> dict[str, Any]:
+    """Return the ServerArgs of `engine.speculative`.
+
+    The layer that drafts need not be trained: it is read from the model's folder even where the other weights come with
+    the first sync, and the host keeps a copy for engines that leave the device. Its embedding and head are the model's.
+    """
+    speculative = engine.speculative
+    if speculative.algorithm == "none":
+        return {}
+    drafting = {
+        "mtp": {
+            "speculative_algorithm": "NEXTN",
+            "speculative_num_steps": speculative.num_steps,
+            "speculative_eagle_topk": speculative.eagle_topk,
+            "speculative_draft_load_format": "auto",
+            "enable_draft_weights_cpu_backup": True,
+        },
+        "ngram": {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": speculative.eagle_topk},
+    }
+    return {
+        "speculative_num_draft_tokens": speculative.verified_tokens,
+        # With speculation SGLang would lower its own default to 48.
+        "max_running_requests": engine.args.get("max_running_requests", engine.concurrent_groups * group_size),
+        **drafting[speculative.algorithm],
+    }
+
+
+def check_speculation(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
+    """Raise UserError where SGLang cannot draft so, or would sample from another distribution than the model's."""
+    algorithm = engine.speculative.algorithm
+    if algorithm == "none":
+        return
+    reason = None
+    if cpu:
+        reason = "needs a GPU: on a CPU SGLang accepts the most probable tokens, whatever rollout.temperature says"
+    elif algorithm == "ngram" and attention_replicas(engine.args) > 1:
+        reason = "does not work with attention in replicas: SGLang's n-grams are those of one process"
+    elif algorithm == "mtp":
+        reason = _missing_draft(engine, hf)
+    if reason:
+        raise UserError(f"engine.speculative.algorithm={algorithm} {reason}: change that, or set none")
+
+
+def _missing_draft(engine: EngineConfig, hf: HfConfig) -> str | None:
+    if not hf.get("num_nextn_predict_layers"):
+        return f"needs a multi-token-prediction layer, and {hf.path} counts none (num_nextn_predict_layers)"
+    if not has_hf_weights(hf.path) or precision_arguments(engine.args, hf, cpu=False):
+        return f"reads the drafting layer from {hf.path}, which must hold weights in the engine's precision"
+    with HfReader(hf.path) as reader:
+        layers = {int(layer[1]) for name in reader.names if (layer := LAYER.match(name))}
+    if hf.int("num_hidden_layers") not in layers:
+        return f"needs the weights of the multi-token-prediction layer, which {hf.path} lacks"
+    return None
 
 
 def _needs_rendezvous(spec: EngineSpec) -> bool:

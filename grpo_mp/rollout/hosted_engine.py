@@ -11,7 +11,7 @@ from grpo_mp.config.sections import EngineConfig
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.distributed.ports import own_address
 from grpo_mp.rollout.client import EngineClient
-from grpo_mp.rollout.placement import EnginePlacement
+from grpo_mp.rollout.engine_layout import EnginePlacement
 from grpo_mp.rollout.server import STOP_LIMIT_S, EngineProcess
 from grpo_mp.utils.background import BackgroundTask, EventLoopThread
 from grpo_mp.utils.errors import EngineError, UserError, one_line

@@ -10,13 +10,10 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
-from grpo_mp.checkpoint.hf_reader import HfReader, check_model, has_hf_weights
+from grpo_mp.checkpoint.hf_reader import has_hf_weights
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import all_gather
-from grpo_mp.models.families import known_params
-from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.tokenizer import load_tokenizer
-from grpo_mp.models.value_head import VALUE_HEAD, check_head, reward_head
 from grpo_mp.rewards.reward_model import Server
 from grpo_mp.rewards.teacher import SECTION, first_difference
 from grpo_mp.rollout.client import EngineClient
@@ -191,119 +188,53 @@ def share_of(servers: Sequence[Server], index: int, hosts: int) -> Sequence[Serv
     return servers[index::hosts] or [servers[index % len(servers)]]
 
 
-def check_reward_models(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase, world_size: int, ranks_per_node: int
+def check_served_models(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, world_size: int, ranks_per_node: int, teacher: bool = True
 ) -> None:
-    """Raise UserError for a folder that cannot be served as a reward model, or servers that do not divide the ranks."""
-    for name, model in settings.reward.own_models.items():
-        where = f"reward.{name}"
-        config = check_served_model(
-            settings,
-            model,
-            section=where,
-            read_config=read_reward_config,
-            world_size=world_size,
-            ranks_per_node=ranks_per_node,
-        )
-        check_weights(config, where, has_head=True)
+    """Refuse folders that cannot be served as reward models or as a teacher of the policy's tokens."""
+    trust = settings.model.trust_remote_code
+    for name, model in served_models(settings, rewards=True, teacher=teacher).items():
+        section, gpus = SECTION if name == TEACHER else f"reward.{name}", model.gpus_per_server
+        if ranks_per_node % gpus or world_size % gpus:
+            raise UserError(
+                f"{section}.gpus_per_server={gpus} does not divide the {ranks_per_node} ranks of a node "
+                f"({world_size} in all): set a divisor"
+            )
+        check_arguments(model.args, f"{section}.args")
         assert model.folder
-        remedy = "take a reward model of the same family, or score texts by reward.functions"
-        check_tokens(
-            model.folder,
-            f"{where}.folder",
-            tokenizer=tokenizer,
-            remedy=remedy,
-            trust_remote_code=settings.model.trust_remote_code,
-        )
+        _check_folder(model.folder, f"{section}.folder={model.folder}", name == TEACHER, settings.max_request_tokens)
+        kind = "teacher" if name == TEACHER else "reward model"
+        remedy = f"take a {kind} of the same family"
+        check_tokens(model.folder, f"{section}.folder", tokenizer, remedy=remedy, trust_remote_code=trust)
 
 
-def check_teacher(settings: Settings, tokenizer: PreTrainedTokenizerBase, world_size: int, ranks_per_node: int) -> None:
-    """Raise UserError for a folder that cannot be served as a teacher of the policy's tokens."""
-    distillation = settings.algorithm.distillation
-    if distillation and distillation.teacher.folder:
-        teacher = distillation.teacher
-        config = check_served_model(
-            settings,
-            teacher,
-            section=SECTION,
-            read_config=read_teacher_config,
-            world_size=world_size,
-            ranks_per_node=ranks_per_node,
-        )
-        check_weights(config, SECTION, has_head=False)
-        remedy, trust = "take a teacher of the same family", settings.model.trust_remote_code
-        check_tokens(
-            distillation.teacher.folder,
-            f"{SECTION}.folder",
-            tokenizer=tokenizer,
-            remedy=remedy,
-            trust_remote_code=trust,
-        )
-
-
-def check_served_model(
-    settings: Settings,
-    model: ServedModelConfig,
-    section: str,
-    read_config: Callable[[Path, str], HfConfig],
-    world_size: int,
-    ranks_per_node: int,
-) -> HfConfig:
-    """Return the folder's config.
-
-    Raises UserError where its servers do not divide the ranks, or cannot hold its model or the sequences.
-    """
-    assert model.folder
-    where, gpus = f"{section}.folder={model.folder}", model.gpus_per_server
-    if ranks_per_node % gpus or world_size % gpus:
+def _check_folder(folder: Path, where: str, is_teacher: bool, request_tokens: int) -> None:
+    """Refuse a folder whose model SGLang does not serve as a teacher, else as a reward model."""
+    try:
+        config = dict(json.loads((folder / "config.json").read_text()))
+        names = [str(name) for name in config.get("architectures") or ()]
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{where}: no Hugging Face folder with a config.json ({one_line(error, 200)})") from error
+    endings, kind = (CAUSAL, "causal language model") if is_teacher else (HEADS, "model with a reward head")
+    if not (names and names[0].endswith(endings)):
         raise UserError(
-            f"{section}.gpus_per_server={gpus} does not divide the {ranks_per_node} ranks of a node "
-            f"({world_size} in all): set a divisor"
+            f"{where}: {', '.join(names) or 'its config.json'} names no {kind} (one that ends in {', '.join(endings)})"
         )
-    check_arguments(model.args, f"{section}.args")
-    config = read_config(model.folder, where)
-    heads, positions = int(config.get("num_attention_heads", gpus)), config.get("max_position_embeddings")
-    if heads % gpus:
-        raise UserError(f"{where}: {gpus} GPUs of a server do not divide its {heads} attention heads: use fewer")
-    if positions and int(positions) < settings.max_request_tokens:
+    if names[0] not in served_architectures():
+        raise UserError(f"{where}: the installed SGLang does not serve {names[0]}: take another model")
+    labels = config.get("num_labels", len(config.get("id2label") or {}) or 2)
+    if not is_teacher and labels != 1 and not names[0].endswith("RewardModel"):
+        raise UserError(f"{where}: it has {labels} labels, and a reward is one number: take a model with one label")
+    if request_tokens > int(config.get("max_position_embeddings") or request_tokens):
         raise UserError(
-            f"{where}: it has {positions} positions, and a prompt with its response up to "
-            f"{settings.max_request_tokens}: lower rollout.max_response_tokens"
+            f"{where}: it has {config['max_position_embeddings']} positions, and a prompt with its response up to "
+            f"{request_tokens}: lower rollout.max_response_tokens"
         )
-    return config
-
-
-def check_weights(hf: HfConfig, section: str, has_head: bool) -> None:
-    """Raise UserError where a folder lacks weights of its model, which SGLang would leave random without a word.
-
-    Of a reward model (`has_head`) the head is looked for, and of both all tensors where the family is known.
-    """
-    where, architecture = f"{section}.folder={hf.path}", str(hf.values["architectures"][0])
-    if not has_hf_weights(hf.path):
+    if not has_hf_weights(folder):
         raise UserError(
             f"{where}: it has no weights in Hugging Face's format (safetensors): save them so, or run grpo-mp convert "
             "on its checkpoint"
         )
-    ending = next(ending for ending in (*CAUSAL, *HEADS) if architecture.endswith(ending))
-    params = known_params(hf, architecture.removesuffix(ending) + CAUSAL[0])
-    others = ["lm_head.weight"]
-    with HfReader(hf.path) as reader:
-        if has_head:
-            params.pop(VALUE_HEAD, None)
-            head = reward_head(architecture, hf.int("hidden_size"))
-            if head is None:
-                raise UserError(
-                    f"{where}: which weights the head of {architecture} has is not known here, so that a folder "
-                    "without one would pass: take a sequence classifier with one label"
-                )
-            remedy = "take a whole reward model, since SGLang would score by a random head"
-            check_head(reader.names, reader.shape, head=head, where=where, architecture=architecture, remedy=remedy)
-            others += head
-        if params:
-            try:
-                check_model(reader, params.values(), hf, others)
-            except UserError as error:
-                raise UserError(f"{section}: {error}") from error
 
 
 def check_tokens(
@@ -322,50 +253,6 @@ def check_tokens(
             f"{setting}={folder}: its tokenizer is another than the policy's, and it would be sent the policy's tokens "
             f"({difference}): {remedy}"
         )
-
-
-def read_teacher_config(folder: Path, where: str) -> HfConfig:
-    """Return the config of a causal language model. Raises UserError where SGLang cannot serve the folder as one."""
-    config, name = _read_config(
-        folder, where, endings=CAUSAL, kind="causal language model", remedy="take the folder of one"
-    )
-    _check_served(name, where, "teacher")
-    return config
-
-
-def read_reward_config(folder: Path, where: str) -> HfConfig:
-    """Return the config of a reward model. Raises UserError where the folder has none that SGLang can serve."""
-    remedy = "take a sequence classifier with one label"
-    config, name = _read_config(folder, where, endings=HEADS, kind="model with a reward head", remedy=remedy)
-    labels = config.get("num_labels", len(config.get("id2label") or {}) or 2)
-    if labels != 1 and not name.endswith("RewardModel"):
-        raise UserError(f"{where}: it has {labels} labels, and a reward is one number: take a model with one label")
-    _check_served(name, where, "reward model")
-    return config
-
-
-def _read_config(folder: Path, where: str, endings: tuple[str, ...], kind: str, remedy: str) -> tuple[HfConfig, str]:
-    """Return a folder's config and the class that it names first, which SGLang takes where it has it.
-
-    Raises UserError where the class has none of the endings.
-    """
-    try:
-        config = dict(json.loads((folder / "config.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{where}: no Hugging Face folder with a config.json ({one_line(error, 200)})") from error
-    listed = config.get("architectures")
-    names = [str(name) for name in listed] if isinstance(listed, list) else []
-    if not names or not names[0].endswith(endings):
-        raise UserError(
-            f"{where}: {', '.join(names) or 'its config.json'} names no {kind} (one that ends in "
-            f"{', '.join(endings)}): {remedy}"
-        )
-    return HfConfig(folder, config), names[0]
-
-
-def _check_served(name: str, where: str, kind: str) -> None:
-    if name not in served_architectures():
-        raise UserError(f"{where}: the installed SGLang does not serve {name}: take another {kind}")
 
 
 def served_architectures() -> frozenset[str]:

@@ -21,12 +21,11 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.teacher import TeacherClient
 from grpo_mp.rollout.client import EngineClient, SamplingParams, sampling_seed
-from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec, cuda_defaults
+from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec, cuda_defaults, speculative_arguments
+from grpo_mp.rollout.engine_layout import EnginePlacement, engine_host_ranks, engine_placements, precision_arguments
 from grpo_mp.rollout.episodes import EpisodeParts, EpisodeRunner, with_failures
 from grpo_mp.rollout.groups import EndedGroup, LaunchedGroups, RunningGroup, unanswered
 from grpo_mp.rollout.hosted_engine import EngineNode, HostedEngine
-from grpo_mp.rollout.placement import EnginePlacement, engine_host_ranks, engine_placements
-from grpo_mp.rollout.precision import precision_arguments
 from grpo_mp.rollout.reward_servers import (
     GROUPS_IN_FLIGHT,
     TEACHER,
@@ -37,7 +36,6 @@ from grpo_mp.rollout.reward_servers import (
 )
 from grpo_mp.rollout.routed_experts import ARGUMENT
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.rollout.speculation import speculative_arguments
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask, RolloutWorker, give_back, pause_running
 from grpo_mp.utils.background import EventLoopThread

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from grpo_mp.distributed.layout import ModelShape
-from grpo_mp.rollout.engine_parallelism import read_argument
+from grpo_mp.rollout.engine_layout import read_argument
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import ExpertIds, expert_id_bytes
 

@@ -16,26 +16,12 @@ from grpo_mp.rollout.engine_args import EngineSpec, engine_arguments, engine_env
 from grpo_mp.utils.errors import EngineError, EngineTimeout, UserError
 from grpo_mp.utils.files import last_lines, open_private
 
-SCRATCH = "grpo_mp-engine-"  # and eight characters
-# Below an engine's folder Python's multiprocessing has sockets such as pymp-12345678/listener-12345678.
-TEMPORARY_FOLDER_CHARACTERS = 107 - len(f"/{SCRATCH}12345678/pymp-12345678/listener-12345678")
 COMMAND = [sys.executable, "-m", "grpo_mp.rollout.engine_main"]
 POLL_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 5.0
-PORT_ATTEMPTS = 3
 STOP_LIMIT_S = 15.0  # more than the engine's own watcher takes to end the group
 LOG_LINES = 12
 LOG_COLUMNS = 300  # SGLang writes all its arguments into one line
-
-
-def check_temporary_folder() -> None:
-    """Raise UserError where paths of an engine's sockets would be longer than the system allows."""
-    folder = tempfile.gettempdir()
-    if len(folder) > TEMPORARY_FOLDER_CHARACTERS:
-        raise UserError(
-            f"TMPDIR={folder} has {len(folder)} characters, and sockets of an engine below it would have more than the "
-            f"107 that the system allows: set TMPDIR to a folder of at most {TEMPORARY_FOLDER_CHARACTERS}"
-        )
 
 
 class EngineProcess:
@@ -65,7 +51,7 @@ class EngineProcess:
         port = self._claim.port
         self.url = f"http://127.0.0.1:{port}"
         dist_init_addr = f"{host}:{port + 1}" if host else dist_init_addr
-        self._scratch = tempfile.mkdtemp(prefix=SCRATCH)
+        self._scratch = tempfile.mkdtemp(prefix="grpo_mp-engine-")
         arguments = engine_arguments(
             self.spec,
             port,
@@ -86,21 +72,15 @@ class EngineProcess:
         return dist_init_addr
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until this very server answers; where another server took its port meanwhile, restart on another one.
+        """Wait until this very server answers.
 
-        Raises UserError with the log's last lines when it ends or is not there after `timeout_s`.
+        Raises EngineError with the log's last lines where it ends, is late, or another server has its port.
         """
         deadline = time.monotonic() + timeout_s
-        attempts = 1
         with httpx.Client(trust_env=False, timeout=PROBE_TIMEOUT_S, headers=self.headers) as client:
             while (served := self._served_model(client)) != self.served_model_name:
                 if served is not None:
-                    if attempts == PORT_ATTEMPTS or self.spec.nodes > 1:  # the other nodes know this address
-                        message = f"another server answered on each of the {attempts} port(s) that were tried"
-                        raise UserError(f"{self._label()}: {message}")
-                    self.stop()
-                    self.start()
-                    attempts += 1
+                    raise EngineError(f"{self._label()}: another server answered on its port {self.url}")
                 self.check_alive("while starting")
                 if time.monotonic() > deadline:
                     raise EngineTimeout(self._with_log_lines(f"{self._label()} did not come up within {timeout_s:g} s"))

@@ -14,16 +14,88 @@ import json
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
-
-from grpo_mp.rollout.packed_tensors import NamedTensors, TensorSpec, aligned, pack, packed_bytes
+from torch import Tensor
 
 LOADER = f"{__name__}.load_weights"  # what SGLang imports: its `custom_weight_loader` and `load_format`
 
+ALIGNMENT = 64  # bytes; every tensor's offset is a multiple, as views of any dtype need
+NamedTensors = list[tuple[str, Tensor]]
+
 Export = dict[str, Any]  # JSON: where the memory is, and its tensors
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, dtype and shape of a tensor.
+
+    `sliced`: of what it is a slice, if of anything: the dimension, its place along it, and the number of such slices.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    sliced: tuple[int, int, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return its bytes, up to the next multiple of ALIGNMENT."""
+        return aligned(prod(self.shape) * self.dtype.itemsize)
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Return the shape of what it is a slice of."""
+        if self.sliced is None:
+            return self.shape
+        dim, _, count = self.sliced
+        return (*self.shape[:dim], self.shape[dim] * count, *self.shape[dim + 1 :])
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Return the elements from one index to the next, of each dimension."""
+        return tuple(prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+
+    @property
+    def margins(self) -> tuple[int, int]:
+        """Return by how many bytes the full tensor begins before the slice, and ends after it, at the same strides."""
+        if self.sliced is None:
+            return 0, 0
+        dim, index, count = self.sliced
+        step = self.shape[dim] * self.stride[dim] * self.dtype.itemsize
+        return index * step, (count - 1 - index) * step
+
+
+def aligned(nbytes: int) -> int:
+    """Return the next multiple of ALIGNMENT."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def specs_of(tensors: NamedTensors) -> list[TensorSpec]:
+    """Describe tensors."""
+    return [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
+
+
+def packed_bytes(specs: Sequence[TensorSpec]) -> int:
+    """Return the bytes of such tensors, packed."""
+    return sum(spec.nbytes for spec in specs)
+
+
+def pack(tensors: Sequence[Tensor], specs: Sequence[TensorSpec], out: Tensor) -> None:
+    """Copy tensors into `out`, uint8 [packed_bytes(specs)]."""
+    for tensor, view in zip(tensors, unpack(out, specs), strict=True):
+        view.copy_(tensor)
+
+
+def unpack(packed: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
+    """Yield views of packed tensors, uint8 [packed_bytes(specs)]."""
+    offsets = accumulate((spec.nbytes for spec in specs), initial=0)
+    for spec, offset in zip(specs, offsets, strict=False):
+        yield packed[offset : offset + prod(spec.shape) * spec.dtype.itemsize].view(spec.dtype).view(spec.shape)
 
 
 @contextmanager
@@ -81,14 +153,12 @@ def select(export: Export, names: Collection[str]) -> Export:
     return {**export, "tensors": [spec for spec in export["tensors"] if spec[0] in names]}
 
 
-def as_tensor(exports: Sequence[Export]) -> torch.Tensor:
+def as_tensor(exports: Sequence[Export]) -> Tensor:
     """Return exports as uint8 [n], as `open_exports` takes them."""
     return torch.frombuffer(bytearray(json.dumps(exports).encode()), dtype=torch.uint8)
 
 
-def open_exports(
-    description: torch.Tensor, opened: list[torch.Tensor] | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def open_exports(description: Tensor, opened: list[Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of exports without a copy, and add the memory that they are in to `opened`.
 
     Those on the host may outlive the export; writes are private.
@@ -106,7 +176,7 @@ def open_exports(
 def load_weights(model: Any, named_tensors: NamedTensors) -> None:
     """Load exported weights into SGLang's model; `named_tensors` holds their description. SGLang calls this."""
     ((_, description),) = named_tensors
-    opened: list[torch.Tensor] = []  # until copies out of it have ended
+    opened: list[Tensor] = []  # until copies out of it have ended
     reset_cache_scales(model)
     model.load_weights(open_exports(description, opened))
     if torch.cuda.is_available():
@@ -140,11 +210,11 @@ def _describe(specs: Sequence[TensorSpec], start: int) -> list[list[Any]]:
     ]
 
 
-def _open_host(export: Export) -> torch.Tensor:
+def _open_host(export: Export) -> Tensor:
     return torch.from_file(export["path"], shared=False, size=export["nbytes"], dtype=torch.uint8)
 
 
-def _open_ipc(export: Export) -> torch.Tensor:
+def _open_ipc(export: Export) -> Tensor:
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     handle, counter, event, size, offset, counter_offset = export["storage"]

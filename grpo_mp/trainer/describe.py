@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from grpo_mp.config import Settings, SftSettings, show_changed_settings, show_settings
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.layout import describe_parallelism
-from grpo_mp.rollout.placement import engine_host_ranks, engine_placements
+from grpo_mp.rollout.engine_layout import engine_host_ranks, engine_placements
 from grpo_mp.rollout.reward_servers import TEACHER, served_models
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.sft_preflight import SftInputs, show_learned

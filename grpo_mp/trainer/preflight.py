@@ -41,16 +41,11 @@ from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens
 from grpo_mp.rollout.argument_types import argument_types
-from grpo_mp.rollout.determinism import check_determinism
-from grpo_mp.rollout.engine_args import check_arguments, check_tool_parser
-from grpo_mp.rollout.engine_parallelism import check_engine_parallelism
+from grpo_mp.rollout.engine_args import check_arguments, check_determinism, check_tool_parser
+from grpo_mp.rollout.engine_layout import check_engine_parallelism
 from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
-from grpo_mp.rollout.placement import engine_placements
-from grpo_mp.rollout.precision import engine_uses_fp8
-from grpo_mp.rollout.reward_servers import check_reward_models, check_teacher, check_tokens
+from grpo_mp.rollout.reward_servers import check_served_models, check_tokens
 from grpo_mp.rollout.routed_experts import check_routed_experts
-from grpo_mp.rollout.server import check_temporary_folder
-from grpo_mp.rollout.speculation import check_speculation, speculative_arguments
 from grpo_mp.trainer.disk_check import check_disk
 from grpo_mp.trainer.replay import ReplayedRollouts, open_replay
 from grpo_mp.utils.errors import UserError
@@ -114,8 +109,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
     check_same_data(settings.run.folder, train.digest)
     settings = settings.with_steps(train.epoch_size)
     check_counts(settings, train)
-    check_reward_models(settings, tokenizer, world_size, ranks_per_node)
-    check_teacher(settings, tokenizer, world_size, ranks_per_node)
+    check_served_models(settings, tokenizer, world_size, ranks_per_node)
     scorer = make_scorer(settings, tokenizer)
     teacher, unasked = _make_teacher(settings.algorithm.distillation, hf, tokenizer)
     fp8 = engine_uses_fp8(settings.engine.args, hf, cpu=not platform.on_cuda())
@@ -182,7 +176,7 @@ def _generation_preflight(
     episodes = load_episodes(settings, tokenizer)
     train, evals = _load_prompts(settings, tokenizer, episodes, with_train=not evaluates)
     if not evaluates:
-        check_reward_models(settings, tokenizer, world_size, ranks_per_node)
+        check_served_models(settings, tokenizer, world_size, ranks_per_node, teacher=False)
     scorer = make_scorer(settings, tokenizer)
     if evaluates:
         scorer = scorer.for_evaluations()
@@ -235,7 +229,6 @@ def check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_n
     if moves and settings.training.suspend_communicators:
         check_nccl(torch.cuda.nccl.version(), os.environ)
     check_arguments(settings.engine.args)
-    check_temporary_folder()
     check_engine(settings.engine, hf, cpu)
     check_bucket(settings, hf, fp8=engine_uses_fp8(settings.engine.args, hf, cpu))
     if settings.training.router_replay == "R3":

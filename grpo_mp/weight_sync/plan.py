@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 from grpo_mp.models.mapping import Param
-from grpo_mp.rollout.engine_parallelism import EngineParallelism
+from grpo_mp.rollout.engine_layout import EngineParallelism
 
 ROUNDS_IN_MEMORY = 4  # read by the engine; received and joined, or sent; and packed to send next: at most so many
 SLICED_GROUPS_PER_ROUND = 8

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mp import platform
-from grpo_mp.rollout.packed_tensors import NamedTensors, TensorSpec, packed_bytes, unpack
+from grpo_mp.rollout.shared_memory import NamedTensors, TensorSpec, packed_bytes, unpack
 from grpo_mp.weight_sync.plan import RankRound, Shard
 from grpo_mp.weight_sync.wire import WireFormat
 

@@ -21,9 +21,19 @@ from grpo_mp import platform
 from grpo_mp.config.sections import PauseMode, SyncConfig
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.rollout.client import EngineClient
-from grpo_mp.rollout.packed_tensors import NamedTensors, pack, packed_bytes, unpack
 from grpo_mp.rollout.rollout import Rollout
-from grpo_mp.rollout.shared_memory import LOADER, Export, as_tensor, export_by_ipc, export_to_host, select
+from grpo_mp.rollout.shared_memory import (
+    LOADER,
+    Export,
+    NamedTensors,
+    as_tensor,
+    export_by_ipc,
+    export_to_host,
+    pack,
+    packed_bytes,
+    select,
+    unpack,
+)
 from grpo_mp.utils.errors import EngineTimeout
 from grpo_mp.weight_sync.plan import RankRound
 from grpo_mp.weight_sync.wire import WireFormat

@@ -20,8 +20,7 @@ from grpo_mp.models.mapping import Param
 from grpo_mp.models.multi_token_prediction import engine_params
 from grpo_mp.policy.megatron_config import DTYPES
 from grpo_mp.policy.policy import Policy
-from grpo_mp.rollout.engine_parallelism import engine_parallelism, expert_alignment
-from grpo_mp.rollout.precision import engine_uses_fp8
+from grpo_mp.rollout.engine_layout import engine_parallelism, engine_uses_fp8, expert_alignment
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.weight_sync.plan import (
     RankRound,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_mp.models.fp8 import BLOCK, FP8, SCALE, quantize, quantize_at_once, scale_shape
 from grpo_mp.models.mapping import Param, Shape, join, shard_range, unfuse
-from grpo_mp.rollout.packed_tensors import NamedTensors, TensorSpec, packed_bytes
+from grpo_mp.rollout.shared_memory import NamedTensors, TensorSpec, packed_bytes
 from grpo_mp.utils.errors import UserError
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, WHOLE, ParamGroup, Piece, Shard, ShardSizes, Slice, group_params
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from grpo_mp.rollout.packed_tensors import NamedTensors
+from grpo_mp.rollout.shared_memory import NamedTensors
 from grpo_mp.train import main
 from grpo_mp.weight_sync.plan import RankRound
 from grpo_mp.weight_sync.reshard import Resharder

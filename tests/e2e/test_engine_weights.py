@@ -12,7 +12,7 @@ from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.shards import shard_holders
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.rollout.engine_parallelism import engine_parallelism, expert_alignment
+from grpo_mp.rollout.engine_layout import engine_parallelism, expert_alignment
 from grpo_mp.weight_sync.plan import engine_readers, group_params, plan_sync
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.e2e.conftest import StartJob, outcome

@@ -36,7 +36,7 @@ from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.shared_prompt_attention import packed_sequences
 from grpo_mp.policy.trained_model import TrainedModel, UpdateReport
-from grpo_mp.rollout.packed_tensors import packed_bytes
+from grpo_mp.rollout.shared_memory import packed_bytes
 from grpo_mp.trainer.engine_check import sequence_logprobs
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.metrics import mtp_metrics, reduce_report

@@ -133,7 +133,7 @@ def test_tiny_recipe_is_planned_from_its_generated_model(plan: Plan, tmp_path: P
         (
             ["engine.args.moe_dense_tp_size=64"],
             r"model.layers.0.mlp.gate_proj.weight has 18432 rows, over 64 GPU\(s\) .* 288 each, which is no multiple "
-            "of the 128 of an FP8 block: the nearest valid setting is engine.args.moe_dense_tp_size=1",
+            "of the 128 of an FP8 block: use fewer GPUs or bfloat16 weights",
         ),
         (["engine.args.quantisation=fp8"], "engine.args.quantisation: the installed SGLang has no such argument"),
         (

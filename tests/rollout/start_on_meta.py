@@ -122,7 +122,7 @@ def _loaded_by_sync(model: Any, server_args: Any) -> dict[str, list[str]]:
     """
     from sglang.srt.model_loader.weight_utils import default_weight_loader
 
-    from grpo_mp.rollout.precision import engine_uses_fp8
+    from grpo_mp.rollout.engine_layout import engine_uses_fp8
 
     hf = HfConfig.read(Path(server_args.model_path), trains_mtp=True)
     params = family_of(hf).params(hf)

@@ -18,9 +18,8 @@ from safetensors.torch import load_file
 
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rollout.client import IDLE_LIMIT_S, EngineClient, EngineOutput, SamplingParams, token_versions
-from grpo_mp.rollout.packed_tensors import TensorSpec
 from grpo_mp.rollout.server import EngineProcess
-from grpo_mp.rollout.shared_memory import LOADER, export_to_host
+from grpo_mp.rollout.shared_memory import LOADER, TensorSpec, export_to_host
 from grpo_mp.utils.errors import EngineError, PhaseTimeout, UserError
 from grpo_mp.weight_sync.transport import serialize
 from tests.http_server import JsonServer, Reply

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.rollout.determinism import BACKENDS, INVARIANT, INVARIANT_WITH_CACHE, check_determinism
+from grpo_mp.rollout.engine_args import BACKENDS, INVARIANT, INVARIANT_WITH_CACHE, check_determinism
 from grpo_mp.utils.errors import UserError
 
 DENSE = HfConfig(Path("published"), {"model_type": "any"})

@@ -25,8 +25,8 @@ from grpo_mp.rollout.engine_args import (
     engine_arguments,
     engine_environment,
 )
+from grpo_mp.rollout.engine_layout import EnginePlacement
 from grpo_mp.rollout.engine_main import ARGUMENTS
-from grpo_mp.rollout.placement import EnginePlacement
 from grpo_mp.rollout.reward_servers import server_spec
 from grpo_mp.rollout.rollout import engine_spec
 from grpo_mp.utils.errors import UserError

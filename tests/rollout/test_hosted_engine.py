@@ -18,8 +18,8 @@ from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.config.sections import EngineConfig
 from grpo_mp.rollout.client import SamplingParams
 from grpo_mp.rollout.engine_args import EngineSpec
+from grpo_mp.rollout.engine_layout import EnginePlacement
 from grpo_mp.rollout.hosted_engine import EngineNode, HostedEngine
-from grpo_mp.rollout.placement import EnginePlacement
 from grpo_mp.rollout.rollout import Rollout
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.stream import GroupStream

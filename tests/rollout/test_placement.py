@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from grpo_mp.config.sections import EngineConfig
-from grpo_mp.rollout.placement import EnginePlacement, engine_host_ranks, engine_placements
+from grpo_mp.rollout.engine_layout import EnginePlacement, engine_host_ranks, engine_placements
 from grpo_mp.utils.errors import UserError
 
 JOBS = [

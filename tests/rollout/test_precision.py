@@ -11,7 +11,7 @@ import pytest
 from grpo_mp.checkpoint.hf_writer import FP8_CONFIG
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.engine_args import ENGINE_SITE
-from grpo_mp.rollout.precision import OVERRIDES, engine_uses_fp8, precision_arguments
+from grpo_mp.rollout.engine_layout import OVERRIDES, engine_uses_fp8, precision_arguments
 from grpo_mp.utils.errors import UserError
 from tools.tiny.models import make_tiny, make_tokenizer
 

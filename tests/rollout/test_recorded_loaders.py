@@ -17,8 +17,7 @@ from grpo_mp.models.families import FAMILIES, family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.model_configs import published_config
 from grpo_mp.rollout.engine_args import ENGINE_SITE
-from grpo_mp.rollout.engine_parallelism import engine_parallelism, expert_alignment
-from grpo_mp.rollout.precision import engine_uses_fp8
+from grpo_mp.rollout.engine_layout import engine_parallelism, engine_uses_fp8, expert_alignment
 from grpo_mp.weight_sync.plan import Piece, Readers, engine_readers, group_params, plan_sync
 from grpo_mp.weight_sync.wire import WireFormat
 from tests.planner.jobs import settings_of

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_mp.rollout.packed_tensors import specs_of
-from grpo_mp.rollout.shared_memory import as_tensor, export_to_host, load_weights
+from grpo_mp.rollout.shared_memory import as_tensor, export_to_host, load_weights, specs_of
 
 READER = """
 import json, sys, torch

@@ -17,9 +17,8 @@ from grpo_mp.config.sections import EngineConfig
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rollout.argument_types import argument_types
 from grpo_mp.rollout.client import EngineClient, EngineOutput
-from grpo_mp.rollout.engine_args import ENGINE_SITE, check_arguments
+from grpo_mp.rollout.engine_args import ENGINE_SITE, check_arguments, check_speculation, speculative_arguments
 from grpo_mp.rollout.groups import joined
-from grpo_mp.rollout.speculation import check_speculation, speculative_arguments
 from grpo_mp.utils.errors import UserError
 
 

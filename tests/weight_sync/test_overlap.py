@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.rollout.engine_parallelism import EngineParallelism
-from grpo_mp.rollout.packed_tensors import NamedTensors
+from grpo_mp.rollout.engine_layout import EngineParallelism
+from grpo_mp.rollout.shared_memory import NamedTensors
 from grpo_mp.weight_sync.plan import RankRound, Shard
 from grpo_mp.weight_sync.reshard import Resharder
 from grpo_mp.weight_sync.transport import EngineLink

@@ -22,7 +22,7 @@ from grpo_mp.models.fp8 import SCALE, quantize
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 from grpo_mp.platform import gc_frozen
-from grpo_mp.rollout.engine_parallelism import EngineParallelism
+from grpo_mp.rollout.engine_layout import EngineParallelism
 from grpo_mp.weight_sync.plan import (
     WHOLE,
     Piece,

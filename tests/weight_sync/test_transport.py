@@ -17,8 +17,19 @@ from torch import Tensor
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import make_groups, single_rank_environment, start_parallel, stop_parallel
 from grpo_mp.models.mapping import Rule, expand
-from grpo_mp.rollout.packed_tensors import NamedTensors, TensorSpec, packed_bytes, specs_of
-from grpo_mp.rollout.shared_memory import LOADER, Export, as_tensor, export_to_host, load_weights, open_exports, select
+from grpo_mp.rollout.shared_memory import (
+    LOADER,
+    Export,
+    NamedTensors,
+    TensorSpec,
+    as_tensor,
+    export_to_host,
+    load_weights,
+    open_exports,
+    packed_bytes,
+    select,
+    specs_of,
+)
 from grpo_mp.utils.errors import EngineError, PhaseTimeout
 from grpo_mp.weight_sync.plan import Piece, RankRound
 from grpo_mp.weight_sync.transport import EngineLink, HostTransport, IpcTransport, serialize

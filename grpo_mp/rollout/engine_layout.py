@@ -1,22 +1,28 @@
-"""How the GPUs of an engine divide the model, and whether blockwise FP8 can be divided so. Pure.
+"""Which ranks an engine spans, how its GPUs divide the model, and in which precision it computes.
 
 The rules are SGLang's: attention is divided over the GPUs of a replica, routed experts over those that `ep_size`
 leaves, dense and shared MLPs over all of them unless they are replicated; and every part of a matrix in blockwise FP8
 is whole blocks (`Fp8LinearMethod.validate_block_quant_shapes`, `Fp8MoEMethod.create_fp8_moe_weight_`).
+
+An engine that quantizes weights as it loads them cannot take later ones; one whose model *is* blockwise FP8 takes new
+bytes and scales at every weight sync. So the model is declared to be that, and starts with random weights: the first
+sync sends them all.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
+from grpo_mp.checkpoint.hf_writer import FP8_CONFIG, QUANTIZATION_CONFIG
+from grpo_mp.config.sections import EngineConfig
 from grpo_mp.distributed.layout import divisors
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import BLOCK
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.rollout.precision import engine_uses_fp8, is_fp8_checkpoint
 from grpo_mp.utils.errors import Number, UserError, read_number
 
+OVERRIDES = "json_model_override_args"
 # With these every rank computes the shared experts for its own tokens, so it holds all of them.
 REPLICATING_A2A_BACKENDS = ("deepep", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "flashinfer_megamoe")
 
@@ -31,6 +37,63 @@ EXPERT_LOCATION_ARGS = {
     "init_expert_location": "trivial",
     "moe_dp_size": 1,
 }
+
+
+@dataclass(frozen=True)
+class EnginePlacement:
+    """One process of an engine: the ranks of one node that it spans. `node_rank` 0 is the engine host."""
+
+    engine: int
+    rank: int  # starts the process
+    node_rank: int
+    nodes: int
+
+    @property
+    def is_host(self) -> bool:
+        """Return whether this process is the one that serves requests."""
+        return self.node_rank == 0
+
+
+def engine_placements(engine: EngineConfig, world_size: int, ranks_per_node: int) -> tuple[EnginePlacement, ...]:
+    """Place engine e on ranks [e * gpus, (e + 1) * gpus) of those that may host engines, with one process on each node.
+
+    These are all ranks, or the last `engine.ranks`. Raises UserError where the engines do not fit the job or would span
+    nodes unevenly.
+    """
+    gpus, ranks = engine.gpus_per_engine, engine.ranks or world_size
+    first = world_size - ranks
+    if engine.ranks and first < 1:
+        raise UserError(f"engine.ranks={ranks} leaves none of the {world_size} ranks of this job to train: lower it")
+    engines = engine.num_engines or ranks // gpus
+    if engines < 1 or engines * gpus > ranks:
+        which = "of engine.ranks" if engine.ranks else "of this job"
+        if engines <= 1:
+            raise UserError(f"an engine of engine.gpus_per_engine={gpus} GPUs does not fit the {ranks} ranks {which}")
+        raise UserError(
+            f"engine.num_engines={engines} engines of engine.gpus_per_engine={gpus} do not fit the {ranks} ranks "
+            f"{which}"
+        )
+    part = min(gpus, ranks_per_node)
+    if first % part:
+        raise UserError(
+            f"engine.ranks={ranks} leaves {first} ranks to train, and engines of {gpus} begin at a multiple of {part}: "
+            f"set engine.ranks={world_size - first // part * part}"
+        )
+    if max(gpus, ranks_per_node) % min(gpus, ranks_per_node):
+        raise UserError(
+            f"engine.gpus_per_engine={gpus} and the {ranks_per_node} ranks of a node do not divide each other"
+        )
+    nodes = max(1, gpus // ranks_per_node)
+    return tuple(
+        EnginePlacement(index, first + index * gpus + node * ranks_per_node, node, nodes)
+        for index in range(engines)
+        for node in range(nodes)
+    )
+
+
+def engine_host_ranks(placements: tuple[EnginePlacement, ...]) -> tuple[int, ...]:
+    """List the ranks that talk to an engine, in engine order."""
+    return tuple(placement.rank for placement in placements if placement.is_host)
 
 
 @dataclass(frozen=True)
@@ -136,7 +199,7 @@ def check_engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -
     parallelism = engine_parallelism(gpus, args, hf)
     misaligned = _first_misaligned_matrix(parallelism, hf) if engine_uses_fp8(args, hf, cpu=False) else None
     if misaligned:
-        raise UserError(f"engine.args.quantization=fp8: {misaligned}: {_remedy(gpus, args, hf)}")
+        raise UserError(f"engine.args.quantization=fp8: {misaligned}: use fewer GPUs or bfloat16 weights")
     return parallelism
 
 
@@ -162,35 +225,31 @@ def _first_misaligned_matrix(parallelism: EngineParallelism, hf: HfConfig) -> st
     return None
 
 
-def _remedy(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> str:
-    """Name the valid settings that change least."""
-    for changed in _nearby_settings(gpus, args):
-        try:
-            parallelism = engine_parallelism(changed["gpus"], {**args, **changed["args"]}, hf)
-        except UserError:
-            continue
-        if not _first_misaligned_matrix(parallelism, hf):
-            arguments = [
-                f"engine.args.{name}={value}" for name, value in changed["args"].items() if args.get(name) != value
-            ]
-            gpu_setting = [f"engine.gpus_per_engine={changed['gpus']}"] if changed["gpus"] != gpus else []
-            return f"the nearest valid setting is {', '.join([*gpu_setting, *arguments])}"
-    without = "use a folder with bfloat16 weights" if is_fp8_checkpoint(hf) else "leave engine.args.quantization out"
-    return f"no smaller division of this model fits either: {without}"
+def engine_uses_fp8(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> bool:
+    """Decide by engine.args.quantization, else by the folder. Raises UserError for what a weight sync cannot serve."""
+    quantization = args.get("quantization")
+    if quantization not in (None, "fp8"):
+        raise UserError(
+            f"engine.args.quantization={quantization}: weights are sent as they are trained or in blockwise FP8: "
+            "set fp8, or leave it out"
+        )
+    if quantization and cpu:
+        raise UserError("engine.args.quantization=fp8: engines compute in FP8 on GPUs only: leave it out")
+    return not cpu and (quantization == "fp8" or is_fp8_checkpoint(hf))
 
 
-def _nearby_settings(gpus: int, args: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield other settings, the nearest first: as many GPUs, then fewer; of each the fewest settings changed."""
-    name = "dp_size" if args.get("enable_dp_attention") and "attn_dp_size" not in args else "attn_dp_size"
-    requested = {name: attention_replicas(args), "ep_size": read_argument(args, "ep_size", 1)}
-    dense = args.get("moe_dense_tp_size")
+def is_fp8_checkpoint(hf: HfConfig) -> bool:
+    """Return whether the folder's weights are blockwise FP8."""
+    return bool(hf.get(QUANTIZATION_CONFIG))
 
-    def distance(count: int, dense_tensor: int | None, expert: int, replicas: int) -> tuple[int, int]:
-        steps = (abs(replicas - min(requested[name], count)), abs(expert - min(requested["ep_size"], count)))
-        return sum(map(bool, steps)) + (dense_tensor != dense), sum(steps)
 
-    for count in reversed(divisors(gpus)):
-        choices = product((count,), (dense, 1), divisors(count), divisors(count))
-        for _, dense_tensor, expert, replicas in sorted(choices, key=lambda choice: distance(*choice)):
-            sizes = {name: replicas, "ep_size": expert}
-            yield {"gpus": count, "args": sizes | ({"moe_dense_tp_size": dense_tensor} if dense_tensor else {})}
+def precision_arguments(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> dict[str, Any]:
+    """Return ServerArgs that make an engine compute as `engine_uses_fp8` says where the folder holds something else.
+
+    With them it cannot read the folder's weights.
+    """
+    fp8 = engine_uses_fp8(args, hf, cpu)
+    if fp8 == is_fp8_checkpoint(hf):
+        return {}
+    overrides = json.loads(args.get(OVERRIDES) or "{}") | {QUANTIZATION_CONFIG: FP8_CONFIG if fp8 else None}
+    return {OVERRIDES: json.dumps(overrides)}
