@@ -225,7 +225,7 @@ def test_an_engine_that_does_not_answer_ends_the_sync(group: dist.ProcessGroup) 
         index = 3
 
         async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
-            await asyncio.Event().wait()
+            await asyncio.sleep(2.0)  # and not for ever: the interpreter waits for its thread
 
     link = EngineLink(rollout_of(SilentClient()), HostTransport(WIRE, group, 0), group, group, 0.1)
     message = r"engine 3: weights were not loaded within 0.1 s \(sync.timeout_s\)"
