@@ -41,8 +41,14 @@ from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens
 from grpo_mp.rollout.argument_types import argument_types
-from grpo_mp.rollout.engine_args import check_arguments, check_determinism, check_tool_parser
-from grpo_mp.rollout.engine_layout import check_engine_parallelism
+from grpo_mp.rollout.engine_args import (
+    check_arguments,
+    check_determinism,
+    check_speculation,
+    check_tool_parser,
+    speculative_arguments,
+)
+from grpo_mp.rollout.engine_layout import check_engine_parallelism, engine_placements, engine_uses_fp8
 from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
 from grpo_mp.rollout.reward_servers import check_served_models, check_tokens
 from grpo_mp.rollout.routed_experts import check_routed_experts
