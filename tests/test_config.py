@@ -298,7 +298,6 @@ def test_settings_do_not_change(file: Path) -> None:
             {"reward": {"judge": {"url": "http://a", "model": "m", "timeout_s": 1000}}},
             "monitor.phase_timeout_s=3600 is shorter than reward.judge.timeout_s with retries=4010.5, a wait inside it",
         ),
-        ({"sync": {"timeout_s": 4000}}, "monitor.phase_timeout_s=3600 is shorter than sync.timeout_s=4000"),
         ({"rollout": 3}, "here: rollout: expected settings below it, as rollout.KEY=VALUE, found 3"),
     ],
 )

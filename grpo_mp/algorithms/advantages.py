@@ -159,15 +159,12 @@ def _sum_to_end(values: Tensor, sample: SampleInfo) -> Tensor:
 
 
 def distillation_advantages(policy: Tensor, teacher: Tensor, distillation: DistillationConfig) -> Tensor:
-    """Return coef * (log p_teacher - log p_policy) of each token [T], the difference cut at +-clip, in float64.
+    """Return coef * (log p_teacher - log p_policy) of each token [T] in float64.
 
     Minus the estimate of the reverse KL at the sampled token (Thinking Machines Lab, On-policy distillation, 2025; the
     single-step part of MiniLLM's gradient, arXiv 2306.08543, eq. 6). No token answers for those after it.
     """
-    difference = teacher.double() - policy.double()
-    if distillation.clip is not None:
-        difference = difference.clamp(-distillation.clip, distillation.clip)
-    return distillation.coef * difference
+    return distillation.coef * (teacher.double() - policy.double())
 
 
 def _group_mean(values: Tensor, groups: Groups) -> Tensor:

@@ -44,9 +44,6 @@ class DistillationConfig(Section):
         description="replace: the teacher alone is learned from, rewards are only measured; add: its part is added to "
         "the advantage that rewards give, with topk to their loss",
     )
-    clip: float | None = Field(
-        None, gt=0, description="largest difference of the two logprobs that counts, in nats; null: none is cut"
-    )
     topk: int | None = Field(
         None,
         ge=1,
@@ -56,20 +53,13 @@ class DistillationConfig(Section):
     kl_type: Literal["reverse", "forward", "mixed"] = Field(
         "reverse",
         description="which divergence topk computes. reverse: KL(policy, teacher), which seeks modes; forward: "
-        "KL(teacher, policy), which covers them; mixed: a mean of both (NeMo-RL kl_type)",
-    )
-    mixed_kl_weight: float = Field(
-        0.5, gt=0, lt=1, description="weight of the forward KL with kl_type=mixed (NeMo-RL mixed_kl_weight)"
+        "KL(teacher, policy), which covers them; mixed: the mean of both (NeMo-RL kl_type)",
     )
 
     @model_validator(mode="after")
     def _check_topk(self) -> "DistillationConfig":
         if self.topk is None and self.kl_type != "reverse":
             raise ValueError(f"kl_type={self.kl_type} needs more of the teacher than one logprob: set topk, e.g. 64")
-        if self.topk is not None and self.clip is not None:
-            raise ValueError("clip cuts the difference of sampled tokens, and topk learns from none: leave out clip")
-        if self.kl_type != "mixed" and self.mixed_kl_weight != 0.5:
-            raise ValueError(f"mixed_kl_weight has no effect with kl_type={self.kl_type}: set kl_type=mixed")
         return self
 
     @property

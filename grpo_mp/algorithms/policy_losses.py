@@ -173,8 +173,8 @@ def topk_terms(batch: MicroBatch, distillation: DistillationConfig) -> TopkTerms
     2006, section 2.8, and the log sum inequality, theorem 2.7.1) neither divergence is above that of the whole
     vocabularies; it is 0 where the buckets agree, and no probability is renormalized. With p the policy, q the teacher:
 
-    reverse: sum p log(p / q), forward: sum q log(q / p), mixed: w x forward + (1 - w) x reverse (NeMo-RL kl_type,
-    mixed_kl_weight). None where no teacher scored the micro-batch.
+    reverse: sum p log(p / q), forward: sum q log(q / p), mixed: their mean (NeMo-RL kl_type).
+    None where no teacher scored the micro-batch.
     """
     ids, teacher, policy = batch.teacher_topk_ids, batch.teacher_topk_logprobs, batch.topk_logprobs
     if ids is None or teacher is None or policy is None:
@@ -186,6 +186,6 @@ def topk_terms(batch: MicroBatch, distillation: DistillationConfig) -> TopkTerms
     log_q = torch.cat([teacher.double(), rest[:, None]], 1)
     difference = (log_p - log_q).where(torch.cat([known, torch.ones_like(known[:, :1])], 1) & learned, 0.0)
     reverse, forward = (log_p.exp() * difference).sum(1), -(log_q.exp() * difference).sum(1)
-    weight = {"reverse": 0.0, "forward": 1.0, "mixed": distillation.mixed_kl_weight}[distillation.kl_type]
+    weight = {"reverse": 0.0, "forward": 1.0, "mixed": 0.5}[distillation.kl_type]
     policy_mass = log_p.detach()[:, :-1].exp().where(known, 0.0).sum(1)
     return TopkTerms(weight * forward + (1 - weight) * reverse, mass, policy_mass)

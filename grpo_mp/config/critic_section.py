@@ -1,11 +1,10 @@
 """The `critic` section: PPO's value model."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from grpo_mp.models.families import MODEL_FAMILIES
 from grpo_mp.utils.section import Section
 
 
@@ -21,9 +20,6 @@ class CriticConfig(Section):
         description="a Hugging Face or converted folder of any family and size, with the policy's vocabulary; a reward "
         "model for sequence classification too, whose score.weight becomes the value head (verl critic.model.path, "
         "TRL reward_model_path); null: model.path, with a head of zeros",
-    )
-    family: Annotated[str, AfterValidator(MODEL_FAMILIES.check_name)] | None = Field(
-        None, description="as model.family, of the critic's folder; null: what model.family says"
     )
     megatron_args: dict[str, Any] = Field(
         {},

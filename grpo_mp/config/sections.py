@@ -42,12 +42,6 @@ class RunConfig(Section):
         description="write a checkpoint's optimizer state while the next step generates, and the weights, unless a "
         "reference is swapped with them or they leave the GPU for the engines; false: before it",
     )
-    max_failed_saves: int = Field(
-        3,
-        ge=0,
-        description="checkpoints and exports in a row that may fail because the disk is full, read-only or broken: the "
-        "run goes on; its last ones may not",
-    )
     piece_bytes: int = Field(
         PIECE_BYTES,
         gt=0,
@@ -154,13 +148,9 @@ class EpisodeLimits(Section):
         None, gt=0, description="maximum tokens of one answer; null: what is left of rollout.max_response_tokens"
     )
     tool_s: float = Field(10.0, gt=0, description="time limit of one call of a tool, in seconds")
-    tool_processes: int = Field(16, gt=0, description="calls of functions at a time on one rank; others wait")
     tool_characters: int = Field(4096, gt=0, description="characters of a tool's result that the policy is shown")
     episode_s: float = Field(
         300.0, gt=0, description="time limit of an episode, in seconds; an answer that is being generated may end later"
-    )
-    episodes: int | None = Field(
-        None, gt=0, description="episodes in flight on one engine; null: those of engine.concurrent_groups groups"
     )
 
 
@@ -334,13 +324,6 @@ class OptimizerConfig(Section):
         description="where a GPU's optimizer state is. none: always on the device; step: on the host while engines "
         "generate; host: always there, and updates take it through the device in pieces",
     )
-    piece_bytes: int = Field(
-        2**28,
-        ge=2**16,
-        description="device memory of each of the two pieces in which offload=host updates; larger ones are no faster",
-    )
-
-    _parse_unit = field_validator("piece_bytes", mode="before")(as_bytes)
 
 
 class TrainingConfig(Section):
@@ -389,11 +372,6 @@ class TrainingConfig(Section):
     logprob_chunk_tokens: int = Field(
         1024, gt=0, description="tokens whose logits are computed at a time; lower it if memory is short"
     )
-    suspend_communicators: bool = Field(
-        True,
-        description="NCCL's buffers of the trainer go to the host while engines generate; false: they stay, for NCCL "
-        "before 2.29.7",
-    )
     megatron_args: dict[str, Any] = Field(
         {}, description="any field of Megatron's transformer, optimizer and data-parallel configs, checked by name"
     )
@@ -425,6 +403,5 @@ class SyncConfig(Section):
         "times what noise of one rounding at every linear layer changes in the policy's own logprobs on the same "
         "tokens, and at least 1e-4",
     )
-    timeout_s: float = Field(600.0, gt=0, description="time limit for an engine to load one round, in seconds")
 
     _parse_unit = field_validator("bucket_bytes", mode="before")(as_bytes)

@@ -96,7 +96,6 @@ class Settings(Section):
         limits = {
             "rollout.group_timeout_s": self.rollout.group_timeout_s,
             "reward.timeout_s": self.reward.timeout_s,
-            "sync.timeout_s": self.sync.timeout_s,
             "engine.start_timeout_s": self.engine.start_timeout_s,
             request: self.engine.request_timeout_s,
             phase: self.monitor.phase_timeout_s,
@@ -390,10 +389,8 @@ class Settings(Section):
         """Return the settings that build the critic as they build a policy. Raises ValueError where there is none."""
         if self.critic is None:
             raise ValueError("the settings have no critic")
-        family = self.critic.family or self.model.family
         model: dict[str, Any] = {
             "path": self.critic.path or self.model.path,
-            "family": family,
             "mtp_loss_scaling_factor": 0.0,
         }
         megatron = self.training.megatron_args | self.critic.megatron_args

@@ -57,9 +57,7 @@ class HeldOutChatsConfig(Section):
     path: PathText = Field(description="JSONL, JSON or Parquet file, or a `datasets` name, `name:split`")
     source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
     system_prompt: str | None = Field(None, description="system message before its chats; null: data.system_prompt")
-    max_samples: int | None = Field(
-        None, gt=0, description="use only the first samples, up to this number; null: data.max_eval_samples"
-    )
+    max_samples: int | None = Field(None, gt=0, description="use only the first samples, up to this number; null: all")
 
 
 class ChatDataConfig(NamedSets):
@@ -85,18 +83,11 @@ class ChatDataConfig(NamedSets):
     completion_column: str = Field(
         "completion", description="column of what answers the prompt: text, or a list of chat messages"
     )
-    tools_column: str = Field(
-        "tools",
-        description="column of the tools that the template shows: a list of JSON schemas, or its JSON; optional",
-    )
     system_prompt: str | None = Field(
         None, description="system message before every chat that begins with none; null: none"
     )
     chat_template_kwargs: TemplateVariables = Field({})
     shuffle: bool = Field(True, description="reorder the samples in each epoch; false: order of the file")
-    max_eval_samples: int | None = Field(
-        None, gt=0, description="use only the first samples of each held-out set, up to this number; null: all"
-    )
 
 
 class SftConfig(Section):

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from grpo_mp.utils.section import Section
 
@@ -17,10 +17,6 @@ class SpeculativeConfig(Section):
         "prompts and responses (SGLang NGRAM)",
     )
     num_steps: int = Field(3, ge=1, description="tokens that are drafted one after the other (SGLang's argument)")
-    eagle_topk: int = Field(1, ge=1, description="candidates of each of them; above 1 they are a tree (SGLang's)")
-    num_draft_tokens: int | None = Field(
-        None, ge=2, description="tokens that a step verifies (SGLang's); null: num_steps + 1, of which one is no draft"
-    )
 
     @property
     def drafts_by_mtp(self) -> bool:
@@ -30,13 +26,4 @@ class SpeculativeConfig(Section):
     @property
     def verified_tokens(self) -> int:
         """Return the tokens of a sequence that a step of the model computes."""
-        return (self.num_draft_tokens or self.num_steps + 1) if self.algorithm != "none" else 1
-
-    @model_validator(mode="after")
-    def _check_chain(self) -> "SpeculativeConfig":
-        if self.algorithm == "mtp" and self.eagle_topk == 1 and self.verified_tokens != self.num_steps + 1:
-            raise ValueError(
-                f"a chain of num_steps={self.num_steps} drafts is verified with num_draft_tokens={self.num_steps + 1}: "
-                "set that, leave num_draft_tokens out, or set eagle_topk above 1"
-            )
-        return self
+        return self.num_steps + 1 if self.algorithm != "none" else 1

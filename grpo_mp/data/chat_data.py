@@ -169,7 +169,7 @@ def load_held_out_chats(data: ChatDataConfig, sft: SftConfig, encoder: ChatEncod
     sets = {}
     for name, held_out in data.eval.items():
         own = data.model_copy(update=held_out.model_dump(include={"source", "system_prompt"}, exclude_none=True))
-        part = check_chats(held_out.path, ChatReader(own, sft, encoder), held_out.max_samples or data.max_eval_samples)
+        part = check_chats(held_out.path, ChatReader(own, sft, encoder), held_out.max_samples)
         warnings = part.warnings(f"data.eval.{name}", "no part of its loss")
         sets[name] = ChatSet(held_out.path, (part,), part.too_long, warnings=tuple(warnings))
     return sets
@@ -234,7 +234,7 @@ def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[in
 
 def read_chat(row: Row, data: ChatDataConfig) -> Chat:
     """Return the chat of a row."""
-    tools = _read_tools(row, data.tools_column)
+    tools = _read_tools(row)
     if has_column(row.columns, data.messages_column):
         messages, first = _messages(row, data.messages_column), 0
     elif has_column(row.columns, data.prompt_column) and has_column(row.columns, data.completion_column):
@@ -272,12 +272,12 @@ def _message(value: Mapping[str, Any], location: str) -> Message:
     return message
 
 
-def _read_tools(row: Row, column: str) -> tuple[dict[str, Any], ...]:
-    value = read_column(row.columns, column) if has_column(row.columns, column) else None
+def _read_tools(row: Row) -> tuple[dict[str, Any], ...]:
+    value = row.columns.get("tools")
     if isinstance(value, str):
-        value = parse_json(value, f"{row.location}, column {column}")
+        value = parse_json(value, f"{row.location}, column tools")
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise UserError(f"{row.location}: column {column}: expected a list of JSON schemas, or its JSON")
+        raise UserError(f"{row.location}: column tools: expected a list of JSON schemas, or its JSON")
     return tuple(without_nulls(tool) for tool in value)

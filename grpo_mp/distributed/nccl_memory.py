@@ -13,7 +13,6 @@ from megatron.core import parallel_state
 
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.communicators import PIPELINE
-from grpo_mp.utils.errors import UserError
 
 FIRST_NCCL = (2, 29, 7)  # with ncclCommSuspend
 
@@ -52,15 +51,6 @@ class NcclMemory:
                 yield backend
 
 
-def check_nccl(version: tuple[int, ...], environment: Mapping[str, str]) -> None:
-    """Raise UserError for an NCCL that cannot suspend communicators, or is told to allocate memory in the old way."""
-    if version < FIRST_NCCL:
-        raise UserError(
-            f"training.suspend_communicators needs NCCL {'.'.join(map(str, FIRST_NCCL))} or newer, and torch has "
-            f"{'.'.join(map(str, version))}: install a newer nvidia-nccl, or set suspend_communicators=false"
-        )
-    if environment.get("NCCL_CUMEM_ENABLE") == "0":
-        raise UserError(
-            "training.suspend_communicators: with NCCL_CUMEM_ENABLE=0 in the environment NCCL cannot free the memory "
-            "of a communicator: unset it, or set suspend_communicators=false"
-        )
+def can_suspend(version: tuple[int, ...], environment: Mapping[str, str]) -> bool:
+    """Return whether this NCCL frees the memory of communicators: a new one that is not told to allocate as before."""
+    return version >= FIRST_NCCL and environment.get("NCCL_CUMEM_ENABLE") != "0"

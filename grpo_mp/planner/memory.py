@@ -58,6 +58,7 @@ ALL_RESIDENT = Residency(
 )
 # Of a rank that only trains. It waits while engines generate, and nothing leaves its device.
 ONLY_TRAINER = replace(ALL_RESIDENT, engine_weights=False, engine_cache=False, reward_model=False)
+OPTIMIZER_PIECE_BYTES = 2**28  # of each of the two pieces in which policy/optimizer.py updates a state on the host
 QUANTIZATION_BYTES = 2.0 * 4 * AT_ONCE  # of what is quantized at a time: twice in float32
 COMPUTING = (SubPhase.LOGPROB, SubPhase.TRAIN, SubPhase.SYNC)
 NOT_OF_A_TRAINER = (SubPhase.GENERATE, SubPhase.OFFLOAD)
@@ -209,7 +210,7 @@ def communicator_bytes(job: PlannedJob) -> tuple[float, float]:
         in_use += size
         kept = OVERHEADS.suspended_in_node if in_node else OVERHEADS.suspended_network
         suspended += size * (1 if in_pairs else kept)
-    suspends = job.settings.training.suspend_communicators and job.settings.shares_devices
+    suspends = job.settings.shares_devices
     return in_use, suspended if suspends else in_use
 
 
@@ -231,7 +232,7 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
         return passes | _critic_activations(job, stage, sub_phase, passes)
     if sub_phase is SubPhase.OPTIMIZER:
         sharded = job.trained_share(stage)
-        piece = min(job.settings.optimizer.piece_bytes, sharded * per_parameter.host_optimizer)
+        piece = min(OPTIMIZER_PIECE_BYTES, sharded * per_parameter.host_optimizer)
         return {"float32 gradients": sharded * per_parameter.fp32_gradients, "optimizer pieces": 2 * piece}
     if sub_phase is SubPhase.SYNC:
         rounds = ROUNDS_IN_MEMORY if job.settings.shares_devices else ROUNDS_OF_A_TRAINER

@@ -41,6 +41,9 @@ def wrap_for_training(
     return wrapped
 
 
+PIECE_BYTES = 2**28  # of each of the two pieces in which a state on the host is updated; larger ones are no faster
+
+
 def build_optimizer(
     settings: OptimizerConfig,
     dtype: str,
@@ -52,7 +55,7 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(optimizer_config(settings, dtype, megatron_args), chunks)
     for part in optimizer.chained_optimizers:
         if keeps_state_on_host(settings):
-            keep_on_host(part.optimizer, settings.piece_bytes)
+            keep_on_host(part.optimizer, PIECE_BYTES)
         else:
             init_state(part)
     return optimizer, _schedule(optimizer, settings, total_updates)

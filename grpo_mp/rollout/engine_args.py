@@ -317,11 +317,11 @@ def speculative_arguments(engine: EngineConfig, group_size: int) -> dict[str, An
         "mtp": {
             "speculative_algorithm": "NEXTN",
             "speculative_num_steps": speculative.num_steps,
-            "speculative_eagle_topk": speculative.eagle_topk,
+            "speculative_eagle_topk": 1,
             "speculative_draft_load_format": "auto",
             "enable_draft_weights_cpu_backup": True,
         },
-        "ngram": {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": speculative.eagle_topk},
+        "ngram": {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1},
     }
     return {
         "speculative_num_draft_tokens": speculative.verified_tokens,

@@ -77,7 +77,6 @@ def load_episode_parts(
         raise UserError(f"rollout.function {name!r}: it must be a coroutine function: async def rollout(task, policy)")
     tools = load_tools(
         config.tools,
-        config.limits.tool_processes,
         arguments=config.tool_args,
         factory=config.environment_factory,
         variables=config.tool_environment,

@@ -73,8 +73,6 @@ class Rollout:
         self.routing = model_shape(hf) if replays else None  # the model's, where samples keep their experts
         self.owns_devices = not settings.shares_devices  # the engines do
         self._loop = EventLoopThread(f"engine of rank {rank}")
-        in_flight = settings.rollout.limits.episodes
-        self._slots = asyncio.Semaphore(in_flight) if in_flight else None  # one for all steps: groups may be carried
         self._pause = asyncio.Event()
         self._teacher = teacher
         models = served_models(settings, scorer.defers, teacher is not None) if has_engines else {}
@@ -206,7 +204,7 @@ class Rollout:
         if self._episodes:
             most = asyncio.Semaphore(settings.engine.concurrent_groups * task.group_size)
             self._pause.clear()
-            episodes = EpisodeRunner(self._episodes, client, self._slots or most, self._pause)
+            episodes = EpisodeRunner(self._episodes, client, most, self._pause)
         parts = (client, scorer or self._scorer, self._tokenizer, limit_s, lose, episodes)
         worker = RolloutWorker(
             *parts,

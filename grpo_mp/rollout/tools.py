@@ -26,7 +26,7 @@ from grpo_mp.utils.user_code import IMPORT_LIMIT_S, load_attribute, no_exit, tim
 
 LOGGER = logging.getLogger(__name__)
 SETTING = "rollout.tools"
-PROCESSES = 16  # default of rollout.limits.tool_processes
+PROCESSES = 16  # concurrent calls of functions on one rank
 Schemas = list[dict[str, Any]]
 
 

@@ -1,17 +1,19 @@
 """Open and close a job: join the ranks, start this rank's engine, build the policy, and end all of it in any case."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 import torch.distributed as dist
 
 from grpo_mp import platform
 from grpo_mp.checkpoint.run_state import ROLLOUTS, TrainState
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.distributed.layout import model_shape
-from grpo_mp.distributed.nccl_memory import NcclMemory
+from grpo_mp.distributed.nccl_memory import NcclMemory, can_suspend
 from grpo_mp.distributed.process_groups import WAITED_PHASES, Job, Parallel, make_parallel
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.timeline import Timeline
@@ -232,12 +234,11 @@ def _make_phases(
     """Make the phases, which with `offload` move policy, critic and engine."""
     functions = None
     if offload and policy:
-        nccl = NcclMemory(settings.layout) if settings.training.suspend_communicators else None
+        nccl = NcclMemory(settings.layout) if can_suspend(torch.cuda.nccl.version(), os.environ) else None
         moves = settings.optimizer.offload == "step"
         functions = offload_functions(
             policy,
             runtime.rollout,
-            timeout_s=settings.sync.timeout_s,
             optimizer_moves=moves,
             communicators=nccl,
             critic=critic,

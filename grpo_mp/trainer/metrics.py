@@ -221,23 +221,21 @@ def distillation_metrics(
     """
     if distillation is None:
         return {}
-    sums, largest = torch.zeros(3, dtype=torch.float64), torch.full((), -math.inf, dtype=torch.float64)
+    sums, largest = torch.zeros(2, dtype=torch.float64), torch.full((), -math.inf, dtype=torch.float64)
     for batch in (batch for update in updates for batch in update) if parallel.is_reporting_rank else ():
         if batch.teacher_logprobs is not None:
             difference = student_logprobs(batch).double() - batch.teacher_logprobs.double()
             difference = difference[batch.mask.bool() & difference.isfinite()]
-            cut = difference.abs() > (math.inf if distillation.clip is None else distillation.clip)
-            sums += torch.stack([torch.tensor(float(len(difference))), difference.sum(), cut.sum()])
+            sums += torch.stack([torch.tensor(float(len(difference))), difference.sum()])
             largest = torch.maximum(largest, difference.max()) if len(difference) else largest
     dist.all_reduce(sums, group=parallel.cpu_group)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=parallel.cpu_group)
-    count, total, clipped = sums.tolist()
+    count, total = sums.tolist()
     if not count:
         return {}
     return {
         "distill/reverse_kl/mean": total / count,
         "distill/reverse_kl/max": float(largest),
-        **({} if distillation.topk else {"distill/clipped_ratio": clipped / count}),
     }
 
 

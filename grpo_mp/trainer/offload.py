@@ -18,6 +18,7 @@ from grpo_mp.utils.phases import TRAINER
 
 HINT = "where it ran out of device memory, lower engine.args.mem_fraction_static"
 ENGINE_TAGS = {"engine_weights": ("weights",), "engine_cache": ("kv_cache", "cuda_graph")}
+MEMORY_TIMEOUT_S = 600.0  # for device memory that the engines free
 INITIAL_RESIDENCY = replace(TRAINER, gradients=True, optimizer=True)
 
 
@@ -32,19 +33,18 @@ def start_engines_first(rollout: Rollout, group: dist.ProcessGroup) -> None:
 def offload_functions(
     policy: Policy,
     rollout: Rollout,
-    timeout_s: float,
     optimizer_moves: bool,
     communicators: NcclMemory | None,
     critic: Critic | None = None,
 ) -> dict[str, OffloadFunction]:
-    """Return the offload functions by field of Residency, which wait up to `timeout_s` for device memory.
+    """Return the offload functions by field of Residency, which wait up to MEMORY_TIMEOUT_S for device memory.
 
     A `critic` goes where the policy goes.
 
     `optimizer_moves` false: its state stays where it is, on the device or on the host; `communicators` None: they stay.
     """
-    offloader = PolicyOffloader(policy, timeout_s, communicators)
-    offloaders = [offloader, PolicyOffloader(critic, timeout_s)] if critic else [offloader]
+    offloader = PolicyOffloader(policy, MEMORY_TIMEOUT_S, communicators)
+    offloaders = [offloader, PolicyOffloader(critic, MEMORY_TIMEOUT_S)] if critic else [offloader]
     group = policy.parallel.job.group
     return {
         "communicators": partial(_move_communicators, offloader, group) if communicators else _stay,

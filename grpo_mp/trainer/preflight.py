@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
@@ -24,7 +23,6 @@ from grpo_mp.config.sections import EngineConfig, ModelConfig, RunConfig
 from grpo_mp.data.prompts import PromptSet, load_eval_prompts, load_train_prompts, no_tools
 from grpo_mp.data.set_checks import overlap_warnings, smallest_set, too_few
 from grpo_mp.distributed.layout import model_shape
-from grpo_mp.distributed.nccl_memory import check_nccl
 from grpo_mp.distributed.shards import tp_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
@@ -231,9 +229,6 @@ def check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_n
     if settings.sync.transport == "ipc" and cpu:
         raise UserError("sync.transport=ipc needs CUDA, and this machine computes on its CPU: set auto or host")
     engine_placements(settings.engine, world_size, ranks_per_node)
-    moves = not cpu and settings.shares_devices and settings.model.offloads
-    if moves and settings.training.suspend_communicators:
-        check_nccl(torch.cuda.nccl.version(), os.environ)
     check_arguments(settings.engine.args)
     check_engine(settings.engine, hf, cpu)
     check_bucket(settings, hf, fp8=engine_uses_fp8(settings.engine.args, hf, cpu))

@@ -54,22 +54,24 @@ FAILED_LIMIT_S = 20.0  # how long a run that failed waits for its last checkpoin
 LOGGER = logging.getLogger(__name__)
 
 
+MAX_FAILED_SAVES = 3  # in a row, while the run continues
+
+
 class FailedSaves:
     """Counts the saves in a row that failed for the disk's sake; all ranks count alike."""
 
-    def __init__(self, most: int, rank: int) -> None:
-        """Let so many fail."""
-        self._most, self._rank, self._count = most, rank, 0
+    def __init__(self, rank: int) -> None:
+        self._rank, self._count = rank, 0
 
     def add(self, error: DiskError, folder: Path, last: bool) -> None:
         """Remove what was written of a folder; raises the error again where there are too many, or nothing follows."""
         self._count += 1
         if self._rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-        if last or self._count > self._most:
+        if last or self._count > MAX_FAILED_SAVES:
             raise DiskError(f"{error}; make room, or name another run.folder, and start again: what is whole is kept")
         if self._rank == 0:
-            left = f"{self._count} of {self._most} in a row (run.max_failed_saves)"
+            left = f"{self._count} of {MAX_FAILED_SAVES} in a row"
             LOGGER.warning("%s; training goes on, and the next save tries again: %s", error, left)
 
     def forget(self) -> None:
@@ -106,8 +108,8 @@ class CheckpointSaver:
         self._weights_later = run.async_save and weights_stay and policy.reference is None
         self._task: _Save | None = None
         self.saved_step = 0  # the last that this process has saved, and that is whole
-        self._failures = FailedSaves(run.max_failed_saves, policy.parallel.rank)
-        self.failed_exports = FailedSaves(run.max_failed_saves, policy.parallel.rank)
+        self._failures = FailedSaves(policy.parallel.rank)
+        self.failed_exports = FailedSaves(policy.parallel.rank)
         # Its own: the loop uses the other groups meanwhile.
         group = make_groups([range(policy.parallel.world_size)], limit_s)
         assert group is not None  # every rank is in it

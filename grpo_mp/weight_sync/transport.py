@@ -38,6 +38,7 @@ from grpo_mp.utils.errors import EngineTimeout
 from grpo_mp.weight_sync.plan import RankRound
 from grpo_mp.weight_sync.wire import WireFormat
 
+LOAD_TIMEOUT_S = 600.0  # for an engine to load one round
 Operation = tuple[Callable[..., Any], torch.Tensor, int]  # isend or irecv, what, and the other rank
 
 
@@ -52,7 +53,6 @@ class EngineLink:
     transport: "HostTransport | IpcTransport"
     engine_group: dist.ProcessGroup
     node_group: dist.ProcessGroup
-    timeout_s: float  # for one round
     pause: PauseMode | None = None  # how requests wait for the update; None: there are none
     with_draft: bool = False  # the layer that drafts is updated, too
     _sender: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "weight_sync"))
@@ -98,9 +98,9 @@ class EngineLink:
 
     def _wait(self, request: "Future[None]", engine: int) -> None:
         try:
-            request.result(self.timeout_s)
+            request.result(LOAD_TIMEOUT_S)
         except TimeoutError as error:
-            message = f"engine {engine}: weights were not loaded within {self.timeout_s:g} s (sync.timeout_s)"
+            message = f"engine {engine}: weights were not loaded within {LOAD_TIMEOUT_S:g} s"
             raise EngineTimeout(message) from error
 
     def end(self, version: int) -> None:

@@ -198,7 +198,6 @@ def _link_engine(settings: Settings, wire: WireFormat, rollout: Rollout, job: Jo
         transport,
         engine_group=engine_group,
         node_group=node_group,
-        timeout_s=settings.sync.timeout_s,
         pause=pause,
         with_draft=with_draft,
     )

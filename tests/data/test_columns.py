@@ -111,8 +111,16 @@ def test_rewards_read_inside_of_columns_too() -> None:
 
 def test_chats_are_read_inside_of_columns() -> None:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    row = Row("here", {"sample": {"chat": chat, "tools": json.dumps([{"name": "f"}])}})
-    read = read_chat(row, ChatDataConfig(train="x", messages_column="sample.chat", tools_column="sample.tools"))
+    row = Row(
+        "here",
+        {
+            "sample": {
+                "chat": chat,
+            },
+            "tools": json.dumps([{"name": "f"}]),
+        },
+    )
+    read = read_chat(row, ChatDataConfig(train="x", messages_column="sample.chat"))
     assert [*read.messages] == chat
     assert read.tools == ({"name": "f"},)
     split = Row("here", {"sample": {"asked": "a", "answered": "b"}})

@@ -53,10 +53,9 @@ def check_topk(rows: list[dict], tables: list[torch.Tensor], line: dict) -> None
     assert line["distill/kl/mean"] < line["distill/kl/max"]
     assert line["train/pg_loss"] == 0
     assert line["train/loss"] > 0
-    assert "distill/clipped_ratio" not in line
 
 
-@pytest.mark.parametrize("changes", ["clip: 8", f"topk: {TOPK}, kl_type: mixed"], ids=["sampled", "topk"])
+@pytest.mark.parametrize("changes", ["coef: 1.0", f"topk: {TOPK}, kl_type: mixed"], ids=["sampled", "topk"])
 def test_the_policy_comes_nearer_to_a_teacher_that_the_job_serves(
     changes: str, start_job: StartJob, tiny_run: TinyRun, tmp_path: Path
 ) -> None:
@@ -90,8 +89,6 @@ def test_the_policy_comes_nearer_to_a_teacher_that_the_job_serves(
         assert line["distill/reverse_kl/max"] == pytest.approx((own - theirs).max(), abs=1e-2)
         if "topk" in changes:
             check_topk(rows, tables, line)
-        else:
-            assert line["distill/clipped_ratio"] == pytest.approx((abs(own - theirs) > 8).mean(), abs=0.01)
     measured = ["distill/reverse_kl/mean", *(["distill/kl/mean"] if "topk" in changes else [])]
     for name in measured:
         divergence = [line[name] for line in lines]

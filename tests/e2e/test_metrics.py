@@ -29,7 +29,6 @@ OF_OTHER_RUNS = {
     # Of a teacher, see tests/e2e/test_distillation.py.
     "distill/reverse_kl/mean",
     "distill/reverse_kl/max",
-    "distill/clipped_ratio",
     "distill/kl/mean",
     "distill/kl/max",
     "distill/teacher_mass",

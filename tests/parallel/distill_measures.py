@@ -20,13 +20,12 @@ from tests.parallel.cases import SMALL
 from tests.parallel.measures import Bench, Result, _gradients, _groups, _held
 
 TOPK = 5
-COEF, FORWARD = 0.7, 0.3
+COEF = 0.7
 DISTILLATION = {
     "teacher": {"url": "http://localhost:1"},
     "coef": COEF,
     "topk": TOPK,
     "kl_type": "mixed",
-    "mixed_kl_weight": FORWARD,
 }
 
 

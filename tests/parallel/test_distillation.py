@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.parallel.cases import CASES, DISTILLED, Case, cases_with
 from tests.parallel.conftest import Outcomes
-from tests.parallel.distill_measures import COEF, FORWARD, teacher_topk
+from tests.parallel.distill_measures import COEF, teacher_topk
 from tests.parallel.expected import Expected, _load, _logits, file_gradients
 from tests.parallel.full_model import Tensors, exceeding, relative_errors
 from tests.parallel.inputs import TEMPERATURE
@@ -29,7 +29,7 @@ def written_out(expected: Expected) -> tuple[Tensors, dict[str, float]]:
             buckets.append((1 - known[0], 1 - known[1]))
             reverse = torch.stack([own * (own / teacher).log() for own, teacher in buckets]).sum()
             forward = torch.stack([teacher * (teacher / own).log() for own, teacher in buckets]).sum()
-            of_sample.append(FORWARD * forward + (1 - FORWARD) * reverse)
+            of_sample.append((forward + reverse) / 2)
         divergences += of_sample
         losses.append(torch.stack(of_sample).mean())
     loss = COEF * torch.stack(losses).mean()

@@ -148,12 +148,12 @@ class Trial:
                 "clip_grad": 0.5,
                 "warmup_updates": 2,
                 "offload": offload,
-                "piece_bytes": piece_bytes,
             },
             "layout": {"expert": self.parallel.layout.expert},
             "training": {"megatron_args": megatron_args},
         }
-        with as_on_a_device():
+        with as_on_a_device(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("grpo_mp.policy.optimizer.PIECE_BYTES", piece_bytes)
             return Policy(check_settings(BASE | settings, "test"), self.parallel, with_reference=False)
 
 

@@ -1,6 +1,5 @@
 """Prompts of an eval set on an engine of the test's own: one that takes too long is a wrong answer."""
 
-import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,15 +12,11 @@ from transformers import AutoTokenizer
 
 from grpo_mp.algorithms.evaluation import score_eval_set
 from grpo_mp.batching.exchange import sample_infos
-from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.config import load_settings
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import Scorer
-from grpo_mp.rollout.client import EngineOutput, SamplingParams
+from grpo_mp.rollout.client import EngineOutput
 from grpo_mp.rollout.rollout import Rollout
-from grpo_mp.rollout.stream import GroupStream
-from grpo_mp.rollout.tools import ToolKit
-from grpo_mp.rollout.worker import RolloutTask, RolloutWorker
 from grpo_mp.utils.types import Prompt
 from tests.conftest import TinyRun
 from tests.rollout.fake_engine import FakeEngine
@@ -44,31 +39,6 @@ class LongEngine(FakeEngine):
     async def generate(self, *given: Any, **more: Any) -> list[EngineOutput]:
         outputs = await super().generate(*given, **more)
         return [replace(one, tokens=(6,) * 12, logprobs=(-1.0,) * 12, weight_versions=(0,) * 12) for one in outputs]
-
-
-def test_groups_that_are_carried_count_among_the_episodes_in_flight(
-    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The slots of a step are those of the step before."""
-    settings = load_settings(tiny_run.config, ["rollout.limits.episodes=2", "rollout.function=call_tools"])
-    slots = list[asyncio.Semaphore]()
-
-    class Recording(RolloutWorker):
-        async def run(self, *_: Any) -> Any:
-            assert self.episodes
-            slots.append(self.episodes.slots)
-
-    monkeypatch.setattr("grpo_mp.rollout.rollout.RolloutWorker", Recording)
-    parts: Any = SimpleNamespace(tools=ToolKit())
-    scorer = Scorer(settings.reward, 16)
-    with Rollout(settings, HfConfig.read(tiny_run.model), parts, scorer, 0, 1, episodes=parts) as rollout:
-        engine: Any = SimpleNamespace(client=FakeEngine(), lose=print, stop=lambda: None)
-        rollout.engine = engine
-        for step in range(2):
-            stream = GroupStream(dist.HashStore(), f"{step}", AdmissionRule(1, 1, 1), 1)
-            rollout.begin(RolloutTask(lambda _: Prompt(0, "", (1,)), 4, 0, step, SamplingParams(4)), stream).result()
-    first, second = slots
-    assert (first is second, first._value) == (True, 2)
 
 
 def test_a_group_past_its_limit_counts_as_wrong_answers(tiny_run: TinyRun) -> None:

@@ -171,7 +171,7 @@ def test_one_that_runs_out_of_memory_starts_again(
     round_: Any = None
 
     def sync() -> None:
-        with EngineLink(rollout, transport, one_rank_group, one_rank_group, LIMIT_S).loading(round_, []):
+        with EngineLink(rollout, transport, one_rank_group, one_rank_group).loading(round_, []):
             pass
 
     call = {"sleep": partial(move, False), "wake": partial(move, True), "sync": sync}[moment]

@@ -160,8 +160,6 @@ URL: dict[str, Any] = {"teacher": {"url": "http://x"}}
             "monitor.phase_timeout_s=.* is shorter than algorithm.distillation.teacher.timeout_s",
         ),
         (teaching(distillation=URL | {"kl_type": "forward"}), "kl_type=forward needs more of the teacher than one"),
-        (teaching(distillation=URL | {"topk": 8, "clip": 2}), "topk learns from none: leave out clip"),
-        (teaching(distillation=URL | {"topk": 8, "mixed_kl_weight": 0.3}), "has no effect with kl_type=reverse: set"),
         (teaching(distillation=URL | {"topk": 0}), "algorithm.distillation.topk"),
         (teaching(distillation=URL | {"topk": 10**6}), "logprobs of one response, above the limit of 16,777,216"),
     ],

@@ -57,9 +57,9 @@ PARALLELISMS: list[tuple[str, int, dict[str, Any]]] = [
 # model, engine.gpus_per_engine and engine.speculative
 DRAFTS: list[tuple[str, int, dict[str, Any]]] = [
     ("deepseek-r1", 16, {"algorithm": "mtp"}),
-    ("glm-4.5", 8, {"algorithm": "mtp", "num_steps": 4, "eagle_topk": 2, "num_draft_tokens": 6}),
+    ("glm-4.5", 8, {"algorithm": "mtp", "num_steps": 4}),
     ("glm-4.5-air", 8, {"algorithm": "mtp", "num_steps": 1}),
-    ("qwen3-30b-a3b", 8, {"algorithm": "ngram", "num_draft_tokens": 8}),
+    ("qwen3-30b-a3b", 8, {"algorithm": "ngram", "num_steps": 7}),
 ]
 
 
@@ -155,7 +155,7 @@ def test_an_engine_drafts_as_it_is_set(facts_by_case: Facts, number: int) -> Non
     settings = settings_of(engine={"speculative": speculative})
     assert facts["max_running_requests"] == settings.engine.concurrent_groups * settings.rollout.group_size
     assert facts["speculative_num_draft_tokens"] == settings.engine.speculative.verified_tokens
-    assert facts["speculative_eagle_topk"] == settings.engine.speculative.eagle_topk
+    assert facts["speculative_eagle_topk"] == 1
     assert facts["speculative_accept_threshold_single"] == facts["speculative_accept_threshold_acc"] == 1
     if speculative["algorithm"] == "ngram":
         assert (facts["speculative_algorithm"], facts["draft"]) == ("NGRAM", "NoneType")

@@ -79,7 +79,7 @@ CHANGES = {
 }
 SAME = (
     *("engine.concurrent_groups=3", "sample.filters=[right]", "sample.max_prompts=5", "run.steps=9", "optimizer.lr=1"),
-    *("engine.args={mem_fraction_static: 0.5}", "rollout.limits.tool_processes=3", "reward.timeout_s=99"),
+    *("engine.args={mem_fraction_static: 0.5}", "reward.timeout_s=99"),
 )
 
 

@@ -84,13 +84,11 @@ def written_out(sample: Sample, policy: np.ndarray, group: float, config: Distil
     advantages = []
     for logprob, i in zip(policy.tolist(), own, strict=True):
         difference = sample.teacher_logprobs[i] - logprob
-        if config.clip is not None:
-            difference = max(-config.clip, min(config.clip, difference))
         advantages.append((group if config.advantage == "add" else 0.0) + config.coef * difference)
     return advantages
 
 
-@pytest.mark.parametrize("changes", [{}, {"advantage": "add", "coef": 0.3}, {"clip": 0.5, "coef": 2.0}])
+@pytest.mark.parametrize("changes", [{}, {"advantage": "add", "coef": 0.3}, {"coef": 2.0}])
 @pytest.mark.parametrize("recomputed", [True, False], ids=["trainer", "engine"])
 def test_advantages_are_those_written_out(changes: dict[str, Any], recomputed: bool) -> None:
     """Of the trainer's old logprobs where there are some, else of the engine's; zero where nothing was generated."""
@@ -152,17 +150,13 @@ def test_metrics_are_of_the_tokens_that_the_policy_wrote(parallel: Parallel) -> 
         ]
     )
     assert distillation_metrics([packed(samples)], None, parallel) == {}
-    found = distillation_metrics([packed(samples)], distillation(clip=1.5), parallel)
+    found = distillation_metrics([packed(samples)], distillation(), parallel)
     assert found == pytest.approx(
         {
             "distill/reverse_kl/mean": differences.mean(),
             "distill/reverse_kl/max": differences.max(),
-            "distill/clipped_ratio": (abs(differences) > 1.5).mean(),
         }
     )
-    assert 0 < found["distill/clipped_ratio"] < 1
-    assert distillation_metrics([packed(samples)], distillation(), parallel)["distill/clipped_ratio"] == 0
-    assert "distill/clipped_ratio" not in distillation_metrics([packed(samples)], distillation(topk=3), parallel)
 
 
 def with_topk(samples: Sequence[Sample], vocabulary: int, k: int) -> list[Sample]:

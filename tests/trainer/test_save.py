@@ -225,7 +225,7 @@ def test_errors_in_the_background_end_the_run_at_last_and_leave_the_former_check
         monkeypatch.setattr(chunk_files, "memory_of", fail)
         gate.opened.set()
         for step in (3, 4):
-            saver.save(TrainState(step=step))  # run.max_failed_saves is 3
+            saver.save(TrainState(step=step))  # MAX_FAILED_SAVES is 3
         saver.finish()
         with pytest.raises(DiskError, match=r"step_000005 cannot be written \(rank 0\): .*No space .*; make room"):
             saver.save(TrainState(step=5))
@@ -260,8 +260,9 @@ def test_a_wait_has_a_limit(tiny_run: TinyRun, parallel: Parallel, tmp_path: Pat
 def test_failed_exports_leave_nothing_and_count_only_in_a_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_run: TinyRun
 ) -> None:
-    settings = load_settings(tiny_run.config, [f"run.folder={tmp_path}", "run.max_failed_saves=1"])
-    exports = FailedSaves(settings.run.max_failed_saves, rank=0)
+    settings = load_settings(tiny_run.config, [f"run.folder={tmp_path}"])
+    monkeypatch.setattr("grpo_mp.trainer.save.MAX_FAILED_SAVES", 1)
+    exports = FailedSaves(rank=0)
     ctx: Any = SimpleNamespace(
         settings=settings, saver=SimpleNamespace(failed_exports=exports), parallel=SimpleNamespace(rank=0)
     )

@@ -175,7 +175,7 @@ def test_the_engine_loads_while_the_body_runs(group: dist.ProcessGroup) -> None:
             await super().update_weights_from_tensor(payloads, load_format)
 
     client, tensors = WaitingClient(), staged()
-    link = EngineLink(rollout_of(client), HostTransport(WIRE, group, 0), group, group, 60.0)
+    link = EngineLink(rollout_of(client), HostTransport(WIRE, group, 0), group, group)
     link.begin()
     with link.loading(ROUND, list(tensors)):
         assert not client.loaded
@@ -191,7 +191,7 @@ def test_the_engine_loads_while_the_body_runs(group: dist.ProcessGroup) -> None:
 def test_no_request_computes_with_overwritten_weights(group: dist.ProcessGroup) -> None:
     """They wait from before the overwriting until the update after it has ended."""
     client = RecordingClient()
-    link = EngineLink(rollout_of(client), HostTransport(WIRE, group, 0), group, group, 60.0, pause="in_place")
+    link = EngineLink(rollout_of(client), HostTransport(WIRE, group, 0), group, group, pause="in_place")
     link.overwrite_weights()
     link.begin()
     link.end(7)
@@ -214,21 +214,25 @@ def test_an_engine_that_dies_before_it_pauses_is_lost_and_not_the_run(group: dis
 
     rollout = rollout_of(client)
     rollout.losing_engine = losing_engine
-    link = EngineLink(rollout, HostTransport(WIRE, group, 0), group, group, 60.0, pause="retract")
+    link = EngineLink(rollout, HostTransport(WIRE, group, 0), group, group, pause="retract")
     link.begin()
     link.overwrite_weights()
     assert (lost, client.calls) == (["engine 0: the connection failed"] * 2, [])
 
 
-def test_an_engine_that_does_not_answer_ends_the_sync(group: dist.ProcessGroup) -> None:
+def test_an_engine_that_does_not_answer_ends_the_sync(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_mp.weight_sync.transport.LOAD_TIMEOUT_S", 0.1)
+
     class SilentClient(RecordingClient):
         index = 3
 
         async def update_weights_from_tensor(self, payloads: list[str], load_format: str | None = None) -> None:
             await asyncio.sleep(2.0)  # and not for ever: the interpreter waits for its thread
 
-    link = EngineLink(rollout_of(SilentClient()), HostTransport(WIRE, group, 0), group, group, 0.1)
-    message = r"engine 3: weights were not loaded within 0.1 s \(sync.timeout_s\)"
+    link = EngineLink(rollout_of(SilentClient()), HostTransport(WIRE, group, 0), group, group)
+    message = r"engine 3: weights were not loaded within 0.1 s"
     with pytest.raises(PhaseTimeout, match=message), link.loading(ROUND, staged()):
         pass
 
@@ -246,7 +250,7 @@ def test_loader_name_is_importable() -> None:
 @pytest.mark.parametrize("with_draft", [False, True])
 def test_an_update_is_of_the_draft_too_where_it_is_trained(group: dist.ProcessGroup, with_draft: bool) -> None:
     client = RecordingClient()
-    link = EngineLink(rollout_of(client), HostTransport(WIRE, group, 0), group, group, 60.0, with_draft=with_draft)
+    link = EngineLink(rollout_of(client), HostTransport(WIRE, group, 0), group, group, with_draft=with_draft)
     link.begin()
     link.overwrite_weights()
     draft = " with the draft" if with_draft else ""
