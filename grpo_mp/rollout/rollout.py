@@ -2,17 +2,16 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp import platform
-from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.checkpoint.hf_reader import has_hf_weights
 from grpo_mp.config import Settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RolloutConfig
@@ -43,39 +42,44 @@ from grpo_mp.utils.errors import EngineError
 from grpo_mp.utils.types import Prompt, SampleGroup
 
 
+@dataclass(frozen=True)
+class RolloutParts:
+    """Model and scorers of a rollout. `episodes`: for more than one answer; `teacher`: scores trained tokens."""
+
+    hf: HfConfig
+    tokenizer: PreTrainedTokenizerBase
+    scorer: Scorer
+    episodes: EpisodeParts | None = None
+    teacher: TeacherClient | None = None
+
+
 class Rollout:
     """The engines of the job as one rank sees them; a rank without an engine has nothing to do here."""
 
     def __init__(
         self,
         settings: Settings,
-        hf: HfConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        scorer: Scorer,
+        parts: RolloutParts,
         rank: int,
         world_size: int,
         load_weights: bool = False,
-        episodes: EpisodeParts | None = None,
         has_engines: bool = True,
-        teacher: TeacherClient | None = None,
     ) -> None:
-        """Place the engines; nothing is started. Raises UserError for engines that do not fit.
+        """Place the engines; nothing is started.
 
-        `load_weights`: engines read the folder's weights and no weight sync follows; see `engines_can_load_weights`;
-        `episodes`: what rolls out more than one answer; `has_engines` False: no rank has an engine; `teacher`: scores
-        the tokens of what a step trains on.
+        `load_weights`: engines read the folder's weights and no weight sync follows; see `engines_can_load_weights`.
         """
-        self._settings, self._tokenizer, self._scorer, self._episodes = settings, tokenizer, scorer, episodes
+        self._settings, self._tokenizer, self._scorer = settings, parts.tokenizer, parts.scorer
+        self._episodes, self._teacher = parts.episodes, parts.teacher
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         placements = engine_placements(settings.engine, world_size, ranks_per_node) if has_engines else ()
         self.host_ranks = engine_host_ranks(placements)
         replays = settings.training.router_replay == "R3" and not load_weights
-        self.routing = model_shape(hf) if replays else None  # the model's, where samples keep their experts
+        self.routing = model_shape(parts.hf) if replays else None  # the model's, where samples keep their experts
         self.owns_devices = not settings.shares_devices  # the engines do
         self._loop = EventLoopThread(f"engine of rank {rank}")
         self._pause = asyncio.Event()
-        self._teacher = teacher
-        models = served_models(settings, scorer.defers, teacher is not None) if has_engines else {}
+        models = served_models(settings, parts.scorer.defers, parts.teacher is not None) if has_engines else {}
         self.reward_servers = (
             RewardServers(settings, models, rank=rank, ranks_per_node=ranks_per_node, host_ranks=self.host_ranks)
             if models
@@ -85,16 +89,7 @@ class Rollout:
         self._node: EngineNode | None = None  # another node's part of an engine
         if placement := next((placement for placement in placements if placement.rank == rank), None):
             cpu = not platform.on_cuda()
-            first_gpu = 0 if cpu else int(os.environ.get("LOCAL_RANK", 0))
-            spec = engine_spec(
-                settings,
-                hf,
-                tokenizer=tokenizer,
-                placement=placement,
-                cpu=cpu,
-                first_gpu=first_gpu,
-                load_weights=load_weights,
-            )
+            spec = engine_spec(settings, parts.hf, parts.tokenizer, placement, cpu=cpu, load_weights=load_weights)
             name = f"engine_{placement.engine}" + (f"_node_{placement.node_rank}" if placement.node_rank else "")
             process = EngineProcess(spec, settings.run.folder / "logs" / f"{name}.log")
             if placement.is_host:
@@ -226,23 +221,17 @@ class Rollout:
         scorer: Scorer,
         name: str,
         step: int,
-        attempt: int,
-        store: dist.Store,
-        check_peers: Callable[[], None],
+        stream: GroupStream,
     ) -> list[SampleGroup] | None:
         """Generate and score the prompts of an eval set that this rank's engine takes, with the set's sampling.
 
-        Terms of the reward that depend on the length get the set's limit. A group past its limit of time is one of
-        samples that say nothing. Returns None where no engine was left for the others.
-        `check_peers` as in `GroupStream`; `attempt`: counts those in which no engine was left.
+        Terms of the reward that depend on the length get the set's limit. A group past its time limit counts as empty
+        samples. Returns None where no engine was left for the others.
         """
         settings, eval_set = self._settings, self._settings.eval_set(name)
         overrides = eval_set.model_dump(include={"max_response_tokens", "temperature", "top_p"})
         sampling = replace(rollout_sampling(settings.rollout), **overrides)
-        set_scorer, count = scorer.with_limit(sampling.max_response_tokens), len(prompts)
-        rule = AdmissionRule(count, count, count)
-        stream = GroupStream(store, f"eval/{name}/{step}/{attempt}", rule, len(self.host_ranks))
-        stream.check_peers = check_peers
+        set_scorer = scorer.with_limit(sampling.max_response_tokens)
         seed = rollout_seed(settings, name)
         task = RolloutTask(
             *(prompts.__getitem__, eval_set.samples, 0, step, sampling),
@@ -306,10 +295,9 @@ def engine_spec(
     tokenizer: PreTrainedTokenizerBase,
     placement: EnginePlacement,
     cpu: bool,
-    first_gpu: int = 0,
     load_weights: bool = False,
 ) -> EngineSpec:
-    """Describe the engine at a placement; `first_gpu` is a device number of its node.
+    """Describe the engine at a placement.
 
     An engine on a GPU never reads weights: the first weight sync would overwrite what each of its ranks had read.
     With `load_weights` there is no sync, and it reads them; see `engines_can_load_weights`.
@@ -332,7 +320,7 @@ def engine_spec(
         gpus=settings.engine.gpus_per_engine,
         cpu=cpu,
         save_tokenizer=tokenizer.save_pretrained if reads_text else None,
-        first_gpu=first_gpu,
+        first_gpu=0 if cpu else int(os.environ.get("LOCAL_RANK", 0)),
         nodes=placement.nodes,
         node_rank=placement.node_rank,
         trust_remote_code=settings.model.trust_remote_code,

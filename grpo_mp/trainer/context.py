@@ -23,7 +23,7 @@ from grpo_mp.policy.offload import device_items
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.reference import Reference
 from grpo_mp.rollout.engine_load import EnginePoll
-from grpo_mp.rollout.rollout import Rollout
+from grpo_mp.rollout.rollout import Rollout, RolloutParts
 from grpo_mp.trainer.collect import Collector, RolloutCollector
 from grpo_mp.trainer.engine_check import MAX_PROMPTS, EngineCheck
 from grpo_mp.trainer.evaluation import Evaluator
@@ -286,18 +286,8 @@ def _open_job(
     resolved = dump_settings(settings)
     with join_run(settings, resolved, find_checkpoints, settings.engine.ranks) as (job, resumed), ExitStack() as stack:
         machine = machine_notes(job)
-        rollout = Rollout(
-            settings,
-            inputs.hf,
-            inputs.tokenizer,
-            inputs.scorer,
-            job.rank,
-            job.world_size,
-            load_weights,
-            inputs.episodes,
-            has_engines=inputs.replay is None,
-            teacher=inputs.teacher,
-        )
+        parts = RolloutParts(inputs.hf, inputs.tokenizer, inputs.scorer, inputs.episodes, inputs.teacher)
+        rollout = Rollout(settings, parts, job.rank, job.world_size, load_weights, has_engines=inputs.replay is None)
         stack.enter_context(rollout)
         stack.callback(inputs.scorer.close)
         if inputs.teacher:

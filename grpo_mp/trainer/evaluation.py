@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from grpo_mp.algorithms.evaluation import EvalScore, Votes, read_scores, score_eval_set, step_file
 from grpo_mp.batching.exchange import all_gather_sample_info, gather_groups
+from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.peers import watching_peers
 from grpo_mp.distributed.process_groups import Job, all_gather, broadcast
@@ -17,6 +18,7 @@ from grpo_mp.monitor.progress import AnswerPair, Progress
 from grpo_mp.monitor.samples import evenly_spaced, samples_to_markdown
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
 from grpo_mp.rollout.rollout import Rollout
+from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.trainer.metrics import eval_metrics, eval_reward_metrics
 from grpo_mp.trainer.phase_manager import PhaseManager
 from grpo_mp.trainer.recover import EngineRecovery
@@ -83,15 +85,11 @@ class Evaluator:
         """Return what this rank's engine answers; all engines answer anew where none was left."""
         for attempt in count():
             with self.phases.phase(Phase.EVAL, name), watching_peers(self.job.group) as check_peers:
-                groups = self.rollout.evaluate(
-                    prompts=prompts.prompts,
-                    scorer=self.scorer,
-                    name=name,
-                    step=step,
-                    attempt=attempt,
-                    store=self.job.store,
-                    check_peers=check_peers,
-                )
+                rule = AdmissionRule(len(prompts), len(prompts), len(prompts))
+                key = f"eval/{name}/{step}/{attempt}"
+                stream = GroupStream(self.job.store, key, rule, len(self.rollout.host_ranks))
+                stream.check_peers = check_peers
+                groups = self.rollout.evaluate(prompts.prompts, self.scorer, name, step, stream)
             any_left = any(all_gather(groups is not None, self.job.group))
             if not (any_left and self.rollout.owns_devices):
                 self.recovery.run()

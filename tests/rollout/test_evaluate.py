@@ -12,11 +12,13 @@ from transformers import AutoTokenizer
 
 from grpo_mp.algorithms.evaluation import score_eval_set
 from grpo_mp.batching.exchange import sample_infos
+from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.config import load_settings
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.client import EngineOutput
-from grpo_mp.rollout.rollout import Rollout
+from grpo_mp.rollout.rollout import Rollout, RolloutParts
+from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.utils.types import Prompt
 from tests.conftest import TinyRun
 from tests.rollout.fake_engine import FakeEngine
@@ -41,16 +43,21 @@ class LongEngine(FakeEngine):
         return [replace(one, tokens=(6,) * 12, logprobs=(-1.0,) * 12, weight_versions=(0,) * 12) for one in outputs]
 
 
+def stream_of(prompts: Sequence[Prompt]) -> GroupStream:
+    count = len(prompts)
+    return GroupStream(dist.HashStore(), "eval", AdmissionRule(count, count, count))
+
+
 def test_a_group_past_its_limit_counts_as_wrong_answers(tiny_run: TinyRun) -> None:
     settings = load_settings(tiny_run.config, ["data.eval.arithmetic.samples=3"])
     tokenizer: Any = AutoTokenizer.from_pretrained(str(tiny_run.model))
     tokenizer.batch_decode = lambda tokens, **_: ["\\boxed{7}" for _ in tokens]
     scorer = Scorer(settings.reward, 16)
-    with Rollout(settings, HfConfig.read(tiny_run.model), tokenizer, scorer, 0, 1) as rollout:
+    with Rollout(settings, RolloutParts(HfConfig.read(tiny_run.model), tokenizer, scorer), 0, 1) as rollout:
         engine: Any = SimpleNamespace(client=RightEngine(), lose=print, stop=lambda: None)
         rollout.engine = engine
         prompts = [Prompt(number, "?", (number,), answer="7") for number in range(4)]
-        groups = rollout.evaluate(prompts, scorer, "arithmetic", 0, 0, dist.HashStore(), lambda: None)
+        groups = rollout.evaluate(prompts, scorer, "arithmetic", 0, stream_of(prompts))
     assert groups
     assert [group.prompt.index for group in groups] == [0, 1, 2, 3]
     score = score_eval_set([info for group in groups for info in sample_infos(group)])
@@ -69,11 +76,11 @@ def test_terms_of_the_length_know_the_limit_of_their_set(tiny_run: TinyRun) -> N
         tokenizer: Any = AutoTokenizer.from_pretrained(str(tiny_run.model))
         tokenizer.batch_decode = lambda tokens, **_: ["\\boxed{7}" for _ in tokens]
         scorer = Scorer(settings.reward, settings.rollout.max_response_tokens)
-        with Rollout(settings, HfConfig.read(tiny_run.model), tokenizer, scorer, 0, 1) as rollout:
+        with Rollout(settings, RolloutParts(HfConfig.read(tiny_run.model), tokenizer, scorer), 0, 1) as rollout:
             engine: Any = SimpleNamespace(client=LongEngine(), lose=print, stop=lambda: None)
             rollout.engine = engine
-            prompts, store = [Prompt(0, "?", (5,), answer="7")], dist.HashStore()
-            groups = rollout.evaluate(prompts, scorer, "arithmetic", 0, 0, store, lambda: None)
+            prompts = [Prompt(0, "?", (5,), answer="7")]
+            groups = rollout.evaluate(prompts, scorer, "arithmetic", 0, stream_of(prompts))
         assert groups
         return groups[0].samples[0].reward_terms
 

@@ -19,7 +19,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rollout.client import SamplingParams
 from grpo_mp.rollout.groups import EndedGroup, PausedGroup, RunningGroup
-from grpo_mp.rollout.rollout import Rollout
+from grpo_mp.rollout.rollout import Rollout, RolloutParts
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import SCORES, RolloutTask
 from grpo_mp.utils.errors import EngineError, UserError
@@ -219,7 +219,8 @@ def test_what_an_engine_that_is_lost_between_two_steps_has_finished_is_kept(tiny
         await asyncio.wait([tasks[0], *tasks[3:]])
         return {number: RunningGroup(generation) for number, generation in enumerate(tasks)}
 
-    with Rollout(settings, HfConfig.read(tiny_run.model), parts, Scorer(settings.reward, 16), 0, 1) as rollout:
+    given = RolloutParts(HfConfig.read(tiny_run.model), parts, Scorer(settings.reward, 16))
+    with Rollout(settings, given, 0, 1) as rollout:
         rollout.engine = engine = parts
         engine.client, engine.restart, engine.stop = None, lambda: None, lambda: None
         carried = rollout.call(carry())
