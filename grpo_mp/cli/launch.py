@@ -9,13 +9,15 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.parsers import (
     MAX_RANKS,
+    Parser,
     count_up_to,
     evaluate_parser,
     number_of_ranks,
@@ -29,26 +31,22 @@ from grpo_mp.utils.processes import end_with_launcher
 SCRIPTS, CONFIGS = Path("launch"), Path("configs")  # in the root of the repository
 
 
-def train(arguments: Sequence[str]) -> int:
-    """Run `grpo-mp train`; return the exit status."""
-    args = train_parser().parse_intermixed_args(arguments)
-    return _run("grpo_mp.train", None if args.dry_run else args.ranks, arguments)
+def start(module: str, parser: Callable[[], Parser], arguments: Sequence[str]) -> int:
+    """Start the ranks of a command, or run it in this process without --ranks or under another launcher."""
+    args = parser().parse_intermixed_args(arguments)
+    if args.ranks is None or getattr(args, "dry_run", False) or "RANK" in os.environ:
+        end_with_launcher()
+        import_module(module).main(arguments)
+        return 0
+    from grpo_mp.cli.local_launch import start_ranks  # torch is slow to import
+
+    return start_ranks(args.ranks, arguments, module)
 
 
-def sft(arguments: Sequence[str]) -> int:
-    """Run `grpo-mp sft`; return the exit status."""
-    args = sft_parser().parse_intermixed_args(arguments)
-    return _run("grpo_mp.sft", None if args.dry_run else args.ranks, arguments)
-
-
-def evaluate(arguments: Sequence[str]) -> int:
-    """Run `grpo-mp evaluate`; return the exit status."""
-    return _run("grpo_mp.evaluate", evaluate_parser().parse_intermixed_args(arguments).ranks, arguments)
-
-
-def sample(arguments: Sequence[str]) -> int:
-    """Run `grpo-mp sample`; return the exit status."""
-    return _run("grpo_mp.sample", sample_parser().parse_intermixed_args(arguments).ranks, arguments)
+train = partial(start, "grpo_mp.train", train_parser)
+sft = partial(start, "grpo_mp.sft", sft_parser)
+evaluate = partial(start, "grpo_mp.evaluate", evaluate_parser)
+sample = partial(start, "grpo_mp.sample", sample_parser)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,19 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     return _submit(["sbatch", *size, *options, *script], ["bash", *script, "--dry-run"], environment, args.dry_run)
 
 
-def _run(module: str, ranks: int | None, arguments: Sequence[str]) -> int:
-    """Start `ranks` ranks of a module, or run it in this process where that is None or a launcher started it."""
-    if ranks is None or "RANK" in os.environ:
-        end_with_launcher()
-        import_module(module).main(arguments)
-        return 0
-    from grpo_mp.cli.local_launch import start_ranks  # torch is slow to import
-
-    return start_ranks(ranks, arguments, module)
-
-
 def _script_of(config: Path, overrides: list[str]) -> list[str]:
-    """Return the batch script of a settings file with its arguments."""
+    """Return the batch script of a settings file with its arguments; raise UserError for wrong settings."""
     if not (SCRIPTS / "common.sh").is_file():
         raise UserError(
             f"{SCRIPTS / 'common.sh'}: no such file: jobs start by the repository's scripts: change to its root, "
@@ -87,7 +74,7 @@ def _script_of(config: Path, overrides: list[str]) -> list[str]:
         )
     from grpo_mp.config import load_any_settings  # pydantic is slow to import
 
-    load_any_settings(config, overrides)  # a mistake is said now, not after the queue
+    load_any_settings(config, overrides)
     own_script = SCRIPTS / f"{config.stem}.sh"
     if config.absolute() == (CONFIGS / config.name).absolute() and own_script.is_file():
         return [str(own_script), *overrides]

@@ -1,11 +1,9 @@
 """Run the stages of a pipeline on this machine: grpo-mp pipeline FILE --ranks N
 
 FILE has `folder` and `stages`, each a run of grpo-mp train, sft or sample with a settings file, and settings laid over
-it; '{NAME}/final' is what the stage NAME ended with. The model that each stage ends with is scored as `evaluation`
-says. The same command resumes where an earlier one was stopped or killed. Before the first stage starts, all settings
-are checked, and that models and data are there or made by a stage before; --dry-run does this alone, and shows what
-would run. The exit status is 0 when all stages are done, 75 when the pipeline was stopped before, 2 when it is
-refused.
+it; '{NAME}/final' is the model of the stage NAME. The model of each stage is scored as `evaluation` says. All settings
+are checked before the first stage starts; --dry-run does only this. The same command resumes a stopped pipeline. The
+exit status is 0 when all stages are done, 75 when the pipeline was stopped.
 """
 
 import shlex

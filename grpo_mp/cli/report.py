@@ -3,7 +3,6 @@
 The page shows warnings, settings, scores, curves, times, memory and answers of the runs side by side, and needs no
 network. Warnings are printed, too.
 --trace also writes RUN/trace.json, the timelines of all ranks as one file for Perfetto.
---picture FILE.svg draws the main curves instead of the page.
 """
 
 from collections.abc import Sequence
@@ -20,27 +19,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run.folder of a run")
     default = "the page (default: report.html in the only RUN, else here)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=default)
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the main curves there: FILE.svg")
     parser.add_argument("--trace", action="store_true", help="also write the timeline, RUN/trace.json")
     args = parser.parse_args(arguments)
     for folder in args.runs:
         if not folder.exists():
             raise UserError(f"{folder}: the run folder does not exist: give the run.folder of a run")
-    if args.picture:
-        return _draw(args.runs, args.picture)
-    return _write(args.runs, args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html", args.trace)
+    out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
 
-
-def _write(folders: Sequence[Path], out: Path, with_trace: bool) -> int:
     from grpo_mp.monitor.report.page import build_report, render  # slow to import
     from grpo_mp.monitor.run_folder import read_runs
     from grpo_mp.monitor.timeline import merge_traces
     from grpo_mp.utils.findings import render as render_findings
 
-    report = build_report(read_runs(folders))
+    report = build_report(read_runs(args.runs))
     page = render(report)
     try:
-        for folder in folders if with_trace else ():
+        for folder in args.runs if args.trace else ():
             merge_traces(folder)
         write_atomically(out, page, make_folder=False)
     except FileNotFoundError as error:
@@ -50,19 +44,4 @@ def _write(folders: Sequence[Path], out: Path, with_trace: bool) -> int:
         if findings := [finding for run, finding in report.warnings if run == name]:
             print(render_findings(findings))
     print(f"{out}: {len(page.encode()) / 2**20:.1f} MiB")
-    return 0
-
-
-def _draw(folders: Sequence[Path], file: Path) -> int:
-    if file.suffix != ".svg" or not file.parent.is_dir():
-        raise UserError(f"--picture {file}: give a file that ends in .svg, in an existing folder")
-    from grpo_mp.monitor.report.charts import write_charts
-    from grpo_mp.monitor.report.page import main_charts
-    from grpo_mp.monitor.run_folder import read_runs
-
-    charts = main_charts(read_runs(folders))
-    if not charts:
-        raise UserError(f"--picture {file}: no run has a curve to draw yet: wait for its first steps")
-    write_charts(charts, file)
-    print(f"{file}: {', '.join(chart.title for chart in charts)}")
     return 0

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from grpo_mp import platform
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.policy.forward import sequence_logits
-from grpo_mp.policy.load_models import policy_tensors, transformers_model
+from grpo_mp.policy.load_models import policy_model, transformers_model
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec
 from grpo_mp.rollout.server import EngineProcess
@@ -32,7 +32,7 @@ Question = Callable[[EngineClient], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class Activations:
-    """The residual stream at each point of a model, and the experts of each MoE layer, for N tokens in order."""
+    """The residual stream at each point of a model, and the experts of each MoE layer, for N tokens."""
 
     points: Mapping[str, Tensor]  # float32 [N, hidden]; see `attention_point` and `layer_point`
     experts: Mapping[int, Tensor]  # by layer from 0: chosen experts [N, top-k], sorted
@@ -55,22 +55,19 @@ def point_names(layers: int) -> list[str]:
 
 
 class _Recorder:
-    """Collects what hooks see, sequence after sequence."""
+    """Collects the values of hooks, sequence after sequence."""
 
     def __init__(self) -> None:
         self.points: dict[str, list[Tensor]] = defaultdict(list)
         self.experts: dict[int, list[Tensor]] = defaultdict(list)
 
     def add(self, point: str, value: Tensor) -> None:
-        """Keep hidden states [..., hidden] of one sequence."""
         self.points[point].append(value.detach().float().cpu().reshape(-1, value.shape[-1]).clone())
 
     def add_experts(self, layer: int, chosen: Tensor) -> None:
-        """Keep the experts [tokens, top-k] of one sequence."""
         self.experts[layer].append(chosen.detach().cpu().long().sort(-1).values)
 
     def activations(self, logprobs: Sequence[Tensor]) -> Activations:
-        """Return all sequences as one."""
         points = {name: torch.cat(values) for name, values in self.points.items()}
         return Activations(points, {k: torch.cat(v) for k, v in self.experts.items()}, torch.cat([*logprobs]))
 
@@ -101,13 +98,8 @@ def run_transformers(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Activa
 
 
 @torch.no_grad()
-def run_policy(
-    folder: Path, tokens: Tensor, dtype: str, examine: Callable[[Mapping[str, Tensor]], object] | None = None
-) -> Activations:
-    """Compute the activations of tokens [sequences, length] in the policy's Megatron model, on one rank.
-
-    `examine` gets its tensors by their names in the mapping.
-    """
+def run_policy(folder: Path, tokens: Tensor, dtype: str) -> Activations:
+    """Compute the activations of tokens [sequences, length] in the policy's Megatron model, on one rank."""
     recorder, vocab_size = _Recorder(), HfConfig.read(folder).int("vocab_size")
     taps = {
         r"(?:.*\.)?embedding": lambda layer, module: _after(module, recorder, EMBEDDING),
@@ -119,30 +111,15 @@ def run_policy(
             lambda _, __, output: recorder.add_experts(layer, _experts_of_map(output[1]))
         ),
     }
-    with policy_tensors(folder, dtype) as (model, tensors):
-        if examine:
-            examine(tensors)
+    with policy_model(folder, dtype) as model:
         _tap(model, taps)
         logits = [sequence_logits(model, row)[:, :vocab_size] for row in tokens]
     return recorder.activations([token_logprobs(*each) for each in zip(logits, tokens, strict=True)])
 
 
-@dataclass(frozen=True)
-class EngineChecksums:
-    """Checksums of an engine's tensors, by its own names."""
-
-    loaded: Mapping[str, str]  # from the folder that it started with
-    exported: Mapping[str, str]  # from the policy's export
-
-
-def run_engine(
-    folder: Path, tokens: Tensor, dtype: str, export: Path | None = None
-) -> tuple[Activations, EngineChecksums | None]:
-    """Compute the activations of tokens [sequences, length] in an SGLang server, which dumps what modules return.
-
-    It then loads `export`, where there is one, and both times says what it holds.
-    """
-    recorder, logprobs, checksums = _Recorder(), [], None
+def run_engine(folder: Path, tokens: Tensor, dtype: str) -> Activations:
+    """Compute the activations of tokens [sequences, length] in an SGLang server that dumps its modules' outputs."""
+    recorder, logprobs = _Recorder(), []
     layers = HfConfig.read(folder).int("num_hidden_layers")
     with tempfile.TemporaryDirectory() as scratch, _engine(folder, dtype, tokens.shape[1], Path(scratch)) as ask:
         for row in tokens.tolist():
@@ -156,15 +133,11 @@ def run_engine(
             if tuple(row) not in passes:
                 raise UserError(f"{folder}: the engine has not dumped the pass of a sequence: see its log")
             _record_dump(recorder, passes[tuple(row)], layers)
-        if export:
-            loaded = ask(EngineClient.checksums)
-            ask(lambda client: client.load_folder(export))
-            checksums = EngineChecksums(loaded, ask(EngineClient.checksums))
-    return recorder.activations(logprobs), checksums
+    return recorder.activations(logprobs)
 
 
 def _record_dump(recorder: _Recorder, values: Mapping[str, Any], layers: int) -> None:
-    """Record one pass of SGLang's dump: norms return what they normalise beside it, the residual stream."""
+    """Record one pass of SGLang's dump: a norm returns its output and the residual stream."""
     recorder.add(EMBEDDING, values["model.embed_tokens"])
     for layer in range(layers):
         following = f"model.layers.{layer + 1}.input_layernorm" if layer + 1 < layers else "model.norm"
@@ -177,7 +150,7 @@ def _record_dump(recorder: _Recorder, values: Mapping[str, Any], layers: int) ->
 
 @contextmanager
 def _engine(folder: Path, dtype: str, length: int, scratch: Path) -> Iterator[Callable[[Question], Any]]:
-    """Yield a function that asks a server of the folder something, and returns its answer."""
+    """Yield a function that sends a request to a server of the folder."""
     dump = str(scratch / "dump")
     arguments = {"debug_tensor_dump_output_folder": dump, "disable_radix_cache": True, FP32_HEAD: True}
     spec = EngineSpec(
@@ -199,7 +172,7 @@ def _engine(folder: Path, dtype: str, length: int, scratch: Path) -> Iterator[Ca
 
 
 def _tap(model: nn.Module, taps: Mapping[str, Callable[[int, nn.Module], object]]) -> None:
-    """Call for each module whose name matches a pattern its function, with the layer that the name holds."""
+    """Call the function of each module whose name matches a pattern, with the layer in the name."""
     for name, module in model.named_modules():
         for pattern, hook in taps.items():
             if match := re.fullmatch(pattern, name):

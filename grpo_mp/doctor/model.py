@@ -1,12 +1,23 @@
-"""Where policy and engine part from transformers on the same tokens: pure functions over their activations."""
+"""Find where policy and engine part from transformers on the same tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from grpo_mp.doctor.activations import EMBEDDING, OUTPUT, Activations, attention_point, layer_point
+from grpo_mp.doctor.activations import (
+    EMBEDDING,
+    OUTPUT,
+    Activations,
+    attention_point,
+    layer_point,
+    run_engine,
+    run_policy,
+    run_transformers,
+)
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.findings import Finding, Level
 
 FLOAT32_TOLERANCE = 1e-4  # of a point's relative error; sums in another order differ by less
@@ -17,11 +28,10 @@ FLOAT32_REROUTED, LOW_PRECISION_REROUTED = 0.01, 0.1  # share of tokens: scores 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a model is from the reference at one point.
+    """The distance of a model from the reference at one point.
 
-    `error` is |x - reference| / |reference| over the tokens that had the same experts in all layers so far, which is
-    continuous where a choice of experts is not; `rerouted` the share of the tokens with other experts in this layer,
-    among those that had the same ones before.
+    `error` is |x - reference| / |reference| over the tokens with the same experts in all layers so far: the choice of
+    experts is not continuous. `rerouted` is the share of these tokens with other experts in this layer.
     """
 
     error: float
@@ -30,7 +40,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class PointError:
-    """A model's distance from transformers in float32, and that of transformers itself in the model's precision."""
+    """The distances of a model, and of transformers in the model's precision, from transformers in float32."""
 
     point: str
     model: Distance
@@ -46,8 +56,22 @@ class PointError:
         return not (self.model.error <= most and self.model.rerouted <= most_rerouted)
 
 
+def compare_models(folder: Path, tokens: Tensor, dtype: str, without: Collection[str] = ()) -> list[Finding]:
+    """Compare policy and engine, except `without`, with transformers on tokens [sequences, length]."""
+    layers = HfConfig.read(folder).int("num_hidden_layers")
+    reference = run_transformers(folder, tokens, torch.float32)
+    same = None if dtype == "float32" else run_transformers(folder, tokens, getattr(torch, dtype))
+    runs = {"policy": run_policy, "engine": run_engine}
+    return [
+        finding
+        for name, run in runs.items()
+        if name not in without
+        for finding in diagnose_model(name, run(folder, tokens, dtype), reference, same, layers)
+    ]
+
+
 def relative_error(values: Tensor, reference: Tensor) -> float:
-    """Return |values - reference| / |reference|, in float64; nan of nothing."""
+    """Return |values - reference| / |reference|, in float64."""
     return float((values.double() - reference.double()).norm() / reference.double().norm())
 
 
@@ -84,7 +108,7 @@ def point_errors(
 
 
 def expert_agreement(candidate: Activations, reference: Activations) -> dict[int, float]:
-    """Return for each MoE layer the share of the reference's experts that the candidate has chosen, too."""
+    """Return for each MoE layer the share of the reference's experts that the candidate chose, too."""
     shares = {}
     for layer, experts in reference.experts.items():
         if layer in candidate.experts:
@@ -96,7 +120,7 @@ def expert_agreement(candidate: Activations, reference: Activations) -> dict[int
 def diagnose_model(
     name: str, model: Activations, reference: Activations, same_precision: Activations | None, layers: int
 ) -> list[Finding]:
-    """Return what is found about a model: the 'policy' or the 'engine'."""
+    """Return the findings about a model: the 'policy' or the 'engine'."""
     errors = point_errors(model, reference, same_precision, layers)
     table = _table(name, errors, model, reference, same_precision)
     first = next((index for index, each in enumerate(errors) if each.is_large), None)
@@ -129,7 +153,7 @@ def _table(
 
 
 def advice(point: str) -> str:
-    """Return what to look at where a model parts from transformers."""
+    """Return what to check if a model parts from transformers at a point."""
     if point == EMBEDDING:
         return "compare the weights of the embedding, and the padding of its vocabulary"
     if point == OUTPUT:
@@ -142,5 +166,5 @@ def advice(point: str) -> str:
 
 
 def random_tokens(vocab_size: int, sequences: int, length: int, seed: int = 0) -> Tensor:
-    """Return tokens [sequences, length] that are drawn alike each time."""
+    """Return reproducible random tokens [sequences, length]."""
     return torch.randint(vocab_size, (sequences, length), generator=torch.Generator().manual_seed(seed))

@@ -22,7 +22,35 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class WandbLogger(Logger):
+class _WandbLike(Logger):
+    """Logs by the API that Weights & Biases and trackio share; a subclass sets `_module` and `_run`."""
+
+    _module: Any
+    _run: Any
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log(values, step)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Log one curve per name."""
+        self._log(step, dict(values))
+
+    def histogram(self, step: int, name: str, values: torch.Tensor) -> None:
+        """Log one step of a histogram."""
+        self._log(step, {name: self._module.Histogram(values.numpy())})
+
+    def image(self, step: int, name: str, figure: "Figure") -> None:
+        """Log a figure as an image."""
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        self._log(step, {name: self._module.Image(np.asarray(canvas.buffer_rgba()))})
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class WandbLogger(_WandbLike):
     """Logs to Weights & Biases; arguments are those of `wandb.init`. WANDB_MODE=offline writes `<run>/wandb/` only."""
 
     def __init__(
@@ -30,66 +58,37 @@ class WandbLogger(Logger):
     ) -> None:
         import wandb
 
-        self._wandb, number = wandb, _run_id(run_folder / "wandb_run_id", first_step)
+        self._module, number = wandb, _run_id(run_folder / "wandb_run_id", first_step)
         init = {"id": number, "name": run_folder.name, "dir": run_folder, "resume": "allow"} | init
-        # Neither the command line nor the repository's address is logged: both may hold passwords.
+        # The command line and the repository's address may hold passwords.
         private = wandb.Settings(console="off", disable_git=True, disable_code=True, x_disable_meta=True)
         self._run = wandb.init(project=project, config=dict(settings), settings=private, **init)
-        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("*", step_metric="step")  # wandb's own step cannot go back after a resume
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Log one curve per name."""
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log({"step": step, **values})
 
-    def histogram(self, step: int, name: str, values: torch.Tensor) -> None:
-        """Log one step of a histogram."""
-        self._run.log({"step": step, name: self._wandb.Histogram(np_histogram=np.histogram(values.numpy(), bins=64))})
-
     def text(self, step: int, name: str, markdown: str) -> None:
-        """Log a text as it is, never as markup."""
-        self._run.log({"step": step, name: self._wandb.Html(f"<pre>{html.escape(markdown)}</pre>")})
-
-    def image(self, step: int, name: str, figure: "Figure") -> None:
-        """Log a figure as an image."""
-        self._run.log({"step": step, name: self._wandb.Image(_pixels(figure))})
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+        """Log a text, escaped."""
+        self._log(step, {name: self._module.Html(f"<pre>{html.escape(markdown)}</pre>")})
 
 
-class TrackioLogger(Logger):
-    """Logs to trackio; arguments are those of `trackio.init`, as `space_id`. By default on this machine."""
+class TrackioLogger(_WandbLike):
+    """Logs to trackio; arguments are those of `trackio.init`, such as `space_id`. By default on this machine."""
 
     def __init__(
         self, run_folder: Path, first_step: int, settings: Mapping[str, Any], project: str = "grpo_mp", **init: Any
     ) -> None:
         import trackio
 
-        self._trackio = trackio
+        self._module = trackio
         name = f"{run_folder.name}-{_run_id(run_folder / 'trackio_run_id', first_step)}"
         init = {"name": name, "resume": "allow", "embed": False} | init
         self._run = trackio.init(project=project, config=dict(settings), **init)
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Log one curve per name."""
-        self._run.log(dict(values), step)
-
-    def histogram(self, step: int, name: str, values: torch.Tensor) -> None:
-        """Log one step of a histogram."""
-        self._run.log({name: self._trackio.Histogram(values.numpy())}, step)
-
     def text(self, step: int, name: str, markdown: str) -> None:
         """Log a text."""
-        self._run.log({name: self._trackio.Markdown(markdown)}, step)
-
-    def image(self, step: int, name: str, figure: "Figure") -> None:
-        """Log a figure as an image."""
-        self._run.log({name: self._trackio.Image(_pixels(figure))}, step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+        self._log(step, {name: self._module.Markdown(markdown)})
 
 
 class MlflowLogger(Logger):
@@ -138,10 +137,3 @@ def _run_id(file: Path, first_step: int) -> str:
     if not (first_step and file.exists()):
         write_atomically(file, uuid4().hex[:12])
     return file.read_text()
-
-
-def _pixels(figure: "Figure") -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Draw a figure: RGBA, uint8 [height, width, 4]."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())

@@ -1,4 +1,4 @@
-"""Run the jobs of a pipeline one after another, and resume where an earlier start ended."""
+"""Run the jobs of a pipeline one after another, and resume after a stop."""
 
 import signal
 import subprocess
@@ -26,7 +26,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # a run saves and ends at these
 
 @dataclass(frozen=True)
 class Record:
-    """A job that was begun: its settings, whether it is done, and the seconds that it took."""
+    """A job that has begun: its settings, whether it is done, and its seconds."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     done: bool = False
@@ -34,37 +34,33 @@ class Record:
 
 
 class Pipeline:
-    """The jobs, and a record of each, which is kept in a file of the pipeline's folder."""
+    """The jobs, with a record of each in a file of the pipeline's folder."""
 
     def __init__(self, settings: PipelineSettings, jobs: Sequence[StageJob]) -> None:
-        """Check the jobs and read what was done before; a job that was begun with other settings is a UserError."""
+        """Check the jobs; raise UserError if one began with other settings."""
         self.settings, self.jobs = settings, jobs
         self._file = settings.folder / RECORDS
         self.records = read_records(self._file) if self._file.exists() else {}
-        check_jobs([job for job in jobs if self.state(job) != "done"])
+        check_jobs([job for job in jobs if self.state(job) != "done"], settings.folder)
         for job in jobs:
-            record = self.records.get(job.name)
-            if record and job.folder.exists() and record.settings != dict(job.settings):
-                changed = next(
-                    name
-                    for name in {**record.settings, **job.settings}
-                    if record.settings.get(name) != job.settings.get(name)
-                )
+            before = self.records[job.name].settings if job.name in self.records and job.folder.exists() else None
+            if before is not None and before != dict(job.settings):
+                names = [*before, *job.settings]
+                changed = next(name for name in names if before.get(name) != job.settings.get(name))
                 raise UserError(
-                    f"stage {job.name} was {self.state(job)} with {changed}={record.settings.get(changed)!r}: take "
-                    f"that, or another folder, or remove {job.folder}"
+                    f"stage {job.name} was {self.state(job)} with {changed}={before.get(changed)!r}: set that, or "
+                    f"another folder, or remove {job.folder}"
                 )
 
     def state(self, job: StageJob) -> str:
-        """Return the job's state: done, begun or to do. A job after one that is not done is not done either."""
+        """Return the job's state: done, begun or to do. A job is not done if an earlier job is not."""
         former = self.jobs[: self.jobs.index(job) + 1]
-        records = [self.records.get(one.name) for one in former if one.result.exists()]
-        if len(records) == len(former) and all(record and record.done for record in records):
+        if all(one.name in self.records and self.records[one.name].done and one.result.exists() for one in former):
             return "done"
         return "begun" if job.name in self.records and job.folder.exists() else "to do"
 
     def run(self, ranks: int | None) -> int:
-        """Run what is not done; return the exit status: 0 when all is, STOPPED, or that of the first job that fails."""
+        """Run the jobs that are not done; return 0, STOPPED, or the status of the first job that fails."""
         with run_lock(self.settings.folder, wait_s=0):
             for job in self.jobs:
                 if self.state(job) != "done" and (status := self._run_job(job, ranks)):
@@ -95,11 +91,11 @@ def read_records(file: Path) -> dict[str, Record]:
     try:
         return {name: Record(**values) for name, values in read_json(file).items()}
     except (AttributeError, TypeError) as error:
-        raise UserError(f"{file}: it says nothing of stages ({error}): move it away") from error
+        raise UserError(f"{file}: no records of stages ({error}): move it away") from error
 
 
 def _run(arguments: Sequence[str]) -> tuple[int, bool]:
-    """Run grpo-mp with these arguments; return its status, and whether this process was told to stop meanwhile."""
+    """Run grpo-mp; return its status, and whether this process was told to stop meanwhile."""
     command = [sys.executable, "-m", "grpo_mp", *arguments]
     ends_with_this = partial(prctl, PR_SET_PDEATHSIG, signal.SIGKILL)  # no stage outlives a killed pipeline
     with subprocess.Popen(command, preexec_fn=ends_with_this) as process, _forwarding(process) as told:
@@ -107,13 +103,13 @@ def _run(arguments: Sequence[str]) -> tuple[int, bool]:
             try:
                 status = process.wait()
                 return (128 - status if status < 0 else status), bool(told)
-            except KeyboardInterrupt:  # the terminal has told the command, too
+            except KeyboardInterrupt:  # the terminal has sent it to the command, too
                 told.append(signal.SIGINT)
 
 
 @contextmanager
 def _forwarding(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
-    """Forward the signals that stop a run to a process; yield those that came."""
+    """Forward the signals that stop a run to a process; yield the list of received signals."""
     told: list[int] = []
 
     def forward(number: int, _: Any) -> None:

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -294,10 +293,6 @@ class EngineClient:
             for number, rank in enumerate(ranks)
             for name, value in rank["checksums"].items()
         }
-
-    async def load_folder(self, folder: Path) -> None:
-        """Let the engine load a folder's weights in place of its own."""
-        await self._post("/update_weights_from_disk", {"model_path": str(folder.resolve())})
 
     async def overwrite_weights(self, with_draft: bool = False) -> None:
         """Fill every tensor with random values, so that a tensor which a sync does not send shows; see `checksums`."""

@@ -21,11 +21,12 @@ from typing import Any
 from grpo_mp.monitor.curves import CURVES, Curve
 from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.monitor.report.answers import choose_answers
-from grpo_mp.monitor.report.charts import Chart, Series, write_charts
+from grpo_mp.monitor.report.charts import Chart, Series
 from grpo_mp.monitor.report.curves import chart_of
 from grpo_mp.monitor.rules import RULES, MetricLine, find_warnings
 from grpo_mp.monitor.run_folder import RunRecords, read_metrics, read_run
 from grpo_mp.utils.findings import Finding
+from tests.bench.picture import write_charts
 from tests.bench.sicknesses import HEALTHY, SICKNESSES, run, show, with_names
 from tools.write_pages import table
 

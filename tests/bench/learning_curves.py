@@ -17,7 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from grpo_mp.monitor.report.charts import Chart, Series, write_charts
+from grpo_mp.monitor.report.charts import Chart, Series
+from tests.bench.picture import write_charts
 from tests.bench.quickstart_run import train
 
 PRESETS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo", "luspo", "vespo", "grpo_pp")

@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from grpo_mp.config import load_settings
-from grpo_mp.monitor.report.charts import DASHES, LINES, write_charts
+from grpo_mp.monitor.report.charts import DASHES, LINES
 from tests.bench.learning_curves import COLUMNS, PRESETS, always, charts
+from tests.bench.picture import write_charts
 from tests.bench.quickstart_run import CONFIG
 
 ACCURACY = COLUMNS["accuracy"]

@@ -105,17 +105,15 @@ def test_a_stage_takes_what_former_ones_made(folder: Path) -> None:
             *("rl", {"settings": {"model.path": "{strat}/final"}}),
             r"stages.rl: model.path takes {strat}/final, and no stage before it is strat \(did you mean start\?\)",
         ),
-        ("start", {"settings": {"model.path": "{rl}/final"}}, "and no stage before it is rl.*: it is the first"),
+        ("start", {"settings": {"model.path": "{rl}/final"}}, "and no stage before it is rl"),
         (
             *("rl", {"settings": {"model.path": "{start}/finl"}}),
-            r"takes {start}/finl, which stage start \(sft\) does not make: it makes final, exports/step_000010$",
+            r"takes {start}/finl, which stage start \(sft\) does not make$",
         ),
         ("rl", {"settings": {"model.path": "{start}/final/../x"}}, "which stage start .* does not make"),
         ("rl", {"settings": {"data.train": "{start}/samples.parquet"}}, r"stage start \(sft\) does not make"),
-        ("student", {"settings": {"model.path": "{found}/final"}}, r"found \(sample\) does not make: it makes sam"),
-        ("rl", {"settings": {"model.path": "{start}/checkpoints/step_000010"}}, "^stage rl: .* no model: stage start"),
+        ("student", {"settings": {"model.path": "{found}/final"}}, r"found \(sample\) does not make"),
         ("rl", {"settings": {"model.path": "none"}}, "^stage rl: model.path=none: none/config.json does not exist"),
-        ("rl", {"settings": {"data.train": "no.jsonl"}}, "^stage rl: no.jsonl: no such file: set data.train"),
         ("rl", {"settings": {"run.folder": "x"}}, "run.folder is the stage's"),
         ("rl", {"settings": {"optimiser.lr": 1}}, "stage rl: .*unknown setting optimiser"),
         ("rl", {"config": "sft.yaml", "settings": {}}, "stage rl: .*these are settings of supervised fine-tuning"),
@@ -175,7 +173,7 @@ def test_a_pipeline_resumes_and_refuses_other_settings(folder: Path, monkeypatch
     again = open_pipeline(file)
     assert [again.state(job) for job in again.jobs] == ["done", "done", "begun", "to do"]
     other = {**STAGES, "found": {**STAGES["found"], "settings": {"model.path": str(folder / "m")}}}
-    with pytest.raises(UserError, match=rf"^stage found was begun with model.path='{folder}/out/rl/final': take that"):
+    with pytest.raises(UserError, match=rf"^stage found was begun with model.path='{folder}/out/rl/final': set that"):
         open_pipeline(write(folder, other))
     assert open_pipeline(write(folder, STAGES)).run(None) == 0
     assert ran == ["start", "rl", "found", "found", "student"]

@@ -6,9 +6,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from grpo_mp.monitor.curves import Curve
-from grpo_mp.monitor.report.charts import DASHES, LINES, Chart, Series, write_charts
+from grpo_mp.monitor.report.charts import DASHES, LINES, Chart, Series
 from grpo_mp.monitor.report.curves import POINTS, chart_of, downsample
 from grpo_mp.monitor.run_folder import RunRecords
+from tests.bench.picture import write_charts
 
 
 def test_downsampling_keeps_ends_extremes_and_gaps() -> None:

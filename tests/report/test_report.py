@@ -16,12 +16,13 @@ from grpo_mp.config.load import check_settings, dump_settings
 from grpo_mp.monitor.curves import CURVES
 from grpo_mp.monitor.report.answers import CHARACTERS, TIMES, Token, shortened
 from grpo_mp.monitor.report.charts import Chart, legend
-from grpo_mp.monitor.report.page import build_report, main_charts, numbers_table, render
+from grpo_mp.monitor.report.page import build_report, numbers_table, render
 from grpo_mp.monitor.report.tables import settings_tables
 from grpo_mp.monitor.run_folder import read_run, read_runs
 from grpo_mp.monitor.samples import write_samples
 from grpo_mp.trainer.token_details import TOKENS, TokenDetails
 from grpo_mp.utils.errors import UserError
+from tests.bench.picture import main_charts, write_charts
 from tests.minimal_settings import MINIMAL_SETTINGS
 from tests.monitor.test_samples import make_group
 
@@ -333,7 +334,7 @@ def test_a_run_whose_numbers_are_none_has_a_report(tmp_path: Path) -> None:
 
 def test_the_main_curves_are_drawn_as_one_picture(tmp_path: Path) -> None:
     run, file = make_run(tmp_path / "mine$", 13), tmp_path / "curves.svg"
-    assert main(["report", str(run), "--picture", str(file)]) == 0
+    write_charts(main_charts([read_run(run, "run")]), file)
     texts = [text.strip() for text in ElementTree.parse(file).getroot().itertext() if text.strip()]
     titles = ("Accuracy on held_out", "pass@k on held_out", "Reward", "Response length", "Entropy", "Phases of a step")
     assert all(texts.count(title) == 1 for title in titles)
@@ -345,7 +346,7 @@ def test_the_main_curves_are_drawn_as_one_picture(tmp_path: Path) -> None:
 def test_the_picture_of_the_readme_is_drawn_by_the_report(tmp_path: Path) -> None:
     """Its titles are those of the command that README names, of the quickstart's eval set."""
     root = Path(__file__).parents[2]
-    picture = root / re.findall(r"--picture (\S+\.svg)", (root / "README.md").read_text())[0]
+    picture = root / re.findall(r"--out (\S+\.svg)", (root / "README.md").read_text())[0]
     assert f"]({picture.relative_to(root)})" in (root / "README.md").read_text()
     texts = {text.strip() for text in ElementTree.parse(picture).getroot().itertext()}
     drawn = {chart.title for chart in main_charts([read_run(make_run(tmp_path / "run", 13), "run")])}

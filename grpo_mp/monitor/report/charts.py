@@ -2,9 +2,7 @@
 
 import io
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +14,6 @@ DASHES = ((), (5, 2), (1.5, 1.5), (7, 2, 1.5, 2), (9, 3), (3, 3))  # lengths of 
 TEXT = "#010203"  # stands for the colour of the page's text
 STAND_INS = {f"#0a0b{index:02x}": f"var(--line{index})" for index in range(LINES)} | {TEXT: "currentColor"}
 COLORS = tuple(STAND_INS)[:LINES]
-PRINTED = ("#0b62a8", "#b85c00", "#00795a", "#a3397b", "#6b4fc0", "#8a6d00", "#b3261e", "#4a5a68")  # as page.css
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,  # names of runs and rewards may hold a dollar
@@ -25,7 +22,6 @@ STYLE: dict[str, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-WITHOUT_DATE: Any = {"Date": None, "Creator": None}
 
 
 @dataclass(frozen=True)
@@ -61,13 +57,14 @@ def draw(chart: Chart, salt: str) -> str:
     style: Any = {**STYLE, "svg.hashsalt": salt}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=INCHES, layout="constrained")
-        _draw_chart(figure.add_subplot(), chart)
+        draw_chart(figure.add_subplot(), chart)
         file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata=WITHOUT_DATE)
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return _inline(file.getvalue())
 
 
-def _draw_chart(axes: "Axes", chart: Chart) -> None:
+def draw_chart(axes: "Axes", chart: Chart) -> None:
+    """Draw a chart with axes of Matplotlib."""
     (_draw_areas if chart.stacked else _draw_lines)(axes, chart)
     axes.set(xlabel=chart.x_label, ylabel=chart.unit)
     axes.grid(alpha=0.2, color=TEXT)
@@ -92,41 +89,6 @@ def _draw_lines(axes: "Axes", chart: Chart) -> None:
 def _draw_areas(axes: "Axes", chart: Chart) -> None:
     colors = [COLORS[series.color % LINES] for series in chart.series]
     axes.stackplot(chart.series[0].x, [series.values for series in chart.series], colors=colors, alpha=0.8)
-
-
-def write_charts(charts: Sequence[Chart], file: Path, columns: int = 3) -> None:
-    """Write several charts as one SVG file, dark on white, for a page of Markdown.
-
-    Charts that all have the same lines share one legend; otherwise each chart with several lines has its own.
-    """
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    style: Any = {**STYLE, "svg.hashsalt": "charts", "font.size": 9}
-    rows, columns = -(-len(charts) // columns), min(columns, len(charts))
-    shared = len({tuple(series.name for series in chart.series) for chart in charts}) == 1
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(3.6 * columns, 2.7 * rows), layout="constrained")
-        places = figure.subplots(rows, columns, squeeze=False).flat
-        for axes, chart in zip(places, charts, strict=False):
-            _draw_chart(axes, chart)
-            axes.set_title(chart.title)
-            drawn = zip(axes.collections if chart.stacked else axes.get_lines(), chart.series, strict=True)
-            key = {one.name: line for line, one in drawn if not chart.stacked or any(one.values)}
-            if shared and axes is figure.axes[0]:
-                figure.legend(key.values(), key, loc="outside lower center", ncols=5, frameon=False)
-            elif not shared and len(key) > 1:
-                below: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.24), "ncols": 3}  # would hide areas
-                axes.legend(key.values(), key, frameon=False, fontsize=8, **below)
-        for axes in figure.axes[len(charts) :]:
-            axes.set_axis_off()
-        text = io.StringIO()
-        figure.savefig(text, format="svg", facecolor="white", metadata=WITHOUT_DATE)
-
-    svg = text.getvalue().replace(TEXT, "#1c1c1c")
-    for stand_in, color in zip(COLORS, PRINTED, strict=True):
-        svg = svg.replace(stand_in, color)
-    file.write_text(svg, encoding="utf-8")
 
 
 def legend(chart: Chart) -> tuple[tuple[str, str, str], ...]:

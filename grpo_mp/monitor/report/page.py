@@ -24,8 +24,6 @@ from grpo_mp.monitor.run_folder import RunRecords
 from grpo_mp.monitor.samples import evenly_spaced
 from grpo_mp.utils.findings import Finding
 
-# Charts of one picture, beside the scores; with several runs, the title is followed by a run's name.
-PICTURED = ("Reward", "Response length", "Supervised loss", "Entropy", "Phases of a step")
 ROWS = 40  # of the table behind a chart
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # of what a browser may load or run
 COLORINGS = ("nothing", "probability", "mismatch", "advantage")  # of tokens
@@ -85,12 +83,6 @@ def _missing(runs: Sequence[RunRecords]) -> tuple[str, str]:
         "No evaluation was run: data.eval and run.eval_every ask for it.",
         "No samples: monitor.samples_per_step asks for them.",
     )
-
-
-def main_charts(runs: Sequence[RunRecords]) -> tuple[Chart, ...]:
-    """Return the most telling charts: scores, reward, length, entropy, phases."""
-    charts = [one for key in ("reward", "lengths", "policy", "time") for one in charts_of(key, runs)]
-    return (*score_charts(runs), *(one for one in charts if one.title.split(", ")[0] in PICTURED))
 
 
 def render(report: Report) -> str:
