@@ -1,7 +1,7 @@
 """Check the nodes of a job: `srun ... python -m grpo_mp.cli.slurm_nodes ATTEMPT NODES`, one task per rank.
 
 NODES are the names of the nodes, separated by commas. Rank 0 compares the reports of all ranks, prints the bad nodes,
-and writes their names to ATTEMPT/bad_nodes. Exits with 3 if there is one.
+and writes their names to ATTEMPT/bad_nodes; it exits with 3 if there is one.
 """
 
 import datetime
@@ -65,24 +65,19 @@ class NodeReport:
 
 
 def check_nodes(attempt: Path, node_of_rank: Sequence[str], store: dist.Store, rank: int) -> int:
-    """Report to rank 0, which compares the nodes; return the exit status."""
+    """Report to rank 0, which compares the nodes; return the exit status, which is 0 on the other ranks."""
     report = inspect_node(node_of_rank[rank], attempt)
     store.set(f"report/{rank}", json.dumps(asdict(report)))
-    if rank == 0:
-        bad = dict.fromkeys(node_of_rank, f"no answer in {TIMEOUT_S:g} s")
-        reports = _collect_reports(store, len(node_of_rank))
-        counts = [report.node for report in reports]
-        bad = {node: why for node, why in bad.items() if counts.count(node) < node_of_rank.count(node)}
-        bad |= bad_nodes(reports)
-        for node, reason in bad.items():
-            print(f"bad node {node}: {reason}")
-        (attempt / BAD_NODES).write_text("\n".join(bad))
-        store.set("status", str(BAD_NODES_STATUS if bad else 0))
-    try:
-        store.wait(["status"], TIMEOUT * 2)
-    except dist.DistError as error:
-        raise UserError(f"node check: rank {rank} got no answer from rank 0 in {2 * TIMEOUT_S:g} s") from error
-    return int(store.get("status"))
+    if rank:
+        return 0
+    reports = _collect_reports(store, len(node_of_rank))
+    answered = [report.node for report in reports]
+    silent = [node for node in node_of_rank if answered.count(node) < node_of_rank.count(node)]
+    bad = dict.fromkeys(silent, f"no answer in {TIMEOUT_S:g} s") | bad_nodes(reports)
+    for node, reason in bad.items():
+        print(f"bad node {node}: {reason}")
+    (attempt / BAD_NODES).write_text("\n".join(bad))
+    return BAD_NODES_STATUS if bad else 0
 
 
 def _collect_reports(store: dist.Store, ranks: int) -> list[NodeReport]:
