@@ -1,6 +1,5 @@
 """Who waits for whom: on dumps written out, and on real ranks that hang, asked by the command."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,19 +15,14 @@ from grpo_mp.monitor.rank_dump import (
     Group,
     PhaseTime,
     RankDump,
-    RankProcess,
     ThreadStack,
     dump_file,
     read_collective,
     read_dump,
-    read_process,
 )
-from grpo_mp.monitor.rank_processes import find_process
 from grpo_mp.monitor.stuck import diagnose
-from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import write_json
 from grpo_mp.utils.findings import Level
-from grpo_mp.utils.processes import catches_dump_signal
 from tests.doctor.hanging_rank import WORLD_SIZE
 
 GROUPS = {"1": Group("tensor", (0, 1)), "2": Group("expert", (1, 2)), "3": Group("data", (0, 2))}
@@ -169,15 +163,6 @@ def test_the_recorder_of_either_backend_is_read(retired: bool, state: str, is_pe
     assert read_collective(entry, 12.0) == Collective("7", 5, "nccl:all_to_all", ((2, 3),), False, is_pending, 10.0)
 
 
-def test_only_a_process_that_handles_the_signal_is_sent_it() -> None:
-    assert catches_dump_signal("Name:\tx\nSigCgt:\t0000000000000800\n")  # bit 11: signal 12
-    assert not catches_dump_signal("Name:\tx\nSigIgn:\t0000000000000800\nSigCgt:\t0000000000000400\n")
-
-
-def test_a_later_process_of_the_same_number_is_another() -> None:
-    assert find_process(1, started_s=1.0) is None
-
-
 @pytest.fixture
 def hanging_ranks(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Three ranks: 0 waits for 1 in one group, 1 for 2 in another, 2 sleeps."""
@@ -216,24 +201,6 @@ def test_real_ranks_that_hang(
     said = capsys.readouterr().out
     assert "error: rank 2: its process has ended" in said
     assert "rank 2 holds up" not in said  # rank 1's collective breaks off: it may be on its way out, and hold up rank 0
-
-
-def test_a_rank_that_ends_while_files_are_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It removes its file between the list of the folder and the read."""
-    folder = tmp_path / "processes"
-    folder.mkdir()
-    for rank in (0, 1):
-        (folder / f"rank_{rank}.json").write_text(json.dumps({"host": "h", "pid": 1, "started_s": 2.0}))
-
-    def ended(run_folder: Path, rank: int) -> RankProcess | None:
-        (folder / "rank_1.json").unlink(missing_ok=True)
-        return read_process(run_folder, rank)
-
-    monkeypatch.setattr(processes, "read_process", ended)
-    assert processes.started_ranks(tmp_path) == {0: RankProcess("h", 1, 2.0)}
-    (folder / "rank_0.json").write_text("{}")
-    with pytest.raises(UserError, match=r"rank_0\.json is not what a rank writes"):
-        processes.started_ranks(tmp_path)
 
 
 @pytest.mark.parametrize("folder", ["missing", "."])

@@ -92,19 +92,6 @@ class Cluster:
         finally:
             self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
-    @contextmanager
-    def dead_host(self, node: str) -> Iterator[None]:
-        """Inside, the node does not answer, which Slurm does not notice for minutes."""
-        (daemon,) = (one for one in self._daemons if one.args == self._slurmd(node))
-        daemon.kill()
-        daemon.wait()
-        self._daemons.remove(daemon)
-        try:
-            yield
-        finally:
-            self._daemon(*self._slurmd(node))
-            wait_until(lambda: self.states() == ["idle"] * len(NODES), "the nodes", 300.0)
-
     def states(self) -> list[str]:
         """Return the states of the nodes, as sinfo names them."""
         return self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split()

@@ -116,18 +116,6 @@ def test_a_controller_that_is_silent_for_a_while_is_asked_again(states: str, scr
     assert ("train" in script.notes) == (states == "n1 idle")
 
 
-def test_a_controller_that_stays_silent(script: Script) -> None:
-    """No node counts as down, and the job that cannot be requeued says how its run goes on."""
-    script.when("slurm", SILENT.replace("TIMES", "99"))
-    script.when("states", "echo n1 down")
-    script.when("train", "kill -USR1 $PPID; sleep 0.5")
-    process = script.run(RETRY_S="0.01", MASTER_ADDR="127.0.0.1")
-    assert process.returncode == 2
-    assert process.stderr == "error: the job could not be requeued: submit it again, and the run resumes\n"
-    assert script.notes[:2] == ["check", "train"]
-    assert "requeue 12" not in script.notes
-
-
 @pytest.mark.parametrize(
     ("environment", "sentence"),
     [
@@ -272,13 +260,6 @@ def test_what_srun_says_of_the_check_is_not_taken_for_the_failure_of_training(wi
     assert (process.returncode, process.stderr) == (1, "")
     failure = first_failure(with_spare._folder / "run" / "attempts" / "12.0")
     assert (failure.reason, failure.killed) == ("Killed on n3", True)
-
-
-def test_a_job_without_restarts_ends_where_it_has_too_few_nodes(with_spare: Script) -> None:
-    with_spare.when("states", lost_after("check", "n2", "n3"))
-    process = with_spare.run(SPARES="1", RESTARTS="0")
-    assert (process.returncode, "1 nodes are up and fit, the job needs 2" in process.stderr) == (2, True)
-    assert with_spare.notes == ["check"]
 
 
 @pytest.mark.parametrize("spares", ["0", "1"])

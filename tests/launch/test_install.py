@@ -76,21 +76,6 @@ def test_cpu_index_is_not_used_where_pip_has_a_cpu_build(install: Install, notes
     assert "torch==2.13.0" in notes.read_text()
 
 
-def test_the_cuda_build_comes_with_the_libraries_that_it_requires(install: Install, notes: Path) -> None:
-    """Where pip finds no CPU build in any index, it takes PyPI's, which does not load without them."""
-    libraries = "cuda-toolkit[cublas]==1.0\nnvidia-cudnn-cu13==2.0"
-    result = install(LIBRARIES=libraries)
-    assert "was not reached: installing the CUDA build" in result.stdout
-    (line,) = (line for line in notes.read_text().splitlines() if "nvidia-cudnn-cu13" in line)
-    assert line.endswith(" ".join(libraries.splitlines()))
-    assert "--no-deps" not in line
-
-
-def test_a_cpu_build_comes_alone(install: Install, notes: Path) -> None:
-    assert "installing the CUDA build" not in install().stdout
-    assert all("--no-deps" in line for line in notes.read_text().splitlines() if "pip install" in line)
-
-
 def test_versions_of_gpus_are_installed_on_request(install: Install, notes: Path, tmp_path: Path) -> None:
     assert install("--gpu-versions").returncode == 0
     lock = tmp_path / "venv" / "requirements-gpu-versions.txt"
@@ -101,10 +86,6 @@ def test_versions_of_gpus_are_installed_on_request(install: Install, notes: Path
     assert {name: versions.pop(name) for name in CPU} == {name: GPU.get(name, CPU[name]) for name in CPU}
     assert versions == {name: GPU[name] for name in versions}
     assert {"six", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"} <= versions.keys()
-
-
-def test_an_unknown_option_is_refused(install: Install) -> None:
-    assert install("--gpu").stderr == "error: --gpu is no option of install.sh: it knows --gpu-versions and --test\n"
 
 
 def test_second_run_installs_nothing(install: Install, notes: Path) -> None:

@@ -14,15 +14,6 @@ WRAPPER = """
 if [ "$SLURMD_NODENAME" = n2 ]; then export PYTHONPATH={folder}; fi
 exec "$@"
 """
-FAILING_REWARD = """
-from pathlib import Path
-
-
-def fail(completions, **columns):
-    if '"step": 1,' in Path("{metrics}").read_text():
-        raise RuntimeError("not today")
-    return [0.0 for _ in completions]
-"""
 
 
 def test_run_survives_a_lost_node_a_drained_node_and_the_time_limit(
@@ -49,19 +40,6 @@ def test_run_survives_a_lost_node_a_drained_node_and_the_time_limit(
     attempts = [folder.name for folder in sorted((tmp_path / "run" / "attempts").iterdir())]
     assert attempts == [f"{job.id}.{restart}" for restart in range(3)]
     assert all((tmp_path / "run" / "logs" / f"engine_{number}.log").exists() for number in range(2))
-
-
-@pytest.mark.nightly
-def test_the_time_limit_may_come_while_nodes_are_checked(submit: Submit, tmp_path: Path) -> None:
-    """By commands that are not Slurm's, test_common_script.py shows it, too."""
-    job = submit("run.steps=2", "run.export=false")
-    job.wait_for("checks the nodes")
-    job.signal()
-    job.wait_requeued()
-    job.wait_for("restarts so far: 1")
-    job.wait_end()
-    assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
-    assert [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
 
 
 def test_killed_rank_ends_the_job_and_is_named(submit: Submit) -> None:
@@ -91,16 +69,6 @@ def test_a_killed_rank_and_a_lost_node_end_no_job_with_a_spare(
     assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
     steps_logged = [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
     assert steps_logged == list(range(steps + 1))
-
-
-@pytest.mark.nightly
-def test_a_job_that_gets_nowhere_is_not_started_for_ever(submit: Submit, tmp_path: Path) -> None:
-    """It fails in its second step; without a checkpoint in between it may do so twice."""
-    (tmp_path / "reward.py").write_text(FAILING_REWARD.format(metrics=tmp_path / "run" / "metrics.jsonl"))
-    reward = f"reward.functions={{{tmp_path / 'reward.py'}:fail: 1.0}}"
-    job = submit("run.steps=3", "run.save_every=0", "data.eval={}", reward, RESTARTS="1")
-    job.wait_end()
-    assert (job.state, job.log.count("failed: error: "), "2 attempts of job" in job.log) == ("FAILED", 2, True), job.log
 
 
 @pytest.mark.nightly
@@ -163,34 +131,4 @@ def test_a_spare_takes_the_place_of_a_bad_node(submit: Submit, bad_second_node: 
     job.wait_end()
     assert "bad node n2: it has torch 9.9" in job.log, job.log
     assert "  n3: ranks 1-1; " in job.log, job.log
-    assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
-
-
-@pytest.fixture
-def crashing_second_node(tmp_path: Path) -> str:
-    """A site's hook, by which the check of the second node crashes."""
-    crash = 'if [ "$SLURMD_NODENAME" = n2 ] && [[ "$*" = *slurm_nodes* ]]; then kill -SEGV $$; fi\nexec "$@"\n'
-    (tmp_path / "wrapper.sh").write_text(crash)
-    (tmp_path / "site.sh").write_text(f"inside=(bash {tmp_path / 'wrapper.sh'})\n")
-    return str(tmp_path / "site.sh")
-
-
-@pytest.mark.nightly
-def test_a_spare_takes_the_place_of_a_node_whose_check_crashes(submit: Submit, crashing_second_node: str) -> None:
-    job = submit("run.steps=1", "run.export=false", spares=1, SITE=crashing_second_node)
-    job.wait_end()
-    assert "bad node n2: no answer in 60 s" in job.log
-    assert "  n3: ranks 1-1; " in job.log
-    assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log
-
-
-@pytest.mark.nightly
-def test_a_spare_takes_the_place_of_a_dead_host(cluster: Cluster, submit: Submit) -> None:
-    """Slurm does not know yet: it cannot start the check there, and kills that of the nodes which are good."""
-    with cluster.dead_host("n2"):
-        job = submit("run.steps=1", "run.export=false", spares=1)
-        job.wait_for("Timeline: open ")  # it ends when Slurm reaches all its nodes again
-    job.wait_end()
-    assert "bad node n2: srun could not start its tasks (Communication connection failure)" in job.log
-    assert ("bad node n3" in job.log, "  n3: ranks 1-1; " in job.log) == (False, True)
     assert (job.state, job.remaining_processes()) == ("COMPLETED", []), job.log

@@ -97,13 +97,6 @@ def test_all_kinds_come_back(tmp_path: Path) -> None:
     ]
 
 
-def test_events_are_readable_while_the_run_goes_on(tmp_path: Path) -> None:
-    with opened(tmp_path) as loggers:
-        write_scalars(loggers, 1, {"reward/mean": 0.5})
-        assert curve(tmp_path, "reward/mean") == [(1, 0.5)]
-        assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
-
-
 def test_what_a_checkpoint_counts_on_outlives_a_kill(tmp_path: Path) -> None:
     """A job saves, begins another step, and leaves as one that is killed, which closes nothing; so do two after it."""
     for first in (1, 2, 3):
@@ -154,27 +147,6 @@ def test_resume_shows_no_step_twice(tmp_path: Path) -> None:
     expected = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0), (6, 60.0), (7, 70.0)]
     assert [(line["step"], line["reward/mean"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == expected
     assert curve(tmp_path, "reward/mean") == expected
-
-
-def test_fresh_start_in_a_used_folder_hides_the_old_curves(tmp_path: Path) -> None:
-    for value in (1.0, 2.0):
-        with opened(tmp_path) as loggers:
-            write_scalars(loggers, 0, {"reward/mean": value})
-    assert curve(tmp_path, "reward/mean") == [(0, 2.0)]
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
-
-
-def test_damaged_lines_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A host that went down leaves zeros, a bad disk anything; a last line without its end is that of a kill."""
-    file = tmp_path / "metrics.jsonl"
-    damaged = [bytes(30), b"\xff\xfe", b"[1]", b'{"step": "x"}', b'{"step": 2, "reward/mean": "x"}', b"[" * 100_000]
-    whole = [b'{"step": 0, "reward/mean": null}', b'{"step": 1, "reward/mean": 0.5}']
-    file.write_bytes(b"\n".join([whole[0], *damaged, whole[1], b'{"step": 2, "rew']))
-    assert [line["step"] for line in read_metrics(file)] == [0, 1]
-    assert f"{file}: line 2, 3, 4, 5, 6 is damaged and left out" in caplog.text
-    with opened(tmp_path, first_step=1) as loggers:
-        write_scalars(loggers, 1, {"reward/mean": 0.25})
-    assert file.read_text() == '{"step": 0, "reward/mean": null}\n{"step": 1, "reward/mean": 0.25}\n'
 
 
 def test_a_line_is_on_disk_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

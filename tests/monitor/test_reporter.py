@@ -145,51 +145,6 @@ def test_the_plan_is_written_beside_the_report(start: Callable[[int | None], Run
     assert REPORT == "report.html"  # where `grpo-mp report RUN` puts it
 
 
-def test_a_failure_is_noted_once_and_the_next_report_is_begun(start: Callable[[int | None], Run]) -> None:
-    run = start(1)
-    run.ends_with(3)
-    run.reporter.step(1)
-    run.wait_for_calls(1)
-    run.ends_with(0)
-    run.reporter.step(2)
-    assert run.notes == [f"warning: report: exit status 3, see {run.folder / 'logs' / 'report.log'}"]
-    run.wait_for_calls(2)
-    run.reporter.finish()
-    assert len(run.notes) == 1
-
-
-def test_one_that_hangs_is_ended_after_its_limit(start: Callable[[int | None], Run]) -> None:
-    run = start(1)
-    run.hold()
-    run.reporter.step(1)
-    (process,) = run.running
-    run.reporter.finish(limit_s=0.2)
-    assert run.notes == ["warning: report: was not done when the run ended, and was killed"]
-    assert not process.is_running()
-    run.reporter.finish()
-    assert len(run.notes) == 1
-
-
-def test_other_ranks_start_nothing(start: Callable[[int | None], Run]) -> None:
-    run = start(None)
-    run.reporter.begin([])
-    for step in range(4):
-        run.reporter.step(step)
-    run.reporter.end()
-    run.reporter.finish()
-    assert not run.running
-    assert not run.calls
-
-
-def test_what_cannot_be_started_is_a_note(
-    start: Callable[[int | None], Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    run = start(1)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
-    run.reporter.step(1)
-    assert run.notes == ["warning: report: not started: No such file or directory"]
-
-
 def test_a_run_that_ends_by_an_error_leaves_a_report_of_its_steps(start: Callable[[int | None], Run]) -> None:
     run = start(0)
     (run.folder / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -230,22 +185,6 @@ def test_an_error_is_told_before_the_report_is_waited_for(start: Callable[[int |
     if held:
         run.release()
         wait_until(lambda: len(run.calls) == 1)
-
-
-def test_an_error_behind_the_last_step_makes_no_second_report(start: Callable[[int | None], Run]) -> None:
-    """As of a disk that is full when the run saves its end."""
-    run = start(0)
-    (run.folder / "metrics.jsonl").write_text('{"step": 1}\n')
-
-    def end_and_fail() -> None:
-        with run.reporter:
-            run.reporter.end()
-            raise UserError("the disk is full")
-
-    with pytest.raises(UserError, match="the disk is full"):
-        end_and_fail()
-    run.wait_for_calls(1)
-    assert [call[:-3] for call in run.calls] == [["report", str(run.folder)]]
 
 
 @pytest.mark.parametrize("early", [False, True])

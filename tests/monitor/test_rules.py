@@ -201,47 +201,6 @@ def test_a_written_sickness_is_found_when_it_begins_and_not_before(rule: str) ->
     assert rule in {found.rule for found in find_warnings(steps)}
 
 
-def test_an_engine_that_comes_back_is_not_lost() -> None:
-    """Only where each of the last values is lower: an engine is away for a step or two when it starts again."""
-    engines = [2, 2, 2, 2, 2, 1, 2, 2, 1, 1, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1]
-    steps: list[dict[str, float | None]] = [
-        {"step": step, "sync/engines": float(count)} for step, count in enumerate(engines, 1)
-    ]
-    assert find_warnings(steps) == ()
-    (lost,) = find_warnings([*steps, {"step": 21, "sync/engines": 1.0}])
-    assert (lost.rule, lost.sentence) == ("replicas_of_engine_lost", "1 of 2 engines take part")
-
-
-@pytest.mark.parametrize("gap", [None, INF, -INF])
-@pytest.mark.parametrize("rule", WRITTEN)
-def test_a_gap_neither_hides_a_sickness_nor_is_one(rule: str, gap: float | None) -> None:
-    """Every fourth value is no number: of the metrics whose rule has no limit above, which such a value breaks."""
-    above = {name for one in RULES if one.name == rule for name, limit in one.when.items() if limit.above is not None}
-    gapless = {name for name in WRITTEN[rule] if any(fnmatchcase(name, pattern) for pattern in above)}
-    steps: list[dict[str, float | None]] = [
-        {"step": step}
-        | {
-            name: gap if step % 4 == 0 and name not in gapless else values[step > 20]
-            for name, values in WRITTEN[rule].items()
-        }
-        for step in range(1, 41)
-    ]
-    assert {found.rule for found in find_warnings(steps[:20])} <= {"ratio_not_finite", "supervised_loss_not_finite"}
-    assert rule in {found.rule for found in find_warnings(steps)}
-
-
-@pytest.mark.parametrize("value", [None, NAN, INF])
-def test_every_ratio_that_is_no_number_is_found_once(value: float | None) -> None:
-    steps = [{"step": 1.0, "train/ratio/mean": value, "train/ratio/max": 3.0, "train/kl_loss": 0.1}]
-    (found,) = find_warnings(steps)
-    assert (found.rule, found.metric, found.sentence) == (
-        "ratio_not_finite",
-        "train/ratio/mean",
-        "train/ratio/mean is not finite",
-    )
-    assert find_warnings([steps[0] | {"train/ratio/mean": 1e300}]) == ()
-
-
 def test_what_staleness_explains_is_not_said_of_the_engine() -> None:
     stale, of_the_engine = recorded("staleness"), {"engine_differs", "mismatch"}
     assert {"staleness", "stale_mismatch"} <= {found.rule for found in find_warnings(stale)}

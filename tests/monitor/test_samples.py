@@ -16,7 +16,6 @@ from grpo_mp.monitor.samples import (
     write_eval_samples,
     write_samples,
 )
-from grpo_mp.rollout.dump import read_groups, write_groups
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 
@@ -51,23 +50,6 @@ def test_objects_that_json_lacks_are_written_as_text() -> None:
     assert json.loads(line)["extra"] == {"score": "0.5", "day": "2026-01-02"}
 
 
-def test_keys_that_json_lacks_and_half_characters_are_written_as_text(tmp_path: Path) -> None:
-    """In the samples and in the dump alike."""
-    (sample,) = make_group(0, (1.0,)).samples
-    extra = {("a", 1): {2: [{(3,): "\udcff"}], None: np.float32(0.5)}, "\udcff": 1}
-    message = {"role": "tool", "content": "\udcff", "seen": {(1, 2): True}}
-    group = replace(make_group(0), samples=(replace(sample, extra=extra, messages=(message,), state="completed"),))
-    write_samples(tmp_path, 1, [group])
-    (line,) = (tmp_path / "samples" / "step_000001.jsonl").read_text(encoding="utf-8").splitlines()
-    assert json.loads(line)["extra"] == {"('a', 1)": {"2": [{"(3,)": "?"}], "null": "0.5"}, "?": 1}
-    assert json.loads(line)["messages"] == [{"role": "tool", "content": "?", "seen": {"(1, 2)": True}}]
-    assert samples_to_markdown([group]).encode()
-    write_groups(tmp_path / "dump", [group], {0}, "")
-    ((again, _),) = read_groups(tmp_path / "dump")
-    assert again.samples[0].extra == {"('a', 1)": {"2": [{"(3,)": "\udcff"}], "null": "0.5"}, "\udcff": 1}
-    assert again.samples[0].messages == ({"role": "tool", "content": "\udcff", "seen": {"(1, 2)": True}},)
-
-
 def test_jsonl_holds_whole_groups(tmp_path: Path) -> None:
     write_samples(tmp_path, 12, [make_group(0), make_group(2)])
     path = tmp_path / "samples" / "step_000012.jsonl"
@@ -99,13 +81,6 @@ def test_markdown_shows_best_and_worst() -> None:
     assert "\n    <b>é</b>" in text
 
 
-def test_resume_removes_later_steps(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        write_samples(tmp_path, step, [make_group(0)])
-    drop_later_files(tmp_path, first_step=3)
-    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
-
-
 def test_resume_removes_evaluations_of_the_attempt_that_was_lost(tmp_path: Path) -> None:
     """Killed at 33, resumed from 20: until step 30 is there again, the last evaluation is that of step 20."""
     for step in (0, 20, 30):
@@ -130,23 +105,8 @@ def test_what_is_known_of_tokens_stands_with_their_sample(tmp_path: Path) -> Non
     assert [row.get("token_details") for row in rows] == [None, {"pieces": ["a"]}, None]
 
 
-def test_what_is_known_of_an_evaluations_tokens_stands_with_its_set(tmp_path: Path) -> None:
-    groups = {name: [make_group(0)] for name in ("a", "b")}
-    write_eval_samples(tmp_path, 20, groups, {"b": {(0, 1): {"pieces": ["a"]}}})
-    rows = [json.loads(line) for line in (tmp_path / "samples" / "eval_000020.jsonl").read_text().splitlines()]
-    assert [row.get("token_details") for row in rows] == [None] * 4 + [{"pieces": ["a"]}, None]
-
-
 def test_spread_is_even_and_never_repeats() -> None:
     groups = [make_group(i) for i in range(7)]
     assert evenly_spaced(groups, 0) == []
     assert evenly_spaced(groups, 9) == groups
     assert [g.prompt.index for g in evenly_spaced(groups, 3)] == [0, 2, 4]
-
-
-def test_copies_of_users_are_left_alone(tmp_path: Path) -> None:
-    write_samples(tmp_path, 60, [make_group(0)])
-    copy = tmp_path / "samples" / "step_000060_best.jsonl"
-    copy.write_text("mine")
-    drop_later_files(tmp_path, first_step=3)
-    assert list((tmp_path / "samples").iterdir()) == [copy]

@@ -1,20 +1,14 @@
 """Traces: valid while running, after a kill, after a resume; merged over ranks."""
 
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-import pytest
-
 from grpo_mp.monitor.timeline import Event, Timeline, close_open_spans, merge_traces, read_trace, trace_path
-from grpo_mp.utils.log import log_file, logging_to
 
 
 def balanced(events: list[Event]) -> bool:
@@ -102,45 +96,3 @@ def test_merge_holds_every_rank_and_closes_open_spans(tmp_path: Path) -> None:
     for timeline in timelines:
         timeline.close()
     assert sorted(os.listdir(tmp_path / "trace")) == ["rank_0.json", "rank_1.json", "rank_2.json"]
-
-
-def test_a_full_disk_ends_neither_trace_nor_log(
-    small_disk: Callable[[int], Path], capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = small_disk(65_536)
-    with logging_to(log_file(folder, 0), "info"):
-        timeline, ballast = Timeline(folder, rank=0), folder / "ballast"
-        with ballast.open("wb", buffering=0) as stream, suppress(OSError):
-            while True:
-                stream.write(bytes(1024))
-        for number in range(200):
-            with timeline.span(f"full {number}"):
-                logging.getLogger("test").info("x" * 200)
-        ballast.unlink()
-        with timeline.span("room"):
-            logging.getLogger("test").info("there is room")
-        timeline.close()
-    assert "room" in {event["name"] for event in read_trace(trace_path(folder, 0)) if event["ph"] == "E"}
-    assert log_file(folder, 0).read_text().endswith("there is room\n")
-    assert capfd.readouterr().err == ""
-
-
-def test_a_damaged_trace_loses_the_damaged_lines_only(tmp_path: Path) -> None:
-    """Zeros of a host that went down, a line of another program, bytes that are no text, a span without its begin."""
-    timeline = Timeline(tmp_path, rank=0)
-    with timeline.span("GENERATE"):
-        pass
-    with timeline.span("TRAIN"):
-        pass
-    timeline.close()
-    path = trace_path(tmp_path, 0)
-    lines = path.read_bytes().split(b"\n")
-    begin = next(place for place, line in enumerate(lines) if b'"B"' in line and b"GENERATE" in line)
-    lines[begin] = bytes(80)
-    lines[-2:] = [b"{}", b"[1, 2],", b'{"ph": "B", "name": "torn', b"\xff\xfe", b"[" * 100_000, bytes(4096)]
-    path.write_bytes(b"\n".join(lines))
-    Timeline(tmp_path, rank=0).close()
-    events = json.loads(path.read_text())
-    assert [event["name"] for event in events if event["ph"] == "B"] == ["TRAIN"]
-    merge_traces(tmp_path)
-    assert json.loads((tmp_path / "trace.json").read_text())

@@ -7,9 +7,8 @@ from typing import Any
 from rich.console import Console
 
 from grpo_mp.config.load import check_settings, dump_settings
-from grpo_mp.monitor.report.charts import Chart, Series
 from grpo_mp.monitor.report.curves import charts_of
-from grpo_mp.monitor.report.page import ROWS, build_report, numbers_table
+from grpo_mp.monitor.report.page import build_report
 from grpo_mp.monitor.report.tables import scores_table
 from grpo_mp.monitor.rules import find_warnings
 from grpo_mp.monitor.run_folder import RunRecords, read_run
@@ -67,17 +66,6 @@ def test_one_evaluation_is_before_and_not_after(tmp_path: Path) -> None:
     assert next(row[3:] for row in scores_table([run]).rows) == ("25.0% ± 1.0", "75.0% ± 1.0", "+50.0 points")
     first = RunRecords("run", {}, run.metrics, {0: run.scores[0]}, {})
     assert next(row[3:] for row in scores_table([first]).rows) == ("25.0% ± 1.0", "", "")
-
-
-def test_the_numbers_of_a_chart_keep_what_a_sparse_line_has() -> None:
-    steps = tuple(float(step) for step in range(1, 1001))
-    dense = Series("all", steps, steps)
-    sparse = Series("right", (400.0, 555.0, 700.0), (1.0, 3.0, 2.0))
-    table = numbers_table(Chart("Response length", "tokens", (dense, sparse)))
-    rows = {float(row[0]): row[1:] for row in table.rows}
-    assert ROWS <= len(rows) <= ROWS + 4
-    assert {1.0, 400.0, 555.0, 700.0, 1000.0} <= rows.keys()
-    assert rows[400.0] == ("400", "1")
 
 
 def test_a_healthy_run_without_groups_has_no_warning() -> None:

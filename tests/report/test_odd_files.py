@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from grpo_mp.cli.main import main
-from grpo_mp.monitor.run_folder import read_run
 from tests.report.test_report import make_run, metrics, write_lines
 
 
@@ -20,11 +19,3 @@ def test_values_that_are_too_large_to_draw_are_gaps(tmp_path: Path) -> None:
     near = [metrics(step) | {"reward/mean": (-1) ** step * 1e300, "time/train_s": 1e300} for step in range(1, 5)]
     write_lines(run / "metrics.jsonl", near)  # type: ignore[arg-type]
     assert main(["report", str(run)]) == 0
-
-
-def test_copies_that_a_user_made_are_passed_over(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", 3)
-    before = read_run(run, "run")
-    for name in ("samples/step_000001_copy.jsonl", "samples/eval_1.jsonl.jsonl", "eval/step_3 (1).json"):
-        (run / name).write_text('{"a": 1}\n')
-    assert read_run(run, "run") == before

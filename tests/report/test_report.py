@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,17 +13,15 @@ import yaml
 from grpo_mp.cli.main import main
 from grpo_mp.config.load import check_settings, dump_settings
 from grpo_mp.monitor.curves import CURVES
-from grpo_mp.monitor.report.answers import CHARACTERS, TIMES, Token, shortened
+from grpo_mp.monitor.report.answers import CHARACTERS, Token, shortened
 from grpo_mp.monitor.report.charts import Chart, legend
-from grpo_mp.monitor.report.page import build_report, numbers_table, render
+from grpo_mp.monitor.report.page import build_report, render
 from grpo_mp.monitor.report.tables import settings_tables
 from grpo_mp.monitor.run_folder import read_run, read_runs
-from grpo_mp.monitor.samples import write_samples
-from grpo_mp.trainer.token_details import TOKENS, TokenDetails
+from grpo_mp.trainer.token_details import TOKENS
 from grpo_mp.utils.errors import UserError
 from tests.bench.picture import main_charts, write_charts
 from tests.minimal_settings import MINIMAL_SETTINGS
-from tests.monitor.test_samples import make_group
 
 EVIL = "</pre><script>alert('$x')</script><img src=https://example.org/x>"
 
@@ -202,14 +199,6 @@ def test_answers_are_the_best_worst_longest_and_the_same_question(long_run: Path
     assert [one.step for one in answers if one.why == "same question"] == [0, 1000]  # of the evaluations
 
 
-def test_questions_of_the_steps_are_shown_where_there_is_no_evaluation(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", 9)
-    for file in run.glob("samples/eval_*"):
-        file.unlink()
-    answers = build_report(read_runs([run])).sections[-1].answers
-    assert len({one.step for one in answers if one.why == "same question"}) == TIMES
-
-
 def test_the_page_begins_with_a_verdict_on_each_run(long_run: Path) -> None:
     report = build_report(read_runs([long_run]))
     assert report.verdicts == (f"1000 of 3 steps; {len(report.warnings)} warnings; held_out 25.0% → 75.0%",)
@@ -253,17 +242,6 @@ def test_a_folder_that_is_no_run_or_has_no_step_is_refused(tmp_path: Path, file:
 def charts_by_title(runs: list[Path]) -> dict[str, Chart]:
     charts = [one for section in build_report(read_runs(runs)).sections for one in section.charts]
     return {one.title: one for one in charts if isinstance(one, Chart)}
-
-
-def test_a_slow_step_stays_on_the_chart_of_phases(long_run: Path) -> None:
-    generate = next(one for one in charts_by_title([long_run])["Phases of a step"].series if one.name == "generate")
-    assert (generate.values[generate.x.index(502)], generate.x[-1]) == (600.0, 1000)
-
-
-def test_lines_of_a_chart_are_of_the_same_steps(long_run: Path) -> None:
-    chart = charts_by_title([long_run])["Response length"]
-    assert len({series.x for series in chart.series}) == 1
-    assert not [row for row in numbers_table(chart).rows if "" in row]
 
 
 def test_what_is_not_finite_is_a_gap(long_run: Path) -> None:
@@ -317,21 +295,6 @@ def test_tokens_have_classes_by_probability_mismatch_and_advantage() -> None:
     assert Token("a", math.nan, None, math.nan).classes == ""
 
 
-def test_a_run_whose_numbers_are_none_has_a_report(tmp_path: Path) -> None:
-    """As one whose policy has become NaN, or whose reward says so: it is the one that is looked at."""
-    run = make_run(tmp_path / "run", 2)
-    group = make_group(0, (math.nan, 1.0))
-    samples = tuple(replace(one, extra={"score": math.nan, "far": [math.inf]}) for one in group.samples)
-    details = TokenDetails({0: (math.nan, math.nan, math.nan), 1: (-1.0, math.nan, 0.5)})
-    kept = {(0, index): details.record((3, 4), lambda ids: f"<{ids[0]}>") for index in range(2)}
-    write_samples(run, 2, [replace(group, samples=samples)], kept)
-    report = build_report(read_runs([run]))
-    shown = [one for one in report.sections[-1].answers if one.step == 2 and one.tokens]
-    assert {one.why for one in shown} >= {"best", "worst", "longest"}
-    assert all(token.mismatch is None for one in shown for token in one.tokens)
-    assert "engine nan" in render(report)
-
-
 def test_the_main_curves_are_drawn_as_one_picture(tmp_path: Path) -> None:
     run, file = make_run(tmp_path / "mine$", 13), tmp_path / "curves.svg"
     write_charts(main_charts([read_run(run, "run")]), file)
@@ -353,15 +316,6 @@ def test_the_picture_of_the_readme_is_drawn_by_the_report(tmp_path: Path) -> Non
     drawn.remove("Supervised loss")  # this made-up run has it, too
     assert {title.replace("held_out", "arithmetic") for title in drawn} <= texts
     assert picture.stat().st_size < 200_000
-
-
-@pytest.mark.parametrize("name", ["no/a.svg", "a.png"])
-def test_a_picture_that_cannot_be_written_is_refused(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["report", str(tmp_path), "--picture", str(tmp_path / name)])
-    assert "give a file that ends in .svg, in an existing folder" in capsys.readouterr().err
 
 
 def test_long_texts_are_cut_in_the_middle() -> None:

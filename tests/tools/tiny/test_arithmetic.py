@@ -1,7 +1,5 @@
-import json
 import random
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,7 +7,6 @@ from hypothesis import strategies as st
 
 from grpo_mp.data.prompts import final_answer
 from grpo_mp.rewards.math import boxed_answer
-from grpo_mp.utils.errors import UserError
 from tools.tiny.arithmetic import (
     TEMPLATES,
     Problem,
@@ -21,7 +18,6 @@ from tools.tiny.arithmetic import (
     subtract_columns,
     vocabulary_words,
     worked_response,
-    write_jsonl,
 )
 
 KINDS = tuple(TEMPLATES)
@@ -113,16 +109,6 @@ def test_answers_are_those_of_integer_arithmetic() -> None:
         assert shown_operands(problem) == tuple(sorted(problem.operands))
 
 
-def test_the_working_shows_both_steps_of_a_problem() -> None:
-    working, result = solve("two_steps", (18, 34, 9))
-    assert (working, result) == (f"{add_columns(18, 34)[0]} {subtract_columns(52, 9)[0]}", 43)
-
-
-def test_a_wrong_example_shows_its_wrong_result_in_the_box() -> None:
-    problem = Problem("?", "add", (18, 34))
-    assert worked_response(problem, Slip(1, 2)) == "8+4=12 1+3+1=7 \\boxed{72}"
-
-
 def test_slips_come_in_the_share_asked_for() -> None:
     draw = random.Random(0)
     assert [draw_slip(draw, 0.0) for _ in range(20)] == [None] * 20
@@ -131,35 +117,6 @@ def test_slips_come_in_the_share_asked_for() -> None:
     assert 0.22 < len(made) / len(slips) < 0.28
     assert {slip.step for slip in made} == {0, 1}
     assert {slip.by for slip in made} == {-2, -1, 1, 2}
-
-
-def test_questions_are_short_and_every_template_is_used() -> None:
-    train, _ = make_problems(3000, 100, 4, 99, KINDS)
-    assert all(40 <= len(problem.question) <= 80 for problem in train)
-    shapes = {re.sub(r"\d+|[A-Z][a-z]{2}\b|(apple|book|coin|pen|egg|card)s", "_", p.question) for p in train}
-    assert len(shapes) == sum(len(texts) for texts in TEMPLATES.values())
-
-
-def test_equal_seeds_repeat_and_other_seeds_differ() -> None:
-    assert make_problems(50, 10, 7, 30) == make_problems(50, 10, 7, 30)
-    assert make_problems(50, 10, 7, 30) != make_problems(50, 10, 8, 30)
-
-
-def test_too_many_problems_or_an_unknown_kind() -> None:
-    with pytest.raises(UserError, match="operands up to 3 gave only"):
-        make_problems(10**9, 10, 0, 3)  # soon, not after draws in proportion to what was asked for
-    with pytest.raises(UserError, match="operands begin at 2: the largest cannot be 1"):
-        make_problems(50, 10, 0, 1)
-    with pytest.raises(UserError, match="unknown kind"):
-        make_problems(1, 1, 0, 9, ("divide",))
-
-
-def test_rows_are_gsm8k_s(tmp_path: Path) -> None:
-    train, _ = make_problems(5, 0, 0, 9)
-    write_jsonl(train, tmp_path / "new" / "train.jsonl")
-    rows = [json.loads(line) for line in (tmp_path / "new" / "train.jsonl").read_text().splitlines()]
-    assert rows == [{"question": problem.question, "answer": problem.answer} for problem in train]
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["train.jsonl"]
 
 
 def test_vocabulary_words_cover_every_question() -> None:
