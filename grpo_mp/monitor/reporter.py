@@ -12,12 +12,11 @@ from pathlib import Path
 from types import TracebackType
 
 from grpo_mp.checkpoint.run_state import METRICS
-from grpo_mp.monitor.run_folder import PLAN
 from grpo_mp.utils.files import read_json
 from grpo_mp.utils.parsers import DOES_NOT_FIT
 from grpo_mp.utils.processes import with_death_signal
 
-REPORT = "report.html"
+REPORT, PLAN = "report.html", "plan.json"
 LIMIT_S = 60.0  # for a process that still runs when the run ends
 EARLY_LIMIT_S = 20.0  # after a failure: torchrun kills the other ranks 30 s after the first one fails
 CPU_LIMIT_S = 600  # of a report that may end after the run

@@ -5,7 +5,7 @@ import logging
 import math
 import re
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +17,11 @@ from grpo_mp.monitor.rank_dump import RankProcess, read_process
 from grpo_mp.monitor.rank_processes import find_process
 from grpo_mp.monitor.samples import STEP_FILE, evenly_spaced
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.files import read_json
-from grpo_mp.utils.metric_lines import finite, parse_metrics
+from grpo_mp.utils.metric_lines import parse_metrics
 from grpo_mp.utils.reading import check_regular, read_yaml, refuse_unreadable
 from grpo_mp.utils.redact import without_secrets
 
 LOGGER = logging.getLogger(__name__)
-PLAN = "plan.json"  # of `grpo-mp plan --json`
 SAMPLE_FILES = 40  # read of a run: evenly spaced, with the last
 NAMED = 5  # damaged lines that a warning lists
 RANK_FILE = re.compile(r"rank_(\d+)\.json")
@@ -33,7 +31,7 @@ MetricLine = Mapping[str, float]  # `step`, and metrics by name; NaN for a value
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The contents of a run folder: settings without secrets, and scores and samples by step; plan.json or {}."""
+    """The contents of a run folder: settings without secrets, and scores and samples by step."""
 
     name: str
     settings: Mapping[str, Any]
@@ -41,7 +39,6 @@ class RunRecords:
     scores: Mapping[int, Mapping[str, EvalScore]]
     samples: Mapping[int, tuple[Line, ...]]
     eval_samples: Mapping[int, tuple[Line, ...]] = field(default_factory=dict)
-    plan: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[RunRecords, ...]:
@@ -70,7 +67,6 @@ def read_run(folder: Path, name: str) -> RunRecords:
             scores={step: read_scores(file) for step, file in evaluated.items()},
             samples={step: read_samples(samples[step]) for step in _spaced_with_last([*samples])},
             eval_samples={step: read_samples(eval_samples[step]) for step in _spaced_with_last([*eval_samples])},
-            plan=read_json(folder / PLAN),
         )
 
 
@@ -106,19 +102,9 @@ def read_metrics(file: Path) -> list[dict[str, float]]:
 
 
 def read_samples(file: Path) -> tuple[Line, ...]:
-    """Read a file of samples/; damaged lines, and values of a wrong type, are skipped."""
-    objects = [_parse_object(line) for line in file.read_bytes().splitlines()]
-    kinds: dict[str, Callable[[Any], bool]] = {
-        "reward": lambda value: finite(value) is not None,
-        "tokens": lambda value: isinstance(value, int),
-        "is_correct": lambda value: isinstance(value, bool),
-        "token_details": lambda value: isinstance(value, dict),
-    }
-    return tuple(
-        {name: value for name, value in line.items() if name not in kinds or kinds[name](value)}
-        for line in objects
-        if "response" in line
-    )
+    """Read a file of samples/; damaged lines are skipped."""
+    objects = map(_parse_object, file.read_bytes().splitlines())
+    return tuple(line for line in objects if "response" in line)
 
 
 def _parse_object(text: bytes) -> dict[str, Any]:

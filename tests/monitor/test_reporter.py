@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_mp.monitor.reporter import NICENESS, REPORT, Reporter
-from grpo_mp.monitor.run_folder import PLAN
+from grpo_mp.monitor.reporter import NICENESS, PLAN, REPORT, Reporter
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.parsers import DOES_NOT_FIT
 

@@ -35,14 +35,6 @@ DETAILS = {  # a token of each class by probability, mismatch and advantage
     "policy": [-0.011, -1.0, -0.53, -1.6, -6.5],
     "advantages": [0.5, 2.0, 0.0, -0.5, -2.0],
 }
-PLAN = {
-    "cluster": "h100-80",
-    "ranks": 2,
-    "nodes": 1,
-    "layout": "tensor=1, expert=2",
-    "step_s": 3.5,
-    "phases": {"train": {"device_bytes": 5 * 2.0**30, "host_bytes": 2.0**30, "seconds": 1.25}},
-}
 
 
 def metrics(step: int) -> dict[str, float | None]:
@@ -100,7 +92,6 @@ def make_run(folder: Path, steps: int, text: str = "", **settings: object) -> Pa
         (folder / name).mkdir(parents=True)
     (folder / "settings.yaml").write_text(dump_settings(check_settings(MINIMAL_SETTINGS | settings, "test")))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(metrics(step)) + "\n" for step in range(1, steps + 1)))
-    (folder / "plan.json").write_text(json.dumps(PLAN))
     for step in range(1, steps + 1):
         details = {"token_details": DETAILS}
         lines = [sample(step, 0, 0), sample(step, 0, 1), sample(step, 1, 0), sample(step, 1, 1, **details)]
@@ -258,18 +249,6 @@ def test_a_colour_means_the_same_in_each_run(tmp_path: Path) -> None:
     keys = [{name: color for name, color, _ in legend(charts[f"Phases of a step, {run}"])} for run in ("a", "b")]
     assert set(keys[0]) - set(keys[1]) == {"score"}
     assert all(keys[0][name] == color for name, color in keys[1].items())
-
-
-def test_what_was_planned_stands_beside_what_was_measured(long_run: Path) -> None:
-    report = build_report(read_runs([long_run]))
-    tables = {table.title: table for section in report.sections for table in section.tables}
-    # Of 3.5 s that are planned, 1.25 s are work.
-    assert tables["Beside the plan"].rows == (
-        ("train", "1.25", "1", "5.00", "3.00", "1.00", "2.50"),
-        ("step", "3.5", "4", "", "", "", ""),
-        ("overhead", "64.3%", "12.5%", "", "", "", ""),
-    )
-    assert tables["Runs"].rows[0][4:6] == ("2", "tensor=1, expert=2")
 
 
 def test_warnings_come_in_order_of_weight_with_meaning_setting_and_source(tmp_path: Path) -> None:

@@ -137,14 +137,6 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value  # JSON has no other word for values that are not finite
 
 
-def striking_tokens(answer: Answer, count: int = 5) -> list[Token]:
-    """Return the tokens with the largest mismatch; the least likely ones if no mismatch is known."""
-    by_mismatch = [one for one in answer.tokens if one.mismatch is not None]
-    if by_mismatch:
-        return sorted(by_mismatch, key=lambda one: -(one.mismatch or 0.0))[:count]
-    return sorted(answer.tokens, key=lambda one: one.engine)[:count]
-
-
 def shortened(text: str) -> str:
     """Return a text; of a long one the first and last CHARACTERS / 2."""
     text = encodable(text)

@@ -7,12 +7,11 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from grpo_mp.monitor.report.answers import Answer, choose_answers, striking_tokens
+from grpo_mp.monitor.report.answers import Answer, choose_answers
 from grpo_mp.monitor.report.charts import Chart, draw, legend
 from grpo_mp.monitor.report.curves import charts_of, score_charts
 from grpo_mp.monitor.report.tables import (
     Table,
-    plan_tables,
     scores_table,
     settings_tables,
     summary_table,
@@ -62,7 +61,7 @@ def build_report(runs: Sequence[RunRecords]) -> Report:
         Section("reward", "Reward", charts_of("reward", runs)),
         Section("lengths", "Lengths", charts_of("lengths", runs)),
         Section("policy", "Policy and engine", charts_of("policy", runs)),
-        Section("time", "Where the time went", charts_of("time", runs), (time_table(runs), *plan_tables(runs))),
+        Section("time", "Where the time went", charts_of("time", runs), (time_table(runs),)),
         Section("memory", "Memory", charts_of("memory", runs)),
         Section("samples", "Answers to read", answers=answers, missing=no_samples),
     )
@@ -98,7 +97,6 @@ def render(report: Report) -> str:
         draw=lambda chart: drawn[id(chart)],
         legend=legend,
         numbers=numbers_table,
-        striking=striking_tokens,
         policy=POLICY,
         colorings=COLORINGS,
         has_tokens=any(answer.tokens for section in report.sections for answer in section.answers),

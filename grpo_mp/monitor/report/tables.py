@@ -1,4 +1,4 @@
-"""Make tables of runs: what was run, scores before and after, time, and the plan beside the measurements."""
+"""Make tables of runs: what was run, scores before and after, and time."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,12 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from grpo_mp.algorithms.evaluation import Estimate, EvalScore
-from grpo_mp.monitor.report.curves import titled
 from grpo_mp.monitor.run_folder import RunRecords
-from grpo_mp.utils.phases import GIB, Phase
 
 LAYOUT = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
-WORK = {phase.value.lower() for phase in Phase if phase.is_work}
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,6 @@ class Table:
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    note: str = ""
     folded: bool = False
 
 
@@ -50,7 +46,7 @@ def settings_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
 def summary_table(runs: Sequence[RunRecords]) -> Table:
     """Return a row for each run: model, preset, layout, steps, reward at both ends, seconds of a step."""
     ends = ("reward, first step", "last step", "s per step")
-    columns = ("run", "model", "preset", "schedule", "ranks", "layout", "steps", *ends)
+    columns = ("run", "model", "preset", "schedule", "layout", "steps", *ends)
     return Table("Runs", columns, tuple(map(_summary, runs)))
 
 
@@ -61,8 +57,7 @@ def _summary(run: RunRecords) -> tuple[str, ...]:
     return (
         run.name,
         *(flat.get(name, "") for name in ("model.path", "algorithm.preset", "schedule")),
-        str(run.plan.get("ranks", "")),
-        run.plan.get("layout") or ", ".join(f"{name} {size}" for name, size in layout.items()) or "data parallel",
+        ", ".join(f"{name} {size}" for name, size in layout.items()) or "data parallel",
         _steps(run),
         *(f"{rewards[end]:.4g}" if rewards else "" for end in (0, -1)),
         f"{fmean(seconds):.4g}" if seconds else "",
@@ -136,49 +131,3 @@ def _seconds(run: RunRecords, name: str) -> str:
     steps = [(part, step) for part, step in pairs if isfinite(part) and isfinite(step)]
     whole = sum(step for _, step in steps)
     return f"{fmean(part for part, _ in steps):.3g} s ({sum(part for part, _ in steps) / whole:.1%})" if whole else ""
-
-
-def plan_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
-    """Return for each run with a plan what was planned for each phase, beside what was measured."""
-    device = ("device GiB of a rank, planned", "measured")
-    host = ("host GiB of a node, planned", "host GiB of a rank, measured")
-    return tuple(
-        Table(
-            titled("Beside the plan", run, runs),
-            ("phase", "s, planned", "s, measured", *device, *host),
-            rows=tuple(_plan_rows(run)),
-            note=f"Planned for {run.plan['cluster']}; measured: seconds of the mean step, memory of the largest rank. "
-            "Overhead: share of the step outside of the phases that count as work.",
-        )
-        for run in runs
-        if run.plan.get("phases")
-    )
-
-
-def _plan_rows(run: RunRecords) -> Iterator[tuple[str, ...]]:
-    planned: dict[str, Any] = run.plan["phases"]
-    for name, phase in planned.items():
-        peaks = (
-            max(_finite(run, f"memory/{name}/{kind}"), default=0.0) for kind in ("peak_device_bytes", "host_bytes")
-        )
-        device, host = map(_gib, peaks)
-        times = _number(phase["seconds"]), _mean(run, f"time/{name}_s", "{:.3g}")
-        yield name, *times, _gib(phase["device_bytes"]), device, _gib(phase["host_bytes"]), host
-    step_s = run.plan["step_s"]  # None on a machine whose speed is not known
-    yield "step", _number(step_s), _mean(run, "time/step_s", "{:.3g}"), "", "", "", ""
-    work_s = sum(phase["seconds"] or 0.0 for name, phase in planned.items() if name in WORK)
-    overhead = f"{max(0.0, 1 - work_s / step_s):.1%}" if step_s else ""
-    yield "overhead", overhead, _mean(run, "time/overhead_share", "{:.1%}"), "", "", "", ""
-
-
-def _number(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds:.3g}"
-
-
-def _mean(run: RunRecords, name: str, form: str) -> str:
-    values = _finite(run, name)
-    return form.format(fmean(values)) if values else ""
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.2f}" if size else ""
