@@ -1,6 +1,6 @@
 """Weights in FP8 beside adapters: bits of an FP8 folder, what autograd keeps, what a resume and an export say."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from grpo_mp.checkpoint.hf_reader import HfReader
+from grpo_mp.checkpoint.hf_reader import HfReader, read_non_policy_tensors
+from grpo_mp.checkpoint.hf_writer import begin_hf, complete_hf, write_shards
 from grpo_mp.config import check_settings
 from grpo_mp.distributed.process_groups import Parallel
-from grpo_mp.doctor.weights import fp8_tensors, write_folder
-from grpo_mp.models.fp8 import dequantize, dequantize_at_once, quantize
+from grpo_mp.models.families import family_of
+from grpo_mp.models.fp8 import SCALE, dequantize, dequantize_at_once, quantize
+from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param
 from grpo_mp.policy import fp8 as fp8_base
 from grpo_mp.policy.checkpoint import load_policy
@@ -39,14 +41,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def fp8_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield a folder's tensors, with projections as blockwise FP8 and their factors, which are stretched."""
+    hf = HfConfig.read(folder)
+    with HfReader(folder, dequantize_to=torch.float32) as reader:
+        for param in family_of(hf).params(hf).values():
+            for name in () if param.alias else param.hf:
+                tensor = reader.read(name)
+                if param.is_projection:
+                    tensor, scale = quantize(tensor)
+                    yield f"{name}{SCALE}", scale * 1.3
+                yield name, tensor
+
+
 @pytest.fixture(scope="module")
 def fp8_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-
-    def stretched() -> Any:
-        for name, tensor in fp8_tensors(model, None):
-            yield name, tensor * 1.3 if name.endswith("_scale_inv") else tensor
-
-    return write_folder(tmp_path_factory.mktemp("fp8"), stretched(), model, fp8=True)
+    folder = tmp_path_factory.mktemp("fp8")
+    others = read_non_policy_tensors(model, HfConfig.read(model), True)
+    begin_hf(folder)
+    shards = write_shards(folder, fp8_tensors(model), 0) + write_shards(folder, others, 1)
+    complete_hf(folder, shards, model, True)
+    return folder
 
 
 def policy_of(folder: Path, parallel: Parallel, **lora: Any) -> Policy:
