@@ -136,7 +136,8 @@ class EngineClient:
         self._http = httpx.AsyncClient(
             base_url=url, headers=dict(headers), timeout=timeout_s, limits=limits, trust_env=False
         )
-        self._updated = TARGET  # by the weight update that goes on
+        self._updated = TARGET  # by the current weight update
+        self._in_session = False
         self._cache_key = "0"  # of prefixes in the radix cache: none is read by other weights than those it is from
 
     async def aclose(self) -> None:
@@ -259,7 +260,10 @@ class EngineClient:
     async def begin_weight_update(self, with_draft: bool = False) -> None:
         """Begin a weight update, `with_draft` also of the drafting layer."""
         self._updated = TARGET_AND_DRAFT if with_draft else TARGET
-        await self._post("/begin_weight_update", self._updated)
+        reply = await self._request("POST", "/begin_weight_update", self._updated)
+        self._in_session = reply.status_code != httpx.codes.NOT_FOUND  # SGLang has sessions since 0.5.20
+        if self._in_session:
+            self._check_success("/begin_weight_update", self._check_status("/begin_weight_update", reply))
 
     async def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str | None = None) -> None:
         """Send one bucket: `payloads` is base64 text for each of the engine's tensor-parallel ranks.
@@ -275,7 +279,8 @@ class EngineClient:
         Requests to come never read what is of the old weights.
         """
         self._cache_key = str(version)
-        await self._post("/end_weight_update", {})
+        if self._in_session:
+            await self._post("/end_weight_update", {})
         if not keep_cache:
             await self.flush_cache()
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
@@ -332,7 +337,9 @@ class EngineClient:
         )
 
     async def _post(self, path: str, body: dict[str, Any]) -> None:
-        reply = await self._call("POST", path, body)
+        self._check_success(path, await self._call("POST", path, body))
+
+    def _check_success(self, path: str, reply: Any) -> None:
         if not (isinstance(reply, dict) and reply.get("success") is True):
             raise self._error(path, _error_message(reply))
 
