@@ -22,7 +22,7 @@ import xxhash
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.groups import EndedGroup, PausedGroup
 from grpo_mp.utils.errors import one_line
-from grpo_mp.utils.files import as_json, sync_to_disk
+from grpo_mp.utils.files import as_json
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """Where a group is in a file, and the facts by which it is chosen."""
+    """Place of a group in a file, and the facts by which it is chosen."""
 
     file: Path
     offset: int
@@ -48,10 +48,10 @@ class Record:
     key: GroupKey
     extent: Extent
     episodes: Mapping[int, int] = field(default_factory=dict)  # of an unfinished group: tokens by index in the group
-    others: tuple["Record", ...] = ()  # of the same group, with more of its episodes
+    others: tuple["Record", ...] = ()  # of the same group, with other episodes
 
     def joined(self, other: "Record") -> "Record":
-        """Return the record with the episodes of another, both of an unfinished group."""
+        """Return the record with the episodes of another; both are of an unfinished group."""
         episodes = {**other.episodes, **self.episodes}
         if len(episodes) == len(self.episodes):
             return self
@@ -63,15 +63,14 @@ class GroupJournal:
     """Appends a rank's groups to its files. Thread-safe."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """Name the folder of all ranks' files; nothing is written yet."""
         self._folder, self._rank, self._lock = folder, rank, threading.Lock()
         self._opened = set[Path]()
 
     def append(self, step: int, group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> bool:
-        """Append a group that was generated for `step` or a later one, and the statistics of its scoring.
+        """Append a group generated in `step` and the statistics of its scoring; groups without a token are left out.
 
-        `kept`: whether a finished group passes the group filter. Groups without a token are left out. On return the
-        record is on disk and survives a crash of the host. Returns False, with a warning, where the disk refused it.
+        `kept`: whether a finished group passes the group filter. On return the record is on disk. Returns False, with
+        a warning, where the disk refused it.
         """
         payload = encode(group_id, group, stats, kept)
         if not payload:
@@ -79,65 +78,34 @@ class GroupJournal:
         file = journal_file(self._folder, step, self._rank)
         with self._lock:
             try:
-                self._write(file, payload)
+                if file not in self._opened:
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    cut_torn_tail(file)
+                    self._opened.add(file)
+                with file.open("ab") as stream:
+                    stream.write(HEADER.pack(len(payload), _checksum(payload)) + payload)
+                    stream.flush()
+                    os.fsync(stream.fileno())
             except OSError as error:
                 self._opened.discard(file)  # a partial record is cut before the next one
                 LOGGER.warning("%s: group %d is not kept for a restart: %s", file, group_id, one_line(error))
                 return False
         return True
 
-    def _write(self, file: Path, payload: bytes) -> None:
-        is_new = file not in self._opened
-        if is_new:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            cut_torn_tail(file)
-            self._opened.add(file)
-        with file.open("ab", buffering=0) as stream:
-            stream.write(HEADER.pack(len(payload), _checksum(payload)))
-            rest = memoryview(payload)
-            while rest:
-                rest = rest[stream.write(rest) :]
-            os.fsync(stream.fileno())
-        if is_new:
-            for folder in (file.parent, self._folder, self._folder.parent):  # which list it
-                sync_to_disk(folder)
 
-
-class PausedRecords:
-    """Finds records of paused groups in the files of all ranks; reads each file once. Thread-safe."""
-
-    def __init__(self, folder: Path) -> None:
-        """Name the folder of all ranks' files; nothing is read yet."""
-        self._folder, self._lock = folder, threading.Lock()
-        self._read: dict[Path, tuple[int, list[Record]]] = {}  # up to where, and what
-
-    def find(self, steps: Iterable[int], group_id: int, prompt: Prompt) -> PausedGroup | None:
-        """Return the most complete record of a paused group of this prompt in these steps; None without one."""
-        key = group_id, prompt.index, prompt.epoch
-        with self._lock:
-            files = files_of_steps(self._folder, steps)
-            records = [record for file in files for record in self._records(file) if record.key == key]
-        best = best_records(record for record in records if not record.extent.finished)
-        loaded = load(best[key], prompt) if best else None
-        return loaded[0] if loaded and isinstance(loaded[0], PausedGroup) else None
-
-    def _records(self, file: Path) -> list[Record]:
-        end, records = self._read.get(file, (0, []))
-        for offset, payload in _payloads(file, end):
-            records.append(_record(file, offset, payload))
-            end = offset + len(payload)
-        self._read[file] = end, records
-        return records
+def find_paused(folder: Path, steps: Iterable[int], group_id: int, prompt: Prompt) -> PausedGroup | None:
+    """Return the most complete record of a paused group of this prompt in these steps, of any rank; None without."""
+    files = [file for step in steps for file in sorted(journal_file(folder, step, 0).parent.glob("*.journal"))]
+    records = (_record(file, offset, payload) for file in files for offset, payload in _payloads(file))
+    key = group_id, prompt.index, prompt.epoch
+    best = best_records(record for record in records if record.key == key and not record.extent.finished)
+    loaded = load(best[key], prompt) if best else None
+    return loaded[0] if loaded and isinstance(loaded[0], PausedGroup) else None
 
 
 def journal_file(folder: Path, step: int, rank: int) -> Path:
     """Return the file to which a rank appends in a step."""
     return folder / f"step_{step:06d}" / f"rank_{rank}.journal"
-
-
-def files_of_steps(folder: Path, steps: Iterable[int]) -> list[Path]:
-    """Return the files of all ranks of these steps."""
-    return [file for step in steps for file in sorted(journal_file(folder, step, 0).parent.glob("*.journal"))]
 
 
 def prune(folder: Path, last_step: int) -> None:
@@ -148,7 +116,7 @@ def prune(folder: Path, last_step: int) -> None:
 
 
 def cut_torn_tail(file: Path) -> None:
-    """Cut a file, where there is one, after its last whole record, so that more can be appended."""
+    """Cut a file after its last whole record, so that more can be appended."""
     if not file.exists():
         return
     end = max((offset + len(payload) for offset, payload in _payloads(file)), default=0)
@@ -158,7 +126,7 @@ def cut_torn_tail(file: Path) -> None:
 
 
 def read_records(file: Path) -> list[Record]:
-    """Return the records of a file up to one that is damaged, which is logged."""
+    """Return the records of a file up to a damaged one, which is logged."""
     records, end = [], 0
     for offset, payload in _payloads(file):
         records.append(_record(file, offset, payload))
@@ -169,7 +137,7 @@ def read_records(file: Path) -> list[Record]:
 
 
 def best_records(records: Iterable[Record]) -> dict[GroupKey, Record]:
-    """Return the record of each group that has most of it; those of its episodes are taken together."""
+    """Return the most complete record of each group; records of its episodes are joined."""
     best: dict[GroupKey, Record] = {}
     for record in records:
         other = best.get(record.key)
@@ -181,7 +149,7 @@ def best_records(records: Iterable[Record]) -> dict[GroupKey, Record]:
 
 
 def load(record: Record, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | None:
-    """Read a group of this prompt, and what its scoring counted; None where its prompt had other tokens."""
+    """Read a group of this prompt and the statistics of its scoring; None where its prompt had other tokens."""
     with record.file.open("rb") as stream:
         stream.seek(record.offset)
         content = stream.read(record.size)
@@ -223,7 +191,6 @@ def decode(payload: bytes, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | N
 
 
 def _plain(sample: Sample) -> Sample:
-    """Return a sample without objects of the user's classes."""
     return replace(
         sample,
         messages=tuple(json.loads(as_json(sample.messages))),
@@ -232,11 +199,10 @@ def _plain(sample: Sample) -> Sample:
     )
 
 
-def _payloads(file: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield the offset and content of each record from `start` up to one that is cut or damaged."""
+def _payloads(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the offset and content of each record up to a cut or damaged one."""
     end = file.stat().st_size
     with file.open("rb") as stream:
-        stream.seek(start)
         while len(header := stream.read(HEADER.size)) == HEADER.size:
             size, checksum = HEADER.unpack(header)
             offset = stream.tell()

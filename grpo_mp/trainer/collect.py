@@ -31,7 +31,7 @@ from grpo_mp.distributed.peers import watching_peers
 from grpo_mp.distributed.process_groups import Job, all_gather
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
 from grpo_mp.rollout.groups import EndedGroup, LaunchedGroups, PausedGroup, RunningGroup, as_unfinished, oldest_version
-from grpo_mp.rollout.journal import GroupJournal, PausedRecords, load, prune
+from grpo_mp.rollout.journal import GroupJournal, find_paused, load, prune
 from grpo_mp.rollout.rollout import Rollout, rollout_sampling, rollout_seed
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask
@@ -132,7 +132,6 @@ class RolloutCollector:
     _begun: GroupStream | None = field(default=None, init=False)  # that of the step that was begun last
     _recorded_tokens: dict[int, int] = field(default_factory=dict, init=False)  # by group id, of this rank's groups
     _journal: GroupJournal = field(init=False)
-    _paused: PausedRecords = field(init=False)
     _stats: dict[int, RewardStats] = field(default_factory=dict, init=False)  # of scored groups, by id
     _ends_s: dict[int, float] = field(default_factory=dict, init=False)  # when they ended, by the monotonic clock
     _stale: int = field(default=0, init=False)  # groups that the step had, of older weights than it may train on
@@ -140,8 +139,7 @@ class RolloutCollector:
 
     def __post_init__(self) -> None:
         self._queue = PromptQueue(self.prompts.epoch_size, self.settings.data.shuffle, self.prompts.mixture)
-        folder = self.settings.run.folder / ROLLOUTS
-        self._journal, self._paused = GroupJournal(folder, self.job.rank), PausedRecords(folder)
+        self._journal = GroupJournal(self.settings.run.folder / ROLLOUTS, self.job.rank)
 
     def collect(self, state: TrainState, step: int) -> RolloutBatch:
         """Generate and score the step's groups. Every rank must call this; the sample infos are the same on all.
@@ -257,7 +255,7 @@ class RolloutCollector:
         config = self.settings.rollout
         steps = range(max(0, step - config.max_staleness), step + 1)
         has_any = config.max_staleness or config.rollout_function
-        return self._paused.find(steps, group_id, prompt) if has_any else None
+        return find_paused(self.settings.run.folder / ROLLOUTS, steps, group_id, prompt) if has_any else None
 
     def _prompt(self, number: int) -> Prompt:
         """Return the prompt with this number in the step's launch order."""

@@ -1,5 +1,4 @@
 import json
-import os
 import random
 import time
 from dataclasses import replace
@@ -16,11 +15,11 @@ from grpo_mp.rollout.episodes import Outcome, as_sample
 from grpo_mp.rollout.groups import EndedGroup, PausedGroup
 from grpo_mp.rollout.journal import (
     GroupJournal,
-    PausedRecords,
     Record,
     best_records,
     decode,
     encode,
+    find_paused,
     journal_file,
     load,
     prune,
@@ -177,7 +176,7 @@ def test_episodes_of_a_group_are_read_together(tmp_path: Path) -> None:
     whole = PausedGroup(PROMPT, samples=(parts[0], parts[2], parts[3]))
     assert best().extent == (False, 2 + 4 + 5, False)
     assert load(best(), PROMPT) == (whole, RewardStats())
-    assert PausedRecords(tmp_path).find(range(9), 40, PROMPT) == whole
+    assert find_paused(tmp_path, range(9), 40, PROMPT) == whole
     journal.append(3, 40, FINISHED, STATS, kept=True)
     assert load(best(), PROMPT) == (FINISHED, STATS)
 
@@ -199,24 +198,6 @@ def test_zeros_at_the_end_are_no_record(tmp_path: Path, zeros: int) -> None:
     assert [record.key[0] for record in read_records(file)] == [40]
     GroupJournal(tmp_path, 1).append(3, 50, EPISODE, STATS, kept=False)
     assert [record.key[0] for record in read_records(file)] == [40, 50]
-
-
-def test_a_record_is_on_disk_when_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So are the folders that list its file."""
-    synced, fsync = list[tuple[Path, int]](), os.fsync
-
-    def record(descriptor: int) -> None:
-        synced.append((Path(f"/proc/self/fd/{descriptor}").readlink(), os.fstat(descriptor).st_size))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", record)
-    folder = tmp_path / "run" / "rollouts"
-    journal = GroupJournal(folder, 1)
-    for group_id in (40, 41):
-        journal.append(3, group_id, FINISHED, STATS, kept=True)
-        file = journal_file(folder, 3, 1)
-        assert (file, file.stat().st_size) in synced
-    assert {file.parent, folder, folder.parent} <= {path for path, _ in synced}
 
 
 def test_an_ended_episode_whose_reward_asks_its_environment_is_rolled_out_again() -> None:

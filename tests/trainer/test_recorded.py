@@ -17,7 +17,7 @@ from grpo_mp.config import load_settings
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.groups import PausedGroup
-from grpo_mp.rollout.journal import GroupJournal, PausedRecords, best_records, load, read_records
+from grpo_mp.rollout.journal import GroupJournal, best_records, find_paused, load, read_records
 from grpo_mp.rollout.stream import GroupStream
 from grpo_mp.rollout.worker import RolloutTask
 from grpo_mp.trainer import collect as collect_module
@@ -241,7 +241,7 @@ def test_episodes_of_a_lost_engine_are_taken_up_with_those_of_the_engine_that_we
     lost, other = GroupJournal(tmp_path, 0), GroupJournal(tmp_path, 1)
     for index in (0, 1):
         lost.append(1, 4, episode_of(4, index, 0), RewardStats(), False)
-    recalled = PausedRecords(tmp_path).find([1], 4, Prompt(4, "", (4,)))
+    recalled = find_paused(tmp_path, [1], 4, Prompt(4, "", (4,)))
     assert recalled
     assert [sample.index for sample in recalled.samples] == [0, 1]
     other.append(1, 4, episode_of(4, 2, 0), RewardStats(), False)
