@@ -12,7 +12,7 @@ if __name__ == "__main__":
     end_with_launcher()
 
 from grpo_mp import platform
-from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch, send_routed_experts
+from grpo_mp.batching.step_batch import Assembly, StepBatch, UpdateBatches, assemble_step_batch, send_routed_experts
 from grpo_mp.checkpoint.run_state import FINAL, METRICS, resumable_checkpoints
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.distributed.layout import model_shape
@@ -200,19 +200,16 @@ def send_experts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None
 
 def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> StepBatch:
     """Turn rewards into advantages, and bring samples to the ranks that train on them, packed in micro-batches."""
-    weights, hidden_size = ctx.settings.reward.weights, ctx.policy.config.hidden_size
+    assembly = Assembly(
+        ctx.settings,
+        ctx.parallel,
+        hidden_size=ctx.policy.config.hidden_size,
+        estimator=ctx.inputs.extensions.estimator,
+        reward_weights=ctx.settings.reward.weights,
+        moe_layers=ctx.policy.moe_layers,
+    )
     with ctx.phases.phase(Phase.SCORE):
-        return assemble_step_batch(
-            groups=rollouts.groups,
-            infos=rollouts.infos,
-            reward_weights=weights,
-            settings=ctx.settings,
-            parallel=ctx.parallel,
-            hidden_size=hidden_size,
-            step=step,
-            estimator=ctx.inputs.extensions.estimator,
-            moe_layers=ctx.policy.moe_layers,
-        )
+        return assemble_step_batch(rollouts.groups, rollouts.infos, step, assembly)
 
 
 def compute_logprobs_and_values(ctx: TrainContext, batch: StepBatch) -> UpdateBatches:

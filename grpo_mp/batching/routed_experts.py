@@ -13,9 +13,8 @@ import torch
 
 from grpo_mp.batching.exchange import all_to_all_bytes
 from grpo_mp.batching.packing import context_index, token_origins
-from grpo_mp.batching.updates import UpdatePlan, padded_size
-from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.coordinates import RankCoordinates, coordinates
+from grpo_mp.batching.updates import UpdatePlan
+from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.process_groups import Job, all_gather
 from grpo_mp.utils.types import ExpertIds, RoutedExperts, Sample, SampleGroup, SampleInfo
 
@@ -28,7 +27,6 @@ def exchange_routed_experts(
     infos: Sequence[SampleInfo],
     plan: Sequence[UpdatePlan],
     layers: Sequence[int],
-    layout: LayoutConfig,
     job: Job,
 ) -> list[list[RoutedExperts | None]]:
     """Return the experts of each micro-batch that this rank trains on, by update. Every rank of the job must call this.
@@ -47,15 +45,12 @@ def exchange_routed_experts(
     if kind is None:
         return [[None] * update.schedule.microbatches for update in plan]
     train_ranks = job.world_size - job.engine_ranks
-    places = [coordinates(rank, layout, train_ranks) for rank in range(train_ranks)]
     received: list[list[RoutedExperts | None]] = []
     for update in plan:
         of_update = {number: local.pop(i) for number, i in enumerate(update.samples) if i in local}
         received.append([])
         for number in range(update.schedule.microbatches):
-            outgoing = _outgoing(
-                update, number, experts=of_update, places=places, columns=columns[:train_ranks], layout=layout
-            )
+            outgoing = _outgoing(update, number, of_update, columns[:train_ranks])
             parts = all_to_all_bytes(outgoing + [b""] * job.engine_ranks, job.group)
             received[-1].append(_joined(parts, len(layers), *kind))
             for sample in (sample for plans in update.schedule.ranks for sample in plans[number].samples):
@@ -96,15 +91,14 @@ def _outgoing(
     update: UpdatePlan,
     number: int,
     experts: Mapping[int, ExpertIds],
-    places: Sequence[RankCoordinates],
     columns: Sequence[Sequence[int]],
-    layout: LayoutConfig,
 ) -> list[bytes]:
     """Return what to send to each rank of the micro-batches with this number: how many ranges, these, their experts.
 
-    experts: by sample of the update; columns: the layers of each rank.
+    experts: by sample of the update; columns: the layers of each rank that trains.
     """
-    align, pad_to = update.schedule.align, padded_size(update.schedule, layout)
+    layout, align, pad_to = update.rule.layout, update.schedule.align, update.padded_size
+    places = [coordinates(rank, layout, len(columns)) for rank in range(len(columns))]
     origins = [token_origins(plans[number], align, pad_to) for plans in update.schedule.ranks]
     content, chosen = [], dict[tuple[int, int, int], tuple[Ranges, ExpertIds | None]]()
     for place, layers in zip(places, columns, strict=True):

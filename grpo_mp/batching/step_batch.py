@@ -22,7 +22,7 @@ from grpo_mp.batching.exchange import redistribute
 from grpo_mp.batching.packing import context_index
 from grpo_mp.batching.routed_experts import exchange_routed_experts
 from grpo_mp.batching.shared_prompts import SamplePrompt
-from grpo_mp.batching.updates import UpdatePlan, microbatches, padding_multiple, plan_updates, sample_order
+from grpo_mp.batching.updates import PackingRule, UpdatePlan, microbatches, padding_multiple, plan_updates, sample_order
 from grpo_mp.config import Settings
 from grpo_mp.distributed.coordinates import data_parallel_size, model_parallel_ranks
 from grpo_mp.distributed.process_groups import Job, Parallel, sum_over_context
@@ -48,49 +48,90 @@ class StepBatch:
     sample_of: tuple[int, ...] = ()  # by sequence: which of the step's samples it is of
 
 
+@dataclass(frozen=True)
+class Assembly:
+    """What all steps of a run are assembled with on a rank."""
+
+    settings: Settings
+    parallel: Parallel
+    hidden_size: int  # of the model
+    estimator: AdvantageEstimator
+    reward_weights: Mapping[str, float]
+    moe_layers: Sequence[int] = ()  # of this rank, for routing replay R3
+
+
 def assemble_step_batch(
-    groups: list[SampleGroup],
-    infos: Sequence[SampleInfo],
-    reward_weights: Mapping[str, float],
-    settings: Settings,
-    parallel: Parallel,
-    hidden_size: int,
-    step: int,
-    estimator: AdvantageEstimator,
-    moe_layers: Sequence[int] = (),
+    groups: list[SampleGroup], infos: Sequence[SampleInfo], step: int, assembly: Assembly
 ) -> StepBatch:
     """Plan the updates, the same on every rank, and send each sample to the rank that trains on it.
 
-    groups: of this rank's engine; infos: of the full step, the same on every rank; step: seeds the shuffle;
-    moe_layers: of this rank, for routing replay R3, which takes the experts out of `groups`.
+    groups: of this rank's engine, out of which routing replay R3 takes the experts; infos: of the full step, the same
+    on every rank; step: seeds the shuffle.
     """
-    of_samples = estimate_advantages(estimator, infos, settings.algorithm.advantage, reward_weights)
-    learns = [not is_masked(info, settings) for info in infos]
-    sequences = tuple(sequence for info in infos for sequence in info.sequences)
+    settings, parallel = assembly.settings, assembly.parallel
+    by_sample = estimate_advantages(
+        assembly.estimator, infos, settings.algorithm.advantage, weights=assembly.reward_weights
+    )
+    advantages = _by_sequence(by_sample, [[part.response_tokens for part in info.sequences] for info in infos])
+    sequences, learns = _sequences(infos), [not is_masked(info, settings) for info in infos]
     sample_of = tuple(i for i, info in enumerate(infos) for _ in info.sequences)
-    in_loss = tuple(learns[i] for i in sample_of)
-    advantages = _by_sequence(of_samples, [[part.response_tokens for part in info.sequences] for info in infos])
-    step_samples = _StepSamples(infos, learns, advantages, step)
-    plan, updates = _pack(groups, step_samples, settings=settings, parallel=parallel, hidden_size=hidden_size)
+    plan = _plan(infos, settings, parallel.dp_size, hidden_size=assembly.hidden_size, step=step)
+    samples = _exchange(groups, sequences, plan, assembly)
+
+    def pack_update(update: UpdatePlan) -> tuple[MicroBatch, ...]:
+        numbers = list(dict.fromkeys(sample_of[i] for i in update.samples))  # those of a sample follow each other
+        tokens = [[part.generated_tokens for part in infos[number].sequences] for number in numbers]
+        totals, included = [sum(of_sample) for of_sample in tokens], [learns[number] for number in numbers]
+        weights = token_weights(totals, included, settings.algorithm, settings.rollout.max_response_tokens)
+        loss_tokens = sum(total for total, is_included in zip(totals, included, strict=True) if is_included)
+        place, loss_weights = parallel.coords, _by_sequence(weights, tokens)
+        batches = microbatches(update, samples, advantages, loss_weights, place.data, context_rank=place.context)
+        return tuple(replace(batch, entropy_weight=1.0 / max(1, loss_tokens)) for batch in batches)
+
+    updates = tuple(map(pack_update, plan))
     unrouted_samples = None
     if settings.training.router_replay == "R3":
         unrouted_samples = sum(not info.has_routed_experts for info in sequences)
-        routed = exchange_routed_experts(
-            groups, sequences, plan=plan, layers=moe_layers, layout=parallel.layout, job=parallel.job
-        )
+        routed = exchange_routed_experts(groups, sequences, plan, layers=assembly.moe_layers, job=parallel.job)
         updates = tuple(
             tuple(replace(batch, routed_experts=experts) for batch, experts in zip(*pair, strict=True))
             for pair in zip(updates, routed, strict=True)
         )
     return StepBatch(
         sequences,
-        in_loss,
+        in_loss=tuple(learns[i] for i in sample_of),
         advantages=tuple(advantages),
         plan=plan,
         updates=updates,
         unrouted_samples=unrouted_samples,
         sample_of=sample_of,
     )
+
+
+def _sequences(infos: Sequence[SampleInfo]) -> tuple[SampleInfo, ...]:
+    return tuple(sequence for info in infos for sequence in info.sequences)
+
+
+def _exchange(
+    groups: list[SampleGroup], sequences: Sequence[SampleInfo], plan: Sequence[UpdatePlan], assembly: Assembly
+) -> dict[int, Sample]:
+    """Send each sequence to the replica that trains on it; return those of this rank by their number in the step."""
+    parallel = assembly.parallel
+    keys_by_rank = {
+        model_parallel_ranks(data, parallel.layout, parallel.world_size)[0]: [
+            sequences[i].key for update in plan for i in update.samples_of(data)
+        ]
+        for data in range(parallel.dp_size)
+    }
+    samples = redistribute(
+        groups,
+        keys_by_rank,
+        process_group=parallel.cpu_group,
+        replica=parallel.replica,
+        replica_source=parallel.replica_source,
+    )
+    index_of = {info.key: i for i, info in enumerate(sequences)}
+    return {index_of[key]: _with_topk(sample, assembly.settings.algorithm) for key, sample in samples.items()}
 
 
 def is_masked(info: SampleInfo, settings: Settings) -> bool:
@@ -107,96 +148,38 @@ def is_masked(info: SampleInfo, settings: Settings) -> bool:
     return failed or truncated or not (info.is_scored or has_advantage)
 
 
-@dataclass(frozen=True)
-class _StepSamples:
-    """The samples of a step: which of them learn, and the advantages of their sequences; `step` seeds the shuffle."""
-
-    infos: Sequence[SampleInfo]
-    learns: Sequence[bool]
-    advantages: Sequence[PerToken]
-    step: int
-
-
-def _pack(
-    groups: list[SampleGroup], step: _StepSamples, settings: Settings, parallel: Parallel, hidden_size: int
-) -> tuple[tuple[UpdatePlan, ...], tuple[tuple[MicroBatch, ...], ...]]:
-    """Plan the updates, send this rank its samples, and pack its micro-batches of each update."""
-    infos = step.infos
-    sequences = tuple(sequence for info in infos for sequence in info.sequences)
-    sample_of = tuple(i for i, info in enumerate(infos) for _ in info.sequences)
-    plan = _plan(sequences, infos, settings=settings, dp_size=parallel.dp_size, hidden_size=hidden_size, step=step.step)
-    keys_by_rank = {
-        model_parallel_ranks(data, parallel.layout, parallel.world_size)[0]: [
-            sequences[i].key for update in plan for i in update.samples_of(data)
-        ]
-        for data in range(parallel.dp_size)
-    }
-    samples = redistribute(
-        groups,
-        keys_by_rank,
-        process_group=parallel.cpu_group,
-        replica=parallel.replica,
-        replica_source=parallel.replica_source,
-    )
-    place, index_of = (parallel.coords.data, parallel.coords.context), {info.key: i for i, info in enumerate(sequences)}
-    local_samples = {index_of[key]: _with_topk(sample, settings.algorithm) for key, sample in samples.items()}
-    updates = []
-    for update in plan:
-        numbers = list(dict.fromkeys(sample_of[i] for i in update.samples))  # those of a sample follow each other
-        tokens = [[part.generated_tokens for part in infos[number].sequences] for number in numbers]
-        totals, included = [sum(of_sample) for of_sample in tokens], [step.learns[number] for number in numbers]
-        weights = token_weights(totals, included, settings.algorithm, settings.rollout.max_response_tokens)
-        loss_tokens = sum(total for total, is_included in zip(totals, included, strict=True) if is_included)
-        batches = microbatches(
-            update,
-            local_samples,
-            step.advantages,
-            _by_sequence(weights, tokens),
-            settings.layout,
-            *place,
-            settings.model.trains_mtp,
-        )
-        updates.append(tuple(replace(batch, entropy_weight=1.0 / max(1, loss_tokens)) for batch in batches))
-    return plan, tuple(updates)
-
-
 def send_routed_experts(
     groups: list[SampleGroup], infos: Sequence[SampleInfo], settings: Settings, job: Job, hidden_size: int, step: int
 ) -> None:
     """Follow `assemble_step_batch` as a rank that only hosts an engine: send the experts out of `groups`."""
     if settings.training.router_replay == "R3":
-        sequences = tuple(sequence for info in infos for sequence in info.sequences)
         dp_size = data_parallel_size(settings.layout, job.world_size - job.engine_ranks)
-        plan = _plan(sequences, infos, settings=settings, dp_size=dp_size, hidden_size=hidden_size, step=step)
-        exchange_routed_experts(groups, sequences, plan=plan, layers=(), layout=settings.layout, job=job)
+        plan = _plan(infos, settings, dp_size, hidden_size=hidden_size, step=step)
+        exchange_routed_experts(groups, _sequences(infos), plan, layers=(), job=job)
 
 
 def _plan(
-    sequences: Sequence[SampleInfo],
-    infos: Sequence[SampleInfo],
-    settings: Settings,
-    dp_size: int,
-    hidden_size: int,
-    step: int,
+    infos: Sequence[SampleInfo], settings: Settings, dp_size: int, hidden_size: int, step: int
 ) -> tuple[UpdatePlan, ...]:
-    """Plan the updates of a step's sequences; samples are shuffled, and divided among updates, with all they have."""
-    order = sample_order(len(infos), settings.training.shuffle, settings.run.seed, step)
+    """Plan the updates of a step; samples are shuffled and divided among updates with all their sequences."""
+    training, sequences = settings.training, _sequences(infos)
+    order = sample_order(len(infos), training.shuffle, settings.run.seed, step)
     starts = [0, *accumulate(len(info.sequences) for info in infos)]
+    rule = PackingRule(
+        *(settings.layout, dp_size, training.max_tokens_per_microbatch, hidden_size),
+        pad_multiple=padding_multiple(settings.layout, training),
+        with_mtp=settings.model.trains_mtp,
+    )
+    prompts = [
+        SamplePrompt(part.key if part.has_own_prompt else part.group_id, part.prompt_tokens) for part in sequences
+    ]
     return plan_updates(
         [sequence.total_tokens for sequence in sequences],
-        settings.training.updates_per_step,
-        layout=settings.layout,
-        dp_size=dp_size,
-        max_tokens=settings.training.max_tokens_per_microbatch,
-        hidden_size=hidden_size,
+        training.updates_per_step,
+        rule,
         order=[i for number in order for i in range(starts[number], starts[number + 1])],
-        prompts=[
-            SamplePrompt(part.key if part.has_own_prompt else part.group_id, part.prompt_tokens) for part in sequences
-        ]
-        if settings.training.share_prompts
-        else (),
+        prompts=prompts if training.share_prompts else (),
         together=[len(infos[number].sequences) for number in order],
-        pad_multiple=padding_multiple(settings.layout, settings.training),
     )
 
 

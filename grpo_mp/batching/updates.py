@@ -18,11 +18,35 @@ GATHERED_FP8_ROWS = {"blockwise": 128, "tensorwise": 16, "mxfp8": 32}
 
 
 @dataclass(frozen=True)
+class PackingRule:
+    """How sequences become the micro-batches of each rank."""
+
+    layout: LayoutConfig
+    dp_size: int
+    max_tokens: int  # of a micro-batch; a longer sequence gets a micro-batch of its own
+    hidden_size: int  # of the model: it weighs attention against the rest of a token's time
+    pad_multiple: int = 1  # of the tokens of a micro-batch
+    with_mtp: bool = False  # a multi-token-prediction layer learns, too
+
+
+@dataclass(frozen=True)
 class UpdatePlan:
     """One optimizer update. Indices of `schedule` count within `samples`."""
 
     samples: tuple[int, ...]  # indices into the samples of the step
     schedule: MicroBatchSchedule
+    rule: PackingRule
+
+    @property
+    def padded_size(self) -> int:
+        """Return the tokens that every micro-batch is padded to with a pipeline; 0 without one.
+
+        Stages exchange tensors of a fixed shape.
+        """
+        if self.rule.layout.pipeline == 1:
+            return 0
+        plans = (plan for rank in self.schedule.ranks for plan in rank)
+        return max(self.schedule.align, max(max(plan.tokens, plan.pad_to) for plan in plans))
 
     def samples_of(self, data_rank: int) -> tuple[int, ...]:
         """Return the indices, into the samples of the step, of what one data-parallel rank trains on."""
@@ -32,39 +56,23 @@ class UpdatePlan:
 def plan_updates(
     lengths: Sequence[int],
     updates: int,
-    layout: LayoutConfig,
-    dp_size: int,
-    max_tokens: int,
-    hidden_size: int,
+    rule: PackingRule,
     order: Sequence[int] | None = None,
     prompts: Sequence[SamplePrompt] = (),
     together: Sequence[int] = (),
-    pad_multiple: int = 1,
 ) -> tuple[UpdatePlan, ...]:
     """Divide the step's samples into `updates` parts of equal size, as near as may be, and plan each.
 
-    `lengths` are tokens of prompt and response; `max_tokens` bounds one micro-batch; `order` is the permutation in
-    which samples are taken (None: as they are); with `prompts`, of every sample, a shared prompt is packed once.
-    `together`: how many in this order are of one episode, and stay in one part; (): each is of its own.
-    `pad_multiple`: see `plan_update`.
+    `lengths` are tokens of prompt and response; `order` is the permutation in which samples are taken (None: as they
+    are); with `prompts`, of every sample, a shared prompt is packed once. `together`: how many samples in this order
+    are of one episode, and stay in one part; (): each sample is an episode.
     """
     order = range(len(lengths)) if order is None else order
     starts = [0, *accumulate(together or [1] * len(lengths))]
     bounds = [starts[(len(starts) - 1) * part // updates] for part in range(updates + 1)]
     parts = [tuple(order[start:end]) for start, end in pairwise(bounds) if end > start]
     return tuple(
-        UpdatePlan(
-            part,
-            plan_update(
-                [lengths[i] for i in part],
-                layout,
-                dp_size=dp_size,
-                max_tokens=max_tokens,
-                hidden_size=hidden_size,
-                prompts=[prompts[i] for i in part] if prompts else (),
-                pad_multiple=pad_multiple,
-            ),
-        )
+        plan_update([lengths[i] for i in part], rule, [prompts[i] for i in part] if prompts else (), part)
         for part in parts
     )
 
@@ -77,43 +85,27 @@ def sample_order(samples: int, shuffle: bool, seed: int, step: int) -> tuple[int
 
 
 def plan_update(
-    lengths: Sequence[int],
-    layout: LayoutConfig,
-    dp_size: int,
-    max_tokens: int,
-    hidden_size: int,
-    prompts: Sequence[SamplePrompt] = (),
-    pad_multiple: int = 1,
-) -> MicroBatchSchedule:
-    """Plan the micro-batches of one update, whose tokens are padded to a multiple of `pad_multiple`.
+    lengths: Sequence[int], rule: PackingRule, prompts: Sequence[SamplePrompt] = (), samples: Sequence[int] = ()
+) -> UpdatePlan:
+    """Plan the micro-batches of one update; `samples` are the numbers of its samples in the step.
 
-    With a pipeline all of them have one size, at least that of the longest sequence: up to that size more samples in
-    one micro-batch take no more memory, and leave less padding.
+    With a pipeline all micro-batches have one size, at least that of the longest sequence: up to that size more samples
+    in one micro-batch take no more memory, and leave less padding.
     """
-    cost, align = Cost(1.0, 1.0 / (12 * hidden_size)), alignment(layout)
-    multiple, longest = layout.microbatch_multiple, round_up(max(lengths, default=0), align)
-    limit = max(max_tokens, longest) if layout.pipeline > 1 else max_tokens
-    if not prompts:
-        costs = [cost.time(length) for length in lengths]
-        schedule = plan_microbatches(lengths, dp_size, max_tokens=limit, align=align, multiple=multiple, costs=costs)
-        return schedule.padded_to_multiple(pad_multiple)
-    units = make_units(lengths, prompts, dp_size=dp_size, max_tokens=limit, align=align)
-    costs = [unit.cost(cost) for unit in units]
-    tokens = [unit.tokens for unit in units]
-    schedule = unpack_units(
-        plan_microbatches(tokens, dp_size, max_tokens=limit, align=align, multiple=multiple, costs=costs), units
+    layout, cost, align = rule.layout, Cost(1.0, 1.0 / (12 * rule.hidden_size)), alignment(rule.layout)
+    longest = round_up(max(lengths, default=0), align)
+    limit = max(rule.max_tokens, longest) if layout.pipeline > 1 else rule.max_tokens
+    units = make_units(lengths, prompts, rule.dp_size, max_tokens=limit, align=align) if prompts else []
+    schedule = plan_microbatches(
+        [unit.tokens for unit in units] if prompts else lengths,
+        rule.dp_size,
+        max_tokens=limit,
+        align=align,
+        multiple=layout.microbatch_multiple,
+        costs=[unit.cost(cost) for unit in units] if prompts else [cost.time(length) for length in lengths],
     )
-    return schedule.padded_to_multiple(pad_multiple)
-
-
-def padded_size(schedule: MicroBatchSchedule, layout: LayoutConfig) -> int:
-    """Return the tokens that every micro-batch is padded to with a pipeline; 0 without one.
-
-    Stages exchange tensors of a fixed shape.
-    """
-    if layout.pipeline == 1:
-        return 0
-    return max(schedule.align, max(max(plan.tokens, plan.pad_to) for rank in schedule.ranks for plan in rank))
+    schedule = unpack_units(schedule, units) if prompts else schedule
+    return UpdatePlan(tuple(samples), schedule.padded_to_multiple(rule.pad_multiple), rule)
 
 
 def alignment(layout: LayoutConfig) -> int:
@@ -134,22 +126,19 @@ def microbatches(
     samples: Mapping[int, Sample],
     advantages: Sequence[PerToken],
     loss_weights: Sequence[PerToken],
-    layout: LayoutConfig,
     data_rank: int,
     context_rank: int,
-    with_mtp: bool = False,
 ) -> list[MicroBatch]:
     """Pack the micro-batches that one rank computes in an update.
 
-    `samples`: by index in the step; `advantages`: of the step's samples; `loss_weights`: of the update's samples;
-    `with_mtp`: a multi-token-prediction layer learns, too.
+    `samples`: by index in the step; `advantages`: of the step's samples; `loss_weights`: of the update's samples.
     """
     plans = update.schedule.ranks[data_rank]
     local_samples = {i: samples[update.samples[i]] for plan in plans for i in plan.samples}
-    pad_to = padded_size(update.schedule, layout)
+    pad_to = update.padded_size
     update_advantages = [advantages[i] for i in update.samples]
     batches = [
         pack(local_samples, update_advantages, loss_weights, plan, update.schedule.align, pad_to) for plan in plans
     ]
-    batches = [with_mtp_targets(batch) for batch in batches] if with_mtp else batches
-    return [slice_context(batch, layout.context, context_rank) for batch in batches]
+    batches = [with_mtp_targets(batch) for batch in batches] if update.rule.with_mtp else batches
+    return [slice_context(batch, update.rule.layout.context, context_rank) for batch in batches]

@@ -8,10 +8,10 @@ from statistics import NormalDist, fmean
 
 from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
 from grpo_mp.batching.shared_prompts import SamplePrompt
-from grpo_mp.batching.updates import padded_size, padding_multiple, plan_update
+from grpo_mp.batching.updates import PackingRule, padding_multiple, plan_update
 from grpo_mp.config import Settings, SftSettings
 from grpo_mp.config.data_sections import DataConfig, TrainSetConfig
-from grpo_mp.config.sections import EngineConfig, LayoutConfig, RolloutConfig, SyncConfig
+from grpo_mp.config.sections import EngineConfig, RolloutConfig, SyncConfig
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.distributed.layout import ModelShape, check_layout, critic_layout, model_shape, sets_pipeline_layout
 from grpo_mp.models.families import family_of
@@ -63,33 +63,17 @@ class PackingEstimate:
 
 
 @lru_cache(maxsize=1024)
-def pack_update(
-    lengths: AssumedLengths,
-    layout: LayoutConfig,
-    dp_size: int,
-    max_tokens: int,
-    hidden_size: int,
-    pad_multiple: int = 1,
-) -> PackingEstimate:
-    """Plan one update of these lengths. Pure."""
+def pack_update(lengths: AssumedLengths, rule: PackingRule) -> PackingEstimate:
+    """Plan one update of these lengths."""
     tokens = [lengths.prompt_tokens + response for response in response_lengths(lengths)]
     prompts: list[SamplePrompt] = []
     if lengths.samples_per_prompt:  # every prompt gets short and long responses
         num_prompts = -(-lengths.num_samples // lengths.samples_per_prompt)
         prompts = [SamplePrompt(sample % num_prompts, lengths.prompt_tokens) for sample in range(lengths.num_samples)]
-    schedule = plan_update(
-        tokens,
-        layout,
-        dp_size=dp_size,
-        max_tokens=max_tokens,
-        hidden_size=hidden_size,
-        prompts=prompts,
-        pad_multiple=pad_multiple,
-    )
-    size = padded_size(schedule, layout)
-    loads = [sum(max(plan.tokens, plan.pad_to) for plan in rank) for rank in schedule.ranks]
-    busiest = size * schedule.microbatches or max(loads)
-    return PackingEstimate(schedule.microbatches, busiest * dp_size / sum(tokens))
+    update = plan_update(tokens, rule, prompts)
+    loads = [sum(max(plan.tokens, plan.pad_to) for plan in rank) for rank in update.schedule.ranks]
+    busiest = update.padded_size * update.schedule.microbatches or max(loads)
+    return PackingEstimate(update.schedule.microbatches, busiest * rule.dp_size / sum(tokens))
 
 
 @lru_cache(maxsize=64)
@@ -342,16 +326,8 @@ class PlannedJob:
         training = self.settings.training
         lengths = self._lengths(max(1, self.settings.samples_per_step // training.updates_per_step))
         layout = self.settings.layout.model_copy(update={"expert": 1, "expert_tensor": 1})  # do not affect packing
-        padding = padding_multiple(layout, training)
-        max_tokens = training.max_tokens_per_microbatch
-        return pack_update(
-            lengths,
-            layout,
-            dp_size=self.dp_size,
-            max_tokens=max_tokens,
-            hidden_size=self.model.hidden_size,
-            pad_multiple=padding,
-        )
+        sizes = (self.dp_size, training.max_tokens_per_microbatch, self.model.hidden_size)
+        return pack_update(lengths, PackingRule(layout, *sizes, padding_multiple(layout, training)))
 
 
 def make_job(

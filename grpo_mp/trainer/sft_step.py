@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp.algorithms.losses import SUPERVISED_SUMS, merge_sums, supervised_metrics, token_mean_loss
-from grpo_mp.batching.supervised import SupervisedBatch, supervised_batch
+from grpo_mp.batching.updates import PackingRule, UpdatePlan, microbatches, plan_updates
 from grpo_mp.config import SftSettings
 from grpo_mp.data.chat_data import ChatSet
 from grpo_mp.data.cursor import Cursor, take
@@ -17,6 +17,22 @@ from grpo_mp.monitor.timeline import StepSummary
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.metrics import mtp_metrics
+from grpo_mp.utils.types import MicroBatch
+
+
+@dataclass(frozen=True)
+class SupervisedBatch:
+    """The plan of an update, and this rank's micro-batches. `lengths`, `learned`: tokens of each of its samples."""
+
+    plan: UpdatePlan
+    microbatches: tuple[MicroBatch, ...]
+    lengths: tuple[int, ...]
+    learned: tuple[int, ...]
+
+    @property
+    def padded_tokens(self) -> int:
+        """Return the tokens that the job computes, padding included."""
+        return sum(plan.tokens for rank in self.plan.schedule.ranks for plan in rank if plan.samples)
 
 
 @dataclass(frozen=True)
@@ -38,20 +54,23 @@ def next_batch(settings: SftSettings, train: ChatSet, cursor: Cursor, samples_se
 
 
 def pack_samples(data: ChatSet, indices: Sequence[int], max_tokens: int, policy: Policy) -> SupervisedBatch:
-    """Plan an update of these samples, and pack what this rank computes of it."""
+    """Plan an update of these samples, the same on every rank; read and pack the samples that this rank computes.
+
+    The loss is the mean over the tokens that have one.
+    """
     lengths, learned = data.lengths[list(indices)].tolist(), data.learned[list(indices)].tolist()
-    hidden_size = policy.config.hidden_size
-    with_mtp = policy.mtp_loss is not None
-    return supervised_batch(
-        lengths,
-        learned,
-        read=lambda i: data[indices[i]],
-        parallel=policy.parallel,
-        max_tokens=max_tokens,
-        hidden_size=hidden_size,
-        with_mtp=with_mtp,
+    parallel, hidden_size = policy.parallel, policy.config.hidden_size
+    rule = PackingRule(
+        *(parallel.layout, parallel.dp_size, max_tokens, hidden_size),
         pad_multiple=policy.padding_multiple,
+        with_mtp=policy.mtp_loss is not None,
     )
+    (plan,) = plan_updates(lengths, 1, rule)
+    data_rank, context_rank = parallel.coords.data, parallel.coords.context
+    samples = {place: data[indices[place]] for place in plan.samples_of(data_rank)}
+    zeros, weights = [0.0] * len(lengths), [1.0 / max(1, sum(learned))] * len(lengths)
+    batches = microbatches(plan, samples, zeros, weights, data_rank, context_rank)
+    return SupervisedBatch(plan, tuple(batches), tuple(lengths), tuple(learned))
 
 
 def supervised_update(policy: Policy, batch: SupervisedBatch) -> tuple[UpdateReport, dict[str, float]]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.routed_experts import _joined, _outgoing, exchange_routed_experts
 from grpo_mp.batching.shared_prompts import SamplePrompt
-from grpo_mp.batching.updates import microbatches, plan_updates
+from grpo_mp.batching.updates import PackingRule, microbatches, plan_updates
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
@@ -52,15 +52,15 @@ def test_rows_have_the_experts_of_their_tokens(one_rank_group: dist.ProcessGroup
     infos = all_gather_sample_info(groups, one_rank_group)
     lengths = [info.total_tokens for info in infos]
     prompts = [SamplePrompt(info.group_id, info.prompt_tokens) for info in infos] if shares else ()
-    plan = plan_updates(lengths, 2, layout, 1, 50, 64, list(reversed(range(len(infos)))), prompts)
+    plan = plan_updates(lengths, 2, PackingRule(layout, 1, 50, 64), list(reversed(range(len(infos)))), prompts)
     job: Any = SimpleNamespace(world_size=1, engine_ranks=0, group=one_rank_group)
-    routed = exchange_routed_experts(groups, infos, plan, range(5, 5 + LAYERS), layout, job)
+    routed = exchange_routed_experts(groups, infos, plan, range(5, 5 + LAYERS), job)
     assert all(sample.routed_experts is None for group in groups for sample in group.samples)
     found_rows = 0
     for update, of_update in zip(plan, routed, strict=True):
         weights = [0.0] * len(update.samples)
         for batch, experts in zip(
-            microbatches(update, samples, [0.0] * len(infos), weights, layout, 0, 0), of_update, strict=True
+            microbatches(update, samples, [0.0] * len(infos), weights, 0, 0), of_update, strict=True
         ):
             assert experts is not None
             tokens = batch.tokens[experts.rows]
@@ -81,9 +81,9 @@ def test_rows_have_the_experts_of_their_tokens(one_rank_group: dist.ProcessGroup
 def test_without_any_experts_routers_choose(one_rank_group: dist.ProcessGroup) -> None:
     groups = make_groups(np.uint8)[1:2]
     infos = all_gather_sample_info(groups, one_rank_group)
-    plan = plan_updates([info.total_tokens for info in infos], 1, LayoutConfig(), 1, 50, 64)
+    plan = plan_updates([info.total_tokens for info in infos], 1, PackingRule(LayoutConfig(), 1, 50, 64))
     job: Any = SimpleNamespace(world_size=1, engine_ranks=0, group=one_rank_group)
-    routed = exchange_routed_experts(groups, infos, plan, range(LAYERS), LayoutConfig(), job)
+    routed = exchange_routed_experts(groups, infos, plan, range(LAYERS), job)
     assert routed == [[None] * len(plan[0].schedule.ranks[0])]
 
 
@@ -93,7 +93,7 @@ def test_a_rank_holds_its_share_and_a_token_crosses_the_network_once() -> None:
     counts = [1, 3, 3, *[4] * 12, 3]  # layers of experts by stage
     stages = np.split(np.arange(58), np.cumsum(counts)[:-1])
     lengths = [300, 700, 1500, 2500, 4000, 6000]
-    (update,) = plan_updates(lengths, 1, layout, 1, 16384, 64)
+    (update,) = plan_updates(lengths, 1, PackingRule(layout, 1, 16384, 64))
     draw = np.random.default_rng(0)
     experts = {
         number: draw.integers(0, 256, (lengths[i] - 1, 58, topk), np.uint8) for number, i in enumerate(update.samples)
@@ -101,7 +101,7 @@ def test_a_rank_holds_its_share_and_a_token_crosses_the_network_once() -> None:
     places = [coordinates(rank, layout, world_size) for rank in range(world_size)]
     columns = [stages[place.pipeline].tolist() for place in places]
     assert update.schedule.microbatches == 1
-    messages = _outgoing(update, 0, experts, places, columns, layout)
+    messages = _outgoing(update, 0, experts, columns)
     held = [
         _joined([torch.frombuffer(bytearray(message), dtype=torch.uint8)], len(layers), "|u1", topk)
         for message, layers in zip(messages, columns, strict=True)

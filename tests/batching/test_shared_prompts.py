@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.batching.shared_prompts import SamplePrompt, make_units
-from grpo_mp.batching.updates import microbatches, plan_updates
+from grpo_mp.batching.updates import PackingRule, microbatches, plan_updates
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.utils.types import MicroBatch, Sample
 
@@ -30,10 +30,10 @@ def pack_all(samples: list[Sample], layout: LayoutConfig, dp_size: int, max_toke
     """Pack the micro-batches of all data-parallel ranks. A sample's advantage and weight are its number."""
     lengths = [sample.total_tokens for sample in samples]
     prompts = [SamplePrompt(sample.group_id, len(sample.prompt_tokens)) for sample in samples]
-    (update,) = plan_updates(lengths, 1, layout, dp_size, max_tokens, HIDDEN, prompts=prompts)
+    (update,) = plan_updates(lengths, 1, PackingRule(layout, dp_size, max_tokens, HIDDEN), prompts=prompts)
     numbers = [float(i) for i in range(len(samples))]
     samples_by_index = dict(enumerate(samples))
-    ranks = [microbatches(update, samples_by_index, numbers, numbers, layout, rank, 0) for rank in range(dp_size)]
+    ranks = [microbatches(update, samples_by_index, numbers, numbers, rank, 0) for rank in range(dp_size)]
     assert len({len(rank) for rank in ranks}) == 1
     return [batch for rank in ranks for batch in rank]
 

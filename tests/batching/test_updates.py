@@ -8,10 +8,10 @@ import torch
 
 from grpo_mp.batching.packing import gather_responses
 from grpo_mp.batching.updates import (
+    PackingRule,
     UpdatePlan,
     alignment,
     microbatches,
-    padded_size,
     padding_multiple,
     plan_updates,
 )
@@ -47,7 +47,7 @@ def make_samples(count: int, seed: int) -> list[Sample]:
 
 def plan(samples: list[Sample], updates: int, layout: LayoutConfig, dp_size: int) -> tuple[UpdatePlan, ...]:
     lengths = [sample.total_tokens for sample in samples]
-    return plan_updates(lengths, updates, layout, dp_size, MAX_TOKENS, HIDDEN)
+    return plan_updates(lengths, updates, PackingRule(layout, dp_size, MAX_TOKENS, HIDDEN))
 
 
 def joined_batches(
@@ -58,8 +58,7 @@ def joined_batches(
     advantages = [float(i) for i in range(len(samples))]
     weights = [1.0 / (len(update.samples) * len(samples[i].tokens)) for i in update.samples]
     ranks = [
-        microbatches(update, local_samples, advantages, weights, layout, data_rank, rank)
-        for rank in range(layout.context)
+        microbatches(update, local_samples, advantages, weights, data_rank, rank) for rank in range(layout.context)
     ]
     return [join_context_parts(parts) for parts in zip(*ranks, strict=True)]
 
@@ -158,8 +157,8 @@ def test_long_tailed_lengths_leave_little_padding_with_a_pipeline(
     lengths = [draw.randint(50, 2048) + min(32768, int(draw.lognormvariate(8.7, 1.0))) for _ in range(1024)]
     assert max(lengths) > 2 * 16384
     layout = LayoutConfig(tensor=8, context=4, pipeline=pipeline, virtual_pipeline=virtual)
-    updates = plan_updates(lengths, 4, layout, dp_size, max_tokens=16384, hidden_size=7168)
-    sizes = [padded_size(update.schedule, layout) for update in updates]
+    updates = plan_updates(lengths, 4, PackingRule(layout, dp_size, max_tokens=16384, hidden_size=7168))
+    sizes = [update.padded_size for update in updates]
     padded = sum(size * dp_size * update.schedule.microbatches for size, update in zip(sizes, updates, strict=True))
     assert max(sizes) < max(lengths) + alignment(layout)
     # Interleaving wants a multiple of the pipeline: up to pipeline - 1 micro-batches of an update are there for that.
@@ -177,15 +176,15 @@ def test_microbatches_in_fp8_have_whole_rows_of_each_rank(layout: LayoutConfig, 
     assert (multiple, padding_multiple(layout, TrainingConfig())) == (rows * layout.tensor * layout.context, 1)
     samples = make_samples(5, seed=3)
     lengths = [sample.total_tokens for sample in samples]
-    arguments = (lengths, 2, layout, 2, MAX_TOKENS, HIDDEN)
-    for plain, update in zip(plan_updates(*arguments), plan_updates(*arguments, pad_multiple=multiple), strict=True):
+    plans = (plan_updates(lengths, 2, PackingRule(layout, 2, MAX_TOKENS, HIDDEN, each)) for each in (1, multiple))
+    for plain, update in zip(*plans, strict=True):
         assert [[plan.samples for plan in rank] for rank in update.schedule.ranks] == [
             [plan.samples for plan in rank] for rank in plain.schedule.ranks
         ]
         for data_rank in range(2):
             own = {i: samples[i] for i in update.samples_of(data_rank)}
             weights = [1.0] * len(update.samples)
-            for batch in microbatches(update, own, [0.0] * 5, weights, layout, data_rank, context_rank=0):
+            for batch in microbatches(update, own, [0.0] * 5, weights, data_rank, context_rank=0):
                 assert len(batch.tokens) % (rows * layout.tensor) == 0
                 assert sum(batch.lengths) == len(batch.tokens) * layout.context
 

@@ -9,7 +9,7 @@ from grpo_mp.algorithms.advantages import load_estimator
 from grpo_mp.algorithms.loss_metrics import compute_metrics
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.step_batch import assemble_step_batch
+from grpo_mp.batching.step_batch import Assembly, assemble_step_batch
 from grpo_mp.distributed.process_groups import context_reduction
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.logprobs import compute_logprobs
@@ -51,7 +51,8 @@ def distilled(bench: Bench) -> Result:
     training = bench.settings.training.model_copy(update={"updates_per_step": 1})
     settings = bench.settings.model_copy(update={"algorithm": algorithm, "training": training})
     estimator = load_estimator(algorithm.advantage)
-    batch = assemble_step_batch(groups, infos, {}, settings, parallel, SMALL["hidden_size"], 1, estimator)
+    assembly = Assembly(settings, parallel, SMALL["hidden_size"], estimator, {})
+    batch = assemble_step_batch(groups, infos, 1, assembly)
     (update,) = compute_logprobs(policy, batch, algorithm, training.epochs, adaptive_coefs={})
     losses = policy.compute_gradients(update, loss_of(algorithm, reduce=context_reduction(parallel)))
     return {

@@ -12,7 +12,7 @@ import torch
 from grpo_mp.algorithms.losses import token_weights
 from grpo_mp.algorithms.presets import PRESETS
 from grpo_mp.batching.shared_prompts import SamplePrompt
-from grpo_mp.batching.updates import UpdatePlan, microbatches, plan_updates
+from grpo_mp.batching.updates import PackingRule, UpdatePlan, microbatches, plan_updates
 from grpo_mp.config import Settings, check_settings
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.distributed.process_groups import Parallel
@@ -161,13 +161,12 @@ def with_fixed_returns(batch: MicroBatch) -> MicroBatch:
 
 
 def plan_step(given: StepSamples, settings: Settings, parallel: Parallel) -> tuple[UpdatePlan, ...]:
+    max_tokens, with_mtp = settings.training.max_tokens_per_microbatch, settings.model.trains_mtp
+    rule = PackingRule(settings.layout, parallel.dp_size, max_tokens, SMALL["hidden_size"], with_mtp=with_mtp)
     return plan_updates(
         [sample.total_tokens for sample in given.samples],
         UPDATES,
-        settings.layout,
-        parallel.dp_size,
-        settings.training.max_tokens_per_microbatch,
-        SMALL["hidden_size"],
+        rule,
         prompts=[SamplePrompt(sample.group_id, len(sample.prompt_tokens)) for sample in given.samples]
         if settings.training.share_prompts
         else (),
@@ -183,8 +182,7 @@ def step_microbatches(given: StepSamples, settings: Settings, parallel: Parallel
         limit = settings.rollout.max_response_tokens
         weights = token_weights(lengths, [True] * len(lengths), settings.algorithm, limit)
         coordinates = (parallel.coords.data, parallel.coords.context)
-        with_mtp = settings.model.trains_mtp
-        batches = microbatches(update, samples, given.advantages, weights, settings.layout, *coordinates, with_mtp)
+        batches = microbatches(update, samples, given.advantages, weights, *coordinates)
         updates.append([_with_fixed(batch) for batch in batches])
     return updates
 

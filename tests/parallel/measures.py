@@ -21,7 +21,7 @@ from grpo_mp.algorithms.losses import token_mean_loss
 from grpo_mp.algorithms.settings import AlgorithmConfig
 from grpo_mp.batching.exchange import all_gather_sample_info
 from grpo_mp.batching.routed_experts import exchange_routed_experts
-from grpo_mp.batching.step_batch import assemble_step_batch
+from grpo_mp.batching.step_batch import Assembly, assemble_step_batch
 from grpo_mp.checkpoint.convert import to_hf, to_megatron
 from grpo_mp.checkpoint.describe import compare_weights
 from grpo_mp.checkpoint.hf_reader import HfReader
@@ -336,16 +336,9 @@ def _held(policy: TrainedModel) -> Result:
 def exchange(bench: Bench) -> Result:
     """Every rank holds some groups; do the samples that it trains on arrive?"""
     parallel, groups = bench.parallel, _groups(bench, bench.given.samples)
-    batch = assemble_step_batch(
-        groups,
-        all_gather_sample_info(groups, parallel.cpu_group),
-        {},
-        bench.settings,
-        parallel,
-        SMALL["hidden_size"],
-        1,
-        load_estimator(bench.settings.algorithm.advantage),
-    )
+    estimator = load_estimator(bench.settings.algorithm.advantage)
+    assembly = Assembly(bench.settings, parallel, SMALL["hidden_size"], estimator, {})
+    batch = assemble_step_batch(groups, all_gather_sample_info(groups, parallel.cpu_group), 1, assembly)
     packed = [list(update) for update in batch.updates]
     return {"packed": packed, "expected": bench.updates, "data": parallel.coords.data}
 
@@ -370,7 +363,8 @@ def family(bench: Bench) -> Result:
         training = bench.settings.training.model_copy(update={"updates_per_step": 1})
         settings = bench.settings.model_copy(update={"algorithm": algorithm, "training": training})
         estimator = load_estimator(algorithm.advantage)
-        batch = assemble_step_batch(groups, infos, {}, settings, parallel, SMALL["hidden_size"], 1, estimator)
+        assembly = Assembly(settings, parallel, SMALL["hidden_size"], estimator, {})
+        batch = assemble_step_batch(groups, infos, 1, assembly)
         (update,) = compute_logprobs(policy, batch, algorithm, training.epochs, adaptive_coefs={})
         update = [replace(one, old_logprobs=one.rollout_logprobs + 0.1 * torch.cos(one.targets)) for one in update]
         policy.compute_gradients(update, loss_of(algorithm, reduce=context_reduction(parallel)))
@@ -385,7 +379,7 @@ def replayed(bench: Bench) -> Result:
     groups = _groups(bench, with_experts(bench.given.samples, model_shape(policy.hf)))
     infos = all_gather_sample_info(groups, parallel.cpu_group)
     plan = plan_step(bench.given, bench.settings, parallel)[:1]
-    (experts,) = exchange_routed_experts(groups, infos, plan, policy.moe_layers, parallel.layout, parallel.job)
+    (experts,) = exchange_routed_experts(groups, infos, plan, policy.moe_layers, parallel.job)
     plain = bench.updates[0]
     batches = [replace(batch, routed_experts=of) for batch, of in zip(plain, experts, strict=True)]
     policy.logprobs(batches)  # forwards without a backward leave nothing behind

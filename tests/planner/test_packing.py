@@ -5,7 +5,7 @@ from statistics import fmean, median
 
 import pytest
 
-from grpo_mp.batching.updates import padded_size, plan_updates
+from grpo_mp.batching.updates import PackingRule, plan_updates
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.planner.job import AssumedLengths, pack_update, response_lengths
 from tests.planner.jobs import job_of
@@ -29,12 +29,12 @@ def test_assumed_responses_have_a_long_tail() -> None:
 
 def test_shared_prompt_counts_once_per_micro_batch() -> None:
     long_prompts, layout = AssumedLengths(64, 4096, 500.0, 1000), LayoutConfig()
-    shared = pack_update(replace(long_prompts, samples_per_prompt=8), layout, 1, 40_000, 1024)
+    shared = pack_update(replace(long_prompts, samples_per_prompt=8), PackingRule(layout, 1, 40_000, 1024))
     tokens = sum(response_lengths(long_prompts))
     # One token of the prompt is computed with each sample.
     assert shared.load_factor == pytest.approx((8 * 4096 + tokens) / (64 * 4096 + tokens), rel=2e-3)
-    assert pack_update(long_prompts, layout, 1, 40_000, 1024).load_factor == pytest.approx(1)
-    separate = pack_update(replace(long_prompts, samples_per_prompt=8), layout, 1, 4200, 1024)
+    assert pack_update(long_prompts, PackingRule(layout, 1, 40_000, 1024)).load_factor == pytest.approx(1)
+    separate = pack_update(replace(long_prompts, samples_per_prompt=8), PackingRule(layout, 1, 4200, 1024))
     assert separate.load_factor == pytest.approx(1)  # every sample in a micro-batch of its own
 
 
@@ -44,8 +44,8 @@ def test_plan_has_the_micro_batches_of_the_trainer(layout: dict[str, int]) -> No
     job = job_of("qwen2.5-7b", "h100-80", 16, layout=layout, rollout=LONG, training=training)
     job = replace(job, mean_response_tokens=6000.0)
     lengths = [1024 + response for response in response_lengths(AssumedLengths(256, 1024, 6000.0, 32768))]
-    (update,) = plan_updates(lengths, 1, job.settings.layout, job.dp_size, 16384, job.model.hidden_size)
-    size = padded_size(update.schedule, job.settings.layout)
+    (update,) = plan_updates(lengths, 1, PackingRule(job.settings.layout, job.dp_size, 16384, job.model.hidden_size))
+    size = update.padded_size
     ranks = [sum(size or plan.tokens for plan in rank) for rank in update.schedule.ranks]
     assert job.packing.microbatches == update.schedule.microbatches
     assert job.packing.load_factor == pytest.approx(max(ranks) / (sum(lengths) / job.dp_size))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from grpo_mp.algorithms.advantages import load_estimator
 from grpo_mp.algorithms.losses import load_policy_loss
 from grpo_mp.batching.exchange import all_gather_sample_info
-from grpo_mp.batching.step_batch import StepBatch, UpdateBatches, assemble_step_batch
+from grpo_mp.batching.step_batch import Assembly, StepBatch, UpdateBatches, assemble_step_batch
 from grpo_mp.config import Settings
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.policy.policy import Policy
@@ -45,4 +45,4 @@ def make_batch(
     """Assemble the batch of a step of the tiny model."""
     infos = all_gather_sample_info(groups, parallel.cpu_group)
     estimator = load_estimator(settings.algorithm.advantage)
-    return assemble_step_batch(list(groups), infos, {}, settings, parallel, 64, step, estimator, moe_layers)
+    return assemble_step_batch(list(groups), infos, step, Assembly(settings, parallel, 64, estimator, {}, moe_layers))

@@ -10,7 +10,7 @@ import torch
 from grpo_mp.algorithms.loss_metrics import MAXIMA, SUMS, compute_metrics
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.step_batch import StepBatch
-from grpo_mp.batching.updates import microbatches, plan_updates
+from grpo_mp.batching.updates import PackingRule, microbatches, plan_updates
 from grpo_mp.checkpoint.run_state import TrainState
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import Parallel
@@ -51,6 +51,7 @@ def info(group_id: int, index: int, reward: float, response: int, version: int =
     )
 
 
+RULE, LARGE = (PackingRule(LayoutConfig(), 1, tokens, 64) for tokens in (64, 4096))
 INFOS = [
     info(0, 0, 1.5, 4, answer=1.0, boxed=1.0),
     info(0, 1, 0.5, 16, answer=0.0, boxed=1.0),
@@ -155,7 +156,7 @@ def test_updates_are_averaged_but_for_what_only_the_first_one_shows(parallel: Pa
         report = UpdateReport([sums, sums], grad_norm, lr, skipped)
         return replace(report, measured=compute_metrics(reduce_report(report, parallel)))
 
-    plan = plan_updates([info.total_tokens for info in INFOS], 1, LayoutConfig(tensor=4), 2, 64, 64)
+    plan = plan_updates([info.total_tokens for info in INFOS], 1, PackingRule(LayoutConfig(tensor=4), 2, 64, 64))
     in_loss = tuple(not info.truncated for info in INFOS)
     batch = StepBatch(tuple(INFOS), in_loss, advantages=(), plan=(*plan, *plan, *plan), updates=())
     values = update_metrics([update(1.0, 3.0, 0.1, False), update(3.0, 5.0, 0.2, True)], batch, planned=3)
@@ -178,7 +179,7 @@ def test_updates_are_averaged_but_for_what_only_the_first_one_shows(parallel: Pa
 
 def test_totals_and_corrections_are_those_of_all_updates() -> None:
     """The weights old / rollout do not depend on the update, the off-policy mask grows with it, lost tokens add up."""
-    plan = plan_updates([info.total_tokens for info in INFOS], 1, LayoutConfig(), 1, 64, 64)
+    plan = plan_updates([info.total_tokens for info in INFOS], 1, RULE)
     batch = StepBatch(tuple(INFOS), (True,) * len(INFOS), advantages=(), plan=plan * 4, updates=())
     base = dict.fromkeys((*SUMS, *MAXIMA), 0.0) | {"tokens": 10.0}
 
@@ -225,7 +226,9 @@ def test_groups_are_those_that_the_step_trains_on() -> None:
 def test_a_shared_prompt_is_one_packed_prompt() -> None:
     infos = [replace(info, group_id=7, prompt_tokens=11) for info in INFOS]
     lengths = [info.total_tokens for info in infos]
-    plan = plan_updates(lengths, 1, LayoutConfig(), 1, 4096, 64, prompts=[SamplePrompt(7, 11)] * len(infos))
+    plan = plan_updates(
+        lengths, 1, LARGE, prompts=[SamplePrompt(7, 11)] * len(infos)
+    )
     batch = StepBatch(tuple(infos), (True,) * len(infos), (), plan, ())
     assert packed_tokens(batch) == 10 + sum(info.response_tokens + 1 for info in infos)
     (rank,) = plan[0].schedule.ranks
@@ -235,8 +238,8 @@ def test_a_shared_prompt_is_one_packed_prompt() -> None:
 def test_logprobs_of_a_shared_prompt_are_computed_once(parallel: Parallel) -> None:
     nothing = {"rollout_logprobs": (0.0,) * 5, "weight_versions": (0,) * 5, "truncated": False}
     samples = [Sample(7, index, tuple(range(11)), tuple(range(5)), **nothing) for index in range(3)]
-    (update,) = plan_updates([16] * 3, 1, LayoutConfig(), 1, 4096, 64, prompts=[SamplePrompt(7, 11)] * 3)
-    (batch,) = microbatches(update, dict(enumerate(samples)), [1.0] * 3, [1.0] * 3, LayoutConfig(), 0, 0)
+    (update,) = plan_updates([16] * 3, 1, LARGE, prompts=[SamplePrompt(7, 11)] * 3)
+    (batch,) = microbatches(update, dict(enumerate(samples)), [1.0] * 3, [1.0] * 3, 0, 0)
     assert logprob_tokens([[batch]], parallel) == 0
     scored = replace(batch, old_logprobs=batch.rollout_logprobs)
     assert logprob_tokens([[scored]], parallel) == 10 + 3 * 6
@@ -254,7 +257,9 @@ def test_kl_is_the_mean_over_the_updates_that_measured_it(parallel: Parallel) ->
         report = UpdateReport([sums], 1.0, 0.1, skipped=False)
         return replace(report, measured=compute_metrics(reduce_report(report, parallel)))
 
-    batch = StepBatch(tuple(INFOS), (True,) * 5, (), plan_updates([30] * 5, 2, LayoutConfig(), 1, 64, 64), ())
+    batch = StepBatch(
+        tuple(INFOS), (True,) * 5, (), plan_updates([30] * 5, 2, RULE), ()
+    )
     assert update_metrics([update(0.0, 0.0), update(3.0, 4.0)], batch, planned=2)["train/kl_loss"] == 0.75
     assert "train/kl_loss" not in update_metrics([update(0.0, 0.0)] * 2, batch, planned=2)
 

@@ -11,7 +11,7 @@ import torch
 from grpo_mp.batching.packing import pack
 from grpo_mp.batching.shared_prompts import SamplePrompt
 from grpo_mp.batching.step_batch import StepBatch
-from grpo_mp.batching.updates import plan_updates
+from grpo_mp.batching.updates import PackingRule, plan_updates
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.process_groups import Parallel
 from grpo_mp.trainer import token_details
@@ -66,7 +66,7 @@ def make_step(shared: bool, with_policy: bool = True) -> tuple[Updates, StepBatc
     prompts = [SamplePrompt(one.group_id, len(one.prompt_tokens)) for one in SAMPLES] if shared else []
     order = [4, 0, 5, 2, 1, 3]
     lengths = [one.total_tokens for one in SAMPLES]
-    plan = plan_updates(lengths, 2, LayoutConfig(), 1, 48, 8, order=order, prompts=prompts)
+    plan = plan_updates(lengths, 2, PackingRule(LayoutConfig(), 1, 48, 8), order=order, prompts=prompts)
     advantages = [torch.tensor([ADVANTAGE[token] for token in one.tokens], dtype=torch.float64) for one in SAMPLES]
     updates = []
     for update in plan:
