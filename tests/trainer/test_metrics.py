@@ -226,9 +226,7 @@ def test_groups_are_those_that_the_step_trains_on() -> None:
 def test_a_shared_prompt_is_one_packed_prompt() -> None:
     infos = [replace(info, group_id=7, prompt_tokens=11) for info in INFOS]
     lengths = [info.total_tokens for info in infos]
-    plan = plan_updates(
-        lengths, 1, LARGE, prompts=[SamplePrompt(7, 11)] * len(infos)
-    )
+    plan = plan_updates(lengths, 1, LARGE, prompts=[SamplePrompt(7, 11)] * len(infos))
     batch = StepBatch(tuple(infos), (True,) * len(infos), (), plan, ())
     assert packed_tokens(batch) == 10 + sum(info.response_tokens + 1 for info in infos)
     (rank,) = plan[0].schedule.ranks
@@ -257,9 +255,7 @@ def test_kl_is_the_mean_over_the_updates_that_measured_it(parallel: Parallel) ->
         report = UpdateReport([sums], 1.0, 0.1, skipped=False)
         return replace(report, measured=compute_metrics(reduce_report(report, parallel)))
 
-    batch = StepBatch(
-        tuple(INFOS), (True,) * 5, (), plan_updates([30] * 5, 2, RULE), ()
-    )
+    batch = StepBatch(tuple(INFOS), (True,) * 5, (), plan_updates([30] * 5, 2, RULE), ())
     assert update_metrics([update(0.0, 0.0), update(3.0, 4.0)], batch, planned=2)["train/kl_loss"] == 0.75
     assert "train/kl_loss" not in update_metrics([update(0.0, 0.0)] * 2, batch, planned=2)
 
