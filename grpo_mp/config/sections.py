@@ -267,8 +267,8 @@ class EngineConfig(Section):
     request_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="time limit of a request, in seconds; at least rollout.group_timeout_s. An engine that generates "
-        "and fails its health checks for half as long is given up; its groups go to the others, see max_restarts",
+        description="time limit of a request, in seconds; at least rollout.group_timeout_s. An engine that "
+        "misses it is given up; its groups go to the others, see max_restarts",
     )
     max_restarts: int = Field(
         3,

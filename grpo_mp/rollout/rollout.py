@@ -204,7 +204,6 @@ class Rollout:
         worker = RolloutWorker(
             *parts,
             step_tokens=settings.engine.speculative.verified_tokens,
-            health_timeout_s=settings.engine.request_timeout_s / 2,
         )
         return self._loop.submit(worker.run(task, stream, max_in_flight))
 

@@ -29,7 +29,6 @@ from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
 ABORT_EVERY_S = 0.5
-HEALTH_CHECKS = 10  # within `health_timeout_s`
 LOOK_EVERY_S = 0.1  # for groups that a lost engine gave back
 SCORES = "scores"  # name of a task that has no more use for the engine
 
@@ -88,7 +87,6 @@ class RolloutWorker:
     lose_engine: Callable[[EngineError], None]  # raises where it may not be lost
     episodes: EpisodeRunner | None = None  # None: a rollout is one answer
     step_tokens: int = 1  # that the engine may add to a response at once
-    health_timeout_s: float | None = None  # declare the engine dead after failing its checks for this long
 
     async def run(self, task: RolloutTask, stream: GroupStream, max_in_flight: int) -> LaunchedGroups:
         """Launch groups until the step has its groups, at most `max_in_flight` at a time; return all that were.
@@ -98,16 +96,14 @@ class RolloutWorker:
         groups = _Groups(task, stream, self.step_tokens)
         gate = LaunchGate(stream, task.lookahead, task.stopped, task.token_limit is not None)
         watch, launch = asyncio.create_task(gate.watch()), None
-        unwell = asyncio.create_task(self._wait_unwell())
         try:
             while not gate.done:
                 for number in groups.take_waiting(gate, max_in_flight):
                     groups.start(number, self._generate_group, gate)
                 if launch is None and len(groups.running) < max_in_flight:
                     launch = asyncio.create_task(_when_allowed(gate, groups.claim()))
-                awaited = {watch, unwell, *groups.running, *filter(None, [launch])}
+                awaited = {watch, *groups.running, *filter(None, [launch])}
                 await asyncio.wait(awaited, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
-                _raise_of(unwell)
                 if watch.done():
                     watch.result()
                 groups.take_finished()
@@ -120,7 +116,6 @@ class RolloutWorker:
                     self.episodes.pause.set()
                 await self.client.abort_all()
                 await asyncio.wait(groups.running, timeout=ABORT_EVERY_S)
-                _raise_of(unwell)
                 groups.take_finished()
         except EngineError as error:
             await groups.finish_scoring()
@@ -131,26 +126,9 @@ class RolloutWorker:
             groups.cancel()
             raise
         finally:
-            for other in filter(None, (watch, launch, unwell)):
+            for other in filter(None, (watch, launch)):
                 other.cancel()
         return groups.launched()
-
-    async def _wait_unwell(self) -> EngineError:
-        """Return what the engine's health check says when it has failed for too long; pauses do not count."""
-        if self.health_timeout_s is None:
-            await asyncio.Event().wait()
-            raise AssertionError
-        loop = asyncio.get_running_loop()
-        well = loop.time()
-        while True:
-            await asyncio.sleep(self.health_timeout_s / HEALTH_CHECKS)
-            try:
-                await self.client.check_health()
-                well = loop.time()
-            except EngineError as error:
-                LOGGER.info("%s", error)
-                if loop.time() - well > self.health_timeout_s:
-                    return error
 
     async def _generate_group(
         self, task: RolloutTask, group_id: int, prompt: Prompt, earlier: PausedGroup | None, tokens: int | None
@@ -398,12 +376,6 @@ def _has_finished(generation: asyncio.Task[EndedGroup]) -> bool:
     if not generation.done() or generation.cancelled() or generation.exception():
         return False
     return isinstance(generation.result(), SampleGroup)
-
-
-def _raise_of(unwell: asyncio.Task[EngineError]) -> None:
-    """Raise what a task has returned, if it has."""
-    if unwell.done():
-        raise unwell.result()
 
 
 async def _when_allowed(gate: LaunchGate, number: int) -> int | None:

@@ -67,18 +67,11 @@ def test_owned_arguments_are_refused_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
-        *(("max_running_requests", value, "a whole number") for value in ("abc", "1e3", [1], True, 1.5)),
+        ("max_running_requests", "abc", "a whole number"),
         ("max_running_requests", 0, "1 or more"),
-        ("max_running_requests", -3, "1 or more"),
         ("mem_fraction_static", 7, "a share above 0 and below 1"),
-        ("mem_fraction_static", True, "a number"),
-        ("kv_cache_dtype", 3, "text"),
-        ("attention_backend", 3, "text"),
-        ("moe_a2a_backend", {}, "one of none, deepep, "),
-        ("json_model_override_args", "[", "a JSON object in text"),
         ("json_model_override_args", "[1]", "a JSON object in text"),
         ("disable_radix_cache", "yes", "true or false"),
-        ("disable_radix_cache", None, "a value, not null"),
     ],
 )
 def test_values_of_other_types_are_refused(name: str, value: Any, wanted: str) -> None:
@@ -89,12 +82,6 @@ def test_values_of_other_types_are_refused(name: str, value: Any, wanted: str) -
 def test_values_of_the_types_are_taken() -> None:
     check_arguments({"max_running_requests": None, "mem_fraction_static": 0.5, "json_model_override_args": "{}"})
     check_arguments({"moe_a2a_backend": "deepep", "disable_radix_cache": True, "lora_target_modules": ["a"]})
-
-
-@pytest.mark.parametrize("name", ["kv_events_config", "grpc_mode", "disaggregation_mode"])
-def test_sockets_without_a_key_are_refused(name: str) -> None:
-    with pytest.raises(UserError, match=rf"engine.args.{name} cannot be set: "):
-        check_arguments({name: "x"})
 
 
 def test_the_users_arguments_win_over_defaults_only() -> None:
@@ -157,13 +144,8 @@ def test_environment(spec: EngineSpec) -> None:
     ("architecture", "module"),
     [
         ("DeepseekV3ForCausalLM", "deepseek_v2"),
-        ("DeepseekV2ForCausalLM", "deepseek_v2"),
-        ("Glm4MoeForCausalLM", "glm4_moe"),
         ("Qwen3MoeForCausalLM", "qwen3_moe"),
-        ("Qwen3ForCausalLM", "qwen3"),
-        ("Qwen2ForCausalLM", "qwen2"),
         ("LlamaForCausalLM", "llama"),
-        ("MixtralForCausalLM", "mixtral"),
         ("Qwen2ForRewardModel", "qwen2_rm"),
     ],
 )
@@ -201,12 +183,6 @@ def test_ranks_of_an_engine_agree_on_the_token(tmp_path: Path) -> None:
             command, env=environment, capture_output=True, text=True, check=True, timeout=300
         ).stdout
         assert output.splitlines()[-1] == str(gpus > 1)
-
-
-def test_without_sglang_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="SGLang is not installed"):
-        argument_types()
 
 
 def test_stand_in_modules_name_the_missing_function(run_in_engine_site: Callable[[str], str]) -> None:

@@ -61,7 +61,6 @@ class MortalEngine(FakeEngine):
     """It is lost after some requests, and all that it runs with it."""
 
     lives = 0  # 0: it is never lost
-    checks = 0
     is_lost = False
 
     async def generate(self, *arguments: Any, **more: Any) -> Any:
@@ -85,7 +84,6 @@ class OneRankRollout:
     routing: None = None
     client: None = None
     group_timeout_s: float = 60.0
-    health_timeout_s: float | None = None
     scored: set[int] = field(default_factory=set)
 
     @property
@@ -122,7 +120,7 @@ class OneRankRollout:
         if not alive:
             return self.loop.submit(give_back(task, stream))
         parts: Any = [(engine, FakeScorer(), tokenizer, self.group_timeout_s, self.lose) for engine in alive]
-        workers = [RolloutWorker(*part, health_timeout_s=self.health_timeout_s) for part in parts]
+        workers = [RolloutWorker(*part) for part in parts]
         carried = [dict[int, Any]() for _ in workers]
         for number, group in task.carried.items():
             carried[number % len(workers)][number] = group

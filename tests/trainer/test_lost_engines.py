@@ -39,21 +39,6 @@ class StuckEngine(FakeEngine):
         return await super().generate(prompt_tokens, *arguments, **more)
 
 
-class HangingEngine(MortalEngine):
-    """It stops computing after some requests, and says nothing."""
-
-    async def generate(self, *arguments: Any, **more: Any) -> Any:
-        self.lives -= 1
-        if self.lives <= 0:
-            await asyncio.Event().wait()
-        return await FakeEngine.generate(self, *arguments, **more)
-
-    async def check_health(self) -> None:
-        if self.lives <= 0:
-            self.checks += 1
-            raise EngineError(f"engine {self.index}: hangs")
-
-
 @pytest.mark.parametrize("filter_", [{}, {"zero_std": "refill"}], ids=["keep", "refill"])
 @pytest.mark.parametrize(("schedule", "max_staleness"), [("colocated", 0), ("colocated", 1), ("async", 1)])
 def test_a_group_past_its_limit_is_replaced_by_the_next_prompt(
@@ -114,31 +99,6 @@ def test_the_engine_of_a_group_past_its_limit_is_lost_if_it_is_not_well(one_rank
     collect = collector(one_rank_job, [HungEngine()], 12, {})
     with pytest.raises(EngineError, match="engine 0: hangs"):
         collect.collect(TrainState(), 1)
-
-
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_groups_of_an_engine_that_hangs_go_to_others_before_their_limit(one_rank_job: Any, max_staleness: int) -> None:
-    """Whether it hangs when the step still needs its groups, or when it is to pause them."""
-    hanging = HangingEngine(0)
-    engines: list[Any] = [hanging, FakeEngine(1)]
-    collect = collector(one_rank_job, engines, 6, {}, virtual_time=True, max_staleness=max_staleness)
-    collect.rollout.health_timeout_s = 1.0
-    hanging.lives, lost = 5, list[EngineError]()
-    lose = collect.rollout.lose
-
-    def losing(error: EngineError) -> None:
-        lost.append(error)
-        hanging.is_lost = True
-        lose(error)
-
-    collect.rollout.lose = losing
-    batches = run_steps(collect, engines, 3)
-    trained = [group.prompt.index for batch in batches for group in batch.groups]
-    assert sorted(trained) == list(range(24))
-    assert list(map(str, lost)) == ["engine 0: hangs"]
-    assert hanging.checks > 1  # one failure is not enough
-    for batch in batches:
-        check_samples(batch)
 
 
 @pytest.mark.parametrize(
