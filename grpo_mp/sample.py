@@ -60,7 +60,7 @@ SECTIONS: dict[str, Any] = {  # the settings that decide the answers and their s
 }
 # Settings of these sections that decide where and how fast answers are computed and scored.
 NEUTRAL = re.compile(
-    r"reward\..*(url|api_key_env|retries|gpus_per_server|timeout_s)"
+    r"reward\..*(url|api_key_env|gpus_per_server|timeout_s)"
     r"|engine\.args\.(mem_fraction_static|max_running_requests|chunked_prefill_size)"
 )
 

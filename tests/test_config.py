@@ -155,7 +155,7 @@ def test_settings_do_not_change(file: Path) -> None:
             "sync.bucket_bytes: 'lots' is not a number of bytes: write 512MiB, 1GiB or a",
         ),
         ({"reward": {"answer": 0}}, "here: reward: no reward has a weight"),
-        ({"reward": {"repetition": {"ngram": 3}}}, "here: reward: no reward has a weight"),
+        ({"reward": {"think": {"opened": True}}}, "here: reward: no reward has a weight"),
         ({"reward": {"code": {"weight": 0}}}, "here: reward: no reward has a weight"),
         (
             {"reward": {"answer": 1, "overlong": {"weight": 1, "buffer_tokens": 32}}},
@@ -295,8 +295,8 @@ def test_settings_do_not_change(file: Path) -> None:
             "sync.pause=retract has SGLang choose them anew at every update: set sync.pause=in_place",
         ),
         (
-            {"reward": {"judge": {"url": "http://a", "model": "m", "timeout_s": 1000}}},
-            "monitor.phase_timeout_s=3600 is shorter than reward.judge.timeout_s with retries=4010.5, a wait inside it",
+            {"reward": {"judge": {"url": "http://a", "model": "m", "timeout_s": 2000}}},
+            "monitor.phase_timeout_s=3600 is shorter than reward.judge.timeout_s with retries=6004.5, a wait inside it",
         ),
         ({"rollout": 3}, "here: rollout: expected settings below it, as rollout.KEY=VALUE, found 3"),
     ],

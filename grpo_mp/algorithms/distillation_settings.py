@@ -17,7 +17,6 @@ class TeacherConfig(ServedModelConfig):
         "own devices (TRL teacher_model_name_or_path, slime opd_teacher_load). The servers sleep but in SCORE, where "
         "they score the step's tokens; with schedule=colocated",
     )
-    timeout_s: float = Field(300.0, gt=0, description="time limit of one call for one group, in seconds")
 
     @model_validator(mode="after")
     def _is_somewhere(self) -> "TeacherConfig":

@@ -17,7 +17,6 @@ from grpo_mp.config.pipeline_settings import PipelineSettings
 from grpo_mp.config.sections import DEFAULT_DTYPE
 from grpo_mp.config.settings import Settings
 from grpo_mp.config.sft_settings import SftSettings
-from grpo_mp.rewards.settings import RewardModelConfig
 from grpo_mp.utils.errors import UserError, did_you_mean
 from grpo_mp.utils.reading import parse_override, read_yaml, shorten
 from grpo_mp.utils.redact import without_secrets
@@ -181,7 +180,7 @@ def _format_error(root: type[Section], where: str, item: Any) -> str:
 def _locate(root: type[Section], location: tuple[Any, ...]) -> tuple[type[Section] | None, list[str]]:
     """Return the section that holds a name, None for none of ours, and the names up to it, without those of classes."""
     section: type[Section] | None = root
-    names = [str(part) for part in location if not (isinstance(part, str) and part == RewardModelConfig.__name__)]
+    names = [str(part) for part in location]
     parts = iter(names[:-1])
     for part in parts:
         field = section.model_fields.get(part) if section else None

@@ -104,8 +104,6 @@ class Settings(Section):
             limits["rollout.limits.episode_s"] = self.rollout.limits.episode_s
         if self.reward.judge:
             limits["reward.judge.timeout_s with retries"] = self.reward.judge.longest_s
-        if self.algorithm.distillation:
-            limits["algorithm.distillation.teacher.timeout_s"] = self.algorithm.distillation.teacher.timeout_s
         for outer, inner in ((request, "rollout.group_timeout_s"), *((phase, name) for name in limits)):
             if limits[outer] < limits[inner]:
                 raise ValueError(
@@ -185,11 +183,11 @@ class Settings(Section):
     def _check_own_reward_models(self) -> "Settings":
         rule = self.algorithm.filter
         for name, model in self.reward.own_models.items():
-            folder = f"reward.{name}.folder={model.folder}"
+            folder = f"reward.model.folder={model.folder}"
             if not self.shares_devices:
                 raise ValueError(
                     f"{folder} is served in SCORE on the devices of all ranks, which schedule={self.schedule} has no "
-                    f"phase for: set schedule=colocated, or serve it elsewhere and set reward.{name}.url"
+                    f"phase for: set schedule=colocated, or serve it elsewhere and set reward.model.url"
                 )
             if name == "model" and self.reward.correct == name:
                 raise ValueError(
@@ -200,7 +198,7 @@ class Settings(Section):
                 raise ValueError(
                     f"algorithm.filter.metric={rule.metric} needs the whole reward while groups are generated, and "
                     f"{folder} is asked in SCORE alone: set metric=accuracy or zero_std=keep, or serve the model "
-                    f"elsewhere and set reward.{name}.url"
+                    "elsewhere and set reward.model.url"
                 )
         return self
 

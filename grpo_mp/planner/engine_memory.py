@@ -111,7 +111,8 @@ class ServedMemory:
 
 def served_memory(job: PlannedJob) -> dict[str, ServedMemory]:
     """Return the memory of the reward models and of the teacher that the job itself serves."""
-    rewards = {f"reward.{name}": model for name, model in job.settings.reward.own_models.items()}
+    model = job.settings.reward.model
+    rewards = {"reward.model": model} if model and model.folder else {}
     distillation = job.settings.algorithm.distillation
     own = {SECTION: distillation.teacher} if distillation and distillation.teacher.folder else {}
     return {

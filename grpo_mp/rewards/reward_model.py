@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from grpo_mp.rewards.base import RewardError, Values
-from grpo_mp.rewards.settings import BACKOFF_S, JudgeConfig, RewardModelConfig
+from grpo_mp.rewards.settings import BACKOFF_S, RETRIES, JudgeConfig, RewardModelConfig
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.redact import without_secrets
 from grpo_mp.utils.section import ServedModelConfig
@@ -21,6 +21,7 @@ from grpo_mp.utils.types import SampleGroup
 
 PATH = "/classify"  # SGLang's "reward model request": {"input_ids"} to [{"embedding": [score], "meta_info"}, ...]
 SEPARATOR = "\n\n"  # ends a step; the end of the response ends the last one
+TIMEOUT_S = 300.0  # of a call for one group
 KEEPALIVE_S = 2.0  # less than the five seconds after which SGLang closes an idle connection
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 Decode = Callable[[list[int]], str]
@@ -47,17 +48,19 @@ class ServedModelClient:
     rereads: ClassVar[bool] = False  # whether a reply without it is asked for again
     uses_proxy: ClassVar[bool] = False  # whether a proxy of the environment is asked
 
-    def __init__(self, settings: ServedModelConfig | JudgeConfig) -> None:
+    def __init__(
+        self, settings: ServedModelConfig | JudgeConfig, timeout_s: float | None = None, retries: int | None = None
+    ) -> None:
         """Open no connection yet: the server may come up later."""
         variable = settings.api_key_env
         if variable and variable not in os.environ:
             raise UserError(f"{self.section}.api_key_env: {variable} is not set in the environment: export it")
-        self._retries, self._key_variable = settings.retries, variable
+        self._retries, self._key_variable = RETRIES if retries is None else retries, variable
         key = os.environ[variable].strip() if variable else ""
         url = settings.url or ""
         self._servers = cycle([Server(url, {"Authorization": f"Bearer {key}"} if key else {})])
         self._http = httpx.Client(
-            timeout=settings.timeout_s,
+            timeout=timeout_s or (settings.timeout_s if isinstance(settings, JudgeConfig) else TIMEOUT_S),
             trust_env=self.uses_proxy and urlsplit(url).hostname not in LOOPBACK,
             limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
         )
@@ -130,8 +133,6 @@ class StepModelClient(ModelClient):
 
     A causal model's score at the end of a step depends on nothing after it: it is the score of the response cut there.
     """
-
-    section = "reward.steps"
 
     def __init__(self, settings: RewardModelConfig, decode: Decode) -> None:
         """Store `decode`, the policy's tokenizer."""

@@ -25,7 +25,7 @@ from grpo_mp.rewards.base import (
 )
 from grpo_mp.rewards.math import answer_numbers
 from grpo_mp.rewards.reward_model import Decode, Server, StepModelClient
-from grpo_mp.rewards.settings import COSINE, DATA_SET, EPISODE, STEPS, RewardConfig, RewardModelConfig
+from grpo_mp.rewards.settings import COSINE, DATA_SET, EPISODE, STEPS, RewardConfig
 from grpo_mp.rewards.terms import BuiltInTerms, cosine_reward
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Sample, SampleGroup, StepRewards
@@ -97,7 +97,7 @@ class Scorer:
         self._max_steps = max_steps
         self._stats = RewardStats()
         self._lock = threading.Lock()
-        step_model = settings.steps if isinstance(settings.steps, RewardModelConfig) else None
+        step_model = settings.model if not settings.outcome_model else None
         self._step_model = StepModelClient(step_model, decode) if step_model and decode else None
         function = settings.steps_function
         self._step_reward = STEP_REWARDS.resolve(function, "reward.steps") if function else None

@@ -14,8 +14,9 @@ from grpo_mp.utils.section import Section, ServedModelConfig, as_bytes
 
 STEPS = "steps"  # the name under which step rewards are logged; no term of the reward
 DATA_SET = "data_set"  # column with the name of a row's set in a mixture
-EPISODE = "episode"  # as reward.steps: what the rollout function gave
+EPISODE, MODEL = "episode", "model"  # as reward.steps: what the rollout function gave; the served model
 COSINE = "cosine"  # the term that follows from what is correct
+RETRIES = 2  # of a request to a served model or judge
 BACKOFF_S = 1.0  # before the first retry of a judge, twice as long before each next one, by half at random
 JUDGE_FIELDS = re.compile(r"\{(question|answer|conversation|reference|lowest|highest)\}")
 JUDGE_TEMPLATE = """\
@@ -63,10 +64,9 @@ class OverlongConfig(Section):
 
 
 class RepetitionConfig(Section):
-    """A penalty of repeated n-grams."""
+    """A penalty of repeated n-grams of four tokens."""
 
     weight: float = Field(0.0, ge=0, description="weight of the share of n-grams that repeat an earlier one; 0: off")
-    ngram: int = Field(4, gt=0, description="tokens of an n-gram")
 
 
 class ThinkConfig(Section):
@@ -95,7 +95,6 @@ class LanguageConfig(Section):
     target: str = Field(
         "en", description="language by ISO 639-1 code, such as en or zh; those of one script are not told apart"
     )
-    column: str | None = Field(None, description="data column of each row's target language, instead; null: none")
 
     _is_known = field_validator("target")(check_language)
 
@@ -146,14 +145,11 @@ class JudgeConfig(Section):
         {"temperature": 0.0}, description="other fields of the request, such as max_tokens or response_format"
     )
     timeout_s: float = Field(60.0, gt=0, description="time limit of one request, in seconds")
-    retries: int = Field(
-        3, ge=0, description="retries without answer, at status 408, 429 or 500 and above, or without a valid number"
-    )
 
     @property
     def longest_s(self) -> float:
         """Longest time of one answer in seconds, with all retries and without waiting for its turn."""
-        return self.timeout_s * (self.retries + 1) + 1.5 * BACKOFF_S * (2**self.retries - 1)
+        return self.timeout_s * (RETRIES + 1) + 1.5 * BACKOFF_S * (2**RETRIES - 1)
 
     @field_validator("template")
     @classmethod
@@ -211,12 +207,6 @@ class RewardConfig(Section):
     episode: float = Field(0.0, description="weight of the reward that rollout.function gives an episode")
     boxed: float = Field(0.0, description="weight of the format: 1 where the response has a \\boxed{} answer, else 0")
     boxed_answer: Literal["last", "first"] = Field("last", description="which \\boxed{} of a response is its answer")
-    tolerance: float | None = Field(
-        None,
-        ge=0,
-        description="difference between numbers that count as equal answers where one has a decimal point; below 1, "
-        "relative to the expected number; null: 0 where the expected number is whole, else 0.01",
-    )
     length: float = Field(
         0.0, description="weight of min(1, tokens / limit), the limit as for overlong; negative penalizes length"
     )
@@ -232,11 +222,11 @@ class RewardConfig(Section):
         {},
         description="your own functions: 'module:function' or 'file.py:function' to its weight (TRL reward_funcs)",
     )
-    steps: str | RewardModelConfig | None = Field(
+    steps: str | None = Field(
         None,
-        description="what rewards single steps: 'module:function', 'file.py:function', {url} of a served model, or "
-        "episode: the rewards that rollout.function gives segments; "
-        "needs algorithm.advantage.level=process",
+        description="what rewards single steps: 'module:function' or 'file.py:function'; model: reward.model, asked at "
+        "the end of each step instead of once; episode: the rewards that rollout.function gives segments. Needs "
+        "algorithm.advantage.level=process",
     )
     correct: str | None = Field(
         None,
@@ -266,7 +256,7 @@ class RewardConfig(Section):
     @property
     def built_in_weights(self) -> dict[str, float]:
         """Weights of all built-in terms that this section describes, by name."""
-        served = {"model": self.model, "judge": self.judge, "code": self.code}
+        served = {MODEL: self.outcome_model, "judge": self.judge, "code": self.code}
         return {
             "answer": self.answer,
             "episode": self.episode,
@@ -293,9 +283,14 @@ class RewardConfig(Section):
         return {path: name if counts[name] == 1 else path for path, name in short.items()}
 
     @property
+    def outcome_model(self) -> RewardModelConfig | None:
+        """The served model that scores whole responses, if any."""
+        return None if self.steps == MODEL else self.model
+
+    @property
     def steps_function(self) -> str | None:
         """Path of the function that rewards steps, if any."""
-        return self.steps if isinstance(self.steps, str) and self.steps != EPISODE else None
+        return self.steps if self.steps not in (EPISODE, MODEL) else None
 
     @property
     def weights(self) -> dict[str, float]:
@@ -306,14 +301,15 @@ class RewardConfig(Section):
     @property
     def own_models(self) -> dict[str, RewardModelConfig]:
         """Reward models that the job serves itself, by the names under which their values are logged."""
-        steps = self.steps if isinstance(self.steps, RewardModelConfig) else None
-        return {name: model for name, model in (("model", self.model), (STEPS, steps)) if model and model.folder}
+        if not (self.model and self.model.folder):
+            return {}
+        return {MODEL if self.outcome_model else STEPS: self.model}
 
     @property
     def has_outcome(self) -> bool:
         """Whether anything rewards complete responses."""
         sections = (
-            *(self.overlong, self.repetition, self.model, self.judge, self.code),
+            *(self.overlong, self.repetition, self.outcome_model, self.judge, self.code),
             *(self.think, self.language, self.cosine),
         )
         weights = [section.weight for section in sections if section]
@@ -322,7 +318,7 @@ class RewardConfig(Section):
     @property
     def span(self) -> float:
         """Highest minus lowest reward without penalties, where each term is in 0 to 1."""
-        sections = (self.think, self.language, self.model, self.judge, self.code)
+        sections = (self.think, self.language, self.outcome_model, self.judge, self.code)
         weights = [section.weight for section in sections if section]
         return sum(map(abs, (self.answer, self.episode, self.boxed, *weights, *self.functions.values())))
 
@@ -349,11 +345,12 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _models_are_somewhere(self) -> "RewardConfig":
-        for name, model in (("model", self.model), (STEPS, self.steps)):
-            if isinstance(model, RewardModelConfig) and (model.url is None) == (model.folder is None):
-                raise ValueError(
-                    f"reward.{name}: set url, where a reward model is served, or folder, which the job serves; not both"
-                )
+        if self.steps == MODEL and not self.model:
+            raise ValueError("reward.steps=model needs reward.model: set its url or folder")
+        if self.model and (self.model.url is None) == (self.model.folder is None):
+            raise ValueError(
+                "reward.model: set url, where a reward model is served, or folder, which the job serves; not both"
+            )
         return self
 
     @model_validator(mode="after")

@@ -34,9 +34,11 @@ class TeacherClient(ServedModelClient):
     section = SECTION
     wanted = "the logprobs of given tokens: serve a causal language model by SGLang"
 
-    def __init__(self, settings: ServedModelConfig, topk: int | None = None, vocab_size: int = 0) -> None:
+    def __init__(
+        self, settings: ServedModelConfig, topk: int | None = None, vocab_size: int = 0, **limits: Any
+    ) -> None:
         """Open no connection yet; `topk`: tokens that are asked for in each place; `vocab_size`: of the policy."""
-        super().__init__(settings)
+        super().__init__(settings, **limits)
         self._topk, self._vocab_size = topk, vocab_size
 
     def score_group(self, group: SampleGroup) -> SampleGroup:
@@ -147,8 +149,7 @@ def same_tokens(sent: Sequence[Sequence[int]], echoed: Sequence[Sequence[int]]) 
 
 def check_served_tokens(settings: ServedModelConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """Ask a server at `url` for the text of each of the policy's tokens; return a warning where it does not answer."""
-    limit_s = min(settings.timeout_s, CHECK_LIMIT_S)
-    client = TeacherClient(settings.model_copy(update={"retries": 0, "timeout_s": limit_s}))
+    client = TeacherClient(settings, timeout_s=CHECK_LIMIT_S, retries=0)
     numbers = sorted(tokenizer.get_vocab().values())
     try:
         body = {"tokens": [[i] for i in numbers], "skip_special_tokens": False}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from functools import partial
 
-from grpo_mp.rewards.base import RewardError, Values
+from grpo_mp.rewards.base import Values
 from grpo_mp.rewards.code import CodeTests
 from grpo_mp.rewards.judge import Judge
 from grpo_mp.rewards.language import LANGUAGES, script_share
@@ -14,7 +14,6 @@ from grpo_mp.rewards.math_verify_worker import MathVerifier
 from grpo_mp.rewards.reward_model import ModelClient
 from grpo_mp.rewards.settings import CosineConfig, RewardConfig
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.reading import has_column, read_column
 from grpo_mp.utils.types import Sample, SampleGroup
 
 COMPARISON_LIMIT_S = 5.0
@@ -27,7 +26,7 @@ class BuiltInTerms:
 
     def __init__(self, settings: RewardConfig, max_response_tokens: int, used: Collection[str]) -> None:
         """Build the terms whose names are in `used`."""
-        self.verifier = MathVerifier(min(COMPARISON_LIMIT_S, settings.timeout_s), settings.tolerance)
+        self.verifier = MathVerifier(min(COMPARISON_LIMIT_S, settings.timeout_s))
         self._boxed_choice = settings.boxed_answer
         self.model = ModelClient(settings.model) if settings.model and "model" in used else None
         self._judge = Judge(settings.judge) if settings.judge and "judge" in used else None
@@ -61,14 +60,14 @@ class BuiltInTerms:
 
 
 def _rules(settings: RewardConfig, max_response_tokens: int) -> dict[str, GroupValues]:
-    ngram, buffer = settings.repetition.ngram, settings.overlong.buffer_tokens or max(1, max_response_tokens // 5)
+    buffer = settings.overlong.buffer_tokens or max(1, max_response_tokens // 5)
     return {
         "episode": _by_sample(lambda sample: sample.episode_reward),
         "boxed": _by_sample(lambda sample: float(boxed_answer(sample.text) is not None)),
         "think": _by_sample(lambda sample: think_format(sample.text, settings.think.tags, settings.think.opened)),
         "length": _by_sample(lambda sample: min(1.0, len(sample.tokens) / max_response_tokens)),
         "overlong": _by_sample(lambda sample: overlong_penalty(len(sample.tokens), max_response_tokens, buffer)),
-        "repetition": _by_sample(lambda sample: repetition_penalty(sample.tokens, ngram)),
+        "repetition": _by_sample(lambda sample: repetition_penalty(sample.tokens)),
     }
 
 
@@ -96,15 +95,9 @@ def _language_shares(settings: RewardConfig, group: SampleGroup) -> Values:
 
     DeepSeek-R1's language consistency (arXiv 2501.12948, 2.3.2).
     """
-    language, (first, last) = settings.language, settings.think.tags
-    target: object = language.target
-    if language.column:
-        columns = group.prompt.columns
-        target = read_column(columns, language.column) if has_column(columns, language.column) else None
-    if not isinstance(target, str) or target not in LANGUAGES:
-        raise RewardError(f"reward.language.column {language.column}: {target!r:.40} is no known language, such as en")
+    first, last = settings.think.tags
     thinking = (sample.text.partition(last)[0].replace(first, " ") for sample in group.samples)
-    return [script_share(text, LANGUAGES[target]) for text in thinking]
+    return [script_share(text, LANGUAGES[settings.language.target]) for text in thinking]
 
 
 def cosine_reward(is_correct: bool, tokens: int, max_response_tokens: int, constants: CosineConfig) -> float:
@@ -127,7 +120,7 @@ def overlong_penalty(tokens: int, max_response_tokens: int, buffer_tokens: int) 
     return min(0.0, max(-1.0, (max_response_tokens - buffer_tokens - tokens) / buffer_tokens))
 
 
-def repetition_penalty(tokens: Sequence[int], ngram: int) -> float:
+def repetition_penalty(tokens: Sequence[int], ngram: int = 4) -> float:
     """Return -(share of n-grams that occurred before in `tokens`): 0 without repetition or below n tokens, above -1.
 
     Counts the same n-grams as the penalty of Yeo et al. (arXiv 2502.03373, appendix), who give it to the tokens of

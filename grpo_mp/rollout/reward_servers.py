@@ -194,7 +194,7 @@ def check_served_models(
     """Refuse folders that cannot be served as reward models or as a teacher of the policy's tokens."""
     trust = settings.model.trust_remote_code
     for name, model in served_models(settings, rewards=True, teacher=teacher).items():
-        section, gpus = SECTION if name == TEACHER else f"reward.{name}", model.gpus_per_server
+        section, gpus = SECTION if name == TEACHER else "reward.model", model.gpus_per_server
         if ranks_per_node % gpus or world_size % gpus:
             raise UserError(
                 f"{section}.gpus_per_server={gpus} does not divide the {ranks_per_node} ranks of a node "

@@ -42,7 +42,7 @@ def _describe_rollouts(settings: Settings, inputs: RunInputs, world_size: int, r
     yield f"engines: {len(hosts)} x {settings.engine.gpus_per_engine} rank(s), hosted by ranks {hosts}"
     for name, model in served_models(settings, rewards=True, teacher=True).items():
         yield (
-            f"{name if name == TEACHER else f'reward.{name}'}: {world_size // model.gpus_per_server} servers of "
+            f"{name if name == TEACHER else 'reward.model'}: {world_size // model.gpus_per_server} servers of "
             f"{model.gpus_per_server} rank(s) on {model.folder}, asleep but in SCORE"
         )
     samples = {name: eval_set.samples for name, eval_set in settings.data.eval.items()}

@@ -88,8 +88,6 @@ class ServedModelConfig(Section):
     api_key_env: str | None = Field(
         None, description="environment variable that holds the server's API key; null: none"
     )
-    timeout_s: float = Field(30.0, gt=0, description="time limit of one call for one group, in seconds")
-    retries: int = Field(2, ge=0, description="retries when there is no answer, or the status is 429 or 500 and above")
 
 
 def _types_in(annotation: Any) -> Iterator[Any]:

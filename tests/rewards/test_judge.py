@@ -116,7 +116,7 @@ def test_the_last_match_counts(text: str, value: float, server: Server, make_gro
 @pytest.mark.parametrize("failure", [(500, "busy"), (429, "slow down"), (408, ""), SLOW, "I cannot say.", "Score: 11"])
 def test_failures_that_pass_are_retried(failure: Any, server: Server, make_group: MakeGroup) -> None:
     server.failures = [failure, failure]
-    assert score(server.url, make_group(["abcd"]), retries=2, timeout_s=limit_s(failure))[0] == [0.4]
+    assert score(server.url, make_group(["abcd"]), timeout_s=limit_s(failure))[0] == [0.4]
     assert len(server.bodies) == 3
 
 
@@ -137,7 +137,8 @@ def test_a_judge_that_fails(
     """Stopping names judge, prompt and sample, never the key; else only the sample that was not judged is affected."""
     monkeypatch.setenv("JUDGE_KEY", KEY)
     monkeypatch.setattr("grpo_mp.rewards.judge.CONCURRENT_REQUESTS", 1)
-    limits: dict[str, Any] = {"retries": 1, "timeout_s": limit_s(failure)}
+    limits: dict[str, Any] = {"timeout_s": limit_s(failure)}
+    monkeypatch.setattr("grpo_mp.rewards.reward_model.RETRIES", 1)
     limits["api_key_env"] = "JUDGE_KEY"
     server.failures = [failure] * calls
     where = rf"^reward judge: prompt 12: j1 at {server.url}chat/completions "
@@ -157,11 +158,11 @@ def test_a_judge_that_fails(
 
 def test_a_judge_that_is_down(server: Server, make_group: MakeGroup) -> None:
     server.server_close()
-    rewards, stats, scored = score(server.url, make_group(["a", "b"]), on_error=-1.0, retries=1)
+    rewards, stats, scored = score(server.url, make_group(["a", "b"]), on_error=-1.0)
     assert rewards == [-1.0, -1.0]
     assert [sample.is_correct for sample in scored.samples] == [None, None]
     assert "gave no answer (ConnectError: " in stats.first_errors["judge"]
-    assert score(server.url, make_group(["a"]), on_error="skip", retries=0)[0] == [0.0]
+    assert score(server.url, make_group(["a"]), on_error="skip")[0] == [0.0]
 
 
 def test_requests_in_flight_are_limited(server: Server, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,9 +45,13 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def score(url: str, group: SampleGroup, on_error: float | str = "stop", **model: Any) -> list[float]:
+def score(
+    url: str, group: SampleGroup, on_error: float | str = "stop", timeout_s: float = 60.0, **model: Any
+) -> list[float]:
     settings = RewardConfig.model_validate({"model": {"url": url, **model}, "on_error": on_error})
-    scorer = Scorer(settings, max_response_tokens=10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo_mp.rewards.reward_model.TIMEOUT_S", timeout_s)
+        scorer = Scorer(settings, max_response_tokens=10)
     try:
         assert [*scorer.term_weights] == ["model"]
         return [sample.reward for sample in scorer.score_group(group).samples]
@@ -72,7 +76,7 @@ def test_a_proxy_of_the_environment_is_not_asked(
 @pytest.mark.parametrize("failure", [(500, "busy"), (503, ""), (429, "slow down"), SLOW])
 def test_transient_failures_are_retried(failure: Any, server: Server, make_group: MakeGroup) -> None:
     server.failures = [failure, failure]
-    assert score(server.url, make_group(["a"]), retries=2, timeout_s=limit_s(failure)) == [100.0]
+    assert score(server.url, make_group(["a"]), timeout_s=limit_s(failure)) == [100.0]
     assert len(server.bodies) == 3
 
 
@@ -89,35 +93,42 @@ FAILURES: list[tuple[Any, int, str]] = [
 
 
 @pytest.mark.parametrize(("failure", "calls", "sentence"), FAILURES)
-def test_broken_answers(failure: Any, calls: int, sentence: str, server: Server, make_group: MakeGroup) -> None:
+def test_broken_answers(
+    failure: Any, calls: int, sentence: str, server: Server, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_mp.rewards.reward_model.RETRIES", 1)
     group = make_group(["a", "b"])
     server.failures = [failure] * calls
     with pytest.raises(UserError, match=rf"^reward model: prompt 12: .*{sentence}") as raised:
-        score(server.url, group, retries=1, timeout_s=limit_s(failure))
+        score(server.url, group, timeout_s=limit_s(failure))
     assert len(server.bodies) == calls
     assert "\n" not in str(raised.value)
     server.failures = [failure] * calls
-    assert score(server.url, group, on_error=-2.0, retries=1, timeout_s=limit_s(failure)) == [-2.0, -2.0]
+    assert score(server.url, group, on_error=-2.0, timeout_s=limit_s(failure)) == [-2.0, -2.0]
 
 
 def test_a_server_that_is_down(server: Server, make_group: MakeGroup) -> None:
     server.server_close()
     with pytest.raises(UserError, match=rf"{server.url}/classify gave no answer \(\w+Error: "):
-        score(server.url, make_group(["a"]), retries=0)
+        score(server.url, make_group(["a"]))
 
 
 @pytest.mark.parametrize("on_error", ["skip", -2.0])
 @pytest.mark.parametrize("failures", [[], [(400, "too long")]])
 @pytest.mark.parametrize("others", [{}, {"length": 0.3}])
+@pytest.mark.parametrize("steps", [{}, {"steps": "model"}], ids=["response", "steps"])
 def test_a_model_that_the_job_serves_gives_later_what_one_elsewhere_gives_at_once(
-    others: dict[str, float], failures: list[Any], on_error: Any, server: Server, make_group: MakeGroup
+    others: dict[str, float],
+    steps: dict[str, str],
+    failures: list[Any],
+    on_error: Any,
+    server: Server,
+    make_group: MakeGroup,
 ) -> None:
     """`score_group` and `finish_group` together are `score_group` of the same server by its URL."""
 
     def scorer(**where: str) -> Scorer:
-        part = {"retries": 0, "weight": 0.5, **where}
-        steps = {"retries": 0, **where}
-        reward = {"model": part, "steps": steps, "on_error": on_error, **others}
+        reward = {"model": {"weight": 0.5, **where}, **steps, "on_error": on_error, **others}
         return Scorer(RewardConfig.model_validate(reward), 10, decode=lambda tokens: "".join(map(chr, tokens)))
 
     group = make_group(["a", "a\n\nc", "dd"])
@@ -126,8 +137,7 @@ def test_a_model_that_the_job_serves_gives_later_what_one_elsewhere_gives_at_onc
     expected = elsewhere.score_group(group)
     server.failures, asked = list(failures), len(server.bodies)
     own = scorer(folder="reward_model")
-    for name in ("model", "steps"):
-        own.connect_model(name, [Address(server.url, {})])
+    own.connect_model("steps" if steps else "model", [Address(server.url, {})])
     begun = own.score_group(group)
     assert len(server.bodies) == asked
     assert not any(sample.step_rewards or "model" in sample.reward_terms for sample in begun.samples)

@@ -53,8 +53,8 @@ def score(
     """Scores texts, one token a character, by the server as a part of the reward."""
     monkeypatch.setenv(KEY, server.api_key)
 
-    def run(part: str, texts: list[str], **settings: str) -> SampleGroup:
-        reward = {part: {"url": server.url, "api_key_env": KEY, **settings}}
+    def run(part: str, texts: list[str]) -> SampleGroup:
+        reward = {"model": {"url": server.url, "api_key_env": KEY}} | ({"steps": "model"} if part == "steps" else {})
         scorer = Scorer(RewardConfig.model_validate(reward), 16, decode=lambda tokens: "".join(map(chr, tokens)))
         scored = scorer.score_group(make_group(texts))
         scorer.close()

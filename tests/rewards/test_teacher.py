@@ -64,7 +64,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def teacher(server: Server) -> Iterator[TeacherClient]:
-    client = TeacherClient(TeacherConfig(url=server.url, retries=0))
+    client = TeacherClient(TeacherConfig(url=server.url), retries=0)
     yield client
     client.close()
 
@@ -89,7 +89,7 @@ def test_every_token_of_every_response_has_its_logprob(
 
 @pytest.fixture
 def topk_teacher(server: Server) -> Iterator[TeacherClient]:
-    client = TeacherClient(TeacherConfig(url=server.url, retries=0), topk=3, vocab_size=101)
+    client = TeacherClient(TeacherConfig(url=server.url), retries=0, topk=3, vocab_size=101)
     yield client
     client.close()
 

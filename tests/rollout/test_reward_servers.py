@@ -155,10 +155,6 @@ URL: dict[str, Any] = {"teacher": {"url": "http://x"}}
             teaching(**ADDED) | {"rollout": MINIMAL_SETTINGS["rollout"] | {"group_size": 1}},
             "rollout.group_size=1 leaves",
         ),
-        (
-            teaching(distillation={"teacher": {"url": "http://x", "timeout_s": 10**6}}),
-            "monitor.phase_timeout_s=.* is shorter than algorithm.distillation.teacher.timeout_s",
-        ),
         (teaching(distillation=URL | {"kl_type": "forward"}), "kl_type=forward needs more of the teacher than one"),
         (teaching(distillation=URL | {"topk": 0}), "algorithm.distillation.topk"),
         (teaching(distillation=URL | {"topk": 10**6}), "logprobs of one response, above the limit of 16,777,216"),
