@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from grpo_mp.algorithms.evaluation import plot_pass_at_k, write_scores, write_svg
 from grpo_mp.checkpoint.run_state import read_manifest
-from grpo_mp.monitor.samples import append_samples
+from grpo_mp.monitor.samples import SHOWN_SAMPLES, append_samples
 from grpo_mp.trainer.command_line import command, started_job
 from grpo_mp.trainer.engine_job import EngineJob, read_engine_job, start_engines
 from grpo_mp.trainer.evaluation import Evaluation, Evaluator
@@ -52,8 +52,7 @@ def run(job: EngineJob, inputs: RunInputs) -> None:
         for name, eval_set in job.settings.data.eval.items()
     )
     with start_engines(job, inputs, f"{job.name}: {problems}; starting the engines") as engines:
-        shown = job.settings.monitor.samples_per_step
-        evaluate_and_report(job, Evaluator(inputs.evals, inputs.scorer, samples_shown=shown, **vars(engines)))
+        evaluate_and_report(job, Evaluator(inputs.evals, inputs.scorer, samples_shown=SHOWN_SAMPLES, **vars(engines)))
 
 
 def evaluate_and_report(job: EngineJob, evaluator: Evaluator) -> None:

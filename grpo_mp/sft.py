@@ -25,7 +25,6 @@ from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.command_line import command, print_once, started_job
 from grpo_mp.trainer.describe import describe_sft
 from grpo_mp.trainer.loop import (
-    check_guards,
     end_report,
     export,
     export_step,
@@ -73,7 +72,7 @@ def fine_tune(ctx: SftContext, reporter: Reporter) -> None:
         logger.write(step, record)
         ctx.progress.step(step, record.scalars)
         reporter.step(step)
-        check_guards(ctx, guards, step, record)
+        guards.check(step, record.scalars)
         if run.export_every and step % run.export_every == 0:
             export_step(ctx, step)  # before the save: what a start resumes behind is there
         if is_due(step, run.save_every, run.steps):

@@ -20,7 +20,7 @@ from grpo_mp.monitor.loggers import open_loggers
 from grpo_mp.monitor.reporter import Reporter
 from grpo_mp.monitor.rules import RuleWatch
 from grpo_mp.monitor.run_folder import read_metrics
-from grpo_mp.monitor.samples import drop_later_files
+from grpo_mp.monitor.samples import SHOWN_SAMPLES, drop_later_files
 from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.planner.clusters import machine_options
 from grpo_mp.policy.trained_model import UpdateReport
@@ -31,7 +31,6 @@ from grpo_mp.trainer.describe import describe_run
 from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, recorded_evaluations
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.loop import (
-    check_guards,
     end_report,
     export,
     export_step,
@@ -98,7 +97,7 @@ def train(ctx: TrainContext, reporter: Reporter) -> None:
         logger.write(step, record)
         ctx.progress.step(step, record.scalars, record.scalars.get("rollout/accuracy"))
         reporter.step(step)
-        check_guards(ctx, guards, step, record)
+        guards.check(step, record.scalars)
         if run.export_every and step % run.export_every == 0:
             export_step(ctx, step)  # before the save: what a start resumes behind is there
         if is_due(step, run.save_every, run.steps):
@@ -146,7 +145,7 @@ def first_evaluation(ctx: RolloutContext) -> tuple[Evaluation, Evaluation]:
 def make_logger(ctx: TrainContext) -> StepLogger:
     """Open the loggers of the run, which continue after the steps that are done; lines of later steps are dropped."""
     settings, first_step = ctx.settings, ctx.state.step + 1 if ctx.state.step else 0
-    folder, samples_per_step = settings.run.folder, settings.monitor.samples_per_step
+    folder = settings.run.folder
     make_loggers = ctx.inputs.extensions.make_loggers if ctx.parallel.rank == 0 else ()
     if ctx.parallel.rank == 0:
         drop_later_files(folder, first_step)
@@ -156,7 +155,7 @@ def make_logger(ctx: TrainContext) -> StepLogger:
     return StepLogger(
         folder,
         settings.training.epochs,
-        samples_per_step=samples_per_step,
+        samples_per_step=SHOWN_SAMPLES,
         parallel=ctx.parallel,
         timeline=ctx.timeline,
         progress=ctx.progress,

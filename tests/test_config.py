@@ -143,7 +143,7 @@ def test_settings_do_not_change(file: Path) -> None:
     [
         ({"run": {"folder": "x"}}, "here: run: run.steps is missing: set it, or run.epochs"),
         ({"rollouts": {}}, "here: unknown setting rollouts (did you mean rollout?)"),
-        ({"engine": {"num_engine": 1}}, "here: unknown setting engine.num_engine (did you mean engine.num_engines?)"),
+        ({"engine": {"rank": 1}}, "here: unknown setting engine.rank (did you mean engine.ranks?)"),
         (
             {"algorithm": {"clip": {"hihg": 1}}},
             "unknown setting algorithm.clip.hihg (did you mean algorithm.clip.high?)",
@@ -235,15 +235,11 @@ def test_settings_do_not_change(file: Path) -> None:
         ),
         ({"reward": {"episode": 1.0}}, "reward.episode weighs what rollout.function gives, and there is none"),
         (
-            {"rollout": MINIMAL_SETTINGS["rollout"] | {"group_timeout_s": 900}},
-            "engine.request_timeout_s=600 is shorter than rollout.group_timeout_s=900, a wait inside it: raise it",
-        ),
-        (
-            {"rollout": MINIMAL_SETTINGS["rollout"] | {"group_timeout_s": 7200}, "engine": {"request_timeout_s": 7200}},
+            {"rollout": MINIMAL_SETTINGS["rollout"] | {"group_timeout_s": 7200}},
             "here: monitor.phase_timeout_s=3600 is shorter than rollout.group_timeout_s=7200, a wait inside it: raise",
         ),
         (
-            {"engine": {"start_timeout_s": 60}, "monitor": {"phase_timeout_s": 30}},
+            {"monitor": {"phase_timeout_s": 30}},
             "here: monitor.phase_timeout_s=30 is shorter than rollout.group_timeout_s=600",
         ),
         (

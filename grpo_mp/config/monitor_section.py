@@ -1,6 +1,6 @@
 """The section of metrics, logs, guards and time limits."""
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
@@ -9,7 +9,7 @@ from grpo_mp.utils.section import Section
 
 
 class MetricGuard(Section):
-    """Limits of a metric; outside them the run stops or warns."""
+    """Limits of a metric; outside them the run stops, and the last checkpoint stays."""
 
     min: float | None = Field(None, description="least value; null: none")
     max: float | None = Field(None, description="greatest value; null: none")
@@ -19,7 +19,6 @@ class MetricGuard(Section):
         description="most that the mean of the last `steps` steps may be below the best such mean; null: any",
     )
     steps: int = Field(1, ge=1, description="steps in a row that must be outside, or that a mean is of")
-    action: Literal["stop", "warn"] = Field("stop", description="what to do then; a stop leaves the last checkpoint")
 
     @model_validator(mode="after")
     def _has_a_limit(self) -> "MetricGuard":
@@ -38,7 +37,6 @@ class MonitorConfig(Section):
         description="writers of the metrics: tensorboard, jsonl, wandb, mlflow, trackio, or your own 'file.py:Class', "
         "each with its arguments; also one name, or a list (TRL report_to, verl trainer.logger)",
     )
-    samples_per_step: int = Field(4, ge=0, description="sample texts written at each step")
     report_every: int | None = Field(
         100,
         ge=0,
@@ -53,10 +51,7 @@ class MonitorConfig(Section):
         "differ the run stops and names the rank (Megatron --check-weight-hash-across-dp-replicas-interval); 0: never",
     )
     poll_engines_s: float = Field(
-        5.0,
-        ge=0,
-        description="seconds between two questions to each engine, what runs, waits and is cached, for `grpo-mp watch` "
-        "and the timeline; 0: never",
+        5.0, gt=0, description="seconds between two requests for an engine's load, for `grpo-mp watch` and the timeline"
     )
     guards: dict[str, MetricGuard] = Field(
         {},

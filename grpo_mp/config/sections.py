@@ -256,19 +256,11 @@ class EngineConfig(Section):
     """The SGLang engines that generate, on the devices of the trainer or on their own."""
 
     gpus_per_engine: int = Field(1, ge=1, description="consecutive ranks that one engine spans (SGLang tp_size)")
-    num_engines: int | None = Field(None, ge=1, description="number of engines; null: as many as fit the ranks")
     ranks: int = Field(
         0,
         ge=0,
         description="ranks, the last of the job, that engines have for themselves with schedule=one_step_off or async; "
         "the others train",
-    )
-    start_timeout_s: float = Field(600.0, gt=0, description="time limit of an engine's start, in seconds")
-    request_timeout_s: float = Field(
-        600.0,
-        gt=0,
-        description="time limit of a request, in seconds; at least rollout.group_timeout_s. An engine that "
-        "misses it is given up; its groups go to the others, see max_restarts",
     )
     max_restarts: int = Field(
         3,

@@ -92,23 +92,21 @@ class Settings(Section):
     @model_validator(mode="after")
     def _check_timeouts(self) -> "Settings":
         """Check that an inner wait ends before the outer one, because its error says more."""
-        request, phase = "engine.request_timeout_s", "monitor.phase_timeout_s"
+        phase = "monitor.phase_timeout_s"
         limits = {
             "rollout.group_timeout_s": self.rollout.group_timeout_s,
             "reward.timeout_s": self.reward.timeout_s,
-            "engine.start_timeout_s": self.engine.start_timeout_s,
-            request: self.engine.request_timeout_s,
             phase: self.monitor.phase_timeout_s,
         }
         if self.rollout.rollout_function:
             limits["rollout.limits.episode_s"] = self.rollout.limits.episode_s
         if self.reward.judge:
             limits["reward.judge.timeout_s with retries"] = self.reward.judge.longest_s
-        for outer, inner in ((request, "rollout.group_timeout_s"), *((phase, name) for name in limits)):
-            if limits[outer] < limits[inner]:
+        for name, limit in limits.items():
+            if limits[phase] < limit:
                 raise ValueError(
-                    f"{outer}={limits[outer]:g} is shorter than {inner}={limits[inner]:g}, a wait inside it: "
-                    f"raise it to {limits[inner]:g} or more"
+                    f"{phase}={limits[phase]:g} is shorter than {name}={limit:g}, a wait inside it: raise it to "
+                    f"{limit:g} or more"
                 )
         return self
 

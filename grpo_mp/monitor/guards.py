@@ -1,4 +1,4 @@
-"""Stop a run, or warn, when a metric leaves the limits in `monitor.guards`."""
+"""Stop a run when a metric leaves the limits in `monitor.guards`."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,14 +19,11 @@ class MetricGuards:
             for name in guards:
                 self._violation(name, values)
 
-    def check(self, step: int, values: Mapping[str, float | None]) -> list[str]:
-        """Return a sentence on each metric outside its limits; raise EarlyStopError if a guard stops the run."""
+    def check(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Raise EarlyStopError with a sentence on each metric outside its limits."""
         found = {name: self._violation(name, values) for name in self._guards}
-        sentences = {name: f"{name} {text} (monitor.guards)" for name, text in found.items() if text}
-        stopping = [text for name, text in sentences.items() if self._guards[name].action == "stop"]
-        if stopping:
-            raise EarlyStopError(f"step {step}: {'; '.join(stopping)}: the run stops; what was saved before is kept")
-        return list(sentences.values())
+        if sentences := [f"{name} {text} (monitor.guards)" for name, text in found.items() if text]:
+            raise EarlyStopError(f"step {step}: {'; '.join(sentences)}: the run stops; what was saved before is kept")
 
     def _violation(self, name: str, values: Mapping[str, float | None]) -> str | None:
         """Add a step's value; return what is wrong with the last values. Steps without the metric do not count."""

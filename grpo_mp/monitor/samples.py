@@ -10,6 +10,7 @@ from grpo_mp.utils.types import Sample, SampleGroup
 
 T = TypeVar("T")
 STEP_FILE = re.compile(r"(?:step|eval)_([0-9]+)\.jsonl?")  # other names are copies that users made
+SHOWN_SAMPLES = 4  # groups of a step whose texts are logged
 
 
 def write_samples(

@@ -252,7 +252,7 @@ class PlannedJob:
     def num_engines(self) -> int:
         """Return the number of engines."""
         engine = self.settings.engine
-        return engine.num_engines or (engine.ranks or self.world_size) // engine.gpus_per_engine
+        return (engine.ranks or self.world_size) // engine.gpus_per_engine
 
     @cached_property
     def engine_parallelism(self) -> EngineParallelism:

@@ -96,6 +96,8 @@ class LanguageConfig(Section):
         "en", description="language by ISO 639-1 code, such as en or zh; those of one script are not told apart"
     )
 
+    column: str | None = Field(None, description="data column of each row's target language, instead; null: none")
+
     _is_known = field_validator("target")(check_language)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from functools import partial
 
-from grpo_mp.rewards.base import Values
+from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.code import CodeTests
 from grpo_mp.rewards.judge import Judge
 from grpo_mp.rewards.language import LANGUAGES, script_share
@@ -14,6 +14,7 @@ from grpo_mp.rewards.math_verify_worker import MathVerifier
 from grpo_mp.rewards.reward_model import ModelClient
 from grpo_mp.rewards.settings import CosineConfig, RewardConfig
 from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.reading import has_column, read_column
 from grpo_mp.utils.types import Sample, SampleGroup
 
 COMPARISON_LIMIT_S = 5.0
@@ -95,9 +96,15 @@ def _language_shares(settings: RewardConfig, group: SampleGroup) -> Values:
 
     DeepSeek-R1's language consistency (arXiv 2501.12948, 2.3.2).
     """
-    first, last = settings.think.tags
+    language, (first, last) = settings.language, settings.think.tags
+    target: object = language.target
+    if language.column:
+        columns = group.prompt.columns
+        target = read_column(columns, language.column) if has_column(columns, language.column) else None
+    if not isinstance(target, str) or target not in LANGUAGES:
+        raise RewardError(f"reward.language.column {language.column}: {target!r:.40} is no known language, such as en")
     thinking = (sample.text.partition(last)[0].replace(first, " ") for sample in group.samples)
-    return [script_share(text, LANGUAGES[settings.language.target]) for text in thinking]
+    return [script_share(text, LANGUAGES[target]) for text in thinking]
 
 
 def cosine_reward(is_correct: bool, tokens: int, max_response_tokens: int, constants: CosineConfig) -> float:

@@ -64,15 +64,10 @@ def engine_placements(engine: EngineConfig, world_size: int, ranks_per_node: int
     first = world_size - ranks
     if engine.ranks and first < 1:
         raise UserError(f"engine.ranks={ranks} leaves none of the {world_size} ranks of this job to train: lower it")
-    engines = engine.num_engines or ranks // gpus
-    if engines < 1 or engines * gpus > ranks:
+    engines = ranks // gpus
+    if engines < 1:
         which = "of engine.ranks" if engine.ranks else "of this job"
-        if engines <= 1:
-            raise UserError(f"an engine of engine.gpus_per_engine={gpus} GPUs does not fit the {ranks} ranks {which}")
-        raise UserError(
-            f"engine.num_engines={engines} engines of engine.gpus_per_engine={gpus} do not fit the {ranks} ranks "
-            f"{which}"
-        )
+        raise UserError(f"an engine of engine.gpus_per_engine={gpus} GPUs does not fit the {ranks} ranks {which}")
     part = min(gpus, ranks_per_node)
     if first % part:
         raise UserError(
@@ -151,7 +146,7 @@ def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> Engi
     if read_argument(args, "dp_size", 1) > 1 and not args.get("enable_dp_attention"):
         raise UserError(
             f"engine.args.dp_size={args['dp_size']} would start full replicas of the engine on other GPUs: set "
-            "engine.num_engines for more engines, or attn_dp_size for replicas of attention inside one"
+            "engine.gpus_per_engine for more engines, or attn_dp_size for replicas of attention inside one"
         )
     values = family_of(hf).config(hf)
     num_experts, heads = values.get("num_moe_experts") or 0, values["num_attention_heads"]

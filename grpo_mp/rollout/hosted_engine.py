@@ -18,6 +18,7 @@ from grpo_mp.utils.errors import EngineError, UserError, one_line
 
 LOGGER = logging.getLogger(__name__)
 POLL_S = 0.5
+START_TIMEOUT_S = 3600.0  # of an engine
 RESTART_WINDOW_S = 3600.0  # restarts count for `engine.max_restarts` this long
 
 
@@ -35,11 +36,13 @@ class HostedEngine:
         loop: EventLoopThread,
         routing: ModelShape | None,
         owns_devices: bool,
+        request_timeout_s: float,
     ) -> None:
         """Store the parts; nothing is started. `owns_devices`: the engine may start whatever the trainer does."""
         self.client: EngineClient | None = None
         self.is_lost = False  # it starts again, or is about to
         self._config, self._placement, self._process = config, placement, process
+        self._request_timeout_s = request_timeout_s
         self._loop, self._routing, self._owns_devices = loop, routing, owns_devices
         self._store: dist.Store | None = None
         self._restart: BackgroundTask | None = None
@@ -135,10 +138,8 @@ class HostedEngine:
         self._store.set(life_key(self._placement, self._lives, "address"), address or "")
 
     def _connect(self) -> EngineClient:
-        self._process.wait_ready(self._config.start_timeout_s)
-        client = EngineClient(
-            self._placement.engine, self._process.url, self._process.headers, self._config.request_timeout_s
-        )
+        self._process.wait_ready(START_TIMEOUT_S)
+        client = EngineClient(self._placement.engine, self._process.url, self._process.headers, self._request_timeout_s)
         if self._routing:
             self._loop.run(client.check_routed_experts(self._routing))
         return client

@@ -18,6 +18,7 @@ from grpo_mp.rewards.reward_model import Server
 from grpo_mp.rewards.teacher import SECTION, first_difference
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.engine_args import FP32_HEAD, EngineSpec, check_arguments
+from grpo_mp.rollout.hosted_engine import START_TIMEOUT_S
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.sglang_source import model_classes
 from grpo_mp.utils.background import EventLoopThread
@@ -74,13 +75,13 @@ class RewardServers:
 
         Every rank must call this. `sleeps`: they free the device. Raises EngineError where one does not come up.
         """
-        engine, own = self._settings.engine, dict[str, Server]()
+        limit_s, own = self._settings.rollout.group_timeout_s, dict[str, Server]()
         for name in self._models:
             if process := self._own.get(name):
                 if platform.on_cuda():
                     process.start()
-                process.wait_ready(engine.start_timeout_s)
-                client = EngineClient(process.spec.index, process.url, process.headers, engine.request_timeout_s)
+                process.wait_ready(START_TIMEOUT_S)
+                client = EngineClient(process.spec.index, process.url, process.headers, limit_s)
                 self._clients.append(client)
                 if sleeps:
                     self._loop.run(client.release_memory(MEMORY_TAGS))

@@ -96,6 +96,7 @@ class Rollout:
                 self.engine = HostedEngine(
                     *(settings.engine, placement, process),
                     *(self._loop, self.routing, self.owns_devices),
+                    request_timeout_s=1.5 * settings.rollout.group_timeout_s,  # a group ends before its requests
                 )
             else:
                 self._node = EngineNode(placement, process)
@@ -307,7 +308,7 @@ def engine_spec(
     seeded = {"enable_deterministic_inference": True} if settings.engine.deterministic else {}
     head = {FP32_HEAD: settings.model.fp32_head}
     in_flight = settings.engine.concurrent_groups * settings.rollout.group_size
-    defaults = {} if cpu else cuda_defaults(settings.engine.args, in_flight, settings.engine.request_timeout_s)
+    defaults = {} if cpu else cuda_defaults(settings.engine.args, in_flight, settings.rollout.group_timeout_s)
     reads_text = bool(settings.rollout.stop) or settings.rollout.function == "openai_agent"
     return EngineSpec(
         index=placement.engine,

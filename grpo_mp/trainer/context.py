@@ -16,6 +16,7 @@ from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.nccl_memory import NcclMemory, can_suspend
 from grpo_mp.distributed.process_groups import WAITED_PHASES, Job, Parallel, make_parallel
 from grpo_mp.monitor.progress import Progress
+from grpo_mp.monitor.samples import SHOWN_SAMPLES
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
 from grpo_mp.policy.critic import Critic
@@ -23,6 +24,7 @@ from grpo_mp.policy.offload import device_items
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.reference import Reference
 from grpo_mp.rollout.engine_load import EnginePoll
+from grpo_mp.rollout.hosted_engine import START_TIMEOUT_S
 from grpo_mp.rollout.rollout import Rollout, RolloutParts
 from grpo_mp.trainer.collect import Collector, RolloutCollector
 from grpo_mp.trainer.engine_check import MAX_PROMPTS, EngineCheck
@@ -125,7 +127,7 @@ def open_context(
         parallel = make_parallel(job, settings.layout, settings.run.seed, limit_s) if job.trains else None
         has_reference = settings.algorithm.kl.coef > 0
         build = partial(_build_models, settings, parallel, resumed, has_reference) if parallel else None
-        policy, critic = _start(runtime, settings.engine.start_timeout_s, offload, build)
+        policy, critic = _start(runtime, START_TIMEOUT_S, offload, build)
         phases = _make_phases(settings, runtime, policy=policy, critic=critic, offload=offload)
         weight_sync, check = _make_sync(settings, inputs, policy, runtime, phases=phases, preemption=preemption)
         former = (
@@ -196,7 +198,7 @@ def _make_collector(
 
 
 def _make_evaluator(settings: Settings, inputs: RunInputs, engines: EngineContext) -> Evaluator:
-    scorer, shown = inputs.scorer.for_evaluations(), settings.monitor.samples_per_step
+    scorer, shown = inputs.scorer.for_evaluations(), SHOWN_SAMPLES
     return Evaluator(inputs.evals, scorer, samples_shown=shown, **vars(engines))
 
 
@@ -263,7 +265,7 @@ def open_engines_only(settings: Settings, inputs: RunInputs, greeting: str) -> I
     with _open_job(settings, inputs, steps=0, load_weights=True) as (runtime, _):
         job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
         show_notes(progress, job.rank, greeting=greeting, notes=(), warnings=(*inputs.warnings, *runtime.machine))
-        _start(runtime, settings.engine.start_timeout_s, offload=False, build=None)
+        _start(runtime, START_TIMEOUT_S, offload=False, build=None)
         monitor = settings.monitor
         phases = PhaseManager(runtime.timeline, runtime.watchdog, progress, monitor.phase_timeout_s)
         yield EngineContext(
@@ -297,9 +299,10 @@ def _open_job(
             open_monitors(folder, job.rank, steps=steps, done=done, stops=(rollout.stop,)) as monitors,
             ExitStack() as polls,
         ):
-            if rollout.engine and settings.monitor.poll_engines_s:
-                poll_s = settings.monitor.poll_engines_s
-                polls.enter_context(EnginePoll(rollout.engine, folder, monitors.timeline.counter, poll_s))
+            if rollout.engine:
+                polls.enter_context(
+                    EnginePoll(rollout.engine, folder, monitors.timeline.counter, settings.monitor.poll_engines_s)
+                )
             yield RankRuntime(job, rollout, **vars(monitors), machine=machine), resumed
 
 

@@ -16,7 +16,7 @@ from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.context import RolloutContext
 from grpo_mp.trainer.job import PolicyContext
 from grpo_mp.trainer.save import export_adapters, export_policy
-from grpo_mp.trainer.step_logger import StepLogger, StepRecord, sync_metrics
+from grpo_mp.trainer.step_logger import StepLogger, sync_metrics
 from grpo_mp.utils.errors import DiskError, EarlyStopError
 from grpo_mp.utils.phases import SAVE_WAIT, Phase
 from grpo_mp.weight_sync.update import largest_report
@@ -44,12 +44,6 @@ def end_report(ctx: PolicyContext, reporter: Reporter) -> None:
 def finish_report(ctx: PolicyContext, reporter: Reporter) -> None:
     """Wait for the report; a run that was told to stop, which may soon be killed, waits less."""
     reporter.finish(early=ctx.state.step < ctx.settings.run.steps)
-
-
-def check_guards(ctx: PolicyContext, guards: MetricGuards, step: int, record: StepRecord) -> None:
-    """Warn of metrics outside their limits, or stop: all ranks have the same metrics."""
-    for sentence in guards.check(step, record.scalars):
-        ctx.progress.note(f"warning: step {step}: {sentence}")
 
 
 def note_skipped(ctx: PolicyContext, reports: Sequence[UpdateReport], step: int, model: str = "") -> int:

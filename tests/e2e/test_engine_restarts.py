@@ -79,7 +79,7 @@ def test_an_engine_that_hangs_comes_back(start: Callable[..., Job], tmp_path: Pa
     """It is stopped while it has a group to begin: at the limit of the group its health check says so."""
     (tmp_path / "reward.py").write_text(HELD_REWARD)
     settings = ("engine.concurrent_groups=1", "rollout.prompts_per_step=8", "run.eval_every=0", "run.steps=2")
-    checks = ("engine.request_timeout_s=90", "rollout.group_timeout_s=60", "reward.timeout_s=300")
+    checks = ("rollout.group_timeout_s=60", "reward.timeout_s=300")
     job, run = start(*settings, *checks, "algorithm.filter.zero_std=keep"), tmp_path / "run"
     holds = [tmp_path / f"hold_{rank}" for rank in range(2)]
     job.wait_until(lambda: spans(run, 0, "TRAIN"))

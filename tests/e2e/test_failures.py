@@ -23,7 +23,7 @@ def vanishing(completions, **_):
     return [0.0] * len(completions)
 """
 NO_EVAL = "data.eval={}"
-ONE_ENGINE = "engine.num_engines=1"
+ONE_ENGINE = "engine.gpus_per_engine=2"
 
 
 def sentences(result: Outcome) -> list[str]:

@@ -130,6 +130,10 @@ def test_language_consistency_is_the_share_of_the_words_of_the_thinking(make_gro
     assert score_texts({"language": {"weight": 1}}, make_group(texts)) == pytest.approx([2 / 4, 1 / 3, 1.0])
     chinese = score_texts({"language": {"weight": 1, "target": "zh"}}, make_group(texts))
     assert chinese == pytest.approx([2 / 4, 2 / 3, 1.0])
+    by_row = {"language": {"weight": 2, "column": "lang"}, "on_error": -1.0}
+    assert score_texts(by_row, make_group(texts[:1], lang="zh")) == [1.0]
+    for unknown in ("klingon", ["zh"], None):
+        assert score_texts(by_row, make_group(texts[:1], lang=unknown)) == [-2.0]
     with pytest.raises(ValidationError, match="'klingon' is no known language: ar, be,"):
         RewardConfig.model_validate({"language": {"weight": 1, "target": "klingon"}})
 

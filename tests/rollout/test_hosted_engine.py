@@ -105,7 +105,7 @@ def host(process: Callable[[EnginePlacement], EngineProcess], store: dist.Store)
     def make(nodes: int = 1, owns_devices: bool = True, **config: Any) -> HostedEngine:
         placement = EnginePlacement(0, 1, 0, nodes)
         settings = EngineConfig.model_validate(config)
-        hosts.append(HostedEngine(settings, placement, process(placement), loop, None, owns_devices))
+        hosts.append(HostedEngine(settings, placement, process(placement), loop, None, owns_devices, LIMIT_S))
         hosts[-1].start(store)
         hosts[-1].wait_ready()
         return hosts[-1]
@@ -150,7 +150,7 @@ def test_one_that_is_lost_too_often_ends_the_job(host: Host, broken: Path) -> No
 
 
 def test_a_job_that_stops_does_not_wait_for_a_start(host: Host, broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = host(start_timeout_s=1e6)
+    engine = host()
     monkeypatch.setattr("grpo_mp.rollout.server.COMMAND", [sys.executable, "-c", "import time; time.sleep(1e6)"])
     engine.lose(GONE)
     wait_until(children)

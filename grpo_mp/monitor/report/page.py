@@ -80,7 +80,7 @@ def _missing(runs: Sequence[RunRecords]) -> tuple[str, str]:
         )
     return (
         "No evaluation was run: data.eval and run.eval_every ask for it.",
-        "No samples: monitor.samples_per_step asks for them.",
+        "No samples.",
     )
 
 
