@@ -48,10 +48,12 @@ def fp8_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         for param in family_of(hf).params(hf).values():
             for name in () if param.alias else param.hf:
                 tensor = reader.read(name)
-                if param.is_projection:
-                    tensor, scale = quantize(tensor)
-                    yield f"{name}{SCALE}", scale * 1.3
-                yield name, tensor
+                if not param.is_projection:
+                    yield name, tensor
+                    continue
+                weight, scale = quantize(tensor)
+                yield name, weight
+                yield f"{name}{SCALE}", scale * 1.3
 
 
 @pytest.fixture(scope="module")
