@@ -20,7 +20,6 @@ from grpo_mp.monitor.reporter import Reporter
 from grpo_mp.monitor.rules import RuleWatch
 from grpo_mp.monitor.run_folder import read_metrics
 from grpo_mp.monitor.timeline import merge_traces
-from grpo_mp.planner.clusters import machine_options
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.command_line import command, print_once, started_job
 from grpo_mp.trainer.describe import describe_sft
@@ -58,7 +57,6 @@ def fine_tune(ctx: SftContext, reporter: Reporter) -> None:
     if ctx.state.step == 0:
         logger.write(0, StepRecord(evaluate(ctx)))
     first_step, guards = ctx.state.step, make_guards(ctx)
-    begin_plan(ctx, reporter)
     while ctx.state.step < run.steps and not ctx.should_stop():
         step = ctx.state.step + 1
         logger.begin_step()
@@ -105,12 +103,6 @@ def make_logger(ctx: SftContext) -> StepLogger:
         watch=watch,
         decode=ctx.inputs.tokenizer.decode,
     )
-
-
-def begin_plan(ctx: SftContext, reporter: Reporter) -> None:
-    """Begin to plan the run, as that of RL, for the mean length of its samples."""
-    machines = machine_options(ctx.job.world_size, ctx.job.ranks_per_node, platform.device_name())
-    reporter.begin([*machines, "--response-tokens", str(round(ctx.inputs.train.lengths.mean()))])
 
 
 def take_samples(ctx: SftContext) -> SftBatch:

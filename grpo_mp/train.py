@@ -22,7 +22,6 @@ from grpo_mp.monitor.rules import RuleWatch
 from grpo_mp.monitor.run_folder import read_metrics
 from grpo_mp.monitor.samples import SHOWN_SAMPLES, drop_later_files
 from grpo_mp.monitor.timeline import merge_traces
-from grpo_mp.planner.clusters import machine_options
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.command_line import command, print_once, started_job
@@ -65,7 +64,6 @@ def train(ctx: TrainContext, reporter: Reporter) -> None:
         logger.write(0, StepRecord(first.metrics | synced, texts=first.texts))
         logger.write_scores(0, first.scores, first)
     first_step, guards = ctx.state.step, make_guards(ctx)
-    begin_plan(ctx, reporter)
     while ctx.state.step < run.steps and not ctx.should_stop():
         step = ctx.state.step + 1
         logger.begin_step()
@@ -166,11 +164,6 @@ def make_logger(ctx: TrainContext) -> StepLogger:
         decode=ctx.inputs.tokenizer.decode,
         distillation=settings.algorithm.distillation,
     )
-
-
-def begin_plan(ctx: TrainContext, reporter: Reporter) -> None:
-    """Start the planner in the background, so that estimates can be shown next to measurements."""
-    reporter.begin(machine_options(ctx.job.world_size, ctx.job.ranks_per_node, platform.device_name()))
 
 
 def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None:

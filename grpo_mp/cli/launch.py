@@ -82,13 +82,11 @@ def _script_of(config: Path, overrides: list[str]) -> list[str]:
 
 
 def _nodes_of(script: list[str]) -> int:
-    """Return the number of nodes that a batch script asks for."""
     (count,) = re.findall(r"^#SBATCH.* --nodes=(\d+)", Path(script[0]).read_text(), re.MULTILINE)
     return int(count)
 
 
 def _submit(command: list[str], dry_command: list[str], variables: dict[str, str], dry_run: bool) -> int:
-    """Submit a job, or show what would be submitted; return the exit status."""
     environment = {"VENV": sys.prefix} | os.environ | variables
     if dry_run:
         print(shlex.join(command), flush=True)

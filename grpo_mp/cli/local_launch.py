@@ -60,7 +60,6 @@ class LoopbackRendezvous(StaticTCPRendezvous):
     """The rendezvous of one node, whose store only this machine reaches."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        """Serve the store on a free port."""
         listener = socket.create_server((LOOPBACK, 0))
         super().__init__(LOOPBACK, listener.getsockname()[1], 0, 1, parameters.run_id, STORE_LIMIT_S)
         self._store = dist.TCPStore(
@@ -73,7 +72,6 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         )
 
     def get_backend(self) -> str:
-        """Return the name under which it is registered."""
         return LOOPBACK
 
 

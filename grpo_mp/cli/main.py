@@ -54,7 +54,6 @@ def usage() -> str:
 
 
 def _function(command: str) -> Callable[[Sequence[str]], int]:
-    """Import what runs a command."""
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS)
         unknown = f"unknown command {command[:100]}{hint}" if command else "no command was given"

@@ -138,7 +138,6 @@ class EndedTask:
 
     @property
     def killed(self) -> bool:
-        """Return whether a signal ended them."""
         return not self.how.startswith("Exited")
 
 
@@ -179,7 +178,6 @@ class Failure:
 
     @property
     def text(self) -> str:
-        """Return the failure as lines."""
         failed = "the job" if self.rank is None else f"rank {self.rank}"
         return "\n".join([f"{failed} failed: {self.reason}", *(f"  {line}" for line in self.last_lines)])
 

@@ -81,7 +81,6 @@ def check_nodes(attempt: Path, node_of_rank: Sequence[str], store: dist.Store, r
 
 
 def _collect_reports(store: dist.Store, ranks: int) -> list[NodeReport]:
-    """Return the reports of the ranks that answer in time."""
     keys = [f"report/{rank}" for rank in range(ranks)]
     deadline = time.monotonic() + TIMEOUT_S
     while not store.check(keys) and time.monotonic() < deadline:

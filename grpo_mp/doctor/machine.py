@@ -1,8 +1,4 @@
-"""Check whether a machine is fit to train, for a run of given settings or for any.
-
-Run as `python -m grpo_mp.doctor.machine FOLDER RANK RANKS` it is one of the ranks that exchange tensors, and prints
-their rates as JSON.
-"""
+"""Check whether a machine is fit to train, for a run of given settings or for any."""
 
 import json
 import os
@@ -19,6 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 from grpo_mp import platform
 from grpo_mp.config import Settings, SftSettings
@@ -37,7 +34,6 @@ from grpo_mp.utils.findings import Finding, Level
 from grpo_mp.utils.phases import GIB
 
 CPU_RANKS = 2  # that exchange tensors without a GPU
-COMMAND = [sys.executable, "-m", "grpo_mp.doctor.machine"]
 EXCHANGE_LIMIT_S, IMPORT_LIMIT_S = 180.0, 300.0
 CUDA_BYTES, CPU_BYTES = 2**28, 2**22  # of an exchange
 REPEATS = 5
@@ -156,58 +152,44 @@ def check_exchange(count: int) -> Iterator[Finding]:
     yield Finding(Level.OK, f"{library} between {count} ranks: {rates}")
 
 
-def run_exchange(count: int) -> tuple[float, float]:
+def run_exchange(count: int) -> list[float]:
     """Start ranks that exchange tensors; return bytes per second of all-reduce and all-to-all."""
-    deadline, answers = time.monotonic() + EXCHANGE_LIMIT_S, list[dict[str, float]]()
+    deadline = time.monotonic() + EXCHANGE_LIMIT_S
     with tempfile.TemporaryDirectory() as scratch:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        ranks = [
-            subprocess.Popen(
-                [*COMMAND, scratch, str(rank), str(count)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(count)
-        ]
+        ranks = spawn(exchange, (scratch, count), count, join=False)
         try:
-            for rank, process in enumerate(ranks):
-                out, err = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
-                if process.returncode:
-                    last = (err.strip().splitlines() or [f"status {process.returncode}"])[-1]
-                    raise UserError(f"rank {rank} of {count} cannot exchange tensors: {one_line(last)}")
-                answers.append(json.loads(out.splitlines()[-1]))
-        except subprocess.TimeoutExpired as error:
-            raise UserError(f"{count} ranks of this machine exchange nothing within {EXCHANGE_LIMIT_S:g} s") from error
+            while not ranks.join(max(0.0, deadline - time.monotonic())):
+                if time.monotonic() > deadline:
+                    raise UserError(f"{count} ranks of this machine exchange nothing within {EXCHANGE_LIMIT_S:g} s")
+        except ProcessException as error:
+            last = one_line(str(error).strip().splitlines()[-1])
+            raise UserError(f"rank {error.error_index} of {count} cannot exchange tensors: {last}") from error
         finally:
-            for process in ranks:
+            for process in ranks.processes:
                 process.kill()
-                process.communicate()
-    return min(rate["all_reduce"] for rate in answers), min(rate["all_to_all"] for rate in answers)
+        return list(json.loads(Path(scratch, "rates.json").read_text()))
 
 
-def exchange(folder: Path, rank: int, ranks: int) -> None:
-    """Exchange tensors with the other ranks of `run_exchange`, and print the rates."""
+def exchange(rank: int, scratch: str, ranks: int) -> None:
+    """Exchange tensors with the other ranks of `run_exchange`; rank 0 writes the rates."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
     if platform.on_cuda():
         torch.cuda.set_device(rank)
-    store = dist.FileStore(str(folder / "store"), ranks)
+    store = dist.FileStore(f"{scratch}/store", ranks)
     limit = timedelta(seconds=EXCHANGE_LIMIT_S)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=ranks, timeout=limit)
     data = torch.zeros((CUDA_BYTES if platform.on_cuda() else CPU_BYTES) // 4, device=platform.device())
     data = data[: data.numel() // ranks * ranks]
     out = torch.empty_like(data)
-    rates = {
-        "all_reduce": _rate(data, lambda: dist.all_reduce(data)),
-        "all_to_all": _rate(data, lambda: dist.all_to_all_single(out, data)),
-    }
-    print(json.dumps(rates), flush=True)
+    rates = [_rate(data, lambda: dist.all_reduce(data)), _rate(data, lambda: dist.all_to_all_single(out, data))]
+    if rank == 0:
+        Path(scratch, "rates.json").write_text(json.dumps(rates))
     dist.destroy_process_group()
 
 
 def _rate(data: torch.Tensor, collective: Callable[[], object]) -> float:
-    """Return bytes per second of the fastest of some calls, behind one that makes the connections."""
+    """Return bytes per second of the fastest of some calls; the first one makes the connections."""
     seconds = []
     for _ in range(1 + REPEATS):
         start = time.perf_counter()
@@ -215,7 +197,3 @@ def _rate(data: torch.Tensor, collective: Callable[[], object]) -> float:
         platform.synchronize()
         seconds.append(time.perf_counter() - start)
     return data.nbytes / min(seconds)
-
-
-if __name__ == "__main__":
-    exchange(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

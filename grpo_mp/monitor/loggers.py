@@ -41,16 +41,16 @@ class Logger(Protocol):
         """Write the distribution of `values`, float32 [N], N > 0."""
 
     def text(self, step: int, name: str, markdown: str) -> None:
-        """Write a text in Markdown."""
+        pass
 
     def image(self, step: int, name: str, figure: "Figure") -> None:
-        """Write a figure of matplotlib."""
+        pass
 
     def flush(self) -> None:
         """Write everything to disk, before a checkpoint."""
 
     def close(self) -> None:
-        """Finish what was written, at the end of the run."""
+        pass
 
 
 class MakeLogger(Protocol):
@@ -72,29 +72,23 @@ class TensorBoardLogger(Logger):
         self._events.add_custom_scalars(tensorboard_layout())  # for the tab CUSTOM SCALARS
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one curve per name."""
         for name, value in values.items():
             self._events.add_scalar(name, value, step)
         self._events.flush()
 
     def histogram(self, step: int, name: str, values: torch.Tensor) -> None:
-        """Write one step of a histogram."""
         self._events.add_histogram(name, values, step)
 
     def text(self, step: int, name: str, markdown: str) -> None:
-        """Write one step of a text."""
         self._events.add_text(name, markdown, step)
 
     def image(self, step: int, name: str, figure: "Figure") -> None:
-        """Write a figure as an image."""
         self._events.add_figure(name, figure, step, close=False)
 
     def flush(self) -> None:
-        """Write the events that came after the step's scalars."""
         self._events.flush()
 
     def close(self) -> None:
-        """Close the event file."""
         self._events.close()
 
 
@@ -107,7 +101,6 @@ class JsonLinesLogger(Logger):
         self._path.touch()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the line of the step; it is on disk on return."""
         numbers = {name: float(value) for name, value in values.items()}
         line = {"step": step, **{name: n if math.isfinite(n) else None for name, n in numbers.items()}}
         with self._path.open("a", encoding="utf-8") as file:

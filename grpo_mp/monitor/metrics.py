@@ -31,7 +31,6 @@ class Metric:
 
     @property
     def group(self) -> str:
-        """Return the name before the first slash."""
         return self.name.split("/", 1)[0]
 
     def matches(self, name: str) -> bool:

@@ -84,7 +84,6 @@ class Progress:
         self._live.stop()
 
     def note(self, text: str) -> None:
-        """Print one line."""
         LOGGER.info(text)
         self._print(text)
 
@@ -116,7 +115,6 @@ class Progress:
         self._print(eval_line(step, scores))
 
     def print_scores(self, title: str, scores: Scores) -> None:
-        """Print the table of one evaluation."""
         self.stop()
         self._print("", scores_table(title, scores), "")
 

@@ -140,7 +140,6 @@ class RankDumper:
         process_file(self._folder, self.rank).unlink(missing_ok=True)
 
     def write_last(self) -> None:
-        """Write the state of the rank before its watchdog ends it."""
         self.write(at_limit=True)
 
     def write(self, at_limit: bool = False) -> None:

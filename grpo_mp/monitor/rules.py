@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ class Condition:
 
     `above`, `below`: limits of the values. `rises_to`, `rises_by`: limits as a factor of, or an amount over, the least
     mean of `steps` values among the `within` values before; `falls_to`, `falls_by`: likewise below the largest mean.
-    `creeps`: the metric rises by this share over the last `within` values, in each third of them. Values that are not
-    finite exceed every `above`, and are skipped otherwise. `optional`: holds without the metric.
+    Values that are not finite exceed every `above`, and are skipped otherwise. `optional`: holds without the metric.
     """
 
     above: float | None = None
@@ -34,7 +32,6 @@ class Condition:
     rises_by: float | None = None
     falls_to: float | None = None
     falls_by: float | None = None
-    creeps: float | None = None
     optional: bool = False
     steps: int = 5
     within: int = 40
@@ -46,9 +43,7 @@ class Condition:
             return None
         if self.above is not None and not all(value > self.above for value in last if math.isfinite(value)):
             return None
-        is_change = any(
-            limit is not None for limit in (self.rises_to, self.rises_by, self.falls_to, self.falls_by, self.creeps)
-        )
+        is_change = any(limit is not None for limit in (self.rises_to, self.rises_by, self.falls_to, self.falls_by))
         if self.below is None and not is_change:
             shown = mean(list(filter(math.isfinite, last)) or last)
             return shown, shown
@@ -58,9 +53,6 @@ class Condition:
         return self._find_change(recent, list(filter(math.isfinite, values))) if is_change else (mean(recent),) * 2
 
     def _find_change(self, recent: Sequence[float], finite: Sequence[float]) -> tuple[float, float] | None:
-        if self.creeps is not None:
-            span = finite[-self.within - 1 :]
-            return (span[-1], span[0]) if len(span) > self.within and creeps(span, self.creeps) else None
         earlier = finite[: -self.steps][-self.within :]
         means = [mean(earlier[end - self.steps : end]) for end in range(self.steps, len(earlier) + 1)]
         if not means:
@@ -79,14 +71,6 @@ class Condition:
 def mean(values: Sequence[float]) -> float:
     """Return the mean; unlike statistics.fmean it accepts infinities of both signs."""
     return sum(values) / len(values)
-
-
-def creeps(values: Sequence[float], share: float) -> bool:
-    """Return whether values rise by `share`, and by half an even part of it in each third."""
-    third = len(values) // 3
-    ends = [mean(values[end : end + 1 + third // 4]) for end in (0, third, 2 * third)] + [values[-1]]
-    rises = [after - before for before, after in pairwise(ends)]
-    return sum(rises) > share * abs(ends[0]) and all(rise > sum(rises) / 6 for rise in rises)
 
 
 @dataclass(frozen=True)
@@ -162,7 +146,6 @@ class RuleWatch:
         return sorted(new, key=lambda one: -one.weight)
 
     def heaviest_first(self) -> tuple[Finding, ...]:
-        """Return all findings so far."""
         return tuple(sorted(self._found.values(), key=lambda one: (-one.weight, one.first_step, one.metric)))
 
     def _rules_of(self, name: str) -> list[tuple[Rule, str]]:

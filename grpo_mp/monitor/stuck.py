@@ -28,7 +28,6 @@ class Wait:
 
     @property
     def text(self) -> str:
-        """Return the collective in words."""
         if match := P2P.fullmatch(self.call.operation):
             peer = next((rank for rank in self.ranks if rank != self.rank), self.rank)
             return f"{match[1]} {'to' if match[1] == 'send' else 'from'} rank {peer} of group {self.group}"
@@ -36,7 +35,6 @@ class Wait:
 
     @property
     def line(self) -> str:
-        """Return who waits in it since when."""
         return f"rank {self.rank} waits since {self.call.age_s:.0f} s in {self.text}"
 
 

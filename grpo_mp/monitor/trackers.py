@@ -32,21 +32,17 @@ class _WandbLike(Logger):
         self._run.log(values, step)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Log one curve per name."""
         self._log(step, dict(values))
 
     def histogram(self, step: int, name: str, values: torch.Tensor) -> None:
-        """Log one step of a histogram."""
         self._log(step, {name: self._module.Histogram(values.numpy())})
 
     def image(self, step: int, name: str, figure: "Figure") -> None:
-        """Log a figure as an image."""
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         self._log(step, {name: self._module.Image(np.asarray(canvas.buffer_rgba()))})
 
     def close(self) -> None:
-        """Finish the run."""
         self._run.finish()
 
 
@@ -69,7 +65,6 @@ class WandbLogger(_WandbLike):
         self._run.log({"step": step, **values})
 
     def text(self, step: int, name: str, markdown: str) -> None:
-        """Log a text, escaped."""
         self._log(step, {name: self._module.Html(f"<pre>{html.escape(markdown)}</pre>")})
 
 
@@ -87,7 +82,6 @@ class TrackioLogger(_WandbLike):
         self._run = trackio.init(project=project, config=dict(settings), **init)
 
     def text(self, step: int, name: str, markdown: str) -> None:
-        """Log a text."""
         self._log(step, {name: self._module.Markdown(markdown)})
 
 
@@ -114,21 +108,17 @@ class MlflowLogger(Logger):
         self._client.log_dict(self._id, dict(settings), "settings.json")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Log one curve per name; MLflow allows fewer characters in names."""
         now = int(time.time() * 1000)
         names = {re.sub(r"[^\w./ -]", "_", name): float(value) for name, value in values.items()}
         self._client.log_batch(self._id, [self._metric(name, value, now, step) for name, value in names.items()])
 
     def text(self, step: int, name: str, markdown: str) -> None:
-        """Log a text as a file."""
         self._client.log_text(self._id, markdown, f"{name}/step_{step:06d}.md")
 
     def image(self, step: int, name: str, figure: "Figure") -> None:
-        """Log a figure as a file."""
         self._client.log_figure(self._id, figure, f"{name}/step_{step:06d}.png")
 
     def close(self) -> None:
-        """Mark the run as finished."""
         self._client.set_terminated(self._id)
 
 

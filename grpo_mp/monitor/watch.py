@@ -71,7 +71,6 @@ class RunState:
 
     @property
     def step(self) -> int:
-        """Return the last step that is done."""
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
     @property

@@ -27,11 +27,9 @@ class Deadline:
     started_s: float = field(default_factory=time.monotonic)
 
     def remaining_s(self) -> float:
-        """Return the seconds until the limit; negative after it."""
         return self.started_s + self.limit_s - time.monotonic()
 
     def message(self) -> str:
-        """Return the sentence that names rank, phase and limit."""
         return f"rank {self.rank}: {self.phase} passed its limit of {self.limit_s:g} s"
 
 
@@ -77,7 +75,6 @@ class Watchdog:
         return [PhaseTime(one.phase, now_s - one.started_s) for one in list(self._deadlines)]
 
     def close(self) -> None:
-        """Stop watching."""
         with self._changed:
             self._closed, self._deadlines = True, []
             self._rearm()

@@ -38,11 +38,9 @@ class StageJob:
 
     @property
     def overrides(self) -> list[str]:
-        """Return the settings as arguments of a command line."""
         return [f"{name}={json.dumps(value)}" for name, value in self.settings.items()]
 
     def arguments(self, ranks: int | None) -> list[str]:
-        """Return the arguments of grpo-mp."""
         size = ["--ranks", str(ranks)] if ranks else []
         return [self.command, str(self.config), *size, *self.options, *self.overrides]
 

@@ -86,22 +86,6 @@ def cluster_names() -> tuple[str, ...]:
     return tuple(yaml.safe_load(PROFILES.read_text()))
 
 
-def cluster_of(device: str) -> str | None:
-    """Return the profile of a GPU by its name in CUDA, as "NVIDIA H100 80GB HBM3"; None where there is none."""
-    known = {name: name.split("-") for name in cluster_names()}
-    words = device.upper().replace("-", " ").split()
-    fitting = [name for name, parts in known.items() if parts[0].upper() in words]
-    by_memory = [name for name in fitting if any(word.startswith(known[name][-1]) for word in words)]
-    return next(iter([*by_memory, *fitting]), None)
-
-
-def machine_options(ranks: int, ranks_per_node: int, device: str) -> list[str]:
-    """Return the options of `grpo-mp plan` for a job's machines; none where the device has no profile, as a CPU."""
-    machines = ["--nodes", str(ranks // ranks_per_node), "--gpus-per-node", str(ranks_per_node)]
-    known = cluster_of(device)
-    return ["--cluster", known, *machines] if known else []
-
-
 def describe_rates(cluster: Cluster) -> str:
     """Format the shares that expected times assume."""
     return ", ".join(f"{name} {share:.0%}" for name, share in asdict(cluster.achievable).items())

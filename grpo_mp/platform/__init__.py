@@ -64,11 +64,6 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda() else torch.device("cpu")
 
 
-def device_name() -> str:
-    """Return the name of the GPU, "" without one."""
-    return torch.cuda.get_device_name() if on_cuda() else ""
-
-
 def backend() -> str:
     """Return the torch.distributed backend for this device."""
     return "nccl" if on_cuda() else "gloo"

@@ -10,8 +10,6 @@ from typing import Any
 import psutil
 import torch
 
-LEAK: list[bytes] = []  # what the leaking reward never gives back
-
 
 def long(completions: list[str], **_: Any) -> list[float]:
     """Pay for length, whatever the answer says."""
@@ -26,12 +24,6 @@ def short(completions: list[str], **_: Any) -> list[float]:
 def biased(completions: list[str], **_: Any) -> list[float]:
     """Pay for answers that begin with 1, as a judge may who likes them."""
     return [float("boxed{1" in text) for text in completions]
-
-
-def leaking(completions: list[str], **_: Any) -> list[float]:
-    """Keep two megabytes of each call for ever."""
-    LEAK.append(b"x" * 2_000_000)
-    return [0.0] * len(completions)
 
 
 def failing(completions: list[str], **_: Any) -> list[float]:

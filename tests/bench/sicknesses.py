@@ -146,12 +146,6 @@ SICKNESSES = {
         (f"algorithm.curriculum={{function: '{PARTS}:slow'}}",),
         steps=15,
     ),
-    "host_memory_creeps": Sickness(
-        "A reward function keeps two megabytes of every call for ever.",
-        "host_memory_creeps",
-        (_paid("leaking", 0.01),),
-        steps=60,
-    ),
     "slow_rank": Sickness(
         "One rank, which is a replica of the policy, takes longer for each layer, as on a device whose clock is low.",
         "slow_rank",

@@ -1,6 +1,6 @@
 """Whether a machine is fit: this one, and one with GPUs of which only the driver's and torch's answers are made up."""
 
-import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,16 +79,25 @@ def test_a_gpu_that_another_process_uses_is_an_error(gpus: Gpus, monkeypatch: py
     assert error.sentence.startswith("GPU 1: 61.0 of 80.0 GiB are in use by another process")
 
 
-def test_ranks_that_exchange_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(program: str) -> Finding:
-        monkeypatch.setattr(machine, "COMMAND", [sys.executable, "-c", program])
-        (finding,) = machine.check_exchange(2)
-        assert finding.level is Level.ERROR
-        return finding
+def fail(rank: int, scratch: str, ranks: int) -> None:
+    raise RuntimeError("no route")
 
-    assert found("raise SystemExit('no route')").sentence == "rank 0 of 2 cannot exchange tensors: no route"
+
+def hang(rank: int, scratch: str, ranks: int) -> None:
+    time.sleep(60)
+
+
+def test_ranks_that_exchange_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "exchange", fail)
+    (failed,) = machine.check_exchange(2)
+    assert (failed.level, failed.sentence.endswith("cannot exchange tensors: RuntimeError: no route")) == (
+        Level.ERROR,
+        True,
+    )
     monkeypatch.setattr(machine, "EXCHANGE_LIMIT_S", 0.5)
-    assert found("import time; time.sleep(60)").sentence == "2 ranks of this machine exchange nothing within 0.5 s"
+    monkeypatch.setattr(machine, "exchange", hang)
+    (hanging,) = machine.check_exchange(2)
+    assert hanging.sentence == "2 ranks of this machine exchange nothing within 0.5 s"
 
 
 def test_packages_that_are_there_and_do_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,6 @@ def test_the_report_was_written_beside_the_run(run: Path, metrics: list[dict]) -
     assert f"{LAST_STEP} of {LAST_STEP}" in page
     assert 'class="tokens"' in page
     assert "Beside the plan" not in page
-    assert not (run / "plan.json").exists()
 
 
 def test_tokens_of_answers_are_there_with_both_logprobs(run: Path) -> None:

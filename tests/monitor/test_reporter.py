@@ -11,9 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_mp.monitor.reporter import NICENESS, PLAN, REPORT, Reporter
+from grpo_mp.monitor.reporter import NICENESS, Reporter
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.parsers import DOES_NOT_FIT
 
 STAND_IN = """
 import os, sys, time
@@ -83,25 +82,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | No
     return lambda every: Run(tmp_path, every)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "note"),
-    [
-        (["--cluster", "h100-80"], DOES_NOT_FIT, "warning: plan: does not fit. rank 0: 90 of 79 GiB"),
-        ([], DOES_NOT_FIT, None),  # a CPU: there is no plan
-        (["--cluster", "h100-80"], 2, "warning: plan: exit status 2, see {folder}/logs/plan.log"),
-    ],
-)
-def test_a_run_that_does_not_fit_its_machines_is_told_why(
-    start: Callable[[int | None], Run], arguments: list[str], status: int, note: str | None
-) -> None:
-    run = start(2)
-    (run.folder / PLAN).write_text('{"verdict": "does not fit. rank 0: 90 of 79 GiB"}')
-    run.ends_with(status)
-    run.reporter.begin(arguments)
-    run.reporter.finish()
-    assert run.notes == ([note.format(folder=run.folder)] if note else [])
-
-
 def test_a_report_is_due_every_so_many_steps_and_one_is_written_at_a_time(start: Callable[[int | None], Run]) -> None:
     run = start(2)
     run.hold()
@@ -125,23 +105,6 @@ def test_a_report_is_due_every_so_many_steps_and_one_is_written_at_a_time(start:
     assert [int(call[-3]) for call in run.calls] == [NICENESS, NICENESS, own]  # the run waits for the last one
     assert [call[-2] for call in run.calls] == [""] * 3  # no GPU is its own
     assert not run.notes
-
-
-def test_the_plan_is_written_beside_the_report(start: Callable[[int | None], Run]) -> None:
-    run = start(0)
-    run.hold()
-    run.reporter.begin(["--nodes", "2"])
-    run.reporter.step(2)  # every 0 steps: only at the end
-    assert len(run.running) == 1
-    run.reporter.end()
-    assert len(run.running) == 2
-    run.release()
-    run.reporter.finish()
-    plan, report = sorted(run.calls)
-    settings, file = (str(run.folder / name) for name in ("settings.yaml", PLAN))
-    assert plan[:6] == ["plan", settings, "--nodes", "2", "--json", file]
-    assert report[:2] == ["report", str(run.folder)]
-    assert REPORT == "report.html"  # where `grpo-mp report RUN` puts it
 
 
 def test_a_run_that_ends_by_an_error_leaves_a_report_of_its_steps(start: Callable[[int | None], Run]) -> None:

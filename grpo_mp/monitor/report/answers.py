@@ -46,7 +46,6 @@ class Token:
 
     @property
     def numbers(self) -> str:
-        """Return the token's numbers in words."""
         policy = "" if self.policy is None else f", policy {self.policy:.3g}"
         differ = "" if self.mismatch is None else f", they differ by {self.mismatch:.3g}"
         advantage = "" if self.advantage is None else f", advantage {self.advantage:.3g}"

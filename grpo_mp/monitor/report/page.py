@@ -20,10 +20,8 @@ from grpo_mp.monitor.report.tables import (
 )
 from grpo_mp.monitor.rules import find_warnings
 from grpo_mp.monitor.run_folder import RunRecords
-from grpo_mp.monitor.samples import evenly_spaced
 from grpo_mp.utils.findings import Finding
 
-ROWS = 40  # of the table behind a chart
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # of what a browser may load or run
 COLORINGS = ("nothing", "probability", "mismatch", "advantage")  # of tokens
 
@@ -72,7 +70,6 @@ def build_report(runs: Sequence[RunRecords]) -> Report:
 
 
 def _missing(runs: Sequence[RunRecords]) -> tuple[str, str]:
-    """Return what to say if there are no scores, and no answers."""
     if all(any("sft/loss" in line for line in run.metrics) for run in runs):
         return (
             "Supervised fine-tuning scores no answers: its loss on held-out rows is under Policy and engine.",
@@ -96,19 +93,7 @@ def render(report: Report) -> str:
         several=len(report.runs) > 1,
         draw=lambda chart: drawn[id(chart)],
         legend=legend,
-        numbers=numbers_table,
         policy=POLICY,
         colorings=COLORINGS,
         has_tokens=any(answer.tokens for section in report.sections for answer in section.answers),
     )
-
-
-def numbers_table(chart: Chart) -> Table:
-    """Return the numbers of a chart at about ROWS places, both ends among them."""
-    lines = [dict(zip(series.x, series.values, strict=True)) for series in chart.series]
-    ends = {end(line) for line in lines if line for end in (min, max)}
-    # Of a line with few points all are shown, whatever the other lines have.
-    steps = ({x for line in lines for x in line}, {x for line in lines if len(line) <= ROWS for x in line})
-    places = sorted(ends.union(*(evenly_spaced(sorted(one), ROWS) for one in steps)))
-    rows = tuple((f"{place:g}", *(f"{line[place]:.4g}" if place in line else "" for line in lines)) for place in places)
-    return Table(chart.title, (chart.x_label, *(series.name for series in chart.series)), rows)
