@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from grpo_mp.config import load_settings
-from grpo_mp.planner.clusters import PROFILES, cluster_names, read_cluster
+from grpo_mp.planner.clusters import PROFILES, cluster_names, cluster_of, read_cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase, total_bytes
 from grpo_mp.planner.model_configs import find_config, published_config
@@ -223,6 +223,29 @@ def test_a_plan_as_json_that_does_not_fit_is_written_and_says_so(plan: Plan, tmp
     file = tmp_path / "plan.json"
     assert plan("configs/qwen2_5_7b.yaml", "--json", file, "layout={}", "--gpus-per-node", "1").status == 1
     assert "does not fit" in json.loads(file.read_text())["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("device", "cluster"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100 80GB PCIe", "a100-80"),
+        ("NVIDIA H100 80GB HBM3", "h100-80"),
+        ("NVIDIA H100 PCIe", "h100-80"),
+        ("NVIDIA H200", "h200-141"),
+        ("NVIDIA H20", "h20-96"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A10", None),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("", None),
+    ],
+)
+def test_the_profile_of_a_device_by_its_name_in_cuda(device: str, cluster: str | None) -> None:
+    assert cluster_of(device) == cluster
 
 
 def test_missing_number_of_a_profile_is_named(tmp_path: Path) -> None:
