@@ -52,7 +52,7 @@ SECTIONS: dict[str, Any] = {  # the settings that decide the answers and their s
     "model": {"family", "dtype"},
     "rollout": {
         *("group_size", "max_prompt_tokens", "max_response_tokens", "temperature", "top_p", "stop"),
-        *("tools", "tool_args", "tool_environment", "tool_parser", "environment_factory"),
+        *("tools", "tool_args", "tool_environment", "tool_parser"),
         *("function", "function_args", "limits", "failed"),
     },
     "engine": {"deterministic", "args", "speculative"},
@@ -181,7 +181,7 @@ def write_answers(job: SamplingJob, inputs: RunInputs, prompts: Sequence[Prompt]
         "filters": job.settings.sample.filters,
         "prompts": len(prompts),
     }
-    tools = inputs.episodes.schemas_of if inputs.episodes else None
+    tools = inputs.episodes.tools.schemas if inputs.episodes else None
     (job.folder / SUMMARY).unlink(missing_ok=True)  # it would describe other rows
     writer = AnswerWriter(job.folder, prompts, job.filters, tools)
     summary = writer.write(read_recorded(job.folder, len(prompts)), facts)

@@ -202,14 +202,8 @@ class RolloutConfig(Section):
         description="what the policy may call: typed functions, or classes whose methods are tools, each as "
         "'module:name' or 'file.py:name' (TRL tools, environment_factory); results count in max_response_tokens",
     )
-    environment_factory: str | dict[str, str] | None = Field(
-        None,
-        description="'module:name' or 'file.py:name' of a function, or class, that makes the environment of each "
-        "episode, whose public methods are tools (TRL environment_factory); or a mapping of names to such: the column "
-        "`environment` of each data row says which, and the policy is shown the tools of that one alone",
-    )
     tool_args: dict[str, dict[str, Any]] = Field(
-        {}, description="arguments of classes of tools, and of environment_factory, by their paths as set there"
+        {}, description="arguments of classes of tools, by their paths as set in tools"
     )
     tool_environment: tuple[str, ...] = Field(
         (),
@@ -244,7 +238,7 @@ class RolloutConfig(Section):
     @property
     def rollout_function(self) -> str | None:
         """Return the name of the function that rolls out episodes; None where a rollout is one answer."""
-        return self.function or ("call_tools" if self.tools or self.environment_factory else None)
+        return self.function or ("call_tools" if self.tools else None)
 
     @property
     def max_sequence_tokens(self) -> int:

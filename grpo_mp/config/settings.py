@@ -306,7 +306,7 @@ class Settings(Section):
     @model_validator(mode="after")
     def _check_episodes(self) -> "Settings":
         rollout = self.rollout
-        if (rollout.tools or rollout.environment_factory) and not rollout.tool_parser:
+        if rollout.tools and not rollout.tool_parser:
             raise ValueError(
                 "rollout.tools needs rollout.tool_parser, the name by which SGLang knows how the model writes calls: "
                 "set qwen25, deepseekv3, glm45, kimi_k2, llama3, or what the model's page says"

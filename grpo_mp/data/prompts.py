@@ -63,13 +63,8 @@ def within_pass_rates(texts: Iterable[str], file: str, train_set: TrainSetConfig
 BOXES = re.compile(r"\}[\s$]*(?:,|,?\s*(?:\\text\{\s*)?\b(?:and|or)\b\s*\}?)[\s$]*\\boxed\b")
 ROWS_AT_ONCE = 1024  # that the tokenizer is given
 Messages = list[dict[str, Any]]
-ToolsOf = Callable[[Row], Sequence[dict[str, Any]]]  # JSON schemas for the template, of the tools of a row
+Schemas = Sequence[dict[str, Any]]  # JSON schemas of tools, for the chat template
 CheckColumns = Callable[[Mapping[str, Any], str], None]  # raises UserError for the columns of the row at a location
-
-
-def no_tools(row: Row) -> Sequence[dict[str, Any]]:
-    """Return the schemas of a row without tools."""
-    return ()
 
 
 def no_check(columns: Mapping[str, Any], location: str) -> None:
@@ -82,7 +77,7 @@ class PromptReader:
 
     data: DataConfig  # columns and system prompt
     tokenizer: PreTrainedTokenizerBase
-    tools: ToolsOf = no_tools
+    tools: Schemas = ()
     columns: Mapping[str, Any] = field(default_factory=dict)  # added to those of the row
     check_columns: CheckColumns = no_check  # what rewards need of them
 
@@ -102,7 +97,7 @@ class PromptReader:
 
     def render(self, row: Row, messages: Messages) -> str:
         """Return what the template makes of a row's messages."""
-        chat, tools, variables = self.with_system(messages), self.tools(row), self.data.chat_template_kwargs
+        chat, tools, variables = self.with_system(messages), self.tools, self.data.chat_template_kwargs
         try:
             return render_template(chat, self.tokenizer, tools, variables=variables)
         except Exception as error:  # a template is a program
@@ -237,7 +232,7 @@ def load_train_prompts(
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
-    tools: ToolsOf = no_tools,
+    tools: Schemas = (),
     check_columns: CheckColumns = no_check,
 ) -> PromptSet:
     """Check the sets of `data.train`; rewards see the set's name as column `data_set`."""
@@ -273,7 +268,7 @@ def load_eval_prompts(
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
-    tools: ToolsOf = no_tools,
+    tools: Schemas = (),
     check_columns: CheckColumns = no_check,
 ) -> dict[str, PromptSet]:
     """Check the sets of `data.eval`, of each the first `max_prompts` rows."""
@@ -298,7 +293,7 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
     count: int | None = None,
-    tools: ToolsOf = no_tools,
+    tools: Schemas = (),
     check_columns: CheckColumns = no_check,
     eval_set: str = "data.eval",
 ) -> PromptSet:

@@ -41,20 +41,15 @@ class Session:
     reached_limit: bool = False
     turns: set["asyncio.Task[web.Response]"] = field(default_factory=set)  # that are being generated, or wait
     queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # one turn at a time: in the order of the requests
-    ignores_sampling: bool = False
-    told: set[str] = field(default_factory=set)  # parameters of whose neglect the log tells
+    warned: set[str] = field(default_factory=set)  # parameters that were ignored, shared by all sessions
 
 
 @dataclass
 class Endpoint:
-    """One server for all episodes of a rank: it listens while there are any.
+    """One server for all episodes of a rank: it listens while there are any."""
 
-    `ignores_sampling`: requests for other sampling than the run's are answered, and logged once.
-    """
-
-    ignores_sampling: bool = False
     sessions: dict[str, Session] = field(default_factory=dict)  # by key
-    told: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
     _server: "asyncio.Task[tuple[web.AppRunner, str]] | None" = None
 
     @asynccontextmanager
@@ -64,9 +59,7 @@ class Endpoint:
             self._server = asyncio.create_task(_listen(self.sessions))
         key, server = f"sk-{secrets.token_urlsafe(24)}", self._server
         failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        session = self.sessions[key] = Session(
-            policy, "", key, failure, ignores_sampling=self.ignores_sampling, told=self.told
-        )
+        session = self.sessions[key] = Session(policy, "", key, failure, warned=self.warned)
         try:
             _, session.base_url = await asyncio.shield(server)
             yield session
@@ -109,7 +102,7 @@ async def _serve(sessions: Mapping[str, Session], request: web.Request) -> web.R
     """Answer with the next turn of the session's episode."""
     session = _session(sessions, request)
     try:
-        chat = read_request(json.loads(await request.read()), session.policy, session.ignores_sampling)
+        chat = read_request(await request.read(), session.policy)
         return await _generate(session, asyncio.ensure_future(_answer(session, chat)))
     except web.HTTPException:  # a body that is too long
         raise
@@ -118,7 +111,7 @@ async def _serve(sessions: Mapping[str, Session], request: web.Request) -> web.R
         return _error(400, str(error), INVALID, "context_length_exceeded")
     except EngineError as error:
         return _fail(session, error)
-    except (RequestError, UserError, ValueError) as error:  # ValueError: no JSON, or what the policy refuses
+    except (RequestError, UserError, ValueError) as error:  # ValueError: what the policy refuses
         return _error(400, str(error), INVALID)
     except Exception as error:  # noqa: BLE001 - handed to the episode
         return _fail(session, error)
@@ -126,8 +119,8 @@ async def _serve(sessions: Mapping[str, Session], request: web.Request) -> web.R
 
 async def _answer(session: Session, chat: ChatRequest) -> web.Response:
     """Generate the turn of a request, after those of the requests before it."""
-    if ignored := [name for name in chat.ignored if name not in session.told]:
-        session.told.update(ignored)
+    if ignored := [name for name in chat.ignored if name not in session.warned]:
+        session.warned.update(ignored)
         LOGGER.warning("requests of agents give %s: turns are sampled as the run says", ", ".join(ignored))
     policy = session.policy
     async with session.queue:

@@ -13,10 +13,9 @@ from grpo_mp.checkpoint.hf_reader import LAYER, HfReader, has_hf_weights
 from grpo_mp.config.sections import EngineConfig
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.platform.cuda_libraries import cuda_environment
-from grpo_mp.rollout.argument_types import argument_types, check_values
 from grpo_mp.rollout.engine_layout import attention_replicas, precision_arguments
 from grpo_mp.rollout.engine_main import ARGUMENTS, TRAINER_PID
-from grpo_mp.rollout.sglang_source import model_classes, source_folder
+from grpo_mp.rollout.sglang_source import argument_names, model_classes, source_folder
 from grpo_mp.rollout.shared_memory import LOADER
 from grpo_mp.utils.errors import UserError, did_you_mean
 from grpo_mp.utils.files import ENGINE_SCRATCH
@@ -262,14 +261,13 @@ def unused_models(folder: Path) -> list[str]:
 
 
 def check_arguments(arguments: Mapping[str, Any], section: str = "engine.args") -> None:
-    """Raise UserError for an argument of a section that SGLang does not know or take, or that the run itself sets."""
-    types = argument_types()
+    """Raise UserError for an argument of a section that SGLang does not know, or that the run itself sets."""
+    known = argument_names()
     for name in arguments:
         if name in RESERVED:
             raise UserError(f"{section}.{name} cannot be set: {RESERVED[name]}")
-        if name not in types:
-            raise UserError(f"{section}.{name}: the installed SGLang has no such argument{did_you_mean(name, types)}")
-    check_values(arguments, types, section)
+        if name not in known:
+            raise UserError(f"{section}.{name}: the installed SGLang has no such argument{did_you_mean(name, known)}")
 
 
 def check_tool_parser(name: str) -> None:

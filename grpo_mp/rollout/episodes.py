@@ -12,19 +12,16 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
 from grpo_mp.config.sections import RolloutConfig
-from grpo_mp.data.rows import Row
 from grpo_mp.data.template import ChatRenderer
 from grpo_mp.distributed.layout import ModelShape
 from grpo_mp.rollout.client import EngineClient, SamplingParams
 from grpo_mp.rollout.episode_policy import EpisodeAbortedError, EpisodeContext, EpisodePolicy, EpisodeWatch
-from grpo_mp.rollout.protocol import Episode, EpisodeLimitError, RolloutFunction, ScoresGroups, Segment, Task
+from grpo_mp.rollout.protocol import Episode, EpisodeLimitError, RolloutFunction, Segment, Task
 from grpo_mp.rollout.tools import EpisodeTools, ToolKit, load_tools
-from grpo_mp.utils.errors import UserError, did_you_mean, one_line
-from grpo_mp.utils.reading import shorten
+from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.types import EpisodeState, ExpertIds, Message, Prompt, Sample, SampleGroup
 from grpo_mp.utils.user_code import without_exit
 
-ENVIRONMENT_COLUMN = "environment"  # TRL's
 LOGGER = logging.getLogger(__name__)
 
 
@@ -36,30 +33,6 @@ class EpisodeParts:
     function: RolloutFunction
     tools: ToolKit
     renderer: ChatRenderer
-    by_environment: Mapping[str, "EpisodeParts"] = field(default_factory=dict)  # of rows that name one; {}: none does
-
-    @property
-    def has_environments(self) -> bool:
-        """Return whether episodes have environments, which live in the processes of tools."""
-        return any(one.tools.classes for one in (self, *self.by_environment.values()))
-
-    def of(self, columns: Mapping[str, Any], place: str) -> "EpisodeParts":
-        """Return the parts of a data row. Raises UserError, with its `place`, where it names no environment."""
-        if not self.by_environment:
-            return self
-        name = columns.get(ENVIRONMENT_COLUMN)
-        if not isinstance(name, str) or name not in self.by_environment:
-            found = f"{shorten(repr(name))} is none" if ENVIRONMENT_COLUMN in columns else "is missing, a name"
-            nearest = did_you_mean(name, self.by_environment) if isinstance(name, str) else ""
-            raise UserError(
-                f"{place}: column {ENVIRONMENT_COLUMN}: {found} of rollout.environment_factory{nearest}: there are "
-                f"{', '.join(self.by_environment)}"
-            )
-        return self.by_environment[name]
-
-    def schemas_of(self, row: Row) -> Sequence[dict[str, Any]]:
-        """Return the JSON schemas of a row's tools. Raises UserError as `of`."""
-        return self.of(row.columns, row.location).tools.schemas
 
 
 def load_episode_parts(
@@ -75,20 +48,10 @@ def load_episode_parts(
     function: RolloutFunction = ROLLOUT_FUNCTIONS.resolve(name, "rollout.function", config.function_args)
     if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)):
         raise UserError(f"rollout.function {name!r}: it must be a coroutine function: async def rollout(task, policy)")
-    tools = load_tools(
-        config.tools,
-        arguments=config.tool_args,
-        factory=config.environment_factory,
-        variables=config.tool_environment,
-    )
-    tools.check(config.limits.tool_s)
-
-    def parts_of(kit: ToolKit) -> EpisodeParts:
-        renderer = ChatRenderer(tokenizer, kit.schemas, variables or {})
-        renderer.check()
-        return EpisodeParts(config, function, kit, renderer)
-
-    return replace(parts_of(tools), by_environment={name: parts_of(kit) for name, kit in tools.by_environment.items()})
+    tools = load_tools(config.tools, arguments=config.tool_args, variables=config.tool_environment)
+    renderer = ChatRenderer(tokenizer, tools.schemas, variables or {})
+    renderer.check()
+    return EpisodeParts(config, function, tools, renderer)
 
 
 @dataclass(frozen=True)
@@ -124,7 +87,7 @@ class EpisodeRunner:
         `record` takes each that ends before the last one does, in a thread. Raises EngineError from the engine;
         TimeoutError after `rollout.group_timeout_s` since the first one began.
         """
-        parts, begun = self.parts.of(prompt.columns, f"prompt {prompt.index}"), asyncio.Event()
+        parts, begun = self.parts, asyncio.Event()
         config = parts.config
         context = EpisodeContext(
             self.client,
@@ -137,7 +100,7 @@ class EpisodeRunner:
         )
         samples = {sample.index: sample for sample in earlier}
         running = {
-            asyncio.create_task(self._run(parts, context, prompt, index, step, begun)): index
+            asyncio.create_task(self._run(context, prompt, index, step, begun)): index
             for index in range(count)
             if index not in samples
         }
@@ -158,44 +121,19 @@ class EpisodeRunner:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             async with asyncio.timeout(config.group_timeout_s):
                 await _until(waits[1], running, take)
-                if len(samples) == count:
-                    samples = await self._scored(parts.function, samples, waits[1])
         finally:
             for other in (*running, *waits):
                 other.cancel()
         await asyncio.gather(*records)
         return tuple(sample for _, sample in sorted(samples.items()))
 
-    @staticmethod
-    async def _scored(
-        function: RolloutFunction, samples: Mapping[int, Sample], paused: asyncio.Task[Any]
-    ) -> dict[int, Sample]:
-        """Return the samples with what is rewarded together; after a pause amid it, all but one: it is drawn again."""
-        together = [index for index, sample in samples.items() if sample.environment is not None]
-        if not (isinstance(function, ScoresGroups) and together):
-            return dict(samples)
-        scoring = asyncio.create_task(_score_together(function, samples))
-        try:
-            await asyncio.wait([scoring, paused], return_when=asyncio.FIRST_COMPLETED)
-            if scoring.done():
-                return {**samples, **scoring.result()}
-        finally:
-            scoring.cancel()
-        return {index: sample for index, sample in samples.items() if index != together[0]}
-
     async def _run(
-        self,
-        parts: EpisodeParts,
-        context: EpisodeContext,
-        prompt: Prompt,
-        index: int,
-        step: int,
-        begun: asyncio.Event,
+        self, context: EpisodeContext, prompt: Prompt, index: int, step: int, begun: asyncio.Event
     ) -> Outcome:
         """Roll out one episode, however it ends. Raises EngineError, EpisodeAbortedError."""
         async with self.slots:
             begun.set()
-            outcome, policy = await self._roll_out(parts, context, prompt=prompt, index=index, step=step)
+            outcome, policy = await self._roll_out(context, prompt, index, step)
         if policy.watch.stopped_by:
             raise policy.watch.stopped_by
         if outcome.error:
@@ -203,7 +141,7 @@ class EpisodeRunner:
         return outcome
 
     async def _roll_out(
-        self, parts: EpisodeParts, context: EpisodeContext, prompt: Prompt, index: int, step: int
+        self, context: EpisodeContext, prompt: Prompt, index: int, step: int
     ) -> tuple[Outcome, EpisodePolicy]:
         clock = asyncio.timeout(context.limits.episode_s)
         own = replace(context, sampling=context.sampling.only(index))
@@ -211,7 +149,7 @@ class EpisodeRunner:
         label = f"prompt {prompt.index}, sample {index}"
         try:
             async with AsyncExitStack() as opened, clock:
-                tools = await parts.tools.open(
+                tools = await self.parts.tools.open(
                     *(context.limits.tool_s, context.limits.tool_characters),
                     lambda: f"step {step}: {label}, turn {policy.turns}",
                 )
@@ -275,25 +213,6 @@ async def _until(
         await asyncio.wait({*left, pause}, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _score_together(function: ScoresGroups, samples: Mapping[int, Sample]) -> dict[int, Sample]:
-    """Return those samples of a whole group, by index, that its rollout function rewards together."""
-    ended = [one for one in samples.values() if one.environment is not None and one.state in ("completed", "truncated")]
-    if not ended:
-        return {}
-    try:
-        returned = await without_exit(function.score_group([one.environment for one in ended]))
-        scores = [Episode((), reward, metrics) for reward, metrics in returned]
-        pairs = zip(ended, scores, strict=True)
-        return {
-            one.index: replace(one, episode_reward=score.reward, metrics={**score.metrics, **one.metrics})
-            for one, score in pairs
-        }
-    except Exception as error:  # noqa: BLE001 - a user's function may raise anything
-        sentence = f"rewarding the group together raised {type(error).__name__}: {one_line(error)}"
-        LOGGER.info("group %d: %s", ended[0].group_id, sentence)
-        return {one.index: replace(one, state="error", error=sentence) for one in ended}
-
-
 def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sample:
     """Make a sample of an episode. One without a generated token gets `end_token` as a given one, so that it counts."""
     episode = outcome.episode
@@ -312,7 +231,6 @@ def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sa
         metrics={**episode.metrics, "turns": episode.turns, "forks": episode.forks},
         messages=episode.messages,
         error=outcome.error,
-        environment=episode.kept,
         earlier=tuple(
             Sample(group_id, index, **tokens, truncated=False, part=part)
             for part, tokens in enumerate(earlier, start=1)

@@ -164,13 +164,10 @@ def load(record: Record, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | Non
 
 
 def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> bytes:
-    """Return the payload of a group's record; b"" where the group has no token.
-
-    Ended episodes of a paused group that wait for a reward of the whole group are left out: they are rolled out again.
-    """
+    """Return the payload of a group's record; b"" where the group has no token."""
     finished, prompt = isinstance(group, SampleGroup), group.prompt
     outputs = group.outputs if isinstance(group, PausedGroup) else ()
-    samples = tuple(_plain(one) for one in group.samples if finished or one.environment is None)
+    samples = tuple(map(_plain, group.samples))
     tokens_of = {one.index: sum(len(part.tokens) for part in one.sequences) for one in samples}
     tokens = sum(tokens_of.values()) + sum(len(output.tokens) for output in outputs)
     if not tokens:
@@ -195,7 +192,6 @@ def _plain(sample: Sample) -> Sample:
         sample,
         messages=tuple(json.loads(as_json(sample.messages))),
         extra=json.loads(as_json(sample.extra)),
-        environment=None,
     )
 
 

@@ -41,23 +41,18 @@ class OpenAIAgent:
         agent: str | None = None,
         command: str | Sequence[str] | None = None,
         environment: Sequence[str] = (),
-        on_sampling: str = "refuse",
     ) -> None:
-        """Take one of the two: `agent`, 'module:name' or 'file.py:name' of a coroutine function, or a `command`.
+        """Load `agent`, 'module:name' or 'file.py:name' of a coroutine function, or store a `command` instead.
 
-        `environment`: variables of the run that a command finds beside SHARED_VARIABLES. `on_sampling`:
-        "refuse" or "ignore" what requests say of temperature, seed, tool_choice and the like. Raises UserError for an
-        agent that cannot be loaded, and for a variable that is not set.
+        environment: variables of the run that a command finds beside SHARED_VARIABLES.
         """
         if isinstance(environment, str) or (missing := [name for name in environment if name not in os.environ]):
             named = repr(environment) if isinstance(environment, str) else ", ".join(missing)
             raise UserError(f"{SETTING}: environment is a list of variables that are set, and {named} is none")
-        if on_sampling not in ("refuse", "ignore"):
-            raise UserError(f"{SETTING}: on_sampling={on_sampling!r} is neither 'refuse' nor 'ignore'")
         self._variables = tuple(environment)
         if (agent is None) == (command is None):
             raise UserError(f"{SETTING}: openai_agent takes either agent, 'file.py:function', or command")
-        self._endpoint = Endpoint(on_sampling == "ignore")
+        self._endpoint = Endpoint()
         self._command = tuple(shlex.split(command) if isinstance(command, str) else command or ())
         self._agent = _load_agent(agent) if agent is not None else self._run_command
 

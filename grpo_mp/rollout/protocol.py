@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # workers of tools import this module: it is light without torch
     from grpo_mp.utils.types import EpisodeState, ExpertIds, Message, Prompt
@@ -74,13 +74,12 @@ class Tools(Protocol):
 
 
 class BoundedTools:
-    """The base of a class of tools whose calls, of all episodes, run so many at a time on a rank.
+    """Base of a class of tools of which at most `parallel` calls, of all episodes, run at a time on a rank.
 
-    Others wait, which is no part of `rollout.limits.tool_s`.
+    The wait of the others is no part of `rollout.limits.tool_s`.
     """
 
     parallel: int
-    timeout_s: float  # after which a call ends by itself, below that limit
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,6 @@ class Episode:
     forks: int = 0
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
     earlier: tuple[RecordedSequence, ...] = ()
-    kept: Any = field(default=None, compare=False, repr=False)  # what the function keeps of it for `score_group`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reward", _as_reward(self.reward))
@@ -237,17 +235,6 @@ class Policy(Protocol):
 
     def unrecorded(self) -> Policy:
         """Return a second handle, with turns and limits of its own, which nothing is trained on, as an opponent has."""
-
-
-@runtime_checkable
-class ScoresGroups(Protocol):
-    """A rollout function that rewards the episodes of a prompt together."""
-
-    async def score_group(self, kept: Sequence[Any], /) -> Sequence[tuple[float, Mapping[str, float]]]:
-        """Return reward and metrics of each episode, of which `kept` has what was kept.
-
-        Called when all episodes of a group have ended, with those that kept something and did not fail.
-        """
 
 
 class RolloutFunction(Protocol):

@@ -80,7 +80,7 @@ class Python(BoundedTools):
         Raises UserError where this machine cannot isolate programs.
         """
         own = SandboxLimits(**limits)
-        self.parallel, self.timeout_s, self._sandbox = own.parallel, own.timeout_s, _sandbox(own)
+        self.parallel, self._sandbox = own.parallel, _sandbox(own)
         self._session: Session | None = None
 
     def python(self, code: str) -> str:

@@ -27,15 +27,11 @@ from grpo_mp.utils.user_code import IMPORT_LIMIT_S, load_attribute, no_exit, tim
 LOGGER = logging.getLogger(__name__)
 SETTING = "rollout.tools"
 PROCESSES = 16  # concurrent calls of functions on one rank
-Schemas = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class EnvironmentClass:
-    """A class of `rollout.tools`, or the class of what a factory makes. `tools`: names of its methods.
-
-    `slots` and `timeout_s`: from BoundedTools.
-    """
+    """A class of `rollout.tools`. `tools`: names of its methods; `slots`: of BoundedTools."""
 
     path: str
     name: str
@@ -43,7 +39,6 @@ class EnvironmentClass:
     resets: bool
     rewards: bool
     slots: asyncio.Semaphore | None = None
-    timeout_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -59,12 +54,11 @@ class ToolKit:
     classes: tuple[EnvironmentClass, ...] = ()
     schemas: tuple[dict[str, Any], ...] = ()
     processes: ToolProcesses = field(default_factory=lambda: ToolProcesses((), PROCESSES, {}))
-    by_environment: Mapping[str, "ToolKit"] = field(default_factory=dict)  # by the environment that a data row names
 
     async def open(self, limit_s: float, characters: int, where: Callable[[], str] = str) -> "EpisodeTools":
-        """Make the tools of one episode; call `close` at its end.
+        """Make the tools of one episode, which ends with `close`.
 
-        `limit_s` limits a call, `characters` its result; `where` names task and turn in the log.
+        limit_s: of a call; characters: of a result; where: names task and turn in the log.
         """
         by_name = dict(self.functions)
         resets, rewards = list[RemoteTool](), list[RemoteTool]()
@@ -92,15 +86,6 @@ class ToolKit:
             where=where,
             close=close,
         )
-
-    def check(self, limit_s: float) -> None:
-        """Raise UserError where a class's own time limit of a call is not below that of all tools."""
-        for kind in (kind for kit in (self, *self.by_environment.values()) for kind in kit.classes):
-            if kind.timeout_s >= limit_s:
-                raise UserError(
-                    f"rollout.tool_args {kind.path}: timeout_s={kind.timeout_s:g} is not below rollout.limits.tool_s="
-                    f"{limit_s:g}, at which a call counts as hanging: lower the one or raise the other"
-                )
 
     async def close(self) -> None:
         """End the idle processes."""
@@ -173,77 +158,61 @@ def load_tools(
     paths: Sequence[str],
     processes: int = PROCESSES,
     arguments: Mapping[str, Mapping[str, Any]] = {},
-    factory: str | Mapping[str, str] | None = None,
     variables: Sequence[str] = (),
 ) -> ToolKit:
     """Load functions and classes by 'module:name' or 'file.py:name', make their schemas, and start one process.
 
-    `processes`: concurrent calls of functions. `arguments`: of classes, by path; one instance is made here. `factory`:
-    path of what makes an environment, or one for each name. `variables`: names of the run's environment variables that
-    the processes get. Raises UserError where a tool cannot be loaded, made or started, or has no type hints or
-    docstring.
+    processes: concurrent calls of functions; arguments: of classes, by path; variables: of the run's environment, which
+    the processes get.
     """
-    named = factory if isinstance(factory, Mapping) else {}
-    factories = list(dict.fromkeys(named.values())) if named else [factory] if isinstance(factory, str) else []
-    every = (*paths, *factories)
-    if unknown := next((path for path in arguments if path not in every), None):
-        raise UserError(f"rollout.tool_args: {unknown!r} is not in {SETTING}{did_you_mean(unknown, every)}")
-    functions, kinds, schemas = dict[str, RemoteTool](), dict[str, EnvironmentClass](), dict[str, Schemas]()
-    for path in every:
-        label = f"rollout.environment_factory {path!r}" if path in factories else f"{SETTING} {path!r}"
+    if unknown := next((path for path in arguments if path not in paths), None):
+        raise UserError(f"rollout.tool_args: {unknown!r} is not in {SETTING}{did_you_mean(unknown, paths)}")
+    if missing := [name for name in variables if name not in os.environ]:
+        raise UserError(f"rollout.tool_environment: the run has no variable {', '.join(missing)}: set it")
+    functions, classes, schemas = dict[str, RemoteTool](), dict[str, EnvironmentClass](), list[dict[str, Any]]()
+    for path in paths:
+        label = f"{SETTING} {path!r}"
         loaded = load_attribute(path, label)
-        if isinstance(loaded, type) or path in factories:
-            kinds[path], schemas[path] = _environment(path, loaded, arguments.get(path, {}), label)
+        if isinstance(loaded, type):
+            classes[path] = _environment_class(path, loaded, arguments.get(path, {}), label)
+            schemas += [_schema(getattr(loaded, name), label) for name in classes[path].tools]
         elif path in arguments:
             raise UserError(f"rollout.tool_args: {path!r} is a function, whose arguments are the policy's")
         elif callable(loaded):
             functions[loaded.__name__] = RemoteTool(loaded.__qualname__, path)
-            schemas[path] = [_schema(loaded, label)]
+            schemas.append(_schema(loaded, label))
         else:
             raise UserError(f"{label}: a tool is a function or a class, not {type(loaded).__name__}")
-    if missing := [name for name in variables if name not in os.environ]:
-        raise UserError(f"rollout.tool_environment: the run has no variable {', '.join(missing)}: set it")
-    makers = {path: arguments.get(path, {}) for path in kinds}
-    calls = ToolProcesses(every, processes, makers, tuple(variables))
-
-    def kit(own: Sequence[str]) -> ToolKit:
-        classes = tuple(kinds[path] for path in own if path in kinds)
-        return ToolKit(functions, classes, _distinct([one for path in own for one in schemas[path]]), calls)
-
-    by_environment = {name: kit((*paths, path)) for name, path in named.items()}
-    loaded_kit = replace(kit(paths if named else every), by_environment=by_environment)
-    if every:
-        asyncio.run(calls.check())
-    return loaded_kit
-
-
-def _distinct(schemas: Schemas) -> tuple[dict[str, Any], ...]:
-    """Return the schemas. Raises UserError where two tools of an episode have one name."""
     names = [schema["function"]["name"] for schema in schemas]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"{SETTING}: two tools have the name {twice}: rename one")
-    return tuple(schemas)
+    makers = {path: arguments.get(path, {}) for path in classes}
+    calls = ToolProcesses(tuple(paths), processes, makers, tuple(variables))
+    if paths:
+        asyncio.run(calls.check())
+    return ToolKit(functions, tuple(classes.values()), tuple(schemas), calls)
 
 
-def _environment(
-    path: str, loaded: Callable[..., Any], arguments: Mapping[str, Any], label: str
-) -> tuple[EnvironmentClass, Schemas]:
-    """Describe the environments of a class or factory by one instance, which is made here."""
+def _environment_class(path: str, kind: type, arguments: Mapping[str, Any], label: str) -> EnvironmentClass:
+    """Describe a class of tools; an instance is made here, so that wrong arguments are refused at the start."""
     try:
         with no_exit(), time_limit(IMPORT_LIMIT_S, f"{label}: making an environment"):
-            made = loaded(**arguments)
+            made = kind(**arguments)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise UserError(f"{label}: no environment can be made of {dict(arguments)}: {reason}") from error
-    kind = type(made)
-    members = inspect.getmembers(kind, inspect.isroutine)  # of the class: attributes of an instance are no tools
+    members = inspect.getmembers(kind, inspect.isroutine)
     names = [name for name, _ in members if not name.startswith("_") and name not in ("reset", "get_reward")]
-    owns = (hasattr(kind, "reset"), hasattr(kind, "get_reward"))
-    bounds = (asyncio.Semaphore(made.parallel), made.timeout_s) if isinstance(made, BoundedTools) else ()
-    schemas = [_schema(getattr(kind, name), label) for name in names]
-    return EnvironmentClass(path, kind.__qualname__, tuple(names), *owns, *bounds), schemas
+    return EnvironmentClass(
+        path,
+        kind.__qualname__,
+        tools=tuple(names),
+        resets=hasattr(kind, "reset"),
+        rewards=hasattr(kind, "get_reward"),
+        slots=asyncio.Semaphore(made.parallel) if isinstance(made, BoundedTools) else None,
+    )
 
 
 def _schema(tool: Callable[..., Any], label: str) -> dict[str, Any]:

@@ -3,9 +3,8 @@
 import importlib
 import json
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,31 +23,16 @@ class VerifiersRollout:
     """The rollout function `verifiers`: an environment plays an episode against the policy's endpoint."""
 
     def __init__(self, environment: str, args: Mapping[str, Any] | None = None) -> None:
-        """Load an environment by its name. Raises UserError where it or the library is missing, or begins groups."""
+        """Load an environment by its name. Raises UserError where the library is missing, or it rewards groups."""
         self._environment = load_environment(environment, json.dumps(args or {}, sort_keys=True))
-        self._scores_groups = bool(self._environment.requires_group_rollouts)
-        if self._scores_groups and not self._environment.rubric.has_group_rewards:
-            raise UserError(
-                f"{_label(environment)}: its taskset has stages of whole groups: only a rubric may have them"
-            )
+        if self._environment.requires_group_rollouts:
+            raise UserError(f"{_label(environment)}: it rewards or runs whole groups, which is not supported")
         self._endpoint = Endpoint()
 
     async def __call__(self, task: Task, policy: Policy) -> Episode:
         """Roll out one row. Its reward is the rubric's; the rubric's metrics are the episode's."""
         output = await run_agent(self._endpoint, policy, lambda session: self._play(task, session))
-        if self._scores_groups:
-            return replace(policy.episode(), kept=output)
         return policy.episode(output["reward"], output["metrics"])
-
-    async def score_group(self, states: Sequence[Any]) -> list[tuple[float, Mapping[str, float]]]:
-        """Return what the rubric says of a group's rollouts, whose states its functions see together."""
-        rubric = self._environment.rubric
-        try:
-            await rubric.score_group(list(states))
-        finally:
-            for state in states:
-                await rubric.cleanup(state)
-        return [(state["reward"], state["metrics"]) for state in states]
 
     async def _play(self, task: Task, session: Session) -> Mapping[str, Any]:
         openai, clients = importlib.import_module("openai"), importlib.import_module("verifiers.clients")
@@ -61,8 +45,7 @@ class VerifiersRollout:
             http_client=httpx.AsyncClient(trust_env=False, timeout=None),
         ) as connection:
             client = clients.OpenAIChatCompletionsClient(connection)
-            play = self._environment.rollout if self._scores_groups else self._environment.run_rollout
-            output: Mapping[str, Any] = await play(row, client, "policy", {})
+            output: Mapping[str, Any] = await self._environment.run_rollout(row, client, "policy", {})
         if output.get("error"):
             raise RuntimeError(f"the environment ended with {one_line(output['error'])}")
         return output

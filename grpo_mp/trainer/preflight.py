@@ -20,7 +20,7 @@ from grpo_mp.checkpoint.run_state import FINAL, check_run_folder, check_same_dat
 from grpo_mp.checkpoint.settings_changes import use_template_date
 from grpo_mp.config import Settings, SftSettings, dump_settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RunConfig
-from grpo_mp.data.prompts import PromptSet, load_eval_prompts, load_train_prompts, no_tools
+from grpo_mp.data.prompts import PromptSet, load_eval_prompts, load_train_prompts
 from grpo_mp.data.set_checks import overlap_warnings, smallest_set, too_few
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.shards import tp_size
@@ -38,7 +38,6 @@ from grpo_mp.rewards.code import check_row_tests
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens
-from grpo_mp.rollout.argument_types import argument_types
 from grpo_mp.rollout.engine_args import (
     check_arguments,
     check_determinism,
@@ -50,6 +49,7 @@ from grpo_mp.rollout.engine_layout import check_engine_parallelism, engine_place
 from grpo_mp.rollout.episodes import EpisodeParts, load_episode_parts
 from grpo_mp.rollout.reward_servers import check_served_models, check_tokens
 from grpo_mp.rollout.routed_experts import check_routed_experts
+from grpo_mp.rollout.sglang_source import argument_names
 from grpo_mp.trainer.disk_check import check_disk
 from grpo_mp.trainer.replay import ReplayedRollouts, open_replay
 from grpo_mp.utils.errors import UserError
@@ -234,7 +234,7 @@ def check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_n
     check_bucket(settings, hf, fp8=engine_uses_fp8(settings.engine.args, hf, cpu))
     if settings.training.router_replay == "R3":
         drafting = speculative_arguments(settings.engine, settings.rollout.group_size)
-        check_routed_experts(settings.engine.args | drafting, argument_types().keys(), model_shape(hf))
+        check_routed_experts(settings.engine.args | drafting, argument_names(), model_shape(hf))
     tokenizer = read_tokenizer(settings.model.path, hf, settings.model.trust_remote_code)
     check_positions(settings, hf)
     return tokenizer
@@ -344,7 +344,7 @@ def _load_prompts(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, episodes: EpisodeParts | None, with_train: bool = True
 ) -> tuple[PromptSet, dict[str, PromptSet]]:
     """Read the train set and the eval sets; without `with_train` the first eval set is both."""
-    tools = episodes.schemas_of if episodes else no_tools
+    tools = episodes.tools.schemas if episodes else ()
     how = settings.rollout.max_prompt_tokens, tools, partial(check_row_tests, settings.reward, settings.set_weights)
     train = load_train_prompts(settings.data, tokenizer, *how) if with_train else None
     evals = load_eval_prompts(settings.data, tokenizer, *how)

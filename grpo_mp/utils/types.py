@@ -92,8 +92,6 @@ class Sample:
     metrics: dict[str, float] = field(default_factory=dict)  # of the episode, by name
     messages: tuple[Message, ...] = ()  # of the episode, after the prompt
     error: str = ""  # why the episode failed
-    # What the rollout function kept for rewards, in this process only: removed once the sample is scored.
-    environment: Any = field(default=None, compare=False, repr=False)
     teacher_logprobs: tuple[float, ...] = ()  # of `tokens`, by algorithm.distillation.teacher; (): none was asked
     teacher_topk: TopLogprobs | None = field(default=None, compare=False, repr=False)  # with distillation.topk
     # Experts that the engine chose, [total tokens - 1, MoE layers, top-k]: the last token was not computed. None: the

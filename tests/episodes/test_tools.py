@@ -145,29 +145,10 @@ class Graded:
         """Look around."""
         return self.looked
 
-class Sums:
-    def __init__(self, by: int = 7):
-        self.by = by
-
-    def reset(self, start: int = 0, **columns) -> str:
-        self.count = start
-        return f" It begins at {start}."
-
-    def increase(self) -> int:
-        """Increase the counter."""
-        self.count += self.by
-        return self.count
-
-def make_sums(by: int = 7) -> Sums:
-    return Sums(by)
-
-def nothing():
-    raise LookupError("no such game")
-
 WORD = "no tool"
 
 class Slow(BoundedTools):
-    parallel, timeout_s = 2, 2.5
+    parallel = 2
 
     def work(self, folder: str) -> str:
         """
@@ -440,41 +421,10 @@ def test_what_is_no_tool_is_refused(file: str, names: list[str], message: str) -
     assert str(refused.value).startswith("rollout.tools")
 
 
-def test_an_environment_by_its_name(file: str) -> None:
-    """Each is played with its own tools and those of all; two names may be of one kind."""
-    factories = {"sums": f"{file}:make_sums", "views": f"{file}:Graded", "more_sums": f"{file}:make_sums"}
-
-    async def episodes(kit: ToolKit) -> None:
-        assert [schema["function"]["name"] for schema in kit.schemas] == ["add"]
-        for name in factories:
-            own, names = kit.by_environment[name], ["add", "look" if name == "views" else "increase"]
-            assert [schema["function"]["name"] for schema in own.schemas] == names
-            tools = await own.open(LIMIT_S, 100)
-            said, reward = await tools.reset({"start": 3}), await tools.reward()
-            assert (said, reward) == (("", 0.25) if name == "views" else (" It begins at 3.", None))
-            assert [*tools.by_name] == names
-            if name == "sums":
-                assert await call(tools, "increase") == ToolResult("11")
-            await tools.close()
-
-    with_kit(file, episodes, ("add",), arguments={f"{file}:make_sums": {"by": 8}}, factory=factories)
-
-
-def test_factories_that_do_not_fit_are_refused(file: str) -> None:
-    with pytest.raises(UserError, match="two tools have the name increase"):
-        load_tools([f"{file}:Sums"], factory={"a": f"{file}:Graded", "b": f"{file}:make_sums"})
-    missing = r"^rollout\.environment_factory .*: no environment .* LookupError: no such game"
-    with pytest.raises(UserError, match=missing):
-        load_tools([], factory=f"{file}:nothing")
-
-
 def test_calls_of_bounded_tools_wait_for_each_other_beyond_their_limit(file: str, tmp_path: Path) -> None:
     """Those of all episodes, which have processes of their own."""
 
     async def many(kit: ToolKit) -> list[ToolResult]:
-        kit.check(3.0)
-        with pytest.raises(UserError, match=r"^rollout\.tool_args .*:Slow: timeout_s=2.5 is not below .*tool_s=2.5, "):
-            kit.check(2.5)
         opened = [await kit.open(1e6 if number < 2 else LIMIT_S, 1000) for number in range(5)]
         calls = [asyncio.create_task(call(tools, "work", folder=str(tmp_path))) for tools in opened]
         while len([*tmp_path.iterdir()]) < 2:

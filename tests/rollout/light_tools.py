@@ -26,14 +26,6 @@ class Board:
         return "nothing"
 
 
-class Quiet:
-    """An environment with another tool."""
-
-    def listen(self) -> str:
-        """Listen."""
-        return "nothing"
-
-
 def kill() -> None:
     """End the process."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -281,13 +281,3 @@ def test_the_name_of_a_tool_that_there_is_not_ends_no_message() -> None:
         given.append(client.prompts[1])
     assert "functions.x" in client.tokenizer.decode(given[0])
     assert given[0] == given[1]
-
-
-def test_the_environment_that_a_row_names_plays_its_episode() -> None:
-    """`look` is a tool of the board alone."""
-    client = TextClient(make_renderer("qwen3", tools=True).tokenizer, ["[look]({})<|im_end|>", "2<|im_end|>"])
-    parts = {"environment_factory": {"board": f"{TOOLS}:Board", "quiet": f"{TOOLS}:Quiet"}, "tool_parser": "test"}
-    board, quiet = (roll_out(make_runner(client, "call_tools", **parts), environment=one) for one in ("board", "quiet"))
-    assert [sample.episode_reward for sample in (board, quiet)] == [0.75, None]
-    assert [sample.metrics["tool_raised"] for sample in (board, quiet)] == [0, 1]
-    assert "there is no tool look" in client.tokenizer.decode(quiet.tokens)

@@ -17,8 +17,6 @@ from grpo_mp.rollout.journal import (
     GroupJournal,
     Record,
     best_records,
-    decode,
-    encode,
     find_paused,
     journal_file,
     load,
@@ -198,13 +196,3 @@ def test_zeros_at_the_end_are_no_record(tmp_path: Path, zeros: int) -> None:
     assert [record.key[0] for record in read_records(file)] == [40]
     GroupJournal(tmp_path, 1).append(3, 50, EPISODE, STATS, kept=False)
     assert [record.key[0] for record in read_records(file)] == [40, 50]
-
-
-def test_an_ended_episode_whose_reward_asks_its_environment_is_rolled_out_again() -> None:
-    """The object cannot be recorded; those of a group that has its scores need none."""
-    (ended,) = SIBLING.samples
-    more = sample(1, 7, 8, state="completed", environment=object())
-    loaded = decode(encode(3, PausedGroup(PROMPT, samples=(ended, more)), RewardStats(), kept=False), PROMPT)
-    assert loaded
-    assert [one.index for one in loaded[0].samples] == [ended.index]
-    assert not encode(3, PausedGroup(PROMPT, samples=(more,)), RewardStats(), kept=False)

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 
 from grpo_mp.config.sections import EngineConfig
 from grpo_mp.models.hf_config import HfConfig
-from grpo_mp.rollout.argument_types import argument_types
 from grpo_mp.rollout.client import EngineClient, EngineOutput
 from grpo_mp.rollout.engine_args import ENGINE_SITE, check_arguments, check_speculation, speculative_arguments
 from grpo_mp.rollout.groups import joined
+from grpo_mp.rollout.sglang_source import argument_names
 from grpo_mp.utils.errors import UserError
 
 
@@ -70,7 +70,7 @@ def test_a_layer_that_is_missing_is_refused(hf: HfConfig) -> None:
 def test_what_the_settings_own_is_refused_in_engine_args() -> None:
     for algorithm in ("mtp", "ngram"):
         arguments = speculative_arguments(engine(algorithm=algorithm), group_size=8)
-        assert set(arguments) <= argument_types().keys()
+        assert set(arguments) <= argument_names()
         names = [name for name in arguments if name.startswith("speculative")]
         for name in [*names, "speculative_accept_threshold_acc"]:
             with pytest.raises(UserError, match=f"engine.args.{name} cannot be set"):

@@ -27,13 +27,11 @@ class Again(vf.MultiTurnEnv):
 def shouts(completion, answer):
     return sum(message.role == "assistant" for message in completion) + 0.25 * (answer == "yes")
 
-def load_environment(rows=2, groups=False):
+def load_environment(rows=2):
     def alone(completion):
         return 0.5
-    def together(completions, answers):
-        return [float(rank) for rank, _ in enumerate(zip(completions, answers, strict=True))]
     data = Dataset.from_list([{"question": f"row {row}?", "answer": "yes"} for row in range(rows)])
-    funcs = [shouts, together if groups else alone]
+    funcs = [shouts, alone]
     return Again(max_turns=2, dataset=data, system_prompt="Shout.", rubric=vf.Rubric(funcs=funcs, weights=[1.0, 0.0]))
 """
 
@@ -71,10 +69,5 @@ def test_an_environment_plays_episodes(
         assert (sample.metrics["alone"], sample.metrics["forks"], sample.episode_reward) == (0.5, 0, 2.25)
         assert sample.given_tokens > 0
     assert signal.getsignal(signal.SIGTERM) is before
-    args = {"environment": "grpo_mp_again", "args": {"groups": True}}
-    _, group = roll_out("verifiers", function_args=args, limits={"turn_tokens": 6}, columns=rows[1], count=3)
-    assert [sample.error for sample in group.samples] == [""] * 3
-    assert sorted(sample.metrics["together"] for sample in group.samples) == [0.0, 1.0, 2.0]
-    assert [sample.episode_reward for sample in group.samples] == [2.25] * 3
     with pytest.raises(UserError, match="environment 'no_such_env' of verifiers: loading it failed"):
         load_environment("no_such_env", "{}")

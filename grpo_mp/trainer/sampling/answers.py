@@ -13,8 +13,7 @@ from pyarrow import parquet
 
 from grpo_mp.algorithms.evaluation import score_eval_set
 from grpo_mp.batching.exchange import sample_infos
-from grpo_mp.data.prompts import ToolsOf
-from grpo_mp.data.rows import Row
+from grpo_mp.data.prompts import Schemas
 from grpo_mp.rewards.scorer import RewardStats, sum_stats
 from grpo_mp.rollout.dump import FACTS, TOKENS, checked_file
 from grpo_mp.rollout.journal import Record, best_records, load, read_records
@@ -54,13 +53,13 @@ COLUMNS = {
 class AnswerWriter:
     """Filters recorded answers, and writes them into a folder.
 
-    `tools`: of a data row, where answers are episodes; else None.
+    `tools`: JSON schemas, where answers are episodes; else None.
     """
 
     folder: Path
     prompts: Sequence[Prompt]
     filters: Mapping[str, SampleFilter]
-    tools: ToolsOf | None = None
+    tools: Schemas | None = None
 
     def write(self, recorded: Mapping[int, Record], facts: Mapping[str, Any]) -> dict[str, Any]:
         """Write all files, each of them whole or as it was; return the summary. Holds one row group at a time."""
@@ -74,8 +73,7 @@ class AnswerWriter:
             for number in sorted(recorded):
                 group, of_group = self._load(recorded[number])
                 kept = apply_filters(group, self.filters, dropped)
-                tools = self.tools(Row(f"prompt {number}", group.prompt.columns)) if self.tools else ()
-                write([row_of(group.prompt, sample, tools) for sample in kept])
+                write([row_of(group.prompt, sample, self.tools or ()) for sample in kept])
                 kept_samples, kept_prompts = kept_samples + len(kept), kept_prompts + bool(kept)
                 infos += sample_infos(group)
                 stats = sum_stats([stats, of_group])
