@@ -1,7 +1,7 @@
 """Sets of chats to learn from: every row is checked and measured at the start, and read again when it is trained on."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
 from grpo_mp.data.cursor import Mixture, mix_sets
-from grpo_mp.data.messages import read_message
+from grpo_mp.data.messages import read_messages
 from grpo_mp.data.rows import Row, Rows, read_rows, without_nulls
-from grpo_mp.data.set_checks import dropped_system, joined_digest, left_out
+from grpo_mp.data.set_checks import joined_digest, left_out
 from grpo_mp.data.supervised import Chat, ChatEncoder, LearnedText, LearnedTokens
-from grpo_mp.data.template import check_template, drops_system
+from grpo_mp.data.template import check_template
 from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.reading import did_you_mean_column, has_column, parse_json, read_column, read_json, shorten
 from grpo_mp.utils.types import Message, Sample
@@ -45,13 +45,6 @@ class ChatReader:
                 f"{row.location}: the tokenizer's chat template refuses the chat: {one_line(error) or repr(error)}"
             ) from error
 
-    def drops_system(self, row: Row) -> bool:
-        """Return whether the template leaves out the system message with which a chat begins."""
-        chat = read_chat(row, self.data)
-        return drops_system(
-            lambda messages: self.encoder.render(replace(chat, messages=(*messages,))).text, chat.messages
-        )
-
     def encode(self, rows: Sequence[Row]) -> list[LearnedTokens]:
         """Return the tokens of rows, cut where sft.too_long says so."""
         limit = self.sft.max_tokens if self.sft.too_long == "truncate" else None
@@ -76,13 +69,11 @@ class ChatRows:
     too_long: int  # rows that were left out
 
     def warnings(self, setting: str, outcome: str) -> Iterator[str]:
-        """Warn of rows that are left out, and of a system message that the template does not show."""
+        """Warn of rows that are left out."""
         limit, rows = self.reader.sft.max_tokens, self.too_long + len(self.numbers)
         yield from left_out(
             setting, self.too_long, rows=rows, unit="chats", limit=f"sft.max_tokens={limit}", outcome=outcome
         )
-        if self.reader.drops_system(self.rows[0]):
-            yield dropped_system(setting)
 
     def read(self, place: int, number: int) -> Sample:
         """Return a sample."""
@@ -257,19 +248,12 @@ def read_chat(row: Row, data: ChatDataConfig) -> Chat:
 
 
 def _messages(row: Row, column: str, role: str = "") -> list[Message]:
-    """Return the messages of a column; with `role` a text is one of it."""
-    value, location = read_column(row.columns, column), f"{row.location}: column {column}"
-    chat = [{"role": role, "content": value}] if role and isinstance(value, str) else value
-    if not isinstance(chat, list) or not chat or not all(isinstance(message, Mapping) for message in chat):
-        raise UserError(f"{location}: expected {'text or ' if role else ''}a list of chat messages")
-    return [_message(message, location) for message in chat]
-
-
-def _message(value: Mapping[str, Any], location: str) -> Message:
-    message = read_message(value, location)
-    if message["role"] == "assistant" and not (message["content"].strip() or message.get("tool_calls")):
-        raise UserError(f"{location}: an answer of the assistant is empty")
-    return message
+    location = f"{row.location}: column {column}"
+    messages = read_messages(read_column(row.columns, column), location, role)
+    for message in messages:
+        if message["role"] == "assistant" and not (message["content"].strip() or message.get("tool_calls")):
+            raise UserError(f"{location}: an answer of the assistant is empty")
+    return messages
 
 
 def _read_tools(row: Row) -> tuple[dict[str, Any], ...]:

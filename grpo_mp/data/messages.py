@@ -1,8 +1,7 @@
 """Chat messages of data rows: their fields, the switches of the loss, and the forms that chat templates write."""
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -33,6 +32,14 @@ def read_message(value: Mapping[str, Any], location: str) -> Message:
         found = f"role {shorten(repr(role))} and content {shorten(repr(content))}" if role else shorten(repr(message))
         raise UserError(f"{location}: a message needs role ({', '.join(ROLES)}) and text content, found {found}")
     return message | ({"tool_calls": [_with_object(call) for call in calls]} if isinstance(calls, list) else {})
+
+
+def read_messages(value: Any, location: str, role: str = "") -> list[Message]:
+    """Return the messages of a column, where `role` is given a text as one of that role."""
+    chat = [{"role": role, "content": value}] if role and isinstance(value, str) else value
+    if not isinstance(chat, list) or not chat or not all(isinstance(message, Mapping) for message in chat):
+        raise UserError(f"{location}: expected {'text or ' if role else ''}a list of chat messages")
+    return [read_message(message, location) for message in chat]
 
 
 def as_template_reads(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
@@ -134,102 +141,23 @@ def _function(call: Any) -> Mapping[str, Any]:
 
 
 THINKING = ("reasoning_content", "reasoning", "thinking")
-# Switches of the loss: of OpenAI (weight), ms-swift (loss), slime (loss_mask, step_loss_mask), axolotl (train,
-# training, train_on_turn), verl (trainable). True and 1: the answer is learned.
-SWITCHES = (
-    "weight",
-    "loss",
-    "loss_mask",
-    "loss_weight",
-    "step_loss_mask",
-    "compute_loss",
-    "train",
-    "training",
-    "trainable",
-    "train_on_turn",
-    "learn",
-)
-INVERSE_SWITCHES = ("masked",)  # true and 1: it is not
-LIKE_A_SWITCH = re.compile(r"(^|_)(loss|train|learn|mask|weight)", re.IGNORECASE)
-# Fields that no template writes and that say nothing which could be learned.
-METADATA = frozenset(
-    {
-        *(
-            "id",
-            "uid",
-            "uuid",
-            "tool_call_id",
-            "parent_id",
-            "message_id",
-            "message_tree_id",
-            "conversation_id",
-            "turn_id",
-        ),
-        *(
-            "user_id",
-            "turn_identifier",
-            "index",
-            "position",
-            "hashed_ip",
-            "header",
-            "metadata",
-            "meta",
-            "cache_control",
-        ),
-        *("name", "author", "user", "user_name", "username", "role_name", "model", "model_name", "provider", "source"),
-        *(
-            "timestamp",
-            "time",
-            "date",
-            "created",
-            "created_at",
-            "created_date",
-            "updated_at",
-            "dataset",
-            "type",
-            "object",
-        ),
-        *("lang", "language", "country", "state", "status", "finish_reason", "stop_reason", "usage", "synthetic"),
-        *(
-            "toxic",
-            "redacted",
-            "detoxify",
-            "rank",
-            "score",
-            "quality",
-            "rating",
-            "labels",
-            "emoji",
-            "emojis",
-            "deleted",
-        ),
-        "review_result",
-    }
-)
-READ = frozenset({"role", "content", "tool_calls", *SWITCHES, *INVERSE_SWITCHES})
+# Whether an answer is learned: of OpenAI (weight), ms-swift (loss), slime (loss_mask, step_loss_mask), axolotl (train,
+# training, train_on_turn), verl (trainable).
+SWITCHES = ("weight", "loss", "loss_mask", "step_loss_mask", "train", "training", "trainable", "train_on_turn")
 
 
 def is_learned(answer: Message) -> bool:
     """Return whether the fields of an assistant's message let it be learned."""
-    learned = True
-    for name, value in answer.items():
-        if name in (*SWITCHES, *INVERSE_SWITCHES):
-            if not isinstance(value, int | float) or value not in (0, 1):
-                raise UserError(f"{name} of an answer must be true or false, or 1 or 0, not {str(value)[:50]!r}")
-            learned = learned and bool(value) == (name in SWITCHES)
-        elif name not in READ | METADATA and LIKE_A_SWITCH.search(name):
-            raise UserError(
-                f"the field {name} of an answer may say that it is not learned, and is not known: name it weight (1 or "
-                "0), or remove it"
-            )
-    return learned
+    values = {name: answer[name] for name in SWITCHES if name in answer}
+    for name, value in values.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise UserError(f"{name} of an answer must be true or false, or 1 or 0, not {str(value)[:50]!r}")
+    return all(values.values())
 
 
-def texts_beside(message: Message) -> Iterator[tuple[str, str]]:
-    """Yield field and text of what a message says beside its content and the calls of tools."""
-    for name, value in message.items():
-        if name not in READ | METADATA:
-            yield from ((name, text) for text in _texts(value))
+def thinking_texts(message: Message) -> list[tuple[str, str]]:
+    """Return field and text of a message's thinking."""
+    return [(name, text) for name in THINKING if isinstance(text := message.get(name), str)]
 
 
 def with_thinking_as_read(message: Message, tokenizer: PreTrainedTokenizerBase) -> Message:
@@ -258,11 +186,3 @@ def thinking_field(tokenizer: PreTrainedTokenizerBase, template: str) -> str | N
         except Exception:  # noqa: BLE001, S112 - a template is a program
             continue
     return None
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(item)

@@ -5,8 +5,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from functools import partial
-from itertools import chain
 from numbers import Rational, Real
 from statistics import fmean
 from typing import Any
@@ -18,10 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.config.data_sections import DataConfig, TrainSetConfig
 from grpo_mp.data.cursor import Mixture, mix_sets
-from grpo_mp.data.messages import read_message
+from grpo_mp.data.messages import read_messages
 from grpo_mp.data.rows import Row, Rows, read_rows
-from grpo_mp.data.set_checks import dropped_system, joined_digest, left_out, row_bytes
-from grpo_mp.data.template import check_template, conversation_text, drops_system, render_template
+from grpo_mp.data.set_checks import joined_digest, left_out, row_bytes
+from grpo_mp.data.template import check_template, conversation_text, render_template
 from grpo_mp.rewards.math import boxed_answer
 from grpo_mp.rewards.settings import DATA_SET
 from grpo_mp.utils.errors import UserError, one_line
@@ -105,19 +103,6 @@ class PromptReader:
                 f"{row.location}: the tokenizer's chat template refuses the prompt: {one_line(error) or repr(error)}"
             ) from error
 
-    def check_template(self, row: Row) -> None:
-        """Raise UserError where the template makes the same of any prompt."""
-        check_template(self.tokenizer, self.data.chat_template_kwargs)
-        *before, last = self.messages(row)
-        label = f"{self.tokenizer.name_or_path or 'model.path'}: the chat template"
-        texts = {self.render(row, [*before, last | {"content": content}]) for content in ("one", "two")}
-        if len(texts) == 1:
-            raise UserError(f"{label} leaves the prompt out: use the one of this model")
-
-    def drops_system(self, row: Row) -> bool:
-        """Return whether the template leaves out the system message with which a row's prompt begins."""
-        return drops_system(partial(self.render, row), self.with_system(self.messages(row)))
-
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         """Return the tokens of what the template made."""
         # The template has written the special tokens already; adding them here would begin prompts with two.
@@ -158,11 +143,9 @@ class RowPrompts:
         return (conversation_text(self.reader.messages(self.rows[int(number)])) for number in self.numbers)
 
     def warnings(self, setting: str, max_prompt_tokens: int, outcome: str) -> Iterator[str]:
-        """Warn of rows that are left out, and of a system message that the template does not show."""
+        """Warn of rows that are left out."""
         count, limit = self.too_long + len(self.numbers), f"rollout.max_prompt_tokens={max_prompt_tokens}"
         yield from left_out(setting, self.too_long, rows=count, unit="prompts", limit=limit, outcome=outcome)
-        if self.reader.drops_system(self.rows[0]):
-            yield dropped_system(setting)
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,10 +185,6 @@ class PromptSet:
     def epoch_size(self) -> int:
         """Return the prompts of an epoch."""
         return sum(share.count for share in self.mixture) or len(self)
-
-    def texts(self) -> Iterator[str]:
-        """Yield the text by which each prompt is known, see `conversation_text`."""
-        return chain.from_iterable(part.texts() for part in self._parts)
 
     def first_rendered(self) -> str:
         """Return the first prompt as the chat template writes it; "" where no rows were read."""
@@ -313,7 +292,7 @@ def check_rows(source: str, reader: PromptReader, max_prompt_tokens: int, count:
     rows = read_rows(source, reader.data.source)
     if not len(rows):
         raise UserError(f"{source}: no rows: give a file with at least one prompt")
-    reader.check_template(rows[0])
+    check_template(reader.tokenizer, reader.data.chat_template_kwargs)
     fits, content = np.zeros(len(rows), dtype=bool), xxhash.xxh3_128()
     for start in range(0, len(rows), ROWS_AT_ONCE):
         end, texts = min(start + ROWS_AT_ONCE, len(rows)), list[str]()
@@ -348,12 +327,8 @@ def final_answer(text: str) -> str:
 
 def _read_messages(row: Row, column: str) -> Messages:
     """Return the row's messages, or its text as one user message."""
-    prompt = _read_column(row, column, "data.prompt_column")
     location = f"{row.location}: column {column}"
-    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(chat, list) or not chat or not all(isinstance(message, Mapping) for message in chat):
-        raise UserError(f"{location}: expected text or a list of chat messages")
-    chat = [read_message(message, location) for message in chat]
+    chat = read_messages(_read_column(row, column, "data.prompt_column"), location, "user")
     if not chat[-1]["content"].strip():
         raise UserError(f"{location}: the prompt is empty")
     if chat[-1]["role"] not in ("user", "tool"):

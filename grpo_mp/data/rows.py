@@ -3,12 +3,8 @@
 import codecs
 import glob
 import gzip
-import json
 import os
-import pickle
-import tempfile
 import zlib
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -27,9 +23,8 @@ Columns = dict[str, Any]
 class DataSource(Protocol):
     """Yields rows, each a dictionary of columns. `name`: what `data.train`, or the path of an eval set, says.
 
-    Every rank reads the same rows in the same order. A sequence is read by index when rows are needed; of anything
-    else, such as a generator or an IterableDataset, all rows are read once and kept on disk. Either may be larger than
-    memory.
+    Every rank reads the same rows in the same order. A sequence is read by index when rows are needed, and may be larger
+    than memory; of anything else, such as a generator or an IterableDataset, all rows are read once and kept.
     """
 
     def __call__(self, name: str, /) -> Iterable[Columns]:
@@ -65,7 +60,6 @@ class Rows(Sequence[Row]):
         return len(self.columns)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one row."""
         return Row(f"{self.name}, {self.unit} {index + 1}", self.columns[index])
 
 
@@ -87,48 +81,19 @@ def read_rows(name: str, source: str | None = None) -> Rows:
 
 
 def source_of(name: str) -> str:
-    """Return the reader of a data set by the suffix of its name, in upper or lower case; `datasets` for any other."""
+    """Return the reader of a data set by the suffix of its name; `datasets` for any other."""
     found = (source for suffix, source in SOURCE_BY_SUFFIX.items() if name.lower().endswith(suffix))
     return next(found, "datasets")
 
 
 def _by_index(rows: Iterable[Columns]) -> Sequence[Columns]:
-    return cast(Sequence[Columns], rows) if isinstance(rows, SupportsIndexing) else SpooledRows(rows)
-
-
-class SpooledRows(Sequence[Columns]):
-    """Rows of an iterable, in a file without a name in the cache folder of `datasets`; memory holds where each ends.
-
-    Pickled, not in Arrow's columns: rows stay as they were given, of whatever types and with whatever columns.
-    """
-
-    def __init__(self, rows: Iterable[Columns]) -> None:
-        """Read all rows. Raises OSError where the disk is full, and what the iterable raises."""
-        import datasets
-
-        folder = Path(datasets.config.HF_DATASETS_CACHE)  # on a disk, which the folder for temporary files need not be
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file, ends = tempfile.TemporaryFile(dir=folder), array("q")  # noqa: SIM115 - read as long as the rows are
-        for row in rows:
-            pickle.dump(row, self._file, pickle.HIGHEST_PROTOCOL)
-            ends.append(self._file.tell())
-        self._file.flush()
-        self._ends = np.frombuffer(ends, dtype=np.int64) if ends else np.zeros(0, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, index: Any) -> Any:
-        """Return a row."""
-        start, end = self._ends[index - 1] if index else 0, self._ends[index]
-        return pickle.loads(os.pread(self._file.fileno(), int(end - start), int(start)))  # threads share the file
+    return cast(Sequence[Columns], rows) if isinstance(rows, SupportsIndexing) else list(rows)
 
 
 class UserRows(Sequence[Columns]):
-    """Rows of a user's own source: a sequence is read by index, of anything else all rows are spooled to disk."""
+    """Rows of a user's own source, whose errors name it."""
 
     def __init__(self, read: DataSource, name: str, label: str) -> None:
-        """Call the source."""
         self._failure = f"{label}: reading {name!r} failed"
         try:
             rows = read(name)
@@ -140,7 +105,6 @@ class UserRows(Sequence[Columns]):
         return len(self._rows)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a row."""
         if index >= len(self):
             raise IndexError(index)
         try:
@@ -158,7 +122,6 @@ class JsonLines(Sequence[Columns]):
     """Rows of a file of JSON lines; memory holds where each begins."""
 
     def __init__(self, name: str) -> None:
-        """Find the lines."""
         self._name, self._file = name, Path(name).open("rb")  # noqa: SIM115 - read as long as the rows are
         self._ends = np.fromiter(accumulate(map(len, self._file)), dtype=np.int64)
 
@@ -166,7 +129,6 @@ class JsonLines(Sequence[Columns]):
         return len(self._ends)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a row."""
         start, end = self._ends[index - 1] if index else 0, self._ends[index]
         line = os.pread(self._file.fileno(), int(end - start), int(start))  # threads share the file
         return _parse_line(line, f"{self._name}, line {index + 1}")
@@ -181,18 +143,11 @@ def _parse_line(line: bytes, location: str) -> Columns:
 def _as_columns(value: Any, location: str) -> Columns:
     if not isinstance(value, dict):
         raise UserError(f"{location}: expected an object with columns, found {type(value).__name__}")
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{location}: a text with half a character (a lone surrogate): write it anew") from None
     return value
 
 
 def read_jsonl(name: str) -> Sequence[Columns]:
-    """Open a file of JSON lines, or of one JSON array of rows; with the suffix .gz it is compressed.
-
-    Rows of an array or of a compressed file are spooled to disk. Raises UserError for a file that cannot be read.
-    """
+    """Open a file of JSON lines, or of one JSON array of rows, which is read whole; so is a file compressed as .gz."""
     is_compressed = name.lower().endswith(".gz")
     try:
         with gzip.open(name) if is_compressed else Path(name).open("rb") as file:
@@ -200,10 +155,10 @@ def read_jsonl(name: str) -> Sequence[Columns]:
             if next(filter(None, texts), b"").startswith(b"["):
                 file.seek(0)
                 array_rows = enumerate(parse_json(file.read(), name, WANTED_JSON), 1)
-                return SpooledRows(_as_columns(value, f"{name}, row {number}") for number, value in array_rows)
+                return [_as_columns(value, f"{name}, row {number}") for number, value in array_rows]
             if is_compressed:
                 file.seek(0)
-                return SpooledRows(_parse_line(line, f"{name}, row {number}") for number, line in enumerate(file, 1))
+                return [_parse_line(line, f"{name}, row {number}") for number, line in enumerate(file, 1)]
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{name}: not readable as gzip ({one_line(error)}): copy the file again") from error
     return JsonLines(name)

@@ -1,8 +1,6 @@
-"""What a start finds in sets of data: a digest of the rows, eval problems in the train data, and warnings."""
+"""What a start finds in sets of data: a digest of the rows, and warnings."""
 
 import json
-import re
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -13,9 +11,6 @@ import numpy as np
 import xxhash
 
 from grpo_mp.data.cursor import Mixture
-
-# Numbers, words, and signs that make another problem of the same numbers. A hyphen between words is no sign.
-TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d]+|[+*/=<>^%]|(?<![^\W\d]{2})-|-(?![^\W\d]{2})")
 
 
 def row_bytes(text: str, columns: Mapping[str, Any]) -> bytes:
@@ -42,33 +37,10 @@ def _plain(value: Any) -> Any:
     return type(value).__qualname__
 
 
-def overlap_warnings(train: Iterable[str], evals: Mapping[str, Iterable[str]]) -> Iterator[str]:
-    """Yield a sentence for each eval set with problems that are also in the train data, word by word."""
-    problems = {name: [split_words(text) for text in texts] for name, texts in evals.items()}
-    wanted = {words for of_set in problems.values() for words in of_set}
-    found = {words for text in train if (words := split_words(text)) in wanted}
-    for name, of_set in problems.items():
-        if count := sum(words in found for words in of_set):
-            yield f"data.eval {name}: {count} of {len(of_set)} problems are also in data.train"
-
-
-def split_words(text: str) -> tuple[str, ...]:
-    """Split a text into lower-case words and signs: 'How many  (3.5)?' -> how, many, 3.5."""
-    return tuple(TOKEN.findall(unicodedata.normalize("NFKC", text).casefold()))
-
-
 def left_out(setting: str, count: int, rows: int, unit: str, limit: str, outcome: str) -> Iterator[str]:
     """Warn of rows that are longer than a limit, if there are any. `outcome`: what becomes of them."""
     if count:
         yield f"{setting}: {count} of {rows} {unit} are longer than {limit}, and {outcome}"
-
-
-def dropped_system(setting: str) -> str:
-    """Warn of a template that leaves out system messages."""
-    return (
-        f"{setting}: the chat template leaves out system messages, such as data.system_prompt: write into the prompts "
-        "what they say, or use another template"
-    )
 
 
 def too_few(source: str, size: int, unit: str, takes: str, smallest: str) -> str:

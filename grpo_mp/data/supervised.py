@@ -5,7 +5,7 @@ prompt to which the policy would answer there; a template that does not keep wha
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any, Literal
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from grpo_mp.data.messages import as_template_reads, is_learned, name_of_call, texts_beside
+from grpo_mp.data.messages import as_template_reads, is_learned, name_of_call, thinking_texts
 from grpo_mp.data.template import ChatRenderer, strftime_now
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Message, Sample
@@ -110,9 +110,6 @@ class ChatEncoder:
                 by_turn = [(span,) for span in learned.spans]
             for turn, spans in zip(turns, by_turn, strict=True):
                 _check_whole(" ".join(learned.text[start:end] for start, end in spans), chat.messages[turn])
-        for message in chat.messages:
-            if message["role"] != "assistant":
-                _check_written(learned.text, texts_beside(message), message["role"])
         return learned
 
     def _turns(self, chat: Chat) -> list[int]:
@@ -237,29 +234,23 @@ def _common_length(one: str, other: str) -> int:
 
 def _check_whole(text: str, answer: Message) -> None:
     """Raise UserError where a turn's text lacks a part of the answer; blanks do not count."""
-    said = [("content", answer["content"])] if isinstance(answer.get("content"), str) else []
-    left = _check_written(text, [*said, *texts_beside(answer)], "assistant")  # words may name a tool that is not called
-    for name in map(name_of_call, answer.get("tool_calls") or ()):
+    left, different = _without_blanks(text), dict[str, tuple[str, str]]()
+    for name, part in (*thinking_texts(answer), ("content", answer["content"])):
+        if isinstance(part, str):  # two fields may say the same, as answers of servers do: the template writes it once
+            different[_without_blanks(part)] = name, part
+    for said, (name, part) in sorted(different.items(), key=lambda item: len(item[0]), reverse=True):
+        if said not in left:
+            remedy = "" if name == "content" else f", or remove the field {name}"
+            raise UserError(
+                f"the chat template cuts the assistant's {name} {part.strip()[:SHOWN]!r}: use a template that writes "
+                f"it whole{remedy}"
+            )
+        left = left.replace(said, " ", 1) if said else left  # a part of another text is no text of its own
+    for name in map(name_of_call, answer.get("tool_calls") or ()):  # words may name a tool that is not called
         if _without_blanks(name) not in left:
             raise UserError(
                 f"the chat template leaves out the assistant's call of {name[:SHOWN]}: use a template with tools"
             )
-
-
-def _check_written(text: str, said: Iterable[tuple[str, str]], role: str) -> str:
-    """Return a rendered text without blanks and without the texts of a message's fields."""
-    left, different = _without_blanks(text), dict[tuple[bool, str], tuple[str, str]]()
-    for name, part in said:  # two fields may say the same, as answers of servers do: the template writes it once
-        different.setdefault((name == "content", _without_blanks(part)), (name, part))
-    for (_, said_part), (name, part) in sorted(different.items(), key=lambda item: len(item[0][1]), reverse=True):
-        if said_part not in left:
-            remedy = "" if name == "content" else f", or remove the field {name}"
-            raise UserError(
-                f"the chat template cuts the {role}'s {name} {part.strip()[:SHOWN]!r}: use a template that writes it "
-                f"whole{remedy}"
-            )
-        left = left.replace(said_part, " ", 1) if said_part else left  # a part of another text is no text of its own
-    return left
 
 
 def _without_blanks(text: str) -> str:

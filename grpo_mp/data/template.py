@@ -3,7 +3,7 @@
 import inspect
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime, time
 from functools import cached_property
@@ -79,14 +79,6 @@ def check_template(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, A
                 f"data.chat_template_kwargs: the chat template of {tokenizer.name_or_path or 'model.path'} does not "
                 f"read the variable {name}{did_you_mean(name, words)}: correct or remove it"
             )
-
-
-def drops_system(render: Callable[[list[Message]], str], chat: Sequence[Message]) -> bool:
-    """Return whether a template renders the chat alike whatever its system message says."""
-    first, *rest = chat
-    if first["role"] != "system":
-        return False
-    return render([{**first, "content": "one"}, *rest]) == render([{**first, "content": "two"}, *rest])
 
 
 def conversation_text(messages: Sequence[Message]) -> str:

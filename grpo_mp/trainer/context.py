@@ -117,11 +117,10 @@ def open_context(
         job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
         state = replace(resumed.state, data=inputs.train.digest or resumed.state.data)  # a replay reads none
         preemption = PreemptionHandler()
-        overlaps = () if greeting else inputs.overlaps()
         dropped, recorded = ([], None) if inputs.replay else _recorded_groups(settings, inputs, runtime)
         greeting = greeting or _greeting(settings, inputs, job=job, state=state, recorded=recorded)
         warnings = (*resumed.damages, *dropped, *inputs.warnings, *runtime.machine)
-        show_notes(progress, job.rank, greeting=greeting, notes=(*resumed.changes, *overlaps), warnings=warnings)
+        show_notes(progress, job.rank, greeting=greeting, notes=resumed.changes, warnings=warnings)
         offload = platform.on_cuda() and settings.shares_devices and settings.model.offloads and not inputs.replay
         limit_s = settings.monitor.phase_timeout_s
         parallel = make_parallel(job, settings.layout, settings.run.seed, limit_s) if job.trains else None

@@ -24,7 +24,6 @@ def describe_run(
         f"ranks: {world_size}, {ranks_per_node} on each node; layout: {layout}",
         *([f"critic: {settings.for_critic().model.path}"] if settings.critic else []),
         *_describe_rollouts(settings, inputs, world_size, ranks_per_node),
-        *inputs.overlaps(),
         settings.step_summary,
         f"longest sequence: {rollout.max_prompt_tokens} + {rollout.max_response_tokens} tokens; micro-batches of up to "
         f"{limit} tokens",

@@ -1,7 +1,7 @@
 """Check and read what a job needs before its process groups exist: settings, files, data. Checks raise UserError."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from grpo_mp.checkpoint.settings_changes import use_template_date
 from grpo_mp.config import Settings, SftSettings, dump_settings
 from grpo_mp.config.sections import EngineConfig, ModelConfig, RunConfig
 from grpo_mp.data.prompts import PromptSet, load_eval_prompts, load_train_prompts
-from grpo_mp.data.set_checks import overlap_warnings, smallest_set, too_few
+from grpo_mp.data.set_checks import smallest_set, too_few
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.shards import tp_size
 from grpo_mp.models.families import family_of
@@ -92,10 +92,6 @@ class RunInputs:
     episodes: EpisodeParts | None = None  # None: a rollout is one answer
     replay: ReplayedRollouts | None = None  # None: engines generate
     teacher: TeacherClient | None = None  # None: no distillation, or a replay, whose files have the teacher's logprobs
-
-    def overlaps(self) -> Iterator[str]:
-        """Yield a sentence for each eval set that shares problems with the train data."""
-        return overlap_warnings(self.train.texts(), {name: prompts.texts() for name, prompts in self.evals.items()})
 
 
 # -- the jobs ------------------------------------------------------------------------------------------------

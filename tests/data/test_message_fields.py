@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mp.data.messages import as_template_reads, is_learned, texts_beside, thinking_field
+from grpo_mp.data.messages import as_template_reads, is_learned, thinking_field, thinking_texts
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Message
 from tests.episodes.test_chat import published
@@ -17,7 +17,7 @@ ANSWER: Message = {"role": "assistant", "content": "Seven."}
     ("fields", "learned"),
     [
         ({}, True),
-        ({"name": "Mia", "training_run": None} | {"timestamp": 1}, True),
+        ({"name": "Mia", "timestamp": 1}, True),
         ({"weight": 1}, True),
         ({"weight": 0}, False),
         ({"weight": 0.0}, False),
@@ -30,15 +30,11 @@ ANSWER: Message = {"role": "assistant", "content": "Seven."}
         ({"step_loss_mask": 1}, True),
         ({"step_loss_mask": 0}, False),
         ({"train_on_turn": False}, False),
-        ({"learn": False}, False),
-        ({"masked": True}, False),
-        ({"masked": False}, True),
         ({"weight": 1, "train": False}, False),
         ({"pretrained": "x", "blossom": "y"}, True),
     ],
 )
 def test_switches_of_the_loss(fields: dict[str, Any], learned: bool) -> None:
-    fields.pop("training_run", None)
     assert is_learned(ANSWER | fields) is learned
 
 
@@ -49,10 +45,6 @@ def test_switches_of_the_loss(fields: dict[str, Any], learned: bool) -> None:
         ("weight", "0", "weight of an answer must be"),
         ("loss_mask", [0, 1], "loss_mask of an answer must be"),
         ("train", "false", "train of an answer must be"),
-        ("mask", 1, "the field mask of an answer may say that it is not learned"),
-        ("train_detail", [{"begin_offset": 0, "train": False}], "the field train_detail"),
-        ("loss_weights", 0, "the field loss_weights"),
-        ("is_trained", False, "the field is_trained"),
     ],
 )
 def test_switches_that_cannot_be_read_are_refused(field: str, value: Any, sentence: str) -> None:
@@ -60,19 +52,9 @@ def test_switches_that_cannot_be_read_are_refused(field: str, value: Any, senten
         is_learned(ANSWER | {field: value})
 
 
-def test_what_a_message_says_beside_its_content() -> None:
-    said = {"thinking": "hm", "plan": {"steps": ["one", {"two": "three"}], "count": 3}, "empty": [], "sure": True}
-    silent = {
-        "tool_calls": [{"function": {"name": "f"}}],
-        "weight": 0,
-        "name": "Mia",
-        "timestamp": "noon",
-        "lang": "en",
-    }
-    assert [*texts_beside(ANSWER | said | silent)] == [
-        ("thinking", "hm"),
-        ("plan", "one"),
-        ("plan", "three"),
+def test_thinking_is_said_beside_the_content() -> None:
+    assert thinking_texts(ANSWER | {"thinking": "hm", "plan": "one", "weight": 0, "reasoning": None}) == [
+        ("thinking", "hm")
     ]
 
 

@@ -1,10 +1,8 @@
-"""What every start says of the sets: what is left out, what is there many times, what the template does not show."""
+"""What every start says of the sets: what is left out, and which set limits an epoch."""
 
 import json
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.cursor import mix_sets
@@ -48,21 +46,6 @@ def test_prompts_that_are_too_long_are_said(tmp_path: Path) -> None:
 def test_of_a_part_of_a_set_only_its_own_are_said(tmp_path: Path) -> None:
     _, held = said(tmp_path, rows_of("1", "2" * 30, "3", "3", "4" * 31), limit=20, max_prompts=2)
     assert held == ["data.eval.held: 1 of 2 prompts are longer than rollout.max_prompt_tokens=20, and count as wrong"]
-
-
-SILENT = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
-
-
-def test_a_template_without_system_messages_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = [{"question": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], "answer": "1"}]
-    assert said(tmp_path, own, system_prompt="Think.") == ([], [])
-    monkeypatch.setattr(TOKENIZER, "chat_template", SILENT)
-    text = "the chat template leaves out system messages, such as data.system_prompt"
-    for rows, data in ((rows_of("1"), {"system_prompt": "Think."}), (own, {})):
-        train, held = said(tmp_path, rows, **data)
-        assert f"data.train.all: {text}" in train[0]
-        assert [sentence.partition(": write")[0] for sentence in held] == [f"data.eval.held: {text}"]
-    assert said(tmp_path, rows_of("1")) == ([], [])
 
 
 def test_the_set_that_limits_an_epoch_is_named() -> None:

@@ -54,7 +54,6 @@ def load(path: Path, rows: Sequence[dict[str, Any]], data: dict[str, Any] | None
         ({"messages": [ASK, {"role": "assistant", "content": 3}]}, "and text content"),
         ({"messages": [ASK, {"role": "assistant", "content": " "}]}, "an answer of the assistant is empty"),
         ({"messages": [ASK]}, "the chat has no answer of the assistant: nothing would be learned"),
-        ({"messages": [ASK, {"role": "assistant", "content": "\ud800"}]}, "a text with half a character"),
         ({"prompt": "1+2?", "completion": [ASK]}, "the chat has no answer of the assistant"),
         ({**CHAT, "tools": "no"}, "column tools"),
         ({**CHAT, "tools": [1]}, "column tools: expected a list of JSON schemas, or its JSON"),
@@ -141,20 +140,6 @@ def test_held_out_chats_that_are_too_long_are_counted_and_said(tmp_path: Path) -
         "data.eval.all: 2 of 4 chats are longer than sft.max_tokens=12, and no part of its loss",
         "data.eval.two: 1 of 2 chats are longer than sft.max_tokens=12, and no part of its loss",
     ]
-
-
-def test_a_template_that_drops_the_system_prompt_is_said(tmp_path: Path) -> None:
-    silent = encoder()
-    silent.tokenizer.chat_template = (
-        "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    file = tmp_path / "chats.jsonl"
-    file.write_text(json.dumps(CHAT))
-    data, sft = ChatDataConfig(train=str(file), system_prompt="Count."), SftConfig(batch_size=1, max_tokens=64)
-    assert not load_train_chats(data, sft, encoder()).warnings
-    (sentence,) = load_train_chats(data, sft, silent).warnings
-    assert sentence.startswith("data.train: the chat template leaves out system messages")
 
 
 def test_a_row_that_changes_while_the_run_goes_on_is_named(tmp_path: Path) -> None:
