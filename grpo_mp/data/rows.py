@@ -23,8 +23,8 @@ Columns = dict[str, Any]
 class DataSource(Protocol):
     """Yields rows, each a dictionary of columns. `name`: what `data.train`, or the path of an eval set, says.
 
-    Every rank reads the same rows in the same order. A sequence is read by index when rows are needed, and may be larger
-    than memory; of anything else, such as a generator or an IterableDataset, all rows are read once and kept.
+    Every rank reads the same rows in the same order. A sequence is read by index when rows are needed, and may be
+    larger than memory; of anything else, such as a generator or an IterableDataset, all rows are read once and kept.
     """
 
     def __call__(self, name: str, /) -> Iterable[Columns]:

@@ -79,7 +79,7 @@ async def careful(task: Task, base_url: str, api_key: str) -> float:
         sentences = await refusals(client, messages)
         assert sentences[0] == "n: Input should be 1"
         assert "rollout.tool_parser" in sentences[2]
-        assert sentences[3].startswith("tools.0.function.parameters")
+        assert "function.parameters" in sentences[3]
         assert sentences[-1].startswith("messages.0.content")
         with pytest.raises(openai.AuthenticationError):
             await client.with_options(api_key=api_key[:-1]).models.list()
