@@ -131,7 +131,7 @@ def test_a_prompt_is_known_by_all_of_its_messages(tmp_path: Path) -> None:
         for one in (call, {"function": {"name": "count", "arguments": {"of": "pears"}}})
     ]
     rows = [{"question": chat, "answer": "1"} for chat in with_calls]
-    assert len(set(load(write(tmp_path / "calls.jsonl", rows)).texts())) == 2
+    assert len({prompt.text for prompt in load(write(tmp_path / "calls.jsonl", rows))}) == 2
 
 
 def test_a_row_that_changes_after_the_start_is_named(tmp_path: Path) -> None:

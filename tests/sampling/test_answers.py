@@ -14,7 +14,7 @@ from grpo_mp.algorithms.evaluation import pass_at_k
 from grpo_mp.config.sft_settings import ChatDataConfig
 from grpo_mp.data.chat_data import read_chat
 from grpo_mp.data.prompts import read_pass_rates
-from grpo_mp.data.rows import Row, read_rows
+from grpo_mp.data.rows import read_rows
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.dump import FACTS, check_digest
 from grpo_mp.rollout.journal import GroupJournal
@@ -58,7 +58,7 @@ def write_one(folder: Path, sample: Sample, episodes: bool) -> Path:
     prompts = [replace(PROMPT, index=0)]
     journal = GroupJournal(folder / GROUPS, 0)
     assert journal.append(0, 0, group_of(sample, prompt=prompts[0]), RewardStats(), kept=True)
-    writer = AnswerWriter(folder, prompts, {}, (lambda row: TOOLS) if episodes else None)
+    writer = AnswerWriter(folder, prompts, {}, TOOLS if episodes else None)
     writer.write(read_recorded(folder, 1), {"seed": 0})
     return folder / SAMPLES
 
@@ -157,11 +157,6 @@ def test_a_prompt_that_has_changed_is_refused(tmp_path: Path) -> None:
 
 def test_rows_of_episodes_name_the_tools_of_their_prompt(tmp_path: Path) -> None:
     record(tmp_path)
-
-    def tools_of(row: Row) -> list[dict[str, Any]]:
-        return [{"level": row.columns["level"]}]
-
-    prompts = [replace(prompt, columns={"level": prompt.index}) for prompt in PROMPTS]
-    AnswerWriter(tmp_path, prompts, {}, tools_of).write(read_recorded(tmp_path, 1), {})
+    AnswerWriter(tmp_path, PROMPTS, {}, TOOLS).write(read_recorded(tmp_path, 1), {})
     rows = parquet.read_table(tmp_path / SAMPLES).to_pylist()
-    assert [json.loads(row["tools"]) for row in rows] == [[{"level": 0}]] * ANSWERS
+    assert [json.loads(row["tools"]) for row in rows] == [TOOLS] * ANSWERS
