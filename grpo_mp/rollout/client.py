@@ -1,4 +1,4 @@
-"""Typed HTTP to one SGLang server: tokens in, tokens out, weights in. Nothing here is specific to CUDA or CPU."""
+"""HTTP client of one SGLang server: generation, weight updates, memory and health."""
 
 import asyncio
 import hashlib
@@ -21,14 +21,13 @@ LOGGER = logging.getLogger(__name__)
 MESSAGE_CHARACTERS = 500
 # SGLang closes a connection that was idle for five seconds; a request that goes out at that moment is lost.
 IDLE_LIMIT_S = 2.0
-LAST_OF_CONNECTION = {"Connection": "close"}  # of a request at which the server may fail: it hangs up then
-BUSY_LIMIT_S = 60.0  # of an engine whose requests have all been answered
+LAST_OF_CONNECTION = {"Connection": "close"}  # of a request after which a failing server hangs up
+BUSY_LIMIT_S = 60.0  # for an engine to become idle after its last response
 BUSY_POLL_S = 0.1
 HEALTH_LIMIT_S = 30.0  # the engine itself gives up after 20
-# Of an engine that drafts by a layer, which model a request is for. The layer's embedding and head are the model's
-# tensors, and the rest of it is updated where it is trained.
+# Which model of an engine with a drafting layer a request is for.
 TARGET, TARGET_AND_DRAFT = {"selector": "target"}, {"selector": "all"}
-OUT_OF_MEMORY = "out of memory"  # what torch says; an engine that says it may be started again
+OUT_OF_MEMORY = "out of memory"  # in torch's message; the engine may restart then
 
 
 @dataclass(frozen=True)
@@ -40,26 +39,24 @@ class SamplingParams:
     top_p: float = 1.0
     stop: tuple[str, ...] = ()  # only where the engine has a tokenizer
     ignore_eos: bool = False
-    seeds: tuple[int, ...] = ()  # one for each response; (): the engine draws from its own generator
+    seeds: tuple[int, ...] = ()  # of each response; (): the engine's own generator
 
     def up_to(self, tokens: int | None) -> "SamplingParams":
-        """Return the parameters of a part of a response that ends at so many tokens; None: of all of it."""
+        """Return the parameters with a lower token limit; None: unchanged."""
         return replace(self, max_response_tokens=min(self.max_response_tokens, tokens or self.max_response_tokens))
 
     def only(self, index: int) -> "SamplingParams":
-        """Return the parameters of one response of the group."""
         return replace(self, seeds=self.seeds[index : index + 1])
 
     def for_turn(self, turn: int) -> "SamplingParams":
-        """Return the parameters of an episode's turn."""
         return replace(self, seeds=tuple(sampling_seed(seed, turn) for seed in self.seeds))
 
     def for_handle(self, number: int) -> "SamplingParams":
-        """Return the parameters of an episode's unrecorded handle, which draws otherwise than the episode itself."""
+        """Return the parameters of an episode's unrecorded handle, with seeds of its own."""
         return replace(self, seeds=tuple(sampling_seed(seed, "unrecorded", number) for seed in self.seeds))
 
     def as_json(self, count: int) -> dict[str, Any] | list[dict[str, Any]]:
-        """Return SGLang's `sampling_params` for `count` responses to one prompt: with seeds a list of each one's."""
+        """Return SGLang's `sampling_params` for `count` responses to one prompt; with seeds a list."""
         if self.seeds:  # SGLang would give all `n` responses of a request the same seed
             return [{"n": 1, "sampling_seed": seed, **self._shared()} for seed in self.seeds]
         return {"n": count, **self._shared()}
@@ -76,36 +73,32 @@ class SamplingParams:
 
 
 def sampling_seed(*parts: int | str) -> int:
-    """Return a seed of 63 bits that is a pure function of the parts."""
+    """Return a seed of 63 bits that follows from the parts."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) >> 1
 
 
 @dataclass(frozen=True)
 class EngineOutput:
-    """One response of the engine.
-
-    `logprobs` are of log_softmax(logits / temperature) over the full vocabulary: SGLang applies top-p
-    after it, so with top_p < 1 they are not of the truncated distribution. The policy computes the same.
-    """
+    """One response. `logprobs`: log_softmax(logits / temperature) over the full vocabulary, before top-p."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    weight_versions: tuple[int, ...]  # of every token; they differ where weights changed under a paused request
+    weight_versions: tuple[int, ...]  # of every token; a weight update may come during a response
     truncated: bool  # the response reached max_response_tokens
     aborted: bool = False  # ended by `abort_all`; may have no tokens
-    verify_steps: int = 0  # of speculative decoding, each of which yields one token or more
+    verify_steps: int = 0  # of speculative decoding
     cached_tokens: int = 0  # prompt tokens taken from the radix cache
-    # As in Sample; of a response that goes on without those that are known.
+    # As in Sample; of a continued response without the known tokens.
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
 
     def has(self, tokens: int | None, step_tokens: int) -> bool:
-        """Return whether a part up to `tokens` has them, but for those of its last step, which are drawn again."""
+        """Return whether the response has `tokens`, except those of its last step, which are drawn again."""
         return tokens is not None and len(self.tokens) >= tokens - step_tokens
 
     def without_last_step(self, step_tokens: int) -> "EngineOutput":
         """Return an aborted response without the tokens of its last step, at most `step_tokens`.
 
-        SGLang does not look whether those end the response: with them it would go on after its end.
+        SGLang does not check whether they end the response, which would then continue after its end.
         """
         kept = max(0, len(self.tokens) - step_tokens)
         experts, dropped = self.routed_experts, len(self.tokens) - kept
@@ -120,13 +113,9 @@ class EngineOutput:
 
 
 class EngineClient:
-    """Client of one engine. Every call has a time limit; every error names engine, path and the server's message.
-
-    Raises UserError where the server refuses or is gone, PhaseTimeout where it does not answer in time.
-    """
+    """Client of one engine. Every call has a time limit; every error names engine, path and the server's message."""
 
     def __init__(self, index: int, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
-        """Open the client; `timeout_s` limits one call, `headers` come from EngineProcess."""
         self.index, self._timeout_s = index, timeout_s
         self._running = asyncio.Event()  # cleared while generation is paused
         self._running.set()
@@ -141,7 +130,7 @@ class EngineClient:
         self._cache_key = "0"  # of prefixes in the radix cache: none is read by other weights than those it is from
 
     async def aclose(self) -> None:
-        """Close the connections; requests that wait for the end of a pause say that the engine was lost."""
+        """Close the connections; paused requests then fail."""
         await self._http.aclose()
         self._running.set()
 
@@ -153,11 +142,11 @@ class EngineClient:
         routing: ModelShape | None = None,
         routed_tokens: int = 0,
     ) -> list[EngineOutput]:
-        """Draw `count` responses to one prompt, in one call: without seeds, the prompt is computed once.
+        """Draw `count` responses to one prompt.
 
-        With `routing`, the shape of the model, also return the experts of each token but the first `routed_tokens`,
-        which are known. While generation is paused the request waits here. A call that is cancelled ends its
-        responses in the engine, too, within seconds.
+        With `routing`, the shape of the model, also return the experts of each token except the first
+        `routed_tokens`. The request waits while generation is paused. Cancelling the call ends its responses in the
+        engine within seconds.
         """
         body = {
             "input_ids": [list(prompt_tokens)] * count if sampling.seeds else list(prompt_tokens),
@@ -173,7 +162,7 @@ class EngineClient:
         return [self._parse_output(output, len(prompt_tokens), routing, routed_tokens) for output in outputs]
 
     async def check_routed_experts(self, routing: ModelShape) -> None:
-        """Raise UserError where a response comes without the experts of its tokens."""
+        """Check that a response contains the experts of its tokens."""
         (output,) = await self.generate((1, 2, 3), SamplingParams(max_response_tokens=2), routing=routing)
         if output.routed_experts is None:
             raise self._error(
@@ -185,9 +174,9 @@ class EngineClient:
     async def parse_tool_calls(
         self, text: str, tools: Sequence[Mapping[str, Any]], parser: str
     ) -> tuple[str, list[tuple[str, str]]]:
-        """Let SGLang's `parser` find the tool calls in a text; return the rest of it, and (name, JSON arguments).
+        """Find the tool calls in a text by SGLang's `parser`; return the other text, and (name, JSON arguments).
 
-        A text at which the parser fails, as `qwen25` does at calls that are JSON and no objects, has no calls.
+        A text at which the parser fails has no calls.
         """
         path, body = "/parse_function_call", {"text": text, "tools": list(tools), "tool_call_parser": parser}
         reply = await self._request("POST", path, body, headers=LAST_OF_CONNECTION)
@@ -199,10 +188,7 @@ class EngineClient:
         return str(parsed["normal_text"]), calls
 
     async def score(self, token_lists: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Compute the logprobs of given sequences at temperature 1: entry i of a list belongs to token i + 1.
-
-        Each list is one shorter than its sequence. The radix cache is not used.
-        """
+        """Compute the logprobs of given sequences at temperature 1: entry i of a list belongs to token i + 1."""
         body = {
             "input_ids": [list(tokens) for tokens in token_lists],
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -213,14 +199,11 @@ class EngineClient:
         return [[entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]] for output in reply]
 
     async def flush_cache(self) -> None:
-        """Empty the radix cache. The server refuses while requests run."""
+        """Empty the radix cache. The server refuses this while requests run."""
         await self._call("POST", "/flush_cache")
 
     async def flush_cache_when_idle(self, limit_s: float = BUSY_LIMIT_S) -> None:
-        """Flush the cache as soon as no request runs: the last batch is cleared after its responses were sent.
-
-        Raises PhaseTimeout where a request still runs after `limit_s`.
-        """
+        """Flush the cache as soon as no request runs: the last batch is cleared after its responses were sent."""
         deadline = time.monotonic() + limit_s
         while (reply := await self._request("POST", "/flush_cache")).status_code == httpx.codes.BAD_REQUEST:
             if time.monotonic() > deadline:
@@ -230,11 +213,11 @@ class EngineClient:
         self._check_status("/flush_cache", reply)
 
     async def abort_all(self) -> None:
-        """End every request; each returns what it has, marked `aborted`."""
+        """End every request; each returns its tokens so far, marked `aborted`."""
         await self._call("POST", "/abort_request", {"abort_all": True})
 
     async def check_health(self) -> None:
-        """Raise EngineError where the engine computes nothing any more; one whose requests are paused may."""
+        """Raise EngineError where the engine does not compute, unless it is paused."""
         while True:
             pauses = self._pauses
             reply = await self._request("GET", "/health_generate", limit_s=HEALTH_LIMIT_S)
@@ -244,16 +227,13 @@ class EngineClient:
         self._check_status("/health_generate", reply)
 
     async def pause_generation(self, mode: PauseMode) -> None:
-        """Let running requests wait, and those that come; with `retract` they give up their cache.
-
-        With `in_place` those that the engine has not begun yet may read what running ones keep.
-        """
+        """Pause running and new requests. `retract` frees their cache, `in_place` keeps it."""
         self._running.clear()
         self._pauses += 1
         await self._call("POST", "/pause_generation", {"mode": mode})
 
     async def continue_generation(self) -> None:
-        """Let requests go on; those that were retracted compute their tokens' cache again."""
+        """Resume requests; retracted ones compute their cache again."""
         await self._call("POST", "/continue_generation", {"torch_empty_cache": False})
         self._running.set()
 
@@ -266,17 +246,17 @@ class EngineClient:
             self._check_success("/begin_weight_update", self._check_status("/begin_weight_update", reply))
 
     async def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str | None = None) -> None:
-        """Send one bucket: `payloads` is base64 text for each of the engine's tensor-parallel ranks.
+        """Send one bucket, a base64 payload for each of the engine's tensor-parallel ranks.
 
-        SGLang answers success for a tensor name that it does not know.
+        SGLang ignores unknown tensor names.
         """
         body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": False}
         await self._post("/update_weights_from_tensor", body | self._updated)
 
     async def end_weight_update(self, version: int, keep_cache: bool = False) -> None:
-        """End the update and set the version of the new weights; the cache is flushed unless running requests keep it.
+        """End the update and set the version of the weights; flush the cache unless paused requests keep theirs.
 
-        Requests to come never read what is of the old weights.
+        Later requests never read a cache of the old weights.
         """
         self._cache_key = str(version)
         if self._in_session:
@@ -286,10 +266,7 @@ class EngineClient:
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def checksums(self, with_draft: bool = False) -> dict[str, str]:
-        """Return the checksum of each of the engine's tensors, on each of its tensor-parallel ranks.
-
-        `with_draft`: those of a layer that drafts, too, of which the engine's names begin with "draft".
-        """
+        """Return the checksum of each tensor on each of the engine's ranks; `with_draft`: also of the drafting layer."""
         selector = TARGET_AND_DRAFT if with_draft else TARGET
         reply = await self._call("POST", "/weights_checker", {"action": "checksum", **selector})
         ranks = _expect_object(reply)["ranks"]
@@ -300,20 +277,20 @@ class EngineClient:
         }
 
     async def overwrite_weights(self, with_draft: bool = False) -> None:
-        """Fill every tensor with random values, so that a tensor which a sync does not send shows; see `checksums`."""
+        """Fill every tensor with random values, to find tensors that no sync sends."""
         selector = TARGET_AND_DRAFT if with_draft else TARGET
         await self._post("/weights_checker", {"action": "reset_tensors", **selector})
 
     async def release_memory(self, tags: Sequence[str]) -> None:
         """Free device memory of `weights`, `kv_cache`, `cuda_graph`, as soon as the engine is idle.
 
-        Called while a request runs, it would end SGLang's scheduler. Raises PhaseTimeout as `flush_cache_when_idle`.
+        SGLang's scheduler would end if a request still ran.
         """
         await self.flush_cache_when_idle()
         await self._call("POST", "/release_memory_occupation", {"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
-        """Take the memory back; weights come back undefined and must be sent."""
+        """Allocate the memory again; the weights are undefined until the next sync."""
         await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
     def _parse_output(

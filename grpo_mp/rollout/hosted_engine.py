@@ -38,7 +38,7 @@ class HostedEngine:
         owns_devices: bool,
         request_timeout_s: float,
     ) -> None:
-        """Store the parts; nothing is started. `owns_devices`: the engine may start whatever the trainer does."""
+        """Store the parts; nothing is started. `owns_devices`: the trainer never uses the engine's devices."""
         self.client: EngineClient | None = None
         self.is_lost = False  # it starts again, or is about to
         self._config, self._placement, self._process = config, placement, process
@@ -48,35 +48,34 @@ class HostedEngine:
         self._restart: BackgroundTask | None = None
         self._watch: BackgroundTask | None = None
         self._ready: EngineClient | None = None  # of the one that was started again
-        self._lives, self._losses = 0, list[float]()  # the latter: when, in seconds
+        self._lives, self._losses = 0, list[float]()  # processes so far; times of restarts
         self._losing, self._stopped = Lock(), Event()
 
     @property
     def index(self) -> int:
-        """Return the engine's number in the job."""
         return self._placement.engine
 
     @property
     def address(self) -> tuple[str, dict[str, str]] | None:
-        """Return the server's URL and the headers that it wants; None while it does not work."""
+        """Return the server's URL and its request headers; None while it does not work."""
         return (self._process.url, self._process.headers) if self.client else None
 
     def start(self, store: dist.Store) -> None:
-        """Start the process and return at once."""
+        """Start the process without waiting for it."""
         self._store = store
         self._launch()
         if self._placement.nodes > 1:
             self._watch = BackgroundTask(self._watch_nodes, f"nodes of engine {self._placement.engine}")
 
     def wait_ready(self) -> None:
-        """Wait until the engine answers. Raises EngineError where it does not."""
+        """Wait until the engine answers."""
         self.client = self._connect()
 
     def lose(self, error: EngineError, client: EngineClient | None = None, generates: bool = False) -> None:
-        """Give the engine up; it starts again at once where it has its devices. Raises UserError where it may not.
+        """Mark the engine as lost, and restart it at once if it has its devices.
 
-        `client`: whose error it is; one of an engine that was started again since says nothing about this one.
-        `generates`: the devices are the engines' now.
+        `client`: the source of the error; errors of an earlier process are ignored. `generates`: engines have the
+        devices now. Raises UserError after `engine.max_restarts`.
         """
         with self._losing:  # a sync and requests may notice it at once
             if self._stopped.is_set() or self.client is None or client not in (None, self.client):
@@ -88,15 +87,15 @@ class HostedEngine:
             self.restart()
 
     def restart(self) -> None:
-        """Begin to start the engine again where it was lost and that has not begun."""
+        """Begin to restart a lost engine in a thread."""
         with self._losing:  # it may still be ending
             if self.is_lost and self._restart is None:
                 self._restart = BackgroundTask(self._start_again, f"engine {self._placement.engine} starts again")
 
     def join(self, wait: bool) -> bool:
-        """Let an engine work that has started again; it has no weights. Return whether one joins.
+        """Use the engine again once it has restarted, without weights; return whether it joins.
 
-        `wait`: until it has started. Raises UserError where it was lost too often.
+        `wait`: wait for its restart. Raises UserError after `engine.max_restarts`.
         """
         if wait:
             self.restart()
@@ -111,14 +110,14 @@ class HostedEngine:
         return True
 
     def check(self) -> None:
-        """Raise what ended the threads of this engine."""
+        """Raise the error of this engine's threads, if any."""
         for task in filter(None, (self._watch, self._restart)):
             task.check()
 
     def stop(self) -> None:
-        """End the engine, whatever it does."""
+        """End the engine in any state."""
         with self._losing:
-            self._stopped.set()  # what still runs need not say that it is lost
+            self._stopped.set()  # later errors are no loss
         self._process.stop()
         for task in filter(None, (self._watch, self._restart)):
             task.has_ended(STOP_LIMIT_S)
@@ -128,7 +127,6 @@ class HostedEngine:
         self.client = self._ready = None
 
     def _launch(self) -> None:
-        """Start the process; the engine's other nodes learn where it is."""
         self._lives += 1
         if self._placement.nodes == 1:
             self._process.start()
@@ -185,23 +183,23 @@ class HostedEngine:
 
 
 class EngineNode:
-    """A further node's part of an engine over several: it starts when its host's does, and ends with it."""
+    """Secondary node of a multi-node engine: it starts and ends with the engine's host."""
 
     def __init__(self, placement: EnginePlacement, process: EngineProcess) -> None:
         self._placement, self._process, self._stopped = placement, process, Event()
         self._task: BackgroundTask | None = None
 
     def start(self, store: dist.Store) -> None:
-        """Begin to follow the engine's host, which writes into the job's store."""
+        """Follow the engine's host in a thread, by its keys in the job's store."""
         self._task = BackgroundTask(lambda: self._follow(store), f"node of engine {self._placement.engine}")
 
     def check(self) -> None:
-        """Raise what has ended the following."""
+        """Raise the error of the thread, if any."""
         if self._task:
             self._task.check()
 
     def stop(self) -> None:
-        """End the part."""
+        """End this node's process."""
         self._stopped.set()
         if self._task:
             self._task.has_ended(STOP_LIMIT_S)
@@ -225,5 +223,5 @@ class EngineNode:
 
 
 def life_key(placement: EnginePlacement, life: int, what: str) -> str:
-    """Return the key of the job's store at which the nodes of an engine say something of one of its lives."""
+    """Return the store key for messages about one process of an engine, counted by `life`."""
     return f"engine/{placement.engine}/{life}/{what}"

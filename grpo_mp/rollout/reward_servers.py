@@ -1,4 +1,4 @@
-"""Servers of reward models and of a teacher that the job itself starts on its ranks' devices: asleep but in SCORE."""
+"""Servers of reward models and a teacher on the job's devices, which sleep outside SCORE."""
 
 import json
 import os
@@ -35,7 +35,7 @@ MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
 
 
 class RewardServers:
-    """The servers as one rank sees them: those that it hosts, and those that score its groups."""
+    """The servers that one rank hosts, and those that score its groups."""
 
     def __init__(
         self,
@@ -47,8 +47,7 @@ class RewardServers:
     ) -> None:
         """Place the servers; nothing is started.
 
-        `models`: those with a folder, reward models by their names in the reward, the teacher as TEACHER.
-        `host_ranks`: of the policy's engines.
+        `models`: reward models by their names in the reward, the teacher as TEACHER; `host_ranks`: of the engines.
         """
         self._models = models
         self._settings, self._rank, self._host_ranks = settings, rank, host_ranks
@@ -61,19 +60,19 @@ class RewardServers:
             if (spec := server_spec(settings, model, rank, not platform.on_cuda(), has_head=name != TEACHER))
         }
         self._clients: list[EngineClient] = []
-        self._servers = 0  # that score this rank's groups
+        self._servers = 0  # number of servers that score this rank's groups
         self._loop = EventLoopThread(f"reward servers of rank {rank}")
 
     def launch(self) -> None:
-        """Start this rank's servers beside the engines and return at once. On GPUs `open` does, in turn."""
-        if not platform.on_cuda():  # there a start measures the free memory
+        """Start this rank's servers on CPUs; on GPUs `open` starts them one after the other."""
+        if not platform.on_cuda():  # a start on a GPU measures the free memory
             for process in self._own.values():
                 process.start()
 
     def open(self, connect: Mapping[str, Connect], group: dist.ProcessGroup, sleeps: bool) -> None:
-        """Wait until all servers of the job answer, and let each model's client know those of this rank's groups.
+        """Wait until all servers of the job answer, and connect each model's client to its servers.
 
-        Every rank must call this. `sleeps`: they free the device. Raises EngineError where one does not come up.
+        Every rank must call this. `sleeps`: the servers free their device memory.
         """
         limit_s, own = self._settings.rollout.group_timeout_s, dict[str, Server]()
         for name in self._models:
@@ -100,16 +99,15 @@ class RewardServers:
 
     @property
     def serves_teacher(self) -> bool:
-        """Return whether the teacher is one of the models."""
         return TEACHER in self._models
 
     def move(self, onload: bool) -> None:
-        """Take or free the device memory of this rank's servers; meanwhile their weights are on the host."""
+        """Move this rank's servers onto the device, or their weights to the host."""
         for client in self._clients:
             self._loop.run((client.resume_memory if onload else client.release_memory)(MEMORY_TAGS))
 
     def score(self, groups: Sequence[SampleGroup], finish: Callable[[SampleGroup], SampleGroup]) -> list[SampleGroup]:
-        """Finish groups, a few at a time. Raises UserError with a server's last lines where it has ended."""
+        """Finish groups, a few at a time. A server that has ended raises an error with its last lines."""
         self._check_alive()
         try:
             return score_groups(groups, finish, GROUPS_IN_FLIGHT * max(1, self._servers))
@@ -132,7 +130,7 @@ class RewardServers:
 
 
 def served_models(settings: Settings, rewards: bool, teacher: bool) -> dict[str, ServedModelConfig]:
-    """Return the models with a folder that a job serves, by name: those of the reward, and TEACHER."""
+    """Return the models that the job serves: reward models by their names, and TEACHER."""
     models: dict[str, ServedModelConfig] = {**settings.reward.own_models} if rewards else {}
     distillation = settings.algorithm.distillation
     if teacher and distillation and distillation.teacher.folder:
@@ -143,7 +141,7 @@ def served_models(settings: Settings, rewards: bool, teacher: bool) -> dict[str,
 def score_groups(
     groups: Sequence[SampleGroup], finish: Callable[[SampleGroup], SampleGroup], in_flight: int
 ) -> list[SampleGroup]:
-    """Finish groups, so many at a time; where one fails, those that wait are not asked about."""
+    """Finish groups, `in_flight` at a time; after an error the waiting ones are dropped."""
     with ThreadPoolExecutor(in_flight) as pool:
         try:
             return list(pool.map(finish, groups))
@@ -153,16 +151,16 @@ def score_groups(
 
 
 def log_name(name: str) -> str:
-    """Return how the log files of a model's servers begin."""
+    """Return the prefix of the log files of a model's servers."""
     return name if name == TEACHER else f"reward_{name}"
 
 
 def server_spec(
     settings: Settings, model: ServedModelConfig, rank: int, cpu: bool, has_head: bool = True
 ) -> EngineSpec | None:
-    """Describe the server that a rank hosts: the first of `gpus_per_server` does; None for the others.
+    """Describe the server that a rank hosts; None unless it is the first of `gpus_per_server` ranks.
 
-    `has_head`: it gives one score for a sequence, else logprobs.
+    `has_head`: the server returns one score for a sequence, else logprobs.
     """
     assert model.folder
     if rank % model.gpus_per_server:
@@ -185,7 +183,7 @@ def server_spec(
 
 
 def share_of(servers: Sequence[Server], index: int, hosts: int) -> Sequence[Server]:
-    """Return the servers of a node that host `index` of so many uses: some for itself, or one with others."""
+    """Return the servers of a node that engine host `index` of `hosts` uses: several, or one shared with others."""
     return servers[index::hosts] or [servers[index % len(servers)]]
 
 
@@ -241,10 +239,7 @@ def _check_folder(folder: Path, where: str, is_teacher: bool, request_tokens: in
 def check_tokens(
     folder: Path, setting: str, tokenizer: PreTrainedTokenizerBase, remedy: str, trust_remote_code: bool
 ) -> None:
-    """Raise UserError where the folder that `setting` names has no readable tokenizer, or other tokens than the policy.
-
-    The folder's model gets the policy's tokens as numbers.
-    """
+    """Check that the tokenizer of the folder in `setting` is the policy's: its model gets the policy's token ids."""
     try:
         vocabulary = load_tokenizer(folder, trust_remote_code).get_vocab()
     except UserError as error:
@@ -257,5 +252,5 @@ def check_tokens(
 
 
 def served_architectures() -> frozenset[str]:
-    """Return the classes of the installed SGLang's models. Raises UserError where it is not installed."""
+    """Return the model classes of the installed SGLang."""
     return frozenset[str]().union(*model_classes().values())

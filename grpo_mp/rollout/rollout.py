@@ -1,4 +1,4 @@
-"""The rollout of one rank: its engine process, its client, and its share of the prompts."""
+"""The rollout of one rank: its engine and its share of the prompts."""
 
 import asyncio
 import os
@@ -103,27 +103,23 @@ class Rollout:
 
     @property
     def client(self) -> EngineClient | None:
-        """Return the client of this rank's engine; None without one, and while it does not work."""
+        """Return the client of this rank's engine; None without a working engine."""
         return self.engine.client if self.engine else None
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return all ranks that an engine spans."""
         size = self._settings.engine.gpus_per_engine
         return tuple(rank for host in self.host_ranks for rank in range(host, host + size))
 
     def start(self, store: dist.Store) -> None:
-        """Start this rank's engine process and reward servers, if it has any, and return at once.
-
-        An engine's nodes find each other in the job's `store`.
-        """
+        """Start this rank's engine process and reward servers without waiting; `store`: the job's."""
         if part := self.engine or self._node:
             part.start(store)
         if self.reward_servers:
             self.reward_servers.launch()
 
     def open_reward_servers(self, group: dist.ProcessGroup, sleeps: bool) -> None:
-        """Wait until the reward models and the teacher that the job serves, if any, answer, see RewardServers."""
+        """Wait until the job's reward models and teacher answer, see RewardServers."""
         if self.reward_servers:
             names = (*self._settings.reward.own_models,)
             connect: dict[str, Connect] = {name: partial(self._scorer.connect_model, name) for name in names}
@@ -132,7 +128,7 @@ class Rollout:
             self.reward_servers.open(connect, group, sleeps)
 
     def score(self, groups: Sequence[SampleGroup], step: int) -> Sequence[SampleGroup]:
-        """Let the reward models that the job serves, if any, finish the groups that are complete."""
+        """Score complete groups by the reward models that the job serves, if any."""
         servers, parts = self.reward_servers, self._episodes
         if not (servers and self._scorer.defers):
             return groups
@@ -146,7 +142,7 @@ class Rollout:
         return servers.score(groups, finish)
 
     def ask_teacher(self, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
-        """Return complete groups with the teacher's logprobs of their tokens, where there is one."""
+        """Return complete groups with the teacher's logprobs of their tokens, if there is a teacher."""
         if not self._teacher:
             return groups
         if self.reward_servers and self.reward_servers.serves_teacher:
@@ -155,26 +151,26 @@ class Rollout:
 
     @contextmanager
     def losing_engine(self) -> Iterator[EngineClient | None]:
-        """Yield this rank's client, if any; give its engine up where the body raises EngineError."""
+        """Yield this rank's client, if any; mark its engine as lost where the body raises EngineError."""
         try:
             yield self.client
         except EngineError as error:
             self.lose_engine(error)
 
     def lose_engine(self, error: EngineError) -> None:
-        """Give up this rank's engine, which starts again. Raises UserError where it was lost too often."""
+        """Mark this rank's engine as lost: it restarts. Raises UserError after `engine.max_restarts`."""
         if self.engine:
             self.engine.lose(error)
 
     @property
     def is_lost(self) -> bool:
-        """Return whether this rank's engine starts again, or is about to. Raises what ended the attempt."""
+        """Return whether this rank's engine was lost and has not rejoined; raise the error of a failed restart."""
         if part := self.engine or self._node:
             part.check()
         return self.engine is not None and self.engine.is_lost
 
     def join(self, wait: bool) -> bool:
-        """Let this rank's engine work where it has started again, see HostedEngine; return whether one joins."""
+        """Use this rank's engine again once it has restarted, see HostedEngine; return whether it joins."""
         return self.engine is not None and self.engine.join(wait)
 
     def wait_ready(self) -> None:
@@ -183,11 +179,11 @@ class Rollout:
             self.engine.wait_ready()
 
     def begin(self, task: RolloutTask, stream: GroupStream, scorer: Scorer | None = None) -> Future[LaunchedGroups]:
-        """Begin to generate and score the groups of a task that this rank's engine takes; `scorer`: None: the run's."""
+        """Begin to generate and score a task's groups on this rank's engine; `scorer`: None: the run's."""
         engine, client = self.engine, self.client
         if not (engine and client):
             if engine:
-                engine.restart()  # one that was lost as it slept or woke: the devices are the engines' now
+                engine.restart()  # it was lost as it slept or woke, and has its devices now
                 return self._loop.submit(give_back(task, stream))
             launched: Future[LaunchedGroups] = Future()
             launched.set_result(task.carried)
@@ -209,7 +205,7 @@ class Rollout:
         return self._loop.submit(worker.run(task, stream, max_in_flight))
 
     def pause(self, launched: LaunchedGroups) -> Mapping[int, EndedGroup]:
-        """Break off this rank's groups that still run; return those that have ended."""
+        """Pause this rank's running groups; return all groups but failed ones."""
         with self.losing_engine() as client:
             if client:
                 return self._loop.run(pause_running(client, launched, self._pause))
@@ -254,7 +250,7 @@ class Rollout:
         return [group for group in finished if group.samples]
 
     def call(self, coroutine):  # type: ignore[no-untyped-def]
-        """Run one of the client's coroutines to its end."""
+        """Run a coroutine of the client and return its result."""
         return self._loop.run(coroutine)
 
     def stop(self) -> None:
@@ -275,17 +271,17 @@ class Rollout:
 
 
 def rollout_sampling(rollout: RolloutConfig) -> SamplingParams:
-    """Return how a step's responses are sampled."""
+    """Return the sampling parameters of a step."""
     return SamplingParams(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.stop)
 
 
 def rollout_seed(settings: Settings, prompts: str) -> int | None:
-    """Return the seed of all samples of these prompts: "train" or an eval set's name; None: engines draw freely."""
+    """Return the seed for `prompts`, "train" or an eval set's name; None where engines are not deterministic."""
     return sampling_seed(settings.run.seed, prompts) if settings.engine.deterministic else None
 
 
 def engine_seed(run_seed: int, engine: int) -> int:
-    """Return the seed of an engine's own generator, of 31 bits: no two engines or runs share one but by chance."""
+    """Return the 31-bit seed of an engine's own generator."""
     return sampling_seed(run_seed, "engine", engine) >> 32
 
 
@@ -299,8 +295,7 @@ def engine_spec(
 ) -> EngineSpec:
     """Describe the engine at a placement.
 
-    An engine on a GPU never reads weights: the first weight sync would overwrite what each of its ranks had read.
-    With `load_weights` there is no sync, and it reads them; see `engines_can_load_weights`.
+    An engine on a GPU reads the folder's weights only with `load_weights`, which replaces the first weight sync.
     """
     precision = precision_arguments(settings.engine.args, hf, cpu)
     drafting = speculative_arguments(settings.engine, settings.rollout.group_size)

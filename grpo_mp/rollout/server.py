@@ -25,14 +25,14 @@ LOG_COLUMNS = 300  # SGLang writes all its arguments into one line
 
 
 class EngineProcess:
-    """Starts one SGLang server (or this node's part of it) in its own session.
+    """One SGLang server, or this node's part of it, in a session of its own.
 
-    `start` returns at once, `wait_ready` waits: engines start side by side. Even without `stop` the server ends within
-    a second of this process.
+    `start` returns at once, so that engines start side by side. Without `stop`, the server ends within a second of
+    this process.
     """
 
     def __init__(self, spec: EngineSpec, log: Path, kind: str = "engine") -> None:
-        """Start nothing; `kind`: how the name begins by which the server is known, `engine` for the policy's."""
+        """Start nothing; `kind`: first part of the served model's name."""
         self.spec, self.log = spec, log
         self.served_model_name = f"{kind}-{spec.index}-{secrets.token_hex(8)}"
         self.api_key = secrets.token_hex(16)
@@ -44,8 +44,8 @@ class EngineProcess:
     def start(self, host: str | None = None, dist_init_addr: str | None = None) -> str | None:
         """Start the processes with an empty log file.
 
-        For an engine over several nodes: on the engine host pass `host`, its address for the others; it returns the
-        host:port of the rendezvous, to be passed on the others as `dist_init_addr`.
+        Multi-node engines: the engine host passes `host`, its own address, and gets the host:port of the rendezvous;
+        the other nodes pass that as `dist_init_addr`.
         """
         self._claim = claim_ports(ports_needed(self.spec))
         port = self._claim.port
@@ -88,11 +88,10 @@ class EngineProcess:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return the HTTP headers that every request to this engine needs."""
         return {"Authorization": f"Bearer {self.api_key}"}
 
     def check_alive(self, phase: str = "") -> None:
-        """Raise UserError with the last lines of the log where the server has ended."""
+        """Raise EngineError with the last lines of the log where the server has ended."""
         if self._process is None or self._process.poll() is not None:
             raise EngineError(self._with_log_lines(f"{self._label()} ended {phase}".rstrip()))
 
@@ -105,7 +104,7 @@ class EngineProcess:
         return ""
 
     def keep_log(self, suffix: str) -> None:
-        """Give the log another name: `start` begins a new one."""
+        """Rename the log: `start` begins a new one."""
         self.log.rename(self.log.with_name(f"{self.log.stem}_{suffix}{self.log.suffix}"))
 
     def stop(self) -> None:
@@ -123,7 +122,7 @@ class EngineProcess:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _served_model(self, client: httpx.Client) -> str | None:
-        """Ask for the model served on the port: None where nothing answers yet, "" where no SGLang does."""
+        """Return the model served on the port: None without an answer, "" for another program's answer."""
         try:
             reply = client.get(f"{self.url}/v1/models")  # /model_info does not name the model before SGLang 0.5.20
             return None if reply.is_server_error else str(reply.json()["data"][0]["id"])

@@ -1,4 +1,4 @@
-"""The groups of one step over all engines: who launches which, what became of it, and when the step has enough."""
+"""The groups of one step over all engines: claims, verdicts, and when the step has enough."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -15,9 +15,9 @@ VERDICTS = {mark: verdict for verdict, mark in MARKS.items()}
 
 
 class GroupStream:
-    """Numbers of groups in launch order, each given to exactly one caller in the job, and the verdicts on them.
+    """Group numbers in launch order, each claimed by exactly one engine, and the verdicts on the groups.
 
-    All is in the job's store; `name` must be new there.
+    The state is in the job's store, where `name` must be new.
     """
 
     def __init__(
@@ -27,26 +27,24 @@ class GroupStream:
         rule: AdmissionRule,
         engines: int = 1,
     ) -> None:
-        """Open the stream, which so many engines share. Every rank may."""
-        # Raises where a rank whose groups are waited for is gone.
-        self.check_peers: Callable[[], None] = lambda: None
+        self.check_peers: Callable[[], None] = lambda: None  # raises where a rank that generates has gone
         self._engines, self._attempt, self._seen = engines, 0, 0
         self._store, self._key, self.rule = store, f"stream/{name}", rule
-        self._append(" ")  # so that there is something to read
+        self._append(" ")  # a key that does not exist cannot be read
         self._store.append(f"{self._key}/ahead", " ")  # type: ignore[attr-defined]  # torch's stubs lack it
 
     def claim(self) -> int:
-        """Take the next number; `LaunchGate` says when it may be launched."""
+        """Claim the next number; `LaunchGate` decides when it may be launched."""
         return int(self._store.add(f"{self._key}/claimed", 1)) - 1
 
     def give_back(self, numbers: Iterable[int]) -> None:
-        """Let other engines launch groups that were claimed and will not be reported."""
+        """Give claimed groups to other engines."""
         for number in numbers:
             place = int(self._store.add(f"{self._key}/returned", 1)) - 1
             self._store.set(f"{self._key}/returned/{place}", str(number))
 
     def take_returned(self) -> int | None:
-        """Take a group that was given back, if there is one."""
+        """Claim a group that was given back; None where there is none."""
         while self._seen < int(self._store.add(f"{self._key}/returned", 0)):
             key, self._seen = f"{self._key}/returned/{self._seen}", self._seen + 1
             if self._store.add(f"{key}/taken", 1) == 1:
@@ -54,7 +52,7 @@ class GroupStream:
         return None
 
     def report_lost(self) -> None:
-        """Say that an engine launches no more groups."""
+        """Report that an engine launches no more groups."""
         self._store.add(f"{self._key}/lost/{self._attempt}", 1)
 
     def all_lost(self) -> bool:
@@ -62,48 +60,47 @@ class GroupStream:
         return int(self._store.add(f"{self._key}/lost/{self._attempt}", 0)) >= self._engines
 
     def has_lost(self) -> bool:
-        """Return whether an engine was lost, in this attempt or one before."""
+        """Return whether an engine was lost, in this attempt or an earlier one."""
         attempts = range(self._attempt + 1)
         return any(int(self._store.add(f"{self._key}/lost/{attempt}", 0)) > 0 for attempt in attempts)
 
     def try_again(self) -> "GroupStream":
-        """Return the stream, for engines that are there again; every rank must call this."""
+        """Begin another attempt with restarted engines. Every rank must call this."""
         self._attempt, self._seen = self._attempt + 1, 0
         return self
 
     def report(self, number: int, kept: bool | None) -> None:
-        """Say that a group has ended, and whether the filter keeps it; None: it was aborted."""
+        """Report an ended group, and whether the filter keeps it; None: it was aborted."""
         self._append(f"{number}{MARKS[kept]} ")
         self._store.add(f"{self._key}/reported", 1)
 
     def report_ahead(self, number: int) -> None:
-        """Say that a later step's group has the tokens that this step adds to it."""
+        """Report that a later step's group has reached its token limit of this step."""
         self._store.append(f"{self._key}/ahead", f"{number} ")  # type: ignore[attr-defined]  # torch's stubs lack it
         self._store.add(f"{self._key}/reported", 1)
 
     def has_ahead(self, numbers: range) -> bool:
-        """Return whether all these groups of later steps have ended, or have the tokens that this step adds to them."""
+        """Return whether all these groups of later steps have ended or reached their token limit."""
         ahead = {int(number) for number in self._store.get(f"{self._key}/ahead").decode().split()}
         return not set(numbers) - ahead - {number for number, _ in self.verdicts()}
 
     def reported(self) -> int:
-        """Return how many reports there are. Raises UserError where another rank failed: its groups never come."""
+        """Return the number of reports. Raises UserError where another rank failed, whose groups never come."""
         if has_failed(self._store):
             raise UserError("another rank failed")
         self.check_peers()
         return int(self._store.add(f"{self._key}/reported", 0))
 
     def verdicts(self) -> list[Verdict]:
-        """Return what was reported so far, in its order; of a group that was reported again, the first."""
+        """Return the verdicts in the order of their reports, the first of each group."""
         entries = dict.fromkeys(self._store.get(f"{self._key}/verdicts").decode().split())
         return [(int(entry[:-1]), VERDICTS[entry[-1]]) for entry in entries]
 
     def admission(self) -> Admission:
-        """Decide by what was reported so far."""
         return admit(self.verdicts(), self.rule)
 
     def is_done(self, ahead: int) -> bool:
-        """Return whether the step has its groups, and the `ahead` ones behind them have what this step adds to them."""
+        """Return whether the step has its groups, and the next `ahead` groups have ended or reached their limit."""
         admission = self.admission()
         return admission.done and self.has_ahead(range(admission.launch_limit, admission.launch_limit + ahead))
 
@@ -112,7 +109,7 @@ class GroupStream:
 
 
 class LaunchGate:
-    """Lets one engine wait until a number may be launched, or the step has its groups."""
+    """Tells one engine when a number may be launched, and when the step has its groups."""
 
     def __init__(
         self,
@@ -121,9 +118,10 @@ class LaunchGate:
         stopped: Callable[[], bool] = lambda: False,
         waits_for_ahead: bool = False,
     ) -> None:
-        """Read the stream; `watch` keeps reading it. `lookahead`: groups of later steps that may be launched now.
+        """Read the stream once; `watch` keeps reading it.
 
-        `stopped`: whether the job ends, and with it all waits; `waits_for_ahead`: see `GroupStream.report_ahead`.
+        `lookahead`: groups of later steps that may be launched now; `stopped`: whether the job ends;
+        `waits_for_ahead`: whether the step also waits for the token limits of later groups.
         """
         self._stream, self._changed, self._lookahead, self._stopped = stream, asyncio.Condition(), lookahead, stopped
         self._waits_for_ahead = waits_for_ahead
@@ -131,7 +129,6 @@ class LaunchGate:
 
     @property
     def done(self) -> bool:
-        """Return whether the step has its groups, no engine is left to launch more, or the job ends."""
         return (self._admission.done and self._has_ahead) or self._all_lost or self._stopped()
 
     async def watch(self) -> None:
@@ -156,15 +153,14 @@ class LaunchGate:
         self._has_ahead = not self._waits_for_ahead or self._stream.has_ahead(range(limit, limit + self._ahead))
 
     def is_own(self, number: int) -> bool:
-        """Return whether a group is the step's own; the others are of later steps."""
+        """Return whether a group belongs to this step, not to a later one."""
         return number < self._admission.launch_limit
 
     def allows(self, number: int) -> bool:
-        """Return whether a number may be launched now."""
         return number < self._admission.launch_limit + self._ahead
 
     async def may_launch(self, number: int) -> bool:
-        """Wait until a number may be launched; return False where the step has its groups before."""
+        """Wait until a number may be launched; return False where the step is done before."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.done or self.allows(number))
         return not self.done

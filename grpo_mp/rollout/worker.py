@@ -30,15 +30,15 @@ from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 LOGGER = logging.getLogger(__name__)
 ABORT_EVERY_S = 0.5
 LOOK_EVERY_S = 0.1  # for groups that a lost engine gave back
-SCORES = "scores"  # name of a task that has no more use for the engine
+SCORES = "scores"  # name of a task whose generation is finished
 
 
 @dataclass(frozen=True)
 class RolloutTask:
     """The rollout of one step, shared by all engines. Group i is `group_size` samples of `prompt_of(i)`.
 
-    `carried`: groups that this rank has from steps before; `carried_by_all`: the numbers of those of all ranks.
-    `routing`: the shape of the model whose experts the samples keep; None: none are asked for.
+    `carried`: this rank's groups from earlier steps; `carried_by_all`: the numbers of carried groups of all ranks.
+    `routing`: shape of the model whose expert choices the samples record; None: they are not recorded.
     """
 
     prompt_of: Callable[[int], Prompt]
@@ -50,23 +50,23 @@ class RolloutTask:
     carried: LaunchedGroups = field(default_factory=dict)
     carried_by_all: frozenset[int] = frozenset()
     lookahead: Callable[[], int] = lambda: 0  # groups of later steps that may be launched now
-    # Of a later step's group, by number: the tokens that its responses have when this step ends; None: as time allows.
+    # Token limit of a later step's group in this step, by its number; None: no limit.
     token_limit: Callable[[int], int] | None = None
-    pauses: bool = True  # what is unfinished when the step has its groups is paused; otherwise it goes on
-    stopped: Callable[[], bool] = lambda: False  # whether the job ends: all is paused then
+    pauses: bool = True  # pause unfinished groups when the step has its groups; otherwise they keep running
+    stopped: Callable[[], bool] = lambda: False  # whether the job ends, which pauses all groups
     routing: ModelShape | None = None
-    seed: int | None = None  # of these rollouts, where engines are deterministic
-    # Takes each group that ends, by its id, and what its scoring counted, which is in no other statistics.
+    seed: int | None = None  # of deterministic engines
+    # Called with each ended group, its id and the statistics of its scoring.
     record: Callable[[int, EndedGroup, RewardStats], None] = lambda *_: None
-    # Takes each episode that ends before its group does, as a group of that id which has no other.
+    # Called with each episode that ends before its group, as a group with this one sample.
     record_part: Callable[[int, PausedGroup], object] = lambda *_: None
-    forgets: bool = False  # of a finished group no sample stays in memory: `record` has them
-    # Returns what was recorded of a group, by its id and prompt, that a lost engine gave back; None: it begins anew.
+    forgets: bool = False  # drop the samples of a recorded group from memory
+    # Returns what was recorded of a group that a lost engine gave back; None: the group begins anew.
     recall: Callable[[int, Prompt], PausedGroup | None] = lambda *_: None
-    after_loss: bool = False  # an engine was lost in the step before: nobody may have what it held
+    after_loss: bool = False  # an engine was lost in the last step
 
     def sampling_of(self, prompt: Prompt) -> SamplingParams:
-        """Return how a group is sampled; its seeds depend neither on the engine that draws it nor on when it does."""
+        """Return a group's sampling parameters; its seeds depend neither on the engine nor on the time."""
         if self.seed is None:
             return self.sampling
         seeds = (sampling_seed(self.seed, prompt.index, prompt.epoch, index) for index in range(self.group_size))
@@ -84,14 +84,14 @@ class RolloutWorker:
     scorer: Scorer
     tokenizer: PreTrainedTokenizerBase
     group_timeout_s: float
-    lose_engine: Callable[[EngineError], None]  # raises where it may not be lost
+    lose_engine: Callable[[EngineError], None]  # raises where the engine may not restart
     episodes: EpisodeRunner | None = None  # None: a rollout is one answer
-    step_tokens: int = 1  # that the engine may add to a response at once
+    step_tokens: int = 1  # most tokens that the engine adds to a response at once
 
     async def run(self, task: RolloutTask, stream: GroupStream, max_in_flight: int) -> LaunchedGroups:
-        """Launch groups until the step has its groups, at most `max_in_flight` at a time; return all that were.
+        """Launch groups until the step has its groups, at most `max_in_flight` at a time; return all launched groups.
 
-        Raises UserError from the engine or a reward; the other groups are dropped then.
+        An error of a reward drops the other groups.
         """
         groups = _Groups(task, stream, self.step_tokens)
         gate = LaunchGate(stream, task.lookahead, task.stopped, task.token_limit is not None)
@@ -133,9 +133,9 @@ class RolloutWorker:
     async def _generate_group(
         self, task: RolloutTask, group_id: int, prompt: Prompt, earlier: PausedGroup | None, tokens: int | None
     ) -> EndedGroup:
-        """Generate a group, or the rest of a paused one, and score it; one past its limit ends as it was begun.
+        """Generate a group, or the rest of a paused group, and score it. After its time limit it is unfinished.
 
-        `tokens`: responses of more are paused. Raises EngineError where the engine is at fault.
+        `tokens`: token limit after which responses are paused.
         """
         try:
             group = await self._answer(task, group_id, prompt=prompt, earlier=earlier, tokens=tokens)
@@ -154,7 +154,6 @@ class RolloutWorker:
         return await asyncio.to_thread(self._score, task, group_id, group)
 
     def _score(self, task: RolloutTask, group_id: int, group: SampleGroup) -> SampleGroup:
-        """Score a group and record it."""
         scorer = self.scorer.with_own_stats()
         scored = scorer.score_group(group, task.step)
         if self.episodes and not scorer.defers:
@@ -170,7 +169,7 @@ class RolloutWorker:
         earlier: PausedGroup | None,
         tokens: int | None = None,
     ) -> EndedGroup:
-        """Generate a group without scoring it; episodes that were broken off begin anew. Raises TimeoutError."""
+        """Generate a group without scoring it; interrupted episodes begin anew. Raises TimeoutError."""
         sampling = task.sampling_of(prompt)
         if self.episodes:
 
@@ -227,10 +226,7 @@ class RolloutWorker:
 async def pause_running(
     client: EngineClient, launched: LaunchedGroups, episodes: asyncio.Event | None = None
 ) -> dict[int, EndedGroup]:
-    """Break off the groups that still run; return those that have ended. What fails is left out.
-
-    `episodes`: ends those, see EpisodeRunner.
-    """
+    """Pause the running groups; return all groups but failed ones. `episodes`: the event that ends episodes."""
     tasks = {number: group.task for number, group in launched.items() if isinstance(group, RunningGroup)}
     waiting = set(tasks.values())
     while waiting:
@@ -243,9 +239,9 @@ async def pause_running(
 
 
 async def give_back(task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
-    """Let other engines launch what a lost engine carries; return what of it has finished, or waits for its scores.
+    """Give the groups of a lost engine to other engines; return those that are finished, or wait for their scores.
 
-    To be run in the loop of the groups that still run.
+    It must run in the event loop of the groups.
     """
     groups = _Groups(task, stream, 1)
     await groups.finish_scoring()
@@ -254,26 +250,25 @@ async def give_back(task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
 
 
 class _Groups:
-    """The groups of one engine in one step: which number comes next, what runs, what has ended."""
+    """The groups of one engine in one step: claimed, running, waiting and ended ones."""
 
     def __init__(self, task: RolloutTask, stream: GroupStream, step_tokens: int) -> None:
-        """Begin with what was carried, and report what of it has ended."""
         self._task, self._stream, self._step_tokens = task, stream, step_tokens
         self.running: dict[asyncio.Task[EndedGroup], int] = {}
-        self._claimed = set[int]()  # and not launched
+        self._claimed = set[int]()  # not launched yet
         self._ended: dict[int, EndedGroup] = {}
         self._waiting = set[int]()  # paused, or given back by a lost engine
-        self._returned = set[int]()  # those of the latter
+        self._returned = set[int]()  # given back by a lost engine
         for number, group in sorted(task.carried.items()):
             if not isinstance(group, RunningGroup):
                 self._end(number, group)
             elif group.task.done() and isinstance(group.task.exception(), EngineError):
-                stream.give_back([number])  # the engine was lost, and is there again
+                stream.give_back([number])  # the engine was lost and has restarted
             else:
                 self.running[group.task] = number
 
     def take_waiting(self, gate: LaunchGate, max_in_flight: int) -> list[int]:
-        """Return the groups to launch that were paused, or that an engine gave back: those that fit."""
+        """Return as many paused or given back groups as can be launched now."""
         places = max(0, max_in_flight - len(self.running))
         while len(allowed := self._allowed(gate)) < places and (returned := self._stream.take_returned()) is not None:
             self._waiting.add(returned)
@@ -282,7 +277,6 @@ class _Groups:
         return allowed[:places]
 
     def _allowed(self, gate: LaunchGate) -> list[int]:
-        """Return what waits and may be launched."""
         return [
             number
             for number in sorted(self._waiting)
@@ -290,14 +284,14 @@ class _Groups:
         ]
 
     def claim(self) -> int:
-        """Return a new group, to be launched when it is allowed."""
+        """Claim a new group, to be launched when the gate allows it."""
         while (number := self._stream.claim()) in self._task.carried_by_all:
             pass
         self._claimed.add(number)
         return number
 
     def start(self, number: int, generate: Generate, gate: LaunchGate) -> None:
-        """Launch a group; one of a later step up to its tokens."""
+        """Launch a group; groups of later steps stop at their token limit."""
         self._claimed.discard(number)
         earlier = self._ended.get(number)
         paused = earlier if isinstance(earlier, PausedGroup) else None
@@ -315,31 +309,30 @@ class _Groups:
         begin: Callable[[PausedGroup | None, int | None], Coroutine[Any, Any, EndedGroup]],
         limit: int | None,
     ) -> EndedGroup:
-        """Go on with what the lost engine had: newer weights must not draw it again."""
+        """Continue from the record of a lost engine's group: newer weights must not draw its tokens again."""
         recorded = await asyncio.to_thread(self._task.recall, self._task.first_group_id + number, prompt)
         return await begin(recorded, limit)
 
     def take_finished(self) -> None:
-        """Take what has ended. Raises what it raised."""
+        """Move ended groups out of the running ones; raise their errors."""
         for generation in [generation for generation in self.running if generation.done()]:
             group = generation.result()
             self._end(self.running.pop(generation), group)
 
     async def finish_scoring(self) -> None:
-        """Keep what has finished or only waits for its scores, of an engine that is lost."""
+        """Keep the groups of a lost engine that are finished or only wait for their scores."""
         scoring = [generation for generation in self.running if generation.get_name() == SCORES]
         if scoring:
             await asyncio.wait(scoring)
-        for generation in [one for one in self.running if one in scoring or _has_finished(one)]:
+        for generation in [task for task in self.running if task in scoring or _has_finished(task)]:
             number = self.running.pop(generation)
             self._end(number, generation.result())
 
     def launched(self) -> LaunchedGroups:
-        """Return all groups."""
         return self._ended | {number: RunningGroup(generation) for generation, number in self.running.items()}
 
     def give_back(self) -> None:
-        """Let other engines launch what has not finished."""
+        """Give unfinished groups to other engines."""
         self.cancel()
         unfinished = [number for number, group in self._ended.items() if isinstance(group, PausedGroup)]
         for number in unfinished:
@@ -349,7 +342,6 @@ class _Groups:
         self.running = {}
 
     def cancel(self) -> None:
-        """Drop what runs."""
         for generation in self.running:
             generation.cancel()
 
@@ -363,7 +355,7 @@ class _Groups:
                 self._stream.report_ahead(number)
 
     def _has_its_tokens(self, number: int) -> bool:
-        """Return whether a paused group has all tokens that this step may add to one of a later step."""
+        """Return whether a paused group has reached its token limit of this step."""
         group = self._ended.get(number)
         if self._task.token_limit is None or not isinstance(group, PausedGroup) or not group.outputs:
             return False
@@ -372,12 +364,11 @@ class _Groups:
 
 
 def _has_finished(generation: asyncio.Task[EndedGroup]) -> bool:
-    """Return whether a group has ended, neither paused nor by an error."""
     if not generation.done() or generation.cancelled() or generation.exception():
         return False
     return isinstance(generation.result(), SampleGroup)
 
 
 async def _when_allowed(gate: LaunchGate, number: int) -> int | None:
-    """Return a number once it may be launched; None where the step has its groups before."""
+    """Wait until a number may be launched and return it; None where the step is done before."""
     return number if await gate.may_launch(number) else None
