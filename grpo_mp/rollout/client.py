@@ -266,7 +266,7 @@ class EngineClient:
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def checksums(self, with_draft: bool = False) -> dict[str, str]:
-        """Return the checksum of each tensor on each of the engine's ranks; `with_draft`: also of the drafting layer."""
+        """Return the checksum of each tensor on each rank of the engine; `with_draft`: also of the drafting layer."""
         selector = TARGET_AND_DRAFT if with_draft else TARGET
         reply = await self._call("POST", "/weights_checker", {"action": "checksum", **selector})
         ranks = _expect_object(reply)["ranks"]
