@@ -13,9 +13,8 @@ class TeacherConfig(ServedModelConfig):
 
     folder: Path | None = Field(
         None,
-        description="instead of url: a Hugging Face folder with the policy's tokenizer, which the job serves on its "
-        "own devices (TRL teacher_model_name_or_path, slime opd_teacher_load). The servers sleep but in SCORE, where "
-        "they score the step's tokens; with schedule=colocated",
+        description="instead of url: a folder that the job serves on its own devices (TRL "
+        "teacher_model_name_or_path, slime opd_teacher_load); with schedule=colocated",
     )
 
     @model_validator(mode="after")
@@ -32,27 +31,19 @@ class DistillationConfig(Section):
     """
 
     teacher: TeacherConfig = Field(description="the model that is learned from")
-    coef: float = Field(
-        1.0,
-        gt=0,
-        description="weight of teacher logprob minus policy logprob in a token's advantage, with topk of the "
-        "divergence in the loss (slime opd_kl_coef)",
-    )
+    coef: float = Field(1.0, gt=0, description="weight of the teacher's part (slime opd_kl_coef)")
     advantage: Literal["replace", "add"] = Field(
-        "replace",
-        description="replace: the teacher alone is learned from, rewards are only measured; add: its part is added to "
-        "the advantage that rewards give, with topk to their loss",
+        "replace", description="replace: learn from the teacher alone; add: from rewards, too"
     )
     topk: int | None = Field(
         None,
         ge=1,
-        description="how many of the teacher's most likely tokens the policy is compared with in each place, and all "
-        "others together; the divergence is a loss (NeMo-RL topk_logits_k, verl topk). null: the sampled token alone",
+        description="compare with the teacher's most likely tokens, as a loss (NeMo-RL topk_logits_k, verl "
+        "topk); null: with the sampled token alone",
     )
     kl_type: Literal["reverse", "forward", "mixed"] = Field(
         "reverse",
-        description="which divergence topk computes. reverse: KL(policy, teacher), which seeks modes; forward: "
-        "KL(teacher, policy), which covers them; mixed: the mean of both (NeMo-RL kl_type)",
+        description="divergence of topk: KL(policy, teacher), KL(teacher, policy), or their mean (NeMo-RL kl_type)",
     )
 
     @model_validator(mode="after")

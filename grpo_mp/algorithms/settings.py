@@ -24,28 +24,26 @@ class AdvantageConfig(Section):
     """How rewards become advantages."""
 
     estimator: Annotated[str, AfterValidator(ADVANTAGE_ESTIMATORS.check_name)] | None = Field(
-        None, description="your own estimator: 'module:function' or 'file.py:function'; null: by level and combine"
+        None, description="your own 'file.py:function'; null: by level and combine"
     )
     level: Literal["outcome", "process"] = Field(
-        "outcome", description="outcome: one advantage per response; process: rewards of single steps (reward.steps)"
+        "outcome", description="outcome: one advantage for each response; process: rewards of steps (reward.steps)"
     )
     baseline: Literal["group_mean", "leave_one_out", "none", "critic"] = Field(
         "group_mean",
-        description="mean that is subtracted from a reward; leave_one_out: mean of the group's others (RLOO); critic: "
-        "the values of section critic, by generalized advantage estimation (verl adv_estimator gae)",
+        description="value subtracted from a reward: mean of the group, of its other samples (RLOO), none, or "
+        "the critic's values by GAE (verl adv_estimator gae)",
     )
     scale: Literal["group_std", "batch_std", "none"] = Field(
         "group_std", description="what the difference is divided by (TRL scale_rewards); none: Dr. GRPO"
     )
     combine: Literal["sum", "normalize"] = Field(
-        "sum", description="how several rewards combine: summed by weight, or each normalized in its group first (GDPO)"
+        "sum", description="several rewards: summed by weight, or first normalized in the group (GDPO)"
     )
     std: Literal["sample", "population"] = Field(
         "sample", description="standard deviation over n - 1, as torch and TRL, or over n, as numpy"
     )
-    whiten: bool = Field(
-        False, description="normalize over all response tokens of the step, after all else (REINFORCE++)"
-    )
+    whiten: bool = Field(False, description="normalize over all response tokens of the step (REINFORCE++)")
     eps: float = Field(1e-4, gt=0, description="number added to the standard deviation that scale divides by")
 
     @property
@@ -75,37 +73,30 @@ class ClipConfig(Section):
         0.2, gt=0, description="ratios above 1 + high are clipped (TRL epsilon_high, verl clip_ratio_high)"
     )
     dual_clip: float | None = Field(
-        None,
-        gt=1,
-        description="limit of the ratio at negative advantages (TRL delta, verl clip_ratio_c); null: none",
+        None, gt=1, description="limit of the ratio at negative advantages (TRL delta, verl clip_ratio_c); null: none"
     )
 
 
 class KLConfig(Section):
     """The KL divergence of the policy from the reference, which starts as a copy of model.path."""
 
-    coef: float = Field(
-        0.0,
-        ge=0,
-        description="coefficient (TRL beta, verl kl_loss_coef); 0: no reference",
-    )
+    coef: float = Field(0.0, ge=0, description="coefficient (TRL beta, verl kl_loss_coef); 0: no reference")
     estimator: Literal["k1", "k2", "k3", "k3_clamped", "k3_unbiased"] = Field(
-        "k3",
-        description="Schulman's estimators by name (verl kl_loss_type); k3 is that of DeepSeekMath. In the loss the "
-        "mean gradient of k2 and k3_unbiased (TRL's default) is that of KL(policy, reference), of k3 that of "
-        "KL(reference, policy), of k1 0: it is refused there",
+        "k3", description="Schulman's estimators (verl kl_loss_type); k3 as DeepSeekMath, k3_unbiased as TRL"
     )
     apply_to: Literal["loss", "reward"] = Field(
         "loss", description="where it acts: added to the loss, or subtracted from the reward (verl use_kl_in_reward)"
     )
     level: Literal["token", "sequence"] = Field(
-        "token", description="estimate from the log ratio of each token, or of the full response (R1, eq. 2)"
+        "token", description="from the log ratio of a token, or of the full response (R1, eq. 2)"
     )
     target: float | None = Field(
-        None, gt=0, description="target of an adaptive coef, in nats per token (verl target_kl); null: coef is constant"
+        None,
+        gt=0,
+        description="target of an adaptive coef, in nats for each token (verl target_kl); null: constant coef",
     )
     ref_update_every: int = Field(
-        0, ge=0, description="steps between updates of the reference by the policy (TRL ref_model_sync_steps); 0: never"
+        0, ge=0, description="steps between updates of the reference (TRL ref_model_sync_steps); 0: never"
     )
     ref_update_mix: float = Field(
         0.6, gt=0, le=1, description="share of the policy in the updated reference (TRL ref_model_mixup_alpha)"
@@ -117,13 +108,10 @@ class EntropyConfig(Section):
 
     coef: float = Field(0.0, ge=0, description="coefficient of the bonus (TRL entropy_coef, verl entropy_coeff)")
     target: float | None = Field(
-        None, gt=0, description="target of an adaptive coef, in nats (TRL entropy_target); null: coef is constant"
+        None, gt=0, description="target of an adaptive coef, in nats (TRL entropy_target); null: constant coef"
     )
     top_quantile: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="share of tokens, of the highest entropy, that learn (TRL top_entropy_quantile); 0.2 in the paper",
+        1.0, gt=0, le=1, description="share of tokens with the highest entropy that learn (TRL top_entropy_quantile)"
     )
 
 
@@ -131,8 +119,7 @@ class RolloutCorrectionConfig(Section):
     """Importance weights old / rollout for the difference between policy and engine (verl rollout_correction)."""
 
     kind: Literal["none", "truncate", "mask"] = Field(
-        "none",
-        description="truncate: weights are clamped (TIS); mask: tokens outside the limits are masked out (MIS, IcePop)",
+        "none", description="truncate: clamp the weights (TIS); mask: leave out tokens beyond the limits (MIS, IcePop)"
     )
     level: Literal["token", "sequence"] = Field(
         "token", description="level of the weights: of each token, or their product over the response"
@@ -142,8 +129,8 @@ class RolloutCorrectionConfig(Section):
     off_policy_mask_threshold: float | None = Field(
         None,
         gt=0,
-        description="nats per token between engine and policy; responses with a negative advantage beyond it do not "
-        "learn (DeepSeek-V3.2, TRL's name); null: all learn",
+        description="nats for each token beyond which responses with a negative advantage do not learn "
+        "(DeepSeek-V3.2, TRL's name); null: all learn",
     )
 
 
@@ -151,7 +138,7 @@ class EarlyStopConfig(Section):
     """Limits beyond which the remaining updates of a step are skipped."""
 
     max_kl: float | None = Field(
-        None, gt=0, description="nats per token between old policy and policy (PPO's target_kl); null: no limit"
+        None, gt=0, description="nats for each token between old policy and policy (PPO's target_kl); null: no limit"
     )
 
 
@@ -160,36 +147,31 @@ class FilterConfig(Section):
 
     zero_std: Literal["keep", "drop", "refill"] = Field(
         "keep",
-        description="groups whose samples all score the same: keep, drop, or replace them by new ones (DAPO's dynamic "
-        "sampling, verl filter_groups)",
+        description="groups with equal rewards: keep, drop, or replace (DAPO's dynamic sampling, verl filter_groups)",
     )
     metric: Annotated[str, AfterValidator(GROUP_FILTERS.check_name)] = Field(
-        "reward",
-        description="what must differ in a group: the full reward, or with accuracy whether samples are right (DAPO); "
-        "or your own 'file.py:function', which says whether to keep it",
+        "reward", description="what must differ in a group: reward, accuracy (DAPO), or your own 'file.py:function'"
     )
     truncated: Literal["keep", "mask"] = Field(
-        "keep", description="mask: truncated samples are masked out of the loss (TRL mask_truncated_completions)"
+        "keep", description="mask: truncated samples have no loss (TRL mask_truncated_completions)"
     )
     oversample_factor: float = Field(
-        1.0, ge=1, description="groups launched at once per group needed; a step trains on the first of them that pass"
+        1.0,
+        ge=1,
+        description="groups launched for each group needed; the first that pass are used (slime "
+        "--over-sampling-batch-size)",
     )
 
 
 class CurriculumConfig(Section):
     """Prompts that the policy always solves, or that a function names, are skipped for a while."""
 
-    window: int = Field(
-        0,
-        ge=0,
-        description="last times that a prompt was sampled, over which its solve rate is the mean share of right "
-        "samples; 0: no prompt is skipped by its rate",
-    )
-    min_rate: float = Field(0.0, ge=0, le=1, description="prompts of a lower one over a full window are skipped")
-    max_rate: float = Field(1.0, ge=0, le=1, description="prompts of a higher solve rate over a full window are, too")
+    window: int = Field(0, ge=0, description="last samplings of a prompt over which its solve rate is a mean; 0: off")
+    min_rate: float = Field(0.0, ge=0, le=1, description="prompts with a lower solve rate are skipped")
+    max_rate: float = Field(1.0, ge=0, le=1, description="prompts with a higher solve rate are skipped")
     skip_steps: int = Field(50, ge=1, description="steps for which such a prompt is skipped")
     function: Annotated[str | None, AfterValidator(lambda name: name and CURRICULA.check_name(name))] = Field(
-        None, description="your own 'file.py:function', which says after each step what is skipped, too; null: none"
+        None, description="your own 'file.py:function', which names more prompts to skip; null: none"
     )
 
     @model_validator(mode="after")
@@ -206,26 +188,20 @@ class CurriculumConfig(Section):
 class AlgorithmConfig(Section):
     """The algorithm by its parts. `algorithm: dapo` selects a preset; any part of it can be overridden."""
 
-    preset: str = Field(
-        "grpo",
-        description="a published algorithm (grpo_mp/algorithms/README.md); sets defaults of all the others",
-    )
+    preset: str = Field("grpo", description="published algorithm (grpo_mp/algorithms/README.md), which sets defaults")
     advantage: AdvantageConfig = Field(AdvantageConfig(), description="how rewards become advantages")
-    gamma: float = Field(
-        1.0, gt=0, le=1, description="discount of later rewards, with advantage.baseline=critic (TRL, verl gamma)"
-    )
+    gamma: float = Field(1.0, gt=0, le=1, description="discount with a critic (TRL, verl gamma)")
     lam: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="lambda of generalized advantage estimation, with advantage.baseline=critic: 1 trusts the rewards "
-        "alone, 0 the critic alone (TRL, verl lam). While the critic knows nothing, a token gets lam^(tokens after it) "
-        "of the reward: below 1 only for short answers",
+        description="lambda of generalized advantage estimation with a critic (TRL, verl lam); below 1 only for "
+        "short answers",
     )
     ratio: RatioLevel = Field(
         "token",
-        description="importance ratio: of a token, of a sequence (GSPO: geometric mean), of GSPO-token, or the "
-        "product over the tokens (TRL importance_sampling_level)",
+        description="importance ratio of a token, a sequence (GSPO), GSPO-token, or the product over tokens (TRL "
+        "importance_sampling_level)",
     )
     policy_loss: Annotated[str, AfterValidator(POLICY_LOSSES.check_name)] = Field(
         "clip",
@@ -241,9 +217,7 @@ class AlgorithmConfig(Section):
         1e-3, gt=0, description="weight of a response's first token in aggregation decoupled (Thinkless)"
     )
     old_logprobs: Literal["recomputed", "engine"] = Field(
-        "recomputed",
-        description="logprobs of the old policy: computed by the trainer, or those of the engine (verl bypass mode), "
-        "which saves a forward",
+        "recomputed", description="recomputed by the trainer, or the engine's, which saves a forward (verl bypass mode)"
     )
     kl: KLConfig = Field(KLConfig(), description="KL divergence from the reference")
     entropy: EntropyConfig = Field(EntropyConfig(), description="entropy bonus and entropy mask")

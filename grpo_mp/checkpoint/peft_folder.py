@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_mp.checkpoint.describe import is_converted
 from grpo_mp.checkpoint.hf_writer import incomplete_folder, replace_folder
 from grpo_mp.checkpoint.resumable_writer import CONVERSION_RECORD, SOURCE_FOLDER
-from grpo_mp.config.lora_section import LoraConfig
+from grpo_mp.config.sections import LoraConfig
 from grpo_mp.utils.files import read_json, sync_to_disk, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -1,6 +1,5 @@
 """The settings: typed sections, the checks that span them, and reading them from YAML and overrides."""
 
-from grpo_mp.config.critic_section import CriticConfig
 from grpo_mp.config.load import (
     check_settings,
     check_sft_settings,
@@ -15,6 +14,7 @@ from grpo_mp.config.load import (
     training_module,
 )
 from grpo_mp.config.pipeline_settings import PipelineSettings
+from grpo_mp.config.sections import CriticConfig
 from grpo_mp.config.settings import Settings
 from grpo_mp.config.sft_settings import SftSettings
 from grpo_mp.config.trainer_settings import TrainerSettings

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from grpo_mp.config.registries import DATA_SOURCES
+from grpo_mp.config.registries import DATA_SOURCES, SAMPLE_FILTERS
 from grpo_mp.utils.section import PathText, Section
 
 MAX_SAMPLES = 1024  # of one problem: with more, binomial coefficients pass what a float64 holds
@@ -61,27 +61,21 @@ class TrainSetConfig(Section):
     """A set of a mixture to train on; null: as in `data`."""
 
     path: PathText = Field(description="JSONL, JSON or Parquet file, or a `datasets` name, `name:split`")
-    weight: float = Field(
-        1.0,
-        gt=0,
-        description="share of the prompts, relative to the other sets'. An epoch is as long as no prompt occurs twice",
-    )
+    weight: float = Field(1.0, gt=0, description="share of the prompts, relative to the other sets")
     source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
     prompt_column: str | None = Field(None, description="column of the prompt; null: data.prompt_column")
     answer_column: str | None = Field(None, description="column of the answer; null: data.answer_column")
     system_prompt: str | None = Field(None, description="system message before its prompts; null: data.system_prompt")
     reward: dict[str, float] | None = Field(
-        None,
-        description="weights of the terms of `reward` that score its prompts, by the term's or function's name, which "
-        "may have the weight 0 there; other terms do not. null: all, by the weights in `reward`",
+        None, description="weights of the reward terms for this set, by name; null: those of `reward`"
     )
     pass_rates: PathText | None = Field(
         None,
-        description="JSONL or Parquet file of how often answers to its prompts were right, as the samples.jsonl that "
-        "`grpo-mp evaluate` writes, or rows of prompt and pass_rate; prompts that it lacks are kept; null: none",
+        description="JSONL or Parquet file with pass rates of the prompts, such as samples.jsonl of `grpo-mp "
+        "evaluate`; null: none",
     )
-    min_pass_rate: float = Field(0.0, ge=0, le=1, description="prompts of a lower rate in pass_rates are left out")
-    max_pass_rate: float = Field(1.0, ge=0, le=1, description="prompts of a higher rate in pass_rates are left out")
+    min_pass_rate: float = Field(0.0, ge=0, le=1, description="prompts with a lower rate are left out")
+    max_pass_rate: float = Field(1.0, ge=0, le=1, description="prompts with a higher rate are left out")
 
 
 SET_NAME = re.compile(r"\w[\w.-]{0,99}")  # a part of metrics' names, a folder's name
@@ -122,26 +116,25 @@ class DataConfig(NamedSets):
 
     train: dict[str, TrainSetConfig] = Field(
         min_length=1,
-        description="JSONL, JSON or Parquet file, or a `datasets` name, `name:split`; or a mixture of sets by name: "
-        "{NAME: {path, weight, ...}}",
+        description="file (JSONL, JSON, Parquet), `datasets` name or `name:split`; or sets by name: {NAME: "
+        "{path, weight, ...}}",
     )
     eval: dict[str, EvalSetConfig] = Field(
         {}, description="held-out sets by name: a file or `datasets` name, or {path, samples, ...}"
     )
     source: SourceName | None = Field(
         None,
-        description="reader of `train` and `eval`: jsonl, parquet, datasets, verifiers, or your own "
-        "'file.py:function', which is called with their value; null: by the file's suffix",
+        description="reader: jsonl, parquet, datasets, verifiers, or your own 'file.py:function'; null: by the "
+        "file's suffix",
     )
     prompt_column: str = Field(
         "question",
-        description="column of the prompt: text, or a list of chat messages. A dot reads inside of any column: "
-        "task.question, messages.0.content",
+        description="column of the prompt: text or chat messages; a dot reads inside a column: task.question",
     )
     answer_column: str | None = Field(
         "answer",
-        description="column of the expected answer, as reward_model.ground_truth of verl's files; of a text the answer "
-        r"is what follows ####, or the last \boxed{}; null: none",
+        description=r"column of the expected answer; of a text, what follows #### or the last \boxed{} counts; "
+        "null: none",
     )
     system_prompt: str | None = Field(None, description="system message before every prompt; null: none")
     chat_template_kwargs: TemplateVariables = Field({})
@@ -151,3 +144,44 @@ class DataConfig(NamedSets):
         """Return the settings with the reader, columns and system prompt that a set has of its own."""
         names = {"source", "prompt_column", "answer_column", "system_prompt"}
         return self.model_copy(update=own.model_dump(include=names, exclude_none=True))
+
+
+class SampleConfig(Section):
+    """What `grpo-mp sample` draws beyond the settings of the rollout, and which answers it keeps."""
+
+    filters: dict[str, dict[str, Any]] = Field(
+        {},
+        description="filters of answers with their arguments, in order: right, best {k}, tokens {min, max}, "
+        "complete (not truncated or failed), distinct, or your own 'file.py:function'; also a name "
+        "or a list",
+    )
+    max_unanswered: float = Field(
+        0.01, ge=0, le=1, description="share of prompts that may stay without answers before the command fails"
+    )
+    max_prompts: int | None = Field(None, gt=0, description="answer only the first prompts, up to this number")
+    deterministic: bool = Field(
+        True,
+        description="as engine.deterministic: a sampling that was killed gives the same answers; false is faster "
+        "on GPUs",
+    )
+
+    @field_validator("filters", mode="before")
+    @classmethod
+    def _filters_from_list(cls, value: Any) -> Any:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list):
+            return value
+        filters: dict[str, Any] = {}
+        for item in items:
+            named = {item: {}} if isinstance(item, str) else item
+            if not isinstance(named, dict):
+                return value  # which the type refuses
+            if twice := filters.keys() & named.keys():
+                raise ValueError(f"{min(map(str, twice))} is there twice: name it once")
+            filters |= named
+        return filters
+
+    @field_validator("filters")
+    @classmethod
+    def _filters_exist(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        return {SAMPLE_FILTERS.check_name(name): arguments for name, arguments in value.items()}

@@ -15,7 +15,7 @@ Overrides = dict[str, Any]  # values by section.key, as on a command line
 class PipelineEvaluation(Section):
     """How the model that each stage ends with is scored, and the base before the first."""
 
-    config: Path = Field(description="settings file of RL, whose data.eval and reward are read; beside the pipeline's")
+    config: Path = Field(description="settings file of RL, whose data.eval and reward are read")
     settings: Overrides = Field({}, description="settings laid over the file's, as {section.key: value}")
 
 
@@ -24,16 +24,10 @@ class StageConfig(Section):
 
     command: Literal["train", "sft", "sample"] = Field(description="what runs: grpo-mp train, sft or sample")
     config: Path = Field(description="its settings file, beside the pipeline's")
-    settings: Overrides = Field(
-        {}, description="settings laid over the file's, as {section.key: value}: model.path: '{cold_start}/final'"
-    )
-    rows: int | None = Field(
-        None, gt=0, description="rows of its data, from which `grpo-mp plan` reckons steps; null: run.steps says them"
-    )
+    settings: Overrides = Field({}, description="overrides of that file, as {model.path: '{cold_start}/final'}")
+    rows: int | None = Field(None, gt=0, description="rows of its data, for `grpo-mp plan`; null: run.steps decides")
     evaluation: Overrides | None = Field(
-        {},
-        description="settings laid over those of the pipeline's evaluation for this stage's model, as layout: {} for a "
-        "dense one; null: it is not scored",
+        {}, description="overrides of the pipeline's evaluation for this stage; null: no evaluation"
     )
 
 

@@ -1,13 +1,12 @@
 """The sections of the settings that belong to no other package. Units are part of the names."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from grpo_mp.config.lora_section import LoraConfig
-from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
-from grpo_mp.config.speculative_section import SpeculativeConfig
+from grpo_mp.config.registries import LOGGERS, ROLLOUT_FUNCTIONS
 from grpo_mp.models.families import MODEL_FAMILIES
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.section import Section, as_bytes
@@ -24,38 +23,21 @@ class RunConfig(Section):
 
     folder: Path = Field(description="folder for all output of the run (TRL output_dir)")
     seed: int = Field(0, ge=0, lt=2**32, description="seed of data order, sampling and initialization")
-    steps: int = Field(
-        0, ge=0, description="total steps; each generates, scores, trains and syncs; may be raised; 0: by epochs"
-    )
+    steps: int = Field(0, ge=0, description="total steps; may be raised later; 0: by epochs")
     epochs: float | None = Field(
-        None,
-        gt=0,
-        description="times to go through data.train, instead of steps (TRL num_train_epochs): steps become epochs x "
-        "prompts of an epoch / rollout.prompts_per_step, rounded up; prompts in place of groups that a filter drops "
-        "are not counted",
+        None, gt=0, description="passes over data.train, instead of steps (TRL num_train_epochs)"
     )
     save_every: int = Field(20, ge=0, description="steps between checkpoints; 0 saves only at the end")
     eval_every: int = Field(20, ge=0, description="steps between evaluations; 0 evaluates only before and after")
     keep_checkpoints: int = Field(2, ge=1, description="number of newest checkpoints to keep (TRL save_total_limit)")
-    async_save: bool = Field(
-        True,
-        description="write a checkpoint's optimizer state while the next step generates, and the weights, unless a "
-        "reference is swapped with them or they leave the GPU for the engines; false: before it",
-    )
-    piece_bytes: int = Field(
-        PIECE_BYTES,
-        gt=0,
-        description="host memory of a rank that a save or load takes: tensors are written and read in such pieces, of "
-        "one row at least; an export holds one file of at most 1 GiB and one tensor, whatever this is",
-    )
+    async_save: bool = Field(True, description="write checkpoints while the next step generates")
+    piece_bytes: int = Field(PIECE_BYTES, gt=0, description="host memory of a rank for saving and loading")
     resume: Literal["auto", "never"] = Field(
-        "auto", description="auto: resume from the newest checkpoint of the folder; never: refuse a folder that has one"
+        "auto", description="auto: resume from the newest checkpoint; never: refuse a folder that has one"
     )
     export: bool = Field(True, description="write a Hugging Face folder, final/, at the end")
-    export_every: int = Field(
-        0, ge=0, description="steps between Hugging Face folders, exports/step_N, while the run goes on; 0: none"
-    )
-    export_fp8: bool = Field(False, description="write exported matrices in blockwise FP8, as DeepSeek releases them")
+    export_every: int = Field(0, ge=0, description="steps between Hugging Face folders exports/step_N; 0: none")
+    export_fp8: bool = Field(False, description="export matrices in blockwise FP8, as DeepSeek")
 
     @model_validator(mode="after")
     def _check_length(self) -> "RunConfig":
@@ -71,20 +53,71 @@ class RunConfig(Section):
     _parse_unit = field_validator("piece_bytes", mode="before")(as_bytes)
 
 
+ALL_LINEAR: Literal["all-linear"] = "all-linear"  # as peft writes it
+
+
+def _check_module(name: str) -> str:
+    """Raise ValueError for a module of one layer or expert."""
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
+        raise ValueError(f"{name!r}: write the end of a module's name, without numbers, such as q_proj or mlp.up_proj")
+    return name
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA, arXiv 2106.09685): the policy computes (W + alpha / rank * B A) x; W is frozen."""
+
+    rank: int = Field(ge=1, le=2**16, description="rows of A, columns of B (peft r)")
+    alpha: float = Field(gt=0, description="what they add is multiplied by alpha / rank (peft lora_alpha)")
+    target_modules: Literal["all-linear"] | tuple[Annotated[str, AfterValidator(_check_module)], ...] = Field(
+        ALL_LINEAR,
+        description="Hugging Face modules with adapters, as in peft: q_proj, mlp.up_proj; all-linear: all "
+        "projections of attention, dense layers and experts",
+    )
+
+    base_dtype: Literal["fp8"] | None = Field(
+        None,
+        description="precision of the frozen projections. fp8: float8_e4m3fn by blocks of 128 x 128, as "
+        "DeepSeek-V3 (arXiv 2412.19437, 3.3); null: model.dtype",
+    )
+
+    @field_validator("target_modules")
+    @classmethod
+    def _check_any(cls, modules: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not modules:
+            raise ValueError("no module would have an adapter, and nothing would learn: name some, or leave it out")
+        return modules
+
+    @property
+    def targets(self) -> tuple[str, ...] | None:
+        """Return the names of the modules with adapters; None: all projections."""
+        return None if self.target_modules == ALL_LINEAR else tuple(self.target_modules)
+
+    @property
+    def description(self) -> str:
+        """Return what adapters learned for: another factor or other modules would make another model of them."""
+        modules = self.target_modules if self.targets is None else " ".join(sorted(self.targets))
+        base = f" beside weights in {self.base_dtype}" if self.base_dtype else ""
+        return f"of rank {self.rank} and alpha {self.alpha:g} on {modules}{base}"
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of what an adapter adds."""
+        return self.alpha / self.rank
+
+
 class ModelConfig(Section):
     """The policy, which is also the reference."""
 
-    path: Path = Field(description="a Hugging Face or converted folder; the architecture comes from its config.json")
+    path: Path = Field(description="Hugging Face or converted folder")
     family: Annotated[str, AfterValidator(MODEL_FAMILIES.check_name)] | None = Field(
-        None, description="a built-in family's name or your own 'file.py:FAMILY'; null: by model_type of config.json"
+        None, description="built-in family or your own 'file.py:FAMILY'; null: by model_type of config.json"
     )
     dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(lambda dtype: dtype or DEFAULT_DTYPE)] = Field(
         None,
         validate_default=True,
-        description="precision of weights and activations; null: bfloat16 on GPUs and in plans, float32 in a job on a "
-        "CPU, whose products of bfloat16 are slow",
+        description="precision of weights and activations; null: bfloat16 on GPUs, float32 on a CPU",
     )
-    fp32_head: bool = Field(True, description="logits in float32, in engines, too (SGLang enable_fp32_lm_head)")
+    fp32_head: bool = Field(True, description="logits in float32, also in engines (SGLang enable_fp32_lm_head)")
     trust_remote_code: bool = Field(
         False,
         description="run Python code that model folders ship: the class of a tokenizer without tokenizer.json, and a "
@@ -94,12 +127,11 @@ class ModelConfig(Section):
     mtp_loss_scaling_factor: float = Field(
         0.0,
         ge=0,
-        description="weight of the loss of the multi-token-prediction layer (Megatron mtp_loss_scaling_factor), which "
-        "then follows the policy: it learns the tokens that are trained on, nothing else learns from it, engines that "
-        "draft with it get its weights; 0: it is carried unchanged",
+        description="weight of the multi-token-prediction loss, which trains that layer alone (Megatron's name); "
+        "0: the layer stays unchanged",
     )
     lora: LoraConfig | None = Field(
-        None, description="train low-rank adapters and freeze all weights; engines get W + alpha / rank B A; null: all"
+        None, description="train low-rank adapters and freeze all weights; null: train all weights"
     )
 
     @property
@@ -145,13 +177,11 @@ class EpisodeLimits(Section):
 
     turns: int = Field(8, ge=1, description="answers of the policy in an episode (verl max_assistant_turns)")
     turn_tokens: int | None = Field(
-        None, gt=0, description="maximum tokens of one answer; null: what is left of rollout.max_response_tokens"
+        None, gt=0, description="maximum tokens of one turn; null: what is left of the response"
     )
     tool_s: float = Field(10.0, gt=0, description="time limit of one call of a tool, in seconds")
-    tool_characters: int = Field(4096, gt=0, description="characters of a tool's result that the policy is shown")
-    episode_s: float = Field(
-        300.0, gt=0, description="time limit of an episode, in seconds; an answer that is being generated may end later"
-    )
+    tool_characters: int = Field(4096, gt=0, description="characters of a tool's result that the policy sees")
+    episode_s: float = Field(300.0, gt=0, description="time limit of an episode, in seconds")
 
 
 class RolloutConfig(Section):
@@ -161,17 +191,12 @@ class RolloutConfig(Section):
     group_size: int = Field(gt=0, description="samples for each prompt (TRL num_generations, verl rollout.n)")
     max_prompt_tokens: int = Field(
         gt=0,
-        description="longer train prompts are left out, longer eval prompts count as wrong; none is cut (verl "
-        "max_prompt_length)",
+        description="longer train prompts are left out, longer eval prompts count as wrong (verl max_prompt_length)",
     )
     max_response_tokens: int = Field(gt=0, description="maximum tokens of a response (TRL max_completion_length)")
     temperature: float = Field(1.0, ge=0.001, description="sampling temperature; logprobs in training use it, too")
     top_p: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="mass of nucleus sampling; below 1 a start warns: logprobs are of the full distribution, so cut "
-        "tokens lose probability whatever the reward",
+        1.0, gt=0, le=1, description="nucleus sampling; logprobs stay those of the full distribution, so keep 1"
     )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="texts that end a response, in addition to the model's end token"
@@ -179,60 +204,51 @@ class RolloutConfig(Section):
     max_staleness: int = Field(
         0,
         ge=0,
-        description="steps that the weights which begin a group may be behind those of the step that trains on it. "
-        "While the last groups of a step run, free slots generate for later steps; what is unfinished is paused, and "
-        "goes on with the new weights (partial rollouts, slime --partial-rollout). 0: all samples are of the newest "
-        "weights; with schedule=one_step_off it is 1, with async 1 or more",
+        description="largest age of a group's first weights, in steps. Free slots generate for later steps; "
+        "unfinished groups resume with the new weights (slime --partial-rollout). 0: newest weights "
+        "only; one_step_off: 1",
     )
     tokens_ahead: int | None = Field(
         None,
         gt=0,
-        description="tokens that a step adds to a response of a later one (a fixed budget of partial rollouts, Kimi "
-        "k1.5). A step begins all groups that max_staleness lets it begin, and ends when each has its tokens: which "
-        "weights draw a token does not depend on the clock. null: free slots begin them, until the step has its groups",
+        description="tokens that a step adds to responses of later steps (Kimi k1.5), so that no clock decides "
+        "which weights draw a token; null: as many as there is time for",
     )
     group_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="time limit of a group in a step, in seconds; pauses for new weights do not count. One that takes "
-        "longer is aborted and replaced by the next prompt, or in an evaluation counts as empty answers",
+        description="time limit of a group, in seconds; a slower one is replaced by the next prompt, or counts "
+        "as wrong in an evaluation",
     )
     tools: tuple[str, ...] = Field(
         (),
-        description="what the policy may call: typed functions, or classes whose methods are tools, each as "
-        "'module:name' or 'file.py:name' (TRL tools, environment_factory); results count in max_response_tokens",
+        description="typed functions, or classes whose methods are tools: 'module:name' or 'file.py:name' (TRL "
+        "tools, environment_factory)",
     )
     tool_args: dict[str, dict[str, Any]] = Field(
         {}, description="arguments of classes of tools, by their paths as set in tools"
     )
     tool_environment: tuple[str, ...] = Field(
-        (),
-        description="variables of the run that tools find, beside PATH, HOME and the like: "
-        "keys of trackers and judges are not their business",
+        (), description="environment variables that tools get, besides PATH and HOME"
     )
     tool_parser: str | None = Field(
-        None, description="SGLang's parser of the model's tool calls: qwen25, deepseekv3, glm45, kimi_k2, llama3, ..."
+        None, description="SGLang's parser of tool calls: qwen25, deepseekv3, glm45, kimi_k2, llama3, ..."
     )
     function: RolloutName | None = Field(
         None,
-        description="rolls out one task over several turns: call_tools, openai_agent, verifiers, or your own "
-        "'file.py:function'; null: call_tools with rollout.tools, else one answer",
+        description="rolls out an episode: call_tools, openai_agent, verifiers, or your own 'file.py:function'; "
+        "null: one answer, or call_tools with tools",
     )
-    function_args: dict[str, Any] = Field(
-        {},
-        description="arguments of the function, by name: agent or command of openai_agent, environment and args of "
-        "verifiers",
-    )
+    function_args: dict[str, Any] = Field({}, description="arguments of the function by name")
     limits: EpisodeLimits = Field(EpisodeLimits(), description="limits of an episode of several turns")
     dump: bool = Field(
         False,
-        description="write all samples of each step into RUN/rollouts_dump, one Parquet file a rank: tokens, mask, "
-        "logprobs, rewards, routed experts; `train --replay` trains from it without engines",
+        description="write all samples into RUN/rollouts_dump, from which `train --replay` trains without engines",
     )
     failed: Literal["mask", "score"] | float = Field(
         "mask",
-        description="episodes that end in an error or by limits.episode_s. mask: they count in their group and train "
-        "nothing; score: as any other; a number: their reward",
+        description="failed episodes. mask: they count in their group and are not trained on; score: as others; "
+        "a number: their reward",
     )
 
     @property
@@ -246,33 +262,43 @@ class RolloutConfig(Section):
         return self.max_prompt_tokens + self.max_response_tokens
 
 
+class SpeculativeConfig(Section):
+    """Speculative decoding: an engine drafts tokens, and one step of the model verifies them. On GPUs only."""
+
+    algorithm: Literal["none", "mtp", "ngram"] = Field(
+        "none",
+        description="mtp: the model's multi-token-prediction layer drafts (SGLang NEXTN); ngram: earlier text "
+        "drafts (SGLang NGRAM)",
+    )
+    num_steps: int = Field(3, ge=1, description="drafted tokens for each verification (SGLang's name)")
+
+    @property
+    def drafts_by_mtp(self) -> bool:
+        """Return whether engines hold the model's multi-token-prediction layer, and draft with it."""
+        return self.algorithm == "mtp"
+
+    @property
+    def verified_tokens(self) -> int:
+        """Return the tokens of a sequence that a step of the model computes."""
+        return self.num_steps + 1 if self.algorithm != "none" else 1
+
+
 class EngineConfig(Section):
     """The SGLang engines that generate, on the devices of the trainer or on their own."""
 
     gpus_per_engine: int = Field(1, ge=1, description="consecutive ranks that one engine spans (SGLang tp_size)")
     ranks: int = Field(
-        0,
-        ge=0,
-        description="ranks, the last of the job, that engines have for themselves with schedule=one_step_off or async; "
-        "the others train",
+        0, ge=0, description="last ranks of the job, which only generate, with schedule=one_step_off or async"
     )
-    max_restarts: int = Field(
-        3,
-        ge=0,
-        description="times that an engine which died, does not answer or computes something else than the policy is "
-        "started again within an hour; its groups go to the others meanwhile. One more loss ends the run",
-    )
-    concurrent_groups: int = Field(64, gt=0, description="groups in flight on one engine; more fill it better")
+    max_restarts: int = Field(3, ge=0, description="restarts of an engine within an hour; one more loss ends the run")
+    concurrent_groups: int = Field(64, gt=0, description="groups in flight on one engine")
     speculative: SpeculativeConfig = Field(
-        SpeculativeConfig(),
-        description="drafts that one step of the model verifies (SGLang speculative_algorithm); GPUs only",
+        SpeculativeConfig(), description="speculative decoding, on GPUs (SGLang speculative_algorithm)"
     )
     deterministic: bool = Field(
         False,
-        description="draw every sample with a seed of its own (SGLang enable_deterministic_inference, sampling_seed): "
-        "a function of run.seed, the prompt, the epoch, the index in the group and the turn; an evaluation's, of its "
-        "set's name. On a CPU in float32 tokens and logprobs are the same bits in any company; GPUs take SGLang's "
-        "batch-invariant kernels",
+        description="draw every sample with its own seed (SGLang enable_deterministic_inference), so that a run "
+        "repeats its answers; slower on GPUs",
     )
     args: dict[str, Any] = Field({}, description="any argument of the installed SGLang, checked by name")
 
@@ -284,83 +310,57 @@ class OptimizerConfig(Section):
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the schedule")
     warmup_updates: int = Field(0, ge=0, description="updates over which the learning rate rises to lr")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="shape of the decay from lr to min_lr (TRL lr_scheduler_type, Megatron lr_decay_style)"
+        "constant", description="decay from lr to min_lr (TRL lr_scheduler_type, Megatron lr_decay_style)"
     )
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of AdamW")
     betas: tuple[DecayRate, DecayRate] = Field(
         (0.9, 0.98), description="decay rates of Adam's first and second moments"
     )
     eps: float = Field(1e-8, gt=0, description="number added to the root of Adam's second moment")
-    clip_grad: float = Field(
-        1.0, ge=0, description="norm to which the full gradient is clipped (TRL max_grad_norm); 0: no clipping"
-    )
+    clip_grad: float = Field(1.0, ge=0, description="largest gradient norm (TRL max_grad_norm); 0: no clipping")
     skip_grad_norm: float | None = Field(
-        None,
-        gt=0,
-        description="norm of the full gradient, before clipping, above which an update is skipped; null: only where it "
-        "is not finite",
+        None, gt=0, description="gradient norm above which an update is skipped; null: only if it is not finite"
     )
-    max_skipped_updates: int = Field(
-        3,
-        ge=0,
-        description="skipped updates in a row, of the policy or of a critic, after which the run stops; 0: never",
-    )
+    max_skipped_updates: int = Field(3, ge=0, description="skipped updates in a row that stop the run; 0: never")
     offload: Literal["none", "step", "host"] = Field(
         "step",
-        description="where a GPU's optimizer state is. none: always on the device; step: on the host while engines "
-        "generate; host: always there, and updates take it through the device in pieces",
+        description="optimizer state of a GPU. none: stays on the device; step: on the host while engines "
+        "generate; host: always on the host",
     )
 
 
 class TrainingConfig(Section):
     """How a step's samples become updates, and how the trainer uses memory."""
 
-    updates_per_step: int = Field(
-        1,
-        ge=1,
-        description="mini-batches of a step's samples, one optimizer update each",
-    )
+    updates_per_step: int = Field(1, ge=1, description="mini-batches of a step's samples, one optimizer update each")
     epochs: int = Field(
         1, ge=1, description="passes over a step's samples: mu of GRPO, TRL num_iterations, verl ppo_epochs"
     )
     shuffle: bool = Field(False, description="samples go to the updates at random; false: complete groups in order")
     max_tokens_per_microbatch: int = Field(
-        4096,
-        gt=0,
-        description="tokens packed into one forward; less saves memory (verl ppo_max_token_len_per_gpu)",
+        4096, gt=0, description="tokens packed into one forward (verl ppo_max_token_len_per_gpu)"
     )
     share_prompts: bool = Field(
-        False,
-        description="compute a prompt once for all its responses in a micro-batch, not once for each; for long "
-        "prompts; not with context parallelism",
+        False, description="compute a prompt once for all its responses; for long prompts; not with context parallelism"
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="activations recomputed in the backward pass to save memory (gradient checkpointing)"
+        "none", description="activations to recompute in the backward pass, to save memory"
     )
     fp8_format: Literal["e4m3", "hybrid"] | None = Field(
-        None,
-        description="FP8 of the products of linear layers, forwards and backwards (Megatron --fp8-format); hybrid: of "
-        "gradients e5m2. Weights, optimizer, checkpoints and the sync stay as they are, so do embedding, head, "
-        "routers, norms and attention itself. It has not run on a GPU yet; null: model.dtype",
+        None, description="FP8 in linear layers (Megatron --fp8-format); not yet run on a GPU; null: model.dtype"
     )
     fp8_recipe: Literal["blockwise", "tensorwise", "mxfp8"] = Field(
         "blockwise",
-        description="factors of training.fp8_format (Megatron --fp8-recipe). blockwise: DeepSeek-V3's, for Hopper "
-        "GPUs, and computed on a CPU, too; tensorwise: one a tensor; mxfp8: for Blackwell GPUs",
+        description="FP8 scaling (Megatron --fp8-recipe): blockwise for Hopper, as DeepSeek-V3; mxfp8 for Blackwell",
     )
     router_replay: Literal["none", "R2", "R3"] = Field(
         "none",
-        description="experts that routers take in the training passes (verl router_replay, Megatron "
-        "moe_enable_routing_replay). R3: those that the engine chose, also in the old-logprob pass (slime "
-        "--use-rollout-routing-replay); R2: those of the old-logprob pass (slime --use-routing-replay); none: their "
-        "own. Never those of the reference",
+        description="routing in training (verl router_replay). R3: the engine's experts (slime "
+        "--use-rollout-routing-replay); R2: those of the old-logprob pass (slime "
+        "--use-routing-replay)",
     )
-    logprob_chunk_tokens: int = Field(
-        1024, gt=0, description="tokens whose logits are computed at a time; lower it if memory is short"
-    )
-    megatron_args: dict[str, Any] = Field(
-        {}, description="any field of Megatron's transformer, optimizer and data-parallel configs, checked by name"
-    )
+    logprob_chunk_tokens: int = Field(1024, gt=0, description="tokens whose logits are computed at a time")
+    megatron_args: dict[str, Any] = Field({}, description="any field of Megatron's configs, checked by name")
 
 
 class SyncConfig(Section):
@@ -372,22 +372,101 @@ class SyncConfig(Section):
     bucket_bytes: int | None = Field(
         None,
         gt=0,
-        description="memory of a rank for weights on their way, of which a quarter is one round of the sync; at least "
-        "four times the largest tensor, in most models the embedding, which an engine loads at once. More makes fewer "
-        "rounds. null: 1 GiB, or the least",
+        description="memory of a rank for weights in transfer, at least four times the largest tensor; null: 1 "
+        "GiB or that",
     )
     pause: PauseMode = Field(
         "retract",
-        description="how running requests wait for new weights with schedule=async. retract: their cache is computed "
-        "anew by the new weights; in_place: they keep it, and those that wait for a place in the engine may read it. "
-        "Requests that come later read none of it",
+        description="running requests at a sync with schedule=async. retract: recompute their cache; in_place: keep it",
     )
     check_tolerance: float | None = Field(
         None,
         gt=0,
-        description="allowed mean absolute logprob difference of engine and policy after a sync, in nats; null: 1.5 "
-        "times what noise of one rounding at every linear layer changes in the policy's own logprobs on the same "
-        "tokens, and at least 1e-4",
+        description="allowed mean logprob difference of engine and policy after a sync, in nats; null: 1.5 times "
+        "the measured rounding noise",
     )
 
     _parse_unit = field_validator("bucket_bytes", mode="before")(as_bytes)
+
+
+class CriticConfig(Section):
+    """The value model of algorithm ppo, trained beside the policy on its ranks and in its layout.
+
+    It may be of another family and size than the policy. Updates of a step, and all of `optimizer` but the learning
+    rate, are the policy's.
+    """
+
+    path: Path | None = Field(
+        None,
+        description="model folder with the policy's vocabulary, or a reward model whose head is kept; null: "
+        "model.path (verl critic.model.path, TRL reward_model_path)",
+    )
+    megatron_args: dict[str, Any] = Field(
+        {}, description="fields that replace training.megatron_args for the critic; null removes one"
+    )
+    lr: float = Field(
+        1e-5, gt=0, description="highest learning rate, on the schedule of optimizer (verl critic.optim.lr)"
+    )
+    cliprange_value: float = Field(0.2, gt=0, description="largest change of a value in an update (TRL, verl)")
+    warmup_steps: int = Field(0, ge=0, description="first steps, in which only the critic learns (verl critic_warmup)")
+
+
+class MetricGuard(Section):
+    """Limits of a metric; outside them the run stops, and the last checkpoint stays."""
+
+    min: float | None = Field(None, description="least value; null: none")
+    max: float | None = Field(None, description="greatest value; null: none")
+    max_drop: float | None = Field(
+        None, ge=0, description="largest fall of the mean over `steps` below its best value; null: any"
+    )
+    steps: int = Field(1, ge=1, description="steps in a row that must be outside, or that a mean is of")
+
+    @model_validator(mode="after")
+    def _has_a_limit(self) -> "MetricGuard":
+        if self.min is None and self.max is None and self.max_drop is None:
+            raise ValueError("set one of min, max and max_drop")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min:g} is above max {self.max:g}: every value would be outside")
+        return self
+
+
+class MonitorConfig(Section):
+    """Metrics, logs and time limits."""
+
+    loggers: dict[str, dict[str, Any]] = Field(
+        {"tensorboard": {}, "jsonl": {}},
+        description="tensorboard, jsonl, wandb, mlflow, trackio, or your own 'file.py:Class', each with its "
+        "arguments; also a name or a list (TRL report_to, verl trainer.logger)",
+    )
+    report_every: int | None = Field(
+        100,
+        ge=0,
+        description="steps between new versions of RUN/report.html and RUN/trace.json; 0: at the end; null: never",
+    )
+    check_replicas_every: int = Field(
+        20,
+        ge=0,
+        description="steps between checks that all data-parallel replicas have equal weights (Megatron "
+        "--check-weight-hash-across-dp-replicas-interval); 0: never",
+    )
+    poll_engines_s: float = Field(5.0, gt=0, description="seconds between two requests for an engine's load")
+    guards: dict[str, MetricGuard] = Field(
+        {},
+        description="limits of metrics by name, as {train/entropy: {min: 0.02, steps: 5}, reward/mean: "
+        "{max_drop: 0.3, steps: 10}}; outside them the run stops",
+    )
+    phase_timeout_s: float = Field(
+        3600.0, gt=0, description="time limit of a phase, and of a wait for other ranks, in seconds"
+    )
+
+    @field_validator("loggers", mode="before")
+    @classmethod
+    def _loggers_from_names(cls, value: Any) -> Any:
+        names = [value] if isinstance(value, str) else value
+        is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        return {name: {} for name in names} if is_list else value
+
+    @field_validator("loggers")
+    @classmethod
+    def _loggers_exist(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        return {LOGGERS.check_name(name): arguments for name, arguments in value.items()}

@@ -7,14 +7,13 @@ from pydantic import Field, model_validator
 
 from grpo_mp.algorithms.registries import needs_correctness
 from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig, needs_old_logprobs
-from grpo_mp.config.critic_section import CriticConfig
-from grpo_mp.config.data_sections import DataConfig, EvalSetConfig
-from grpo_mp.config.monitor_section import MonitorConfig
-from grpo_mp.config.sample_section import SampleConfig
+from grpo_mp.config.data_sections import DataConfig, EvalSetConfig, SampleConfig
 from grpo_mp.config.sections import (
+    CriticConfig,
     EngineConfig,
     LayoutConfig,
     ModelConfig,
+    MonitorConfig,
     OptimizerConfig,
     RolloutConfig,
     RunConfig,
@@ -34,9 +33,8 @@ class Settings(Section):
 
     schedule: Literal["colocated", "one_step_off", "async"] = Field(
         "colocated",
-        description="colocated: the same ranks generate, then train; one_step_off: engines have engine.ranks ranks, "
-        "and generate the next step while this one trains; async: they generate all the time, and take new weights "
-        "while requests run",
+        description="colocated: the same ranks generate, then train; one_step_off: engines on engine.ranks "
+        "generate the next step meanwhile; async: they generate all the time",
     )
     run: RunConfig = Field(description="folder, length, checkpoints and evaluations of the run")
     model: ModelConfig = Field(description="the policy and its reference")

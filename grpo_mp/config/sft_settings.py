@@ -5,11 +5,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from grpo_mp.config.data_sections import NamedSets, TemplateVariables
-from grpo_mp.config.monitor_section import MonitorConfig
 from grpo_mp.config.registries import DATA_SOURCES
 from grpo_mp.config.sections import (
     LayoutConfig,
     ModelConfig,
+    MonitorConfig,
     OptimizerConfig,
     RunConfig,
     TrainingConfig,
@@ -25,11 +25,7 @@ TRAINING_OF_RL = ("updates_per_step", "epochs", "shuffle", "share_prompts", "rou
 class SftRunConfig(RunConfig):
     """The run: its folder, length, checkpoints and evaluations. What is not below is as in `run` of RL."""
 
-    steps: int = Field(
-        0,
-        ge=0,
-        description="total steps, one optimizer update each; may be raised later; 0: as many as sft.epochs take",
-    )
+    steps: int = Field(0, ge=0, description="total steps of one update; may be raised later; 0: by sft.epochs")
 
     @model_validator(mode="after")
     def _check_length(self) -> "SftRunConfig":
@@ -42,11 +38,7 @@ class ChatSetConfig(Section):
     """A set of chats; null: as in `data`."""
 
     path: PathText = Field(description="JSONL, JSON or Parquet file, or a `datasets` name, `name:split`")
-    weight: float = Field(
-        1.0,
-        gt=0,
-        description="share of the samples, relative to the other sets'. An epoch is as long as no sample occurs twice",
-    )
+    weight: float = Field(1.0, gt=0, description="share of the samples, relative to the other sets")
     source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
     system_prompt: str | None = Field(None, description="system message before its chats; null: data.system_prompt")
 
@@ -65,24 +57,20 @@ class ChatDataConfig(NamedSets):
 
     train: dict[str, ChatSetConfig] = Field(
         min_length=1,
-        description="JSONL, JSON or Parquet file, or a `datasets` name, `name:split`; or a mixture of sets by name: "
-        "{NAME: {path, weight, ...}}",
+        description="file (JSONL, JSON, Parquet), `datasets` name or `name:split`; or sets by name: {NAME: "
+        "{path, weight, ...}}",
     )
     eval: dict[str, HeldOutChatsConfig] = Field(
         {}, description="held-out sets by name: a file or `datasets` name, or {path, max_samples, ...}"
     )
     source: SourceName | None = Field(
-        None,
-        description="reader of `train` and `eval`: jsonl, parquet, datasets, or your own 'file.py:function', which is "
-        "called with their value; null: by the file's suffix",
+        None, description="reader: jsonl, parquet, datasets, or your own 'file.py:function'; null: by the file's suffix"
     )
     messages_column: str = Field("messages", description="column of a chat: a list of messages with role and content")
     prompt_column: str = Field(
-        "prompt", description="column of the prompt in rows without messages: text, or a list of chat messages"
+        "prompt", description="column of the prompt in rows without messages: text or chat messages"
     )
-    completion_column: str = Field(
-        "completion", description="column of what answers the prompt: text, or a list of chat messages"
-    )
+    completion_column: str = Field("completion", description="column of the completion: text or chat messages")
     system_prompt: str | None = Field(
         None, description="system message before every chat that begins with none; null: none"
     )
@@ -93,28 +81,20 @@ class ChatDataConfig(NamedSets):
 class SftConfig(Section):
     """What a step takes of the data, and what it learns of a chat."""
 
-    batch_size: int = Field(
-        gt=0,
-        description="samples of a step over all ranks (TRL per_device_train_batch_size x gradient_accumulation_steps x "
-        "ranks)",
-    )
+    batch_size: int = Field(gt=0, description="samples of a step over all ranks")
     epochs: int | None = Field(
-        None,
-        gt=0,
-        description="passes over the train data after which the run ends, or earlier by run.steps (TRL "
-        "num_train_epochs); null: run.steps alone ends it",
+        None, gt=0, description="passes over the train data (TRL num_train_epochs); null: run.steps decides"
     )
     max_tokens: int = Field(gt=0, description="tokens of the longest sample (TRL max_length)")
     too_long: Literal["drop", "truncate", "refuse"] = Field(
         "drop",
-        description="samples of more tokens. drop: left out, and counted; truncate: cut at the end, and left out where "
-        "nothing to learn remains (as TRL); refuse: the run does not start",
+        description="longer samples. drop: left out; truncate: cut at the end (TRL); refuse: the run does not start",
     )
     loss_on: Literal["assistant", "last", "all"] = Field(
         "assistant",
-        description="tokens with a loss. assistant: all of the assistant's turns, of rows with prompt and completion "
-        "those of the completion (TRL assistant_only_loss, completion_only_loss); last: its last turn alone; all: "
-        "every token of the chat. Never a turn whose message says weight: 0, loss_mask: 0, train: false or the like",
+        description="tokens with a loss. assistant: all assistant turns, or the completion (TRL "
+        "assistant_only_loss, completion_only_loss); last: the last turn; all: every token. A "
+        "message with weight: 0 has none",
     )
 
 

@@ -2,8 +2,7 @@
 
 from typing import Protocol
 
-from grpo_mp.config.monitor_section import MonitorConfig
-from grpo_mp.config.sections import LayoutConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
+from grpo_mp.config.sections import LayoutConfig, ModelConfig, MonitorConfig, OptimizerConfig, RunConfig, TrainingConfig
 
 NOT_WITH_LORA = {  # Megatron's fields, and what they do
     "moe_shared_expert_overlap": "lets layers run in parts, where adapters do not see their inputs",

@@ -6,12 +6,23 @@ from itertools import product
 from math import lcm, prod
 from typing import Any
 
-from grpo_mp.config.megatron_fields import PLACEMENT_FIELDS
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import data_parallel_size
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.errors import UserError
+
+# Fields of Megatron's TransformerConfig that place the layers on pipeline stages.
+FIRST_STAGE_LAYERS = "num_layers_in_first_pipeline_stage"
+LAST_STAGE_LAYERS = "num_layers_in_last_pipeline_stage"
+PIPELINE_LAYOUT = "pipeline_model_parallel_layout"
+PLACEMENT_FIELDS = {
+    FIRST_STAGE_LAYERS,
+    LAST_STAGE_LAYERS,
+    PIPELINE_LAYOUT,
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+}
 
 
 @dataclass(frozen=True)

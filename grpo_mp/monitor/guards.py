@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from grpo_mp.config.monitor_section import MetricGuard
+from grpo_mp.config.sections import MetricGuard
 from grpo_mp.utils.errors import EarlyStopError
 
 

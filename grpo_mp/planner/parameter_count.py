@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from grpo_mp.config.lora_section import LoraConfig
-from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.config.sections import LayoutConfig, LoraConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.fp8 import scale_shape
 from grpo_mp.models.hf_config import HfConfig

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import Any
 
-from grpo_mp.config.megatron_fields import FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS, PIPELINE_LAYOUT
 from grpo_mp.config.sections import LayoutConfig
-from grpo_mp.distributed.layout import check_stages
+from grpo_mp.distributed.layout import FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS, PIPELINE_LAYOUT, check_stages
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.errors import UserError, read_number
 

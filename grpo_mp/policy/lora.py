@@ -19,8 +19,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from grpo_mp.config.lora_section import LoraConfig
-from grpo_mp.config.sections import LayoutConfig
+from grpo_mp.config.sections import LayoutConfig, LoraConfig
 from grpo_mp.distributed.coordinates import RankCoordinates
 from grpo_mp.distributed.shards import tensor_part, tp_size
 from grpo_mp.models.lora import A, Adapter, B, adapters_of

@@ -10,9 +10,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from grpo_mp import platform
 from grpo_mp.config import sections
-from grpo_mp.config.megatron_fields import PIPELINE_LAYOUT
 from grpo_mp.config.sections import LayoutConfig, TrainingConfig
-from grpo_mp.distributed.layout import check_stages
+from grpo_mp.distributed.layout import PIPELINE_LAYOUT, check_stages
 from grpo_mp.distributed.process_groups import megatron_sizes
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig

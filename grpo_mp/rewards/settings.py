@@ -50,16 +50,12 @@ class OverlongConfig(Section):
     """DAPO's soft penalty of responses near the length limit (verl overlong_buffer)."""
 
     weight: float = Field(
-        0.0,
-        ge=0,
-        description="largest penalty in halves of the sum of the weights of answer, episode, boxed, think, language, "
-        "model, judge, code and functions: 1 as in DAPO, whose rewards are -1 and 1; 0: off",
+        0.0, ge=0, description="largest penalty, in halves of the sum of the other terms' weights: 1 as in DAPO; 0: off"
     )
     buffer_tokens: int | None = Field(
         None,
         gt=0,
-        description="tokens before the limit (rollout.max_response_tokens; in evaluations the set's) in which the "
-        "penalty rises, L_cache of DAPO; null: a fifth of the limit, as there",
+        description="tokens before the limit in which the penalty rises (DAPO's L_cache); null: a fifth of the limit",
     )
 
 
@@ -73,30 +69,21 @@ class ThinkConfig(Section):
     """R1's format: a response thinks between two tags, then answers."""
 
     weight: float = Field(
-        0.0,
-        description="weight of the format: 1 where one part of the response is between the tags, and an answer follows",
+        0.0, description="weight of the format: 1 if one thinking part is between the tags and an answer follows"
     )
     tags: tuple[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]] = Field(
         ("<think>", "</think>"), description="texts before and after the thinking"
     )
-    opened: bool = Field(
-        False,
-        description="true: the chat template writes the first tag (DeepSeek-R1, Qwen3-Thinking), the response does not",
-    )
+    opened: bool = Field(False, description="the chat template writes the first tag (DeepSeek-R1, Qwen3-Thinking)")
 
 
 class LanguageConfig(Section):
     """Language consistency: which share of the words of the thinking is of the target language's script."""
 
-    weight: float = Field(
-        0.0,
-        description="weight of the share, from 0 to 1: of the words before the second of reward.think.tags, or in all",
-    )
-    target: str = Field(
-        "en", description="language by ISO 639-1 code, such as en or zh; those of one script are not told apart"
-    )
+    weight: float = Field(0.0, description="weight of the share, from 0 to 1")
+    target: str = Field("en", description="language by ISO 639-1 code, such as en or zh")
 
-    column: str | None = Field(None, description="data column of each row's target language, instead; null: none")
+    column: str | None = Field(None, description="data column of each row's target language; null: target")
 
     _is_known = field_validator("target")(check_language)
 
@@ -106,8 +93,7 @@ class CosineConfig(Section):
 
     weight: float = Field(0.0, description="weight of the reward, to which reward.correct says what is right; 0: off")
     right: tuple[float, float] = Field(
-        (2.0, 1.0),
-        description="reward of a right answer without tokens, and near the limit, see overlong.buffer_tokens",
+        (2.0, 1.0), description="reward of a right answer without tokens, and near the limit"
     )
     wrong: tuple[float, float] = Field((-10.0, 0.0), description="the same of a wrong one, which may think longer")
 
@@ -120,9 +106,8 @@ class RewardModelConfig(ServedModelConfig):
     )
     folder: Path | None = Field(
         None,
-        description="instead of url: a Hugging Face folder with a reward head and the policy's tokenizer, which the "
-        "job serves on its own devices (verl reward_model.model.path). The servers sleep but in SCORE, where they "
-        "score the step's groups; evaluations do not ask them; with schedule=colocated",
+        description="instead of url: a folder with a reward head that the job serves on its own devices (verl "
+        "reward_model.model.path); with schedule=colocated",
     )
     weight: float = Field(1.0, description="weight of its score in the reward")
 
@@ -136,13 +121,10 @@ class JudgeConfig(Section):
     api_key_env: str | None = Field(None, description="environment variable that holds the API key; null: none")
     template: str | None = Field(
         None,
-        description="what the judge is asked, with {question}, {answer} (an episode's last), {conversation} (all "
-        "messages, one a line, as JSON), the row's {reference} and the {lowest} and {highest} score. It must ask for "
-        "a line 'Score: NUMBER'. null: JUDGE_TEMPLATE of rewards/settings.py, for episodes JUDGE_EPISODE_TEMPLATE",
+        description="prompt of the judge with {question}, {answer}, {conversation}, {reference}, {lowest} and "
+        "{highest}; it must ask for 'Score: NUMBER'. null: JUDGE_TEMPLATE of rewards/settings.py",
     )
-    scores: tuple[float, float] = Field(
-        (0.0, 10.0), description="lowest and highest number of the judge, which become 0 and 1; others are invalid"
-    )
+    scores: tuple[float, float] = Field((0.0, 10.0), description="lowest and highest score, which become 0 and 1")
     request: dict[str, Any] = Field(
         {"temperature": 0.0}, description="other fields of the request, such as max_tokens or response_format"
     )
@@ -186,32 +168,28 @@ class CodeConfig(SandboxLimits):
     weight: float = Field(1.0, description="weight of the tests' result in the reward")
     tests: str = Field(
         "tests",
-        description="data column of the tests, or a path such as reward_model.ground_truth: asserts or a list of them "
-        "(MBPP), check(candidate) with a column entry_point (HumanEval, LeetCodeDataset), functions for pytest that "
-        "import solution (KodCode), unittest classes, {inputs, outputs} with or without fn_name (APPS, TACO), or a "
-        "list of {input, output, testtype} (LiveCodeBench); as text, JSON or lists",
+        description="data column of the tests: asserts (MBPP), check(candidate) with entry_point (HumanEval), "
+        "pytest functions (KodCode), unittest classes, {inputs, outputs} (APPS, TACO), or a list of "
+        "{input, output, testtype} (LiveCodeBench)",
     )
     url: str | None = Field(
         None,
         pattern="^https?://",
-        description="a sandbox server with the API run_code of SandboxFusion, instead of bubblewrap on this machine",
+        description="sandbox server with SandboxFusion's API run_code; null: bubblewrap on this machine",
     )
-    partial: bool = Field(False, description="true: score the share of passed tests; false: 1 if all pass, else 0")
+    partial: bool = Field(False, description="score the share of passed tests; false: 1 if all pass, else 0")
 
 
 class RewardConfig(Section):
     """The reward is a sum of terms, each with its weight; 0 leaves a term out."""
 
     answer: float = Field(
-        0.0,
-        description="weight of the math answer: 1 where it equals that of data.answer_column, by math-verify, else 0",
+        0.0, description="weight of the math answer: 1 if it equals data.answer_column, by math-verify, else 0"
     )
     episode: float = Field(0.0, description="weight of the reward that rollout.function gives an episode")
-    boxed: float = Field(0.0, description="weight of the format: 1 where the response has a \\boxed{} answer, else 0")
+    boxed: float = Field(0.0, description=r"weight of the format: 1 if the response has a \boxed{} answer, else 0")
     boxed_answer: Literal["last", "first"] = Field("last", description="which \\boxed{} of a response is its answer")
-    length: float = Field(
-        0.0, description="weight of min(1, tokens / limit), the limit as for overlong; negative penalizes length"
-    )
+    length: float = Field(0.0, description="weight of tokens / limit; negative penalizes length")
     think: ThinkConfig = Field(ThinkConfig(), description="R1's format of thinking and answer")
     language: LanguageConfig = Field(LanguageConfig(), description="language consistency of the thinking, as in R1")
     cosine: CosineConfig = Field(CosineConfig(), description="reward of right and wrong answers by their length")
@@ -221,25 +199,23 @@ class RewardConfig(Section):
     judge: JudgeConfig | None = Field(None, description="a model that is asked to score responses; null: none")
     code: CodeConfig | None = Field(None, description="run the response's code against tests; null: off")
     functions: dict[str, float] = Field(
-        {},
-        description="your own functions: 'module:function' or 'file.py:function' to its weight (TRL reward_funcs)",
+        {}, description="your own 'module:function' or 'file.py:function' with its weight (TRL reward_funcs)"
     )
     steps: str | None = Field(
         None,
-        description="what rewards single steps: 'module:function' or 'file.py:function'; model: reward.model, asked at "
-        "the end of each step instead of once; episode: the rewards that rollout.function gives segments. Needs "
-        "algorithm.advantage.level=process",
+        description="rewards of steps: 'file.py:function'; model: reward.model at the end of each step; episode: "
+        "as rollout.function gives them",
     )
     correct: str | None = Field(
         None,
-        description="name of the term that decides which answers are correct, in accuracy, filters and curriculum: "
-        "those for which it is 1 or more; null: answer, or code, if it has a weight, else none",
+        description="term that decides which answers are correct: those for which it is 1 or more; null: answer, "
+        "or code",
     )
     timeout_s: float = Field(30.0, gt=0, description="time limit of one call of a reward, in seconds")
     on_error: Literal["stop", "skip"] | float = Field(
         "stop",
-        description="where a term fails: stop the run, score this value, or skip: the sample counts as one without "
-        "reward, which gets its group's mean, and does not train where groups are not compared",
+        description="if a term fails: stop the run, score this value, or skip: the sample has no reward and gets "
+        "its group's mean",
     )
 
     @property

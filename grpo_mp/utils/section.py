@@ -76,15 +76,9 @@ class ServedModelConfig(Section):
     """A model behind SGLang: a server at `url`, or those that the job itself starts on a `folder`."""
 
     url: str | None = Field(None, pattern="^https?://", description="an SGLang server with the policy's tokenizer")
-    folder: Path | None = Field(
-        None, description="instead of url: a Hugging Face folder, which the job serves on its own devices"
-    )
-    gpus_per_server: int = Field(
-        1, ge=1, description="consecutive ranks of a node that one server of the folder spans (SGLang tp_size)"
-    )
-    args: dict[str, Any] = Field(
-        {}, description="of the folder's servers: any argument of the installed SGLang, checked by name"
-    )
+    folder: Path | None = Field(None, description="instead of url: a folder that the job serves on its own devices")
+    gpus_per_server: int = Field(1, ge=1, description="ranks of a node for one server of the folder (SGLang tp_size)")
+    args: dict[str, Any] = Field({}, description="any argument of SGLang for the folder's servers")
     api_key_env: str | None = Field(
         None, description="environment variable that holds the server's API key; null: none"
     )

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_mp.checkpoint.peft_folder import adapter_config
 from grpo_mp.config import check_settings
-from grpo_mp.config.lora_section import LoraConfig
+from grpo_mp.config.sections import LoraConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import adapter_params, check_adapters, check_targets

@@ -5,7 +5,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from grpo_mp.config.monitor_section import MetricGuard
+from grpo_mp.config.sections import MetricGuard
 from grpo_mp.monitor.guards import MetricGuards
 from grpo_mp.utils.errors import EarlyStopError
 

@@ -9,8 +9,7 @@ import torch
 
 from grpo_mp.batching.microbatches import MicroBatchPlan
 from grpo_mp.batching.packing import pack, with_mtp_targets
-from grpo_mp.config.sections import LayoutConfig, ModelConfig, TrainingConfig
-from grpo_mp.config.speculative_section import SpeculativeConfig
+from grpo_mp.config.sections import LayoutConfig, ModelConfig, SpeculativeConfig, TrainingConfig
 from grpo_mp.models.families import family_of
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, engine_params
