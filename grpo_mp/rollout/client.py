@@ -127,7 +127,7 @@ class EngineClient:
         )
         self._updated = TARGET  # by the current weight update
         self._in_session = False
-        self._cache_key = "0"  # of prefixes in the radix cache: none is read by other weights than those it is from
+        self._cache_key = "0"  # separates radix-cache prefixes of different weights
 
     async def aclose(self) -> None:
         """Close the connections; paused requests then fail."""

@@ -1,6 +1,6 @@
-"""Groups in a Parquet file, a row a sample and a row group a group: all that a step trains on, bit for bit.
+"""Groups in a Parquet file, bit for bit: a row is a sample, a row group is a group.
 
-An episode that forked has a row for each of its sequences; that of the last has all that is not of their tokens.
+An episode that forked has a row for each of its sequences; the last row has the fields of the whole episode.
 """
 
 import json
@@ -67,9 +67,9 @@ Row = dict[str, Any]
 
 
 def write_groups(file: Path, groups: Iterable[SampleGroup], selected: Collection[int], facts: str) -> None:
-    """Write groups and a text of facts; `selected`: ids of those that the step trains on. The file is whole or absent.
+    """Write groups and a text of facts atomically, with a checksum file of `xxh128sum`.
 
-    Beside it is its checksum, as `xxh128sum` writes and checks it. Holds one group at a time in memory.
+    `selected`: ids of the groups that the step trains on. One group at a time is in memory.
     """
     schema = SCHEMA.with_metadata({FACTS: facts.encode()})
     with checked_file(file) as temporary, parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
@@ -81,7 +81,7 @@ def write_groups(file: Path, groups: Iterable[SampleGroup], selected: Collection
 
 @contextmanager
 def checked_file(file: Path) -> Iterator[Path]:
-    """Yield where the body writes a file, which is whole or absent at its own name; then write its checksum, too."""
+    """Yield a temporary path for the body to write; then move it to `file` and write its checksum."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with incomplete(file) as temporary:
         yield temporary
@@ -91,19 +91,19 @@ def checked_file(file: Path) -> Iterator[Path]:
 
 
 def checksum_file(file: Path) -> Path:
-    """Return the file that holds another's checksum."""
+    """Return the checksum file of a file."""
     return file.with_name(f"{file.name}.xxh128")
 
 
 def check_digest(file: Path) -> None:
-    """Raise UserError where a file differs from its checksum, or one of the two is missing or not readable."""
+    """Raise UserError where a file differs from its checksum, or one of the two cannot be read."""
     expected, check = read_bytes(checksum_file(check_regular(file))).split(b" ")[0], checksum_file(file).name
     if file_digest(file).encode() != expected:
         raise UserError(f"{file}: damaged, it differs from its checksum in {check}: copy both again")
 
 
 def read_facts(file: Path) -> bytes:
-    """Read the facts of a file, of which this reads no more than the end. Raises UserError for what is no such file."""
+    """Read the facts of a file from its footer."""
     try:
         metadata = parquet.read_schema(check_regular(file)).metadata or {}
         return bytes(metadata[FACTS])
@@ -112,7 +112,7 @@ def read_facts(file: Path) -> bytes:
 
 
 def read_groups(file: Path) -> list[tuple[SampleGroup, bool]]:
-    """Read the groups of a file, and whether its step trains on each. Raises UserError for a damaged file."""
+    """Read the groups of a file, each with whether its step trains on it."""
     check_digest(file)
     try:
         with parquet.ParquetFile(check_regular(file)) as content:
@@ -159,7 +159,7 @@ def _row_of(group: SampleGroup, sample: Sample, selected: bool) -> Row:
 
 
 def group_of_rows(rows: Sequence[Row], prompt: Prompt | None = None) -> SampleGroup:
-    """Return the group whose samples are these rows; `prompt`: None: what of it was written."""
+    """Return the group of these rows; `prompt`: None: as it was written."""
     first = rows[0]
     tokens = tuple(first["group_prompt_tokens"] or first["prompt_tokens"])
     written = Prompt(first["prompt_index"], first["prompt"], tokens, first["answer"])
@@ -195,7 +195,6 @@ def _sample(row: Row, part: int = 0) -> Sample:
 
 
 def _topk(ids: bytes | None, logprobs: bytes | None, tokens: int) -> TopLogprobs | None:
-    """Return a teacher's top k as they were written; raise ValueError where they are not of so many tokens."""
     if ids is None or logprobs is None:
         return None
     of_ids, of_logprobs = np.frombuffer(ids, np.int32), np.frombuffer(logprobs, np.float32)
@@ -203,7 +202,7 @@ def _topk(ids: bytes | None, logprobs: bytes | None, tokens: int) -> TopLogprobs
 
 
 def experts_of(content: bytes | None, shape: list[int] | None) -> ExpertIds | None:
-    """Return expert numbers in the type that they were written in, which their size says."""
+    """Return expert numbers in their written type, which follows from their size."""
     if content is None or shape is None:
         return None
     dtype: type[np.integer[Any]] = np.uint8 if len(content) == math.prod(shape) else np.int16

@@ -114,7 +114,7 @@ BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine process is started from. `node_rank` 0 is the engine host."""
+    """Specification of an engine process. `node_rank` 0 is the engine host."""
 
     index: int
     rank: int  # the rank that starts this process, for errors
@@ -135,15 +135,15 @@ class EngineSpec:
 
 
 def ports_needed(spec: EngineSpec) -> int:
-    """Count the consecutive ports that an engine process claims: its server's, then those of its processes."""
+    """Return the number of consecutive ports of an engine: the server's first."""
     return 1 + (DP_ATTENTION_PORTS if _needs_rendezvous(spec) else 1)
 
 
 def cuda_defaults(args: Mapping[str, Any], in_flight: int, request_timeout_s: float) -> dict[str, Any]:
-    """Return the arguments of an engine on GPUs that `args`, the user's, may override.
+    """Return default arguments of engines on GPUs, which the user's `args` override.
 
-    SGLang's watchdog ends an engine when a forward pass takes 300 s: a first compilation or a pause may take longer.
-    Decode graphs for more requests than are ever `in_flight` would cost memory and minutes at each start.
+    SGLang's watchdog would end an engine after 300 s of a forward pass, which a first compilation or a pause exceeds.
+    Decode graphs for more requests than `in_flight` would cost memory and minutes at each start.
     """
     # Replicas are loaded unevenly, and a batch above the bound decodes without a graph.
     graph_requests = ceil(1.5 * in_flight / attention_replicas(args))
@@ -156,8 +156,7 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return every ServerArgs value that differs from SGLang's default.
 
-    `served_model_name` and `api_key` identify the server. `port`: the first of the `ports_needed`. `dist_init_addr`:
-    host:port of the rendezvous of an engine over several nodes.
+    `port`: the first of the `ports_needed`; `dist_init_addr`: rendezvous (host:port) of a multi-node engine.
     """
     if dist_init_addr is None and _needs_rendezvous(spec):
         dist_init_addr = f"127.0.0.1:{port + 1}"  # SGLang's own choice may be outside the job's port range
@@ -200,9 +199,9 @@ def engine_arguments(
 def engine_environment(
     spec: EngineSpec, arguments: Mapping[str, Any], scratch: str, parent: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the engine's environment: `parent` without the launcher's variables, plus what the engine needs.
+    """Return the engine's environment, from `parent` without the launcher's variables.
 
-    `scratch`: folder for its temporary files.
+    `scratch`: folder for temporary files.
     """
     inherited = {
         name: value
@@ -248,8 +247,8 @@ def engine_environment(
 def unused_models(folder: Path) -> list[str]:
     """Return the modules of SGLang's models that the model of a folder does not use.
 
-    SGLang imports all of them, an eighth of the time in which an engine starts, unless it is told not to. Returns none
-    where no module has the class that config.json names: SGLang may then take that of transformers.
+    Importing all of them takes an eighth of an engine's start. Returns none where no module has the class that
+    config.json names: SGLang may then use the class of transformers.
     """
     config = folder / "config.json"
     if not config.is_file():
@@ -271,7 +270,7 @@ def check_arguments(arguments: Mapping[str, Any], section: str = "engine.args") 
 
 
 def check_tool_parser(name: str) -> None:
-    """Raise UserError for a name that the installed SGLang has no parser of tool calls for: its source says."""
+    """Check that the installed SGLang has a tool-call parser of this name, by its source."""
     source = source_folder() / "function_call" / "function_call_parser.py"
     tables = [node.value for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.AnnAssign)]
     keys = [key for table in tables if isinstance(table, ast.Dict) for key in table.keys]
@@ -284,10 +283,7 @@ def check_tool_parser(name: str) -> None:
 
 
 def check_determinism(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> None:
-    """Raise UserError for attention of `engine.args` that differs in company; SGLang looks at one of the three.
-
-    On a CPU there is one attention, which does not.
-    """
+    """Check that the attention backends of `engine.args` are batch-invariant; SGLang checks only one of the three."""
     if cpu:
         return
     latent = bool(hf.get("kv_lora_rank"))
@@ -305,8 +301,8 @@ def check_determinism(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> None:
 def speculative_arguments(engine: EngineConfig, group_size: int) -> dict[str, Any]:
     """Return the ServerArgs of `engine.speculative`.
 
-    The layer that drafts need not be trained: it is read from the model's folder even where the other weights come with
-    the first sync, and the host keeps a copy for engines that leave the device. Its embedding and head are the model's.
+    The drafting layer need not be trained: it is read from the model's folder, and the host keeps a copy for engines
+    that sleep. Its embedding and head are the model's.
     """
     speculative = engine.speculative
     if speculative.algorithm == "none":
@@ -330,7 +326,7 @@ def speculative_arguments(engine: EngineConfig, group_size: int) -> dict[str, An
 
 
 def check_speculation(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
-    """Raise UserError where SGLang cannot draft so, or would sample from another distribution than the model's."""
+    """Check that SGLang can draft so, and would sample from the model's own distribution."""
     algorithm = engine.speculative.algorithm
     if algorithm == "none":
         return

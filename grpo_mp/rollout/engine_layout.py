@@ -1,12 +1,11 @@
 """Which ranks an engine spans, how its GPUs divide the model, and in which precision it computes.
 
 The rules are SGLang's: attention is divided over the GPUs of a replica, routed experts over those that `ep_size`
-leaves, dense and shared MLPs over all of them unless they are replicated; and every part of a matrix in blockwise FP8
+leaves, dense and shared MLPs over all GPUs unless they are replicated; and every part of a matrix in blockwise FP8
 is whole blocks (`Fp8LinearMethod.validate_block_quant_shapes`, `Fp8MoEMethod.create_fp8_moe_weight_`).
 
-An engine that quantizes weights as it loads them cannot take later ones; one whose model *is* blockwise FP8 takes new
-bytes and scales at every weight sync. So the model is declared to be that, and starts with random weights: the first
-sync sends them all.
+An engine that quantizes weights while it loads them cannot load later weights, but an engine whose model is declared
+to be blockwise FP8 loads new bytes and scales at every weight sync. It starts with random weights.
 """
 
 import json
@@ -23,14 +22,14 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.errors import Number, UserError, read_number
 
 OVERRIDES = "json_model_override_args"
-# With these every rank computes the shared experts for its own tokens, so it holds all of them.
+# With these backends every rank holds the whole shared experts.
 REPLICATING_A2A_BACKENDS = ("deepep", "mooncake", "nixl", "mori", "ascend_fuseep", "flashinfer", "flashinfer_megamoe")
 
 CPU_EXPERT_PADDING = 32  # SGLang's DEFAULT_MOE_PADDING_SIZE
 PADDING_MOE_BACKENDS = ("flashinfer_trtllm", "flashinfer_trtllm_routed")
 BLACKWELL = 10.0  # compute capability
 
-# Arguments that place experts elsewhere than in order, and their values that do not.
+# Arguments that may place experts out of order, and their values that do not.
 EXPERT_LOCATION_ARGS = {
     "enable_eplb": False,
     "ep_num_redundant_experts": 0,
@@ -41,7 +40,7 @@ EXPERT_LOCATION_ARGS = {
 
 @dataclass(frozen=True)
 class EnginePlacement:
-    """One process of an engine: the ranks of one node that it spans. `node_rank` 0 is the engine host."""
+    """One process of an engine, on one node. `node_rank` 0 is the engine host."""
 
     engine: int
     rank: int  # starts the process
@@ -50,16 +49,11 @@ class EnginePlacement:
 
     @property
     def is_host(self) -> bool:
-        """Return whether this process is the one that serves requests."""
         return self.node_rank == 0
 
 
 def engine_placements(engine: EngineConfig, world_size: int, ranks_per_node: int) -> tuple[EnginePlacement, ...]:
-    """Place engine e on ranks [e * gpus, (e + 1) * gpus) of those that may host engines, with one process on each node.
-
-    These are all ranks, or the last `engine.ranks`. Raises UserError where the engines do not fit the job or would span
-    nodes unevenly.
-    """
+    """Place engine e on ranks [e * gpus, (e + 1) * gpus) of all ranks or the last `engine.ranks`, a process a node."""
     gpus, ranks = engine.gpus_per_engine, engine.ranks or world_size
     first = world_size - ranks
     if engine.ranks and first < 1:
@@ -87,38 +81,36 @@ def engine_placements(engine: EngineConfig, world_size: int, ranks_per_node: int
 
 
 def engine_host_ranks(placements: tuple[EnginePlacement, ...]) -> tuple[int, ...]:
-    """List the ranks that talk to an engine, in engine order."""
+    """Return the ranks with an engine's client, in engine order."""
     return tuple(placement.rank for placement in placements if placement.is_host)
 
 
 @dataclass(frozen=True)
 class EngineParallelism:
-    """GPUs of an engine, and over how many of them each kind of matrix is divided."""
+    """GPUs of an engine, and the number over which each kind of matrix is divided."""
 
     gpus: int
-    replicas: int  # data-parallel attention: each has its own cache and its own requests
+    replicas: int  # of data-parallel attention, each with its own cache and requests
     expert: int
     dense_tensor: int
     shared_tensor: int
     num_experts: int  # 0 for a dense model
-    moves_experts: bool = False  # by their load: then every GPU may keep any
+    moves_experts: bool = False  # by load: every GPU may keep any expert
 
     @property
     def attention_tensor(self) -> int:
-        """Return over how many GPUs attention is divided."""
         return self.gpus // self.replicas
 
     @property
     def expert_tensor(self) -> int:
-        """Return over how many GPUs a routed expert is divided."""
         return self.gpus // self.expert
 
     def keeps_expert(self, index: int, expert: int) -> bool:
-        """Tell whether the engine's rank `index` keeps a part of a routed expert, or all of it."""
+        """Return whether the engine's rank `index` keeps a routed expert or a part of it."""
         return self.moves_experts or expert // (self.num_experts // self.expert) == index // self.expert_tensor
 
     def divisor(self, name: str, routed_expert: bool) -> tuple[int, str]:
-        """Return over how many GPUs a matrix of the layers is divided, and the settings that decide it."""
+        """Return over how many GPUs a matrix is divided, and the settings that decide it."""
         if routed_expert:
             return self.expert_tensor, "engine.gpus_per_engine / engine.args.ep_size"
         if "shared_experts" in name:
@@ -129,7 +121,7 @@ class EngineParallelism:
 
 
 def read_argument(args: Mapping[str, Any], name: str, default: Number) -> Number:
-    """Read an argument of the type of its default. Raises UserError for what is no such number."""
+    """Read a number of the type of its default."""
     value = args.get(name)
     return default if value is None else read_number(type(default), value, f"engine.args.{name}")
 
@@ -141,7 +133,7 @@ def attention_replicas(args: Mapping[str, Any]) -> int:
 
 
 def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineParallelism:
-    """Read engine.gpus_per_engine and engine.args. Raises UserError if they do not divide each other or the model."""
+    """Read engine.gpus_per_engine and engine.args, which must divide each other and the model."""
     replicas, expert = attention_replicas(args), read_argument(args, "ep_size", 1)
     if read_argument(args, "dp_size", 1) > 1 and not args.get("enable_dp_attention"):
         raise UserError(
@@ -176,11 +168,11 @@ def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> Engi
 def expert_alignment(
     parallelism: EngineParallelism, args: Mapping[str, Any], fp8: bool, capability: float | None
 ) -> int:
-    """Return of what a rank's part of an expert must be a multiple to be the part that SGLang's loader takes.
+    """Return the number whose multiple a rank's part of an expert must be, for SGLang's loader to cut the same part.
 
-    In FP8 these are whole blocks. Otherwise SGLang may pad experts, and cuts the full tensor at multiples of the padded
-    size: on CPUs (`adjust_config_with_unaligned_cpu_tp`), and for FlashInfer's TensorRT-LLM kernels, which `auto`
-    chooses on Blackwell (`FusedMoE.__init__`). `capability`: the GPUs' compute capability, None on CPUs.
+    In FP8 parts are whole blocks. SGLang pads other experts on CPUs (`adjust_config_with_unaligned_cpu_tp`) and for
+    FlashInfer's TensorRT-LLM kernels, which `auto` chooses on Blackwell (`FusedMoE.__init__`). `capability`: the GPUs'
+    compute capability, None on CPUs.
     """
     if capability is None:
         return CPU_EXPERT_PADDING * parallelism.expert  # the whole expert is padded to a multiple of so many a GPU
@@ -190,7 +182,7 @@ def expert_alignment(
 
 
 def check_engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineParallelism:
-    """Read an engine's parallelism on GPUs. Raises UserError also where it cuts a block of blockwise FP8."""
+    """Read an engine's parallelism on GPUs, which must not cut a block of blockwise FP8."""
     parallelism = engine_parallelism(gpus, args, hf)
     misaligned = _first_misaligned_matrix(parallelism, hf) if engine_uses_fp8(args, hf, cpu=False) else None
     if misaligned:
@@ -221,7 +213,7 @@ def _first_misaligned_matrix(parallelism: EngineParallelism, hf: HfConfig) -> st
 
 
 def engine_uses_fp8(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> bool:
-    """Decide by engine.args.quantization, else by the folder. Raises UserError for what a weight sync cannot serve."""
+    """Return whether engines compute in FP8, by engine.args.quantization or the model's folder."""
     quantization = args.get("quantization")
     if quantization not in (None, "fp8"):
         raise UserError(
@@ -239,9 +231,9 @@ def is_fp8_checkpoint(hf: HfConfig) -> bool:
 
 
 def precision_arguments(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> dict[str, Any]:
-    """Return ServerArgs that make an engine compute as `engine_uses_fp8` says where the folder holds something else.
+    """Return ServerArgs for the precision of `engine_uses_fp8` where the folder has another.
 
-    With them it cannot read the folder's weights.
+    With them an engine cannot read the folder's weights.
     """
     fp8 = engine_uses_fp8(args, hf, cpu)
     if fp8 == is_fp8_checkpoint(hf):

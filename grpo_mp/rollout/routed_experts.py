@@ -18,7 +18,7 @@ WRONG_WITH = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "e
 
 
 def check_routed_experts(args: Mapping[str, Any], known: Set[str], shape: ModelShape) -> None:
-    """Raise UserError where SGLang, with the user's `engine.args`, cannot return the experts that it chose."""
+    """Check that SGLang can return the chosen experts with the user's `engine.args`."""
     reason = None
     if ARGUMENT not in known:
         reason = f"needs an SGLang that has {ARGUMENT}, the installed one does not"
@@ -37,9 +37,8 @@ def check_routed_experts(args: Mapping[str, Any], known: Set[str], shape: ModelS
 def read_routed_experts(meta: Mapping[str, Any], tokens: int, shape: ModelShape, known: int = 0) -> ExpertIds | None:
     """Read the experts of a response from its meta_info: [tokens, MoE layers, top-k], a byte each where they fit.
 
-    SGLang sends int32 [tokens, all layers, top-k] in base64, from the first token on that is not `known`. None where it
-    sent nothing, another number of tokens, or experts that no router could have chosen: what is not known is not
-    replayed.
+    SGLang sends int32 [tokens, all layers, top-k] in base64, without the first `known` tokens. None, which is not
+    replayed, for missing or invalid experts.
     """
     if meta.get("routed_experts") is None:
         return None
@@ -58,17 +57,14 @@ def read_routed_experts(meta: Mapping[str, Any], tokens: int, shape: ModelShape,
 def joined_routed_experts(
     begun: ExpertIds | None, resumed: ExpertIds | None, begun_tokens: int, resumed_tokens: int
 ) -> ExpertIds | None:
-    """Return the experts of a response that was paused and resumed: of each token those with which it was computed.
-
-    `resumed` is without those of the tokens that `known_tokens` counts. None where a part is not known.
-    """
+    """Return the experts of a resumed response; `resumed` lacks the first `known_tokens`. None: a part is unknown."""
     if not begun_tokens:
         return resumed
-    if not resumed_tokens:  # it was broken off before it went on
+    if not resumed_tokens:  # paused again before its first token
         return begun
     return None if begun is None or resumed is None else np.concatenate((begun, resumed))
 
 
 def known_tokens(begun: ExpertIds | None, begun_tokens: int) -> int:
-    """Return how many tokens of a paused response have their experts, which its rest need not bring again."""
+    """Return the number of a paused response's tokens whose experts are known."""
     return len(begun) if begun_tokens and begun is not None else 0

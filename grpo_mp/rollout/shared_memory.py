@@ -1,12 +1,12 @@
-"""Weights of one round in memory that an engine's processes map: written by a trainer's rank, read by SGLang's.
+"""Weights of one round in memory shared with an engine's processes: packed by a trainer's rank, loaded by SGLang.
 
-On the host it is anonymous shared memory, which has no name in a file system: a killed process leaves nothing behind,
-and it is freed when the last process unmaps it. On a GPU it is an allocation of the trainer, shared by CUDA IPC. Only
-its description (where it is, names, dtypes, shapes, strides, offsets) goes over HTTP.
+On the host it is anonymous shared memory, which is freed when the last process unmaps it, also after a kill. On a GPU
+it is an allocation of the trainer, shared by CUDA IPC. Only its description (address, names, dtypes, shapes, strides,
+offsets) goes over HTTP.
 
-Of an expert that several ranks of an engine divide, a rank's memory has its slice alone. SGLang's loader takes the full
-tensor and narrows it to that slice; so it gets a view of the full shape at the slice's strides, which begins before the
-slice and ends after it, over other tensors and over margins that nobody reads.
+Of an expert that several ranks of an engine divide, a rank's memory has only its slice. SGLang's loader narrows a full
+tensor to that slice; so it gets a view of the full shape at the slice's strides, which begins before the slice and ends
+after it, over other tensors and margins that are never read.
 """
 
 import base64
@@ -24,7 +24,7 @@ from torch import Tensor
 
 LOADER = f"{__name__}.load_weights"  # what SGLang imports: its `custom_weight_loader` and `load_format`
 
-ALIGNMENT = 64  # bytes; every tensor's offset is a multiple, as views of any dtype need
+ALIGNMENT = 64  # bytes; of every tensor's offset, for views of any dtype
 NamedTensors = list[tuple[str, Tensor]]
 
 Export = dict[str, Any]  # JSON: where the memory is, and its tensors
@@ -32,10 +32,7 @@ Export = dict[str, Any]  # JSON: where the memory is, and its tensors
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, dtype and shape of a tensor.
-
-    `sliced`: of what it is a slice, if of anything: the dimension, its place along it, and the number of such slices.
-    """
+    """Name, dtype and shape of a tensor. `sliced`: dimension, index and number of slices, of a slice."""
 
     name: str
     dtype: torch.dtype
@@ -44,12 +41,11 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Return its bytes, up to the next multiple of ALIGNMENT."""
         return aligned(prod(self.shape) * self.dtype.itemsize)
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """Return the shape of what it is a slice of."""
+        """Return the shape of the unsliced tensor."""
         if self.sliced is None:
             return self.shape
         dim, _, count = self.sliced
@@ -57,12 +53,11 @@ class TensorSpec:
 
     @property
     def stride(self) -> tuple[int, ...]:
-        """Return the elements from one index to the next, of each dimension."""
         return tuple(prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
     @property
     def margins(self) -> tuple[int, int]:
-        """Return by how many bytes the full tensor begins before the slice, and ends after it, at the same strides."""
+        """Return the bytes of the full tensor before and after the slice, at the slice's strides."""
         if self.sliced is None:
             return 0, 0
         dim, index, count = self.sliced
@@ -81,7 +76,7 @@ def specs_of(tensors: NamedTensors) -> list[TensorSpec]:
 
 
 def packed_bytes(specs: Sequence[TensorSpec]) -> int:
-    """Return the bytes of such tensors, packed."""
+    """Return the bytes of packed tensors."""
     return sum(spec.nbytes for spec in specs)
 
 
@@ -100,10 +95,7 @@ def unpack(packed: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
 
 @contextmanager
 def export_to_host(tensors: NamedTensors, specs: Sequence[TensorSpec]) -> Iterator[Export]:
-    """Copy tensors to shared memory; yield the description by which this user's processes can open it.
-
-    It can be opened while the body runs. The list is emptied, for the copy is enough. Margins are holes in the file.
-    """
+    """Copy tensors to shared memory and empty the list; yield the description to open it while the body runs."""
     start, nbytes = _memory_range(specs)
     descriptor = os.memfd_create("grpo_mp_weights")
     try:
@@ -121,10 +113,9 @@ def export_to_host(tensors: NamedTensors, specs: Sequence[TensorSpec]) -> Iterat
 
 @contextmanager
 def export_by_ipc(tensors: NamedTensors, specs: Sequence[TensorSpec]) -> Iterator[Export]:
-    """Copy tensors to one allocation on this rank's GPU; yield the description by which a process can open it.
+    """Copy tensors to one allocation on this rank's GPU and empty the list; yield the description to open it.
 
-    Torch keeps the memory until the reader has released it, so the engine may still copy when the body has ended. The
-    allocator must not use expandable segments: they have no IPC handle. The list is emptied, for the copy is enough.
+    Torch keeps the memory until the reader has released it. Expandable segments have no IPC handle.
     """
     from torch.multiprocessing.reductions import reduce_tensor
 
@@ -154,14 +145,14 @@ def select(export: Export, names: Collection[str]) -> Export:
 
 
 def as_tensor(exports: Sequence[Export]) -> Tensor:
-    """Return exports as uint8 [n], as `open_exports` takes them."""
+    """Return exports as uint8 [n] for `open_exports`."""
     return torch.frombuffer(bytearray(json.dumps(exports).encode()), dtype=torch.uint8)
 
 
 def open_exports(description: Tensor, opened: list[Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of exports without a copy, and add the memory that they are in to `opened`.
+    """Yield the tensors of exports without a copy, and add their memory to `opened`.
 
-    Those on the host may outlive the export; writes are private.
+    Host tensors may outlive the export; writes to them are private.
     """
     for export in json.loads(bytes(description.tolist())):
         if export["tensors"]:
@@ -174,9 +165,9 @@ def open_exports(description: Tensor, opened: list[Tensor] | None = None) -> Ite
 
 
 def load_weights(model: Any, named_tensors: NamedTensors) -> None:
-    """Load exported weights into SGLang's model; `named_tensors` holds their description. SGLang calls this."""
+    """Load exported weights into SGLang's model, by the description in `named_tensors`. SGLang calls this."""
     ((_, description),) = named_tensors
-    opened: list[Tensor] = []  # until copies out of it have ended
+    opened: list[Tensor] = []  # kept until the copies have ended
     reset_cache_scales(model)
     model.load_weights(open_exports(description, opened))
     if torch.cuda.is_available():
@@ -196,13 +187,13 @@ def reset_cache_scales(model: torch.nn.Module) -> None:
 
 
 def _memory_range(specs: Sequence[TensorSpec]) -> tuple[int, int]:
-    """Return where in memory tensors begin that have full views over them, and the bytes of that memory."""
+    """Return the offset of packed tensors in memory that has room for their margins, and its bytes."""
     start = aligned(max((spec.margins[0] for spec in specs), default=0))
     return start, start + packed_bytes(specs) + aligned(max((spec.margins[1] for spec in specs), default=0))
 
 
 def _describe(specs: Sequence[TensorSpec], start: int) -> list[list[Any]]:
-    """Describe the full tensors of which these, packed from `start` on, are the slices that are read."""
+    """Describe the full tensors of packed slices that begin at `start`."""
     offsets = accumulate((spec.nbytes for spec in specs), initial=start)
     return [
         [spec.name, str(spec.dtype).removeprefix("torch."), spec.full_shape, spec.stride, offset - spec.margins[0]]

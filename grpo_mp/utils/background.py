@@ -13,30 +13,26 @@ CLOSE_LIMIT_S = 5.0
 
 
 class BackgroundTask:
-    """A function that runs in a thread of its own; what it raises is raised again by `wait`, as itself.
-
-    The thread does not outlive the process: whoever must have the result calls `wait`.
-    """
+    """A function in a daemon thread; `wait` and `check` raise its error."""
 
     def __init__(self, function: Callable[[], None], name: str) -> None:
-        """Start `function`; `name` is the thread's, for the stacks of a process that hangs."""
         self._function = function
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what the function has raised so far."""
+        """Raise the function's error, if any."""
         if self._error is not None:
             raise self._error
 
     def has_ended(self, limit_s: float) -> bool:
-        """Return whether the function has ended, after at most `limit_s` seconds."""
+        """Wait at most `limit_s` seconds; return whether the function has ended."""
         self._thread.join(limit_s)
         return not self._thread.is_alive()
 
     def wait(self, rank: int, phase: str, limit_s: float | None) -> None:
-        """Wait until the function has ended. Raises what it raised; PhaseTimeout after `limit_s` seconds."""
+        """Wait until the function has ended and raise its error; raise PhaseTimeout after `limit_s` seconds."""
         self._thread.join(limit_s)
         if self._thread.is_alive():
             raise PhaseTimeout(f"rank {rank}: {phase} in the background passed its limit of {limit_s:g} s")
@@ -50,29 +46,27 @@ class BackgroundTask:
 
 
 class EventLoopThread:
-    """An event loop in a thread of its own: coroutines run while their callers do something else, or wait."""
+    """An event loop in a daemon thread."""
 
     def __init__(self, name: str) -> None:
-        """Start the loop."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, Value]) -> Future[Value]:
-        """Begin to run a coroutine; its result comes in the future."""
+        """Start a coroutine."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Value]) -> Value:
-        """Run a coroutine to its end; several threads may."""
+        """Run a coroutine and return its result; thread-safe."""
         return self.submit(coroutine).result()
 
     @property
     def is_closed(self) -> bool:
-        """Return whether `close` was called."""
         return self._loop.is_closed()
 
     def close(self) -> None:
-        """Cancel what still runs, and end the thread."""
+        """Cancel running coroutines and end the thread."""
         if self.is_closed:
             return
         self.submit(self._cancel_all()).result(CLOSE_LIMIT_S)

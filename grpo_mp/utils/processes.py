@@ -1,4 +1,4 @@
-"""Tie the life of one process to that of another, by what Linux offers: prctl(2); show its stacks on a signal."""
+"""End processes with their parents by prctl(2), and dump stacks on a signal."""
 
 import ctypes
 import faulthandler
@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-LAUNCHER_PID = "GRPO_MP_LAUNCHER_PID"  # of the process that started this rank: it may end before that asks for it
+LAUNCHER_PID = "GRPO_MP_LAUNCHER_PID"  # of the process that started this rank
 DESCENDANTS = "--with-descendants"
-DUMP_SIGNAL = signal.SIGUSR2  # a rank or an engine's process then writes what it does
-# Variables that programs beside a rank find; others of the run may be secrets, such as keys of trackers and judges.
+DUMP_SIGNAL = signal.SIGUSR2  # a rank or an engine's process then writes its stacks
+# Variables that user programs get; other variables of the run may be secrets, such as keys of trackers and judges.
 SHARED_VARIABLES = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TERM", "TMPDIR"),
     *("PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
@@ -22,35 +22,33 @@ SHARED_VARIABLES = (
 
 
 def shared_environment(variables: Sequence[str] = ()) -> dict[str, str]:
-    """Return what a program finds that runs what a user wrote: SHARED_VARIABLES, and those that are named."""
+    """Return the environment of a user's program: SHARED_VARIABLES and `variables`."""
     return {name: os.environ[name] for name in (*SHARED_VARIABLES, *variables) if name in os.environ}
 
 
 def prctl(option: int, value: int) -> None:
-    """Set an option of this process. Raises OSError."""
+    """Set an option of this process."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 
 def with_death_signal(command: Sequence[str]) -> list[str]:
-    """Return a command that runs another one, which is killed when the thread that starts it has ended."""
+    """Return a command that runs `command`, which is killed when the starting thread ends."""
     return [sys.executable, __file__, *command]
 
 
 def with_descendants(command: Sequence[str]) -> list[str]:
-    """Return a command that runs another one and waits; it and all that it has started are killed when it ends.
+    """Return a command that runs `command`, and kills it and all its descendants when it ends or on SIGTERM.
 
-    So they are when the thread that starts it has ended, or on SIGTERM. The status is the other's own. Raises nothing:
-    one that cannot be started says so on stderr, with status 127.
+    They are also killed when the starting thread ends. The exit status is that of `command`, 127 where it cannot start.
     """
     return [sys.executable, "-I", "-S", __file__, DESCENDANTS, str(os.getpid()), *command]
 
 
 def end_with_launcher() -> None:
-    """Let a rank that torchrun or `grpo-mp train --ranks` started be killed when that ends, however it does.
+    """Have this rank killed when its launcher ends, torchrun or `grpo-mp train --ranks`.
 
-    Otherwise a rank would go on where nobody sees it, beside those of the job that is started in its place. One whose
-    launcher has ended before this call exits.
+    Otherwise it would keep running beside the ranks of the next job. Exits where the launcher has already ended.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -59,16 +57,15 @@ def end_with_launcher() -> None:
 
 
 def _launcher_is_gone() -> bool:
-    """Return whether this process has another parent than the one that started it; torchrun does not say its number."""
     parent = os.getppid()
     if launcher := os.environ.get(LAUNCHER_PID):
         return parent != int(launcher)
-    # Who takes orphans is init; in a container torchrun itself may be process 1.
+    # torchrun does not tell its id. Orphans go to init; in a container torchrun itself may be process 1.
     return parent == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes()
 
 
 def write_stacks_on_signal(folder: Path) -> None:
-    """Let DUMP_SIGNAL append the Python stacks of all threads of this process, or a fork of it, to its file there."""
+    """Write the Python stacks of all threads of this process, and of its forks, to files in `folder` on DUMP_SIGNAL."""
 
     def register() -> None:
         with suppress(FileNotFoundError):  # the folder goes when the engine ends
@@ -80,18 +77,17 @@ def write_stacks_on_signal(folder: Path) -> None:
 
 
 def stacks_file(folder: Path, pid: int) -> Path:
-    """Return the file of `write_stacks_on_signal` of a process."""
+    """Return the stacks file of a process, see `write_stacks_on_signal`."""
     return folder / f"stacks_{pid}.txt"
 
 
 def catches_dump_signal(status: str) -> bool:
-    """Return whether a process whose /proc/PID/status is given has a handler for DUMP_SIGNAL: else it would end."""
+    """Return whether a process, by its /proc/PID/status, handles DUMP_SIGNAL, which would end it otherwise."""
     caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
     return bool(int(caught, 16) >> (DUMP_SIGNAL - 1) & 1)
 
 
 def _kill_descendants() -> None:
-    """Kill all children of this process, and those that it inherits from them, until there are none."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     while pids := [int(pid) for pid in children.read_text().split()]:
         for pid in pids:
@@ -101,7 +97,7 @@ def _kill_descendants() -> None:
 
 
 def _run(starter: int, command: Sequence[str]) -> None:
-    """Do what `with_descendants` says, as a process of one thread whose parent is `starter`."""
+    """Run `command` as `with_descendants` describes, in a single-threaded process whose parent is `starter`."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

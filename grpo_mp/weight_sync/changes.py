@@ -20,10 +20,9 @@ def random_factors(count: int) -> Tensor:
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor, factors: Tensor) -> int:
-    """Return a 64-bit number of a tensor's bits: a sum of 64-bit words, each times its place's random number.
+    """Return a 64-bit hash of a tensor, computed on its device: a sum of its words times random `factors`.
 
-    Tensors that differ in one word never have the same; others do by chance, at worst once in 2**32. It is computed
-    where the tensor is, and only the number is copied. `factors`: of `random_factors`.
+    Tensors that differ in one word never collide, others at worst once in 2**32.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     whole = len(flat) // WORD_BYTES * WORD_BYTES

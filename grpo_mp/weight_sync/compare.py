@@ -30,9 +30,9 @@ EngineChecksums = Mapping[str, str]  # of an engine's tensors, by its own names
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Hold mean and largest |engine - policy| logprob difference over `tokens` tokens, in nats, and the mean's limit.
+    """Mean and largest |engine - policy| logprob difference over `tokens` tokens in nats, and the mean's limit.
 
-    No tokens: no engine was there to be compared. A limit of 0 is not known.
+    Without tokens no engine was compared.
     """
 
     mean: float
@@ -41,7 +41,7 @@ class CheckReport:
     limit: float = 0.0
 
     def passes(self, tolerance: float) -> bool:
-        """Tell whether the mean is within the tolerance; False where it is NaN."""
+        """Return whether the mean is within the tolerance; False for NaN."""
         return self.mean <= tolerance
 
 
@@ -51,10 +51,10 @@ NOT_COMPARED = CheckReport(0.0, 0.0, 0)
 def comparison_sequences(
     prompts: Sequence[tuple[int, ...]], longest: int, number: int = 0, answers: Sequence[tuple[int, ...]] = ()
 ) -> tuple[tuple[int, ...], ...]:
-    """Return texts of 2 to `longest` tokens to compare on: those of the run.
+    """Return texts of the run, of 2 to `longest` tokens, on which engine and policy are compared.
 
-    The set 0 has the first prompts and the ends of `answers`, sequences of prompt and response. Another number draws
-    prompts, each from a random token on, so that sets differ although there may be few prompts.
+    Set 0 has the first prompts and the ends of `answers`, prompts with responses. Other sets draw prompts, each from
+    a random token on, so that sets of few prompts differ.
     """
     generator = random.Random(number)
     # Where all prompts are of one token, they are one text.
@@ -72,7 +72,7 @@ def comparison_sequences(
 
 
 def compare(engine: Sequence[Sequence[float]], policy: Sequence[Sequence[float]]) -> CheckReport:
-    """Compare logprobs of the same tokens. Raises ValueError where the shapes differ or there is no token."""
+    """Compare logprobs of the same tokens. Raises ValueError for different shapes or no token."""
     if [len(sequence) for sequence in engine] != [len(sequence) for sequence in policy]:
         raise ValueError("engine and policy scored different numbers of tokens")
     flat = [[value for sequence in side for value in sequence] for side in (engine, policy)]
@@ -90,17 +90,14 @@ def pool_reports(reports: Sequence[CheckReport]) -> CheckReport:
 
 
 def trimmed_mean(reports: Sequence[CheckReport]) -> float:
-    """Return the mean over the tokens of several reports without the MAX_ROUTING_TIES farthest, one of a report.
-
-    It is nan where a value is none.
-    """
+    """Return the mean over the tokens of several reports without the MAX_ROUTING_TIES largest values."""
     farthest = sorted(report.largest for report in reports)[-MAX_ROUTING_TIES:]
     total = sum(report.mean * report.tokens for report in reports) - sum(farthest)
     return total / (sum(report.tokens for report in reports) - len(farthest))
 
 
 def worst_report(reports: Sequence[CheckReport]) -> CheckReport:
-    """Return the largest values of several engines' reports on the same tokens, of those that were compared."""
+    """Return the largest values of the compared engines' reports on the same tokens."""
     compared = [report for report in reports if report.tokens] or [NOT_COMPARED]
     return CheckReport(
         max(report.mean for report in compared), max(report.largest for report in compared), compared[0].tokens
@@ -108,11 +105,10 @@ def worst_report(reports: Sequence[CheckReport]) -> CheckReport:
 
 
 def describe_difference(before: EngineChecksums, again: EngineChecksums, restored: EngineChecksums) -> str:
-    """Return one sentence that names the tensors at fault after a sync that failed the check; "" where none is.
+    """Return one sentence that names the wrong tensors after a failed check; "" where none is wrong.
 
-    before: checksums after that sync; again: after a second one; restored: after the engine's weights were
-    overwritten at random and a third one. The second sync changes what the first did not deliver; what differs
-    after the third is reached by no sync.
+    before: checksums after the failed sync; again: after a second sync, which changes tensors that the first one did
+    not deliver; restored: after a third sync of randomly overwritten weights, which differs where no sync delivers.
     """
     if not (again and restored):
         return "the engine computes no checksums, so which tensor differs is not known"

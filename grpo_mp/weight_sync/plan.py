@@ -1,10 +1,9 @@
-"""Plan of a weight sync: which rank sends which shards to which, in which round, and who reads them. Pure data.
+"""Plan of a weight sync: which rank sends which shards to which rank in which round, and which ranks load them.
 
-Parameters move in groups: one expert, or one parameter, or the few of a layer that an engine fuses while it loads them
-(the two latent down-projections), which it does within one request only. On each node that needs a group one rank, the
-receiver, gets its shards and joins them; the other ranks of the node that need it read the receiver's copy. So an
-expert goes to the ranks that keep it alone, and the other weights cross the network once for each node. Where several
-ranks of an engine divide an expert, each gets its slice.
+Parameters move in groups: one expert, one parameter, or the few parameters of a layer that an engine fuses within one
+request (the two latent down-projections). On each node that needs a group one rank, the receiver, gets the shards and
+joins them; the node's other readers read its copy. So an expert goes only to the ranks that keep it, and other weights
+cross the network once a node. Where several ranks of an engine divide an expert, each gets its slice.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,14 +15,14 @@ from typing import NamedTuple, TypeVar
 from grpo_mp.models.mapping import Param
 from grpo_mp.rollout.engine_layout import EngineParallelism
 
-ROUNDS_IN_MEMORY = 4  # read by the engine; received and joined, or sent; and packed to send next: at most so many
+ROUNDS_IN_MEMORY = 4  # at most: read by the engine, received, joined or sent, and packed for the next round
 SLICED_GROUPS_PER_ROUND = 8
 GOLDEN_RATIO = 0.618034
-SEND_SLACK = 1.25  # what a rank may send in a round, over its share of a round
+SEND_SLACK = 1.25  # bytes that a rank may send in a round, over its even share
 
 Item = TypeVar("Item")
 Key = TypeVar("Key")
-Share = tuple[int, tuple[int, ...]]  # the rank that stages, and the others that load the same
+Share = tuple[int, tuple[int, ...]]  # the staging rank, and the other ranks that load the same
 Use = tuple[str, int]  # "sends", "receives" or "loads", and a rank
 Holders = Mapping[str, Mapping[int, Sequence[int]]]  # parameter -> tensor-parallel part -> ranks that hold it
 
@@ -35,7 +34,7 @@ class Slice(NamedTuple):
     total: int
 
     def overlaps(self, parts: int) -> range:
-        """Return with which of the equal `parts` that a trainer's ranks hold it overlaps."""
+        """Return which of the trainer's `parts` the slice overlaps."""
         return range(self.number * parts // self.total, -(-(self.number + 1) * parts // self.total))
 
 
@@ -43,7 +42,7 @@ WHOLE = Slice(0, 1)
 
 
 class Shard(NamedTuple):
-    """One tensor-parallel part of a parameter, or what a slice has of it."""
+    """One tensor-parallel part of a parameter, or its overlap with a slice."""
 
     name: str
     part: int
@@ -51,7 +50,7 @@ class Shard(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A slice of a parameter, of which an engine loads its full Hugging Face tensors or the same slice of them."""
+    """A slice of a parameter: an engine loads that slice of its Hugging Face tensors."""
 
     name: str
     slice: Slice = WHOLE
@@ -71,7 +70,7 @@ class ParamGroup:
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """Bytes of what is sent and of what is read. `staged`: of a piece's Hugging Face tensors."""
+    """Bytes of a sent shard and of a staged piece, the Hugging Face tensors that engines load."""
 
     sent: Callable[[Shard], int]
     staged: Callable[[Piece], int]
@@ -79,7 +78,7 @@ class ShardSizes:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A parameter group, or a slice of it, on its way to one node. Large jobs have ten thousands: hence slots."""
+    """A parameter group or slice on its way to one node. Large jobs have ten thousands: hence slots."""
 
     names: tuple[str, ...]
     sources: tuple[tuple[tuple[int, int], ...], ...]  # of each name: each part, and the rank that sends it
@@ -88,36 +87,35 @@ class Transfer:
     slice: Slice = WHOLE
 
     def shards(self) -> Iterator[tuple[int, Shard]]:
-        """Yield each shard and the rank that it comes from, which may be the receiver."""
+        """Yield each shard after its source rank, which may be the receiver."""
         for name, sources in zip(self.names, self.sources, strict=True):
             for part, source in sources:
                 yield source, Shard(name, part, self.slice)
 
     def pieces(self) -> tuple[Piece, ...]:
-        """Return what its readers load."""
         return tuple(Piece(name, self.slice) for name in self.names)
 
 
 @dataclass(frozen=True)
 class RankRound:
-    """What one rank does in one round; each message holds its shards in the order given."""
+    """One rank's work in one round; messages hold their shards in this order."""
 
     sends: Mapping[int, tuple[Shard, ...]]  # by target
     receives: Mapping[int, tuple[Shard, ...]]  # by source, not itself
-    own: tuple[Shard, ...]  # that it holds and stages
+    own: tuple[Shard, ...]  # held and staged by this rank
     staged: tuple[Piece, ...]
-    shares: Mapping[Share, tuple[Piece, ...]]  # that it stages or loads, and others too; on all in the same order
+    shares: Mapping[Share, tuple[Piece, ...]]  # staged or loaded here and on other ranks, in the same order on all
     loads: Mapping[int, tuple[Piece, ...]]  # by receiver
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """Rounds of transfers; a round's memory is freed when its engines have loaded it."""
+    """Rounds of transfers; a round's memory is freed once the engines have loaded it."""
 
     rounds: tuple[tuple[Transfer, ...], ...]
 
     def of_rank(self, rank: int) -> tuple[RankRound, ...]:
-        """Return the part of one rank, as many rounds as all have."""
+        """Return one rank's work in every round."""
         return tuple(_rank_round(transfers, rank) for transfers in self.rounds)
 
 
@@ -129,10 +127,9 @@ def plan_sync(
     sizes: ShardSizes,
     round_bytes: int,
 ) -> SyncPlan:
-    """Plan to bring each group to each of its `readers` (ranks), in rounds of at most `round_bytes` a rank.
+    """Plan to bring each group to its `readers`, in rounds of at most `round_bytes` on each rank.
 
-    No rank sends, receives, stages or loads more than that in a round, unless one group alone is larger: then no rank
-    sends more than that group, and each of the others is of one group.
+    Only a group that is larger by itself exceeds this limit.
     """
     merged = _merge_sliced(
         groups, holders, readers=readers, sizes=sizes, most_bytes=round_bytes // SLICED_GROUPS_PER_ROUND
@@ -145,10 +142,10 @@ def plan_sync(
 
 
 def engine_readers(host_ranks: Sequence[int], parallelism: EngineParallelism, alignment: int = 1) -> Readers:
-    """Return the ranks that load a group: those of every engine that keep the expert, or all for another group.
+    """Return which ranks load each slice of a group: all, or for an expert the ranks that keep it.
 
-    Ranks that divide an expert load its slices where these are multiples of `alignment`, else all of it, as where the
-    engine moves experts. `host_ranks`: each engine's first rank.
+    Ranks that divide an expert load slices whose size is a multiple of `alignment`, else the whole expert, as they do
+    where the engine moves experts. `host_ranks`: each engine's first rank.
     """
 
     @cache
@@ -189,11 +186,10 @@ def _param_group(params: Sequence[Param]) -> ParamGroup:
 def find_holders(
     params: Mapping[str, Param], shards_by_rank: Sequence[Mapping[str, int]], parts: Callable[[str], int]
 ) -> Holders:
-    """Return the ranks that hold each part of each parameter that is sent.
+    """Return the ranks that hold each part of each sent parameter.
 
-    `shards_by_rank`: of every rank, the tensor-parallel part that it has of each of its parameters; `parts`: into how
-    many a parameter is divided.
-    Raises ValueError where no rank holds a parameter or one of its parts is missing.
+    `shards_by_rank`: each rank's tensor-parallel part of its parameters; `parts`: number of parts of a parameter.
+    Raises ValueError where a part is missing.
     """
     holders: dict[str, dict[int, list[int]]] = {name: {} for name, param in params.items() if not param.alias}
     for rank, shards in enumerate(shards_by_rank):
@@ -210,9 +206,9 @@ def find_holders(
 def _merge_sliced(
     groups: Sequence[ParamGroup], holders: Holders, readers: Readers, sizes: ShardSizes, most_bytes: int
 ) -> list[ParamGroup]:
-    """Merge experts next to each other that the same ranks hold and load in slices, up to `most_bytes` a slice.
+    """Merge adjacent experts that the same ranks hold and load in slices, up to `most_bytes` a slice.
 
-    There are as many transfers of an expert as slices and nodes: without it large jobs would have millions.
+    Otherwise large jobs would have millions of transfers: one for each expert, slice and node.
     """
     merged: list[ParamGroup] = []
     size = 0
@@ -237,9 +233,9 @@ def _transfers(
     ranks_per_node: int,
     sizes: ShardSizes,
 ) -> list[Transfer]:
-    """Choose receivers and senders so that each rank stages and sends about the same.
+    """Choose receivers and senders that balance staged and sent bytes over ranks.
 
-    A shard comes from the receiver itself, else from its node, else from another; among equals from who has sent least.
+    A shard comes from the receiver itself, else from its node, else from another node.
     """
     staged: dict[int, int] = {}
     sent: dict[int, int] = {}
@@ -279,14 +275,14 @@ def _choose_sender(
 def _fill_rounds(
     transfers: Sequence[Transfer], sizes: ShardSizes, round_bytes: int
 ) -> tuple[tuple[Transfer, ...], ...]:
-    """Put each transfer into the first round that has room for it: on who sends, receives and loads it."""
+    """Put each transfer into the first round with room on all ranks that send, receive or load it."""
     needs = [_bytes_by_rank(transfer, sizes) for transfer in transfers]
     totals: dict[Use, int] = {}
     for need in needs:
         for use, size in need.items():
             totals[use] = totals.get(use, 0) + size
     most = {kind: max((size for (k, _), size in totals.items() if k == kind), default=0) for kind in ("sends", "loads")}
-    # No rank should send in a few rounds what it could send in all of them: the others would wait for it.
+    # A rank that sent all its shards in a few rounds would delay these.
     even = SEND_SLACK * most["sends"] / -(-max(most["loads"], 1) // round_bytes)
     limits: dict[str, float] = {"receives": round_bytes, "loads": round_bytes}
     rounds: list[list[Transfer]] = []
@@ -295,7 +291,7 @@ def _fill_rounds(
     large = [max(need.values()) > round_bytes / 2 for need in needs]  # few fit beside each other
     for index in _order(transfers, large):
         need = needs[index]
-        # What is large waits for no even share: it goes to as many nodes at once as the memory of a round allows.
+        # Large transfers go to as many nodes at once as the memory of a round allows.
         limits["sends"] = max(round_bytes, *need.values()) if large[index] else min(round_bytes, even)
         number = max(first_open.get(use, 0) for use in need)
         while number < len(rounds) and any(
@@ -314,7 +310,6 @@ def _fill_rounds(
 
 
 def _bytes_by_rank(transfer: Transfer, sizes: ShardSizes) -> dict[Use, int]:
-    """Return what each rank sends, receives and loads of a transfer."""
     size = sum(map(sizes.staged, transfer.pieces()))
     need: dict[Use, int] = {("loads", reader): size for reader in transfer.readers}
     for source, shard in transfer.shards():
@@ -325,10 +320,9 @@ def _bytes_by_rank(transfer: Transfer, sizes: ShardSizes) -> dict[Use, int]:
 
 
 def _order(transfers: Sequence[Transfer], large: Sequence[bool]) -> list[int]:
-    """Order transfers so that all receivers receive at the same time, each beginning at another layer.
+    """Order transfers so that each receiver begins at another layer; large transfers come first.
 
-    Pipeline stages hold consecutive layers: were all to begin with the first, its stage alone would send. What is
-    large comes first: the rest fills the rounds around it.
+    Pipeline stages hold consecutive layers: if all receivers began with the first layer, only its stage would send.
     """
     queues: dict[int, list[int]] = {}
     for index, transfer in enumerate(transfers):

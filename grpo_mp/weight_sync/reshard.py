@@ -16,10 +16,7 @@ from grpo_mp.weight_sync.wire import WireFormat
 
 @dataclass(frozen=True)
 class Resharder:
-    """Executes this rank's rounds.
-
-    `tensors`: its shards by full-model name; `group`: of the plan's ranks, None: the default group.
-    """
+    """Executes this rank's rounds. `tensors`: its shards by full-model name; `group`: of the plan's ranks."""
 
     rounds: Sequence[RankRound]
     wire: WireFormat
@@ -27,9 +24,9 @@ class Resharder:
     group: dist.ProcessGroup | None = None
 
     def stages(self, rounds: Sequence[RankRound]) -> Iterator[NamedTensors]:
-        """Send and receive the shards of rounds; yield, round by round, the full tensors that this rank stages.
+        """Send and receive the shards of rounds; yield the staged full tensors of each round.
 
-        Every rank must exhaust the iterator. While a round is sent, the messages of the next one are packed.
+        Every rank must exhaust the iterator. While a round is sent, the messages of the next round are packed.
         """
         packed = self.messages(rounds[0]) if rounds else {}
         for round_, following in zip_longest(rounds, rounds[1:]):
@@ -41,7 +38,7 @@ class Resharder:
             yield self.join(round_, arriving)
 
     def messages(self, round_: RankRound) -> dict[int, Tensor]:
-        """Return what this rank sends in a round, uint8, by target."""
+        """Return the messages of a round, uint8, by target."""
         messages: dict[int, Tensor] = {}
         copies: dict[Shard, list[list[Tensor]]] = {}  # where each shard goes
         for target, shards in round_.sends.items():
@@ -50,7 +47,7 @@ class Resharder:
             views = unpack(messages[target], specs)
             for shard in shards:
                 copies.setdefault(shard, []).append([next(views) for _ in self.wire.shard_specs(shard)])
-        for shard, places in copies.items():  # what is quantized is so once for all targets, and one after the other
+        for shard, places in copies.items():  # each shard is quantized once for all targets
             tensors = self._local(shard)
             for place in places:
                 for view, tensor in zip(place, tensors, strict=True):
@@ -58,7 +55,7 @@ class Resharder:
         return messages
 
     def join(self, round_: RankRound, arrived: Mapping[int, Tensor]) -> NamedTensors:
-        """Return the tensors that this rank stages, from its own shards and the messages by source."""
+        """Join this rank's own shards and the messages by source to the staged tensors."""
         shards = {shard: self._local(shard) for shard in round_.own}
         for source, message in arrived.items():
             views = unpack(message, self._specs(round_.receives[source]))
@@ -71,7 +68,7 @@ class Resharder:
         return staged
 
     def _exchange(self, round_: RankRound, messages: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], list[dist.Work]]:
-        """Begin to send `messages`; return those that arrive, by source, and what to wait for."""
+        """Begin to send `messages`; return the arriving messages by source, and the pending operations."""
         arriving = {
             source: torch.empty(packed_bytes(self._specs(shards)), dtype=torch.uint8, device=platform.device())
             for source, shards in round_.receives.items()
@@ -81,7 +78,6 @@ class Resharder:
         return arriving, dist.batch_isend_irecv([*sends, *receives]) if sends or receives else []
 
     def sent_bytes(self, round_: RankRound) -> int:
-        """Return the bytes that this rank sends to others in a round."""
         return sum(packed_bytes(self._specs(shards)) for shards in round_.sends.values())
 
     def _local(self, shard: Shard) -> list[Tensor]:

@@ -1,8 +1,7 @@
 """Brings the staged weights of a round from the ranks of an engine into the engine's processes.
 
-Each rank of an engine describes to its own process of the engine what to load from which memory. The engine's host, the
-only rank that has a client, sends the descriptions of all of them in one request. The engine unpickles only what its
-own job sends over loopback, authenticated by the run's secret.
+Each rank describes what its process of the engine loads from which memory. The engine's host, the only rank with a
+client, sends all descriptions in one request. The engine unpickles only authenticated requests over loopback.
 """
 
 import base64
@@ -44,34 +43,33 @@ Operation = tuple[Callable[..., Any], torch.Tensor, int]  # isend or irecv, what
 
 @dataclass(frozen=True)
 class EngineLink:
-    """A rank's link to the engine that it is part of; an engine that is lost takes no part.
+    """A rank's link to its engine; a lost engine is left out.
 
-    `engine_group`: gloo group of the engine's ranks, its host first; `node_group`: of all engines' ranks of the node.
+    `engine_group`: gloo group of the engine's ranks, its host first; `node_group`: of all engine ranks of the node.
     """
 
     rollout: Rollout
     transport: "HostTransport | IpcTransport"
     engine_group: dist.ProcessGroup
     node_group: dist.ProcessGroup
-    pause: PauseMode | None = None  # how requests wait for the update; None: there are none
-    with_draft: bool = False  # the layer that drafts is updated, too
+    pause: PauseMode | None = None  # how requests wait for the update; None: no requests run
+    with_draft: bool = False  # also update the drafting layer
     _sender: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "weight_sync"))
 
     def begin(self) -> None:
-        """Begin a weight update; requests of the engine wait meanwhile."""
+        """Begin a weight update, which pauses the engine's requests."""
         self._call_paused(lambda client: client.begin_weight_update(self.with_draft))
 
     def overwrite_weights(self) -> None:
-        """Fill the engine's weights with random values; its requests wait until an update has ended."""
+        """Fill the engine's weights with random values; its requests stay paused until an update has ended."""
         self._call_paused(lambda client: client.overwrite_weights(self.with_draft))
 
     def checksums(self) -> dict[str, str]:
-        """Return the checksums of what an update brings to the engine; none on ranks that are not its host."""
+        """Return the checksums of the engine's tensors; none on ranks other than its host."""
         client = self.rollout.client
         return self.rollout.call(client.checksums(self.with_draft)) if client else {}
 
     def _call_paused(self, request: Callable[[EngineClient], Coroutine[Any, Any, object]]) -> None:
-        """Ask something of the engine, if there is one, whose requests wait from now on; one that fails is lost."""
         with self.rollout.losing_engine() as client:
             if client and self.pause:
                 self.rollout.call(client.pause_generation(self.pause))
@@ -80,7 +78,7 @@ class EngineLink:
 
     @contextmanager
     def loading(self, round_: RankRound, staged: NamedTensors) -> Iterator[None]:
-        """Let the engine load a round while the body runs; then wait until all engines of the node have."""
+        """Load a round into the engine while the body runs; then wait for all engines of the node."""
         with self.transport.export(round_, staged) as exports:
             payloads = all_gather(serialize(exports), self.engine_group)
             request = None
@@ -104,7 +102,7 @@ class EngineLink:
             raise EngineTimeout(message) from error
 
     def end(self, version: int) -> None:
-        """End the update; the engine's weights have this version then."""
+        """End the update and set the version of the engine's weights."""
         with self.rollout.losing_engine() as client:
             if client:
                 self.rollout.call(client.end_weight_update(version, keep_cache=self.pause == "in_place"))
@@ -115,7 +113,7 @@ class EngineLink:
 
 @dataclass(frozen=True)
 class HostTransport:
-    """Shares what each rank of a node has staged with all of them, in shared host memory."""
+    """Shares staged tensors with all ranks of a node in shared host memory."""
 
     wire: WireFormat
     node_group: dist.ProcessGroup
@@ -123,7 +121,7 @@ class HostTransport:
 
     @contextmanager
     def export(self, round_: RankRound, staged: NamedTensors) -> Iterator[list[Export]]:
-        """Yield what this rank loads of its own export and of others'."""
+        """Yield the parts of all ranks' exports that this rank loads."""
         with export_to_host(staged, self.wire.all_specs(round_.staged)) as own:
             staged.clear()
             by_rank = dict(all_gather((self.rank, own), self.node_group))
@@ -135,9 +133,9 @@ class HostTransport:
 
 @dataclass(frozen=True)
 class IpcTransport:
-    """Sends what each rank of a node has staged to the others, each of which shares it with its engine by CUDA IPC.
+    """Exchanges staged tensors among the ranks of a node; each rank shares them with its engine process by CUDA IPC.
 
-    An engine's process so maps memory of its own GPU only: that of another would need a CUDA context there.
+    So an engine process maps memory of its own GPU only: another GPU's memory would need a CUDA context there.
     """
 
     wire: WireFormat
@@ -154,10 +152,9 @@ class IpcTransport:
             yield [own]
 
     def forward(self, round_: RankRound, staged: NamedTensors) -> NamedTensors:
-        """Exchange staged tensors within the node; return those that this rank loads.
+        """Exchange staged tensors within the node; return the tensors that this rank loads.
 
-        Of what several ranks load each gets a part from the rank that has staged it, and the others' parts from them:
-        no rank sends the same to all.
+        Each reader of a shared tensor gets one part from the staging rank and the other parts from the other readers.
         """
         by_name = dict(staged)
         messages = {}
@@ -197,12 +194,12 @@ class _Pickler(pickle.Pickler):
 
 
 def serialize(exports: Sequence[Export]) -> str:
-    """Return exports as SGLang's route takes them, base64; it unpickles them and hands them to LOADER."""
+    """Return exports as base64 of a pickle, which SGLang passes to LOADER."""
     file = io.BytesIO()
     _Pickler(file).dump([("exports", as_tensor(exports))])
     return base64.b64encode(file.getvalue()).decode()
 
 
 def uses_cuda_ipc(settings: SyncConfig) -> bool:
-    """Tell whether weights go by CUDA IPC; otherwise through shared host memory."""
+    """Return whether weights go by CUDA IPC, not through shared host memory."""
     return settings.transport == "ipc" or (settings.transport == "auto" and platform.on_cuda())

@@ -43,10 +43,9 @@ def plan_rounds(
     group: dist.ProcessGroup,
     ranks_per_node: int,
 ) -> tuple[RankRound, ...]:
-    """Plan to bring the policy's weights to their readers; return this rank's part. Every rank must call this.
+    """Plan the sync of the policy's weights to their readers; return this rank's part. Every rank must call this.
 
-    `local_shards`: name -> part on this rank; `bucket_bytes`: staging memory of a rank, None: what is usual; `group`:
-    all these ranks, which the plan numbers as it does.
+    `local_shards`: name -> part on this rank; `bucket_bytes`: memory of a rank for weights, None: the default.
     """
     holders = find_holders(wire.params, all_gather(dict(local_shards), group), wire.parts)
     round_bytes = wire.round_bytes(bucket_bytes)
@@ -65,8 +64,8 @@ def plan_rounds(
 class SyncReport:
     """Bytes and duration of one sync on this rank.
 
-    `sent`: to other ranks; `staged`: of full tensors that it made readable to its node; `largest_round`: the most that
-    it staged at a time; `engines`: of this rank that have the weights.
+    `sent`: to other ranks; `staged`: made readable to the node; `largest_round`: most staged bytes of a round;
+    `engines`: updated engines of this rank.
     """
 
     version: int
@@ -79,7 +78,7 @@ class SyncReport:
 
 
 def largest_report(reports: Sequence[SyncReport]) -> SyncReport:
-    """Return the maximum of each field over the ranks, and the sum of their engines."""
+    """Return the maximum of each field over the ranks, but the sum of their engines."""
     fields = [vars(report) for report in reports]
     largest = SyncReport(**{name: max(values[name] for values in fields) for name in fields[0]})
     return replace(largest, engines=sum(report.engines for report in reports))
@@ -87,7 +86,7 @@ def largest_report(reports: Sequence[SyncReport]) -> SyncReport:
 
 @dataclass(frozen=True)
 class WeightSync:
-    """Sends the policy's weights to the engines. `link`: None on ranks that are part of no engine."""
+    """Sends the policy's weights to the engines. `link`: None on ranks without an engine."""
 
     resharder: Resharder
     link: EngineLink | None
@@ -124,18 +123,15 @@ class WeightSync:
             self.link.overwrite_weights()
 
     def checksums(self) -> dict[str, str]:
-        """Return the checksums of this rank's engine, also of a layer that drafts and is trained; {} without one.
-
-        Raises UserError where the engine cannot compute them.
-        """
+        """Return the checksums of this rank's engine; {} without an engine."""
         return self.link.checksums() if self.link else {}
 
 
 @dataclass(frozen=True)
 class PolicyShards:
-    """The weights of a policy on one rank, of which a rank that does not train has none.
+    """The policy's weights on one rank; engine ranks hold none.
 
-    `params`, `tp_sizes`: of all parameters; `parts`: name -> tensor-parallel part that this rank holds in `tensors`.
+    `params`, `tp_sizes`: of all parameters; `parts`: name -> tensor-parallel part in `tensors`.
     """
 
     hf: HfConfig
@@ -146,12 +142,12 @@ class PolicyShards:
 
     @classmethod
     def of_policy(cls, policy: Policy) -> "PolicyShards":
-        """Return those of a rank that trains."""
+        """Return the shards of a training rank."""
         return cls(policy.hf, policy.base_params, policy.tp_sizes(), policy.weights, policy.weight_shards())
 
     @classmethod
     def none(cls, hf: HfConfig, layout: LayoutConfig) -> "PolicyShards":
-        """Return those of a rank that does not train, where other ranks divide the model by `layout`."""
+        """Return the empty shards of an engine rank, where others divide the model by `layout`."""
         params = family_of(hf).params(hf)
         return cls(hf, params, {name: tp_size(param, layout) for name, param in params.items()})
 
@@ -179,7 +175,7 @@ def build_weight_sync(settings: Settings, shards: PolicyShards, rollout: Rollout
 
 
 def _link_engine(settings: Settings, wire: WireFormat, rollout: Rollout, job: Job) -> EngineLink | None:
-    """Link a rank to the engine that it is part of; every rank that may host engines must call this."""
+    """Link a rank to its engine. Every rank that may host engines must call this."""
     first = job.rank - dist.get_rank()  # the first rank of torch's default group
     engines = [range(host, host + settings.engine.gpus_per_engine) for host in rollout.host_ranks]
     nodes = [list(ranks) for _, ranks in groupby(chain.from_iterable(engines), lambda rank: rank // job.ranks_per_node)]

@@ -1,8 +1,8 @@
-"""What a shard is while it travels: names, dtypes and shapes of the tensors that are sent. Pure.
+"""Wire format of a shard: names, dtypes and shapes of the tensors that are sent.
 
-Blockwise FP8 is quantized where the shard is, which halves what is sent, if the shard is whole blocks: then each block
-has the factor that it has in the full tensor, bit for bit. A shard that cuts a block travels in the model's dtype, and
-the receiver quantizes the joined tensor. A slice of an expert is whole blocks always.
+A shard of whole blocks is quantized to blockwise FP8 before it is sent, which halves the bytes; each block has the
+scale that it has in the full tensor, bit for bit. A shard that cuts a block is sent in the model's dtype, and the
+receiver quantizes the joined tensor. Slices of experts are always whole blocks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,13 +18,13 @@ from grpo_mp.rollout.shared_memory import NamedTensors, TensorSpec, packed_bytes
 from grpo_mp.utils.errors import UserError
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, WHOLE, ParamGroup, Piece, Shard, ShardSizes, Slice, group_params
 
-BUCKET_BYTES = 2**30  # memory of a rank for weights on their way, where no setting says otherwise
+BUCKET_BYTES = 2**30  # default memory of a rank for weights in transit
 Range = tuple[int, int]  # start and stop
 
 
 @dataclass(frozen=True)
 class WireFormat:
-    """How parameters travel. `tp_sizes`: parts of each parameter; `fp8`: projections arrive in blockwise FP8."""
+    """How parameters are sent. `tp_sizes`: parts of each parameter; `fp8`: projections arrive in blockwise FP8."""
 
     params: Mapping[str, Param]
     tp_sizes: Mapping[str, int]
@@ -39,10 +39,7 @@ class WireFormat:
         return ShardSizes(sent, lambda piece: staged(piece.name, piece.slice.total))
 
     def round_bytes(self, bucket_bytes: int | None) -> int:
-        """Return the most that a rank has of a round, where it may have `bucket_bytes` for weights on their way.
-
-        None: 1 GiB, or the least that suffices. Raises UserError for less than that: an engine loads a group at once.
-        """
+        """Return the limit of a round in bytes, given a rank's memory for weights; None: 1 GiB or the minimum."""
         names, largest = self.largest_group
         least = ROUNDS_IN_MEMORY * largest
         if bucket_bytes is not None and bucket_bytes < least:
@@ -55,22 +52,20 @@ class WireFormat:
 
     @cached_property
     def largest_group(self) -> tuple[tuple[str, ...], int]:
-        """Return the parameters that are most bytes of those that an engine loads at once, and their bytes."""
+        """Return the largest group of parameters that an engine loads at once, and its bytes."""
         by_names = {group.names: self._largest_bytes(group) for group in group_params(self.params)}
         largest = max(by_names, key=by_names.__getitem__)
         return largest, by_names[largest]
 
     def _largest_bytes(self, group: ParamGroup) -> int:
-        """Return the bytes of a group as it is sent or as it is read, whichever are more."""
         shards = [Shard(name, part) for name in group.names for part in range(self.parts(name))]
         return max(sum(map(self.sizes.sent, shards)), sum(self.sizes.staged(Piece(name)) for name in group.names))
 
     def parts(self, name: str) -> int:
-        """Return into how many parts a parameter is divided."""
         return self.tp_sizes[name] if self.params[name].tp_dim is not None else 1
 
     def specs(self, piece: Piece) -> list[TensorSpec]:
-        """Describe the Hugging Face tensors of a parameter, as the engine loads them, or the same slice of each."""
+        """Describe the Hugging Face tensors of a piece, as the engine loads them."""
         param, (number, total) = self.params[piece.name], piece.slice
         ranges = [_slice_range(param, shape, piece.slice) for shape in param.shapes]
         specs = self._specs(param, ranges, fp8=self.fp8 and param.is_projection)
@@ -83,21 +78,21 @@ class WireFormat:
         return [spec for piece in pieces for spec in self.specs(piece)]
 
     def shard_specs(self, shard: Shard) -> list[TensorSpec]:
-        """Describe the tensors of one shard, as they are sent."""
+        """Describe the tensors of one shard as they are sent."""
         return self._specs(self.params[shard.name], self._ranges(shard), self.quantizes_shards(shard.name))
 
     def quantizes_shards(self, name: str) -> bool:
-        """Tell whether a parameter is quantized where its shards are: each is whole blocks."""
+        """Return whether a parameter's shards are quantized before they are sent."""
         return self.fp8 and self.params[name].is_projection and self.is_whole_blocks(name)
 
     def is_whole_blocks(self, name: str) -> bool:
-        """Tell whether each part of a parameter is whole blocks of its tensors."""
+        """Return whether each part of a parameter consists of whole blocks."""
         param, count = self.params[name], self.parts(name)
         dim = param.tp_dim
         return count == 1 or dim is None or all(shape[dim] // count % BLOCK == 0 for shape in param.shapes)
 
     def shard_tensors(self, shard: Shard, tensor: Tensor) -> list[Tensor]:
-        """Convert a Megatron shard to the tensors that are sent: those of `shard_specs`."""
+        """Convert a Megatron shard to the tensors of `shard_specs`."""
         param, quantizes = self.params[shard.name], self.quantizes_shards(shard.name)
         pieces: list[Tensor] = []
         for piece, shape, range_ in zip(unfuse(param, tensor), param.shapes, self._ranges(shard), strict=True):
@@ -108,7 +103,7 @@ class WireFormat:
         return pieces
 
     def join(self, piece: Piece, shards: Sequence[Sequence[Tensor]]) -> NamedTensors:
-        """Join the tensors of all shards of a piece, by part, to what `specs` describes."""
+        """Join the tensors of all shards of a piece, by part, to the tensors of `specs`."""
         param = self.params[piece.name]
         if not self.quantizes_shards(piece.name):
             named = list(zip(param.hf, join(param, shards), strict=True))
@@ -122,11 +117,10 @@ class WireFormat:
         ]
 
     def _held(self, param: Param, shape: Shape, part: int) -> tuple[int, int]:
-        """Return the [start, stop) of a Hugging Face tensor along `param.tp_dim` that a trainer's part has."""
         return shard_range(param, shape, self.parts(param.name), part)
 
     def _ranges(self, shard: Shard) -> list[Range | None]:
-        """Return what a shard has of each Hugging Face tensor along `tp_dim`; None where that is not divided."""
+        """Return a shard's range of each Hugging Face tensor along `tp_dim`; None for undivided tensors."""
         param, ranges = self.params[shard.name], []
         for shape in param.shapes:
             wanted = _slice_range(param, shape, shard.slice)
@@ -151,7 +145,6 @@ class WireFormat:
 
 
 def _slice_range(param: Param, shape: Shape, slice_: Slice) -> Range | None:
-    """Return the [start, stop) of a slice along `param.tp_dim`; None where the tensor is not divided."""
     if param.tp_dim is None:
         return None
     size = shape[param.tp_dim] // slice_.total
@@ -165,5 +158,5 @@ def _cut(shape: Shape, dim: int | None, range_: Range | None) -> Shape:
 
 
 def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize in few large operations on a GPU; on a CPU, where caches are small, in rows of blocks: half the time."""
+    # On a CPU, where caches are small, rows of blocks take half the time of few large operations.
     return quantize_at_once(weight) if weight.is_cuda else quantize(weight)
