@@ -2,12 +2,8 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import date, time, timedelta
-from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from grpo_mp.data.cursor import Mixture
@@ -15,7 +11,7 @@ from grpo_mp.data.cursor import Mixture
 
 def row_bytes(text: str, columns: Mapping[str, Any]) -> bytes:
     """Return what identifies a prompt: what the template made of a row, and its columns, which rewards are given."""
-    return json.dumps([text, columns], default=_plain, skipkeys=True).encode()
+    return json.dumps([text, columns], default=str, skipkeys=True).encode()
 
 
 def joined_digest(parts: Iterable[str | bytes]) -> str:
@@ -24,17 +20,6 @@ def joined_digest(parts: Iterable[str | bytes]) -> str:
     for part in parts:
         joined.update(part.encode() if isinstance(part, str) else part)
     return str(joined.hexdigest())
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON knows it; of an unknown one its type, as its text may hold an address in memory."""
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, date | time | timedelta | Decimal | Fraction):
-        return str(value)
-    return type(value).__qualname__
 
 
 def left_out(setting: str, count: int, rows: int, unit: str, limit: str, outcome: str) -> Iterator[str]:

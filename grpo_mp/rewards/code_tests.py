@@ -24,7 +24,7 @@ ENTRY_POINTS = ("fn_name", "func_name", "function_name", "entry_point")
 FUNCTIONAL = ("functional", "function_call", "call_based")  # types of tests that call a function
 STDIN = ("stdin", "stdin_stdout", "standard_input")
 FORMS = "give Python tests, a list of them, {inputs, outputs}, or a list of {input, output}"
-FAILING_CALLS = ("raises", "fail", "exit", "_exit", "quit")  # calls that fail a test, beside assert...()
+FAILING_CALL = re.compile("assert|raises$|fail$|_?exit$|quit$")  # names of calls that can fail a test
 RUNNERS = ("unittest.main", "pytest.main")  # not called: program_tests.py runs the tests that they would find
 # What graders of contest programs import for them; the last gives back the builtins that math has replaced.
 CONTEST_IMPORTS = (
@@ -56,11 +56,10 @@ class RowTests:
 
 
 def read_tests(columns: Mapping[str, Any], column: str, partial: bool = False) -> RowTests:
-    """Read the tests of a row; `partial` keeps Python tests apart that otherwise run in one process.
+    """Read the tests of a row from a column, or a path such as reward_model.ground_truth.
 
-    `column`: its name, or a path such as reward_model.ground_truth.
-
-    Raises ValueError, with the reason: no such column, no tests in a known form, tests that assert nothing.
+    partial: keep Python tests apart that otherwise run in one process. Raises ValueError: no such column, no tests in a
+    known form, tests that assert nothing.
     """
     if not has_column(columns, column):
         known = shorten(", ".join(map(str, columns)), 300) or "none"
@@ -122,7 +121,8 @@ def _python_tests(texts: Sequence[str], context: Mapping[str, Any], partial: boo
     beginnings = (context.get(key) for key in BEGINNINGS) if entry_point else ()
     if entry_point and (setup := next((text for text in beginnings if isinstance(text, str) and _is_code(text)), "")):
         name = entry_point.partition("(")[0].partition(".")[0]
-        begin = f"{setup}\n{f'del {name}' if _defines(setup, name) else ''}\n{begin}"
+        is_defined = re.search(rf"^(?:async )?(?:def|class) {re.escape(name)}\b", setup, re.MULTILINE)
+        begin = f"{setup}\n{f'del {name}' if is_defined else ''}\n{begin}"
     texts = [text for text in texts if text.strip()]
     units = texts if partial else ["\n".join(texts)]
     scripts = [_read_script(unit, entry_point) for unit in units]
@@ -149,39 +149,33 @@ def _entry_point(columns: Mapping[str, Any], names: Iterable[str]) -> str | None
 def _read_script(text: str, entry_point: str | None) -> str:
     """Return Python tests as program_tests.py runs them; "" where the text has no statements.
 
-    entry_point: expression for the function of the program that `check(candidate)` of the tests is given. Raises
-    ValueError, with the reason, for a text that is not Python, asserts nothing, or needs what is not there.
+    entry_point: expression for the function of the program that `check(candidate)` of the tests is given.
     """
     tree = _parse(text)
     if not tree.body:
         return ""
     body = [_asserted(node) for node in tree.body if not _starts_runner(node)]
-    called = {_called_name(node) for node in ast.walk(tree)}
+    nodes = [part for node in body for part in ast.walk(node)]
+    called = set(map(_called_name, nodes))
     has_check = "check" not in called and any(isinstance(node, Function) and node.name == "check" for node in body)
-    if has_check and entry_point:
-        _parse(entry_point)
+    if has_check and not entry_point:
+        raise ValueError("asserts nothing: check(candidate) needs a column entry_point")
+    if has_check:
         body += ast.parse(f"check(_find_({entry_point!r}))").body
-        called.add("check")
-    live = [node for node in body if _is_run(node, called)]
-    if not any(_fails(part) for node in live for part in ast.walk(node)):
-        lacks = ": check(candidate) needs a column entry_point" if has_check and not entry_point else ""
-        raise ValueError(f"asserts nothing when it runs{lacks}")
-    _check_arguments(tree, called)
-    _check_imports(tree)
+    if not any(isinstance(node, ast.Assert | ast.Raise) or FAILING_CALL.match(_called_name(node)) for node in nodes):
+        raise ValueError("asserts nothing")
+    for module in _imported(tree):
+        if not _is_installed(module.partition(".")[0]):
+            raise ValueError(f"imports {module or '.'}, which is not installed; the program is the module solution")
     return text if body == tree.body else ast.unparse(ast.Module(body, []))
 
 
 def _is_code(text: str) -> bool:
-    """Return whether a text is Python that imports or defines something."""
     try:
         body = _parse(text).body
     except ValueError:
         return False
     return any(isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef) for node in body)
-
-
-def _defines(text: str, name: str) -> bool:
-    return any(isinstance(node, Function | ast.ClassDef) and node.name == name for node in _parse(text).body)
 
 
 def _parse(text: str) -> ast.Module:
@@ -196,7 +190,7 @@ def _parse(text: str) -> ast.Module:
 
 
 def _asserted(node: ast.stmt) -> ast.stmt:
-    """Return an assertion in the place of a bare comparison."""
+    """Make an assertion of a bare comparison."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Compare | ast.BoolOp):
         return ast.copy_location(ast.Assert(node.value), node)
     return node
@@ -208,55 +202,11 @@ def _starts_runner(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr | ast.If) and any(ast.unparse(call.func) in RUNNERS for call in calls)
 
 
-def _is_run(node: ast.stmt, called: set[str]) -> bool:
-    """Return whether a statement is more than a definition that neither the tests nor pytest nor unittest use."""
-    if isinstance(node, ast.ClassDef):
-        is_test = node.name.startswith("Test") or any(ast.unparse(base).endswith("TestCase") for base in node.bases)
-        return is_test or node.name in called
-    if isinstance(node, Function):
-        return node.name in called or (isinstance(node, ast.FunctionDef) and node.name.startswith("test"))
-    return True
-
-
-def _fails(node: ast.AST) -> bool:
-    """Return whether a node can fail a test."""
-    if isinstance(node, ast.Assert):
-        is_false = isinstance(node.test, ast.Constant) and not node.test.value
-        return is_false or any(isinstance(part, ast.Name) for part in ast.walk(node.test))
-    name = _called_name(node)
-    return isinstance(node, ast.Raise) or name.startswith("assert") or name in FAILING_CALLS
-
-
 def _called_name(node: ast.AST) -> str:
-    """Return the name of the function or method that a node calls; "" for another node."""
     function = node.func if isinstance(node, ast.Call) else None
     if isinstance(function, ast.Name):
         return function.id
     return function.attr if isinstance(function, ast.Attribute) else ""
-
-
-def _check_arguments(tree: ast.Module, called: set[str]) -> None:
-    """Raise ValueError for a test that needs an argument which nothing gives it."""
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    for function in functions.values():
-        if function.name in called or not function.name.startswith("test"):
-            continue
-        given = {"self", *re.findall(r"\w+", " ".join(_decorators(function, "parametrize")))}
-        required = function.args.args[: len(function.args.args) - len(function.args.defaults)]
-        for name in (one.arg for one in required if one.arg not in given):
-            if not (name in functions and _decorators(functions[name], "fixture")):
-                raise ValueError(f"has {function.name}({name}), and no fixture or parameter {name}")
-
-
-def _decorators(function: ast.FunctionDef, name: str) -> list[str]:
-    return [text for text in map(ast.unparse, function.decorator_list) if name in text]
-
-
-def _check_imports(tree: ast.Module) -> None:
-    """Raise ValueError for a module that is not installed."""
-    for module in _imported(tree):
-        if not _is_installed(module.partition(".")[0]):
-            raise ValueError(f"imports {module or '.'}, which is not installed; the program is the module solution")
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:

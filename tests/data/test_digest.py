@@ -13,7 +13,6 @@ import pytest
 
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.prompts import load_train_prompts
-from grpo_mp.data.set_checks import row_bytes
 from tests.data.test_prompts import TOKENIZER
 
 ROWS = [{"question": f"{i}+1?", "answer": str(i + 1), "level": i} for i in range(6)]
@@ -64,13 +63,3 @@ def test_the_same_rows_have_the_same_wherever_they_are_read(tmp_path: Path) -> N
 
 VALUES = [b"a", np.arange(3), np.int64(3), datetime.date(2026, 1, 2), Decimal("1.5"), {"a": [None, "x"]}]
 OTHERS = [b"b", np.arange(4), np.int64(4), datetime.date(2026, 1, 3), Decimal("1.6"), {"a": [None, "y"]}]
-
-
-@pytest.mark.parametrize(("value", "other"), list(zip(VALUES, OTHERS, strict=True)), ids=str)
-def test_values_of_every_type_that_data_sets_have(value: Any, other: Any) -> None:
-    assert row_bytes("", {"a": value}) == row_bytes("", {"a": value}) != row_bytes("", {"a": other})
-
-
-def test_an_object_of_an_unknown_type_is_the_same_at_every_start() -> None:
-    """It may be shown with its address in memory, as pictures are."""
-    assert row_bytes("", {"a": object()}) == row_bytes("", {"a": object()}) != row_bytes("", {"a": Path()})

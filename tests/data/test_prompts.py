@@ -200,16 +200,12 @@ GOOD = {"question": "a", "answer": "1"}
 BAD_ROWS = [
     ([GOOD, ""], r"a\.jsonl, line 2: empty row"),
     ([GOOD, "{'a': 1}"], r"a\.jsonl, line 2: not valid JSON"),
-    (["\udcff"], r"a\.jsonl, line 1: not valid JSON"),
     ([GOOD, "[1]"], r"a\.jsonl, line 2: expected an object with columns, found list"),
     ([{"question": "  ", "answer": "1"}], r"line 1: column question: the prompt is empty"),
-    ([{"question": [], "answer": "1"}], r"line 1: column question: expected text or a list of chat messages"),
     ([{"question": 3, "answer": "1"}], r"line 1: column question: expected text or a list of chat messages"),
     ([{"question": [{"role": "you", "content": "a"}], "answer": "1"}], r"line 1: .* a message needs role"),
-    ([{"question": [{"role": "user"}], "answer": "1"}], r"line 1: .* a message needs role .* text content"),
     ([{"question": [{"role": "assistant", "content": "a"}], "answer": "1"}], r"last message must be the user's"),
     ([{"question": "a", "answer": None}], r"line 1: column answer: expected an answer"),
-    ([{"question": "a", "answer": "so\n####"}], r"line 1: column answer: expected an answer"),
     (
         [GOOD, {"qestion": "a", "answer": "1"}],
         r"line 2: no column question \(did you mean qestion\?\).* qestion, answer",

@@ -153,17 +153,6 @@ STRIPPING_MARKS = (
 )
 
 
-def test_a_cut_answer_that_another_turn_quotes_is_refused() -> None:
-    one: Message = {"role": "assistant", "content": "1+1=2"}
-    quoting: Message = {"role": "assistant", "content": "so 1+1=2 and 2+2=4"}
-    chat = Chat((ASK, one, MORE, quoting))
-    with pytest.raises(UserError, match=r"cuts the assistant's content '1\+1=2'"):
-        encode(make_encoder("qwen2_5", template=STRIPPING_MARKS), chat)
-    keeping = STRIPPING_MARKS.replace(" if loop.last else m['content'].split('=')[-1]", "")
-    encoder = make_encoder("qwen2_5", template=keeping)
-    assert turns(encoder, encode(encoder, chat)) == ["1+1=2<|im_end|>", "so 1+1=2 and 2+2=4<|im_end|>"]
-
-
 SPLIT_MARKS = (  # words and calls of a turn are marked each by itself, empty words are not
     "{% for m in messages %}{% if m['role'] == 'assistant' %}A: {% if m['content'] %}{% generation %}"
     "{{ m['content'] if loop.last else m['content'].split('=')[-1] }}{% endgeneration %}{% endif %}"
@@ -186,17 +175,6 @@ def test_turns_of_several_marks_or_none_are_compared_with_their_own() -> None:
     for messages in cut:
         with pytest.raises(UserError, match=r"cuts the assistant's content '1\+1=2'"):
             encode(make_encoder("qwen2_5", template=SPLIT_MARKS), Chat(messages, tools=(TOOL,)))
-
-
-def test_a_cut_last_answer_that_the_question_quotes_is_refused() -> None:
-    cutting = (
-        "{% for m in messages %}{{ m.content.split('=')[-1] if m.role == 'assistant' else m.content }}{% endfor %}"
-    )
-    question: Message = {"role": "user", "content": "Is 1+1=2?"}
-    chat = Chat((question, {"role": "assistant", "content": "1+1=2"}))
-    with pytest.raises(UserError, match=r"cuts the assistant's content '1\+1=2'"):
-        encode(make_encoder("qwen2_5", "all", cutting), chat)
-    encode(make_encoder("qwen2_5", "all"), chat)
 
 
 def test_a_call_that_only_the_words_name_is_missed() -> None:

@@ -299,24 +299,6 @@ def test_an_environment_has_a_process_for_its_episode(file: str) -> None:
     assert again == one
 
 
-def test_what_an_environment_leaves_ends_with_its_episode(
-    file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    async def episodes(kit: ToolKit) -> None:
-        tools = await kit.open(LIMIT_S, 100)
-        assert (await call(tools, "abandon")).error is None
-        own = (await call(tools, "own_process")).text
-        await tools.close()
-        assert all(map(has_ended, [own, *(tmp_path / "pids").read_text().split()]))
-        another = await kit.open(LIMIT_S, 100)
-        assert (await call(another, "own_process")).text != own
-        await another.close()
-
-    with_kit(file, episodes, ("Counter",))
-
-
 def test_a_hanging_environment_is_gone_and_functions_go_on(
     file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -339,22 +321,6 @@ def test_a_hanging_environment_is_gone_and_functions_go_on(
     with_kit(file, episode)
 
 
-def test_a_cancelled_call_ends_with_its_process(file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    async def cancelled(kit: ToolKit) -> bool:
-        tools = await kit.open(LIMIT_S, 100)
-        pid = (await call(tools, "own_process")).text
-        hanging = asyncio.create_task(call(tools, "hang"))
-        await appear(tmp_path / "hang")
-        hanging.cancel()
-        await asyncio.wait({hanging})
-        await tools.close()
-        return has_ended(pid)
-
-    assert with_kit(file, cancelled, ("Counter",))
-
-
 def test_tools_find_no_secret_of_the_run(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_API_KEY", "GRPO_MP_ANYTHING", "SEARCH_KEY"):
         monkeypatch.setenv(name, "secret")
@@ -374,19 +340,6 @@ def test_a_worker_that_cannot_load_the_tools_is_refused(file: str, tmp_path: Pat
     only_here.write_text(check + TOOLS)
     with pytest.raises(UserError, match=r"rollout\.tools: .*importing .*only_here\.py failed: OSError: no second"):
         load_tools([f"{only_here}:give"], processes=1)
-
-
-def test_only_methods_of_an_environment_are_tools(file: str) -> None:
-    """Not what it holds; its properties are not even looked at."""
-
-    async def look(kit: ToolKit) -> None:
-        tools = await kit.open(LIMIT_S, 100)
-        assert [*tools.by_name] == [schema["function"]["name"] for schema in kit.schemas] == ["look"]
-        assert await call(tools, "look") == ToolResult("0")
-        assert await tools.reward() == 0.25
-        await tools.close()
-
-    with_kit(file, look, ("Graded",))
 
 
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,8 @@ def test_functions_load_from_modules_and_files(tmp_path: Path) -> None:
     ("name", "reason"),
     [
         ("os.path", "write module:function"),
-        (":f", "write module:function"),
-        ("os.path:", "write module:function"),
         ("no_such_module_x:f", "ModuleNotFoundError: No module named 'no_such_module_x'"),
         ("os.path:jion", r"os.path has no jion \(did you mean join\?\)"),
-        ("os.path:sep", "as reward function it must be a function, not str"),
         ("os.path:join", r"it is called with \(prompts=, completions=, .*log_metric=\): got an unexpected keyword arg"),
         ("no/such.py:f", "no such file: no/such.py"),
     ],
@@ -35,7 +32,7 @@ def test_an_import_that_fails_is_reported_with_its_reason(name: str, reason: str
         REWARDS.resolve(name, "reward.functions")
 
 
-@pytest.mark.parametrize("body", ["import sys\nsys.exit(0)", "raise SystemExit", "import os\nos._exit(0)", "exit()"])
+@pytest.mark.parametrize("body", ["import sys\nsys.exit(0)", "import os\nos._exit(0)"])
 def test_a_file_that_ends_the_program_on_import(body: str, tmp_path: Path) -> None:
     (tmp_path / "leaving.py").write_text(body)
     with pytest.raises(UserError, match=r"importing .*leaving\.py failed: (SystemExit|ExitCallError)"):
@@ -57,16 +54,3 @@ def test_a_file_imports_its_neighbours_in_processes_too(tmp_path: Path) -> None:
         (tmp_path / "other" / name).write_text((tmp_path / name).read_text())
     with pytest.raises(UserError, match=r"both have neighbour_of_mine\.py, of which one is imported: rename one"):
         load_reward(f"{tmp_path / 'other' / 'mine_with_neighbour.py'}:score", "reward.functions")
-
-
-def test_rewards_may_be_decimal_numbers(tmp_path: Path) -> None:
-    (tmp_path / "exact.py").write_text(
-        "from decimal import Decimal\ndef group(completions, **columns): return [Decimal('0.5'), None]\n"
-        "def single(completion, **columns): return Decimal('0.25')\n"
-    )
-    arguments = {"prompts": ["a"] * 2, "completions": ["b"] * 2}
-    others = dict.fromkeys(("completion_ids", "trainer_state", "log_extra", "log_metric"), [None] * 2)
-    group = load_reward(f"{tmp_path / 'exact.py'}:group", "reward.functions")
-    single = load_reward(f"{tmp_path / 'exact.py'}:single", "reward.functions")
-    assert [*map(float, call_reward(single, arguments | others))] == [0.25, 0.25]
-    assert call_reward(group, arguments) == [0.5, None]

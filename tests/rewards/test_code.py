@@ -1,7 +1,6 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from grpo_mp.utils.types import SampleGroup
 
 MakeGroup = Callable[..., SampleGroup]
 ADD = "def add(a, b):\n    return a + b\n"
-TOKEN = "0123456789abcdef"
 ECHO = "import sys\nfor line in sys.stdin:\n    print(2 * int(line), '')\n"
 
 
@@ -174,16 +172,6 @@ def test_rows_without_tests_do_not_count(score: Callable[..., Any]) -> None:
     assert score([answer(ADD), "nothing"], ["", " "]) == [{}, {}]
 
 
-def test_an_empty_text_is_no_share_of_the_tests(score: Callable[..., Any]) -> None:
-    assert score([answer(ADD)], ["", "assert add(1, 2) == 4", "assert add(1, 2) == 3"], partial=True) == [{"code": 0.5}]
-
-
-def test_a_null_is_no_input(score: Callable[..., Any]) -> None:
-    assert score([answer("import sys; print(len(sys.stdin.read()))")], [{"input": None, "output": "0"}]) == [
-        {"code": 1.0}
-    ]
-
-
 def test_a_row_that_cannot_be_read_is_a_failure_of_the_term(score: Callable[..., Any]) -> None:
     """The start refuses such rows; where one is met later, reward.on_error decides."""
     sentence = r"^reward code: prompt 12: column tests is not Python \(.*set reward.on_error"
@@ -216,33 +204,6 @@ def test_groups_are_scored_at_once_within_bounds(make_group: MakeGroup, monkeypa
         groups = list(threads.map(scorer.score_group, [group] * 6))
     assert [[sample.reward for sample in scored.samples] for scored in groups] == [[1.0, 0.0]] * 6
     assert peak == [2]
-
-
-@pytest.mark.usefixtures("score")
-def test_waiting_for_a_turn_takes_no_time_from_a_program(
-    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = RewardConfig.model_validate({"code": {"parallel": 1, "timeout_s": 6.0}})
-    scorer = Scorer(settings, max_response_tokens=10)
-    all_wait, limits, now = threading.Barrier(5), list[float](), [0.0]
-
-    def extract_and_wait(response: str) -> str | None:
-        all_wait.wait(60.0)  # nobody runs before all want to
-        return extract_program(response)
-
-    def run(_: Sandbox, program: str, stdin: str, timeout_s: float) -> Outcome:
-        limits.append(timeout_s)
-        now[0] += 4.0  # two take longer than the limit of one
-        return Outcome(True, TOKEN + "[]")
-
-    monkeypatch.setattr(Sandbox, "run", run)
-    monkeypatch.setattr("grpo_mp.rewards.code.secrets.token_hex", lambda _: TOKEN)
-    monkeypatch.setattr("grpo_mp.rewards.code.extract_program", extract_and_wait)
-    monkeypatch.setattr("grpo_mp.rewards.code.time", SimpleNamespace(monotonic=lambda: now[0]))
-    with ThreadPoolExecutor(5) as threads:
-        groups = list(threads.map(scorer.score_group, [make_group([answer(ADD)], tests="assert add")] * 5))
-    assert [scored.samples[0].reward for scored in groups] == [1.0] * 5
-    assert limits == [6.0] * 5
 
 
 def test_a_failing_sandbox_is_not_a_wrong_program(

@@ -1,7 +1,6 @@
 """Programs that leave their bounds, run for real in bubblewrap; and a sandbox server that is asked instead."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from threading import Thread
 import psutil
 import pytest
 
-from grpo_mp.rewards import sandbox as sandbox_module
 from grpo_mp.rewards.sandbox import Outcome, Sandbox
 from grpo_mp.rewards.settings import CodeConfig
 from grpo_mp.utils.errors import UserError
@@ -58,34 +56,8 @@ def test_an_endless_program_ends_at_its_limit(run: Callable[..., bool]) -> None:
         assert not run(program, "", 0.5)
 
 
-def test_a_fork_bomb_stays_small(run: Callable[..., bool]) -> None:
-    program = """
-import os, time
-forks = 0
-for _ in range(200):
-    try:
-        if os.fork() == 0:
-            time.sleep(30)
-            os._exit(0)
-        forks += 1
-    except OSError:
-        break
-"""
-    assert run(program, "assert 0 < forks < 16, forks")
-
-
 def test_memory_is_limited(run: Callable[..., bool]) -> None:
     assert run("try:\n    bytearray(2**30)\nexcept MemoryError:\n    stopped = True", "assert stopped")
-
-
-def test_output_is_limited_and_files_too(sandbox: Sandbox, run: Callable[..., bool]) -> None:
-    outcome = sandbox.run("import sys\nwhile True: print('x' * 10000)", "", 20.0)
-    assert not outcome.succeeded
-    assert len(outcome.output) <= 2**20
-    fill_folder = (
-        "n = 0\ntry:\n    while n < 999:\n        open(f'f{n}', 'wb').write(bytes(2**20)); n += 1\nexcept OSError: pass"
-    )
-    assert run(fill_folder, "assert 4 < n < 17, n")
 
 
 def test_nothing_outside_can_be_written(run: Callable[..., bool], tmp_path: Path) -> None:
@@ -127,15 +99,6 @@ seen = [p for p in ["/etc/shadow", "/etc/passwd", "/proc/1/environ", "/proc/self
     assert run(program, "assert not seen and 'SECRET_KEY' not in found and 'hunter2' not in str(found), seen")
 
 
-def test_the_folder_is_fresh_and_goes_away(
-    run: Callable[..., bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sandbox_module.tempfile, "tempdir", str(tmp_path))
-    for _ in range(2):
-        assert run("import os; before = os.listdir(); open('left', 'w').write('x')", "assert before == ['main.py']")
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -157,52 +120,6 @@ except OSError:
         listener.accept()
 
 
-def test_other_processes_are_out_of_reach(run: Callable[..., bool]) -> None:
-    program = f"""
-import os, signal
-reached = []
-for pid in {[psutil.Process().pid, psutil.Process().ppid()]} + list(range(2, 400)):
-    try:
-        if pid != os.getpid():
-            os.kill(pid, signal.SIGKILL)
-            reached.append(pid)
-    except OSError:
-        pass
-"""
-    assert run(program, "assert not reached, reached")
-
-
-def test_a_program_has_no_privileges(run: Callable[..., bool]) -> None:
-    program = """
-import ctypes, os
-libc = ctypes.CDLL(None, use_errno=True)
-gained = []
-for name, call in {
-    "setuid": lambda: os.setuid(0),
-    "mount": lambda: 1 / (1 + libc.mount(b"tmpfs", b"/program", b"tmpfs", 0, None)),
-    "remount": lambda: 1 / (1 + libc.mount(None, b"/usr", None, 32 | 4096, None)),
-    "chroot": lambda: os.chroot("/usr"),
-    "hostname": lambda: 1 / (1 + libc.sethostname(b"x", 1)),
-}.items():
-    try:
-        call()
-        gained.append(name)
-    except (OSError, ZeroDivisionError):
-        pass
-"""
-    assert run(program, "assert not gained and os.getuid() == os.geteuid() != 0, gained")
-    if os.geteuid() == 0:
-        assert run("import os", "assert (os.getuid(), os.getgid(), os.getgroups()) == (65534, 65534, [])")
-
-
-@pytest.mark.usefixtures("sandbox")
-def test_limits_too_small_for_any_program() -> None:
-    with pytest.raises(
-        UserError, match=r"an empty program fails under its limits: raise reward\.code\.memory_bytes=9999999"
-    ):
-        Sandbox(CodeConfig(memory_bytes=9999999))
-
-
 def test_no_process_stays_behind(run: Callable[..., bool]) -> None:
     mark = f"grpo_mp_left_{time.monotonic_ns()}"
     program = LEAVES_A_PROCESS.format(mark=mark)
@@ -220,17 +137,6 @@ def test_input_and_status(sandbox: Sandbox) -> None:
     assert sandbox.run("print(input()[::-1])", "abc\n", 20.0) == Outcome(True, "cba")
     assert sandbox.run("print(input()); 1/0", "abc\n", 20.0) == Outcome(False, "abc")
     assert sandbox.run("try: input()\nexcept EOFError: print('end')", "", 20.0) == Outcome(True, "end")
-
-
-def test_libraries_and_threads_work(run: Callable[..., bool]) -> None:
-    program = """
-import collections, dataclasses, numpy, threading
-@dataclasses.dataclass
-class Point: x: int
-def total(values): return int(numpy.array(values).sum())
-thread = threading.Thread(target=print); thread.start(); thread.join()
-"""
-    assert run(program, "assert total([1, 2]) == 3 and Point(1) == Point(1)")
 
 
 OWNER = """
