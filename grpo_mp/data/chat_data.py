@@ -52,7 +52,6 @@ class ChatReader:
         return [one.cut(limit) if limit else one for one in encoded]
 
     def sample(self, row: Row, number: int) -> Sample | None:
-        """Return the sample of a row; None where nothing of it is learned."""
         return self.encode([row])[0].sample(number)
 
 
@@ -109,19 +108,16 @@ class ChatSet:
 
     @property
     def epoch_size(self) -> int:
-        """Return the samples of an epoch."""
         return sum(share.count for share in self.mixture) or len(self)
 
     def __len__(self) -> int:
         return sum(len(part.numbers) for part in self.parts)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return one sample."""
         part, place = self._find(index)
         return part.read(place, index)
 
     def location(self, index: int) -> str:
-        """Return file and line of a sample."""
         part, place = self._find(index)
         return f"{part.rows.name}, {part.rows.unit} {int(part.numbers[place]) + 1}"
 
@@ -210,7 +206,6 @@ def check_chats(source: str, reader: ChatReader, count: int | None = None) -> Ch
 
 
 def _sizes(sample: Sample) -> tuple[int, int]:
-    """Return the tokens of a sample, and those of them that have a loss."""
     return sample.total_tokens, len(sample.tokens) - sample.given_tokens
 
 

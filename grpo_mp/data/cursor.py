@@ -161,12 +161,10 @@ class PromptQueue:
                 self._last.append(index)
 
     def __getitem__(self, number: int) -> int:
-        """Return the index of the prompt with this number in the step's launch order."""
         self.extend(number + 1)
         return self._draws[number].index
 
     def epoch(self, number: int) -> int:
-        """Return the epoch in which that prompt is drawn."""
         self.extend(number + 1)
         return self._draws[number].cursor.epoch
 
@@ -178,5 +176,4 @@ class PromptQueue:
         return self._cursor
 
     def give_back(self) -> None:
-        """Drop what is drawn: the next step draws it again."""
         self._draws = []

@@ -80,11 +80,9 @@ class PromptReader:
     check_columns: CheckColumns = no_check  # what rewards need of them
 
     def messages(self, row: Row) -> Messages:
-        """Return the messages of a row, without the system prompt of the settings."""
         return _read_messages(row, self.data.prompt_column)
 
     def answer(self, row: Row) -> str | None:
-        """Return the answer of a row; None without data.answer_column."""
         return _read_answer(row, self.data.answer_column)
 
     def with_system(self, messages: Messages) -> Messages:
@@ -104,7 +102,6 @@ class PromptReader:
             ) from error
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
-        """Return the tokens of what the template made."""
         # The template has written the special tokens already; adding them here would begin prompts with two.
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
@@ -135,15 +132,12 @@ class RowPrompts:
 
     @property
     def digest(self) -> str:
-        """Return the digest of the prompts."""
         return joined_digest((self.content, np.ascontiguousarray(self.numbers, dtype="<i8").tobytes()))
 
     def texts(self) -> Iterator[str]:
-        """Yield the text by which each prompt is known, see `conversation_text`."""
         return (conversation_text(self.reader.messages(self.rows[int(number)])) for number in self.numbers)
 
     def warnings(self, setting: str, max_prompt_tokens: int, outcome: str) -> Iterator[str]:
-        """Warn of rows that are left out."""
         count, limit = self.too_long + len(self.numbers), f"rollout.max_prompt_tokens={max_prompt_tokens}"
         yield from left_out(setting, self.too_long, rows=count, unit="prompts", limit=limit, outcome=outcome)
 
@@ -183,7 +177,6 @@ class PromptSet:
 
     @property
     def epoch_size(self) -> int:
-        """Return the prompts of an epoch."""
         return sum(share.count for share in self.mixture) or len(self)
 
     def first_rendered(self) -> str:

@@ -51,7 +51,6 @@ class LearnedTokens:
     learned: npt.NDArray[np.bool_]
 
     def cut(self, count: int) -> "LearnedTokens":
-        """Return the first `count` tokens."""
         return LearnedTokens(self.tokens[:count], self.learned[:count])
 
     def sample(self, number: int) -> Sample | None:
@@ -87,7 +86,6 @@ class ChatEncoder:
 
     @property
     def _end(self) -> int | None:
-        """Return the token that ends an answer where the template writes none."""
         eos = self.tokenizer.eos_token_id
         return int(eos) if isinstance(eos, int) else min(self.stops, default=None)
 
@@ -227,7 +225,6 @@ def _changed(turn: int, text: str, part: str, is_last: bool) -> UserError:
 
 
 def _common_length(one: str, other: str) -> int:
-    """Return with how many characters both texts begin."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 

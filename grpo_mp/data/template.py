@@ -111,7 +111,6 @@ class ChatRenderer:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Render a conversation up to where the policy answers."""
         return self._encode(self._render(messages))
 
     def continuation(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:

@@ -179,7 +179,6 @@ class Number:
 
     @property
     def share(self) -> Fraction:
-        """Return the number, of a percentage its hundredth."""
         return self.value / 100 if self.is_percent else self.value
 
     @property
@@ -308,7 +307,6 @@ def _read_digits(text: str) -> tuple[Fraction, bool, str] | None:
 
 
 def _operands(match: re.Match[str], first: int) -> tuple[str, str]:
-    """Return numerator and denominator of LATEX_FRACTION, whose groups begin at `first`."""
     return match[first] or match[first + 1], match[first + 2] or match[first + 3]
 
 
@@ -397,7 +395,6 @@ def _changes_number(word: str) -> bool:
 
 
 def _measure(word: str) -> str | None:
-    """Return the name of a unit in MEASURES; None for others."""
     name = word.lower() if len(word) > 1 else word
     return next((one for one in (name, name.removesuffix("s"), name.removesuffix("es")) if one in MEASURES), None)
 

@@ -197,7 +197,6 @@ def _asserted(node: ast.stmt) -> ast.stmt:
 
 
 def _starts_runner(node: ast.stmt) -> bool:
-    """Return whether a statement, or a main block, calls unittest.main() or pytest.main()."""
     calls = (part for part in ast.walk(node) if isinstance(part, ast.Call))
     return isinstance(node, ast.Expr | ast.If) and any(ast.unparse(call.func) in RUNNERS for call in calls)
 

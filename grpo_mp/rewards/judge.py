@@ -30,7 +30,6 @@ class Judge(ServedModelClient):
         self._threads = ThreadPoolExecutor(CONCURRENT_REQUESTS, "judge")
 
     def close(self) -> None:
-        """End threads and connections."""
         self._threads.shutdown()
         super().close()
 

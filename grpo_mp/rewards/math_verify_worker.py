@@ -55,7 +55,6 @@ class MathVerifier:
             return reply == "equal"
 
     def close(self) -> None:
-        """End the child process; a later comparison starts another."""
         with self._lock:
             self._end()
 

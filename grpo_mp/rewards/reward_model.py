@@ -66,11 +66,9 @@ class ServedModelClient:
         )
 
     def connect(self, servers: Sequence[Server]) -> None:
-        """Ask these servers, in turn, that the job itself has started."""
         self._servers = cycle(servers)
 
     def close(self) -> None:
-        """Close the connections."""
         self._http.close()
 
     def ask(self, path: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
@@ -102,7 +100,6 @@ class ServedModelClient:
         raise RewardError(self._shown(f"{endpoint} {failure}"))
 
     def _shown(self, text: str) -> str:
-        """Return a sentence in one line, without keys and logins."""
         return one_line(without_secrets({"api_key_env": self._key_variable, "text": text})["text"])
 
 
@@ -135,7 +132,6 @@ class StepModelClient(ModelClient):
     """
 
     def __init__(self, settings: RewardModelConfig, decode: Decode) -> None:
-        """Store `decode`, the policy's tokenizer."""
         super().__init__(settings)
         self._decode_token = cache(lambda token: decode([token]))
 

@@ -149,7 +149,6 @@ class Sandbox:
 
 @cache
 def _spawner(pid: int) -> ThreadPoolExecutor:
-    """Return the thread of this process, `pid`, that starts programs."""
     return ThreadPoolExecutor(1, "sandbox")
 
 

@@ -51,7 +51,6 @@ class RewardStats:
         return {name: sum(sorted(values)) / len(values) for name, values in sorted(self.values.items())}
 
     def log(self, name: str, value: float) -> None:
-        """Add one value given to `log_metric`."""
         self.values.setdefault(name, []).append(value)
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,7 +111,6 @@ class Scorer:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings that a user should read at the start."""
         missing = "no reward term defines correctness, so there is no accuracy: name one by reward.correct"
         return () if self._settings.correct_term else (missing,)
 
@@ -218,7 +216,6 @@ class Scorer:
         return stats
 
     def add_stats(self, stats: RewardStats) -> None:
-        """Add the statistics of a scorer with its own."""
         with self._lock:
             self._stats = sum_stats([self._stats, stats])
 
@@ -245,7 +242,6 @@ class Scorer:
         return other
 
     def close(self) -> None:
-        """End the process that compares answers, and connections."""
         self._built_in.close()
         if self._step_model:
             self._step_model.close()
@@ -302,7 +298,6 @@ class Scorer:
 
     @property
     def _default(self) -> float | None:
-        """The score of a failing call, if it has one."""
         on_error = self._settings.on_error
         return None if isinstance(on_error, str) else on_error
 
@@ -334,6 +329,5 @@ def _verdicts(results: Results, term: str | None, count: int) -> list[bool | Non
 
 
 def _mean_of(sample: Sample, steps: StepRewards) -> dict[str, float]:
-    """Return the mean of a sample's step rewards as it is shown among the terms; `steps`: of its last sequence."""
     rewards = [reward for of_one in (*(part.step_rewards for part in sample.earlier), steps) for _, reward in of_one]
     return {STEPS: statistics.fmean(rewards)} if rewards else {}

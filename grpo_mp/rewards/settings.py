@@ -224,7 +224,6 @@ class RewardConfig(Section):
         return self.correct_term_of(self.term_weights)
 
     def correct_term_of(self, weights: Mapping[str, float]) -> str | None:
-        """Return the same for prompts with weights of their own."""
         return self.correct or next((name for name in ("answer", "code") if weights.get(name)), None)
 
     def with_correct(self, weights: Mapping[str, float]) -> dict[str, float]:
@@ -262,17 +261,14 @@ class RewardConfig(Section):
 
     @property
     def outcome_model(self) -> RewardModelConfig | None:
-        """The served model that scores whole responses, if any."""
         return None if self.steps == MODEL else self.model
 
     @property
     def steps_function(self) -> str | None:
-        """Path of the function that rewards steps, if any."""
         return self.steps if self.steps not in (EPISODE, MODEL) else None
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of every term by name, functions included."""
         names = self.function_names
         return self.term_weights | {names[spec]: weight for spec, weight in self.functions.items()}
 

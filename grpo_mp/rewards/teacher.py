@@ -37,7 +37,6 @@ class TeacherClient(ServedModelClient):
     def __init__(
         self, settings: ServedModelConfig, topk: int | None = None, vocab_size: int = 0, **limits: Any
     ) -> None:
-        """Open no connection yet; `topk`: tokens that are asked for in each place; `vocab_size`: of the policy."""
         super().__init__(settings, **limits)
         self._topk, self._vocab_size = topk, vocab_size
 

@@ -46,7 +46,6 @@ class BuiltInTerms:
         return other
 
     def close(self) -> None:
-        """End the process that compares answers, and connections."""
         self.verifier.close()
         if self.model:
             self.model.close()
@@ -73,7 +72,6 @@ def _rules(settings: RewardConfig, max_response_tokens: int) -> dict[str, GroupV
 
 
 def _by_sample(value: Callable[[Sample], float | None]) -> GroupValues:
-    """Score a group by a function that scores one sample."""
     return lambda group: [value(sample) for sample in group.samples]
 
 

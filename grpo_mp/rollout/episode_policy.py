@@ -81,12 +81,10 @@ class TokenSequence:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Return the tokens of all segments."""
         return tuple(chain.from_iterable(segment.tokens for segment in self.segments))
 
     @property
     def has_turns(self) -> bool:
-        """Return whether the policy generated any of it."""
         return any(segment.generated for segment in self.segments)
 
     def followed_by(self, given: tuple[int, ...], messages: Sequence[Message] = ()) -> "TokenSequence":
@@ -129,12 +127,10 @@ class EpisodePolicy:
 
     @property
     def temperature(self) -> float:
-        """Return the temperature that all turns are sampled with."""
         return self.context.sampling.temperature
 
     @property
     def top_p(self) -> float:
-        """Return the mass of nucleus sampling of all turns."""
         return self.context.sampling.top_p
 
     async def generate(
@@ -191,7 +187,6 @@ class EpisodePolicy:
         )
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included."""
         return str(self.context.renderer.tokenizer.decode(list(tokens)))
 
     def unrecorded(self) -> "EpisodePolicy":
@@ -202,7 +197,6 @@ class EpisodePolicy:
 
     @property
     def _recorded(self) -> Iterator[TokenSequence]:
-        """Return the sequences that a conversation may go on from, the last one first."""
         return (one for one in (self._sequence, *reversed(self._earlier)) if one.has_turns)
 
     def _after(

@@ -138,7 +138,6 @@ def _as_reward(returned: Any) -> float | None:
 
 
 def _environment(variables: Sequence[str], base_url: str, api_key: str) -> dict[str, str]:
-    """Return what a command finds: its endpoint, and no secrets of the run but those that are named."""
     direct = {name: ",".join(filter(None, [os.environ.get(name), LOOPBACK])) for name in ("NO_PROXY", "no_proxy")}
     return {**shared_environment(variables), **direct, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
 

@@ -36,11 +36,9 @@ class Session:
         self._ask("", GRACE_S)  # its start takes no time from the first piece of code
 
     def run(self, code: str) -> str:
-        """Return what the code prints, and the value of its last line. Raises SessionEndedError."""
         return self._ask(code, self._timeout_s + INTERRUPT_S)
 
     def end(self) -> None:
-        """End the interpreter, and all that it has started."""
         self._process.kill()
         self._process.communicate()
 
@@ -102,5 +100,4 @@ class Python(BoundedTools):
 
 @cache
 def _sandbox(limits: SandboxLimits) -> Sandbox:
-    """Return the process's sandbox of these limits."""
     return Sandbox(limits, SECTION)

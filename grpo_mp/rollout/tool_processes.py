@@ -1,8 +1,7 @@
 """Worker processes of a rank's tools: one that hangs is killed; a rank outlives all of them.
 
-An environment has a process of its own for its episode; calls of functions share some. Those that ended well are used
-again, but for one in which an environment left processes. All that a worker has started ends with it. No more than JSON
-comes back from them (see tool_worker.py).
+An environment has a process of its own for its episode; calls of functions share some. Processes that ended a call or
+an episode well are used again. All that a worker has started ends with it. Replies are JSON (see tool_worker.py).
 """
 
 import asyncio
@@ -16,9 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
-
-from grpo_mp.rollout.tool_worker import HEADER_BYTES, MOST_BYTES
+from grpo_mp.rollout.tool_worker import HEADER_BYTES
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.processes import shared_environment, with_descendants
 from grpo_mp.utils.user_code import IMPORT_LIMIT_S
@@ -49,15 +46,7 @@ class ToolProcess:
 
     @property
     def works(self) -> bool:
-        """Return whether the process can be asked."""
         return not self._ended
-
-    @property
-    def is_alone(self) -> bool:
-        """Return whether nothing that the worker has started runs."""
-        with suppress(psutil.NoSuchProcess):
-            return len(psutil.Process(self._process.pid).children(recursive=True)) <= 1  # the worker itself
-        return True
 
     async def ask(self, name: str, request: tuple[str, str, Mapping[str, Any]] | None, limit_s: float) -> Any:
         """Return what a call brings; `request` None: what the process says first.
@@ -86,7 +75,7 @@ class ToolProcess:
         return base64.b64decode(reply["bytes"]) if "bytes" in reply else reply["value"]
 
     async def _exchange(self, message: bytes) -> dict[str, Any]:
-        """Send a message, if any, and read the next. Raises ValueError for what is no reply."""
+        """Send a message, if any, and read the next."""
         requests, replies = self._process.stdin, self._process.stdout
         assert requests
         assert replies
@@ -94,11 +83,7 @@ class ToolProcess:
             requests.write(len(message).to_bytes(HEADER_BYTES) + message)
             await requests.drain()
         length = int.from_bytes(await replies.readexactly(HEADER_BYTES))
-        if length > MOST_BYTES:
-            raise ValueError(f"{length} bytes")
-        reply = json.loads(await replies.readexactly(length))
-        if not isinstance(reply, dict) or not {"error", "bytes", "value"} & reply.keys():
-            raise ValueError("no reply")
+        reply: dict[str, Any] = json.loads(await replies.readexactly(length))
         return reply
 
     async def _how_it_ended(self) -> str:
@@ -175,22 +160,15 @@ class ToolProcesses:
         return process
 
     async def drop(self, process: ToolProcess, limit_s: float) -> None:
-        """Let a process forget its environment, and wait for another; one that does not is killed.
-
-        So is one in which the environment left processes: they are no business of the next episode.
-        """
+        """Let a process forget its environment, and wait for another; one that does not is killed."""
         with suppress(ToolTimeoutError, ToolRaisedError, ToolDiedError):
             await process.ask("the end of an environment", ("", "", {}), limit_s)
-        if not process.is_alone:
-            process.kill("was ended")
         self._give_back(process)
 
     async def check(self) -> None:
-        """Start one process. Raises UserError where it cannot load the tools."""
         await (await self._start()).end()
 
     async def close(self) -> None:
-        """End the processes that are idle; the others end with their episodes."""
         while self._idle:
             await self._idle.pop().end()
 

@@ -88,7 +88,6 @@ class ToolKit:
         )
 
     async def close(self) -> None:
-        """End the idle processes."""
         await self.processes.close()
 
 
@@ -107,12 +106,10 @@ class EpisodeTools:
     close: Callable[[], Awaitable[None]]
 
     async def reset(self, columns: Mapping[str, Any]) -> str:
-        """Reset the environments; return their texts."""
         texts = [await self.processes.call(reset, columns, self.limit_s) for reset in self.resets]
         return "".join(text for text in texts if text is not None)
 
     async def reward(self) -> float | None:
-        """Return the sum of the environments' `get_reward`; None where none has one."""
         rewards = [await self.processes.call(reward, {}, self.limit_s) for reward in self.rewards]
         return sum(rewards) if rewards else None
 

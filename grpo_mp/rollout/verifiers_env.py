@@ -30,7 +30,6 @@ class VerifiersRollout:
         self._endpoint = Endpoint()
 
     async def __call__(self, task: Task, policy: Policy) -> Episode:
-        """Roll out one row. Its reward is the rubric's; the rubric's metrics are the episode's."""
         output = await run_agent(self._endpoint, policy, lambda session: self._play(task, session))
         return policy.episode(output["reward"], output["metrics"])
 
