@@ -101,7 +101,6 @@ def make_logger(ctx: SftContext) -> StepLogger:
         memory_tracker=ctx.phases.memory_tracker,
         expert_load=ctx.policy.expert_load,
         watch=watch,
-        decode=ctx.inputs.tokenizer.decode,
     )
 
 

@@ -161,7 +161,6 @@ def make_logger(ctx: TrainContext) -> StepLogger:
         memory_tracker=ctx.phases.memory_tracker,
         expert_load=ctx.policy.expert_load,
         watch=watch,
-        decode=ctx.inputs.tokenizer.decode,
         distillation=settings.algorithm.distillation,
     )
 

@@ -13,25 +13,14 @@ STEP_FILE = re.compile(r"(?:step|eval)_([0-9]+)\.jsonl?")  # other names are cop
 SHOWN_SAMPLES = 4  # groups of a step whose texts are logged
 
 
-def write_samples(
-    run_folder: Path, step: int, groups: Iterable[SampleGroup], tokens: Mapping[tuple[int, ...], Any] | None = None
-) -> None:
-    """Write every sample of a step into `<run>/samples/step_000012.jsonl`; `tokens`: details by group and index."""
-    path = run_folder / "samples" / f"step_{step:06d}.jsonl"
-    write_atomically(path, "".join(sample_lines(groups, tokens or {})))
+def write_samples(run_folder: Path, step: int, groups: Iterable[SampleGroup]) -> None:
+    """Write every sample of a step into `<run>/samples/step_000012.jsonl`."""
+    write_atomically(run_folder / "samples" / f"step_{step:06d}.jsonl", "".join(sample_lines(groups)))
 
 
-def write_eval_samples(
-    run_folder: Path,
-    step: int,
-    groups_by_set: Mapping[str, Iterable[SampleGroup]],
-    tokens: Mapping[str, Mapping[tuple[int, ...], Any]] | None = None,
-) -> None:
-    """Write answers of the eval sets into `<run>/samples/eval_000020.jsonl`; `tokens`: by set, group and index."""
-    known = tokens or {}
-    lines = [
-        line for name, groups in groups_by_set.items() for line in sample_lines(groups, known.get(name, {}), set=name)
-    ]
+def write_eval_samples(run_folder: Path, step: int, groups_by_set: Mapping[str, Iterable[SampleGroup]]) -> None:
+    """Write answers of the eval sets into `<run>/samples/eval_000020.jsonl`."""
+    lines = [line for name, groups in groups_by_set.items() for line in sample_lines(groups, set=name)]
     write_atomically(run_folder / "samples" / f"eval_{step:06d}.jsonl", "".join(lines))
 
 
@@ -52,16 +41,14 @@ def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
 def append_samples(file: Path, name: str, groups: Iterable[SampleGroup]) -> None:
     """Append every sample of a set."""
     with file.open("a", encoding="utf-8") as lines:
-        lines.writelines(sample_lines(groups, {}, set=name))
+        lines.writelines(sample_lines(groups, set=name))
 
 
-def sample_lines(groups: Iterable[SampleGroup], tokens: Mapping[tuple[int, ...], Any], **columns: Any) -> Iterator[str]:
+def sample_lines(groups: Iterable[SampleGroup], **columns: Any) -> Iterator[str]:
     """Yield every sample as a line of JSON, after `columns`; values that JSON or UTF-8 lacks become text."""
     for group in groups:
         for sample in group.samples:
-            details = tokens.get((sample.group_id, sample.index))
-            record = columns | sample_record(group, sample) | ({"token_details": details} if details else {})
-            yield encodable(as_json(record, ensure_ascii=False)) + "\n"
+            yield encodable(as_json(columns | sample_record(group, sample), ensure_ascii=False)) + "\n"
 
 
 def sample_record(group: SampleGroup, sample: Sample) -> dict[str, Any]:

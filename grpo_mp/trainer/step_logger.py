@@ -1,11 +1,10 @@
 """Log a step: metrics, histograms, sample texts, evaluation scores."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,14 +38,6 @@ from grpo_mp.trainer.metrics import (
     rollout_metrics,
     update_metrics,
 )
-from grpo_mp.trainer.token_details import (
-    best_and_worst,
-    eval_records,
-    gather_details,
-    longest,
-    most_mismatched,
-    sample_records,
-)
 from grpo_mp.utils.errors import DISK_ERRORS, one_line
 from grpo_mp.utils.types import MicroBatch, SampleGroup
 from grpo_mp.weight_sync.compare import CheckReport
@@ -64,7 +55,6 @@ class StepRecord:
     histograms: dict[str, Sequence[float] | torch.Tensor] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     groups: Sequence[SampleGroup] = ()  # for the sample files; on rank 0 only
-    tokens: Mapping[tuple[int, ...], Any] = field(default_factory=dict)  # of some of their samples, likewise
 
 
 class StepLogger:
@@ -82,19 +72,18 @@ class StepLogger:
         memory_tracker: MemoryTracker,
         expert_load: ExpertLoad,
         watch: RuleWatch,
-        decode: Callable[[Sequence[int]], str],
         distillation: DistillationConfig | None = None,
     ) -> None:
         """Take the open `loggers` of rank 0; `samples_per_step`: groups whose texts are written.
 
-        `watch` has seen the steps that are done; `decode` gives the text of tokens.
+        `watch` has seen the steps that are done.
         """
         self._folder, self._epochs, self._samples_per_step = run_folder, epochs, samples_per_step
         self._parallel, self._timeline, self._progress = parallel, timeline, progress
         self._loggers = loggers
         self._memory_tracker, self._expert_load = memory_tracker, expert_load
         self._watch, self._reported_failures = watch, set[str]()
-        self._decode, self._start_ns, self._distillation = decode, timeline.now_ns(), distillation
+        self._start_ns, self._distillation = timeline.now_ns(), distillation
 
     def begin_step(self) -> None:
         """Start the clock of a step."""
@@ -142,26 +131,16 @@ class StepLogger:
         }
         histograms = {**distributions(rollouts.scored, batch.advantages)} | common.histograms
         texts = dict(common.texts)
-        groups, tokens = self._gather_samples(rollouts, batch, updates)
-        if groups:
+        if groups := self._gather_samples(rollouts):
             texts["rollout/samples"] = samples_to_markdown(groups)
-        return StepRecord(scalars, histograms, texts=texts, groups=groups, tokens=tokens)
+        return StepRecord(scalars, histograms, texts=texts, groups=groups)
 
-    def _gather_samples(
-        self, rollouts: RolloutBatch, batch: StepBatch, updates: Sequence[Sequence[MicroBatch]]
-    ) -> tuple[list[SampleGroup], dict[tuple[int, ...], Any]]:
-        """Gather some groups on rank 0, that of the most mismatched token among them, and what their tokens show."""
+    def _gather_samples(self, rollouts: RolloutBatch) -> list[SampleGroup]:
+        """Gather some groups of the step on rank 0."""
         if not self._samples_per_step:
-            return [], {}
-        ids = set(evenly_spaced(sorted({info.group_id for info in rollouts.infos}), self._samples_per_step))
-        wanted = best_and_worst(rollouts.infos, ids)
-        if (mismatched := most_mismatched(updates, batch, self._parallel)) is not None:
-            ids.add(mismatched[0])
-            wanted.add(mismatched)
-        wanted |= longest(rollouts.infos, ids)
-        groups = gather_groups(rollouts.groups, ids, self._parallel.cpu_group)
-        details = gather_details(updates, batch, wanted, self._parallel)
-        return groups, sample_records(groups, details, self._decode, wanted)
+            return []
+        ids = evenly_spaced(sorted({info.group_id for info in rollouts.infos}), self._samples_per_step)
+        return gather_groups(rollouts.groups, set(ids), self._parallel.cpu_group)
 
     def common_record(self) -> tuple[Sequence[StepSummary], StepSummary, StepRecord]:
         """Return the times of the step on each rank and over all, and what is logged of any step.
@@ -185,7 +164,7 @@ class StepLogger:
         write_metrics(self._loggers, step, scalars=record.scalars, histograms=record.histograms, texts=record.texts)
         if record.groups:
             with disk_may_be_full(f"the samples of step {step}"):
-                write_samples(self._folder, step, record.groups, record.tokens)
+                write_samples(self._folder, step, record.groups)
         for finding in self._watch.step({"step": step, **record.scalars}):
             self._progress.note(f"warning: step {step}: {finding.sentence}. {finding.advice}")
 
@@ -199,8 +178,7 @@ class StepLogger:
         with disk_may_be_full(f"the scores of step {step}"):
             write_scores(step_file(self._folder, step), scores, step=step)
             if evaluation.shown:
-                tokens = {name: eval_records(groups, self._decode) for name, groups in evaluation.shown.items()}
-                write_eval_samples(self._folder, step, evaluation.shown, tokens)
+                write_eval_samples(self._folder, step, evaluation.shown)
             if figure:
                 write_svg(figure, self._folder / PASS_AT_K_FILE)
         if figure:

@@ -45,7 +45,7 @@ def test_objects_that_json_lacks_are_written_as_text() -> None:
     group = SampleGroup(
         make_group(0).prompt, (replace(sample, extra={"score": np.float32(0.5), "day": date(2026, 1, 2)}),)
     )
-    (line,) = sample_lines([group], {}, set="aime")
+    (line,) = sample_lines([group], set="aime")
     assert json.loads(line)["set"] == "aime"
     assert json.loads(line)["extra"] == {"score": "0.5", "day": "2026-01-02"}
 
@@ -97,12 +97,6 @@ def test_answers_to_an_eval_set_stand_beside_its_name_and_replace_those_of_the_s
         write_eval_samples(tmp_path, 20, {"a": [make_group(0)], "b": [make_group(1)]})
     rows = [json.loads(line) for line in (tmp_path / "samples" / "eval_000020.jsonl").read_text().splitlines()]
     assert [row["set"] for row in rows] == ["a"] * 3 + ["b"] * 3
-
-
-def test_what_is_known_of_tokens_stands_with_their_sample(tmp_path: Path) -> None:
-    write_samples(tmp_path, 1, [make_group(0)], {(0, 1): {"pieces": ["a"]}})
-    rows = [json.loads(line) for line in (tmp_path / "samples" / "step_000001.jsonl").read_text().splitlines()]
-    assert [row.get("token_details") for row in rows] == [None, {"pieces": ["a"]}, None]
 
 
 def test_spread_is_even_and_never_repeats() -> None:

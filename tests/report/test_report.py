@@ -13,12 +13,11 @@ import yaml
 from grpo_mp.cli.main import main
 from grpo_mp.config.load import check_settings, dump_settings
 from grpo_mp.monitor.curves import CURVES
-from grpo_mp.monitor.report.answers import CHARACTERS, Token, shortened
+from grpo_mp.monitor.report.answers import CHARACTERS, shortened
 from grpo_mp.monitor.report.charts import Chart, legend
 from grpo_mp.monitor.report.page import build_report, render
 from grpo_mp.monitor.report.tables import settings_tables
 from grpo_mp.monitor.run_folder import read_run, read_runs
-from grpo_mp.trainer.token_details import TOKENS
 from grpo_mp.utils.errors import UserError
 from tests.bench.picture import main_charts, write_charts
 from tests.minimal_settings import MINIMAL_SETTINGS
@@ -29,12 +28,6 @@ EVIL = "</pre><script>alert('$x')</script><img src=https://example.org/x>"
 CHARTED = [
     pattern.replace("*", "x") for curves in CURVES.values() for one in curves for pattern in one.metrics.values()
 ]
-DETAILS = {  # a token of each class by probability, mismatch and advantage
-    "pieces": ["4", " <b>", " c", " d", " e"],
-    "engine": [-0.01, -3.0, -0.5, -1.5, -6.0],
-    "policy": [-0.011, -1.0, -0.53, -1.6, -6.5],
-    "advantages": [0.5, 2.0, 0.0, -0.5, -2.0],
-}
 
 
 def metrics(step: int) -> dict[str, float | None]:
@@ -72,35 +65,20 @@ def write_lines(file: Path, lines: list[dict[str, object]]) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def lengthen(lines: list[dict[str, object]], text: str) -> list[dict[str, object]]:
-    """Let each question and answer begin with a text, and an answer have all tokens that a run keeps of one."""
-    if not text:
-        return lines
-    values = [round(-value / 70, 5) for value in range(TOKENS)]
-    details = {"pieces": [f"<{token:3}>" for token in range(TOKENS)]}
-    details |= dict.fromkeys(("engine", "policy", "advantages"), values)
-    long = [line | {key: f"{text}{line[key]}" for key in ("prompt", "response")} for line in lines]
-    return [line | {"token_details": details} for line in long]
-
-
-def make_run(folder: Path, steps: int, text: str = "", **settings: object) -> Path:
-    """Write a run folder of so many steps: two groups of two samples each, and an evaluation at either end.
-
-    `text` begins each question and each answer.
-    """
+def make_run(folder: Path, steps: int, **settings: object) -> Path:
+    """Write a run folder of so many steps: two groups of two samples each, and an evaluation at either end."""
     for name in ("samples", "eval"):
         (folder / name).mkdir(parents=True)
     (folder / "settings.yaml").write_text(dump_settings(check_settings(MINIMAL_SETTINGS | settings, "test")))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(metrics(step)) + "\n" for step in range(1, steps + 1)))
     for step in range(1, steps + 1):
-        details = {"token_details": DETAILS}
-        lines = [sample(step, 0, 0), sample(step, 0, 1), sample(step, 1, 0), sample(step, 1, 1, **details)]
-        write_lines(folder / "samples" / f"step_{step:06d}.jsonl", lengthen(lines, text))
+        lines = [sample(step, 0, 0), sample(step, 0, 1), sample(step, 1, 0), sample(step, 1, 1)]
+        write_lines(folder / "samples" / f"step_{step:06d}.jsonl", lines)
     for step, value in ((0, 0.25), (steps, 0.75)):
         score = {"accuracy": value, "reward": 1.0, "length": 9.0, "accuracy_error": 0.01, "truncated_ratio": 0.0}
         score |= {"problems": 8, "samples": 2, "maj_at": {}, "pass_at": {1: {"value": value, "error": 0.01}}}
         (folder / "eval" / f"step_{step:06d}.json").write_text(json.dumps({"step": step, "sets": {"held_out": score}}))
-        write_lines(folder / "samples" / f"eval_{step:06d}.jsonl", lengthen([sample(step, 7, 0, set="held_out")], text))
+        write_lines(folder / "samples" / f"eval_{step:06d}.jsonl", [sample(step, 7, 0, set="held_out")])
     return folder
 
 
@@ -184,8 +162,7 @@ def test_answers_are_the_best_worst_longest_and_the_same_question(long_run: Path
     answers = build_report(read_runs([long_run])).sections[-1].answers
     last = {one.why: one for one in answers if one.step == 1000}
     assert [last[why].response.split()[-2:] for why in ("best", "worst")] == [["1", "1"], ["0", "0"]]
-    assert last["longest"].facts.startswith("reward 1.5, right, 8 tokens")  # of two, the one whose tokens are known
-    assert last["most mismatched token"].facts.startswith("reward 1.5, right, 2 nats between engine and policy")
+    assert "8 tokens" in last["longest"].facts
     assert [one.step for one in answers if one.why == "same question"] == [0, 1000]  # of the evaluations
 
 
@@ -263,14 +240,6 @@ def test_warnings_come_in_order_of_weight_with_meaning_setting_and_source(tmp_pa
         assert text in page
     opened = re.findall(r'<li class="warning"><details open>', page)
     assert len(opened) == 3 < len(weights)  # curves are not far below
-
-
-def test_tokens_have_classes_by_probability_mismatch_and_advantage() -> None:
-    assert Token("a", -0.01, -0.01, 2.0).classes == "p4 a4 m0"
-    assert Token("a", -5.0, -2.0, -0.5).classes == "p0 a1 m4"
-    assert Token("a", -1.0, None, 0.0).classes == "p2 a2"
-    assert Token("a", -1.0, None, None).classes == "p2"  # of an evaluation
-    assert Token("a", math.nan, None, math.nan).classes == ""
 
 
 def test_the_main_curves_are_drawn_as_one_picture(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from grpo_mp.monitor.run_folder import RunRecords
 from grpo_mp.utils.findings import Finding
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # of what a browser may load or run
-COLORINGS = ("nothing", "probability", "mismatch", "advantage")  # of tokens
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,4 @@ def render(report: Report) -> str:
         draw=lambda chart: drawn[id(chart)],
         legend=legend,
         policy=POLICY,
-        colorings=COLORINGS,
-        has_tokens=any(answer.tokens for section in report.sections for answer in section.answers),
     )
