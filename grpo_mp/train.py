@@ -27,7 +27,7 @@ from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.command_line import command, print_once, started_job
 from grpo_mp.trainer.context import RolloutContext, TrainContext, open_context
 from grpo_mp.trainer.describe import describe_run
-from grpo_mp.trainer.evaluation import Evaluation, answer_pairs, recorded_evaluations
+from grpo_mp.trainer.evaluation import Evaluation, recorded_evaluations
 from grpo_mp.trainer.logprobs import compute_logprobs
 from grpo_mp.trainer.loop import (
     end_report,
@@ -289,8 +289,7 @@ def finish(ctx: TrainContext, first: Evaluation, last: Evaluation) -> None:
         export(ctx, settings.run.folder / FINAL)
     if ctx.parallel.rank == 0:
         merge_traces(settings.run.folder)
-        pairs = answer_pairs(ctx.inputs.evals.values(), first, last)
-        ctx.progress.finish(first.scores, last.scores, pairs)
+        ctx.progress.finish(first.scores, last.scores)
 
 
 def run(settings: Settings, inputs: RunInputs) -> None:

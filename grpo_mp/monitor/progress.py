@@ -3,7 +3,7 @@
 import logging
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,18 +19,7 @@ from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.utils.phases import Phase
 
 LOGGER = logging.getLogger(__name__)
-LONGEST_TEXT = 1500  # characters of a question or answer that are shown
 Scores = Mapping[str, EvalScore]
-
-
-@dataclass(frozen=True)
-class AnswerPair:
-    """One question and what the policy answered before and after training."""
-
-    question: str
-    before: str
-    after: str
-    expected: str | None = None
 
 
 @dataclass(frozen=True)
@@ -118,13 +107,11 @@ class Progress:
         self.stop()
         self._print("", scores_table(title, scores), "")
 
-    def finish(self, before: Scores, after: Scores, pairs: Sequence[AnswerPair] = ()) -> None:
+    def finish(self, before: Scores, after: Scores) -> None:
         """Print the tables of before and after, and the command that opens TensorBoard."""
         self.stop()
         if after:
             self._print("", scores_table("Before and after", after, before))
-        if pairs:
-            self._print("", answers_table(pairs))
         self._print("", f"Curves:   tensorboard --logdir {shlex.quote(str(self._folder / 'tensorboard'))}")
         self._print(f"Timeline: open {self._folder / 'trace.json'} at https://ui.perfetto.dev")
 
@@ -228,24 +215,6 @@ def _score_rows(score: EvalScore) -> dict[str, tuple[Estimate, str]]:
 def _with_error(estimate: Estimate, form: str) -> str:
     error = "" if estimate.error is None else f" ± {estimate.error:{form}}".removesuffix("%")
     return f"{estimate.value:{form}}{error}"
-
-
-def answers_table(pairs: Sequence[AnswerPair]) -> Table:
-    """Tabulate questions with their answers before and after. Model text is never read as markup."""
-    table = Table(title="The same question before and after", title_justify="left", show_header=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for pair in pairs:
-        table.add_row("question", _model_text(pair.question))
-        if pair.expected is not None:
-            table.add_row("expected", _model_text(pair.expected))
-        table.add_row("before", _model_text(pair.before))
-        table.add_row("after", _model_text(pair.after), end_section=True)
-    return table
-
-
-def _model_text(text: str) -> Text:
-    return Text(text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " ...")
 
 
 def duration(seconds: float) -> str:

@@ -1,6 +1,6 @@
 """Evaluation on held-out problems: the engines answer, rewards judge, every rank knows the scores."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -14,7 +14,7 @@ from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.peers import watching_peers
 from grpo_mp.distributed.process_groups import Job, all_gather, broadcast
 from grpo_mp.monitor.metrics import metric_name
-from grpo_mp.monitor.progress import AnswerPair, Progress
+from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import evenly_spaced, samples_to_markdown
 from grpo_mp.rewards.scorer import RewardStats, Scorer, sum_stats
 from grpo_mp.rollout.rollout import Rollout
@@ -30,12 +30,11 @@ OnGroups = Callable[[str, Sequence[SampleGroup]], None]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores by set, their metrics, and the answers that this rank's engine gave."""
+    """Scores by set, their metrics, and some answers."""
 
     scores: dict[str, EvalScore] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)  # some answers to each set, as Markdown; on rank 0 only
-    answers: dict[str, str] = field(default_factory=dict)  # question -> its first answer
     shown: dict[str, list[SampleGroup]] = field(default_factory=dict)  # what `texts` shows; on rank 0 only
     reward_stats: dict[str, RewardStats] = field(default_factory=dict)  # what the rewards met, over all ranks
 
@@ -75,8 +74,6 @@ class Evaluator:
             if shown := gather_groups(groups, chosen, group):
                 result.texts[metric_name("eval/{set}/samples", set=name)] = samples_to_markdown(shown)
                 result.shown[name] = shown
-            answered = (*groups, *shown)  # rank 0 may have no engine
-            result.answers.update({one.prompt.text: one.samples[0].text for one in answered})
             if on_groups:
                 on_groups(name, groups)
         return result
@@ -110,15 +107,6 @@ def recorded_evaluations(run_folder: Path, step: int, job: Job) -> tuple[Evaluat
         last = next(file for file in files if file.exists())
         found = Evaluation(read_scores(step_file(run_folder, 0))), Evaluation(read_scores(last))
     return broadcast(found, job.group)
-
-
-def answer_pairs(eval_sets: Iterable[PromptSet], before: Evaluation, after: Evaluation) -> list[AnswerPair]:
-    """Pick two questions that this rank's engine answered before and after, changed answers first."""
-    expected = {prompt.text: prompt.answer for prompts in eval_sets for prompt in prompts}
-    questions = sorted(
-        before.answers.keys() & after.answers.keys(), key=lambda q: (before.answers[q] == after.answers[q], q)
-    )
-    return [AnswerPair(q, before.answers[q], after.answers[q], expected.get(q)) for q in questions[:2]]
 
 
 def _all_gather_votes(groups: Sequence[SampleGroup], scorer: Scorer, cpu_group: dist.ProcessGroup) -> Votes:
