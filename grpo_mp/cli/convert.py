@@ -1,4 +1,4 @@
-"""Inspect, compare and convert checkpoints, in bounded memory whatever the model's size.
+"""Inspect, compare and convert checkpoints, in bounded memory.
 
     grpo-mp convert info PATH
     grpo-mp convert check A B --tolerance 1e-6
@@ -6,13 +6,11 @@
     grpo-mp convert to-megatron SRC DST
     grpo-mp convert to-hf SRC DST --fp8 --like HF_FOLDER
 
-`info` describes a Hugging Face folder or a checkpoint of a run. `check` compares two of them, Hugging Face
-or converted: names, shapes, dtypes and values, one line per difference, the worst first, exit status 1 where there is
-one. With --logits it runs both on the same tokens in float32, by transformers or by Megatron, and compares the logits.
-`to-megatron` writes the torch_dist format that any layout loads, with config and tokenizer beside the weights.
-`to-hf` converts such a folder, or a step of a run, whose config and tokenizer come from model.path of the run's
-settings or from --like. Both resume where an earlier
-start was stopped; DST appears under its name only when it is complete.
+`info` describes a Hugging Face folder or a checkpoint of a run. `check` compares two of them by names, shapes, dtypes
+and values, the worst difference first; the exit status is 1 if there is one. With --logits it compares their logits on
+the same tokens in float32, by transformers or Megatron. `to-megatron` writes torch_dist, which any layout loads. `to-hf`
+converts such a folder or a step of a run; config and tokenizer come from the run's model.path or from --like. Both
+resume after a stop; DST appears under its name when it is complete.
 """
 
 import argparse

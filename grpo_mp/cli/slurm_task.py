@@ -5,7 +5,6 @@ A rank that fails leaves its error in the folder ATTEMPT, for slurm_job.
 
 import argparse
 import os
-import re
 import signal
 import threading
 from collections.abc import Mapping
@@ -16,28 +15,19 @@ from grpo_mp.config import training_module
 from grpo_mp.utils.errors import UserError, exit_with
 from grpo_mp.utils.parsers import Parser
 
-TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x\d+\))?")
-
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE and LOCAL_* of one task of `srun`; the script sets MASTER_ADDR and MASTER_PORT."""
+    """Return RANK, WORLD_SIZE and LOCAL_* of one task of `srun`, with as many tasks on each node."""
     try:
+        tasks, nodes = environment["SLURM_STEP_NUM_TASKS"], environment["SLURM_STEP_NUM_NODES"]
         return {
             "RANK": environment["SLURM_PROCID"],
             "LOCAL_RANK": environment["SLURM_LOCALID"],
-            "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
-            "LOCAL_WORLD_SIZE": str(tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])),
+            "WORLD_SIZE": tasks,
+            "LOCAL_WORLD_SIZE": str(int(tasks) // int(nodes)),
         }
     except KeyError as error:
         raise UserError(f"{error} is not set: start this with srun, as launch/common.sh does") from error
-
-
-def tasks_per_node(value: str) -> int:
-    """Parse SLURM_STEP_TASKS_PER_NODE: '8(x16)' is 8."""
-    counts = {int(match.group(1)) for match in TASKS_PER_NODE.finditer(value)}
-    if len(counts) != 1:
-        raise UserError(f"the nodes have different numbers of tasks ({value}): set --ntasks-per-node and --nodes")
-    return counts.pop()
 
 
 def error_file(attempt: str, rank: str) -> str:

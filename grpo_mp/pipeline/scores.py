@@ -23,25 +23,15 @@ def score_table(scores: Scores, seconds: Mapping[str, float]) -> str:
     lines = [HEADER, "|---" * HEADER.count(" |") + "|"]
     for stage, sets in scores.items():
         for name, score in sets.items():
+            error = f" ± {100 * score.accuracy_error:.1f}" if score.accuracy_error is not None else ""
+            accuracy = "" if score.accuracy is None else f"{100 * score.accuracy:.1f}{error}"
+            k = max(score.pass_at, default=0)
+            pass_at = f"{100 * score.pass_at[k].value:.1f} (k = {k})" if k else ""
             terms = ", ".join(f"{term} {value:.2f}" for term, value in score.reward_terms.items())
             took = f"{seconds[stage]:.0f}" if stage in seconds else ""
-            cells = (stage, name, _accuracy(score), _pass_at(score), terms, f"{score.length:.1f}")
-            lines.append("| " + " | ".join([*cells, f"{100 * score.truncated_ratio:.1f}", took]) + " |")
+            cells = (stage, name, accuracy, pass_at, terms, f"{score.length:.1f}", f"{100 * score.truncated_ratio:.1f}")
+            lines.append("| " + " | ".join([*cells, took]) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _accuracy(score: EvalScore) -> str:
-    if score.accuracy is None:
-        return ""
-    error = f" ± {100 * score.accuracy_error:.1f}" if score.accuracy_error is not None else ""
-    return f"{100 * score.accuracy:.1f}{error}"
-
-
-def _pass_at(score: EvalScore) -> str:
-    if not score.pass_at:
-        return ""
-    k = max(score.pass_at)
-    return f"{100 * score.pass_at[k].value:.1f} (k = {k})"
 
 
 def write_stage_scores(folder: Path, scores: Scores, seconds: Mapping[str, float]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mp.cli.slurm_task import rank_environment, tasks_per_node
+from grpo_mp.cli.slurm_task import rank_environment
 from grpo_mp.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -15,7 +15,7 @@ TASK_ENVIRONMENT = {
     "SLURM_PROCID": "11",
     "SLURM_LOCALID": "3",
     "SLURM_STEP_NUM_TASKS": "16",
-    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+    "SLURM_STEP_NUM_NODES": "2",
 }
 
 
@@ -53,13 +53,3 @@ def test_a_rank_told_to_save_while_it_loads_remembers_it(threads: str) -> None:
 def test_process_not_started_by_srun_is_refused() -> None:
     with pytest.raises(UserError, match=r"SLURM_STEP_NUM_TASKS.*start this with srun"):
         rank_environment({name: value for name, value in TASK_ENVIRONMENT.items() if name != "SLURM_STEP_NUM_TASKS"})
-
-
-@pytest.mark.parametrize(("text", "count"), [("8", 8), ("8(x16)", 8), ("4,4(x2)", 4)])
-def test_equal_task_counts(text: str, count: int) -> None:
-    assert tasks_per_node(text) == count
-
-
-def test_unequal_task_counts_are_refused() -> None:
-    with pytest.raises(UserError, match="different numbers of tasks"):
-        tasks_per_node("8(x15),4")
