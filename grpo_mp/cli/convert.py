@@ -7,10 +7,10 @@
     grpo-mp convert to-hf SRC DST --fp8 --like HF_FOLDER
 
 `info` describes a Hugging Face folder or a checkpoint of a run. `check` compares two of them by names, shapes, dtypes
-and values, the worst difference first; the exit status is 1 if there is one. With --logits it compares their logits on
-the same tokens in float32, by transformers or Megatron. `to-megatron` writes torch_dist, which any layout loads. `to-hf`
-converts such a folder or a step of a run; config and tokenizer come from the run's model.path or from --like. Both
-resume after a stop; DST appears under its name when it is complete.
+and values, the worst difference first; the exit status is 1 if there is one. With --logits it compares the logits on
+the same tokens in float32, by transformers or Megatron. `to-megatron` writes torch_dist, which any layout loads.
+`to-hf` converts such a folder or a step of a run; config and tokenizer come from the run's model.path or from --like.
+Both resume after a stop; DST appears under its name when it is complete.
 """
 
 import argparse
