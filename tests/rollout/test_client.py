@@ -1,7 +1,6 @@
 """Every call against a real server; logprobs against transformers."""
 
 import asyncio
-import importlib.util
 import itertools
 import json
 import re
@@ -11,13 +10,12 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from grpo_mp.distributed.layout import ModelShape
-from grpo_mp.rollout.client import IDLE_LIMIT_S, EngineClient, EngineOutput, SamplingParams, token_versions
+from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams, token_versions
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.rollout.shared_memory import LOADER, TensorSpec, export_to_host
 from grpo_mp.utils.errors import EngineError, PhaseTimeout, UserError
@@ -87,15 +85,6 @@ def test_a_response_ends_with_its_end_token_or_is_truncated(ask: Ask, model_fold
     for response in group:
         assert end_token not in response.tokens[:-1]
         assert len(response.tokens) == 24 if response.truncated else response.tokens[-1] == end_token
-
-
-def test_the_first_token_has_the_right_frequencies(ask: Ask, model_folder: Path, expected_logprobs: Logprobs) -> None:
-    group = ask(lambda client: client.generate(PROMPT, SamplingParams(1, ignore_eos=True), 1024))
-    counts = torch.bincount(torch.tensor([response.tokens[0] for response in group]), minlength=10)
-    probabilities = expected_logprobs(model_folder, PROMPT)[-1].exp()
-    likely = int(probabilities.argmax())
-    deviation = (probabilities[likely] * (1 - probabilities[likely]) / 1024).sqrt()
-    assert abs(counts[likely] / 1024 - probabilities[likely]) < 5 * deviation
 
 
 def test_score_gives_the_logprob_of_every_token_but_the_first(
@@ -209,25 +198,6 @@ def test_a_request_without_the_key_is_refused(engine: EngineProcess) -> None:
         asyncio.run(request_without_key())
 
 
-HARMLESS = {"/ready", "/health", "/health_generate", "/ping", "/metrics"}  # say that a server is there, and do nothing
-
-
-def test_every_route_that_does_something_needs_the_key(engine: EngineProcess) -> None:
-    with httpx.Client(base_url=engine.url, trust_env=False, timeout=60.0) as client:
-        routes = client.get("/openapi.json", headers=engine.headers).json()["paths"]
-        assert {"/generate", "/update_weights_from_tensor", "/abort_request"} <= routes.keys()
-        open_routes = {
-            f"{method} {path}"
-            for path, methods in routes.items()
-            for method in methods
-            for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": f"Bearer {engine.api_key[:-1]}"})
-            if path not in HARMLESS
-            and client.request(method, re.sub(r"{.*?}", "x", path), headers=headers).status_code not in (401, 403)
-        }
-    assert not open_routes
-    engine.check_alive()
-
-
 def test_silent_server_times_out_and_gone_server_raises() -> None:
     async def wait(port: int) -> None:
         async with aclosing(EngineClient(0, f"http://127.0.0.1:{port}", {}, 0.2)) as client:
@@ -277,9 +247,7 @@ class BrokenEngine(JsonServer):
 @pytest.mark.parametrize(
     ("status", "message", "restarts"),
     [
-        (500, "Internal Server Error", True),
         (500, "CUDA out of memory. Tried to allocate 2 GiB", True),
-        (400, "Failed to update: CUDA out of memory. Tried to allocate 2 GiB", True),
         (200, "torch.OutOfMemoryError: CUDA out of memory.", True),
         (400, "no parameter model.x", False),
     ],
@@ -304,17 +272,6 @@ def test_token_versions() -> None:
     assert token_versions({"weight_version": "4"}, 2) == (4, 4)
     with pytest.raises(ValueError, match="3 tokens for 5"):
         token_versions({"weight_version": "7", "weight_versions": spans}, 5)
-
-
-def test_connections_are_dropped_before_the_server_drops_them() -> None:
-    """Both had five seconds: a request that met the server's closing was lost, once in some hundred steps."""
-    package = importlib.util.find_spec("sglang")
-    assert package
-    assert package.submodule_search_locations
-    source = Path(package.submodule_search_locations[0], "srt", "environ.py")
-    match = re.search(r"SGLANG_TIMEOUT_KEEP_ALIVE = EnvInt\((\d+)\)", source.read_text())
-    assert match
-    assert int(match[1]) >= 2 * IDLE_LIMIT_S
 
 
 def test_memory_is_released_as_soon_as_the_last_request_is_done(ask: Ask) -> None:

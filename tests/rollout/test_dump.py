@@ -1,6 +1,5 @@
 """A file of dumped groups: what was written comes back, and what was damaged is named."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,15 +75,6 @@ def test_a_teachers_top_k_comes_back_bit_for_bit(tmp_path: Path) -> None:
     for ours, theirs in ((read.ids, topk.ids), (read.logprobs, topk.logprobs)):
         assert ours.dtype == theirs.dtype
         assert np.array_equal(ours, theirs)
-
-
-def test_a_logprob_that_is_not_finite_stays_so(tmp_path: Path) -> None:
-    write_groups(
-        tmp_path / "x", [SampleGroup(PROMPT, (replace(PLAIN, rollout_logprobs=(math.nan, -math.inf)),))], {}, ""
-    )
-    ((group, _),) = read_groups(tmp_path / "x")
-    assert math.isnan(group.samples[0].rollout_logprobs[0])
-    assert group.samples[0].rollout_logprobs[1] == -math.inf
 
 
 def test_every_changed_byte_is_refused(tmp_path: Path) -> None:

@@ -1,17 +1,13 @@
 import json
 import random
-import time
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.rollout.client import EngineOutput
-from grpo_mp.rollout.episodes import Outcome, as_sample
 from grpo_mp.rollout.groups import EndedGroup, PausedGroup
 from grpo_mp.rollout.journal import (
     GroupJournal,
@@ -23,7 +19,6 @@ from grpo_mp.rollout.journal import (
     prune,
     read_records,
 )
-from grpo_mp.rollout.protocol import Episode, Segment
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 PROMPT = Prompt(7, "How much?", (5, 6), "3", {"level": "hard"}, epoch=2)
@@ -78,24 +73,6 @@ def test_what_is_written_is_what_is_read(tmp_path: Path, group: EndedGroup) -> N
     assert loaded is not None
     assert loaded == (group, STATS)
     assert load(record, replace(PROMPT, tokens=(5,))) is None
-
-
-def test_numbers_of_any_type_are_written(tmp_path: Path) -> None:
-    """What a rollout function may return: whole numbers past 2**53, fractions, and NumPy's."""
-    segments = (Segment((1,), False), Segment((2,), True, (-0.5,), (1,)))
-    now = time.time_ns()
-    metrics: Any = {"when": now, "share": Fraction(1, 3), "mean": np.float32(0.5)}
-    reward: Any = Fraction(1, 3)
-    episode = Episode(segments, reward, metrics).with_step_rewards([reward])
-    group = SampleGroup(PROMPT, (as_sample(Outcome(episode), 40, 0, 0),))
-    loaded = load(read_records(written(tmp_path, group))[0], PROMPT)
-    assert loaded == (group, STATS)
-    assert group.samples[0].metrics == {"when": float(now), "share": 1 / 3, "mean": 0.5, "turns": 0, "forks": 0}
-    assert (group.samples[0].episode_reward, group.samples[0].step_rewards) == (1 / 3, ((0, 1 / 3),))
-    with pytest.raises(ValueError, match="a reward is a finite number"):
-        Episode(segments, 10**400)
-    with pytest.raises(TypeError, match="a metric is a number, by its name"):
-        Episode(segments, metrics={3: 1.0})  # type: ignore[dict-item]
 
 
 def test_experts_keep_their_type(tmp_path: Path) -> None:
@@ -185,14 +162,3 @@ def test_what_is_trained_on_is_removed(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text(json.dumps({}))
     prune(tmp_path, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_000004"]
-
-
-@pytest.mark.parametrize("zeros", [1, 8, 4096])
-def test_zeros_at_the_end_are_no_record(tmp_path: Path, zeros: int) -> None:
-    """A host that goes down may leave a file longer than what was written: 8 zeros are a header with a right CRC."""
-    file = written(tmp_path, FINISHED)
-    with file.open("ab") as stream:
-        stream.write(bytes(zeros))
-    assert [record.key[0] for record in read_records(file)] == [40]
-    GroupJournal(tmp_path, 1).append(3, 50, EPISODE, STATS, kept=False)
-    assert [record.key[0] for record in read_records(file)] == [40, 50]

@@ -22,7 +22,6 @@ from grpo_mp.rollout.engine_args import EngineSpec
 from grpo_mp.rollout.engine_main import ARGUMENTS
 from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.utils.errors import EngineError, PhaseTimeout, UserError
-from grpo_mp.utils.files import last_lines
 from tests.engines import started_engine
 
 START_TIMEOUT_S = 300.0
@@ -115,14 +114,6 @@ def test_nothing_outlives_a_killed_watcher(make_spec: SpecFactory, tmp_path: Pat
             engine.check_alive("in GENERATE")
 
 
-def test_an_engine_whose_trainer_ends_before_it_looks_ends_too(model_folder: Path, tmp_path: Path) -> None:
-    """The trainer is gone while the engine's interpreter still starts."""
-    ends_at_once = START.replace("if sys.argv[3]", "import os; os._exit(0)\nif sys.argv[3]")
-    command = [sys.executable, "-c", ends_at_once, str(model_folder), str(tmp_path / "engine.log"), "at once"]
-    trainer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=START_TIMEOUT_S)
-    wait_until_gone(int(trainer.stdout))
-
-
 @pytest.mark.slow
 def test_a_server_that_cannot_come_up_shows_why(make_spec: SpecFactory, tmp_path: Path) -> None:
     model_folder = tmp_path / "model"
@@ -195,13 +186,6 @@ def test_another_server_on_the_port_is_an_error(
         other_server(httpx.URL(engine.url).port or 0)
         with pytest.raises(EngineError, match="another server answered on its port"):
             engine.wait_ready(START_TIMEOUT_S)
-
-
-def test_last_lines(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    assert last_lines(log, 2) == ()
-    log.write_text("one\n\ntwo\n" + "three" * 1000 + "\n\n")
-    assert last_lines(log, 2) == ("two", "three" * 1000)
 
 
 @pytest.mark.slow

@@ -78,11 +78,6 @@ def test_what_the_settings_own_is_refused_in_engine_args() -> None:
     assert speculative_arguments(engine(), group_size=8) == {}
 
 
-def test_a_chain_is_verified_with_one_token_more() -> None:
-    assert engine(algorithm="mtp", num_steps=2).speculative.verified_tokens == 3
-    assert engine(num_steps=2).speculative.verified_tokens == 1
-
-
 def test_verify_steps_are_read_and_added_where_a_response_goes_on() -> None:
     client = EngineClient(0, "http://127.0.0.1", {}, 1.0)
     meta = {"output_token_logprobs": [[-1.0, 5, None]] * 4, "finish_reason": None, "weight_version": "1"}

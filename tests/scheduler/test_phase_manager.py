@@ -86,14 +86,6 @@ def test_communicators_are_in_use_when_the_job_ends(monitors: Monitors) -> None:
     assert not calls
 
 
-def test_without_offload_functions_nothing_moves(monitors: Monitors) -> None:
-    phase_manager = PhaseManager(*monitors, 60.0)
-    for phase in ORDER:
-        with phase_manager.phase(phase):
-            pass
-    assert {span.name for span in monitors[0].take()} == set(ORDER)
-
-
 def test_spans_and_memory_usage_by_phase(monitors: Monitors) -> None:
     phase_manager = PhaseManager(*monitors, 60.0, recording_functions([]))
     with phase_manager.phase(Phase.TRAIN), phase_manager.waiting():

@@ -66,12 +66,6 @@ def test_nan_and_infinity_never_pass(bad: float) -> None:
     assert not pool_reports([report, CheckReport(0.0, 0.0, 1000)]).passes(1e9)
 
 
-@pytest.mark.parametrize("empty", [[], [[]]])
-def test_no_token_is_an_error(empty: list[list[float]]) -> None:
-    with pytest.raises(ValueError, match="no token"):
-        compare(empty, empty)
-
-
 @pytest.mark.parametrize(
     ("engine", "policy"),
     [([[1.0]], [[1.0, 2.0]]), ([[1.0]], [[1.0], [2.0]]), ([[1.0], [2.0, 3.0]], [[1.0, 2.0], [3.0]])],
@@ -115,16 +109,6 @@ def test_tensor_changed_by_second_sync_did_not_arrive() -> None:
 
 def test_tensor_still_overwritten_is_reached_by_no_sync() -> None:
     assert describe_difference(CHECKSUMS, CHECKSUMS, CHECKSUMS | {"c": "9", "e": "9"}) == "no sync updates c, e"
-
-
-def test_tensor_missing_on_one_side_counts() -> None:
-    assert describe_difference({}, {"a": "1"}, {"a": "1"}).startswith("a second sync changed a:")
-    assert describe_difference(CHECKSUMS, CHECKSUMS, CHECKSUMS | {"f": "6"}) == "no sync updates f"
-
-
-def test_more_than_three_names_are_counted() -> None:
-    text = describe_difference(CHECKSUMS, CHECKSUMS, dict.fromkeys(CHECKSUMS, "0"))
-    assert text == "no sync updates a, b, c and 2 more"
 
 
 def test_no_difference_names_no_tensor() -> None:
