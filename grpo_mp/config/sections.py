@@ -121,8 +121,7 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(
         False,
         description="run Python code that model folders ship: the class of a tokenizer without tokenizer.json, and a "
-        "config's in the engines. false: the pattern of a tiktoken tokenizer is read from its class, which does not "
-        "run; other code is refused",
+        "config's in the engines",
     )
     mtp_loss_scaling_factor: float = Field(
         0.0,

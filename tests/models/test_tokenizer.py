@@ -1,6 +1,5 @@
-"""Tokenizers of model folders beside the libraries of their files: tokenizers, SentencePiece, tiktoken."""
+"""Tokenizers of model folders beside the library of their files."""
 
-import base64
 import json
 from collections.abc import Callable, Iterable
 from itertools import combinations
@@ -8,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiktoken
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.tokenizer import PROBES, load_tokenizer, read_tokenizer
@@ -157,134 +154,41 @@ def test_a_token_without_an_embedding(tmp_path: Path) -> None:
             read_tokenizer(folder, HfConfig.read(folder))
 
 
-# -- SentencePiece -------------------------------------------------------------------------------------------
+# -- code of the folder --------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_sentencepiece_model_alone(model_type: str, tmp_path: Path) -> None:
-    library = pytest.importorskip("sentencepiece")
-    (tmp_path / "texts").write_text("\n".join(text for text in TEXTS * 20))
-    library.SentencePieceTrainer.train(
-        **{"input": str(tmp_path / "texts"), "model_prefix": str(tmp_path / "own"), "vocab_size": 500},
-        **{"model_type": "bpe", "byte_fallback": True, "split_digits": True, "minloglevel": 3},
-        **{"normalization_rule_name": "identity", "remove_extra_whitespaces": False},
-    )
-    folder = write(tmp_path / "model", model_type, tokenizer_class="LlamaTokenizer", unk_token="<unk>")
-    (tmp_path / "own.model").rename(folder / "tokenizer.model")
-    own = library.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    assert same(load_tokenizer(folder), own.encode, [text.lstrip() for text in TEXTS])
-
-
-# -- tiktoken ------------------------------------------------------------------------------------------------
-
-IMPORTS = "import tiktoken\nraise SystemExit('code ran')\n"
-SOURCES = {
-    "joined": f"class Own:\n    pat_str = '|'.join({PARTS!r})\n    def load(self, ranks):\n"
-    "        self.model = tiktoken.Encoding(name='x', pat_str=self.pat_str, mergeable_ranks=ranks)\n",
-    "a constant": f"PATTERN = {KIMI!r}\nclass Own:\n    def load(self, ranks):\n"
-    "        self.model = tiktoken.Encoding('x', pat_str=PATTERN, mergeable_ranks=ranks)\n",
-    "in place": "from tiktoken import Encoding\nOwn = lambda ranks: Encoding('x', pat_str="
-    f"{PARTS[0]!r} '|' {'|'.join(PARTS[1:4])!r} + {'|' + '|'.join(PARTS[4:])!r}, mergeable_ranks=ranks)\n",
-}
-RUNS = """
-from pathlib import Path
-import tiktoken
-from tiktoken.load import load_tiktoken_bpe
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-from transformers.tokenization_utils import PreTrainedTokenizer
+CODE = """
+from transformers import PreTrainedTokenizer
 
 class Own(PreTrainedTokenizer):
-    vocab_files_names = {"vocab_file": "tiktoken.model"}
-
-    def __init__(self, vocab_file, added_tokens_decoder=None, **kwargs):
-        special = {token.content: number for number, token in added_tokens_decoder.items()}
-        ranks = load_tiktoken_bpe(vocab_file)
-        last = max(special.values())
-        special |= {f"<|reserved_{i}|>": i for i in range(len(ranks), last) if i not in added_tokens_decoder}
-        self.own = tiktoken.Encoding("own", pat_str=(lambda: %r)(), mergeable_ranks=ranks, special_tokens=special)
-        self.letters = bytes_to_unicode()
-        self.bytes = {letter: byte for byte, letter in self.letters.items()}
-        super().__init__(added_tokens_decoder=added_tokens_decoder, **kwargs)
-
     @property
     def vocab_size(self):
-        return self.own.n_vocab
+        return 256
 
     def get_vocab(self):
-        return {self._convert_id_to_token(number): number for number in range(self.own.n_vocab)}
+        return {f"b{number}": number for number in range(256)}
 
     def _tokenize(self, text, **kwargs):
-        return [self._convert_id_to_token(number) for number in self.own.encode(text, disallowed_special=())]
+        return [f"b{number}" for number in text.encode()]
 
     def _convert_token_to_id(self, token):
-        return self.own._mergeable_ranks.get(bytes(self.bytes[letter] for letter in token))
+        return int(token[1:])
 
     def _convert_id_to_token(self, number):
-        return "".join(self.letters[byte] for byte in self.own.decode_single_token_bytes(number))
+        return f"b{number}"
 
     def convert_tokens_to_string(self, tokens):
-        return bytes(self.bytes[letter] for letter in "".join(tokens)).decode(errors="replace")
+        return bytes(int(token[1:]) for token in tokens).decode(errors="replace")
 """
 
 
-@pytest.fixture
-def make_tiktoken(tmp_path: Path) -> Callable[..., tuple[Path, tiktoken.Encoding]]:
-    """Writes a folder in the form of Kimi-K2 and Moonlight, with the class's source; returns tiktoken's own, too."""
-
-    def make(source: str, model_type: str = "kimi_k2", **config: Any) -> tuple[Path, tiktoken.Encoding]:
-        letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
-        trained = Tokenizer(models.BPE())
-        trained.pre_tokenizer = SPLITTERS["Kimi"]
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trained.train_from_iterator(
-            TEXTS, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False)
-        )
-        numbers = sorted(trained.get_vocab().items(), key=lambda item: item[1])
-        ranks = {bytes(letters[letter] for letter in token): number for token, number in numbers}
-        first = len(ranks)
-        special = {"<s>": first, "</s>": first + 1, "<|user|>": first + 2, "<|call|>": first + 5, "[PAD]": first + 9}
-        flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
-        added = {number: {"content": name, "special": name != "<|call|>"} | flags for name, number in special.items()}
-        folder = write(
-            tmp_path / "model",
-            model_type,
-            **{"tokenizer_class": "Own", "added_tokens_decoder": added, "pad_token": "[PAD]"},
-            **{"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}} | config,
-        )
-        lines = (f"{base64.b64encode(piece).decode()} {number}\n" for piece, number in ranks.items())
-        (folder / "tiktoken.model").write_text("".join(lines))
-        (folder / "tokenization_own.py").write_text(source)
-        return folder, tiktoken.Encoding("own", pat_str=KIMI, mergeable_ranks=ranks, special_tokens=special)
-
-    return make
-
-
-MakeTiktoken = Callable[..., tuple[Path, tiktoken.Encoding]]
-
-
-@pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.parametrize("model_type", ["kimi_k2", "deepseek_v3"])
-def test_the_pattern_of_a_class_is_read_and_its_code_does_not_run(
-    name: str, model_type: str, make_tiktoken: MakeTiktoken
-) -> None:
-    folder, own = make_tiktoken(IMPORTS + SOURCES[name], model_type)
-    read = read_tokenizer(folder, HfConfig.read(folder))
-    assert same(read, own.encode)
-    for text in TEXTS:
-        assert read.decode(own.encode(text)) == text
-    assert read.is_fast
-    assert (read.bos_token_id, read.eos_token_id) == (own.encode_single_token("<s>"), own.n_vocab - 9)
-    marked = read("<|user|>DataBase<|call|>x</s>", add_special_tokens=False)["input_ids"]
-    assert marked == own.encode("<|user|>DataBase<|call|>x</s>", allowed_special="all")
-    assert read.decode(marked, skip_special_tokens=True) == "DataBase<|call|>x"  # declared as text
-
-
-def test_trusted_code_runs(make_tiktoken: MakeTiktoken, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_trusted_code_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    folder, own = make_tiktoken(RUNS % KIMI)
+    own = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}, "tokenizer_class": "Own"}
+    folder = write(tmp_path / "model", "kimi_k2", **own)
+    (folder / "tokenization_own.py").write_text(CODE)
     with pytest.raises(UserError, match=r"set model.trust_remote_code=true"):
         load_tokenizer(folder)
-    assert same(load_tokenizer(folder, trust_remote_code=True), own.encode)
-    (folder / "tokenization_own.py").write_text(IMPORTS)
+    assert same(load_tokenizer(folder, trust_remote_code=True), lambda text: list(text.encode()))
+    (folder / "tokenization_own.py").write_text("raise SystemExit('code ran')\n")
     with pytest.raises(UserError, match=r"the tokenizer cannot be read \(code ran\)"):
         load_tokenizer(folder, trust_remote_code=True)
