@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
-from math import lcm, prod
+from math import lcm
 from typing import Any
 
 from grpo_mp.config.sections import LayoutConfig
@@ -143,35 +142,15 @@ def layout_violations(
 def check_layout(
     layout: LayoutConfig, model: ModelShape, world_size: int, uneven_pipeline: bool = False, setting: str = "layout"
 ) -> None:
-    """Raise UserError naming the first broken rule, and the nearest valid layout or how many ranks to start."""
+    """Raise UserError naming the first broken rule, and how many ranks to start."""
     violation = next(layout_violations(layout, model, world_size, uneven_pipeline), None)
     if violation is None:
         return
-    nearest = nearest_layout(layout, model, world_size)
-    advice = f"the nearest valid layout is {describe(nearest)}" if nearest else "no layout fits this many ranks"
-    min_ranks = lcm(layout.model_parallel, layout.expert_tensor * layout.expert * layout.pipeline)
-    if world_size == 1 < min_ranks:  # nobody said how many to start
-        advice = f"start {min_ranks} ranks or a multiple (grpo-mp train CONFIG --ranks {min_ranks}), or {advice}"
-    raise UserError(f"{setting}: {violation}; {advice}")
-
-
-def nearest_layout(layout: LayoutConfig, model: ModelShape, world_size: int) -> LayoutConfig | None:
-    """Return the valid layout whose sizes differ from those of `layout` by the smallest sum of factors."""
-
-    def sizes(candidate: LayoutConfig) -> tuple[int, ...]:
-        return tuple(value or 1 for value in candidate.model_dump().values())
-
-    def distance(candidate: LayoutConfig) -> tuple[float, tuple[int, ...]]:
-        """Return the sum of factors between the sizes, and the candidate's sizes to break ties."""
-        pairs = zip(sizes(candidate), sizes(layout), strict=True)
-        return sum(max(a, b) / min(a, b) for a, b in pairs), sizes(candidate)
-
-    valid = (
-        candidate
-        for candidate in _candidates(model, world_size)
-        if next(layout_violations(candidate, model, world_size), None) is None
+    ranks = lcm(layout.model_parallel, layout.expert_tensor * layout.expert * layout.pipeline)
+    advice = (
+        f"start {ranks} ranks or a multiple (grpo-mp train CONFIG --ranks {ranks}), or " if world_size % ranks else ""
     )
-    return min(valid, key=distance, default=None)
+    raise UserError(f"{setting}: {violation}: {advice}choose other sizes ({describe(layout)})")
 
 
 def divisors(number: int) -> list[int]:
@@ -187,19 +166,3 @@ def describe(layout: LayoutConfig) -> str:
 def describe_parallelism(layout: LayoutConfig, world_size: int) -> str:
     """Return the layout with the data parallelism that `world_size` ranks leave: 'tensor=2, ..., data=4'."""
     return f"{describe(layout)}, data={data_parallel_size(layout, world_size)}"
-
-
-def _candidates(model: ModelShape, world_size: int) -> Iterator[LayoutConfig]:
-    sizes = divisors(world_size)
-    experts = sizes if model.num_experts else [1]
-    virtual = [None, *divisors(model.num_layers)[1:]]
-    dense = [triple for triple in product(sizes, repeat=3) if world_size % prod(triple) == 0]
-    for (tensor, pipeline, context), expert, expert_tensor, chunks in product(dense, experts, experts, virtual):
-        yield LayoutConfig(
-            tensor=tensor,
-            pipeline=pipeline,
-            virtual_pipeline=chunks,
-            context=context,
-            expert=expert,
-            expert_tensor=expert_tensor,
-        )

@@ -121,7 +121,7 @@ def test_tiny_recipe_is_planned_from_its_generated_model(plan: Plan, tmp_path: P
     [
         (
             ["layout.tensor=3"],
-            "tensor x context x pipeline = 96 does not divide the 128 ranks; the nearest valid layout",
+            "tensor x context x pipeline = 96 does not divide the 128 ranks: start 384 ranks or a multiple",
         ),
         (["layout.expert=48"], "expert_tensor x expert x pipeline = 768 does not divide"),
         (["layout.pipeline=128", "layout.context=1", "layout.tensor=1", "layout.expert=1"], "the model has 61"),

@@ -71,17 +71,15 @@ def test_settings(refuse: Refuse, override: str, sentence: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks", "rule", "nearest"),
+    ("layout", "ranks", "rule"),
     [
-        ("expert=3", 2, "expert_tensor x expert x pipeline = 3 does not divide the 2 ranks", "expert=2"),
-        ("tensor=8", 8, "tensor=8 does not divide the 4 attention heads", "tensor=4"),
-        ("virtual_pipeline=2", 2, "virtual_pipeline needs pipeline > 1", "pipeline=1"),
+        ("expert=3", 2, "expert_tensor x expert x pipeline = 3 does not divide the 2 ranks"),
+        ("tensor=8", 8, "tensor=8 does not divide the 4 attention heads"),
+        ("virtual_pipeline=2", 2, "virtual_pipeline needs pipeline > 1"),
     ],
 )
-def test_an_impossible_layout(refuse: Refuse, layout: str, ranks: int, rule: str, nearest: str) -> None:
-    message = refuse(f"layout.{layout}", ranks=ranks)
-    assert message.startswith(f"layout: {rule}; ")
-    assert nearest in message.partition("the nearest valid layout is ")[2]
+def test_an_impossible_layout(refuse: Refuse, layout: str, ranks: int, rule: str) -> None:
+    assert refuse(f"layout.{layout}", ranks=ranks).startswith(f"layout: {rule}: ")
 
 
 def test_ranks_that_were_not_started(tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
