@@ -16,11 +16,9 @@ from pathlib import Path
 
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.parsers import (
-    MAX_RANKS,
     Parser,
-    count_up_to,
     evaluate_parser,
-    number_of_ranks,
+    positive_int,
     sample_parser,
     settings_parser,
     sft_parser,
@@ -52,9 +50,9 @@ sample = partial(start, "grpo_mp.sample", sample_parser)
 def main(arguments: Sequence[str]) -> int:
     """Run `grpo-mp launch`; return the exit status."""
     parser = settings_parser("launch", __doc__)
-    parser.add_argument("--nodes", type=number_of_ranks, help="number of nodes (default: that of the script)")
+    parser.add_argument("--nodes", type=positive_int, help="number of nodes (default: that of the script)")
     spares = "more nodes, which replace bad or lost ones; only the loss of the first node ends the job"
-    parser.add_argument("--spares", type=count_up_to(MAX_RANKS), default=0, help=spares)
+    parser.add_argument("--spares", type=int, default=0, help=spares)
     parser.add_argument("--dry-run", action="store_true", help="show what would be submitted")
     args, unknown = parser.parse_known_intermixed_args(arguments)  # unknown: also settings that follow such an option
     options = [argument for argument in unknown if argument.startswith("-")]

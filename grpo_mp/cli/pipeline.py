@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_mp.utils.parsers import Parser, number_of_ranks
+from grpo_mp.utils.parsers import Parser, positive_int
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="laid over the file's, as folder=F"
     )
-    parser.add_argument("--ranks", type=number_of_ranks, help="ranks to start for each stage (default: one)")
+    parser.add_argument("--ranks", type=positive_int, help="ranks to start for each stage (default: one)")
     parser.add_argument("--dry-run", action="store_true", help="check all stages, show what would run, start nothing")
     args = parser.parse_intermixed_args(arguments)
     from grpo_mp.config import load_pipeline  # pydantic is slow to import

@@ -17,7 +17,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.planner.clusters import Cluster, cluster_names, read_cluster
 from grpo_mp.planner.model_configs import find_config
 from grpo_mp.utils.errors import UserError
-from grpo_mp.utils.parsers import DOES_NOT_FIT, Parser, number_between, number_of_ranks, positive_int, settings_parser
+from grpo_mp.utils.parsers import DOES_NOT_FIT, Parser, non_negative, positive_int, settings_parser
 
 DEFAULT_CLUSTER = "h100-80"
 
@@ -100,8 +100,8 @@ def _check_megatron_args(settings: Settings | SftSettings, hf: HfConfig) -> None
 def _parser() -> Parser:
     parser = settings_parser("plan", __doc__)
     parser.add_argument("--cluster", help=f"{', '.join(cluster_names())}, or a YAML file (default: {DEFAULT_CLUSTER})")
-    parser.add_argument("--nodes", type=number_of_ranks, help="default: 1")
-    parser.add_argument("--gpus-per-node", type=number_of_ranks, help="default: that of the cluster")
+    parser.add_argument("--nodes", type=positive_int, help="default: 1")
+    parser.add_argument("--gpus-per-node", type=positive_int, help="default: that of the cluster")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan there as JSON, and show nothing")
     parser.add_argument("--model-config", type=Path, help="config.json to use where model.path does not exist")
     parser.add_argument(
@@ -111,7 +111,7 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--acceptance-length",
-        type=number_between(1, 64),
+        type=non_negative,
         help="tokens that a decode step with speculation yields for a sequence",
     )
     return parser

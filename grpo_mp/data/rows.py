@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_mp.config.registries import DATA_SOURCES
 from grpo_mp.utils.errors import UserError, one_line
-from grpo_mp.utils.reading import check_path, check_regular, parse_json
+from grpo_mp.utils.reading import check_regular, parse_json
 
 Columns = dict[str, Any]
 
@@ -69,8 +69,6 @@ def read_rows(name: str, source: str | None = None) -> Rows:
     jsonl, parquet: a file; datasets: a name or folder, `name`, `name:split`, `name:config:split`; or a user's own.
     """
     path, source = Path(name), source or source_of(name)
-    if source in DATA_SOURCES.built_in:
-        check_path(path)
     if source in SOURCE_BY_SUFFIX.values():
         if not path.exists():
             raise UserError(f"{name}: no such file: set data.train or data.eval to an existing one")

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from grpo_mp.utils.errors import UserError, did_you_mean, one_line
 from grpo_mp.utils.phases import GIB
-from grpo_mp.utils.reading import check_path, read_yaml, shorten
+from grpo_mp.utils.reading import read_yaml, shorten
 
 PROFILES = Path(__file__).with_name("clusters.yaml")
 CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -74,7 +74,7 @@ def read_cluster(name: str) -> Cluster:
     if name in profiles:
         return _parse_profile(name, profiles[name])
     file = Path(name)
-    if file.suffix not in (".yaml", ".yml") or not check_path(file).exists():
+    if file.suffix not in (".yaml", ".yml") or not file.exists():
         raise UserError(
             f"cluster {shorten(name)}: no such profile{did_you_mean(name, profiles)}: {', '.join(profiles)}, or a file"
         )

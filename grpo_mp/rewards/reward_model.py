@@ -100,7 +100,8 @@ class ServedModelClient:
         raise RewardError(self._shown(f"{endpoint} {failure}"))
 
     def _shown(self, text: str) -> str:
-        return one_line(without_secrets({"api_key_env": self._key_variable, "text": text})["text"])
+        key = os.environ.get(self._key_variable or "", "").strip()
+        return one_line(without_secrets(text.replace(key, "***") if key else text))
 
 
 class ModelClient(ServedModelClient):

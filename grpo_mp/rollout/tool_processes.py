@@ -18,8 +18,8 @@ from typing import Any
 from grpo_mp.rollout.tool_worker import HEADER_BYTES
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.processes import shared_environment, with_descendants
-from grpo_mp.utils.user_code import IMPORT_LIMIT_S
 
+IMPORT_LIMIT_S = 600.0  # models may be loaded
 ENDED_LIMIT_S = 5.0  # for the kernel to tell how a process that is gone has ended
 
 

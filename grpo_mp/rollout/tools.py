@@ -22,7 +22,7 @@ from grpo_mp.rollout.tool_processes import (
 )
 from grpo_mp.utils.errors import UserError, did_you_mean, one_line
 from grpo_mp.utils.files import encodable
-from grpo_mp.utils.user_code import IMPORT_LIMIT_S, load_attribute, no_exit, time_limit
+from grpo_mp.utils.user_code import load_attribute, no_exit
 
 LOGGER = logging.getLogger(__name__)
 SETTING = "rollout.tools"
@@ -193,7 +193,7 @@ def load_tools(
 def _environment_class(path: str, kind: type, arguments: Mapping[str, Any], label: str) -> EnvironmentClass:
     """Describe a class of tools; an instance is made here, so that wrong arguments are refused at the start."""
     try:
-        with no_exit(), time_limit(IMPORT_LIMIT_S, f"{label}: making an environment"):
+        with no_exit():
             made = kind(**arguments)
     except UserError:
         raise

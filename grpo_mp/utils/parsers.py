@@ -1,14 +1,11 @@
 """Command-line parsers that are quick to import; those of training, evaluation and sampling are here, too."""
 
 import argparse
-from collections.abc import Callable
-from math import inf, nan
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_mp.utils.errors import UserError
-
-MAX_RANKS = 2**16
 
 TRAIN = """Train a policy by GRPO.
 
@@ -77,9 +74,9 @@ def sft_parser() -> Parser:
 def _add_start(parser: Parser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="check everything, print what would run, start nothing")
     parser.add_argument("--all", action="store_true", help="with --dry-run: print every setting, defaults among them")
-    parser.add_argument("--ranks", type=number_of_ranks, help="ranks to start on this machine, or to check")
+    parser.add_argument("--ranks", type=positive_int, help="ranks to start on this machine, or to check")
     per_node = "with --dry-run: ranks on one node (default: all)"
-    parser.add_argument("--ranks-per-node", type=number_of_ranks, help=per_node)
+    parser.add_argument("--ranks-per-node", type=positive_int, help=per_node)
 
 
 def evaluate_parser() -> Parser:
@@ -99,7 +96,7 @@ def sample_parser() -> Parser:
 
 
 def _add_model(parser: Parser, out: str) -> None:
-    parser.add_argument("--ranks", type=number_of_ranks, help="ranks to start on this machine")
+    parser.add_argument("--ranks", type=positive_int, help="ranks to start on this machine")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", type=Path, help="a Hugging Face or converted folder (default: model.path)")
     source.add_argument("--checkpoint", type=Path, help="RUN/checkpoints/step_N of a run of these settings")
@@ -107,57 +104,15 @@ def _add_model(parser: Parser, out: str) -> None:
 
 
 def positive_int(text: str) -> int:
-    """Return a number of tokens, bytes or steps. Raises ArgumentTypeError for one below 1, or none."""
-    return _integer(text, 10**12)
-
-
-def number_of_ranks(text: str) -> int:
-    """Return a number of ranks or nodes. Raises ArgumentTypeError for one below 1, or of more than any cluster has."""
-    return _integer(text, MAX_RANKS)
-
-
-def count_up_to(largest: int) -> Callable[[str], int]:
-    """Return a type of arguments: whole numbers from 0 on. It raises ArgumentTypeError for others."""
-
-    def parse(text: str) -> int:
-        if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= largest):
-            raise argparse.ArgumentTypeError(f"expected a whole number from 0 to {largest:,}, got {text[:50]}")
-        return int(text)
-
-    return parse
-
-
-def number_between(smallest: float, largest: float) -> Callable[[str], float]:
-    """Return a type of arguments: numbers in a range, ends included. It raises ArgumentTypeError for others."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = nan
-        if not smallest <= value <= largest:
-            raise argparse.ArgumentTypeError(f"expected a number from {smallest:g} to {largest:g}, got {text[:50]}")
-        return value
-
-    return parse
-
-
-share = number_between(0, 1)
-
-
-def _integer(text: str, largest: int) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) < 20 and 1 <= int(text) <= largest):
-        limit = f" of at most {largest:,}" if text.isdecimal() and text.strip("0") else ""
-        raise argparse.ArgumentTypeError(f"expected a positive integer{limit}, got {text[:50]}")
+    """Return an integer above 0, as the type of an argument."""
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text[:50]}")
     return int(text)
 
 
 def non_negative(text: str) -> float:
-    """Return a number of hours or seconds. Raises ArgumentTypeError for one below 0, or none."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = nan
+    """Return a finite number of 0 or more, as the type of an argument."""
+    value = float(text)
     if not 0 <= value < inf:
         raise argparse.ArgumentTypeError(f"expected a number of 0 or more, got {text[:50]}")
     return value

@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import re
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,18 +47,6 @@ def refuse_unreadable(what: Path | str, missing: str = "give an existing file") 
         raise UserError(f"{what}: nested too deep: write it flat") from error
 
 
-def check_path(path: Path) -> Path:
-    """Return the path. Raises UserError for one that no file can have, or that must not be looked up."""
-    with refuse_unreadable(shorten(str(path))):
-        try:
-            path.lstat()
-        except FileNotFoundError:
-            pass
-        except (ValueError, UnicodeEncodeError) as error:
-            raise UserError(f"{str(path)!r}: no name of a file: {error}") from error
-    return path
-
-
 def shorten(text: str, limit: int = 100) -> str:
     """Return a text that fits a sentence: a long one without its middle, since a path's last name says most."""
     half = limit // 2
@@ -67,19 +54,10 @@ def shorten(text: str, limit: int = 100) -> str:
 
 
 def check_regular(file: Path, missing: str = "give an existing file") -> Path:
-    """Return the file. Raises UserError where it is missing, not readable, a pointer of Git LFS, or no regular file."""
-    try:
-        with refuse_unreadable(shorten(str(file)), missing):
-            if stat.S_ISDIR(mode := file.stat().st_mode):
-                raise IsADirectoryError(errno.EISDIR, "Is a directory", shorten(str(file)))
-            if not stat.S_ISREG(mode):
-                raise UserError(f"{file}: a device or pipe, not a file: give an existing file")
-            with file.open("rb") as stream:
-                is_pointer = stream.read(len(LFS_POINTER)) == LFS_POINTER
-            if is_pointer:
-                raise UserError(f"{file}: a pointer of Git LFS, not the file: run `git lfs pull` in its folder")
-    except ValueError as error:
-        raise UserError(f"{str(file)!r}: no name of a file: {error}") from error
+    """Return the file. Raises UserError where it is missing, not readable, a pointer of Git LFS, or a folder."""
+    with refuse_unreadable(shorten(str(file)), missing), file.open("rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise UserError(f"{file}: a pointer of Git LFS, not the file: run `git lfs pull` in its folder")
     return file
 
 
@@ -191,23 +169,16 @@ def _finite(text: str) -> float:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain YAML: tags and a second value of a name are errors."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
-        if not isinstance(event, yaml.AliasEvent) and event.tag not in (None, "!"):
-            raise _error(f"the tag {shorten(event.tag)}: write plain values", event)
-        return super().compose_node(parent, index)
+    """Reads plain YAML: a second value of a name is an error."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
         names = set[str]()
         for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise _error("a list or section where a name belongs", key)
             if key.value in names:
-                raise _error(f"{shorten(key.value)} is there twice: keep one", key)
-            names.add(key.value)
+                raise yaml.MarkedYAMLError(None, None, f"{key.value} is there twice: keep one", key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                names.add(key.value)
         return node
 
 
@@ -217,17 +188,6 @@ class _OverrideLoader(_Loader):
     def peek(self, index: int = 0) -> str:
         char = str(super().peek(index))
         return "x" if char == "#" else char  # the scanner looks at characters here, and copies them elsewhere
-
-
-def _construct_float(loader: _Loader, node: Any) -> float:
-    value: float = loader.construct_yaml_float(node)
-    if not math.isfinite(value):
-        raise _error(f"{shorten(node.value)} is no finite number", node)
-    return value
-
-
-def _error(problem: str, at: Any) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(None, None, problem, at.start_mark)
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
@@ -240,4 +200,3 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 
 _Loader.yaml_implicit_resolvers = _resolvers()
-_Loader.add_constructor(f"{TAG}float", _construct_float)

@@ -4,9 +4,7 @@ import asyncio
 import importlib.util
 import os
 import re
-import signal
 import sys
-import threading
 import zlib
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -17,12 +15,11 @@ from typing import Any, NoReturn, TypeVar
 
 from grpo_mp.utils.errors import UserError, did_you_mean, one_line
 from grpo_mp.utils.files import file_digest
-from grpo_mp.utils.reading import check_path, check_regular
+from grpo_mp.utils.reading import check_regular
 from grpo_mp.utils.thread_alarms import cancel_alarm, guarded, install_alarms, is_guarded
 
 T = TypeVar("T")
 PATH_FORMAT = "write module:function or path/file.py:function"
-IMPORT_LIMIT_S = 600.0  # models may be loaded
 PYTHON_FILE = re.compile(r"(.+\.py)(:\w+)?")
 
 
@@ -34,12 +31,7 @@ class SelfCancelledError(Exception):
     """A user's coroutine raised CancelledError though nobody had cancelled it: the task that awaits it would end."""
 
 
-class _TimeOverError(BaseException):
-    """Code took too long; none of its handlers of exceptions should catch it."""
-
-
 _process_exit = os._exit
-_user_folders = set[str]()  # of the files that were loaded
 
 
 @contextmanager
@@ -64,26 +56,6 @@ def _exit_or_raise(status: int) -> NoReturn:
     if is_guarded():
         raise ExitCallError(f"it called os._exit({status}): return, or raise an error")
     _process_exit(status)
-
-
-@contextmanager
-def time_limit(limit_s: float, label: str) -> Iterator[None]:
-    """Raise UserError, which begins with `label`, in a body that takes longer; only the main thread gets signals."""
-
-    def end(*_: Any) -> NoReturn:
-        raise _TimeOverError
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler, (outer_s, _) = signal.signal(signal.SIGALRM, end), signal.setitimer(signal.ITIMER_REAL, limit_s)
-    try:
-        yield
-    except _TimeOverError as error:
-        raise UserError(f"{label}: no end after {limit_s:g} s: it may loop") from error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, outer_s)
-        signal.signal(signal.SIGALRM, handler)
 
 
 async def without_exit(work: Coroutine[Any, Any, T]) -> T:
@@ -133,7 +105,7 @@ def load_attribute(path: str, label: str) -> Any:
     if not is_path(path):
         raise UserError(f"{label}: {PATH_FORMAT}")
     try:
-        with no_exit(), time_limit(IMPORT_LIMIT_S, f"{label}: importing {source}"):
+        with no_exit():
             module = _load_file(Path(source), label) if source.endswith(".py") else import_module(source)
     except UserError:
         raise
@@ -146,7 +118,7 @@ def load_attribute(path: str, label: str) -> Any:
 
 
 def _load_file(path: Path, label: str) -> ModuleType:
-    if not check_path(path).exists():
+    if not path.exists():
         raise UserError(f"{label}: no such file: {path}")
     check_regular(path)
     module_name = f"grpo_mp_user_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
@@ -156,7 +128,8 @@ def _load_file(path: Path, label: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UserError(f"{label}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    _add_folder(str(path.resolve().parent), label)
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(folder)  # installed modules come first
     sys.modules[module_name] = module  # dataclasses and pickle look a class's module up here
     try:
         spec.loader.exec_module(module)
@@ -164,19 +137,3 @@ def _load_file(path: Path, label: str) -> ModuleType:
         del sys.modules[module_name]
         raise
     return module
-
-
-def _add_folder(folder: str, label: str) -> None:
-    """Add the folder of a user's file to the import path of this process and of its child processes.
-
-    Installed modules come first. Raises UserError where the file would get a module of another user's folder.
-    """
-    if folder in _user_folders:
-        return
-    for name, module in sys.modules.copy().items():  # another thread may import
-        other = os.path.dirname(getattr(module, "__file__", None) or "")
-        if other in _user_folders and os.path.isfile(os.path.join(folder, f"{name}.py")):
-            raise UserError(f"{label}: {folder} and {other} both have {name}.py, of which one is imported: rename one")
-    _user_folders.add(folder)
-    if folder not in sys.path:
-        sys.path.append(folder)

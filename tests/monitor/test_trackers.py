@@ -21,8 +21,6 @@ SETTINGS = {
     "rollout": {"function_args": {"hf_token": "SECRET 3", "max_tokens": 5}, "tools": ["https://SECRET@host"]},
     "headers": {"Authorization": "Bearer SECRET", "X-Api-Key": "SECRET", "Accept": "text/html"},
     "camel": {"apiKey": "SECRET", "clientSecret": "SECRET", "maxTokens": 5},
-    "by variable": {"api_key_env": "JUDGE_LOGIN", "prompt": "say SECRET of login"},
-    "by value": ["x SECRET of variable y"],
 }
 SHOWN = {
     "engine": {"args": {"api_key": None}},
@@ -30,8 +28,6 @@ SHOWN = {
     "rollout": {"function_args": {"hf_token": None, "max_tokens": 5}, "tools": ["https://host"]},
     "headers": {"Authorization": None, "X-Api-Key": None, "Accept": "text/html"},
     "camel": {"apiKey": None, "clientSecret": None, "maxTokens": 5},
-    "by variable": {"api_key_env": "JUDGE_LOGIN", "prompt": "say ***"},
-    "by value": ["x *** y"],
 }
 
 

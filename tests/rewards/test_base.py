@@ -48,9 +48,3 @@ def test_a_file_imports_its_neighbours_in_processes_too(tmp_path: Path) -> None:
     )
     reward = load_reward(f"{tmp_path / 'mine_with_neighbour.py'}:score", "reward.functions")
     assert call_reward(reward, {"prompts": ["a"], "completions": ["abc"]}) == [1.5]
-
-    (tmp_path / "other").mkdir()
-    for name in ("neighbour_of_mine.py", "mine_with_neighbour.py"):
-        (tmp_path / "other" / name).write_text((tmp_path / name).read_text())
-    with pytest.raises(UserError, match=r"both have neighbour_of_mine\.py, of which one is imported: rename one"):
-        load_reward(f"{tmp_path / 'other' / 'mine_with_neighbour.py'}:score", "reward.functions")

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.utils.errors import UserError, exit_with
 from grpo_mp.utils.log import log_to_terminal
-from grpo_mp.utils.parsers import Parser, number_of_ranks, positive_int, share
+from grpo_mp.utils.parsers import Parser, positive_int
 from grpo_mp.utils.reading import check_path, read_json
 from tools.tiny import products
 from tools.tiny.arithmetic import (
@@ -121,10 +121,10 @@ def make_parser() -> Parser:
         "--eval", type=positive_int, default=200, help="eval problems; train has none of their operands"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cold-start", type=share, default=0.0, metavar="P", help="probability to reach; 0: random")
-    parser.add_argument("--slips", type=share, default=0.5, help="share of the worked examples with a careless slip")
+    parser.add_argument("--cold-start", type=float, default=0.0, metavar="P", help="probability to reach; 0: random")
+    parser.add_argument("--slips", type=float, default=0.5, help="share of the worked examples with a careless slip")
     parser.add_argument("--steps", type=positive_int, default=200, help="maximum number of supervised steps")
-    parser.add_argument("--threads", type=number_of_ranks, default=os.cpu_count() or 1)
+    parser.add_argument("--threads", type=positive_int, default=os.cpu_count() or 1)
     return parser
 
 
