@@ -99,7 +99,7 @@ def _make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, ex
 
 def _check_replaceable(folder: Path, hidden_size: int) -> None:
     """Raise UserError where a folder has a model that is not one of these, and would be lost."""
-    if (config := check_path(folder / "config.json")).exists():
+    if (config := folder / "config.json").exists():
         there = read_json(config)
         if not isinstance(there, dict) or there.get("hidden_size") != hidden_size:
             raise UserError(f"{folder} has another model: give an --out that is not there, or remove it")
