@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from grpo_mp.utils.errors import UserError, exit_with
 from grpo_mp.utils.log import log_to_terminal
 from grpo_mp.utils.parsers import Parser, positive_int
-from grpo_mp.utils.reading import check_path, read_json
+from grpo_mp.utils.reading import read_json
 from tools.tiny import products
 from tools.tiny.arithmetic import (
     TEMPLATES,
