@@ -12,30 +12,13 @@ if __name__ == "__main__":
     end_with_launcher()
 
 from grpo_mp import platform
-from grpo_mp.checkpoint.run_state import FINAL, METRICS, resumable_checkpoints, saved_state
+from grpo_mp.checkpoint.run_state import resumable_checkpoints, saved_state
 from grpo_mp.config import SftSettings, load_sft_settings
 from grpo_mp.data.cursor import Cursor
-from grpo_mp.monitor.loggers import open_loggers
-from grpo_mp.monitor.reporter import Reporter
-from grpo_mp.monitor.rules import RuleWatch
-from grpo_mp.monitor.run_folder import read_metrics
-from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.command_line import command, print_once, started_job
 from grpo_mp.trainer.describe import describe_sft
-from grpo_mp.trainer.loop import (
-    end_report,
-    export,
-    export_step,
-    finish_report,
-    finish_save,
-    is_due,
-    make_guards,
-    make_reporter,
-    note_skipped,
-    save,
-    save_last,
-)
+from grpo_mp.trainer.loop import TrainingLoop, finish_save, is_due, note_skipped
 from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.sft_context import SftContext, open_sft_context
 from grpo_mp.trainer.sft_preflight import SftInputs, run_sft_preflight
@@ -51,57 +34,23 @@ from grpo_mp.utils.parsers import sft_parser
 from grpo_mp.utils.phases import Phase
 
 
-def fine_tune(ctx: SftContext, reporter: Reporter) -> None:
+def fine_tune(ctx: SftContext) -> None:
     """Run supervised fine-tuning: take samples, update the policy by the mean loss of their learned tokens."""
-    run, logger = ctx.settings.run, make_logger(ctx)
+    run, inputs = ctx.settings.run, ctx.inputs
+    logger = StepLogger.open(ctx, ctx.settings.model_dump(mode="json"), inputs.make_loggers)
     if ctx.state.step == 0:
         logger.write(0, StepRecord(evaluate(ctx)))
-    first_step, guards = ctx.state.step, make_guards(ctx)
-    while ctx.state.step < run.steps and not ctx.should_stop():
-        step = ctx.state.step + 1
-        logger.begin_step()
-
-        batch = take_samples(ctx)
-        report, measured = update_policy(ctx, batch, step)
-
-        record = step_record(ctx, logger, batch=batch, report=report, measured=measured)
-        if is_due(step, run.eval_every, run.steps):
-            record.scalars.update(evaluate(ctx))
-        logger.write(step, record)
-        ctx.progress.step(step, record.scalars)
-        reporter.step(step)
-        guards.check(step, record.scalars)
-        if run.export_every and step % run.export_every == 0:
-            export_step(ctx, step)  # before the save: what a start resumes behind is there
-        if is_due(step, run.save_every, run.steps):
-            save(ctx, logger, last=step == run.steps)
-    end_report(ctx, reporter)
-    save_last(ctx, logger, first_step)
-    logger.close()
-    finish(ctx)
-    finish_report(ctx, reporter)
-
-
-def make_logger(ctx: SftContext) -> StepLogger:
-    """Open the loggers of the run, which continue after the steps that are done; lines of later steps are dropped."""
-    settings, first_step = ctx.settings, ctx.state.step + 1 if ctx.state.step else 0
-    make_loggers = ctx.inputs.make_loggers if ctx.parallel.rank == 0 else ()
-    loggers = open_loggers(make_loggers, settings.run.folder, first_step, settings.model_dump(mode="json"))
-    watch = RuleWatch()
-    for line in read_metrics(settings.run.folder / METRICS) if ctx.parallel.rank == 0 else ():
-        watch.step(line)
-    return StepLogger(
-        settings.run.folder,
-        epochs=1,
-        samples_per_step=0,
-        parallel=ctx.parallel,
-        timeline=ctx.timeline,
-        progress=ctx.progress,
-        loggers=loggers,
-        memory_tracker=ctx.phases.memory_tracker,
-        expert_load=ctx.policy.expert_load,
-        watch=watch,
-    )
+    with TrainingLoop(ctx, logger) as loop:
+        for step in loop.steps():
+            batch = take_samples(ctx)
+            report, measured = update_policy(ctx, batch, step)
+            record = step_record(ctx, logger, batch=batch, report=report, measured=measured)
+            if is_due(step, run.eval_every, run):
+                record.scalars.update(evaluate(ctx))
+            loop.end_step(step, record)
+        loop.end()
+        if loop.finish() and ctx.parallel.rank == 0:
+            ctx.progress.finish({}, {})
 
 
 def take_samples(ctx: SftContext) -> SftBatch:
@@ -115,11 +64,9 @@ def take_samples(ctx: SftContext) -> SftBatch:
 
 def update_policy(ctx: SftContext, batch: SftBatch, step: int) -> tuple[UpdateReport, dict[str, float]]:
     """Make the step's optimizer update, and advance the state; return what was measured, too."""
-    finish_save(ctx)  # it reads weights and the optimizer's state
-    replicas_every = ctx.settings.monitor.check_replicas_every
+    finish_save(ctx)
     with ctx.phases.phase(Phase.TRAIN):
-        if replicas_every and step % replicas_every == 0:
-            check_replicas(ctx.policy, step)
+        check_replicas(ctx.policy, step, ctx.settings.monitor.check_replicas_every)
         report, measured = supervised_update(ctx.policy, batch.packed)
         skipped_in_a_row = note_skipped(ctx, [report], step)
     ctx.state = replace(
@@ -162,24 +109,11 @@ def evaluate(ctx: SftContext) -> dict[str, float]:
     return metrics
 
 
-def finish(ctx: SftContext) -> None:
-    """Export the Hugging Face folder, and merge the traces."""
-    run = ctx.settings.run
-    if ctx.state.step < run.steps:
-        ctx.progress.note(f"stopped after step {ctx.state.step}: run the same command to resume")
-        return
-    if run.export:
-        export(ctx, run.folder / FINAL)
-    if ctx.parallel.rank == 0:
-        merge_traces(run.folder)
-        ctx.progress.finish({}, {})
-
-
 def run(settings: SftSettings, inputs: SftInputs) -> None:
-    """Fine-tune as one rank of a started job; `settings`: as loaded. Raises UserError for what a user can fix."""
+    """Fine-tune as one rank of a started job; `settings`: as loaded."""
     checkpoints = partial(resumable_checkpoints, settings.run.folder, inputs.train.digest)
-    with open_sft_context(settings, inputs, checkpoints) as ctx, make_reporter(ctx) as reporter:
-        fine_tune(ctx, reporter)
+    with open_sft_context(settings, inputs, checkpoints) as ctx:
+        fine_tune(ctx)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

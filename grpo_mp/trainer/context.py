@@ -14,7 +14,7 @@ from grpo_mp.checkpoint.run_state import ROLLOUTS, TrainState
 from grpo_mp.config import Settings, dump_settings
 from grpo_mp.distributed.layout import model_shape
 from grpo_mp.distributed.nccl_memory import NcclMemory, can_suspend
-from grpo_mp.distributed.process_groups import WAITED_PHASES, Job, Parallel, make_parallel
+from grpo_mp.distributed.process_groups import WAITED_PHASES, Job, Parallel, broadcast, make_parallel
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import SHOWN_SAMPLES
 from grpo_mp.monitor.timeline import Timeline
@@ -26,7 +26,7 @@ from grpo_mp.policy.reference import Reference
 from grpo_mp.rollout.engine_load import EnginePoll
 from grpo_mp.rollout.hosted_engine import START_TIMEOUT_S
 from grpo_mp.rollout.rollout import Rollout, RolloutParts
-from grpo_mp.trainer.collect import Collector, RolloutCollector
+from grpo_mp.trainer.collect import Collector, RolloutBatch, RolloutCollector
 from grpo_mp.trainer.engine_check import MAX_PROMPTS, EngineCheck
 from grpo_mp.trainer.evaluation import Evaluator
 from grpo_mp.trainer.exit import PreemptionHandler
@@ -50,7 +50,9 @@ from grpo_mp.trainer.recorded import RecordedGroups, drop_groups_of_changed_inpu
 from grpo_mp.trainer.recover import EngineRecovery
 from grpo_mp.trainer.replay import ReplayCollector
 from grpo_mp.trainer.save import CheckpointSaver
-from grpo_mp.weight_sync.update import PolicyShards, WeightSync, build_weight_sync
+from grpo_mp.trainer.step_logger import sync_metrics
+from grpo_mp.utils.phases import Phase
+from grpo_mp.weight_sync.update import PolicyShards, WeightSync, build_weight_sync, largest_report
 
 Models = tuple[Policy, Critic | None]
 
@@ -71,9 +73,27 @@ class RolloutContext(RunContext):
     engine_check: EngineCheck | None
     recovery: EngineRecovery
 
+    def sync_weights(self, rollouts: RolloutBatch | None = None) -> dict[str, float]:
+        """Send the policy's weights to every engine and check that they hold them; return metrics, none in a replay.
+
+        `rollouts`: of the step, whose answers are among the texts of the check.
+        """
+        if not (self.weight_sync and self.engine_check):
+            return {}
+        with self.phases.phase(Phase.SYNC):
+            self.state = broadcast(self.state, self.job.group)  # to ranks that do not train
+            if not self.settings.updates_running_groups:
+                self.collector.finish_generation()
+            reports = self.recovery.update_weights(self.weight_sync, self.state.optimizer_step)
+            self.collector.synced_step = self.state.step
+        groups = rollouts.of_own_engine if rollouts else ()
+        check = self.engine_check.run(self.state.optimizer_step, [group.samples[0] for group in groups])
+        if not check.tokens and self.recovery.run():  # all engines were lost, and one has restarted
+            check = self.engine_check.run(self.state.optimizer_step)
+        return sync_metrics(largest_report(reports), check)
+
     @property
     def engines(self) -> "EngineContext":
-        """Return what generates."""
         return EngineContext(self.job, self.rollout, phases=self.phases, progress=self.progress, recovery=self.recovery)
 
 

@@ -15,7 +15,6 @@ from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
 from grpo_mp.config import Settings, load_settings
 from grpo_mp.rollout.rollout import engines_can_load_weights
 from grpo_mp.trainer.context import EngineContext, open_context, open_engines_only
-from grpo_mp.trainer.loop import sync_weights
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.utils.errors import UserError
 
@@ -68,5 +67,5 @@ def start_engines(job: EngineJob, inputs: RunInputs, greeting: str) -> Iterator[
         return
     with open_context(job.settings, inputs, lambda: [job.checkpoint] if job.checkpoint else [], greeting) as ctx:
         ctx.preemption.release()  # there is no training state to save before the process ends
-        sync_weights(ctx)
+        ctx.sync_weights()
         yield ctx.engines

@@ -3,16 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 
 import torch.distributed as dist
 
-from grpo_mp.algorithms.evaluation import EvalScore, Votes, read_scores, score_eval_set, step_file
+from grpo_mp.algorithms.evaluation import EvalScore, Votes, score_eval_set
 from grpo_mp.batching.exchange import all_gather_sample_info, gather_groups
 from grpo_mp.batching.group_selection import AdmissionRule
 from grpo_mp.data.prompts import PromptSet
 from grpo_mp.distributed.peers import watching_peers
-from grpo_mp.distributed.process_groups import Job, all_gather, broadcast
+from grpo_mp.distributed.process_groups import Job, all_gather
 from grpo_mp.monitor.metrics import metric_name
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.samples import evenly_spaced, samples_to_markdown
@@ -53,7 +52,7 @@ class Evaluator:
     recovery: EngineRecovery
 
     def evaluate(self, step: int, on_groups: OnGroups | None = None) -> Evaluation:
-        """Evaluate every set as `data.eval` says. Every rank must call this; scores and metrics are the same on all.
+        """Evaluate every set; scores and metrics are the same on all ranks.
 
         `on_groups` gets each set's name and the groups of this rank's engine.
         """
@@ -79,7 +78,7 @@ class Evaluator:
         return result
 
     def _generate(self, prompts: PromptSet, name: str, step: int) -> list[SampleGroup]:
-        """Return what this rank's engine answers; all engines answer anew where none was left."""
+        """Return the answers of this rank's engine; all engines answer again if all were lost."""
         for attempt in count():
             with self.phases.phase(Phase.EVAL, name), watching_peers(self.job.group) as check_peers:
                 rule = AdmissionRule(len(prompts), len(prompts), len(prompts))
@@ -96,21 +95,8 @@ class Evaluator:
         raise AssertionError
 
 
-def recorded_evaluations(run_folder: Path, step: int, job: Job) -> tuple[Evaluation, Evaluation] | None:
-    """Return the scores before the first step, and the last before `step` ends, of a run that resumes behind it.
-
-    None where it has none before training; the same on every rank, which must call this. Raises UserError.
-    """
-    found = None
-    if step and job.rank == 0 and step_file(run_folder, 0).exists():
-        files = (step_file(run_folder, done) for done in range(step, -1, -1))
-        last = next(file for file in files if file.exists())
-        found = Evaluation(read_scores(step_file(run_folder, 0))), Evaluation(read_scores(last))
-    return broadcast(found, job.group)
-
-
 def _all_gather_votes(groups: Sequence[SampleGroup], scorer: Scorer, cpu_group: dist.ProcessGroup) -> Votes:
-    """Gather which answer each sample of the job gave, the same on every rank."""
+    """Gather the number of each sample's answer from all ranks."""
     local_votes = {
         sample.key: number
         for group in groups

@@ -22,7 +22,6 @@ from grpo_mp.utils.errors import (
     INTERRUPT_STATUS,
     DiskError,
     EarlyStopError,
-    ReplicaDriftError,
     UserError,
     exit_with,
 )
@@ -189,7 +188,5 @@ def _report_to_launcher(rank: int, message: str, error: Exception) -> None:
         values: dict[str, Any] = {"message": {"message": message, "extraInfo": extra}, "rank": rank}
         if isinstance(error, EarlyStopError):
             values["may_restart"] = False
-        if isinstance(error, ReplicaDriftError):
-            values["faulty_ranks"] = error.faulty_ranks
         with suppress(OSError):
             write_atomically(Path(file), json.dumps(values), make_folder=False)

@@ -1,49 +1,138 @@
-"""What the loops of RL and of supervised fine-tuning do alike: guards, skipped updates, checkpoints, exports."""
+"""What follows each step in the loops of RL and of supervised fine-tuning: logs, guards, exports, checkpoints."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from shutil import rmtree
+from types import TracebackType
 
 from grpo_mp.checkpoint.hf_writer import incomplete_folder
-from grpo_mp.checkpoint.run_state import EXPORTS, METRICS
+from grpo_mp.checkpoint.run_state import EXPORTS, FINAL, METRICS
+from grpo_mp.config.sections import RunConfig
 from grpo_mp.distributed.process_groups import all_gather, broadcast
 from grpo_mp.monitor.guards import MetricGuards
 from grpo_mp.monitor.reporter import Reporter
 from grpo_mp.monitor.run_folder import read_metrics
+from grpo_mp.monitor.timeline import merge_traces
 from grpo_mp.policy.trained_model import UpdateReport
-from grpo_mp.trainer.collect import RolloutBatch
-from grpo_mp.trainer.context import RolloutContext
 from grpo_mp.trainer.job import PolicyContext
 from grpo_mp.trainer.save import export_adapters, export_policy
-from grpo_mp.trainer.step_logger import StepLogger, sync_metrics
+from grpo_mp.trainer.step_logger import StepLogger, StepRecord
 from grpo_mp.utils.errors import DiskError, EarlyStopError
 from grpo_mp.utils.phases import SAVE_WAIT, Phase
-from grpo_mp.weight_sync.update import largest_report
 
 NAMED = 3  # parameters in a sentence
 
 
-def make_guards(ctx: PolicyContext) -> MetricGuards:
-    """Guard the metrics as `monitor.guards` says, those of the steps that are done included."""
-    past = broadcast(read_metrics(ctx.settings.run.folder / METRICS), ctx.parallel.cpu_group)
-    return MetricGuards(ctx.settings.monitor.guards, [line for line in past if (line["step"] or 0) <= ctx.state.step])
+class TrainingLoop:
+    """Counts the steps of a run, and logs, guards, exports and saves after each. Use it around the loop.
+
+    If the loop raises, a report of its steps is still written.
+    """
+
+    def __init__(self, ctx: PolicyContext, logger: StepLogger) -> None:
+        settings, folder = ctx.settings, ctx.settings.run.folder
+        self._ctx, self._logger, self._first_step = ctx, logger, ctx.state.step
+        past = broadcast(read_metrics(folder / METRICS), ctx.parallel.cpu_group)
+        done = [line for line in past if (line["step"] or 0) <= ctx.state.step]
+        self._guards = MetricGuards(settings.monitor.guards, done)
+        every = settings.monitor.report_every if ctx.parallel.rank == 0 else None
+        self._reporter = Reporter(folder, every, ctx.progress.note)
+
+    def __enter__(self) -> "TrainingLoop":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._reporter.finish(early=not self.is_done)
+        self._reporter.__exit__(kind, error, trace)
+
+    @property
+    def is_done(self) -> bool:
+        return self._ctx.state.step >= self._ctx.settings.run.steps
+
+    def steps(self) -> Iterator[int]:
+        """Yield the number of each next step, until the last one or a request to stop."""
+        while not self.is_done and not self._ctx.should_stop():
+            self._logger.begin_step()
+            yield self._ctx.state.step + 1
+
+    def end_step(self, step: int, record: StepRecord, accuracy: float | None = None) -> None:
+        """Log a step; export and save as the settings say. Raises EarlyStopError where a guard stops the run."""
+        ctx, run = self._ctx, self._ctx.settings.run
+        self._logger.write(step, record)
+        ctx.progress.step(step, record.scalars, accuracy)
+        self._reporter.step(step)
+        self._guards.check(step, record.scalars)
+        if run.export_every and step % run.export_every == 0:
+            self._export_step(step)  # before the save: a run that resumes behind a checkpoint has its exports
+        if is_due(step, run.save_every, run):
+            self._save(last=step == run.steps)
+
+    def end(self) -> None:
+        """Write the last report and, unless it exists, the last checkpoint. Raises DiskError on a full disk."""
+        self._reporter.end(early=not self.is_done)
+        finish_save(self._ctx)
+        if max(self._first_step, self._ctx.saver.saved_step) < self._ctx.state.step:
+            self._save(last=True)
+            finish_save(self._ctx)
+        self._logger.close()
+
+    def finish(self) -> bool:
+        """Export the model and merge the traces of a run that has done all steps; return whether it has."""
+        ctx, run = self._ctx, self._ctx.settings.run
+        if not self.is_done:
+            ctx.progress.note(f"stopped after step {ctx.state.step}: run the same command to resume")
+            return False
+        if run.export:
+            export(ctx, run.folder / FINAL)
+        if ctx.parallel.rank == 0:
+            merge_traces(run.folder)
+        return True
+
+    def _save(self, last: bool) -> None:
+        with self._ctx.phases.phase(Phase.SAVE):
+            self._ctx.saver.save(self._ctx.state, last, before=self._logger.flush)
+
+    def _export_step(self, step: int) -> None:
+        """Write an export while the run continues; a full disk is a warning."""
+        ctx, folder = self._ctx, self._ctx.settings.run.folder / EXPORTS / f"step_{step:06d}"
+        try:
+            export(ctx, folder)
+        except DiskError as error:
+            if ctx.parallel.rank == 0:  # adapters without their export would be of no use
+                for half in (incomplete_folder(adapter_folder(folder)), adapter_folder(folder)):
+                    rmtree(half, ignore_errors=True)
+            ctx.saver.failed_exports.add(error, incomplete_folder(folder), last=False)
+        else:
+            ctx.saver.failed_exports.forget()
 
 
-def make_reporter(ctx: PolicyContext) -> Reporter:
-    """Make what writes the report of the run; rank 0 does."""
-    every = ctx.settings.monitor.report_every if ctx.parallel.rank == 0 else None
-    return Reporter(ctx.settings.run.folder, every, ctx.progress.note)
+def is_due(step: int, every: int, run: RunConfig) -> bool:
+    """Return whether `step` is the run's last, or a multiple of `every` (0: never)."""
+    return step == run.steps or (every > 0 and step % every == 0)
 
 
-def end_report(ctx: PolicyContext, reporter: Reporter) -> None:
-    """Begin the report of all steps, whether the run has done them all or was told to stop."""
-    reporter.end(early=ctx.state.step < ctx.settings.run.steps)
+def finish_save(ctx: PolicyContext) -> None:
+    """Wait until the last checkpoint is complete: an update would change the weights that are being written."""
+    with ctx.timeline.span(SAVE_WAIT):
+        ctx.saver.finish()
 
 
-def finish_report(ctx: PolicyContext, reporter: Reporter) -> None:
-    """Wait for the report; a run that was told to stop, which may soon be killed, waits less."""
-    reporter.finish(early=ctx.state.step < ctx.settings.run.steps)
+def export(ctx: PolicyContext, folder: Path) -> None:
+    """Write the policy as a Hugging Face folder, and its adapters beside it as one for peft."""
+    model, bucket_bytes = ctx.settings.model, ctx.settings.bucket_bytes
+    with ctx.phases.phase(Phase.SAVE, "export"):
+        if model.lora:
+            export_adapters(ctx.policy, adapter_folder(folder), model.path, bucket_bytes)
+        export_policy(ctx.policy, folder, model.path, bucket_bytes, ctx.settings.run.export_fp8)
+
+
+def adapter_folder(export: Path) -> Path:
+    """Return the folder for peft beside an export."""
+    return export.with_name(f"{export.name}_adapter")
 
 
 def note_skipped(ctx: PolicyContext, reports: Sequence[UpdateReport], step: int, model: str = "") -> int:
@@ -77,85 +166,3 @@ def describe_skipped(reports: Sequence[UpdateReport], names: Sequence[str]) -> s
     norms = ", ".join(f"{report.grad_norm:.3g}" for report in reports if report.skipped)
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"gradient norm {norms}" + (f", not finite in {', '.join(names[:NAMED])}{more}" if names else "")
-
-
-def save(ctx: PolicyContext, logger: StepLogger, last: bool) -> None:
-    """Save a checkpoint of the current state; what the next step changes last is written while it runs."""
-    with ctx.phases.phase(Phase.SAVE):
-        ctx.saver.save(ctx.state, last, before=logger.flush)
-
-
-def finish_save(ctx: PolicyContext) -> None:
-    """Wait until the last checkpoint is complete."""
-    with ctx.timeline.span(SAVE_WAIT):
-        ctx.saver.finish()
-
-
-def save_last(ctx: PolicyContext, logger: StepLogger, first_step: int) -> None:
-    """Save the state behind the loop, unless that is done; `first_step`: that with which it began.
-
-    Raises DiskError where the disk does not take it: a run that ends says so.
-    """
-    finish_save(ctx)
-    if max(first_step, ctx.saver.saved_step) < ctx.state.step:
-        save(ctx, logger, last=True)
-        finish_save(ctx)
-
-
-def sync_weights(ctx: RolloutContext, rollouts: RolloutBatch | None = None) -> dict[str, float]:
-    """Push the policy's weights into every engine and check that they hold them; return metrics, none in a replay.
-
-    `rollouts`: of the step, on whose answers they are compared, too.
-    """
-    if not (ctx.weight_sync and ctx.engine_check):
-        return {}
-    with ctx.phases.phase(Phase.SYNC):
-        ctx.state = broadcast(ctx.state, ctx.job.group)  # to ranks that do not train
-        if not ctx.settings.updates_running_groups:
-            ctx.collector.finish_generation()
-        reports = ctx.recovery.update_weights(ctx.weight_sync, ctx.state.optimizer_step)
-        ctx.collector.synced_step = ctx.state.step
-    groups = rollouts.of_own_engine if rollouts else ()
-    check = ctx.engine_check.run(ctx.state.optimizer_step, [group.samples[0] for group in groups])
-    if not check.tokens and ctx.recovery.run():  # no engine was left, and one is there again
-        check = ctx.engine_check.run(ctx.state.optimizer_step)
-    return sync_metrics(largest_report(reports), check)
-
-
-def export(ctx: PolicyContext, folder: Path) -> None:
-    """Write the policy as a Hugging Face folder, and its adapters beside it as one for peft."""
-    settings = ctx.settings
-    with ctx.phases.phase(Phase.SAVE, "export"):
-        if settings.model.lora:
-            export_adapters(ctx.policy, adapter_folder(folder), settings.model.path, settings.bucket_bytes)
-        export_policy(
-            ctx.policy,
-            folder,
-            like=settings.model.path,
-            bucket_bytes=settings.bucket_bytes,
-            fp8=settings.run.export_fp8,
-        )
-
-
-def adapter_folder(export: Path) -> Path:
-    """Return the folder for peft beside an export."""
-    return export.with_name(f"{export.name}_adapter")
-
-
-def export_step(ctx: PolicyContext, step: int) -> None:
-    """Write an export while the run continues; a full disk is a warning."""
-    folder = ctx.settings.run.folder / EXPORTS / f"step_{step:06d}"
-    try:
-        export(ctx, folder)
-    except DiskError as error:
-        if ctx.parallel.rank == 0:  # nothing stands beside an export that is not there
-            for half in (incomplete_folder(adapter_folder(folder)), adapter_folder(folder)):
-                rmtree(half, ignore_errors=True)
-        ctx.saver.failed_exports.add(error, incomplete_folder(folder), last=False)
-    else:
-        ctx.saver.failed_exports.forget()
-
-
-def is_due(step: int, every: int, last: int) -> bool:
-    """Return whether `step` is the last, or one of those that come `every` steps (0: never)."""
-    return step == last or (every > 0 and step % every == 0)

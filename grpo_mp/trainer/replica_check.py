@@ -1,4 +1,4 @@
-"""Compare the weights of data-parallel replicas by checksums, and name the rank whose weights drifted.
+"""Compare the weights of data-parallel replicas by checksums, and name the ranks whose weights drifted.
 
 Megatron's check_param_hashes_across_dp_replicas copies all weights to the host, needs CUDA, and takes the first replica
 for the right one.
@@ -15,38 +15,35 @@ from grpo_mp import platform
 from grpo_mp.distributed.process_groups import all_gather, replica_groups
 from grpo_mp.policy.fp8 import with_scales
 from grpo_mp.policy.trained_model import TrainedModel
-from grpo_mp.utils.errors import ReplicaDriftError
+from grpo_mp.utils.errors import EarlyStopError
 from grpo_mp.weight_sync.changes import CHUNK_WORDS, fingerprint, random_factors
 
 NAMED = 3  # tensors in a sentence
 
 
-def check_replicas(policy: TrainedModel, step: int) -> None:
-    """Compare weights of a policy, and of its reference, or of a critic with those of replicas. Every rank must call.
+def check_replicas(policy: TrainedModel, step: int, every: int = 1) -> None:
+    """Compare the weights of a policy or critic, and of its reference, with the replicas' every so many steps.
 
-    Raises ReplicaDriftError on every rank where any drifted. Weights that every update gathers anew from the
-    optimizer's shards must be compared before it.
+    Raises EarlyStopError on every rank. Call it before an update, which gathers weights from the optimizer's shards
+    and so hides a drift.
     """
+    if not every or step % every:
+        return
     experts = {name for name, tensor in policy.tensors.items() if not getattr(tensor, "allreduce", True)}
-    drifted, undecided = dict[int, list[str]](), False
+    drifted: dict[int, list[str]] = {}
     for group, names in zip(replica_groups(), (policy.tensors.keys() - experts, experts), strict=True):
-        found = _drifted_in(group, _tensors(policy, names), drifted)
-        undecided |= is_undecided(found, dist.get_world_size(group))
-        drifted |= found
-    outcomes = all_gather((drifted, undecided), policy.parallel.cpu_group)
-    by_rank = {rank: names for found, _ in outcomes for rank, names in found.items()}
+        tensors = _tensors(policy, names)
+        if not (checksums := _fingerprints(group, tensors)):
+            continue
+        for rank, found in find_drifted(checksums, list(tensors)).items():
+            drifted[rank] = [*drifted.get(rank, ()), *found]
+    by_rank = {rank: names for found in all_gather(drifted, policy.parallel.cpu_group) for rank, names in found.items()}
     if by_rank:
-        faulty_ranks = () if any(undecided for _, undecided in outcomes) else sorted(by_rank)
-        raise ReplicaDriftError(describe(step, by_rank), faulty_ranks)
-
-
-def is_undecided(drifted: Mapping[int, Sequence[str]], replicas: int) -> bool:
-    """Tell whether all of so many replicas differ from others, as two do: nothing says then who is right. Pure."""
-    return len(drifted) == replicas
+        raise EarlyStopError(describe(step, by_rank))
 
 
 def find_drifted(checksums: Mapping[int, Sequence[int]], names: Sequence[str]) -> dict[int, list[str]]:
-    """Return rank -> tensors whose checksum is not that of most replicas; without a majority, of all. Pure.
+    """Return rank -> tensors whose checksum is not that of most replicas; without a majority, of all.
 
     `checksums`: of each replica's rank, in the order of `names`.
     """
@@ -61,14 +58,13 @@ def find_drifted(checksums: Mapping[int, Sequence[int]], names: Sequence[str]) -
 
 
 def describe(step: int, drifted: Mapping[int, Sequence[str]]) -> str:
-    """Return one sentence about ranks and their tensors that are not those of the replicas. Pure."""
+    """Return one sentence about ranks and their tensors that differ from the replicas."""
     names = sorted(set().union(*drifted.values()))
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    ranks = ", ".join(map(str, sorted(drifted)))
     return (
-        f"step {step}: rank {ranks}: weights are not those of the other data-parallel replicas, in "
-        f"{', '.join(names[:NAMED])}{more}: memory or network of the rank is faulty; leave its node out, and run the "
-        "same command to resume from the last checkpoint"
+        f"step {step}: rank {', '.join(map(str, sorted(drifted)))}: weights are not those of the other data-parallel "
+        f"replicas, in {', '.join(names[:NAMED])}{more}: memory or network of the rank is faulty; leave its node out, "
+        "and run the same command to resume from the last checkpoint"
     )
 
 
@@ -78,16 +74,13 @@ def _tensors(policy: TrainedModel, names: set[str]) -> dict[str, Tensor]:
     return tensors | {f"{name} of the reference": reference[name] for name in tensors if name in reference}
 
 
-def _drifted_in(
-    group: dist.ProcessGroup, tensors: Mapping[str, Tensor], known: Mapping[int, list[str]]
-) -> dict[int, list[str]]:
-    """Return what drifted in a group, added to what is `known` of its ranks. Every rank of it must call this."""
+def _fingerprints(group: dist.ProcessGroup, tensors: Mapping[str, Tensor]) -> dict[int, list[int]]:
+    """Return the tensors' checksums on each rank of a group; empty where there is nothing to compare."""
     ranks = dist.get_process_group_ranks(group)
-    if len(ranks) == 1 or not tensors:
+    if not tensors or len(ranks) == 1:
         return {}
     factors = {device: random_factors(CHUNK_WORDS).to(device) for device in {one.device for one in tensors.values()}}
     own = [fingerprint(tensor, factors[tensor.device]) for tensor in tensors.values()]
     table = [torch.empty(len(own), dtype=torch.int64, device=platform.device()) for _ in ranks]
     dist.all_gather(table, torch.tensor(own, dtype=torch.uint64).view(torch.int64).to(platform.device()), group=group)
-    found = find_drifted({rank: row.tolist() for rank, row in zip(ranks, table, strict=True)}, list(tensors))
-    return {rank: [*known.get(rank, ()), *names] for rank, names in found.items()}
+    return {rank: row.tolist() for rank, row in zip(ranks, table, strict=True)}

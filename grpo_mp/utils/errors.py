@@ -5,7 +5,7 @@ import errno
 import math
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NoReturn, TypeVar
 
 Number = TypeVar("Number", int, float)
@@ -36,15 +36,6 @@ class EngineTimeout(EngineError, PhaseTimeout):  # noqa: N818
 
 class EarlyStopError(UserError):
     """Training stops on purpose, as by a guard: to resume it is the user's decision, not that of a batch script."""
-
-
-class ReplicaDriftError(EarlyStopError):
-    """Weights of data-parallel replicas differ; without the nodes of the faulty ranks training may resume."""
-
-    def __init__(self, message: str, faulty_ranks: Sequence[int]) -> None:
-        """`faulty_ranks`: none where it is not known which of the replicas are right."""
-        super().__init__(message)
-        self.faulty_ranks = tuple(faulty_ranks)
 
 
 def exit_with(error: UserError) -> NoReturn:

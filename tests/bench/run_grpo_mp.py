@@ -15,7 +15,6 @@ from grpo_mp.rollout.client import EngineClient, EngineOutput, SamplingParams
 from grpo_mp.train import generate, train
 from grpo_mp.trainer.command_line import local_ranks
 from grpo_mp.trainer.context import TrainContext, open_context
-from grpo_mp.trainer.loop import make_reporter
 from grpo_mp.trainer.preflight import run_preflight
 from tests.bench import workload as w
 
@@ -102,8 +101,7 @@ def main() -> None:
             by_tokens = {prompt.tokens: lengths[prompt.text] for prompt in inputs.train}
             engine.client = ExactLengths(engine.client, by_tokens)
         if isinstance(ctx, TrainContext):
-            with make_reporter(ctx) as reporter:
-                train(ctx, reporter)
+            train(ctx)
         else:
             generate(ctx)
 

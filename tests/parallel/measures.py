@@ -43,7 +43,7 @@ from grpo_mp.trainer.metrics import mtp_metrics, reduce_report
 from grpo_mp.trainer.replica_check import check_replicas
 from grpo_mp.trainer.save import export_policy
 from grpo_mp.trainer.sft_step import pack_samples, reduce_sums
-from grpo_mp.utils.errors import ReplicaDriftError, UserError
+from grpo_mp.utils.errors import EarlyStopError, UserError
 from grpo_mp.utils.types import MicroBatch, Prompt, Sample, SampleGroup
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, WHOLE, Piece, RankRound, group_params, plan_sync
 from grpo_mp.weight_sync.reshard import Resharder
@@ -431,8 +431,8 @@ def drifted(bench: Bench) -> Result:
 def _check_replicas(policy: Policy) -> str:
     try:
         check_replicas(policy, 7)
-    except ReplicaDriftError as error:
-        return f"{error}; faulty: {list(error.faulty_ranks)}"
+    except EarlyStopError as error:
+        return str(error)
     return ""
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_mp.trainer.replica_check import describe, find_drifted, is_undecided
+from grpo_mp.trainer.replica_check import describe, find_drifted
 from tests.parallel.cases import DRIFTED, Case
 from tests.parallel.conftest import Outcomes
 
@@ -32,22 +32,12 @@ def test_one_flipped_bit_is_found_wherever_a_replica_is(case: Case, outcomes: Ou
         name = tensor + " of the reference" * (where == "reference")
         start = f"step 7: rank {', '.join(map(str, named))}: weights are not those of the other data-parallel replicas"
         assert sentence.startswith(f"{start}, in {name}: ")
-        # Of two that accuse each other it is not known whose node is to be replaced.
-        assert sentence.endswith(f"; faulty: {[] if len(holders) == 2 else named}")
 
 
 def test_the_minority_drifted() -> None:
     rows = {0: (1, 5, 7), 4: (1, 6, 7), 8: (2, 5, 8), 12: (1, 5, 8)}
     assert find_drifted(rows, ["a", "b", "c"]) == {8: ["a", "c"], 4: ["b", "c"], 0: ["c"], 12: ["c"]}
     assert find_drifted({0: (1,), 1: (1,)}, ["a"]) == {}
-
-
-@pytest.mark.parametrize(
-    ("checksums", "undecided"), [((1, 2), True), ((1, 1), False), ((1, 2, 1), False), ((1, 2, 1, 2), True)]
-)
-def test_without_a_majority_nothing_says_who_is_right(checksums: tuple[int, ...], undecided: bool) -> None:
-    drifted = find_drifted({rank: (checksum,) for rank, checksum in enumerate(checksums)}, ["a"])
-    assert is_undecided(drifted, len(checksums)) == undecided
 
 
 def test_a_sentence_names_few_tensors() -> None:

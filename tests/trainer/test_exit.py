@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from grpo_mp.monitor.watchdog import Watchdog
 from grpo_mp.trainer import exit
 from grpo_mp.trainer.exit import PeerFailedError, exit_on_error, ignore_more_interrupts, report_error_once
-from grpo_mp.utils.errors import DiskError, EarlyStopError, ReplicaDriftError, UserError
+from grpo_mp.utils.errors import DiskError, EarlyStopError, UserError
 
 # What torch reports of a peer that is gone: gloo twice, NCCL, and the store of a launcher that was killed, twice.
 PEER_GONE = (
@@ -174,8 +174,6 @@ def test_torchrun_shows_the_message_as_the_root_cause(
         (UserError("x"), {}),
         (ValueError("x"), {}),
         (EarlyStopError("x"), {"may_restart": False}),
-        (ReplicaDriftError("x", [3, 4]), {"may_restart": False, "faulty_ranks": [3, 4]}),
-        (ReplicaDriftError("x", []), {"may_restart": False, "faulty_ranks": []}),
     ],
 )
 def test_a_batch_script_is_told_whether_training_stopped_on_purpose(
