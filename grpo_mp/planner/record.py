@@ -7,7 +7,6 @@ from typing import Any
 from grpo_mp.distributed.layout import describe_parallelism
 from grpo_mp.planner.memory import BytesByKind, SubPhase, total_bytes
 from grpo_mp.planner.plan import Plan, check_fits
-from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import write_json
 
 # The planner's parts of a phase of a run, which counts them together.
@@ -54,8 +53,5 @@ def plan_record(plan: Plan) -> dict[str, Any]:
 
 
 def write_plan(plan: Plan, file: Path) -> None:
-    """Write a plan; UserError where the file's folder was removed."""
-    try:
-        write_json(file, plan_record(plan), make_folder=False)
-    except FileNotFoundError as error:
-        raise UserError(f"{file}: its folder was removed meanwhile: no plan is written") from error
+    """Write a plan into an existing folder."""
+    write_json(file, plan_record(plan), make_folder=False)

@@ -10,7 +10,7 @@ import pytest
 from grpo_mp.models.families import family_of
 from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.memory import SubPhase, plan_memory, total_bytes
-from grpo_mp.planner.plan import check_fits, make_plan
+from grpo_mp.planner.plan import make_plan
 from grpo_mp.planner.weight_traffic import plan_job_sync
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.phases import GIB
@@ -63,17 +63,6 @@ def test_a_device_of_an_engine_holds_the_engine_alone() -> None:
     assert sync["sync rounds"] == together["sync rounds"] / 4 * 3
 
 
-def test_the_optimizer_leaves_a_device_that_trains_only_for_good() -> None:
-    moved, stays, on_host = (
-        divided(nodes=1, engine=HALF_A_NODE, optimizer={"offload": offload}) for offload in ("step", "none", "host")
-    )
-    assert plan_memory(moved) == plan_memory(stays)
-    host = plan_memory(on_host)
-    assert not any("optimizer" in sizes for sizes in host.device[0].values())
-    assert host.host[SubPhase.TRAIN]["optimizer"] == pytest.approx(QWEN * 12, rel=1e-3)
-    assert not any(sizes["optimizer"] for sizes in plan_memory(stays).host.values())
-
-
 def test_hosts_hold_what_their_ranks_hold() -> None:
     """A node of engines, one that trains and keeps more, and one of both."""
 
@@ -121,35 +110,12 @@ def test_a_step_takes_the_slower_side_and_the_sync(prompts: int, slower: str) ->
     assert plan.bottleneck[0] in ((SubPhase.GENERATE,) if slower == "generation" else (*trained, SubPhase.SAVE))
 
 
-def test_the_trainer_takes_as_long_as_one_that_has_its_gpus_alone() -> None:
-    """But for what engines on the same GPUs would hide of a save."""
-    plan, alone = make_plan(divided()), make_plan(job_of("qwen2.5-7b", "h100-80", 1, layout={"tensor": 4}))
-    for sub_phase in (SubPhase.LOAD, SubPhase.LOGPROB, SubPhase.TRAIN, SubPhase.OPTIMIZER):
-        assert plan.times[sub_phase] == alone.times[sub_phase]
-
-
 def test_weights_go_from_the_first_ranks_to_the_last() -> None:
     job = divided()
     plan, _ = plan_job_sync(job, family_of(job.hf).params(job.hf))
     transfers = [transfer for round_ in plan.rounds for transfer in round_]
     assert {source for transfer in transfers for source, _ in transfer.shards()} <= set(range(8))
     assert {reader for transfer in transfers for reader in transfer.readers} == set(range(8, 16))
-
-
-def test_the_fullest_device_may_be_an_engines() -> None:
-    def device(fraction: float) -> str:
-        engine = {"ranks": 8, "gpus_per_engine": 2, "args": {"mem_fraction_static": fraction}}
-        return check_fits(make_plan(divided(engine=engine), with_sync=False)).device.place
-
-    assert device(0.9) == "rank 8 (an engine)"
-    assert device(0.3) == "rank 0 (pipeline stage 0)"
-
-
-def test_communicators_are_those_of_the_ranks_that_train() -> None:
-    """Of 4 ranks WORLD, the gradient's norm and tensor parallelism; and one of all 8."""
-    device = plan_memory(divided(nodes=1, engine=HALF_A_NODE)).device[0]
-    sizes = [kinds["communication"] for kinds in device.values()]
-    assert sizes == pytest.approx([4 * 0.56 * GIB] * len(sizes))
 
 
 def test_only_nodes_that_train_read_and_write_checkpoints() -> None:
@@ -159,16 +125,6 @@ def test_only_nodes_that_train_read_and_write_checkpoints() -> None:
     assert plan.uses[SubPhase.SAVE].disk_bytes == pytest.approx(QWEN * 14, rel=1e-3)
     half = make_plan(divided(nodes=1, engine=HALF_A_NODE))
     assert half.uses[SubPhase.LOAD].disk_bytes == pytest.approx(QWEN * 14, rel=1e-3)
-
-
-def test_a_trainer_that_keeps_its_weights_writes_them_beside_the_run_unless_a_reference_is_swapped_with_them() -> None:
-    """One piece after the other is on the host, also while the run goes on."""
-    run = {"folder": "run", "steps": 1, "piece_bytes": "256MiB"}
-    jobs = [divided(nodes=1, engine=HALF_A_NODE, run=run, algorithm={"kl": {"coef": coef}}) for coef in (0.0, 0.1)]
-    assert [job.saves_weights_beside for job in jobs] == [True, False]
-    for sub_phase in (SubPhase.SAVE, SubPhase.LOGPROB):
-        pieces = [plan_memory(job).host[sub_phase]["checkpoint"] / 2**28 for job in jobs]
-        assert pieces == [4, 4]  # of four ranks
 
 
 def test_the_command_shows_both_kinds_of_devices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ import pytest
 
 from grpo_mp.planner.activations import forward_bytes, layer_bytes
 from grpo_mp.planner.plan import make_plan
-from grpo_mp.planner.resource_use import estimate_time
 from grpo_mp.planner.training_use import logprob_use, train_use
 from grpo_mp.utils.errors import UserError
 from tests.planner.jobs import job_of
@@ -25,14 +24,6 @@ def test_products_of_linear_layers_are_in_fp8_and_others_not() -> None:
     assert before.fp8_flops == 0
 
 
-def test_products_in_fp8_take_half_the_time() -> None:
-    cluster = job_of("qwen2.5-7b", "h100-80", 1).cluster
-    use = train_use(job_of("qwen2.5-7b", "h100-80", 1, **IN_FP8))
-    estimate = estimate_time(use, cluster)
-    seconds = (use.flops / 989e12, use.fp8_flops / 1979e12)
-    assert estimate.parts["matrix products"] == pytest.approx(sum(seconds) / cluster.achievable.matmul)
-
-
 def test_inputs_are_saved_in_fp8_and_weights_of_each_microbatch() -> None:
     plain, fp8 = job_of("qwen2.5-7b", "h100-80", 1), job_of("qwen2.5-7b", "h100-80", 1, **IN_FP8)
     byte = 1 + 4 / 128
@@ -40,18 +31,6 @@ def test_inputs_are_saved_in_fp8_and_weights_of_each_microbatch() -> None:
     inputs = 4096 * (3584 + 18944)  # of the MLP's two matrices
     assert layer_bytes(fp8, 0) - layer_bytes(plain, 0) == pytest.approx(2 * byte * weights - (2 - byte) * inputs)
     assert forward_bytes(fp8, 0) - forward_bytes(plain, 0) == pytest.approx(byte * weights)
-
-
-def test_experts_save_less_than_they_did() -> None:
-    """Of 4 of 128 experts a rank; a copy of a token saves its hidden state and what goes into the second matrix."""
-    layout = {"layout": {"expert": 32}}
-    plain = job_of("qwen3-30b-a3b", "h100-80", 4, **layout)
-    fp8 = job_of("qwen3-30b-a3b", "h100-80", 4, **layout, **IN_FP8)
-    byte, attention = 1 + 4 / 128, 2048 * 128 * (32 + 2 * 4) + 32 * 128 * 2048
-    weights = attention + 4 * 3 * 2048 * 768 + 2048 * 128 + 2 * 2048 + 2 * 128
-    copies = 4096 * 8 * 1.5  # the busiest rank
-    less = (2 - byte) * copies * (2048 + 768)
-    assert layer_bytes(fp8, 0) - layer_bytes(plain, 0) == pytest.approx(2 * byte * weights - less)
 
 
 def test_gpus_without_fp8_are_named() -> None:

@@ -7,13 +7,6 @@ from grpo_mp.planner.memory import engine_memory
 from tests.planner.jobs import job_of
 
 
-def test_all_at_once_take_the_longest() -> None:
-    rollout = simulate_rollout((100, 300, 200), slots=8)
-    assert rollout.decode_steps == 300
-    assert (rollout.batches[0], rollout.batches[-1]) == (3, 1)
-    assert sum(rollout.batches) / len(rollout.batches) * 300 == pytest.approx(600, rel=0.02)
-
-
 def test_a_free_slot_takes_the_next_response() -> None:
     assert simulate_rollout((50,) * 6, slots=2).decode_steps == 150
     rollout = simulate_rollout(tuple(range(1, 101)), slots=10)

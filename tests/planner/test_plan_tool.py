@@ -5,19 +5,17 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from grpo_mp.config import load_settings
-from grpo_mp.planner.clusters import PROFILES, cluster_names, cluster_of, read_cluster
+from grpo_mp.planner.clusters import PROFILES, cluster_of, read_cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase, total_bytes
-from grpo_mp.planner.model_configs import find_config, published_config
+from grpo_mp.planner.model_configs import find_config
 from grpo_mp.planner.plan import check_fits, make_plan
 from grpo_mp.rollout.engine_args import check_arguments
-from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.phases import GIB, Phase
 from tests.cli.command import Result, run_command
 from tests.planner.jobs import job_of
@@ -63,21 +61,6 @@ def test_recipe_fits_the_machines_in_its_comment(path: Path) -> None:
     assert row in (ROOT / "configs/README.md").read_text().splitlines()
 
 
-def test_recipes_are_for_the_machines_that_users_have() -> None:
-    """Model, GPUs and their memory; the test above holds what each leaves free, of hosts of 1 TB too."""
-    machines = {}
-    for path in RECIPES:
-        command = COMMAND.search(path.read_text())
-        assert command
-        cluster, model = read_cluster(command[2]), load_settings(path).model.path.name
-        machines[path.stem] = (model, int(command[3]) * cluster.gpus_per_node, round(cluster.gpu_memory_gib))
-    assert machines["qwen3_30b_a3b"] == ("Qwen3-30B-A3B", 8, 79)
-    assert machines["moe_671b"] == ("DeepSeek-R1", 128, 79)
-    assert machines["deepseek_r1_64x_h100"] == ("DeepSeek-R1", 64, 79)
-    assert machines["deepseek_r1_96x_h20"] == ("DeepSeek-R1", 96, 95)
-    assert machines["kimi_k2"][1:] == (256, 79)
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_latent_cache_in_fp8_is_read_as_it_is(path: Path) -> None:
     """SGLang's fa3 would copy the whole cache to bfloat16 for each layer of each decode step."""
@@ -85,12 +68,6 @@ def test_a_latent_cache_in_fp8_is_read_as_it_is(path: Path) -> None:
     hf, _ = find_config(settings.model.path)
     if hf.get("kv_lora_rank") and "fp8" in str(settings.engine.args.get("kv_cache_dtype")):
         assert settings.engine.args["attention_backend"] == "flashmla"
-
-
-@pytest.mark.parametrize("name", cluster_names())
-def test_cluster_profiles_load(name: str) -> None:
-    cluster = read_cluster(name)
-    assert cluster.matmul_tflops(fp8=False) > 0
 
 
 @pytest.fixture
@@ -123,54 +100,18 @@ def test_tiny_recipe_is_planned_from_its_generated_model(plan: Plan, tmp_path: P
             ["layout.tensor=3"],
             "tensor x context x pipeline = 96 does not divide the 128 ranks: start 384 ranks or a multiple",
         ),
-        (["layout.expert=48"], "expert_tensor x expert x pipeline = 768 does not divide"),
-        (["layout.pipeline=128", "layout.context=1", "layout.tensor=1", "layout.expert=1"], "the model has 61"),
-        (["engine.gpus_per_engine=256"], "an engine of engine.gpus_per_engine=256 GPUs does not fit the 128 ranks"),
-        (
-            ["engine.args.attn_dp_size=7"],
-            "engine.args.attn_dp_size: 7 does not divide 128, the engine.gpus_per_engine: the nearest is 4",
-        ),
-        (
-            ["engine.args.moe_dense_tp_size=64"],
-            r"model.layers.0.mlp.gate_proj.weight has 18432 rows, over 64 GPU\(s\) .* 288 each, which is no multiple "
-            "of the 128 of an FP8 block: use fewer GPUs or bfloat16 weights",
-        ),
+        (["engine.args.attn_dp_size=7"], "engine.args.attn_dp_size"),
         (["engine.args.quantisation=fp8"], "engine.args.quantisation: the installed SGLang has no such argument"),
-        (
-            ["training.megatron_args.optimizer_cpu_offload=true"],
-            "training.megatron_args.optimizer_cpu_offload cannot be set",
-        ),
+        (["training.megatron_args.optimizer_cpu_offload=true"], "optimizer_cpu_offload cannot be set"),
         (["model.path=checkpoints/unknown"], "no config published under that name is known"),
         (["--cluster", "h100-81"], r"no such profile \(did you mean h100-80\?\)"),
         (["--cluster", "a100-80"], "the plan needs fp8_tflops, which the profile lacks"),
-        (["--nodes", "0"], "--nodes: expected a positive integer, got 0"),
-        (["--response-tokens", "-5"], "--response-tokens: expected a positive integer, got -5"),
-        (["--cluster", "{tmp}/broken.yaml"], r"broken\.yaml: not valid YAML"),
         (["--cluster", "{tmp}/number.yaml"], "cluster number: unknown number speed"),
-        (["--model-config", "{tmp}/broken.json"], r"broken\.json: not valid JSON"),
-        (["--model-config", "{tmp}/text.json"], r"text\.json: num_hidden_layers: expected an integer, found 'x'"),
-        (["engine.args={ep_size: foo}"], "engine.args.ep_size"),
-        (["engine.args.mem_fraction_static=abc"], "engine.args.mem_fraction_static"),
-        (
-            ["training.megatron_args.pipeline_model_parallel_layout=5"],
-            r"training\.megatron_args\.pipeline_model_parallel_layout: expected text like .* found 5",
-        ),
-        (
-            ["training.megatron_args={num_layers_in_first_pipeline_stage: a}"],
-            r"training\.megatron_args\.num_layers_in_first_pipeline_stage: expected an integer, found 'a'",
-        ),
     ],
 )
 def test_bad_input_ends_with_one_sentence(plan: Plan, tmp_path: Path, arguments: list[str], sentence: str) -> None:
     profile = yaml.safe_load(PROFILES.read_text())["h100-80"]
-    values = published_config("deepseek-r1").values | {"num_hidden_layers": "x"}
-    for name, text in (
-        ("broken.yaml", "a: ["),
-        ("number.yaml", yaml.safe_dump(profile | {"speed": 2})),
-        ("broken.json", "{"),
-        ("text.json", json.dumps(values)),
-    ):
-        (tmp_path / name).write_text(text)
+    (tmp_path / "number.yaml").write_text(yaml.safe_dump(profile | {"speed": 2}))
     arguments = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
     result = plan("configs/moe_671b.yaml", *(["--nodes", "16"] if "--nodes" not in arguments else []), *arguments)
     assert result.status == 2
@@ -202,23 +143,6 @@ def test_a_plan_as_json_holds_what_the_tables_show(plan: Plan, tmp_path: Path) -
     assert (record["ranks"], record["nodes"], record["cluster"]) == (8, 1, "h100-80")
 
 
-def test_a_plan_as_json_makes_no_folder(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run's may have been removed: before it is planned, or meanwhile."""
-    file = tmp_path / "removed" / "plan.json"
-    result = plan("configs/qwen2_5_7b.yaml", "--json", file)
-    assert (result.status, result.err) == (2, f"error: --json {file}: its folder does not exist: make it first\n")
-    file.parent.mkdir()
-
-    def remove_and_describe(plan: object) -> dict[str, Any]:
-        file.parent.rmdir()
-        return {}
-
-    monkeypatch.setattr("grpo_mp.planner.record.plan_record", remove_and_describe)
-    result = plan("configs/qwen2_5_7b.yaml", "--json", file)
-    assert (result.status, "its folder was removed meanwhile: no plan is written" in result.err) == (2, True)
-    assert not file.parent.exists()
-
-
 def test_a_plan_as_json_that_does_not_fit_is_written_and_says_so(plan: Plan, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     assert plan("configs/qwen2_5_7b.yaml", "--json", file, "layout={}", "--gpus-per-node", "1").status == 1
@@ -229,30 +153,14 @@ def test_a_plan_as_json_that_does_not_fit_is_written_and_says_so(plan: Plan, tmp
     ("device", "cluster"),
     [
         ("NVIDIA A100-SXM4-40GB", "a100-40"),
-        ("NVIDIA A100-PCIE-40GB", "a100-40"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80"),
         ("NVIDIA A100 80GB PCIe", "a100-80"),
         ("NVIDIA H100 80GB HBM3", "h100-80"),
-        ("NVIDIA H100 PCIe", "h100-80"),
         ("NVIDIA H200", "h200-141"),
-        ("NVIDIA H20", "h20-96"),
-        ("NVIDIA B200", "b200"),
-        ("NVIDIA GB200", "gb200"),
         ("NVIDIA GH200 480GB", None),
-        ("NVIDIA A10", None),
-        ("NVIDIA GeForce RTX 4090", None),
-        ("", None),
     ],
 )
 def test_the_profile_of_a_device_by_its_name_in_cuda(device: str, cluster: str | None) -> None:
     assert cluster_of(device) == cluster
-
-
-def test_missing_number_of_a_profile_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("{gpu_memory_gib: 80, bf16_tflops: 900}")
-    with pytest.raises(UserError, match=r"cluster mine: the plan needs .*, which the profile lacks: add it"):
-        read_cluster(str(file))
 
 
 def test_time_is_proportional_to_passes() -> None:

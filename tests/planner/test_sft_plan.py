@@ -1,7 +1,5 @@
 """The plan of supervised fine-tuning, with numbers written out: ranks that only train, and no engine."""
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +52,6 @@ def test_a_save_writes_all_and_each_of_four_replicas_reads_the_weights_at_a_resu
     assert plan.uses[SubPhase.LOAD].disk_bytes == pytest.approx(saved + 3 * 2 * QWEN_7B, rel=1e-3)
 
 
-def test_a_step_is_an_update_and_its_share_of_a_save() -> None:
-    plan, never = plan_of(), plan_of(run={"save_every": 0})
-    seconds = {name: time.expected_s for name, time in plan.times.items()}
-    update = seconds[SubPhase.TRAIN] + seconds[SubPhase.OPTIMIZER]
-    assert plan.step_s == pytest.approx(update + seconds[SubPhase.SAVE] / 20)
-    assert never.step_s == pytest.approx(update)
-
-
 def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One GPU holds 16 bytes a parameter and does not; eight by expert and tensor parallelism do."""
     settings = MINIMAL | {"model": {"path": "checkpoints/Qwen2.5-7B-Instruct"}, "sft": MINIMAL["sft"]}
@@ -75,24 +65,3 @@ def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "1 x 8 x h100-80: fits. rank 0 (pipeline stage 0): " in fitting.out
     (peak,) = (float(word) for word in fitting.out.split("stage 0): ")[1].split()[:1])
     assert QWEN_7B / 2 * (2 + 4 + 3) / GIB < peak < 80
-
-
-def test_a_plan_as_json_holds_what_the_tables_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """GiB and seconds of the printed tables; of train and optimizer, which a run counts as one phase, both."""
-    config, file = tmp_path / "sft.yaml", tmp_path / "plan.json"
-    config.write_text(yaml.safe_dump(MINIMAL | {"model": {"path": "checkpoints/Qwen2.5-7B-Instruct"}}))
-    options = ("layout.tensor=2", "--response-tokens", "700")
-    shown = run_command(capsys, "plan", config, *options)
-    assert run_command(capsys, "plan", config, *options, "--json", file).status == 0
-    record = json.loads(file.read_text())
-    tables = re.split("Device, GiB|Host of the fullest node|One step on one GPU", shown.out)[1:]
-    rows = [re.findall(r"^ ([a-z]+) .*?([\d.]+)(?: [A-Za-z ]*)?$", table, re.MULTILINE) for table in tables]
-    device, host, seconds = ({name: float(value) for name, value in table} for table in rows)
-    train, save = record["phases"]["train"], record["phases"]["save"]
-    assert train["device_bytes"] / GIB == pytest.approx(max(device["train"], device["optimizer"]), abs=0.06)
-    assert save["host_bytes"] / GIB == pytest.approx(host["save"], abs=0.06)
-    assert train["seconds"] == pytest.approx(seconds["train"] + seconds["optimizer"], abs=0.11)
-    assert save["seconds"] == pytest.approx(seconds["save"] / settings_of().run.save_every, abs=0.06)
-    assert record["step_s"] == pytest.approx(train["seconds"] + save["seconds"])
-    assert record["verdict"] in re.sub(r"\s+", " ", shown.out)
-    assert (record["ranks"], record["nodes"], record["engines"]) == (8, 1, 0)

@@ -40,16 +40,6 @@ def test_the_layer_that_drafts_is_one_layer_and_a_projection() -> None:
     assert engine_memory(r1({"algorithm": "ngram"})) == plain
 
 
-def test_drafts_have_lines_in_the_tables() -> None:
-    memory = make_plan(r1(MTP), with_sync=False).memory
-    generate = memory.device[0][SubPhase.GENERATE]
-    assert generate["draft weights"] == memory.engine.draft_weights > 0
-    assert generate["draft KV cache"] == memory.engine.draft_kv_cache > 0
-    assert "draft KV cache" not in memory.device[0][SubPhase.TRAIN]
-    assert memory.host[SubPhase.TRAIN]["draft weights"] == 8 * memory.engine.draft_weights
-    assert "draft weights" not in make_plan(r1(), with_sync=False).memory.device[0][SubPhase.GENERATE]
-
-
 def test_what_a_step_yields() -> None:
     assert speculation(r1()) == Speculation()
     assumed = speculation(r1(MTP))
