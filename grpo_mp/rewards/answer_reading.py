@@ -8,25 +8,6 @@ import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
-MEASURES = {
-    name: (kind, names.split()[0])
-    for kind, several in {
-        "length": "mm millimeter millimetre|cm centimeter centimetre|dm decimeter|m meter metre|km kilometer kilometre"
-        "|in inch inches|ft foot feet|yd yard|mi mile",
-        "mass": "mg milligram|g gram gm|kg kilogram kilo|ton tonne|oz ounce|lb lbs pound",
-        "time": "ms millisecond|s sec second|min mins minute|h hr hrs hour|day|week|month|yr year",
-        "volume": "ml milliliter millilitre|l L liter litre|gal gallon|pint|quart|cup",
-        "money": "dollar $ usd|cent \u00a2|euro \u20ac eur|\u00a3 gbp|rupee \u20b9 rs inr|yen \u00a5",
-        "angle": "degree \u00b0 deg|radian rad",
-        "temperature": "C celsius|F fahrenheit|K kelvin",
-        "change": "increase gain profit|decrease loss",
-        "direction": "north|south|east|west|left|right|up|down",
-        "order": "before early earlier ago|after late later",
-    }.items()
-    for names in several.split("|")
-    for name in names.split()
-}
-
 # Abbreviations of units that need no blank before them; other units are words of three letters or more.
 _SYMBOLS = """
     mm cm dm km in ft yd mi mg kg gm oz lb lbs ms sec hr hrs ml mph sq cu deg rad st nd rd th
@@ -53,21 +34,6 @@ _MATH_NAMES = """
     min max gcd lcm det mod lim sup dim ker alpha beta gamma theta lambda phi percent percentage pct and or
 """
 MATH_NAMES = frozenset(_MATH_NAMES.split())
-
-BASES = {
-    "two": "2",
-    "three": "3",
-    "four": "4",
-    "five": "5",
-    "six": "6",
-    "seven": "7",
-    "eight": "8",
-    "nine": "9",
-    "ten": "10",
-    "twelve": "12",
-    "sixteen": "16",
-}
-
 
 MAX_CHARACTERS, MAX_EXPONENT = 1000, 3000  # of a number: Python converts integers of up to 4300 digits
 
@@ -152,7 +118,7 @@ MAGNITUDE = re.compile(r"\\text\{[KMBT]\}")  # directly behind the digits: 5M is
 
 CLOCK = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))?(?::([0-9]{2}))?(?: ?([ap])\.? ?m\.?)?", re.IGNORECASE)
 DATE = re.compile(r"[0-9]{1,4}([-/])[0-9]{1,2}\1[0-9]{1,4}")
-BASED = re.compile(r"\(?([0-9A-Z]+)\)? ?_ ?\{? ?(?:\\text\{)? ?([0-9]+|[a-z]+) ?\}{0,2}")
+BASED = re.compile(r"\(?([0-9A-Z]+)\)? ?_ ?\{? ?(?:\\text\{)? ?([0-9]+) ?\}{0,2}")
 LETTER = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer):? )?(?:\(([A-Z])\)|([A-Za-z])[.):]?)")
 LABEL_AS_TEXT = re.compile(r"^\\text\{ ?(\([A-J]\)|[A-J][.:]) ?\} ?")
 LABELLED = re.compile(r"(?:\(([A-J])\)|([A-J])[.):]) (\S.*)")
@@ -175,7 +141,6 @@ class Number:
     value: Fraction
     is_decimal: bool  # written with a decimal point: it may be rounded
     is_percent: bool = False
-    units: frozenset[tuple[str, str]] = frozenset()  # values of MEASURES
 
     @property
     def share(self) -> Fraction:
@@ -250,13 +215,7 @@ def is_close(expected: Fraction, predicted: Fraction, tolerance: float | None) -
 
 
 def same_number(expected: Number, predicted: Number, tolerance: float | None) -> bool:
-    """Return whether two numbers are equal; see `is_close` for those of which one is written with a decimal point.
-
-    50% is 50 as well as 0.5. Units of one kind must be the same.
-    """
-    kinds = {kind for kind, _ in expected.units} & {kind for kind, _ in predicted.units}
-    if any(kind in kinds for kind, _ in expected.units ^ predicted.units):
-        return False
+    """Return whether two numbers are equal, or close where one has a decimal point. 50% is 50 as well as 0.5."""
     pairs = [(expected.value, predicted.value)]
     if expected.is_percent != predicted.is_percent:
         pairs.append((expected.share, predicted.share))
@@ -275,11 +234,9 @@ def read_number(text: str) -> Number | None:
     if (parsed := _read_digits(text[start.end() :])) is None:
         return None
     value, is_decimal, tail = parsed
-    if (behind := _read_units(tail)) is None:
+    if (is_percent := _read_units(tail)) is None:
         return None
-    is_percent, words = behind
-    units = frozenset(MEASURES[name] for word in [*words, start[2] or ""] if (name := _measure(word)))
-    return Number(-value if "-" in (start[1], start[3]) else value, is_decimal, is_percent, units)
+    return Number(-value if "-" in (start[1], start[3]) else value, is_decimal, is_percent)
 
 
 def _read_digits(text: str) -> tuple[Fraction, bool, str] | None:
@@ -345,8 +302,8 @@ def _decimal_digits(value: Fraction) -> str | None:
     return f"{digits[:-places]}.{digits[-places:]}"
 
 
-def _read_units(tail: str) -> tuple[bool, list[str]] | None:
-    """Return whether what stands behind a number is a percentage, and its words; None where it is more than a unit."""
+def _read_units(tail: str) -> bool | None:
+    """Return whether what stands behind a number is a percentage; None where it is more than a unit."""
     words, position = list[str](), 0
     if MAGNITUDE.match(tail):
         return None
@@ -371,7 +328,7 @@ def _read_units(tail: str) -> tuple[bool, list[str]] | None:
     if any(_changes_number(word) for word in words) or (tail.strip() and not words):
         return None
     percents = [word for word in words if word.lower() in ("%", "percent", "percentage", "pct")]
-    return (len(percents) == 1, words) if len(percents) < 2 else None
+    return len(percents) == 1 if len(percents) < 2 else None
 
 
 def _is_plain_unit(word: str, before: str) -> bool:
@@ -382,8 +339,6 @@ def _is_plain_unit(word: str, before: str) -> bool:
         return before.endswith("\u00b0") or bool(re.search(r"[A-Za-z]/$", before)) or word == "a"
     if word.lower() in MATH_NAMES:
         return word.lower().startswith(("per", "pct"))
-    if before.strip() in ("", "/") and before.endswith("/"):
-        return _measure(word) is not None
     return (len(word) > 2 or word == "of") and bool(re.search(r"[ /(]$", before))
 
 
@@ -392,11 +347,6 @@ def _changes_number(word: str) -> bool:
     if len(word) == 1:
         return word.isalpha() and word not in LETTERS and word != "a"
     return name in NOT_UNITS or name.removesuffix("s") in NOT_UNITS
-
-
-def _measure(word: str) -> str | None:
-    name = word.lower() if len(word) > 1 else word
-    return next((one for one in (name, name.removesuffix("s"), name.removesuffix("es")) if one in MEASURES), None)
 
 
 def _read_text(body: str, is_wrapped: bool) -> Text | None:
@@ -410,8 +360,8 @@ def _read_text(body: str, is_wrapped: bool) -> Text | None:
         return Text(f"{int(hour)}:{minute or '00'}:{second or '00'}{half.lower()}")
     if DATE.fullmatch(plain) or RATIO.fullmatch(plain):
         return Text(plain.replace(" ", ""))
-    if (match := BASED.fullmatch(body)) and (base := BASES.get(match[2], match[2])).isdigit():
-        return Text(f"{match[1]}_{base}", digits=match[1])
+    if match := BASED.fullmatch(body):
+        return Text(f"{match[1]}_{match[2]}", digits=match[1])
     words = re.findall(r"[A-Za-z]+", plain)
     if re.fullmatch(r"[A-Za-z\u2019' .,-]+", plain) and not all(word.lower() in MATH_NAMES for word in words):
         shortest = 2 if is_wrapped or plain != body else 3
