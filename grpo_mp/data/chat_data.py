@@ -168,7 +168,7 @@ def check_chats(source: str, reader: ChatReader, count: int | None = None) -> Ch
     Raises UserError: no chat template, a malformed row or one whose answer the template cuts (file and line), one that
     is too long with sft.too_long=refuse, nothing left.
     """
-    check_template(reader.encoder.tokenizer, reader.encoder.variables)
+    check_template(reader.encoder.tokenizer)
     rows = read_rows(source, reader.data.source)
     if not len(rows):
         raise UserError(f"{source}: no rows: give a file with at least one chat")

@@ -285,7 +285,7 @@ def check_rows(source: str, reader: PromptReader, max_prompt_tokens: int, count:
     rows = read_rows(source, reader.data.source)
     if not len(rows):
         raise UserError(f"{source}: no rows: give a file with at least one prompt")
-    check_template(reader.tokenizer, reader.data.chat_template_kwargs)
+    check_template(reader.tokenizer)
     fits, content = np.zeros(len(rows), dtype=bool), xxhash.xxh3_128()
     for start in range(0, len(rows), ROWS_AT_ONCE):
         end, texts = min(start + ROWS_AT_ONCE, len(rows)), list[str]()

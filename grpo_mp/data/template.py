@@ -1,6 +1,5 @@
 """Chat templates: rendering, the tokens of later messages, and what a template does with the settings."""
 
-import inspect
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.data.messages import as_template_reads
-from grpo_mp.utils.errors import UserError, did_you_mean
+from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import encodable
 from grpo_mp.utils.types import Message
 
@@ -33,10 +32,6 @@ def set_template_date(day: date) -> None:
 def strftime_now(pattern: str) -> str:
     """Format the date of the run; templates call it by this name for the present time."""
     return datetime.combine(template_date(), time()).strftime(pattern)
-
-
-# What transformers gives a template itself, or takes as options of the rendering.
-OWN = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"kwargs"}
 
 
 def render_template(
@@ -62,23 +57,13 @@ def render_template(
     )
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> None:
-    """Raise UserError where the tokenizer has no chat template, or the template does not read one of the variables."""
-    template = tokenizer.chat_template
-    if not template:
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError where the tokenizer has no chat template."""
+    if not tokenizer.chat_template:
         raise UserError(
             f"{tokenizer.name_or_path or 'model.path'}: the tokenizer has no chat template: "
             "add chat_template.jinja or `chat_template` in tokenizer_config.json"
         )
-    words = set(re.findall(r"\b[^\W\d]\w*\b", str(template)))
-    for name in variables:
-        if name in OWN:
-            raise UserError(f"data.chat_template_kwargs: {name} is not a variable that can be set: remove it")
-        if name not in words:
-            raise UserError(
-                f"data.chat_template_kwargs: the chat template of {tokenizer.name_or_path or 'model.path'} does not "
-                f"read the variable {name}{did_you_mean(name, words)}: correct or remove it"
-            )
 
 
 def conversation_text(messages: Sequence[Message]) -> str:

@@ -82,17 +82,6 @@ def test_they_reach_chats_to_learn_from(template: str, tmp_path: Path) -> None:
         assert tokenizer.decode(sample.tokens) == "7<|im_end|>"
 
 
-def test_what_the_template_does_not_read_is_refused(tmp_path: Path) -> None:
-    for variables, message in (
-        ({"enable_thinkin": False}, r"does not read the variable enable_thinkin \(did you mean enable_thinking\?\)"),
-        (OFF | {"thinking": True}, "does not read the variable thinking"),
-        ({"add_generation_prompt": False}, "add_generation_prompt is not a variable that can be set"),
-        ({"messages": []}, "messages is not a variable that can be set"),
-    ):
-        with pytest.raises(UserError, match=f"data.chat_template_kwargs: .*{message}"):
-            load_train_prompts(data(tmp_path, chat_template_kwargs=variables), TOKENIZER, 100)
-
-
 def test_settings_take_them_by_the_names_of_other_trainers() -> None:
     for name in ("chat_template_kwargs", "apply_chat_template_kwargs"):
         settings = check_settings(MINIMAL_SETTINGS | {"data": {"train": "x.jsonl", name: OFF}}, "test.yaml")

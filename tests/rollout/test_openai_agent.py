@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,10 @@ from transformers.utils import get_json_schema
 
 from grpo_mp.config.registries import ROLLOUT_FUNCTIONS
 from grpo_mp.rollout.client import EngineOutput, SamplingParams
-from grpo_mp.rollout.openai_agent import OpenAIAgent
 from grpo_mp.rollout.protocol import Task
 from grpo_mp.utils.errors import UserError
 from tests.episode_page import read_example
 from tests.rollout.conftest import Logprobs
-from tests.rollout.engineless import TextClient, make_prompt, make_runner
-from tests.virtual_time import run_with_skips, skip
 from tools.tiny.calculator import calculator
 from tools.tiny.products import tokenizer as calculator_tokenizer
 
@@ -34,19 +29,6 @@ TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
 }
-COMMAND = """
-import json, os, sys, urllib.request
-task = json.loads(sys.stdin.readline())
-body = json.dumps({"model": "any", "messages": task["messages"], "max_tokens": 5}).encode()
-headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
-answer = json.load(urllib.request.urlopen(request))
-assert answer["usage"]["completion_tokens"] <= 5
-if task["index"] == 1:
-    sys.exit("no use")
-print("done", task["answer"])
-print(0.25)
-"""
 
 
 def make_client(base_url: str, api_key: str) -> AsyncOpenAI:
@@ -202,43 +184,6 @@ def test_an_agent_that_does_not_wait_or_stop_ends_its_episode(roll_out: RollOut)
     assert (limited.state, limited.metrics["turns"], limited.error) == ("truncated", 2, "")
 
 
-def test_a_command_is_an_agent(roll_out: RollOut, tmp_path: Path) -> None:
-    (tmp_path / "agent.py").write_text(COMMAND)
-    command = [sys.executable, str(tmp_path / "agent.py")]
-    _, group = roll_out("openai_agent", function_args={"command": command}, answer="12")
-    good, bad = group.samples
-    assert (good.error, good.episode_reward, good.metrics["turns"]) == ("", 0.25, 1)
-    assert (bad.state, bad.metrics["turns"]) == ("error", 1)
-    assert bad.error.endswith("turn 1: it raised RuntimeError: the command ended with status 1: no use")
-
-
-def test_a_command_ends_with_its_episode_and_all_that_it_has_started(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    sleeping = ["sh", "-c", f"sleep 3600 & echo $$ $! >> {pids}; wait"]
-    limits = {"limits": {"episode_s": 600.0}, "group_timeout_s": 6000.0}
-    client = TextClient(calculator_tokenizer(), ["7<|im_end|>"])
-    runner = make_runner(client, "openai_agent", function_args={"command": sleeping}, **limits)
-
-    async def skip_limit() -> list[str]:
-        group = runner.run_group(make_prompt(runner), 7, 2, 1, SamplingParams(2000), None)
-        running = asyncio.create_task(group)
-        while not (pids.exists() and len(pids.read_text().split()) == 4):
-            await asyncio.sleep(0.05)
-        skip(600.0)
-        return [sample.state for sample in await running]
-
-    assert run_with_skips(skip_limit()) == ["timeout"] * 2
-    deadline = time.monotonic() + 120.0  # what was killed ends when it next has a core
-    while any(map(is_running, pids.read_text().split())):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def is_running(pid: str) -> bool:
-    status = Path("/proc", pid, "stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 def test_the_agent_of_the_page(roll_out: RollOut, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = read_example("An agent that speaks to an OpenAI endpoint", tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -250,7 +195,6 @@ def test_the_agent_of_the_page(roll_out: RollOut, tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({}, "openai_agent takes either agent, 'file.py:function', or command"),
         ({"agnt": "x"}, "rollout.function 'openai_agent': its arguments: got an unexpected keyword argument 'agnt'"),
         ({"agent": f"{HERE}:carefull"}, "has no carefull (did you mean careful?)"),
         ({"agent": f"{HERE}:make_client"}, "it must be a coroutine function"),
@@ -261,24 +205,3 @@ def test_what_is_no_agent_is_refused(args: dict[str, str], message: str) -> None
     with pytest.raises(UserError) as refused:
         ROLLOUT_FUNCTIONS.resolve("openai_agent", "rollout.function", args)
     assert message in str(refused.value)
-
-
-def test_a_command_finds_no_secret_of_the_run(
-    roll_out: RollOut, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("WANDB_API_KEY", "GRPO_MP_ANYTHING", "HTTPS_PROXY", "MY_KEY"):
-        monkeypatch.setenv(name, "secret")
-    seen = tmp_path / "seen"
-    show = f"import json, os; open({str(seen)!r}, 'w').write(json.dumps(dict(os.environ)))"
-    roll_out(
-        "openai_agent", function_args={"command": [sys.executable, "-c", show], "environment": ["MY_KEY"]}, count=1
-    )
-    found = json.loads(seen.read_text())
-    assert [name for name, value in found.items() if value == "secret"] == ["MY_KEY"]
-    assert {"OPENAI_BASE_URL", "OPENAI_API_KEY", "PATH", "HOME"} <= found.keys()
-
-
-@pytest.mark.parametrize("environment", ["MY_KEY", ["NOT_SET"]])
-def test_variables_that_are_not_set_are_named(environment: Any) -> None:
-    with pytest.raises(UserError, match=r"environment is a list of variables that are set, and .* is none"):
-        OpenAIAgent(command="true", environment=environment)

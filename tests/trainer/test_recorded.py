@@ -295,7 +295,6 @@ def test_each_group_is_taken_up_whole_by_one_rank(
 CODE = {
     "reward": ("reward.functions={'FILE:brief': 0.5}",),
     "tool": ("rollout.tools=['FILE:brief']", "rollout.tool_parser=qwen25"),
-    "command": ("rollout.function=openai_agent", "rollout.function_args={command: 'python FILE --quick'}"),
     "loss": ("algorithm.policy_loss='FILE:brief'",),
 }
 
