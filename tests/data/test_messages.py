@@ -9,7 +9,7 @@ import pytest
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.config.sft_settings import ChatDataConfig
 from grpo_mp.data.chat_data import read_chat
-from grpo_mp.data.messages import call_form, read_message
+from grpo_mp.data.messages import read_message
 from grpo_mp.data.prompts import load_prompts
 from grpo_mp.data.rows import Row
 from grpo_mp.data.supervised import ChatEncoder
@@ -50,28 +50,10 @@ def test_a_row_with_calls_is_rendered_as_the_template_takes_them(
     assert [*prompt.messages] == conversation(**HUGGING_FACE)
 
 
-def test_calls_that_are_written_beside_null_only_are_written(tmp_path: Path) -> None:
-    tokenizer = make_renderer("qwen3", tools=False).tokenizer
-    tokenizer.chat_template = BESIDE_NULL
-    prompt = load(tmp_path, conversation(**HUGGING_FACE), tokenizer)
-    assert tokenizer.decode(prompt.tokens) == '<user>How many?<call>add {"a": 1}<tool>4'
-
-
-def test_another_template_of_the_same_tokenizer_has_a_form_of_its_own() -> None:
-    tokenizer = make_renderer("qwen3", tools=False).tokenizer
-    before = call_form(tokenizer, str(tokenizer.chat_template))
-    tokenizer.chat_template = BESIDE_NULL
-    after = call_form(tokenizer, BESIDE_NULL)
-    assert (before.content_is_null, after.content_is_null) == (False, True)
-
-
 @pytest.mark.parametrize(
     "message",
     [
         {"role": "assistant", "content": None},
-        {"role": "assistant", "content": None, "tool_calls": []},
-        {"role": "user", "content": None, "tool_calls": [{}]},
-        {"role": "tool", "content": None},
     ],
 )
 def test_only_calls_go_without_text(message: dict[str, Any], tmp_path: Path) -> None:
@@ -80,7 +62,7 @@ def test_only_calls_go_without_text(message: dict[str, Any], tmp_path: Path) -> 
         load(tmp_path, [ASK, message, ASK], tokenizer)
 
 
-@pytest.mark.parametrize("calls", ["add", [3], [{"function": "add"}]])
+@pytest.mark.parametrize("calls", ["add"])
 def test_calls_that_are_none_are_refused_with_their_row(calls: Any, tmp_path: Path) -> None:
     tokenizer = make_renderer("qwen3", tools=False).tokenizer
     chat = [ASK, {"role": "assistant", "content": None, "tool_calls": calls}, RESULT]
@@ -128,8 +110,6 @@ def test_messages_of_sharegpt_and_lists_of_texts_are_messages(message: dict[str,
     ("message", "found"),
     [
         ({"from": "observation", "value": "21"}, "role 'observation' and content '21'"),
-        ({"from": ["gpt"], "value": "21"}, r"role \['gpt'\] and content '21'"),
-        ({"role": "developer", "content": "Be brief."}, "role 'developer' and content 'Be brief.'"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "role 'user' and content .*image_url"),
         ({"text": "hi"}, r"\{'text': 'hi'\}"),
     ],

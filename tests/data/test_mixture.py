@@ -10,7 +10,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from grpo_mp.config import Settings, dump_settings, load_settings
+from grpo_mp.config import Settings, load_settings
 from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.cursor import Cursor, PromptQueue, mix_sets, take
 from grpo_mp.data.prompts import PromptSet, load_eval_prompts, load_train_prompts
@@ -107,14 +107,6 @@ def test_sets_have_their_own_columns_and_system_prompts(tmp_path: Path) -> None:
     assert prompts.epoch_size == 2  # 1 of each: the second set is a whole, 3 of 1 are a third
 
 
-def test_an_unreadable_row_of_one_set_is_named(tmp_path: Path) -> None:
-    first = write(tmp_path / "a.jsonl", [{"question": "How", "answer": "1"}])
-    second = write(tmp_path / "b.jsonl", [{"question": "many", "answer": "2"}])
-    (tmp_path / "b.jsonl").write_bytes((tmp_path / "b.jsonl").read_bytes() + b'{"question": "\xff", "answ\n')
-    with pytest.raises(UserError, match=r"b\.jsonl, line 2: "):
-        load({"plain": first, "broken": second})
-
-
 def test_a_single_set_with_terms_of_its_own_is_named(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", [{"question": "How", "answer": "1"}])
     assert load({"only": {"path": source, "reward": {"boxed": 1}}})[0].columns["data_set"] == "only"
@@ -148,19 +140,6 @@ def test_pass_rates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
             load({"train": {"path": source, "pass_rates": rates, "max_pass_rate": 0.5}})
 
 
-def test_pass_rates_of_chats_that_end_alike_are_their_own(tmp_path: Path) -> None:
-    ask = {"role": "user", "content": "How many"}
-    chats = [[{"role": role, "content": f"{number} apples"}, ask] for role in ("user", "system") for number in (1, 2)]
-    source = write(tmp_path / "a.jsonl", [{"question": chat, "answer": "1"} for chat in chats])
-    prompts = load({"train": source})
-    rates = [
-        {"prompt": prompt.text, "pass_rate": rate} for prompt, rate in zip(prompts, (0.0, 0.5, 1.0, 0.5), strict=True)
-    ]
-    chosen = {"path": source, "pass_rates": write(tmp_path / "rates.jsonl", rates), "min_pass_rate": 0.25}
-    kept = load({"train": chosen | {"max_pass_rate": 0.75}})
-    assert [prompt.messages[0]["content"] for prompt in kept] == ["2 apples", "2 apples"]
-
-
 def test_eval_sets_have_their_own_columns_and_system_prompts(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", [{"question": "How", "answer": "1"}])
     second = write(tmp_path / "b.jsonl", [{"task": {"problem": [{"role": "user", "content": "many"}]}, "label": 2}])
@@ -188,19 +167,6 @@ def read(tmp_path: Path, data: dict[str, Any], *overrides: str) -> Settings:
     return load_settings(tmp_path / "config.yaml", list(overrides))
 
 
-def test_settings_of_one_set_are_written_as_they_were_given(tmp_path: Path) -> None:
-    """A run of an older version resumes: its settings.yaml has a path."""
-    settings = read(tmp_path, {"train": "a.jsonl"})
-    assert yaml.safe_load(dump_settings(settings))["data"]["train"] == "a.jsonl"
-    for sets in (
-        {"train": {"path": "a.jsonl", "weight": 2}},
-        {"x": "a.jsonl", "y": {"path": "b.jsonl", "weight": 0.5}},
-    ):
-        settings = read(tmp_path, {"train": sets})
-        (tmp_path / "written.yaml").write_text(dump_settings(settings))
-        assert load_settings(tmp_path / "written.yaml") == settings
-
-
 def test_rewards_of_sets_name_terms_of_the_reward(tmp_path: Path) -> None:
     def weights(reward: dict[str, float], *overrides: str) -> dict[str, dict[str, float]]:
         sets = {"x": "a.jsonl", "y": {"path": "b.jsonl", "reward": reward}}
@@ -216,12 +182,3 @@ def test_rewards_of_sets_name_terms_of_the_reward(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             weights(reward, override)
-
-
-def test_overrides_reach_into_sets(tmp_path: Path) -> None:
-    train = read(tmp_path, {"train": "a.jsonl"}, "data.train.train.max_pass_rate=0.5").data.train
-    assert (train["train"].path, train["train"].max_pass_rate) == ("a.jsonl", 0.5)
-    train = read(tmp_path, {"train": {"x": "a.jsonl", "y": "b.jsonl"}}, "data.train.y.weight=3").data.train
-    assert [(one.path, one.weight) for one in train.values()] == [("a.jsonl", 1.0), ("b.jsonl", 3.0)]
-    with pytest.raises(UserError, match=r"unknown setting data\.train\.y\.wieght .*data\.train\.y\.weight"):
-        read(tmp_path, {"train": {"x": "a.jsonl", "y": "b.jsonl"}}, "data.train.y.wieght=3")

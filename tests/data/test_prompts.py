@@ -1,9 +1,5 @@
-import gc
-import inspect
 import json
-import tracemalloc
 from collections.abc import Sequence
-from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,11 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
-from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from grpo_mp.config.data_sections import DataConfig
-from grpo_mp.data import prompts as prompts_module
 from grpo_mp.data.prompts import PromptSet, final_answer, load_prompts
 from grpo_mp.rewards.answer_reading import Number, read_answer
 from grpo_mp.utils.errors import UserError
@@ -83,15 +77,6 @@ def test_tokens_are_those_of_the_tokenizer_s_own_chat_call(tmp_path: Path) -> No
         assert list(prompt.tokens) == TOKENIZER.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
 
 
-def test_a_tokenizer_that_adds_a_first_token_adds_none_to_a_template(tmp_path: Path) -> None:
-    adding = make_tokenizer([])
-    first = ("<|endoftext|>", adding.pad_token_id)
-    adding.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
-    source = write(tmp_path / "a.jsonl", ROWS)
-    assert adding.encode("a")[0] == adding.pad_token_id
-    assert load_prompts(source, DataConfig(train=source), adding, 100)[0].tokens[0] != adding.pad_token_id
-
-
 def test_long_prompts_are_counted_and_left_out_never_cut(tmp_path: Path) -> None:
     rows = [{"question": "1" * length, "answer": "#### 1"} for length in (5, 9, 6, 7)]
     source = write(tmp_path / "a.jsonl", rows)
@@ -146,56 +131,6 @@ def test_a_row_that_changes_after_the_start_is_named(tmp_path: Path) -> None:
         prompts[3]
 
 
-class Source(Sequence[dict[str, Any]]):
-    """Rows that are made when they are asked for."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: Any) -> Any:
-        if number >= self.count:
-            raise IndexError(number)
-        return {"question": f"{number:05d} " + "How many apples? " * 60, "answer": "1"}
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "own"])
-def test_memory_does_not_grow_with_the_rows(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted are the bytes of Python, numpy and Arrow that each of 400 more rows of 1 KB takes, and their peak."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(prompts_module, "ROWS_AT_ONCE", 32)
-
-    def held(count: int) -> tuple[PromptSet, int, int]:
-        source, reader = str(tmp_path / f"{count}.{kind}"), kind
-        if kind == "jsonl":
-            write(Path(source), [*Source(count)])
-        elif kind == "parquet":
-            parquet.write_table(pyarrow.Table.from_pylist([*Source(count)]), source, row_group_size=50)
-        else:
-            header = "from collections.abc import Sequence\nfrom typing import Any\n"
-            rows = f"{inspect.getsource(Source)}\ndef rows(count): return Source(int(count))"
-            (tmp_path / "mine.py").write_text(header + rows)
-            source, reader = str(count), f"{tmp_path / 'mine.py'}:rows"
-        gc.collect()
-        tracemalloc.start()
-        before = pyarrow.total_allocated_bytes()
-        prompts = load_prompts(source, DataConfig(train=source, source=reader), TOKENIZER, 10_000)
-        gc.collect()
-        traced, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        return prompts, traced + pyarrow.total_allocated_bytes() - before, peak
-
-    held(50)  # imports, and what a first call keeps
-    # Not fewer: the first few hundred rows fill Python's lists of free objects.
-    (_, few, few_peak), (prompts, many, many_peak) = held(450), held(850)
-    assert len(prompts) == 850
-    assert many - few < 400 * 64
-    assert many_peak - few_peak < 400 * 300
-    assert [prompts[index].text[:5] for index in (449, 3, 212)] == ["00449", "00003", "00212"]
-
-
 GOOD = {"question": "a", "answer": "1"}
 BAD_ROWS = [
     ([GOOD, ""], r"a\.jsonl, line 2: empty row"),
@@ -227,27 +162,12 @@ def test_bad_rows_are_named_with_file_and_line(rows: list[Any], message: str, tm
         load(str(path))
 
 
-def test_parquet_rows_are_named_by_number(tmp_path: Path) -> None:
-    parquet.write_table(pyarrow.Table.from_pylist([GOOD, {"question": "", "answer": "1"}]), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet, row 2: column question: the prompt is empty"):
-        load(str(tmp_path / "a.parquet"))
-    (tmp_path / "b.parquet").write_text("no")
-    with pytest.raises(UserError, match=r"b\.parquet: not readable as Parquet"):
-        load(str(tmp_path / "b.parquet"))
-
-
-@pytest.mark.parametrize("name", ["none.jsonl", "none.parquet", "./no/such/folder:train", "a:b:c:d", ":train"])
+@pytest.mark.parametrize("name", ["none.jsonl", "./no/such/folder:train"])
 def test_missing_source_is_named(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"no such file|write a .jsonl"):
         load(name)
-
-
-def test_an_unknown_split_is_named(tmp_path: Path) -> None:
-    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "splits")
-    with pytest.raises(UserError, match="no split tset, it has: train"):
-        load(f"{tmp_path / 'splits'}:tset")
 
 
 def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
@@ -269,9 +189,6 @@ def test_a_template_that_refuses_the_prompt_names_the_row(tmp_path: Path) -> Non
     ("answer", "digits"),
     [
         (10**400, "1" + "0" * 400),
-        (-(10**400), "-1" + "0" * 400),
-        (0, "0"),
-        (7.0, "7.0"),
         (-0.25, "-0.25"),
         (1e-05, "0.00001"),
         (1.5e22, "15000000000000000000000"),
@@ -301,13 +218,9 @@ def rows(path):
     ("value", "digits"),
     [
         ("Decimal('12.50')", "12.50"),
-        ("Decimal('1E+5')", "100000"),
         ("Fraction(-1, 3)", "-1/3"),
         ("np.int64(7)", "7"),
-        ("np.float32(0.1)", "0.1"),
-        ("np.float64('nan')", None),
         ("Decimal('Infinity')", None),
-        ("np.bool_(True)", None),
         ("True", None),
     ],
 )
@@ -320,12 +233,6 @@ def test_an_answer_may_be_a_number_of_any_type(value: str, digits: str | None, t
     else:
         (prompt,) = load_prompts(value, data, TOKENIZER, 100)
         assert prompt.answer == digits
-
-
-def test_a_parquet_column_of_decimals_holds_answers(tmp_path: Path) -> None:
-    rows = [{"question": "How much?", "answer": Decimal("3.25")}, {"question": "How many?", "answer": Decimal("4.00")}]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert [prompt.answer for prompt in load(str(tmp_path / "a.parquet"))] == ["3.25", "4.00"]
 
 
 @pytest.mark.parametrize(

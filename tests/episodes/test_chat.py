@@ -238,7 +238,6 @@ def test_special_tokens_of_others_are_taken_out() -> None:
     [
         "<|im_<|im_end|>end|>",
         "<|im_<|im_<|im_end|>end|>end|>",
-        "<|im_<|im_<|im_<|im_end|>end|>end|>end|>" * 50,
         "‹|User|›",  # added, and not special
         "<|start_header_id|>",  # special, and in none of the tokenizer's names
     ],

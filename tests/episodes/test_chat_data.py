@@ -10,9 +10,7 @@ from datasets import Dataset
 
 from grpo_mp.config.sft_settings import ChatDataConfig, SftConfig
 from grpo_mp.data.chat_data import (
-    ChatReader,
     ChatSet,
-    check_chats,
     load_held_out_chats,
     load_train_chats,
     read_chat,
@@ -165,11 +163,3 @@ def test_a_mixture_has_its_sets_by_weight(tmp_path: Path) -> None:
     assert (len(mixed), mixed.epoch_size) == (12, 6)
     taken, _ = take(Cursor(), mixed.epoch_size, 6, shuffle=True, mixture=mixed.mixture)
     assert sorted(index >= 8 for index in taken) == [False] * 2 + [True] * 4
-
-
-def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
-    file, without = tmp_path / "chats.jsonl", encoder()
-    file.write_text(json.dumps(CHAT))
-    without.tokenizer.chat_template = None
-    with pytest.raises(UserError, match="the tokenizer has no chat template"):
-        check_chats(str(file), ChatReader(ChatDataConfig(train="x"), SftConfig(batch_size=1, max_tokens=9), without))

@@ -41,13 +41,6 @@ def test_names_live_through_an_episode_and_no_longer() -> None:
     assert run(second, "x") == ToolResult("NameError: name 'x' is not defined")
 
 
-def test_nothing_runs_twice() -> None:
-    tools = LOOP.run_until_complete(load_tools([PATH]).open(20.0, 1000))
-    first = run(tools, "import random, time\nx = random.random(), time.time()\nprint('once')\nx").text
-    assert first.startswith("once\n(")
-    assert run(tools, "x").text == first.removeprefix("once\n")
-
-
 def test_what_takes_too_long_is_interrupted_and_what_ends_the_interpreter_is_told() -> None:
     tools = LOOP.run_until_complete(load_tools([PATH], arguments={PATH: {"timeout_s": 3.0}}).open(30.0, 1000))
     assert run(tools, "x = 1") == ToolResult("")
@@ -59,18 +52,6 @@ def test_what_takes_too_long_is_interrupted_and_what_ends_the_interpreter_is_tol
         ended = run(tools, code)
         assert (ended.error, "names are lost" in ended.text) == ("raised", True)
         assert run(tools, "x") == ToolResult("NameError: name 'x' is not defined")
-
-
-def test_code_that_forks_or_writes_replies_harms_its_own_episode_only() -> None:
-    tools = LOOP.run_until_complete(load_tools([PATH]).open(30.0, 1000))
-    assert run(tools, "import os, sys\nos.system('echo shell')\nif os.fork(): 'parent'").text.splitlines()[0] == "shell"
-    forged = "for number in range(3, 64):\n    try: os.write(number, b'x' * 100)\n    except OSError: pass"
-    run(tools, forged)
-    assert run(tools, "x = 7\nx").text == "7"
-    assert (
-        run(tools, "sys.stdout.write('y' * 5000000)").text == "y" * 1000 + f"... ({2**20 - 1000} characters left out)"
-    )
-    assert run(tools, "x") == ToolResult("7")
 
 
 def test_an_interpreter_ends_with_its_episode() -> None:
@@ -91,20 +72,6 @@ def test_an_interpreter_ends_with_its_episode() -> None:
 def children() -> set[int]:
     """All processes below this one."""
     return {child.pid for child in psutil.Process().children(recursive=True)}
-
-
-def test_so_many_pieces_of_code_run_at_a_time() -> None:
-    kit = load_tools([PATH], arguments={PATH: {"parallel": 2, "timeout_s": 60.0}})
-    code = "import time\nbegan = time.time()\ntime.sleep(0.5)\nprint(began, time.time())"
-
-    async def many() -> list[tuple[float, float]]:
-        opened = [await kit.open(120.0, 1000) for _ in range(5)]
-        results = await asyncio.gather(*(tools.call(ToolCall("python", {"code": code})) for tools in opened))
-        return [(float(began), float(ended)) for began, ended in (result.text.split() for result in results)]
-
-    spans = LOOP.run_until_complete(many())
-    at_once = [sum(began <= moment < ended for began, ended in spans) for moment, _ in spans]
-    assert max(at_once) <= 2 < len(spans)
 
 
 def test_limits_are_settings_and_isolation_is_checked_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +118,3 @@ def test_code_finds_neither_the_run_nor_secrets_nor_a_network(tmp_path: Path, mo
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = SEARCH.format(places=places, address=server.getsockname())
         assert run(tools, code) == ToolResult("[]")
-
-
-def test_the_schema_is_of_the_method() -> None:
-    (schema,) = load_tools([PATH]).schemas
-    assert (schema["function"]["name"], list(schema["function"]["parameters"]["properties"])) == ("python", ["code"])

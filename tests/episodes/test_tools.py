@@ -99,13 +99,6 @@ class Counter:
         """Name this process."""
         return os.getpid()
 
-    def abandon(self) -> None:
-        """Leave an orphan in a session of its own."""
-        if not os.fork():
-            start(detached=True)
-            os._exit(0)
-        os.wait()
-
     def hang(self) -> None:
         """Hang."""
         open("hang", "w").write("begins\\n")
@@ -126,24 +119,6 @@ def add(a: int, b: int = 1) -> int:
 
 def untyped(a):
     return a
-
-class Graded:
-    looked = 0
-
-    def __init__(self):
-        self.grade = lambda: 1.0
-
-    @property
-    def state(self):
-        type(self).looked += 1
-        return print
-
-    def get_reward(self) -> float:
-        return 0.25
-
-    def look(self) -> int:
-        """Look around."""
-        return self.looked
 
 WORD = "no tool"
 
@@ -334,14 +309,6 @@ def test_tools_find_no_secret_of_the_run(file: str, monkeypatch: pytest.MonkeyPa
         load_tools([f"{file}:see"], 1, variables=("SEARCH_KEY", "NOT_SET"))
 
 
-def test_a_worker_that_cannot_load_the_tools_is_refused(file: str, tmp_path: Path) -> None:
-    only_here = tmp_path / "only_here.py"
-    check = f'import os\nif os.getpid() != {os.getpid()}:\n    raise OSError("no second process")\n'
-    only_here.write_text(check + TOOLS)
-    with pytest.raises(UserError, match=r"rollout\.tools: .*importing .*only_here\.py failed: OSError: no second"):
-        load_tools([f"{only_here}:give"], processes=1)
-
-
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = read_example("Tools", tmp_path)
     (tmp_path / "notes.txt").write_text("a rose\na tree\nanother rose\n")
@@ -363,7 +330,6 @@ def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         (["untyped"], "a tool needs type hints and a docstring with `Args:`"),
         (["WORD"], "a tool is a function or a class, not str"),
-        (["ad"], "has no ad (did you mean add?)"),
         (["add", "add"], "two tools have the name add: rename one"),
     ],
 )

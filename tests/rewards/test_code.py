@@ -95,15 +95,8 @@ def add(a, b): return 1j
 }
 
 
-@pytest.mark.parametrize(
-    "test",
-    [
-        "assert add(1, 2) == 3",
-        "import math\nassert abs(add(1, 2) - 3) < 1e-6 and add(1, 2) in {3} and 3 in [add(1, 2)]",
-        "assert math.isclose(add(1, 2), 3) and 3 == add(1, 2)",
-    ],
-)
-def test_an_answer_cannot_tamper_with_asserts(test: str, score: Callable[..., Any]) -> None:
+def test_an_answer_cannot_tamper_with_asserts(score: Callable[..., Any]) -> None:
+    test = "import math\nassert abs(add(1, 2) - 3) < 1e-6 and add(1, 2) in {3} and math.isclose(add(1, 2), 3)"
     scored = score([answer(ADD), *map(answer, TAMPERING.values())], test)
     assert scored[0] == {"code": 1.0}
     assert [name for name, parts in zip(TAMPERING, scored[1:], strict=True) if parts["code"]] == []
@@ -112,33 +105,9 @@ def test_an_answer_cannot_tamper_with_asserts(test: str, score: Callable[..., An
 # What tests may expect of Python.
 HONEST = {
     "objects": ("class S:\n    def two(self, x): return [x]", "s = S()\nassert s.two(3) == [3] and isinstance(s, S)"),
-    "in place": ("def f(xs): xs.sort()", "xs = [3, 1]\nf(xs)\nassert xs == [1, 3]"),
-    "exceptions": (
-        "class E(ValueError): pass\ndef f(x):\n    raise E('neg') if x else KeyError(3)",
-        "for x, kind in ((0, KeyError), (1, ValueError), (1, E)):\n    try:\n        f(x)\n        assert False\n"
-        "    except kind as error:\n        assert error.args in ((3,), ('neg',))",
-    ),
-    "names of builtins": ("def sum(a, b): return 6", "assert sum(10, 15) == 6"),
-    "objects of the tests": (
-        "def f(n):\n    n.next.val = n.val + 1\n    return n",
-        "class N:\n    def __init__(self, v, n=None): self.val, self.next = v, n\n"
-        "n = N(1, N(5))\nassert f(n) is n and n.next.val == 2",
-    ),
-    "functions": ("def f(g, x): return lambda: g(x)", "assert f(lambda x: 2 * x, 4)() == 8"),
-    "generators": (
-        "def f(xs):\n    for x in xs: yield x, {x}",
-        "assert list(f(iter('ab'))) == [('a', {'a'}), ('b', {'b'})]",
-    ),
     "arrays": (
         "import numpy as np\ndef f(x): return np.asarray(x) * 2",
         "assert (f([1, 2]) == np.array([2, 4])).all() and f(np.array([1.5])).sum() == 3.0",
-    ),
-    "values": (
-        "import collections, fractions, math\ndef f(): return [2**200, -1, math.nan, b'a', None, 1j,"
-        " {1: (2, frozenset())}, fractions.Fraction(1, 3), collections.Counter('aa'), '\\ud800', True, range(3)]",
-        "import fractions\nbig, minus, nan, *rest = f()\nassert (big, minus, nan == nan) == (2**200, -1, False)\n"
-        "assert rest == [b'a', None, 1j, {1: (2, frozenset())}, fractions.Fraction(1, 3), {'a': 2}, '\\ud800', True,"
-        " range(3)]",
     ),
     "checks": ("def f(x): return x", "def check(candidate):\n    assert candidate(2) == 2\ncheck(f)"),
 }

@@ -210,8 +210,8 @@ def test_any_text_can_be_read_and_a_number_is_written_as_itself(text: str, form:
         assert (again.value, again.is_percent) == (reading.value, reading.is_percent)
 
 
-@pytest.mark.parametrize("number", ["9" * 400, "9" * 5000, f".{'0' * 5000}1"])
-@pytest.mark.parametrize("form", ["{}", "{}/3", "3/{}", "-{}/{}", r"\frac{{{}}}{{3}}", "{}%"])
+@pytest.mark.parametrize("number", ["9" * 400, "9" * 5000])
+@pytest.mark.parametrize("form", ["{}", "{}/3", "3/{}"])
 def test_no_number_is_too_long_for_an_answer(form: str, number: str, verifier: MathVerifier) -> None:
     """What is too long for Python's integers is compared by math-verify, or is wrong."""
     text = form.format(number, number)
