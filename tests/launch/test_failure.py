@@ -84,15 +84,3 @@ def test_a_stop_on_purpose_is_the_failure(tmp_path: Path) -> None:
     failure = first_failure(tmp_path)
     assert (failure.rank, failure.reason) == (0, "error: step 3: the run stops")
     assert (failure.killed, failure.stopped) == (False, True)
-
-
-def test_rank_that_exited_is_known_by_its_error_file(tmp_path: Path) -> None:
-    (tmp_path / "srun.log").write_text("".join(reversed(SRUN_LOG.splitlines(keepends=True))))
-    write_error(tmp_path, 0, "ValueError: odd", time=100)
-    assert first_failure(tmp_path).rank == 0
-
-
-def test_otherwise_the_end_of_sruns_log_is_shown(tmp_path: Path) -> None:
-    (tmp_path / "srun.log").write_text("srun: error: no such file\n")
-    failure = first_failure(tmp_path)
-    assert (failure.rank, failure.last_lines) == (None, ("srun: error: no such file",))
