@@ -19,8 +19,7 @@ from grpo_mp.config.data_sections import DataConfig
 from grpo_mp.data.prompts import load_prompts
 from grpo_mp.monitor.samples import samples_to_markdown, write_samples
 from grpo_mp.rollout.client import SamplingParams
-from grpo_mp.rollout.protocol import BoundedTools, Episode, EpisodeLimitError, Policy, Task
-from grpo_mp.utils.errors import UserError
+from grpo_mp.rollout.protocol import Episode, EpisodeLimitError, Policy, Task
 from grpo_mp.utils.types import Prompt, SampleGroup
 from tests.episodes.test_chat import make_renderer
 from tests.rollout.engineless import TextClient, make_runner
@@ -300,20 +299,3 @@ def test_arguments_that_are_no_object_reach_the_agent_as_they_were_written() -> 
     client = text_client("".join(f"[look]({arguments})" for arguments in WRITTEN), "done")
     sample = roll_out(client, "", function_args={"agent": f"{HERE}:agent_with_broken_calls"}, tool_parser="test")
     assert (sample.error, sample.metrics) == ("", {"turns": 2, "forks": 0})
-
-
-class Timed(BoundedTools):
-    """Ends its calls by itself."""
-
-    parallel, timeout_s = 1, 2.0
-
-    def look(self) -> str:
-        """Look around."""
-        return "nothing"
-
-
-def test_a_limit_of_its_own_that_the_limit_of_all_tools_cuts_is_refused_at_the_start() -> None:
-    config = {"tools": [f"{HERE}:Timed"], "tool_parser": "test"}
-    with pytest.raises(UserError, match=r"Timed: timeout_s=2 is not below rollout\.limits\.tool_s=2, "):
-        make_runner(text_client("one"), "call_tools", limits={"tool_s": 2.0}, **config)
-    make_runner(text_client("one"), "call_tools", limits={"tool_s": 2.5}, **config)
