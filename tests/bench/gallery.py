@@ -37,7 +37,7 @@ PICTURES = PAGE.with_name("gallery")
 ALWAYS = ("reward/mean", "rollout/accuracy", "train/entropy")  # drawn where a rule looks at fewer metrics
 CHARTS = 3
 CHARACTERS = 160  # of an answer
-INTRODUCTION = """# Gallery of sicknesses
+INTRODUCTION = """# Failure gallery
 
 <!-- Written by `python -m tests.bench.gallery`. -->
 
