@@ -200,14 +200,16 @@ def write_answers(job: SamplingJob, inputs: RunInputs, prompts: Sequence[Prompt]
     return int(summary["answered_prompts"])
 
 
+MAX_UNANSWERED = 0.01  # share of the prompts
+
+
 def check_answered(job: SamplingJob, answered: int, prompts: int) -> None:
     """Raise UserError where more prompts than allowed have no answers, which would bias what is trained on them."""
-    allowed, missing = job.settings.sample.max_unanswered, prompts - answered
-    if missing > allowed * prompts:
+    missing = prompts - answered
+    if missing > MAX_UNANSWERED * prompts:
         raise UserError(
             f"{job.folder}: {missing:,} of {prompts:,} prompts have no answers after rollout.group_timeout_s="
-            f"{job.settings.rollout.group_timeout_s:g}, and sample.max_unanswered={allowed:g}: the same command asks "
-            "them again; raise either"
+            f"{job.settings.rollout.group_timeout_s:g}: the same command asks them again; raise it"
         )
 
 

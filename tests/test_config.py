@@ -119,7 +119,7 @@ def test_what_is_shown_has_no_logins(file: Path) -> None:
     "reward",
     [
         {"overlong": {"weight": 1, "buffer_tokens": 31}},
-        {"repetition": {"weight": 0.5}},
+        {"repetition": 0.5},
         {"model": {"url": "http://127.0.0.1:30000"}},
         {"code": {"memory_bytes": "1GiB"}},
         {"steps": "mine:steps", "boxed": 0.5},

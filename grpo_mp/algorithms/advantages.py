@@ -99,7 +99,7 @@ def outcome_advantages(
     values, groups = torch.tensor(rewards, dtype=torch.float64), Groups.by_id(group_ids)
     centered = values - BASELINES[advantage.baseline](values, groups)
     if advantage.scale != "none":
-        centered = centered / (SCALES[advantage.scale](values, groups, advantage.std) + advantage.eps)
+        centered = centered / (SCALES[advantage.scale](values, groups) + advantage.eps)
     if advantage.compares_groups:
         centered[~groups.has_nonzero_std(values)[groups.index]] = 0.0
     return tuple(centered.tolist())
@@ -120,7 +120,7 @@ def estimate_decoupled(
     GDPO, arXiv 2601.05242, eq. 4 to 6. A term that does not apply to a sample is missing there and adds nothing.
     """
     total = torch.zeros(len(samples), dtype=torch.float64)
-    single_reward = AdvantageConfig(eps=advantage.eps, std=advantage.std)
+    single_reward = AdvantageConfig(eps=advantage.eps)
     for name, weight in weights.items():
         applicable = [i for i, sample in enumerate(samples) if name in sample.reward_terms]
         if applicable:
@@ -129,7 +129,7 @@ def estimate_decoupled(
             total[applicable] += weight * torch.tensor(normalized, dtype=torch.float64)
     if not bool((total != 0).any()):
         return (0.0,) * len(samples)
-    return tuple(((total - total.mean()) / (_std(total, advantage.std) + advantage.eps)).tolist())
+    return tuple(((total - total.mean()) / (_std(total) + advantage.eps)).tolist())
 
 
 def estimate_process(
@@ -185,19 +185,19 @@ BASELINES: dict[str, Callable[[Tensor, Groups], Tensor]] = {
 }
 
 
-def _group_std(values: Tensor, groups: Groups, kind: str) -> Tensor:
-    """Return the standard deviation of each value's group: over n - 1 for kind `sample`, else over n."""
+def _group_std(values: Tensor, groups: Groups) -> Tensor:
+    """Return the standard deviation of each value's group: over n - 1."""
     sizes = groups.sizes()
     centered = values - (groups.sums(values) / sizes)[groups.index]
-    variance = groups.sums(centered**2) / (sizes - int(kind == "sample")).clamp(min=1)
+    variance = groups.sums(centered**2) / (sizes - 1).clamp(min=1)
     return variance.sqrt()[groups.index]
 
 
-def _std(values: Tensor, kind: str) -> Tensor:
-    return values.std(correction=int(kind == "sample")) if len(values) > 1 else torch.zeros((), dtype=values.dtype)
+def _std(values: Tensor) -> Tensor:
+    return values.std() if len(values) > 1 else torch.zeros((), dtype=values.dtype)
 
 
-SCALES: dict[str, Callable[[Tensor, Groups, str], Tensor]] = {
+SCALES: dict[str, Callable[[Tensor, Groups], Tensor]] = {
     "group_std": _group_std,
-    "batch_std": lambda values, groups, kind: _std(values, kind),
+    "batch_std": lambda values, groups: _std(values),
 }

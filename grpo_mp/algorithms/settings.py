@@ -40,9 +40,6 @@ class AdvantageConfig(Section):
     combine: Literal["sum", "normalize"] = Field(
         "sum", description="several rewards: summed by weight, or first normalized in the group (GDPO)"
     )
-    std: Literal["sample", "population"] = Field(
-        "sample", description="standard deviation over n - 1, as torch and TRL, or over n, as numpy"
-    )
     whiten: bool = Field(False, description="normalize over all response tokens of the step (REINFORCE++)")
     eps: float = Field(1e-4, gt=0, description="number added to the standard deviation that scale divides by")
 

@@ -155,9 +155,6 @@ class SampleConfig(Section):
         "complete (not truncated or failed), distinct, or your own 'file.py:function'; also a name "
         "or a list",
     )
-    max_unanswered: float = Field(
-        0.01, ge=0, le=1, description="share of prompts that may stay without answers before the command fails"
-    )
     max_prompts: int | None = Field(None, gt=0, description="answer only the first prompts, up to this number")
     deterministic: bool = Field(
         True,

@@ -365,9 +365,6 @@ class TrainingConfig(Section):
 class SyncConfig(Section):
     """Weights from the trainer to the engines after each step."""
 
-    transport: Literal["auto", "host", "ipc"] = Field(
-        "auto", description="host: shared host memory; ipc: CUDA IPC; auto: ipc on GPUs"
-    )
     bucket_bytes: int | None = Field(
         None,
         gt=0,
@@ -441,12 +438,6 @@ class MonitorConfig(Section):
         100,
         ge=0,
         description="steps between new versions of RUN/report.html and RUN/trace.json; 0: at the end; null: never",
-    )
-    check_replicas_every: int = Field(
-        20,
-        ge=0,
-        description="steps between checks that all data-parallel replicas have equal weights (Megatron "
-        "--check-weight-hash-across-dp-replicas-interval); 0: never",
     )
     poll_engines_s: float = Field(5.0, gt=0, description="seconds between two requests for an engine's load")
     guards: dict[str, MetricGuard] = Field(

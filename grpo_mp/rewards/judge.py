@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_mp.rewards.base import RewardError, Values
 from grpo_mp.rewards.reward_model import ServedModelClient
-from grpo_mp.rewards.settings import JUDGE_EPISODE_TEMPLATE, JUDGE_FIELDS, JUDGE_TEMPLATE, JudgeConfig
+from grpo_mp.rewards.settings import JUDGE_EPISODE_TEMPLATE, JUDGE_FIELDS, JUDGE_TEMPLATE, SCORES, JudgeConfig
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 CONCURRENT_REQUESTS = 32  # of a rank
@@ -25,7 +25,7 @@ class Judge(ServedModelClient):
     def __init__(self, settings: JudgeConfig) -> None:
         super().__init__(settings)
         self._settings = settings
-        lowest, highest = settings.scores
+        lowest, highest = SCORES
         self.wanted = f"a chat completion with 'Score: N' from {lowest:g} to {highest:g}"
         self._threads = ThreadPoolExecutor(CONCURRENT_REQUESTS, "judge")
 
@@ -50,7 +50,7 @@ class Judge(ServedModelClient):
 
     def _content(self, prompt: Prompt, sample: Sample) -> str:
         """Return what the judge is asked about one answer or episode."""
-        lowest, highest = self._settings.scores
+        lowest, highest = SCORES
         fields = {
             "question": prompt.text,
             "answer": sample.text,
@@ -72,7 +72,7 @@ class Judge(ServedModelClient):
 
     def _read(self, reply: Mapping[str, Any]) -> float:
         """Return the last score of a reply as a value from 0 to 1. Raises ValueError or LookupError without one."""
-        lowest, highest = self._settings.scores
+        lowest, highest = SCORES
         number = float(SCORE.findall(reply["choices"][0]["message"]["content"])[-1])
         if not lowest <= number <= highest:
             raise ValueError(f"{number} is out of range")

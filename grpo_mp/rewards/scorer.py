@@ -198,9 +198,9 @@ class Scorer:
         return replace(group, samples=tuple(filled))
 
     def _cosine_rewards(self, group: SampleGroup, verdicts: Sequence[bool | None]) -> Values:
-        limit, constants = self._max_response_tokens, self._settings.cosine
+        limit = self._max_response_tokens
         return [
-            None if verdict is None else cosine_reward(verdict, len(sample.tokens), limit, constants)
+            None if verdict is None else cosine_reward(verdict, len(sample.tokens), limit)
             for sample, verdict in zip(group.samples, verdicts, strict=True)
         ]
 

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -15,7 +15,9 @@ from grpo_mp.utils.section import Section, ServedModelConfig, as_bytes
 STEPS = "steps"  # the name under which step rewards are logged; no term of the reward
 DATA_SET = "data_set"  # column with the name of a row's set in a mixture
 EPISODE, MODEL = "episode", "model"  # as reward.steps: what the rollout function gave; the served model
+THINK_TAGS = ("<think>", "</think>")
 COSINE = "cosine"  # the term that follows from what is correct
+SCORES = (0.0, 10.0)  # of a judge, which become 0 and 1
 RETRIES = 2  # of a request to a served model or judge
 BACKOFF_S = 1.0  # before the first retry of a judge, twice as long before each next one, by half at random
 JUDGE_FIELDS = re.compile(r"\{(question|answer|conversation|reference|lowest|highest)\}")
@@ -59,20 +61,11 @@ class OverlongConfig(Section):
     )
 
 
-class RepetitionConfig(Section):
-    """A penalty of repeated n-grams of four tokens."""
-
-    weight: float = Field(0.0, ge=0, description="weight of the share of n-grams that repeat an earlier one; 0: off")
-
-
 class ThinkConfig(Section):
     """R1's format: a response thinks between two tags, then answers."""
 
     weight: float = Field(
         0.0, description="weight of the format: 1 if one thinking part is between the tags and an answer follows"
-    )
-    tags: tuple[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]] = Field(
-        ("<think>", "</think>"), description="texts before and after the thinking"
     )
     opened: bool = Field(False, description="the chat template writes the first tag (DeepSeek-R1, Qwen3-Thinking)")
 
@@ -86,16 +79,6 @@ class LanguageConfig(Section):
     column: str | None = Field(None, description="data column of each row's target language; null: target")
 
     _is_known = field_validator("target")(check_language)
-
-
-class CosineConfig(Section):
-    """A reward of right and of wrong answers by their length (Yeo et al., arXiv 2502.03373), with its constants."""
-
-    weight: float = Field(0.0, description="weight of the reward, to which reward.correct says what is right; 0: off")
-    right: tuple[float, float] = Field(
-        (2.0, 1.0), description="reward of a right answer without tokens, and near the limit"
-    )
-    wrong: tuple[float, float] = Field((-10.0, 0.0), description="the same of a wrong one, which may think longer")
 
 
 class RewardModelConfig(ServedModelConfig):
@@ -124,7 +107,6 @@ class JudgeConfig(Section):
         description="prompt of the judge with {question}, {answer}, {conversation}, {reference}, {lowest} and "
         "{highest}; it must ask for 'Score: NUMBER'. null: JUDGE_TEMPLATE of rewards/settings.py",
     )
-    scores: tuple[float, float] = Field((0.0, 10.0), description="lowest and highest score, which become 0 and 1")
     request: dict[str, Any] = Field(
         {"temperature": 0.0}, description="other fields of the request, such as max_tokens or response_format"
     )
@@ -142,13 +124,6 @@ class JudgeConfig(Section):
             raise ValueError(
                 "the template lacks {answer}, the response to judge, or {conversation}: write it where that belongs"
             )
-        return value
-
-    @field_validator("scores")
-    @classmethod
-    def _ascends(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not value[0] < value[1]:
-            raise ValueError(f"{list(value)} is no range: write the lowest score, then the highest")
         return value
 
 
@@ -192,9 +167,13 @@ class RewardConfig(Section):
     length: float = Field(0.0, description="weight of tokens / limit; negative penalizes length")
     think: ThinkConfig = Field(ThinkConfig(), description="R1's format of thinking and answer")
     language: LanguageConfig = Field(LanguageConfig(), description="language consistency of the thinking, as in R1")
-    cosine: CosineConfig = Field(CosineConfig(), description="reward of right and wrong answers by their length")
+    cosine: float = Field(
+        0.0, description="weight of a reward of right and wrong answers by their length (Yeo et al., arXiv 2502.03373)"
+    )
     overlong: OverlongConfig = Field(OverlongConfig(), description="penalty of responses near the length limit")
-    repetition: RepetitionConfig = Field(RepetitionConfig(), description="penalty of repeated n-grams")
+    repetition: float = Field(
+        0.0, ge=0, description="weight of a penalty: the share of n-grams of four tokens that repeat an earlier one"
+    )
     model: RewardModelConfig | None = Field(None, description="a served reward model; null: none")
     judge: JudgeConfig | None = Field(None, description="a model that is asked to score responses; null: none")
     code: CodeConfig | None = Field(None, description="run the response's code against tests; null: off")
@@ -241,9 +220,9 @@ class RewardConfig(Section):
             "length": self.length,
             "think": self.think.weight,
             "language": self.language.weight,
-            COSINE: self.cosine.weight,
+            COSINE: self.cosine,
             "overlong": self.overlong.weight * (self.span / 2 or 1.0),
-            "repetition": self.repetition.weight,
+            "repetition": self.repetition,
             **{name: section.weight for name, section in served.items() if section},
         }
 
@@ -283,11 +262,13 @@ class RewardConfig(Section):
     def has_outcome(self) -> bool:
         """Whether anything rewards complete responses."""
         sections = (
-            *(self.overlong, self.repetition, self.outcome_model, self.judge, self.code),
-            *(self.think, self.language, self.cosine),
+            *(self.overlong, self.outcome_model, self.judge, self.code),
+            *(self.think, self.language),
         )
         weights = [section.weight for section in sections if section]
-        return any((self.answer, self.episode, self.boxed, self.length, *weights, self.functions))
+        return any(
+            (self.answer, self.episode, self.boxed, self.length, self.cosine, self.repetition, *weights, self.functions)
+        )
 
     @property
     def span(self) -> float:
@@ -310,7 +291,7 @@ class RewardConfig(Section):
     def _cosine_knows_what_is_right(self) -> "RewardConfig":
         if self.correct == COSINE:
             raise ValueError("reward.correct: cosine follows from what is correct: name another term")
-        if self.cosine.weight and not self.correct_term:
+        if self.cosine and not self.correct_term:
             raise ValueError(
                 "reward.cosine scores right and wrong answers, and no term says which are: set reward.correct=answer, "
                 "or to another term that does"

@@ -12,12 +12,13 @@ from grpo_mp.rewards.language import LANGUAGES, script_share
 from grpo_mp.rewards.math import answer_reward, boxed_answer
 from grpo_mp.rewards.math_verify_worker import MathVerifier
 from grpo_mp.rewards.reward_model import ModelClient
-from grpo_mp.rewards.settings import CosineConfig, RewardConfig
+from grpo_mp.rewards.settings import THINK_TAGS, RewardConfig
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.reading import has_column, read_column
 from grpo_mp.utils.types import Sample, SampleGroup
 
 COMPARISON_LIMIT_S = 5.0
+RIGHT, WRONG = (2.0, 1.0), (-10.0, 0.0)  # cosine rewards without tokens, and at the limit (Yeo et al., appendix)
 EXCEEDING = -10.0  # cosine reward of a response that reaches the limit (Yeo et al., appendix)
 GroupValues = Callable[[SampleGroup], Values]
 
@@ -64,7 +65,7 @@ def _rules(settings: RewardConfig, max_response_tokens: int) -> dict[str, GroupV
     return {
         "episode": _by_sample(lambda sample: sample.episode_reward),
         "boxed": _by_sample(lambda sample: float(boxed_answer(sample.text) is not None)),
-        "think": _by_sample(lambda sample: think_format(sample.text, settings.think.tags, settings.think.opened)),
+        "think": _by_sample(lambda sample: think_format(sample.text, THINK_TAGS, settings.think.opened)),
         "length": _by_sample(lambda sample: min(1.0, len(sample.tokens) / max_response_tokens)),
         "overlong": _by_sample(lambda sample: overlong_penalty(len(sample.tokens), max_response_tokens, buffer)),
         "repetition": _by_sample(lambda sample: repetition_penalty(sample.tokens)),
@@ -94,7 +95,7 @@ def _language_shares(settings: RewardConfig, group: SampleGroup) -> Values:
 
     DeepSeek-R1's language consistency (arXiv 2501.12948, 2.3.2).
     """
-    language, (first, last) = settings.language, settings.think.tags
+    language, (first, last) = settings.language, THINK_TAGS
     target: object = language.target
     if language.column:
         columns = group.prompt.columns
@@ -105,15 +106,15 @@ def _language_shares(settings: RewardConfig, group: SampleGroup) -> Values:
     return [script_share(text, LANGUAGES[target]) for text in thinking]
 
 
-def cosine_reward(is_correct: bool, tokens: int, max_response_tokens: int, constants: CosineConfig) -> float:
-    """Compute the cosine reward: from the first to the second of `right` or `wrong` as tokens go from 0 to the limit.
+def cosine_reward(is_correct: bool, tokens: int, max_response_tokens: int) -> float:
+    """Compute the cosine reward: from the first to the second of RIGHT or WRONG as tokens go from 0 to the limit.
 
     Yeo et al. (arXiv 2502.03373), section 4.2: eta_min + (eta_max - eta_min) (1 + cos(pi tokens / limit)) / 2, and
     EXCEEDING at the limit.
     """
     if tokens >= max_response_tokens:
         return EXCEEDING
-    at_zero, at_limit = constants.right if is_correct else constants.wrong
+    at_zero, at_limit = RIGHT if is_correct else WRONG
     return at_limit + (at_zero - at_limit) * (1 + math.cos(math.pi * tokens / max_response_tokens)) / 2
 
 

@@ -20,6 +20,8 @@ from grpo_mp.weight_sync.changes import CHUNK_WORDS, fingerprint, random_factors
 
 NAMED = 3  # tensors in a sentence
 
+CHECK_EVERY = 20  # steps
+
 
 def check_replicas(policy: TrainedModel, step: int, every: int = 1) -> None:
     """Compare the weights of a policy or critic, and of its reference, with the replicas' every so many steps.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mp import platform
-from grpo_mp.config.sections import PauseMode, SyncConfig
+from grpo_mp.config.sections import PauseMode
 from grpo_mp.distributed.process_groups import all_gather
 from grpo_mp.rollout.client import EngineClient
 from grpo_mp.rollout.rollout import Rollout
@@ -198,8 +198,3 @@ def serialize(exports: Sequence[Export]) -> str:
     file = io.BytesIO()
     _Pickler(file).dump([("exports", as_tensor(exports))])
     return base64.b64encode(file.getvalue()).decode()
-
-
-def uses_cuda_ipc(settings: SyncConfig) -> bool:
-    """Return whether weights go by CUDA IPC, not through shared host memory."""
-    return settings.transport == "ipc" or (settings.transport == "auto" and platform.on_cuda())

@@ -31,7 +31,7 @@ from grpo_mp.weight_sync.plan import (
     plan_sync,
 )
 from grpo_mp.weight_sync.reshard import Resharder
-from grpo_mp.weight_sync.transport import EngineLink, HostTransport, IpcTransport, uses_cuda_ipc
+from grpo_mp.weight_sync.transport import EngineLink, HostTransport, IpcTransport
 from grpo_mp.weight_sync.wire import WireFormat
 
 
@@ -185,7 +185,7 @@ def _link_engine(settings: Settings, wire: WireFormat, rollout: Rollout, job: Jo
     if not (engine_group and node_group):
         return None
     transport: IpcTransport | HostTransport = HostTransport(wire, node_group, job.rank)
-    if uses_cuda_ipc(settings.sync):
+    if platform.on_cuda():
         transport = IpcTransport(wire, job.rank, job.device_group)
     pause = None if settings.schedule == "colocated" else settings.sync.pause
     with_draft = settings.model.trains_mtp and settings.engine.speculative.drafts_by_mtp

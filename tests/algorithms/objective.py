@@ -203,8 +203,7 @@ def _advantage(update: UpdateData, sample: int, algorithm: AlgorithmConfig) -> f
     if compares and group.min() == group.max():
         return 0.0
     std = {"none": None, "group_std": group, "batch_std": rewards}[settings.scale]
-    ddof = 1 if settings.std == "sample" else 0
-    return float(centered if std is None else centered / (std.std(ddof=ddof) + settings.eps))
+    return float(centered if std is None else centered / (std.std(ddof=1) + settings.eps))
 
 
 def loss_of(

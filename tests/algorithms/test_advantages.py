@@ -232,14 +232,3 @@ def test_a_tutorials_four_answers_to_a_question_about_apples() -> None:
     rewards = [1.5, 1.0, 0.0, 0.0]
     assert advantages(rewards, [2] * 4, scale="none") == (0.875, 0.375, -0.625, -0.625)
     assert advantages(rewards, [2] * 4, eps=1e-300) == pytest.approx((7 / 6, 0.5, -5 / 6, -5 / 6))
-
-
-def test_a_tutorials_eight_rewards_whose_printed_mean_and_deviation_are_wrong() -> None:
-    """It prints 0.875 and 0.637. The sum is 7.5, that of the squares 10.25."""
-    rewards = [1.5, 0.0, 1.5, 0.0, 1.0, 1.5, 0.5, 1.5]
-    mean, deviation = 7.5 / 8, math.sqrt(10.25 / 8 - (7.5 / 8) ** 2)
-    assert (mean, round(deviation, 3)) == (0.9375, 0.634)
-    expected = [(reward - mean) / deviation for reward in rewards]
-    found = advantages(rewards, [0] * 8, std="population", eps=1e-300)
-    assert found == pytest.approx(expected)
-    assert [round(value, 2) for value in found] == [0.89, -1.48, 0.89, -1.48, 0.1, 0.89, -0.69, 0.89]

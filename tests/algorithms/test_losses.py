@@ -44,8 +44,6 @@ PARTS: dict[str, dict[str, Any]] = {
     "vespo with TIS": {"policy_loss": "vespo", "rollout_correction": {"kind": "truncate", "high": 2.0}},
     "off-policy sequence mask": {"rollout_correction": {"off_policy_mask_threshold": 0.01}},
     "sapo on sequences": {"policy_loss": "sapo", "ratio": "sequence"},
-    "population std": {"advantage": {"scale": "group_std", "std": "population"}},
-    "population std of the batch": {"advantage": {"scale": "batch_std", "std": "population"}},
     "product ratio": {"ratio": "product", "clip": {"low": 0.9, "high": 10.0}},
     "gspo with a KL": {"ratio": "sequence", "kl": {"coef": 0.3, "estimator": "k3_unbiased"}},
     "gspo-token with a KL": {"ratio": "sequence_token", "kl": {"coef": 0.3, "estimator": "k3_unbiased"}},

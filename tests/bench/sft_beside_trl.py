@@ -85,7 +85,6 @@ def time_ours(folder: Path, steps: int) -> list[float]:
         "sft": {"batch_size": BATCH, "max_tokens": 1024},
         "optimizer": {"lr": LEARNING_RATE, "clip_grad": CLIP_GRAD, "betas": list(BETAS), "eps": EPS},
         "training": {"max_tokens_per_microbatch": 4096},
-        "monitor": {"check_replicas_every": 0},
     }
     (folder / "sft.yaml").write_text(yaml.safe_dump(settings))
     run("grpo_mp.sft", [str(folder / "sft.yaml")], CORES, 1)

@@ -72,13 +72,13 @@ def score(
 
 
 def test_each_answer_is_judged_once_by_the_template(server: Server, make_group: MakeGroup) -> None:
-    answers = ["four", "{reference}", "four"]
+    answers = ["four", "{lowest}", "four"]
     group = make_group(["four", "{a}{b}", "four"])
     assert score(server.url, group, weight=0.5, request={"max_tokens": 8})[0] == pytest.approx([0.2, 0.3, 0.2])
     assert sorted(server.contents) == ["3+4?|four|7|0-10", "3+4?|{a}{b}|7|0-10"]
     assert all(body["model"] == "j1" and body["max_tokens"] == 8 for body in server.bodies)
-    score(server.url, make_group(answers[1:2], answer=None), scores=(-1, 11), request={})
-    assert server.contents[2:] == ["3+4?|{reference}|(none)|-1-11"]  # what is filled in is not filled in again
+    score(server.url, make_group(answers[1:2], answer=None), request={})
+    assert server.contents[2:] == ["3+4?|{lowest}|(none)|0-10"]  # what is filled in is not filled in again
 
 
 def test_an_episode_is_judged_by_all_of_its_messages(server: Server, make_group: MakeGroup) -> None:
@@ -181,7 +181,6 @@ def test_a_key_that_is_not_there_is_refused_at_the_start() -> None:
     ("setting", "sentence"),
     [
         ({"template": "Is {question} right?"}, "the template lacks {answer}"),
-        ({"scores": [5, 5]}, "is no range: write the lowest score"),
     ],
 )
 def test_settings_that_make_no_judge_are_refused(setting: dict[str, Any], sentence: str) -> None:

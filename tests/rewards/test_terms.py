@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from trl.rewards import think_format_reward
 
 from grpo_mp.rewards.scorer import Scorer
-from grpo_mp.rewards.settings import CosineConfig, RewardConfig
+from grpo_mp.rewards.settings import RewardConfig
 from grpo_mp.rewards.terms import BuiltInTerms, cosine_reward, overlong_penalty, repetition_penalty, think_format
 from grpo_mp.utils.types import SampleGroup
 
@@ -121,7 +121,6 @@ def score_texts(reward: dict[str, Any], group: SampleGroup) -> list[float]:
 def test_the_format_is_a_term_of_the_reward(make_group: Callable[..., SampleGroup]) -> None:
     group = make_group(["<think>a</think>7", "7", "<t>a</t>7"])
     assert score_texts({"think": {"weight": 0.5}}, group) == [0.5, 0.0, 0.0]
-    assert score_texts({"think": {"weight": 1, "tags": ["<t>", "</t>"]}}, group) == [0.0, 0.0, 1.0]
 
 
 def test_language_consistency_is_the_share_of_the_words_of_the_thinking(make_group: Callable[..., SampleGroup]) -> None:
@@ -143,39 +142,36 @@ def test_language_consistency_is_the_share_of_the_words_of_the_thinking(make_gro
     [(True, 0, 2.0), (True, 50, 1.5), (True, 100, -10.0), (False, 0, -10.0), (False, 50, -5.0), (False, 101, -10.0)],
 )
 def test_cosine_has_the_published_values_at_its_corners(is_correct: bool, tokens: int, published: float) -> None:
-    assert cosine_reward(is_correct, tokens, 100, CosineConfig()) == pytest.approx(published)
+    assert cosine_reward(is_correct, tokens, 100) == pytest.approx(published)
 
 
-@given(st.booleans(), st.integers(0, 99), *[st.floats(-20, 20)] * 4)
-def test_cosine_is_the_formula_of_yeo_et_al(
-    is_correct: bool, tokens: int, r0c: float, rlc: float, r0w: float, rlw: float
-) -> None:
+@given(st.booleans(), st.integers(0, 99))
+def test_cosine_is_the_formula_of_yeo_et_al(is_correct: bool, tokens: int) -> None:
     def cos_fn(t: int, limit: int, eta_min: float, eta_max: float) -> float:
         return eta_min + 0.5 * (eta_max - eta_min) * (1 + math.cos(t * math.pi / limit))
 
-    expected = cos_fn(tokens, 100, rlc, r0c) if is_correct else cos_fn(tokens, 100, rlw, r0w)
-    constants = CosineConfig(right=(r0c, rlc), wrong=(r0w, rlw))
-    assert cosine_reward(is_correct, tokens, 100, constants) == pytest.approx(expected, abs=1e-9)
+    expected = cos_fn(tokens, 100, 1.0, 2.0) if is_correct else cos_fn(tokens, 100, 0.0, -10.0)
+    assert cosine_reward(is_correct, tokens, 100) == pytest.approx(expected, abs=1e-9)
 
 
 def test_cosine_follows_the_term_that_says_what_is_right(make_group: Callable[..., SampleGroup]) -> None:
     """The tiny group's tokens are its characters; the answer itself may have no weight."""
     texts = ["\\boxed{7}".ljust(15), "\\boxed{8}".ljust(15), "\\boxed{7}".ljust(30)]
-    cosine = {"cosine": {"weight": 0.5}, "correct": "boxed"}
+    cosine = {"cosine": 0.5, "correct": "boxed"}
     assert score_texts(cosine, make_group(texts)) == pytest.approx([0.75, 0.75, -5.0])
-    right = {"cosine": {"weight": 0.5}, "correct": "answer"}
+    right = {"cosine": 0.5, "correct": "answer"}
     assert score_texts(right, make_group(texts)) == pytest.approx([0.75, -2.5, -5.0])
     assert score_texts({**right, "answer": 1.0}, make_group(texts)) == pytest.approx([1.75, -2.5, -4.0])
     judge = {"url": "http://127.0.0.1:1", "model": "m"}
-    failing = {"cosine": {"weight": 1}, "judge": judge, "correct": "judge", "on_error": 0.25}
+    failing = {"cosine": 1.0, "judge": judge, "correct": "judge", "on_error": 0.25}
     assert score_texts(failing, make_group(texts)) == [0.25] * 3  # a failing call's score does not say what is right
 
 
 @pytest.mark.parametrize(
     ("reward", "sentence"),
     [
-        ({"cosine": {"weight": 1}}, "no term says which are: set reward.correct=answer"),
-        ({"cosine": {"weight": 1}, "correct": "cosine"}, "cosine follows from what is correct: name another"),
+        ({"cosine": 1.0}, "no term says which are: set reward.correct=answer"),
+        ({"cosine": 1.0, "correct": "cosine"}, "cosine follows from what is correct: name another"),
     ],
 )
 def test_cosine_without_a_verdict_is_refused(reward: dict[str, Any], sentence: str) -> None:

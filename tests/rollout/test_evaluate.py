@@ -69,7 +69,7 @@ def test_a_group_past_its_limit_counts_as_wrong_answers(tiny_run: TinyRun) -> No
 def test_terms_of_the_length_know_the_limit_of_their_set(tiny_run: TinyRun) -> None:
     """A right answer of 12 tokens is too long in a rollout of 16, and short in a set whose limit is 64."""
     reward = ["reward.answer=1", "reward.overlong={weight: 1.0, buffer_tokens: 8}", "reward.length=1"]
-    overrides = [*reward, "reward.cosine.weight=1", "data.eval.arithmetic.samples=1", "rollout.max_response_tokens=16"]
+    overrides = [*reward, "reward.cosine=1", "data.eval.arithmetic.samples=1", "rollout.max_response_tokens=16"]
 
     def terms(limit: int) -> dict[str, float]:
         settings = load_settings(tiny_run.config, [*overrides, f"data.eval.arithmetic.max_response_tokens={limit}"])

@@ -133,7 +133,6 @@ def test_a_folder_of_a_run_is_refused(tiny_run: TinyRun, tmp_path: Path) -> None
 
 def test_a_sampling_that_leaves_more_prompts_unanswered_than_allowed_fails(tiny_run: TinyRun) -> None:
     check_answered(command(tiny_run.config), 990, 1000)
-    check_answered(command(tiny_run.config, "sample.max_unanswered=0.5"), 5, 10)
     with pytest.raises(UserError, match=r"sample/model: 11 of 1,000 prompts have no answers after .* asks them again"):
         check_answered(command(tiny_run.config), 989, 1000)
 

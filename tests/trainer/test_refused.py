@@ -38,7 +38,6 @@ def model(tiny_run: TinyRun, tmp_path: Path) -> Path:
     ("override", "sentence"),
     [
         ("rollout.group_sise=4", "unknown setting rollout.group_sise (did you mean rollout.group_size?)"),
-        ("sync.transport=ipc", "sync.transport=ipc needs CUDA, and this machine computes on its CPU: set auto or host"),
         ("rollout.group_size=many", "rollout.group_size: expected an integer, found 'many'"),
         ("training.updates_per_step=3", "training.updates_per_step=3 does not divide the 16 samples of a step"),
         ("sync.bucket_bytes=4KiB", "a quarter of it is a round of the weight sync, and decoder.layers.0.mlp"),
