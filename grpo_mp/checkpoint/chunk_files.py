@@ -242,7 +242,6 @@ class SavedTensors:
         return tensor
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a tensor."""
         if name not in self.tensors:
             raise UserError(f"{self.folder}: the tensor {name} is missing: it is of another model")
         return self.tensors[name].dtype

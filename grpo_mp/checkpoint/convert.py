@@ -168,7 +168,6 @@ class HfExporter:
 
 
 def _folder_with_config(checkpoint: Path) -> Path:
-    """Return the checkpoint, or for a step of a run model.path of the run's settings."""
     if (checkpoint / "config.json").exists() or not checkpoint.is_dir():
         return checkpoint
     settings = checkpoint.resolve().parent.parent / SETTINGS

@@ -82,7 +82,6 @@ class HfReader:
         return dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
         return tuple(self._handle(name).get_slice(name).get_shape())
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:

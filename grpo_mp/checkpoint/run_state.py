@@ -147,7 +147,6 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
 
 
 def _check_content(run_folder: Path) -> None:
-    """Refuse a folder without settings whose files a start would remove or mix with its own."""
     names = (ROLLOUTS, PROCESSES, f"{CHECKPOINTS}/step_*", MODEL)
     found = next((path for name in names for path in run_folder.glob(name)), None)
     if found and not (run_folder / SETTINGS).exists():
@@ -211,7 +210,6 @@ def complete_checkpoints(run_folder: Path) -> list[Path]:
 
 
 def _parse_state(tree: dict[str, Any]) -> TrainState:
-    """Undo what JSON does to a state: keys become text, tuples become lists."""
     values = dict(tree)
     if cursor := values["cursor"]:
         values["cursor"] = Cursor(**{**cursor, "deferred": tuple(cursor["deferred"])})

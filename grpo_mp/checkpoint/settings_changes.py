@@ -45,7 +45,6 @@ class Change:
 
     @property
     def allowed(self) -> bool:
-        """Return whether the run may resume with it."""
         return bool(CHANGEABLE.fullmatch(self.name))
 
 
@@ -92,7 +91,6 @@ def _read_inputs(run_folder: Path) -> Mapping[str, Any]:
 
 
 def _is_same_model(change: Change, digests: Mapping[str, str]) -> bool:
-    """Return whether two paths are of one folder, or of two with the same content."""
     before, now = change.before, change.now
     if not (isinstance(before, str) and isinstance(now, str)):
         return False
@@ -102,7 +100,6 @@ def _is_same_model(change: Change, digests: Mapping[str, str]) -> bool:
 
 
 def _digest_of_model(path: str) -> str:
-    """Return the digest of a model's folder; "" where it cannot be read."""
     try:
         return model_digest(Path(path))
     except OSError:
@@ -114,7 +111,6 @@ def _shown(value: Any) -> str:
 
 
 def _dotted(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of nested settings with its dotted name."""
     if not isinstance(tree, dict):
         yield name, tree
         return

@@ -35,12 +35,10 @@ class SavedReader:
     """Reads the weights of a run's checkpoint, which have the names of Hugging Face tensors."""
 
     def __init__(self, folder: Path) -> None:
-        """Open a checkpoint of a run, or its folder `policy`."""
         self.folder = policy_folder(folder)
         self._saved = SavedTensors(self.folder, read_index(self.folder))
 
     def has_layer(self, number: int) -> bool:
-        """Return whether there are weights of a layer."""
         return any(name.startswith(f"{WEIGHT}/model.layers.{number}.") for name in self._saved.tensors)
 
     def check_layers(self, count: int) -> None:
@@ -54,11 +52,9 @@ class SavedReader:
             _check_layer(self.folder, name, HF_LAYER.match(name.removeprefix(f"{WEIGHT}/")), count)
 
     def hf_dtype(self, param: Param, _: CheckpointSlot) -> torch.dtype:
-        """Return the dtype of a parameter."""
         return self._saved.dtype(f"{WEIGHT}/{param.hf[0]}")
 
     def read_hf(self, param: Param, _: CheckpointSlot) -> tuple[Tensor, ...]:
-        """Return the Hugging Face tensors of a parameter."""
         names = zip(param.hf, param.shapes, strict=True)
         return tuple(self._saved.read(f"{WEIGHT}/{name}", shape) for name, shape in names)
 
@@ -95,21 +91,17 @@ class TorchDistReader:
         }
 
     def has_layer(self, number: int) -> bool:
-        """Return False: a conversion keeps the multi-token-prediction layer outside the policy."""
         return False
 
     def check_layers(self, count: int) -> None:
-        """Refuse weights of more layers than `count`."""
         for key in self.tensors():
             _check_layer(self.folder, key, LAYER.match(key), count)
 
     def hf_dtype(self, param: Param, slot: CheckpointSlot) -> torch.dtype:
-        """Return the dtype of a parameter."""
         dtype: torch.dtype = self._tensor_metadata(slot).properties.dtype
         return dtype
 
     def read_hf(self, param: Param, slot: CheckpointSlot) -> tuple[Tensor, ...]:
-        """Return the Hugging Face tensors of a parameter."""
         return unfuse(param, self.read(slot))
 
     def read(self, slot: CheckpointSlot) -> Tensor:
@@ -149,7 +141,6 @@ class ConvertedReader:
     """Reads full tensors, as HfReader does."""
 
     def __init__(self, folder: Path, family: str | None = None) -> None:
-        """Open a folder; refuse one with missing files, or with a config.json of another model."""
         self.folder = folder
         self._model, self._reader = ModelMapping.of(folder, family), TorchDistReader(folder)
         self._reader.check_layers(self._model.hf.int("num_hidden_layers"))
@@ -169,12 +160,10 @@ class ConvertedReader:
         self._cached_param, self._cached = "", {}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a Hugging Face tensor."""
         param = self._params.get(name)
         return param.shapes[param.hf.index(name)] if param else self._non_policy[name].shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which a Hugging Face tensor is stored."""
         return self._dtypes[self._params[name].name] if name in self._params else self._non_policy[name].dtype(name)
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> Tensor:

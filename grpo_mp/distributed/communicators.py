@@ -19,7 +19,6 @@ class Communicator:
     stride: int
 
     def fits_in(self, gpus_per_node: int) -> bool:
-        """Return whether all its ranks are on one node."""
         return self.ranks * self.stride <= gpus_per_node
 
 

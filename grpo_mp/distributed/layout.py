@@ -44,17 +44,14 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
-        """Return the number of decoder layers."""
         return len(self.is_moe_layer)
 
     @property
     def num_moe_layers(self) -> int:
-        """Return the number of layers with routed experts."""
         return sum(self.is_moe_layer)
 
     @property
     def ffn_widths(self) -> tuple[int, ...]:
-        """Widths of MLPs that tensor parallelism divides."""
         dense = () if all(self.is_moe_layer) else (self.ffn_hidden_size,)
         return (*dense, self.shared_expert_size) if self.shared_expert_size else dense
 

@@ -32,11 +32,9 @@ class PortClaim:
 
     @property
     def port(self) -> int:
-        """Return the first of the ports."""
         return self.ports[0]
 
     def release(self) -> None:
-        """Release the ports. Safe to call twice."""
         self.reservations.close()
 
 
@@ -92,7 +90,6 @@ def _last_port() -> int:
 
 
 def _reserve_all(ports: range) -> ExitStack | None:
-    """Reserve all the ports, or none where one is reserved or bound."""
     with ExitStack() as reservations:
         try:
             for port in ports:

@@ -42,12 +42,10 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """Return whether this rank has a part of the policy."""
         return self.rank < self.world_size - self.engine_ranks
 
     @property
     def hosts_engines(self) -> bool:
-        """Return whether this rank may be part of an engine."""
         return not (self.engine_ranks and self.trains)
 
 
@@ -66,12 +64,10 @@ class Parallel:
 
     @property
     def replica_source(self) -> int:
-        """Return the rank that receives the replica's samples and broadcasts them."""
         return model_parallel_ranks(self.coords.data, self.layout, self.world_size)[0]
 
     @property
     def is_reporting_rank(self) -> bool:
-        """Return whether this rank's tokens count: tensor ranks have the same, and only the last stage computes any."""
         return self.coords.tensor == 0 and self.coords.pipeline == self.layout.pipeline - 1
 
 

@@ -60,7 +60,6 @@ def mlp(hf: HfConfig, layers: Sequence[int], width: int, prefix: str = "mlp.") -
 def _projections(
     mcore: str, hf_names: tuple[str, ...], hidden: int, width: int, layers: Sequence[int], experts: int = 0
 ) -> list[Rule]:
-    """Map the gate, up and down projections `hf_names` of an MLP, or of each expert of a layer."""
     gate, up, down = (name + ".weight" for name in hf_names)
     weight = "weight{expert}" if experts else "weight"
     in_layers: dict[str, Any] = {"layers": layers, "experts": experts}

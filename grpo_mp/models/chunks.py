@@ -22,7 +22,6 @@ class Chunk:
 
     @property
     def stop(self) -> int:
-        """Return the end of the chunk in the flattened shard."""
         return self.start + prod(self.sizes)
 
 

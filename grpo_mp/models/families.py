@@ -25,7 +25,6 @@ class Family:
     transformers4_keys: tuple[tuple[str, str], ...] = ()  # keys of config.json: in transformers 4, in 5
 
     def params(self, hf: HfConfig) -> dict[str, Param]:
-        """Return every Megatron parameter of the model by its name."""
         return expand(self.rules(hf))
 
 

@@ -117,10 +117,8 @@ def _float32(weight: Tensor) -> Tensor:
 
 
 def _pad_to_blocks(columns: Tensor, padding: float) -> Tensor:
-    """Pad columns [C] and reshape to [ceil(C / 128), 128]."""
     return functional.pad(columns, (0, -columns.shape[0] % BLOCK), value=padding).view(-1, BLOCK)
 
 
 def _per_column(blocks: Tensor, columns: int) -> Tensor:
-    """Repeat block values [ceil(C / 128)] to columns [C]."""
     return blocks.repeat_interleave(BLOCK)[:columns]

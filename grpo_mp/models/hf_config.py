@@ -35,17 +35,14 @@ class HfConfig:
 
     @property
     def model_type(self) -> str:
-        """Return `model_type`, 'None' where it is missing."""
         return str(self.values.get("model_type"))
 
     @property
     def tied(self) -> bool:
-        """Return whether embedding and output layer share their weights."""
         return bool(self.values.get("tie_word_embeddings", False))
 
     @property
     def policy_layers(self) -> int:
-        """Return the number of layers of the policy: the decoder's, and a multi-token-prediction layer if trained."""
         layers = self.int("num_hidden_layers")
         if not self.trains_mtp:
             return layers
@@ -60,7 +57,6 @@ class HfConfig:
 
     @property
     def head_dim(self) -> int:
-        """Return the head size of grouped-query attention; by default hidden size / number of heads."""
         given = self._number("head_dim", self.values.get("head_dim") or 0, int)
         return given or self.int("hidden_size") // self.int("num_attention_heads")
 
@@ -81,13 +77,11 @@ class HfConfig:
         }
 
     def rope_float(self, key: str) -> float:
-        """Return a required number of the rope scaling."""
         if self.rope.get(key) is None:
             raise self.error(f"{key} of the rope scaling is missing")
         return self._number(key, self.rope[key], float)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value as it is in the file, or `default`."""
         return self.values.get(key, default)
 
     def int(self, *keys: str) -> int:
@@ -98,7 +92,6 @@ class HfConfig:
         return next(iter(given.values())) if given else self._number(keys[0], self._require(keys[0]), int)
 
     def float(self, key: str) -> float:
-        """Return a required number."""
         return self._number(key, self._require(key), float)
 
     def expect(self, key: str, *allowed: Any) -> None:
@@ -109,7 +102,6 @@ class HfConfig:
             raise self.error(f"{key}={value!r} is not supported, only {choices}")
 
     def error(self, sentence: str) -> UserError:
-        """Return the error to raise about this config: the file's name and `sentence`."""
         return UserError(f"{self.path / self.file}: {sentence}")
 
     def _number(self, key: str, value: Any, kind: type[Number]) -> Number:
@@ -122,7 +114,6 @@ class HfConfig:
 
 
 def _how_to_get(folder: Path) -> str:
-    """Return advice on a missing model folder."""
     if folder.is_dir():
         return "give a Hugging Face folder or a converted checkpoint"
     is_hub_name = len(folder.parts) == 2 and not folder.parent.is_dir() and not folder.is_absolute()

@@ -36,11 +36,9 @@ class Rule:
 
     @property
     def applies_to_no_layer(self) -> bool:
-        """Return whether the rule is about layers of a kind that the model lacks."""
         return self.layers is not None and not self.layers
 
     def example(self) -> "Param":
-        """Return the parameter of the first layer and expert, which the others are like."""
         single = replace(self, layers=self.layers and self.layers[:1], experts=min(self.experts, 1))
         (param,) = expand([single]).values()
         return param
@@ -63,7 +61,6 @@ class Param(Rule):
 
     @property
     def num_elements(self) -> int:
-        """Return the number of elements in the full model."""
         return sum(prod(shape) for shape in self.shapes)
 
     def shard_shape(self, shape: Shape, tp_size: int) -> Shape:
@@ -76,7 +73,6 @@ class Param(Rule):
         return (*shape[: self.tp_dim], -(-size // tp_size), *shape[self.tp_dim + 1 :])
 
     def local_shape(self, tp_size: int) -> Shape:
-        """Return the shape of the Megatron parameter on one tensor-parallel rank."""
         shards = [self.shard_shape(shape, tp_size) for shape in self.shapes]
         return (sum(shape[0] for shape in shards), *shards[0][1:])
 

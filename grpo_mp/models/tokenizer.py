@@ -135,7 +135,6 @@ def _between(tokens: Iterable[str]) -> str:
 
 
 def _own_class(folder: Path) -> str:
-    """Return the tokenizer class that the folder ships as Python code, as module and name; "" for none."""
     file = folder / "tokenizer_config.json"
     named = (read_json(file) if file.exists() else {}).get("auto_map") or ()
     named = named.get("AutoTokenizer") or () if isinstance(named, dict) else named

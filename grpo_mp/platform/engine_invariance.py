@@ -63,6 +63,5 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def _filled(a: Tensor) -> Tensor:
-    """Add rows of zeros to [..., M, K]."""
     missing = MIN_ROWS - a.shape[-2]
     return F.pad(a, (0, 0, 0, missing)) if missing > 0 else a

@@ -13,7 +13,6 @@ CPU = torch.device("cpu")
 
 
 def _returns(value: Any) -> Callable[..., Any]:
-    """Make a function that takes any arguments and returns `value`."""
     return lambda *args, **kwargs: value
 
 
@@ -38,7 +37,6 @@ class Stream:
     query = _returns(True)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Return the given event, or a new one."""
         return event or Event()
 
     def __eq__(self, other: object) -> bool:

@@ -86,7 +86,6 @@ class FusedAdam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         capturable: bool = False,
     ) -> None:
-        """Accept FusedAdam's arguments; `capturable`, for CUDA graphs, is ignored."""
         self.update = adamw if adam_w_mode else adam
         defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)

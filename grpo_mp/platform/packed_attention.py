@@ -75,7 +75,6 @@ def plan_packing(lengths: tuple[int, ...], cp: int = 1, rank: int = 0, prefixes:
 
 
 def _cell_index(buckets: list[list[int]], lengths: tuple[int, ...], cp: int, ranks: Iterable[int]) -> CellIndex:
-    """Index the tokens that these context-parallel ranks hold, in their order; cells are all tokens."""
     first_cell, cells = [0] * len(lengths), 0
     for bucket in buckets:
         longest = lengths[bucket[0]]

@@ -21,7 +21,6 @@ class PinnedBuffer:
     """
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
-        """Allocate tensors of the same shapes and dtypes."""
         self.nbytes = -(-sum(map(aligned_bytes, like)) // PAGE_BYTES) * PAGE_BYTES
         memory = torch.empty(self.nbytes + PAGE_BYTES, dtype=torch.uint8)
         first = -memory.data_ptr() % PAGE_BYTES

@@ -65,7 +65,6 @@ class Norm(torch.nn.RMSNorm):
         _set_attributes(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize x [..., hidden_size]."""
         return rms_norm(x, self.weight, self.epsilon)
 
 

@@ -100,7 +100,6 @@ class Piece:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return the host tensors of all slices, in their order."""
         return [tensor for part in self.slices for tensor in part.host.values()]
 
 
@@ -128,7 +127,6 @@ class HostState:
     """The state of one of TransformerEngine's Adams, as Megatron makes them, on the host."""
 
     def __init__(self, adam: Any, piece_bytes: int) -> None:
-        """Create the state as Adam does, in pieces."""
         self._adam, self._step_on_device = adam, adam.step
         self._buffer = _allocate(adam)
         self._pieces = _pieces(adam, piece_bytes)
@@ -189,7 +187,6 @@ def keep_on_host(adam: Any, piece_bytes: int) -> None:
 
 
 def _allocate(adam: Any) -> PinnedBuffer:
-    """Allocate Adam's state on the host for all of its parameters."""
     names = [
         (param, name, dtype)
         for group in adam.param_groups

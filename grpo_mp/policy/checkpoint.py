@@ -151,7 +151,6 @@ def load_reference(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES)
 
 
 def _common(policy: TrainedModel) -> dict[str, Any]:
-    """Return the state that is not a tensor: steps, learning rates and the format of the main weights."""
     with state_dict_without_copies(policy.optimizer.chained_optimizers):
         states = [part.state_dict() for part in policy.optimizer.chained_optimizers]
     return {
@@ -214,7 +213,6 @@ def local_weight_chunks(policy: TrainedModel, tensors: Mapping[str, Tensor]) -> 
 
 
 def _optimized(policy: TrainedModel) -> Iterator[tuple[MegatronOptimizer, torch.nn.Parameter, str]]:
-    """Yield the parameters of which this rank's optimizers have a piece, with their names."""
     names = {tensor: name for name, tensor in policy.tensors.items()}
     for part in policy.optimizer.chained_optimizers:
         for model_param in part.model_param_group_index_map:
@@ -229,7 +227,6 @@ def _piece(part: MegatronOptimizer, model_param: torch.nn.Parameter) -> tuple[in
 def _chunks(
     policy: TrainedModel, param: Param, kept: str, flat: Tensor, start: int, stop: int
 ) -> Iterator[TensorChunk]:
-    """Yield the chunks of elements [start, stop) of this rank's flattened shard; `flat` holds these elements."""
     layout, coords = policy.parallel.layout, policy.parallel.coords
     tp_rank = coords.tensor if param.expert is None else coords.expert_tensor
     for chunk in chunks_of(param, tp_size(param, layout), part=tensor_part(param, coords), start=start, stop=stop):
@@ -243,7 +240,6 @@ def _chunks(
 
 
 def _state_tensors(part: MegatronOptimizer, model_param: torch.nn.Parameter) -> dict[str, Tensor]:
-    """Return moments and main weight of a parameter's piece; none where the weights themselves are the main ones."""
     group, order = part.model_param_group_index_map[model_param]
     main_param = part.optimizer.param_groups[group]["params"][order]
     state = part.optimizer.state[main_param]

@@ -69,11 +69,9 @@ class Critic(TrainedModel):
         return self._outputs(_without_replay(microbatches))
 
     def compute_gradients(self, microbatches: Sequence[MicroBatch], loss: ValueLoss) -> list[Any]:
-        """Compute the gradient of the summed loss over all ranks into the gradient buffers."""
         return self._gradients(_without_replay(microbatches), loss)
 
     def update(self, microbatches: Sequence[MicroBatch], loss: ValueLoss) -> UpdateReport:
-        """Do one optimizer update; skip it, and report so, where the gradient is not finite or too large."""
         return self._step(self.compute_gradients(microbatches, loss))
 
 

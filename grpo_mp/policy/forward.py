@@ -102,7 +102,6 @@ def _forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def _labels(batch: MicroBatch) -> Tensor:
-    """Return the tokens whose logprobs a model computes, as `PolicyModel` takes them."""
     if batch.teacher_topk_ids is not None and torch.is_grad_enabled():
         after = batch.targets if batch.mtp_targets is None else batch.mtp_targets
         return torch.cat([torch.stack([batch.targets, after]), batch.teacher_topk_ids.t().to(batch.targets.dtype)])

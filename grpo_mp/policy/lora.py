@@ -41,7 +41,6 @@ class Factors:
     tensor: int
 
     def a(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return [adapters x rank, in] of their A."""
         return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
     def b(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -82,7 +81,6 @@ class MergedWeights(Mapping[str, Tensor]):
         }
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a weight; what is kept in FP8 in the model's dtype. A sum in float32 is rounded once."""
         weight, factors = values_of(self._tensors[name], self._dtype), self._factors[name]
         if not factors.adapters:
             return weight
@@ -221,7 +219,6 @@ class _AddGrouped:
     config: Any
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        """Add to the output [tokens, out] what the adapters make of the input [tokens, in], sorted by expert."""
         x, splits, *_ = args
         splits = splits.tolist() if isinstance(splits, Tensor) else splits
         a = [of.a(self._whole(of, A, _tensors(module, A, weight, of))) for weight, of in self.factors.items()]

@@ -51,7 +51,6 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
 
 
 def _multi_token_prediction(hf: HfConfig, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a multi-token-prediction layer; a layout of the pipeline that lacks it has it at the end."""
     fields: dict[str, Any] = {"mtp_num_layers": hf.policy_layers - hf.int("num_hidden_layers")}
     stages = values.get(PIPELINE_LAYOUT)
     if isinstance(stages, str) and "m" not in stages:
@@ -62,7 +61,6 @@ def _multi_token_prediction(hf: HfConfig, values: Mapping[str, Any]) -> dict[str
 
 
 def _check_last_stage(config: TransformerConfig) -> None:
-    """Raise UserError where a multi-token-prediction layer is not behind a decoder layer of the last stage's."""
     stages = config.pipeline_model_parallel_layout
     kinds = {kind.name for kind in stages.layout[-1][-1]} if stages else {"decoder", "mtp"}
     if config.num_layers_in_last_pipeline_stage == 0 or not {"decoder", "mtp"} <= kinds:

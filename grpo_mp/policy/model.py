@@ -66,13 +66,11 @@ class PolicyModel(GPTModel):
         return torch.cat([output, self._token_logprobs(ahead, weight.detach(), labels[1])[:1]])
 
     def _gathered(self, hidden: Tensor) -> Tensor:
-        """Return hidden states [T, 1, H] as [T, H]; of [T / tensor, 1, H] backward sums the gradient over the group."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         return hidden.squeeze(1)
 
     def _token_logprobs(self, hidden: Tensor, weight: Tensor, targets: Tensor, others: Tensor | None = None) -> Tensor:
-        """Return `token_logprobs` of hidden states [T, 1, H], or [T / tensor, 1, H]."""
         group = self.pg_collection.tp
         shard = VocabularyShard(
             start=group.rank() * weight.shape[0],
@@ -93,7 +91,6 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return values [T] of hidden states [T, H]."""
         return (hidden.float() @ self.weight.float().t()).squeeze(1)
 
 

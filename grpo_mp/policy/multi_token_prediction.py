@@ -110,6 +110,5 @@ class MtpLoss:
         return -self.scaling_factor * (values * weights).sum()
 
     def take_sums(self) -> Tensor:
-        """Return and reset the sums [3] on the host: -log q, min(1, q / p), and how many tokens they are of."""
         sums, self.sums = self.sums.cpu(), torch.zeros(3, dtype=torch.float64)
         return sums

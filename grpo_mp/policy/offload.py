@@ -106,7 +106,6 @@ class FrozenWeights:
     """Weights that nothing changes: their copy in pinned host memory, made once, is what comes back."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy `tensors` as they are now."""
         self._tensors = tensors
         self._nbytes = [tensor.untyped_storage().nbytes() for tensor in tensors]
         self._buffer = PinnedBuffer(tensors)
@@ -131,7 +130,6 @@ class PolicyOffloader:
     """Moves a model's weights, gradients, optimizer and the communicators' buffers between device and host."""
 
     def __init__(self, policy: TrainedModel, limit_s: float, communicators: NcclMemory | None = None) -> None:
-        """`limit_s`: how long to wait for device memory that another process is about to free."""
         self._policy, self._limit_s = policy, limit_s
         self._parts = {"policy_weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
         if communicators:
@@ -160,7 +158,6 @@ class PolicyOffloader:
                 chunk.offload_grad_buffers()
 
     def optimizer(self, onload: bool) -> None:
-        """Copy main weights and moments to pinned host memory and free them, or back."""
         to = platform.device() if onload else torch.device("cpu")
         for part, buffers in zip(self._policy.optimizer.chained_optimizers, self._host_buffers, strict=True):
             move_optimizer(part.optimizer, to, buffers, not part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)

@@ -93,12 +93,10 @@ class Policy(TrainedModel):
 
     @property
     def trained_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of this rank that checkpoints hold: all, or only adapters if there are any."""
         return {name: one for name, one in self.tensors.items() if not self.lora or name not in self.base_params}
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Return this rank's weights by name as engines and exports get them, with what adapters add."""
         if not self.lora:
             return self.tensors
         return MergedWeights(
@@ -106,7 +104,6 @@ class Policy(TrainedModel):
         )
 
     def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Return [2, T] logprobs and entropies of every micro-batch; an empty list on all but the last stage."""
         return self._outputs(microbatches)
 
     def record_routing(self, microbatches: Sequence[MicroBatch]) -> tuple[list[torch.Tensor], list[MicroBatch]]:
@@ -154,12 +151,10 @@ class Policy(TrainedModel):
         return self._gradients(microbatches, of_output)
 
     def update(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> UpdateReport:
-        """Do one optimizer update; skip it, and report so, where the gradient is not finite or too large."""
         return self._step(self.compute_gradients(microbatches, loss))
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Return the MoE layers of this rank, from 0, where its routers can replay; () where they cannot."""
         return self.replay.layers if self.replay else ()
 
     def weight_shards(self) -> dict[str, int]:

@@ -12,7 +12,6 @@ class Reference:
     """A host copy of this rank's weights. A swap needs extra memory for one tensor only."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Copy `tensors` as they are now; `swap` exchanges their values."""
         self._tensors = tensors
         values = [tensor.detach() for tensor in tensors.values()]
         self._buffer = PinnedBuffer(values)
@@ -20,7 +19,6 @@ class Reference:
 
     @property
     def host_tensors(self) -> dict[str, torch.Tensor]:
-        """Return its weights by name, while they are not swapped in."""
         return self._host
 
     @torch.no_grad()
@@ -32,7 +30,6 @@ class Reference:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Become the policy as it is now, bit for bit."""
         for name, tensor in self._tensors.items():
             self._host[name].copy_(tensor)
 

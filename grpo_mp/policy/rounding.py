@@ -36,7 +36,6 @@ def rounding_noise(models: Iterable[nn.Module], precision: str, seed: int) -> It
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module multiplies hidden states by weights that engines may hold in low precision."""
     is_other = isinstance(module, nn.Embedding) or any(
         part in type(module).__name__ for part in ("Router", "Embedding")
     )

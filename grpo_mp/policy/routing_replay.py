@@ -67,7 +67,6 @@ class RoutingReplay:
     """The replays of this rank's routers."""
 
     def __init__(self, chunks: Sequence[nn.Module], num_experts: int) -> None:
-        """`chunks`: the model's, as Megatron's schedule gets them."""
         self._by_chunk = {id(chunk): [_replay_in(router) for router in _routers(chunk)] for chunk in chunks}
         self._replays = sorted((replay for of in self._by_chunk.values() for replay in of), key=lambda each: each.layer)
         self._dtype = torch.uint8 if expert_id_bytes(num_experts) == 1 else torch.int16
@@ -75,11 +74,9 @@ class RoutingReplay:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Return the MoE layers of this rank, from 0, in the order of RoutedExperts."""
         return tuple(replay.layer for replay in self._replays)
 
     def begin_pass(self, is_training: bool) -> None:
-        """Begin to run micro-batches; a pass before may have ended early."""
         for replay in self._replays:
             replay.is_training = is_training
             replay.recomputed.clear()
@@ -103,11 +100,9 @@ class RoutingReplay:
                 self._recorded[replay.layer].append(replay.chosen.to(self._dtype))
 
     def record(self) -> None:
-        """Record what the routers choose in the next pass."""
         self._recorded = {layer: [] for layer in self.layers}
 
     def take_recorded(self) -> list[RoutedExperts]:
-        """Return the recorded experts of all rows of each micro-batch; () on a rank without MoE layers."""
         recorded, self._recorded = self._recorded or {}, None
         by_microbatch = [torch.stack(layers, dim=1).cpu() for layers in zip(*recorded.values(), strict=True)]
         return [RoutedExperts(torch.tensor([[0, len(each)]], dtype=torch.int32), each) for each in by_microbatch]

@@ -132,7 +132,6 @@ def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSeqP
 
 
 def _thd_fields(lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """Return the fields for sequences of `lengths` queries, end to end, each attending to its `key_lengths` keys."""
     queries, keys = (
         copy_to(torch.tensor([0, *accumulate(counts)], dtype=torch.int32), device) for counts in (lengths, key_lengths)
     )

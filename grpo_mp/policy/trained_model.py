@@ -98,21 +98,18 @@ class TrainedModel:
 
     @property
     def trained_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of this rank that checkpoints hold."""
         return self.tensors
 
     def _outputs(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
         return forward_only(self.chunks, microbatches, self.replay)
 
     def _gradients(self, microbatches: Sequence[MicroBatch], loss: OutputLoss) -> list[Any]:
-        """Compute the gradient of the summed loss over all ranks into the gradient buffers."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         return forward_backward(self.chunks, microbatches, loss, self.replay)
 
     def _step(self, losses: list[Any]) -> UpdateReport:
-        """Do one optimizer update; skip it, and report so, where the gradient is not finite or too large."""
         lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())  # over the job: all ranks skip, or none
@@ -129,12 +126,10 @@ class TrainedModel:
         return [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
 
     def models(self) -> list[PolicyModel]:
-        """Return the Megatron chunks without Float16Module and DDP wrappers."""
         models: list[PolicyModel] = unwrap_model(self.chunks)
         return models
 
     def tp_sizes(self) -> dict[str, int]:
-        """Return the number of tensor-parallel parts of each parameter of the full model."""
         return {name: tp_size(param, self.parallel.layout) for name, param in self.params.items()}
 
     def local_shards(self) -> dict[str, int]:

@@ -177,12 +177,10 @@ def _backward_chunk(
 
 
 def _tokens(targets: Tensor, others: Tensor | None) -> Tensor:
-    """Return the target and the others of each row, [T, 1 + k]."""
     return targets[:, None] if others is None else torch.cat([targets[:, None], others.to(targets.dtype)], 1)
 
 
 def _zero(values: Tensor, columns: Tensor, is_local: Tensor) -> Tensor:
-    """Set the columns of each row that are this rank's to 0, in place; `values` [T, V/tensor] are not negative."""
     zeros = torch.zeros_like(columns, dtype=values.dtype).masked_fill_(~is_local, float("inf"))
     return values.scatter_reduce_(1, columns, zeros, "amin")
 

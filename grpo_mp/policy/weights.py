@@ -72,7 +72,6 @@ def load_hf(
 
 
 def _read(param: Param, reader: WeightsReader, count: int, part: int) -> torch.Tensor:
-    """Return one of `count` parts of a parameter."""
     shards = []
     for hf_name, shape in zip(param.hf, param.shapes, strict=True):
         check_shape(reader, hf_name, shape)

@@ -22,12 +22,10 @@ class BackgroundTask:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise the function's error, if any."""
         if self._error is not None:
             raise self._error
 
     def has_ended(self, limit_s: float) -> bool:
-        """Wait at most `limit_s` seconds; return whether the function has ended."""
         self._thread.join(limit_s)
         return not self._thread.is_alive()
 
@@ -54,11 +52,9 @@ class EventLoopThread:
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, Value]) -> Future[Value]:
-        """Start a coroutine."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Value]) -> Value:
-        """Run a coroutine and return its result; thread-safe."""
         return self.submit(coroutine).result()
 
     @property

@@ -37,7 +37,6 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """Return the steps at which a rule held, in words."""
         if self.last_step == self.first_step:
             return f"step {self.first_step}"
         return f"{self.steps} of the steps {self.first_step} to {self.last_step}"

@@ -43,7 +43,6 @@ class TerminalHandler(logging.Handler):
         self.addFilter(lambda record: not is_known_notice(record))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record's message to the current stderr."""
         sys.stderr.write(self.format(record).rstrip() + "\n")
 
 
@@ -108,7 +107,6 @@ class _DiskTolerantHandler(logging.FileHandler):
     """Leaves out what the disk does not take: no run ends for want of its log."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Say nothing of a disk that is full, read-only or broken."""
         error = sys.exception()
         if not (isinstance(error, OSError) and error.errno in DISK_ERRORS):
             super().handleError(record)

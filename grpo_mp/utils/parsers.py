@@ -42,7 +42,6 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError, where argparse would print the usage and exit."""
         raise UserError(f"{message}: see `{self.prog} --help`")
 
 

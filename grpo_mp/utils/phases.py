@@ -35,7 +35,6 @@ class Phase(StrEnum):
     is_work: bool  # time outside such phases is overhead
 
     def __new__(cls, value: str, description: str, resident: Residency, is_work: bool) -> "Phase":
-        """Make a member that equals the string `value`."""
         phase = str.__new__(cls, value)
         phase._value_ = value
         phase.description, phase.resident, phase.is_work = description, resident, is_work

@@ -132,7 +132,6 @@ def read_column(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def _inside(value: Any, name: str) -> Any:
-    """Return what a dotted name means in a mapping or list; MISSING where there is nothing."""
     if isinstance(value, Mapping):
         if name in value:
             return value[name]
@@ -191,7 +190,6 @@ class _OverrideLoader(_Loader):
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """Return what tells a number from text, by the first character of a value."""
     kept = {
         first: [(tag, pattern) for tag, pattern in patterns if tag not in (*NUMBERS, f"{TAG}timestamp")]
         for first, patterns in yaml.SafeLoader.yaml_implicit_resolvers.items()

@@ -68,7 +68,6 @@ def _types_in(annotation: Any) -> Iterator[Any]:
 
 
 def _scalars(value: Any) -> Iterator[Any]:
-    """Yield a value, or those in it."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield name
@@ -81,7 +80,6 @@ def _scalars(value: Any) -> Iterator[Any]:
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a value with `function` applied to each scalar in it, names of mappings included."""
     if isinstance(value, Mapping):
         return {function(name): _mapped(item, function) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -90,7 +88,6 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _is_path(value: Any, kinds: set[Any]) -> bool:
-    """Return whether a value is a path by the types of its field, by its suffix, or among arguments by its start."""
     if not isinstance(value, str):
         return False
     return Path in kinds or bool(PYTHON_FILE.fullmatch(value)) or (Any in kinds and bool(BEGINS_AS_PATH.match(value)))

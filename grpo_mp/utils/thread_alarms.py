@@ -63,7 +63,6 @@ class _Alarm:
                     self._raise_in_thread(error)
 
     def _raise_in_thread(self, error: BaseException | None) -> None:
-        """Raise an error in the thread of this alarm; None: revoke a pending error."""
         raised = None
         self._raised = error or self._raised
         if error is not None:

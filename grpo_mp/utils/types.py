@@ -44,11 +44,9 @@ class TopLogprobs:
 
     @property
     def k(self) -> int:
-        """Return how many tokens each place has."""
         return self.ids.shape[1]
 
     def first(self, k: int) -> TopLogprobs:
-        """Return the k most likely of them."""
         return TopLogprobs(self.ids[:, :k], self.logprobs[:, :k])
 
 
@@ -118,29 +116,24 @@ class Sample:
     def from_tokens(
         cls, number: int, prompt: Sequence[int], response: Sequence[int], generated: Sequence[bool] = ()
     ) -> Sample:
-        """Make a sample that no engine generated: its rollout logprobs and weight versions are 0."""
         zeros = (0,) * len(response)
         logprobs, mask = tuple(map(float, zeros)), tuple(generated)
         return cls(number, 0, tuple(prompt), tuple(response), logprobs, zeros, truncated=False, generated=mask)
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Return what identifies the sequence in the run, see SampleInfo."""
         return (self.group_id, self.index, self.part) if self.part else (self.group_id, self.index)
 
     @property
     def sequences(self) -> tuple[Sample, ...]:
-        """Return all that is trained on, oldest first."""
         return (*self.earlier, self)
 
     @property
     def given_tokens(self) -> int:
-        """Return the tokens of the response that were given, not generated."""
         return len(self.generated) - sum(self.generated)
 
     @property
     def total_tokens(self) -> int:
-        """Return the tokens of prompt and response."""
         return len(self.prompt_tokens) + len(self.tokens)
 
 
@@ -183,27 +176,22 @@ class SampleInfo:
 
     @property
     def generated_tokens(self) -> int:
-        """Return the tokens of the response that the policy generated."""
         return self.response_tokens - self.given_tokens
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Return group and index, which identify the sample in the run, and the part of an earlier sequence."""
         return (self.group_id, self.index, self.part) if self.part else (self.group_id, self.index)
 
     @property
     def sequences(self) -> tuple[SampleInfo, ...]:
-        """Return the infos of all that is trained on, oldest first."""
         return (*self.earlier, self)
 
     @property
     def all_response_tokens(self) -> int:
-        """Return the response tokens of all sequences."""
         return sum(sequence.response_tokens for sequence in self.sequences)
 
     @property
     def all_step_rewards(self) -> StepRewards:
-        """Return the step rewards of all sequences; indices count on from one response to the next."""
         starts = accumulate((sequence.response_tokens for sequence in self.sequences), initial=0)
         pairs = zip(self.sequences, starts, strict=False)
         return tuple((start + end, reward) for sequence, start in pairs for end, reward in sequence.step_rewards)
@@ -229,7 +217,6 @@ class SampleInfo:
 
     @property
     def total_tokens(self) -> int:
-        """Return the tokens of prompt and response."""
         return self.prompt_tokens + self.response_tokens
 
 
@@ -253,7 +240,6 @@ class RoutedExperts:
 
     @property
     def rows(self) -> torch.Tensor:
-        """Return the number of each row, int64 [rows]."""
         import torch
 
         starts, counts = self.ranges.long().unbind(1)
@@ -306,12 +292,10 @@ class MicroBatch:
 
     @property
     def in_loss(self) -> torch.Tensor:
-        """Return which tokens train: those that the policy generated, of samples that no mask takes out: [T] bool."""
         return self.mask.bool() & (self.loss_weights != 0)
 
     @property
     def total_tokens(self) -> int:
-        """Return T, padding included."""
         return self.tokens.numel()
 
     def to(self, device: torch.device) -> MicroBatch:
