@@ -91,16 +91,6 @@ class HfReader:
         origin = (start if axis == 0 else 0, start if axis == 1 else 0)
         return dequantize(self.read_stored(name, axis, start, stop), self._factors(name), self.dequantize_to, origin)
 
-    def read_fp8(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> tuple[Tensor, Tensor]:
-        """Return an FP8 tensor, or [start, stop) along `axis`, as stored, and the float32 factors of its blocks.
-
-        The first block may begin before `start`.
-        """
-        stored, scale = self.read_stored(name, axis, start, stop), self._factors(name).float()
-        if axis is not None:
-            scale = scale.narrow(axis, start // BLOCK, -(-stop // BLOCK) - start // BLOCK)
-        return stored, scale
-
     def _factors(self, name: str) -> Tensor:
         scale = name + SCALE
         if scale not in self._file_of:

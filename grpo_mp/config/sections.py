@@ -74,12 +74,6 @@ class LoraConfig(Section):
         "projections of attention, dense layers and experts",
     )
 
-    base_dtype: Literal["fp8"] | None = Field(
-        None,
-        description="precision of the frozen projections. fp8: float8_e4m3fn by blocks of 128 x 128, as "
-        "DeepSeek-V3 (arXiv 2412.19437, 3.3); null: model.dtype",
-    )
-
     @field_validator("target_modules")
     @classmethod
     def _check_any(cls, modules: str | tuple[str, ...]) -> str | tuple[str, ...]:
@@ -96,8 +90,7 @@ class LoraConfig(Section):
     def description(self) -> str:
         """Return what adapters learned for: another factor or other modules would make another model of them."""
         modules = self.target_modules if self.targets is None else " ".join(sorted(self.targets))
-        base = f" beside weights in {self.base_dtype}" if self.base_dtype else ""
-        return f"of rank {self.rank} and alpha {self.alpha:g} on {modules}{base}"
+        return f"of rank {self.rank} and alpha {self.alpha:g} on {modules}"
 
     @property
     def scale(self) -> float:

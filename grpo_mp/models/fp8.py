@@ -50,15 +50,6 @@ def dequantize(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype, start: tup
     return result
 
 
-def dequantize_at_once(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert as `dequantize`, bit for bit, in few large operations for a GPU; needs the weight in float32, too."""
-    rows, columns = weight.shape
-    values, padding = weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK)
-    padded = functional.pad(values, padding) if any(padding) else values
-    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).mul_(scale_inv.float()[:, None, :, None])
-    return blocks.flatten(2, 3).flatten(0, 1)[:rows, :columns].to(dtype).contiguous()
-
-
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Convert values [R, C] to FP8 [R, C] and factors of `scale_shape`: max|block| / 448, or 1 for a block of zeros."""
     result = torch.empty(weight.shape, dtype=FP8)

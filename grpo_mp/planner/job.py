@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import exp
-from operator import add, sub
+from operator import add
 from statistics import NormalDist, fmean
 
 from grpo_mp.algorithms.settings import AlgorithmConfig, KLConfig
@@ -24,7 +24,6 @@ from grpo_mp.planner.parameter_count import (
     ParameterCount,
     adapter_counts,
     critic_parameter_counts,
-    fp8_base_savings,
     local_parameter_counts,
 )
 from grpo_mp.planner.pipeline_layout import StageLayers, layers_of_stages, with_mtp_layer
@@ -117,12 +116,7 @@ class PlannedJob:
     @cached_property
     def weight_bytes(self) -> tuple[float, ...]:
         """Return the bytes of the model's weights on one rank of each pipeline stage, adapters among them."""
-        weights, lora = self.per_parameter.weights, self.settings.model.lora
-        whole = tuple(float(count.total * weights) for count in self.parameter_counts)
-        if not (lora and lora.base_dtype):
-            return whole
-        saved = fp8_base_savings(self.hf, self.settings.layout, self.stage_layers, weights)
-        return tuple(map(sub, whole, saved))
+        return tuple(float(count.total * self.per_parameter.weights) for count in self.parameter_counts)
 
     @cached_property
     def models(self) -> dict[str, "PlannedJob"]:

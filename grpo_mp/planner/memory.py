@@ -15,7 +15,7 @@ from grpo_mp.planner.activations import activation_bytes, forward_bytes, logits_
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import EngineMemory, ServedMemory, engine_memory, served_memory
 from grpo_mp.planner.job import PlannedJob
-from grpo_mp.planner.parameter_count import largest_adapted, largest_layer
+from grpo_mp.planner.parameter_count import largest_adapted
 from grpo_mp.planner.weight_traffic import check_lengths
 from grpo_mp.rollout.engine_layout import engine_host_ranks, engine_placements
 from grpo_mp.utils.phases import TRAINER, Phase, Residency
@@ -60,7 +60,6 @@ ALL_RESIDENT = Residency(
 ONLY_TRAINER = replace(ALL_RESIDENT, engine_weights=False, engine_cache=False, reward_model=False)
 OPTIMIZER_PIECE_BYTES = 2**28  # of each of the two pieces in which policy/optimizer.py updates a state on the host
 QUANTIZATION_BYTES = 2.0 * 4 * AT_ONCE  # of what is quantized at a time: twice in float32
-COMPUTING = (SubPhase.LOGPROB, SubPhase.TRAIN, SubPhase.SYNC)
 NOT_OF_A_TRAINER = (SubPhase.GENERATE, SubPhase.OFFLOAD)
 ROUNDS_OF_AN_ENGINE = ROUNDS_IN_MEMORY - 1  # what arrives, is joined, and is read; it sends none
 ROUNDS_OF_A_TRAINER = 2  # what it sends, and has packed to send next
@@ -112,10 +111,6 @@ def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[Sub
             continue
         resident = _resident(job, sub_phase)
         trainer = _present(_trainer_occupants(job, stage), resident) | _temporary_memory(job, stage, sub_phase)
-        if _fp8_base(job) and sub_phase is SubPhase.LOAD:  # Megatron builds the weights before any are in FP8
-            trainer["weights"] = job.parameter_counts[stage].total * job.per_parameter.weights
-        if _fp8_base(job) and sub_phase in COMPUTING:
-            trainer["weights of a layer"] = _layer_values_bytes(job)
         communication = in_use if resident.communicators else suspended
         sizes = {
             "contexts": processes * OVERHEADS.cuda_context,
@@ -159,17 +154,6 @@ def _served_occupants(served: Mapping[str, ServedMemory]) -> Iterator[Occupant]:
     for name, models in served.items():
         yield Occupant(name, "reward_model", models.weights)
         yield Occupant(f"{name}'s cache", "reward_model", models.kv_cache)
-
-
-def _fp8_base(job: PlannedJob) -> bool:
-    lora = job.settings.model.lora
-    return lora is not None and lora.base_dtype is not None
-
-
-def _layer_values_bytes(job: PlannedJob) -> float:
-    """Return the bytes of a linear layer, or all its experts, dequantized: its values, and the largest in float32."""
-    layout = job.settings.layout
-    return job.per_parameter.weights * largest_layer(job.hf, layout) + 4.0 * largest_adapted(job.hf, layout)
 
 
 def _resident(job: PlannedJob, sub_phase: SubPhase) -> Residency:

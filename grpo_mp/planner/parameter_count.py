@@ -6,15 +6,12 @@ from math import prod
 
 from grpo_mp.config.sections import LayoutConfig, LoraConfig
 from grpo_mp.models.families import family_of
-from grpo_mp.models.fp8 import scale_shape
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.lora import adapters_of
 from grpo_mp.models.mapping import Rule
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING
 from grpo_mp.models.value_head import critic_config, critic_rules
 from grpo_mp.planner.pipeline_layout import StageLayers
-
-SCALE_BYTES = 4  # of the scale of a block
 
 
 @dataclass(frozen=True)
@@ -111,32 +108,6 @@ def adapter_counts(
                 )
         by_layer |= {layer: by_layer.get(layer, ZERO) + count for layer in rule.layers or ()}
     return tuple(sum((by_layer[layer] for layer in layers), ZERO) for layers in stage_layers)
-
-
-def fp8_base_savings(hf: HfConfig, layout: LayoutConfig, stage_layers: StageLayers, width: int) -> tuple[int, ...]:
-    """Return the bytes that one rank of each pipeline stage saves where its projections are in blockwise FP8.
-
-    `width`: bytes of an element of the model's dtype.
-    """
-    by_layer: dict[int, int] = {}
-    for rule in family_of(hf).rules(hf):
-        example = None if rule.applies_to_no_layer else rule.example()
-        if example is None or not example.is_projection:
-            continue
-        shape = example.local_shape(layout.expert_tensor if rule.experts else layout.tensor)
-        saved = prod(shape) * (width - 1) - prod(scale_shape(shape)) * SCALE_BYTES
-        saved *= rule.experts // layout.expert if rule.experts else 1
-        by_layer |= {layer: by_layer.get(layer, 0) + saved for layer in rule.layers or ()}
-    return tuple(sum(by_layer[layer] for layer in layers) for layers in stage_layers)
-
-
-def largest_layer(hf: HfConfig, layout: LayoutConfig) -> int:
-    """Return the elements, on one rank, of the projections of the largest linear layer, or of all its experts."""
-    sizes = []
-    for rule in family_of(hf).rules(hf):
-        if not rule.applies_to_no_layer and rule.example().is_projection:
-            sizes.append(rule_parameters(rule, layout.tensor, layout.expert, layout.expert_tensor).total)
-    return max(sizes)
 
 
 def largest_adapted(hf: HfConfig, layout: LayoutConfig, targets: tuple[str, ...] | None = None) -> int:

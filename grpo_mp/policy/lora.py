@@ -25,7 +25,6 @@ from grpo_mp.distributed.shards import tensor_part, tp_size
 from grpo_mp.models.lora import A, Adapter, B, adapters_of
 from grpo_mp.models.mapping import Param, fuse, shard_range
 from grpo_mp.platform.te_layers import grouped_matmul
-from grpo_mp.policy.fp8 import values_of
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.policy.weights import full_name
 
@@ -68,10 +67,9 @@ class MergedWeights(Mapping[str, Tensor]):
         params: Mapping[str, Param],
         layout: LayoutConfig,
         lora: LoraConfig,
-        dtype: torch.dtype,
     ) -> None:
-        """`tensors`: of this rank, adapters included; `params`, `dtype`: of the model without adapters."""
-        self._tensors, self._scale, self._dtype = tensors, lora.scale, dtype
+        """`tensors`: of this rank, adapters included; `params`: of the model without adapters."""
+        self._tensors, self._scale = tensors, lora.scale
         self._factors = {
             name: Factors(
                 params[name], adapters_of(params[name], lora.rank, lora.targets), tp_size(params[name], layout)
@@ -81,7 +79,7 @@ class MergedWeights(Mapping[str, Tensor]):
         }
 
     def __getitem__(self, name: str) -> Tensor:
-        weight, factors = values_of(self._tensors[name], self._dtype), self._factors[name]
+        weight, factors = self._tensors[name].detach(), self._factors[name]
         if not factors.adapters:
             return weight
         a = factors.a([self._tensors[one.a.name].detach().float() for one in factors.adapters])

@@ -9,7 +9,6 @@ import torch
 from grpo_mp import platform
 from grpo_mp.distributed.nccl_memory import NcclMemory
 from grpo_mp.platform.pinned import PinnedBuffer
-from grpo_mp.policy.fp8 import with_scales
 from grpo_mp.policy.trained_model import TrainedModel
 from grpo_mp.utils.errors import PhaseTimeout
 
@@ -121,9 +120,8 @@ class FrozenWeights:
 
 
 def frozen_weights(model: TrainedModel) -> list[torch.Tensor]:
-    """Return the weights that are in none of Megatron's buffers, and their factors: adapters learn beside them."""
-    frozen = {name: tensor for name, tensor in model.tensors.items() if name not in model.trained_tensors}
-    return list(with_scales(frozen).values())
+    """Return the weights that are in none of Megatron's buffers: adapters learn beside them."""
+    return [tensor for name, tensor in model.tensors.items() if name not in model.trained_tensors]
 
 
 class PolicyOffloader:

@@ -23,7 +23,7 @@ from grpo_mp.models.lora import adapter_params, check_adapters
 from grpo_mp.models.multi_token_prediction import COPIED_EMBEDDING, is_of_mtp
 from grpo_mp.policy.expert_load import ExpertLoad
 from grpo_mp.policy.forward import LossFunction
-from grpo_mp.policy.fp8 import check_fp8, hold_in_fp8
+from grpo_mp.policy.fp8 import check_fp8
 from grpo_mp.policy.lora import MergedWeights, add_adapters, initialize
 from grpo_mp.policy.megatron_args import check_overrides
 from grpo_mp.policy.megatron_config import transformer_config
@@ -50,15 +50,6 @@ class Policy(TrainedModel):
 
         def load(tensors: dict[str, Tensor]) -> None:
             base = {name: tensor for name, tensor in tensors.items() if name in self.base_params}
-            if self.lora and self.lora.base_dtype:
-                coords, experts = parallel.coords, parallel.layout.expert
-                hold_in_fp8(
-                    self.models(),
-                    self.base_params,
-                    expert_rank=coords.expert,
-                    expert_parallel=experts,
-                    dtype=self.config.params_dtype,
-                )
             if load_weights or self.lora:  # checkpoints have adapters alone
                 with open_weights(settings.model.path, family=settings.model.family) as reader:
                     load_hf(base, self.base_params, reader=reader, coords=parallel.coords, layout=parallel.layout)
@@ -99,9 +90,7 @@ class Policy(TrainedModel):
     def weights(self) -> Mapping[str, torch.Tensor]:
         if not self.lora:
             return self.tensors
-        return MergedWeights(
-            self.tensors, self.base_params, layout=self.parallel.layout, lora=self.lora, dtype=self.config.params_dtype
-        )
+        return MergedWeights(self.tensors, self.base_params, self.parallel.layout, self.lora)
 
     def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         return self._outputs(microbatches)

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from grpo_mp.checkpoint.hf_reader import HfReader, WeightsReader, check_finite, check_shape
+from grpo_mp.checkpoint.hf_reader import WeightsReader, check_finite, check_shape
 from grpo_mp.checkpoint.torch_dist import LAYER
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.coordinates import RankCoordinates
 from grpo_mp.distributed.shards import tensor_part, tp_size
-from grpo_mp.models.fp8 import BLOCK, FP8, dequantize, quantize
 from grpo_mp.models.mapping import Param, fuse, shard_range
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.utils.errors import UserError
@@ -41,8 +40,6 @@ def clear_weights(tensors: dict[str, torch.Tensor], params: dict[str, Param]) ->
     for name, tensor in tensors.items():
         if params[name].keep_float32:
             tensor.data = tensor.data.float()  # Megatron widens it only at the first forward, once rounded to bfloat16
-        if tensor.dtype == FP8:
-            tensor.weight_scale_inv.fill_(1.0)  # type: ignore[attr-defined]
         tensor.zero_()
 
 
@@ -54,21 +51,13 @@ def load_hf(
     coords: RankCoordinates,
     layout: LayoutConfig,
 ) -> None:
-    """Load this rank's tensors from Hugging Face files, reading only its slices.
-
-    A tensor in FP8 takes stored bits and factors where its blocks are whole in the files, and is quantized elsewhere.
-    """
+    """Load this rank's tensors from Hugging Face files, reading only its slices."""
     clear_weights(tensors, params)
     for name, tensor in tensors.items():
         param = params[name]
         count, part = tp_size(param, layout), tensor_part(param, coords)
-        if tensor.dtype == FP8:
-            values, scale = _stored_fp8(param, reader, count, part) or quantize(_read(param, reader, count, part))
-            tensor.copy_(values)
-            tensor.weight_scale_inv.copy_(scale)  # type: ignore[attr-defined]
-        else:
-            fused = _read(param, reader, count, part)
-            tensor[: fused.shape[0]].copy_(fused)
+        fused = _read(param, reader, count, part)
+        tensor[: fused.shape[0]].copy_(fused)
 
 
 def _read(param: Param, reader: WeightsReader, count: int, part: int) -> torch.Tensor:
@@ -79,32 +68,6 @@ def _read(param: Param, reader: WeightsReader, count: int, part: int) -> torch.T
         shard = reader.read(hf_name, param.tp_dim if count > 1 else None, start, stop)
         shards.append(check_finite(shard, reader.folder, hf_name))
     return fuse(param, shards)
-
-
-def _stored_fp8(param: Param, reader: WeightsReader, count: int, part: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return FP8 bytes and factors of one of `count` parts as they are stored; None where its blocks are not those.
-
-    Factors are fused as the rows that they are of: where all rows of a block come with the same, it is theirs.
-    """
-    if not isinstance(reader, HfReader) or any(reader.dtype(name) != FP8 for name in param.hf):
-        return None
-    stored, factors = [], []
-    for hf_name, shape in zip(param.hf, param.shapes, strict=True):
-        check_shape(reader, hf_name, shape)
-        start, stop = shard_range(param, shape, count, part) if count > 1 else (0, 0)
-        axis = param.tp_dim if count > 1 else None
-        if axis == 1 and start % BLOCK:
-            return None
-        values, scale = reader.read_fp8(hf_name, axis, start, stop)
-        check_finite(dequantize(values, scale, torch.float32), reader.folder, hf_name)
-        stored.append(values.view(torch.uint8))
-        first = start % BLOCK if axis == 0 else 0
-        factors.append(scale.repeat_interleave(BLOCK, 0)[first : first + len(values)])
-    by_row = fuse(param, factors)
-    scale = by_row[::BLOCK].contiguous()
-    if not torch.equal(scale.repeat_interleave(BLOCK, 0)[: len(by_row)], by_row):
-        return None
-    return fuse(param, stored).contiguous().view(FP8), scale
 
 
 def full_name(name: str, chunk: PolicyModel, params: dict[str, Param], expert_rank: int, expert_parallel: int) -> str:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from grpo_mp import platform
 from grpo_mp.distributed.process_groups import all_gather, replica_groups
-from grpo_mp.policy.fp8 import with_scales
 from grpo_mp.policy.trained_model import TrainedModel
 from grpo_mp.utils.errors import EarlyStopError
 from grpo_mp.weight_sync.changes import CHUNK_WORDS, fingerprint, random_factors
@@ -71,7 +70,7 @@ def describe(step: int, drifted: Mapping[int, Sequence[str]]) -> str:
 
 
 def _tensors(policy: TrainedModel, names: set[str]) -> dict[str, Tensor]:
-    tensors = with_scales({name: policy.tensors[name] for name in sorted(names)})
+    tensors = {name: policy.tensors[name] for name in sorted(names)}
     reference = policy.reference.host_tensors if policy.reference else {}
     return tensors | {f"{name} of the reference": reference[name] for name in tensors if name in reference}
 

@@ -139,7 +139,7 @@ class Case:
     @property
     def needs(self) -> tuple[str, ...]:
         """Names of the cases whose results this one is compared with."""
-        if self.measures in (("converted",), ("fp8_base",)):
+        if self.measures == ("converted",):
             return ()
         alone = next(
             (name for name in ("family", "replayed", "supervised", "critic", "distilled") if name in self.measures), ""
@@ -154,7 +154,7 @@ class Case:
         """Is it left to the whole sweep? A newcomer's tests have a model of each kind, on one and two ranks."""
         if self.ranks > 2 or self.model not in (*KINDS, "shallow") or (self.loads and CASES[self.loads].slow):
             return True
-        if self.lora and "fp8_base" not in self.measures:
+        if self.lora:
             return (self.model, self.layout) not in QUICK_LORA
         return "family" in self.measures and (self.layout, self.variant) not in QUICK_FAMILY
 
@@ -435,17 +435,6 @@ def _adapted() -> list[Case]:
     return [*cases, *loading, full]
 
 
-FP8_BASE = ("one", "tp2", "tp2_etp2", "ep2", "pp2")
-
-
-def _fp8_base() -> list[Case]:
-    """Adapters beside weights in FP8, also where activations are recomputed."""
-    measures = ("fp8_base",)
-    cases = [Case("deepseek_v3", layout, measures, "fp8_base", lora=True) for layout in FP8_BASE]
-    cases.append(Case("qwen3_moe", "tp2_ep2", measures, "fp8_base", lora=True))
-    return [*cases, Case("deepseek_v3", "one", measures, "fp8_base_full", {"recompute": "full"}, lora=True)]
-
-
 # Two cases of one layout: the first breaks on one rank while the other waits, the second must not notice.
 BREAKING = [Case("qwen3", "dp2", ("broken",), "broken"), Case("qwen3", "dp2", ("logprobs",), "after_broken")]
 # Replicas of all weights, of experts only by pairs of ranks, and by context.
@@ -469,6 +458,5 @@ ALL = [
     *_resumed(),
     *_converted(),
     *_adapted(),
-    *_fp8_base(),
 ]
 CASES = {case.name: case for case in ALL}

@@ -88,12 +88,3 @@ def test_another_layout_goes_on_with_the_adapters(case: Case, outcomes: Outcomes
     assert [name for name in saved if not torch.equal(saved[name], before[name])] == []
     errors = relative_errors(difference(after, before), difference(undisturbed, saved))
     assert not exceeding(errors, CHANGE_BOUND)
-
-
-@pytest.mark.parametrize("case", cases_with("fp8_base"), ids=lambda case: case.name)
-def test_beside_weights_in_fp8_adapters_learn_as_beside_rounded_ones(case: Case, outcomes: Outcomes) -> None:
-    for rank in outcomes.by_rank(case, "fp8_base"):
-        assert rank["in_fp8"] == rank["linear"] != []
-        assert rank["logprobs"] <= BOUND
-        assert not exceeding(rank["gradient"], BOUND)
-        assert not exceeding(rank["merged"], MERGED_BOUND)

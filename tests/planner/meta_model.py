@@ -32,27 +32,9 @@ def check_parameter_counts(job: PlannedJob) -> None:
         counted.append(("adapters", job, job.policy_trained_counts, {"trained": True}))
     if job.has_critic:
         counted.append(("critic", job.critic, job.critic.parameter_counts, {"critic": True}))
-    if job.settings.model.lora and job.settings.model.lora.base_dtype:
-        sizes = megatron_weight_bytes(job.settings, job.hf, job.train_ranks)
-        assert sizes == job.weight_bytes, (
-            f"Megatron's weights take {sizes} bytes, the closed form says {job.weight_bytes}"
-        )
     for what, of, expected, options in counted:
         counts = megatron_parameter_counts(of.settings, of.hf, job.train_ranks, **options)
         assert counts == expected, f"Megatron's {what} holds {counts}, the closed form says {expected}"
-
-
-def megatron_weight_bytes(settings: TrainerSettings, hf: HfConfig, world_size: int) -> tuple[int, ...]:
-    """Return the bytes of weights, and of factors of those in FP8, on one rank of each pipeline stage."""
-    prepare()
-    from grpo_mp.policy.fp8 import with_scales
-
-    per_stage, sizes = world_size // settings.layout.pipeline, []
-    for stage in range(settings.layout.pipeline):
-        with built_on_meta(settings, hf, world_size, stage * per_stage) as chunks:
-            held = [with_scales(dict(chunk.named_parameters())) for chunk in chunks]
-            sizes.append(sum(tensor.nbytes for of_chunk in held for tensor in of_chunk.values()))
-    return tuple(sizes)
 
 
 def megatron_parameter_counts(
@@ -81,7 +63,6 @@ def built_on_meta(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from grpo_mp.distributed.process_groups import megatron_sizes
-    from grpo_mp.policy.fp8 import hold_in_fp8
     from grpo_mp.policy.lora import add_adapters
     from grpo_mp.policy.megatron_config import transformer_config
     from grpo_mp.policy.model import PolicyModel, ValueModel, build_chunks
@@ -107,10 +88,6 @@ def built_on_meta(
             coords = coordinates(rank, settings.layout, world_size)
             params, layout = family_of(hf).params(hf), settings.layout
             add_adapters(chunks, params, coords=coords, layout=layout, lora=settings.model.lora)
-            if settings.model.lora.base_dtype:
-                hold_in_fp8(
-                    chunks, params, expert_rank=coords.expert, expert_parallel=layout.expert, dtype=config.params_dtype
-                )
         yield chunks
     finally:
         parallel_state.destroy_model_parallel()
