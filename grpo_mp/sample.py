@@ -72,7 +72,6 @@ class SamplingJob(EngineJob):
     filters: Mapping[str, SampleFilter]
 
     def prompts(self, inputs: RunInputs) -> Sequence[Prompt]:
-        """Return the prompts to answer; of a mixture those of all its sets, each once."""
         most = self.settings.sample.max_prompts
         return list(islice(inputs.train.prompts, most)) if most else inputs.train.prompts
 

@@ -83,7 +83,7 @@ def update_policy(ctx: SftContext, batch: SftBatch, step: int) -> tuple[UpdateRe
 def step_record(
     ctx: SftContext, logger: StepLogger, batch: SftBatch, report: UpdateReport, measured: dict[str, float]
 ) -> StepRecord:
-    """Collect what is logged of the step but its evaluation. Every rank must call this."""
+    """Collect what is logged of the step but its evaluation."""
     _, summary, record = logger.common_record()
     record.scalars.update(
         sft_metrics(batch.packed, report, measured=measured, summary=summary, ranks=ctx.job.world_size)
@@ -97,7 +97,7 @@ def step_record(
 
 
 def evaluate(ctx: SftContext) -> dict[str, float]:
-    """Return the losses of the held-out sets. Every rank must call this."""
+    """Return the losses of the held-out sets."""
     settings, metrics = ctx.settings, dict[str, float]()
     if not ctx.inputs.evals:
         return metrics

@@ -65,12 +65,10 @@ class RolloutBatch:
 
     @property
     def of_own_engine(self) -> list[SampleGroup]:
-        """Return the selected groups of this rank's engine, with the experts that it chose."""
         return self.groups if self.generated is None else self.generated
 
     @property
     def scored(self) -> tuple[SampleInfo, ...]:
-        """Return the launched samples that were not broken off."""
         return tuple(info for info in self.launched if info.finished)
 
 
@@ -100,7 +98,6 @@ class Generation:
     began_s: float  # of the monotonic clock
 
     def wait(self) -> LaunchedGroups:
-        """Return this rank's groups once the step has its own. Raises UserError from an engine or a reward."""
         with self.watch:
             return self.launched.result()
 
@@ -142,10 +139,7 @@ class RolloutCollector:
         self._journal = GroupJournal(self.settings.run.folder / ROLLOUTS, self.job.rank)
 
     def collect(self, state: TrainState, step: int) -> RolloutBatch:
-        """Generate and score the step's groups. Every rank must call this; the sample infos are the same on all.
-
-        Raises UserError where `filter.zero_std: refill` has launched all groups that it may and too few are kept.
-        """
+        """Generate and score the step's groups."""
         group, ahead = self.job.group, not self.settings.shares_devices
         generation, launched = self._generate(state, step)
         with self.phases.phase(Phase.SCORE):
@@ -183,7 +177,7 @@ class RolloutCollector:
             generation = self._go_on(generation)
 
     def finish_generation(self) -> None:
-        """Wait until no group runs any more that was begun with the engines' weights. Every rank must call this.
+        """Wait until no group runs any more that was begun with the engines' weights.
 
         Where no engine was left, deterministic ones get the same weights again: newer ones would draw other tokens.
         """
@@ -197,17 +191,15 @@ class RolloutCollector:
         dist.barrier(group=self.job.group)  # the seconds of the weight sync are not those of this wait
 
     def _is_done(self, generation: Generation) -> bool:
-        """Return whether a step has its groups, and later ones what its weights add. Every rank must call this."""
         ahead = generation.task.lookahead() if generation.task.token_limit else 0
         return any(all_gather(generation.stream.is_done(ahead), self.job.group))
 
     def _go_on(self, generation: Generation) -> Generation:
-        """Generate with the engines that are there again. Every rank must call this."""
         task = replace(generation.task, carried=generation.wait())
         return self._launch(generation.stream.try_again(), task, generation.began_s)
 
     def stop(self) -> None:
-        """End what was begun for later steps; it is recorded. Every rank must call this."""
+        """End what was begun for later steps; it is recorded."""
         self._stopped = True
         self.rollout.pause(self._next.wait() if self._next else self._carried)
         dist.barrier(group=self.job.group)
@@ -243,7 +235,6 @@ class RolloutCollector:
             self._recorded_tokens[state.groups_launched + number] = taken[number].extent.tokens
 
     def _record(self, step: int, group_id: int, group: EndedGroup, stats: RewardStats) -> None:
-        """Keep a group on disk, of those that are broken off what a later step goes on with; called in any thread."""
         self._stats[group_id], self._ends_s[group_id] = stats, time.monotonic()
         goes_on = self.settings.rollout.max_staleness or self._stopped
         if goes_on or not isinstance(group, PausedGroup):
@@ -251,26 +242,23 @@ class RolloutCollector:
             self._journal.append(step, group_id, group, stats, kept)
 
     def _recall(self, step: int, group_id: int, prompt: Prompt) -> PausedGroup | None:
-        """Return what a lost engine had of a group: of older weights, or episodes; called in any thread."""
         config = self.settings.rollout
         steps = range(max(0, step - config.max_staleness), step + 1)
         has_any = config.max_staleness or config.rollout_function
         return find_paused(self.settings.run.folder / ROLLOUTS, steps, group_id, prompt) if has_any else None
 
     def _prompt(self, number: int) -> Prompt:
-        """Return the prompt with this number in the step's launch order."""
         return replace(self.prompts[self._queue[number]], epoch=self._queue.epoch(number))
 
     @property
     def _token_limit(self) -> Callable[[int], int] | None:
-        """Return how many tokens this step gives a later step's group, by its number in the launch order."""
         config, ahead = self.settings.rollout, self.settings.steps_ahead
         if config.tokens_ahead is None:
             return None
         return partial(token_limit, needed=config.prompts_per_step, steps_ahead=ahead, tokens_ahead=config.tokens_ahead)
 
     def _begin(self, state: TrainState, step: int) -> Generation:
-        """Begin to generate a step's groups, on the ranks that host engines. Every rank must call this."""
+        """Begin to generate a step's groups, on the ranks that host engines."""
         config, job, colocated = self.settings.rollout, self.job, self.settings.shares_devices
         curriculum = PromptCurriculum(state.skipped_until, state.solve_rates)
         rule = admission_rule(self._rule, config.prompts_per_step, config.max_staleness)
@@ -325,7 +313,6 @@ class RolloutCollector:
             )
 
     def _trainer_of(self, group: SampleGroup) -> int:
-        """Return the rank that takes a group over from its engine."""
         return group.samples[0].group_id % (self.job.world_size - self.job.engine_ranks)
 
     @property
@@ -398,7 +385,6 @@ class RolloutCollector:
         )
 
     def _times(self, batch: RolloutBatch, began_s: float) -> dict[str, float]:
-        """Return how evenly the engines generated what was launched for a step. Every rank must call this."""
         groups = [group for group in (*batch.groups, *batch.unselected) if group.samples]
         ends_s = [self._ends_s.get(group.samples[0].group_id, began_s) for group in groups]
         for number in list(self._ends_s):  # threads of engines that generate ahead add to it
@@ -409,12 +395,10 @@ class RolloutCollector:
         return generation_times(all_gather(work, self.job.group))
 
     def _take_recorded_tokens(self, end: int | None) -> int:
-        """Return the tokens of groups of a former job that this rank has read, with ids below `end`; forget them."""
         ids = [group_id for group_id in self._recorded_tokens if end is None or group_id < end]
         return sum(self._recorded_tokens.pop(group_id) for group_id in ids)
 
     def _take_stats(self, counted: range, later: Collection[int]) -> RewardStats:
-        """Return what scoring this rank's groups with these ids has counted; keep that of `later` numbers."""
         ended = [group_id for group_id in list(self._stats) if group_id - counted.start not in later]
         stats = {group_id: self._stats.pop(group_id) for group_id in ended}
         return sum_stats(
@@ -432,14 +416,12 @@ class RolloutCollector:
 
 
 def _aborted(admission: Admission, kept: Mapping[int, bool | None], first: int) -> set[int]:
-    """Return the ids of the groups before the next step's first that took too long; `first`: of the step's first."""
     return {first + number for number in range(admission.consumed) if kept.get(number, False) is None}
 
 
 def _count_dropped(
     infos: Sequence[SampleInfo], selected: Set[int], kept: Set[int], aborted: Set[int], stale: int
 ) -> Counter[str]:
-    """Count the groups that the step does not train on, by reason."""
     finished = {info.group_id for info in infos if info.finished}
     unfinished = {info.group_id for info in infos} - finished - aborted
     surplus = len(finished & kept - selected)

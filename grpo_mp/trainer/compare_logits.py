@@ -18,7 +18,7 @@ SEQUENCES, LENGTH = 4, 32
 def compare_logits(reference: Path, other: Path, seed: int = 0) -> float:
     """Return the largest difference of float32 logits on random tokens, relative to the largest of `reference`.
 
-    One model is loaded at a time. Raises UserError where one does not fit the memory, or where the vocabularies differ.
+    One model is loaded at a time.
     """
     sizes = {folder: HfConfig.read(folder).int("vocab_size") for folder in (reference, other)}
     if len(set(sizes.values())) > 1:
@@ -36,7 +36,6 @@ def compare_logits(reference: Path, other: Path, seed: int = 0) -> float:
 
 
 def _run_transformers(folder: Path, tokens: Tensor) -> Tensor:
-    """Compute float32 logits [B, T, V] of tokens [B, T], as `_run_megatron` does."""
     logits: Tensor = transformers_model(folder)(tokens).logits
     return logits
 

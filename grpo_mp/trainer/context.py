@@ -38,13 +38,12 @@ from grpo_mp.trainer.job import (
     build_critic,
     build_policy,
     join_run,
+    machine_notes,
     open_monitors,
     show_notes,
 )
-from grpo_mp.trainer.machine_notes import machine_notes
-from grpo_mp.trainer.memory import explain_out_of_memory
 from grpo_mp.trainer.offload import INITIAL_RESIDENCY, offload_functions, start_engines_first
-from grpo_mp.trainer.phase_manager import PhaseManager
+from grpo_mp.trainer.phase_manager import PhaseManager, explain_out_of_memory
 from grpo_mp.trainer.preflight import RunInputs
 from grpo_mp.trainer.recorded import RecordedGroups, drop_groups_of_changed_inputs, read_recorded
 from grpo_mp.trainer.recover import EngineRecovery
@@ -185,7 +184,6 @@ def open_context(
 
 
 def _build_models(settings: Settings, parallel: Parallel, resumed: Resumed, with_reference: bool) -> Models:
-    """Build the policy, and the critic where the algorithm has one."""
     policy = build_policy(
         settings, parallel, state=resumed.state, checkpoint=resumed.checkpoint, with_reference=with_reference
     )
@@ -193,7 +191,6 @@ def _build_models(settings: Settings, parallel: Parallel, resumed: Resumed, with
 
 
 def _recorded_groups(settings: Settings, inputs: RunInputs, runtime: RankRuntime) -> tuple[list[str], RecordedGroups]:
-    """Drop recorded groups of other inputs; return sentences on these, and the others. Every rank must call this."""
     dropped = drop_groups_of_changed_inputs(settings, inputs.train, runtime.job)
     return dropped, read_recorded(settings.run.folder / ROLLOUTS, runtime.rollout.host_ranks, runtime.job)
 
@@ -206,7 +203,6 @@ def _make_collector(
     recovery: EngineRecovery,
     recorded: RecordedGroups | None,
 ) -> Collector:
-    """Make what gives the steps their groups."""
     if inputs.replay:
         return ReplayCollector(inputs.replay, runtime.job, phases)
     keeps, curriculum = inputs.extensions.group_filter, inputs.extensions.curriculum

@@ -13,7 +13,7 @@ KEPT = (EXPORTS, FINAL, ROLLOUTS, FOLDER)  # besides the whole checkpoints
 
 
 def check_disk(folder: Path, need: DiskNeed) -> Iterator[str]:
-    """Yield a warning where the disk is too small for all that a run keeps. Raises UserError without room to save."""
+    """Yield a warning where the disk is too small for all that a run keeps."""
     missing = need.run - _bytes_of(*complete_checkpoints(folder), *(folder / name for name in KEPT))
     place = next(path for path in (folder / CHECKPOINTS, folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free

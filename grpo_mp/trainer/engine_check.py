@@ -67,11 +67,11 @@ class EngineCheck:
     _warned: float = field(default=0.0, init=False)  # mean difference that a warning has named
 
     def run(self, version: int, answers: Sequence[Sample] = ()) -> CheckReport:
-        """Return the worst engine's distance from the policy, just synced as `version`. Every rank must call this.
+        """Return the worst engine's distance from the policy, just synced as `version`.
 
         Engines that are lost, also meanwhile, do not count: without any other the report is of no tokens. The limit is
-        `sync.check_tolerance` or, without it, what rounding changes in the policy's own logprobs on the same tokens.
-        An engine beyond it with a tensor that is not the policy's is given up; EngineDisagreesError is raised, on its
+        `sync.check_tolerance` or, without it, what rounding changes in the policy's own logprobs on the same tokens. An
+        engine beyond it with a tensor that is not the policy's is given up; EngineDisagreesError is raised, on its
         rank, where it may not be. Where all tensors are the policy's no other engine would do better: a warning says
         what it is as long as rounding explains it, else EarlyStopError is raised on every rank.
 
@@ -110,7 +110,6 @@ class EngineCheck:
         return replace(worst_report([pool_reports(of_engine) for of_engine in by_engine if of_engine]), limit=limit)
 
     def _limit(self, worst: CheckReport, sequences: Sequences, expected: Logprobs, set_s: float) -> float:
-        """Return the allowed mean difference, measured again on these tokens where `worst` is beyond what it was."""
         if self.settings.sync.check_tolerance:
             return self.settings.sync.check_tolerance
         if worst.tokens and not worst.passes(max(LEAST_LIMIT, ROUNDING_FACTOR * self._rounding)):
@@ -120,13 +119,11 @@ class EngineCheck:
         return max(LEAST_LIMIT, ROUNDING_FACTOR * self._rounding)
 
     def _measure(self, sequences: Sequences, expected: Logprobs) -> CheckReport:
-        """Return how far noise of one rounding moves the policy's logprobs from `expected`, those without noise."""
         with self.phases.phase(Phase.SYNC, "rounding of the policy's logprobs"):
             return compare(self._policy_logprobs(sequences, noise=True), expected)
 
     @property
     def _precision(self) -> str:
-        """Return the lowest precision in which engine or policy compute."""
         in_fp8 = self.weight_sync.resharder.wire.fp8 or self.settings.training.fp8_format
         return "fp8" if in_fp8 or "fp8" in str(self.settings.engine.args.get("kv_cache_dtype")) else self._dtype
 
@@ -222,7 +219,6 @@ class EngineCheck:
         return [CheckReport(mean, largest, int(tokens)) for mean, largest, tokens in of_engines], expected
 
     def _policy_logprobs(self, sequences: Sequences, noise: bool = False) -> Logprobs:
-        """Return the policy's logprobs on every rank; with `noise` its linear layers read inputs that differ by it."""
         logprobs = Logprobs()
         if self.policy:
             models = self.policy.models() if noise else ()
@@ -233,7 +229,7 @@ class EngineCheck:
     def _find_wrong_tensor(self, host: int, version: int) -> str:
         """Push the weights again and compare the checksums of the engine of rank `host` before and after.
 
-        The others are sent what they have: they may be generating. Every rank must call this; all get the answer.
+        The others are sent what they have: they may be generating.
         """
 
         def sync_again() -> dict[str, str]:
@@ -252,7 +248,7 @@ class EngineCheck:
 def sequence_logprobs(policy: Policy, sequences: Sequences) -> Logprobs:
     """Compute the policy's logprob at temperature 1 of every token after the first of each sequence.
 
-    Works in any layout. Every rank must call this, and all get the logprobs.
+    Works in any layout.
     """
     parallel, layout = policy.parallel, policy.parallel.layout
     align = alignment(layout)

@@ -28,17 +28,14 @@ class EngineJob:
 
     @property
     def name(self) -> Path:
-        """Return the folder whose weights generate."""
         return self.checkpoint or self.settings.model.path
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the results."""
         return self.settings.run.folder
 
     @property
     def needs_policy(self) -> bool:
-        """Return whether the engines cannot load the weights themselves."""
         return self.checkpoint is not None or not engines_can_load_weights(self.settings.model, self.settings.engine)
 
 

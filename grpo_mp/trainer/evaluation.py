@@ -96,7 +96,6 @@ class Evaluator:
 
 
 def _all_gather_votes(groups: Sequence[SampleGroup], scorer: Scorer, cpu_group: dist.ProcessGroup) -> Votes:
-    """Gather the number of each sample's answer from all ranks."""
     local_votes = {
         sample.key: number
         for group in groups

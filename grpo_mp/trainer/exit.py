@@ -49,7 +49,7 @@ class PreemptionHandler:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
     def requested(self, cpu_group: dist.ProcessGroup) -> bool:
-        """Return whether any rank was asked to stop, alike on all. Every rank must call this."""
+        """Return whether any rank was asked to stop, alike on all."""
         requested = torch.tensor([self._received or signal.SIGUSR1 in signal.sigpending()], dtype=torch.int32)
         dist.all_reduce(requested, op=dist.ReduceOp.MAX, group=cpu_group)
         return bool(requested.item())
@@ -129,14 +129,12 @@ def exit_on_error() -> Iterator[None]:
 
 
 def _origin(error: BaseException) -> BaseException:
-    """Return the first of the errors during whose handling another was raised."""
     while error.__context__:
         error = error.__context__
     return error
 
 
 def _interrupted(rank: int, error: BaseException) -> SystemExit:
-    """Say on rank 0 that Ctrl-C has stopped the run; return what ends the rank."""
     if rank == 0:
         sys.stderr.write(f"{_failed_phase(rank, error)}: stopped by Ctrl-C\n")
     return SystemExit(INTERRUPT_STATUS)
@@ -166,12 +164,10 @@ def _peer_failed(rank: int, error: BaseException) -> PeerFailedError:
 
 
 def _failed_phase(rank: int, error: BaseException) -> str:
-    """Return 'rank 1 in TRAIN' with the innermost phase that the error passed through, or 'rank 1'."""
     return next(iter(getattr(error, "__notes__", ())), f"rank {rank}")
 
 
 def _ignore_sigterm() -> None:
-    """Keep this rank's own exit status when the launcher ends it because another rank ended."""
     if "RANK" in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

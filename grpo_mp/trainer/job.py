@@ -1,26 +1,30 @@
 """What every job has: its ranks have joined, its folder is claimed, it knows where it stands, and it is watched."""
 
+import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_mp.checkpoint.run_lock import run_lock
-from grpo_mp.checkpoint.run_state import TrainState, check_run_folder, claim_run_folder, read_manifest
+from grpo_mp.checkpoint.run_state import TrainState, check_run_folder, claim_run_folder, read_manifest, set_aside
 from grpo_mp.config import Settings, TrainerSettings
 from grpo_mp.data.template import set_template_date, template_date
-from grpo_mp.distributed.process_groups import Job, Parallel, broadcast, join_job, stop_parallel
+from grpo_mp.distributed.process_groups import Job, Parallel, all_gather, broadcast, join_job, stop_parallel
 from grpo_mp.monitor.progress import Progress
 from grpo_mp.monitor.rank_dump import RankDumper
 from grpo_mp.monitor.timeline import Timeline
 from grpo_mp.monitor.watchdog import Watchdog
+from grpo_mp.platform.machine_check import quick_findings
 from grpo_mp.policy.checkpoint import load_policy, load_reference
 from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer.exit import PreemptionHandler, ignore_more_interrupts, report_error_once
 from grpo_mp.trainer.phase_manager import PhaseManager
-from grpo_mp.trainer.resume import find_whole_checkpoint
 from grpo_mp.trainer.save import CRITIC, CheckpointSaver
+from grpo_mp.utils.errors import UserError
+from grpo_mp.utils.findings import Finding, Level
 from grpo_mp.utils.log import log_file, logging_to
 
 FindCheckpoints = Callable[[], Sequence[Path]]
@@ -58,7 +62,6 @@ class RunContext:
     state: TrainState
 
     def should_stop(self) -> bool:
-        """Return whether any rank was asked to stop, once the slowest rank is here too. Every rank must call this."""
         with self.phases.waiting():
             return self.preemption.requested(self.job.group)
 
@@ -152,3 +155,55 @@ def show_notes(progress: Progress, rank: int, greeting: str, notes: Iterable[str
     if rank == 0:
         for note in (*notes, *(f"warning: {text}" for text in warnings)):
             progress.note(note)
+
+
+def find_whole_checkpoint(checkpoints: Iterable[Path], job: Job) -> tuple[Path | None, list[str]]:
+    """Return the first whole checkpoint, and a sentence on each damaged one before it, which is renamed.
+
+    Where none is whole, raises the first one's UserError and leaves all as they are.
+    """
+    found, damages = broadcast(_first_whole(checkpoints) if job.rank == 0 else (None, {}), job.group)
+    if found is None:
+        if damages:
+            raise UserError(next(iter(damages.values())))
+        return None, []
+    notes = []
+    for folder, damage in damages.items():
+        if job.rank == 0:
+            set_aside(folder)
+        what, _, _ = damage.partition(": copy it again")
+        notes.append(f"{what}: the run resumes from {found.name}; {folder.name} is now {folder.name}.damaged")
+    return found, notes
+
+
+def _first_whole(checkpoints: Iterable[Path]) -> tuple[Path | None, dict[Path, str]]:
+    damages: dict[Path, str] = {}
+    for folder in checkpoints:
+        try:
+            read_manifest(folder)
+        except UserError as error:
+            damages[folder] = str(error)
+        else:
+            return folder, damages
+    return None, damages
+
+
+def machine_notes(job: Job) -> list[str]:
+    """Return a warning for each finding about the nodes. Raises UserError, alike on all ranks, for an unfit node."""
+    findings = quick_findings() if int(os.environ.get("LOCAL_RANK", 0)) == 0 else []
+    return describe_findings(all_gather((socket.gethostname(), findings), job.group))
+
+
+def describe_findings(by_rank: Sequence[tuple[str, Sequence[Finding]]]) -> list[str]:
+    """Return a sentence for each finding, with the hosts that have it; `by_rank`: host and findings of each rank."""
+    hosts: dict[tuple[str, str], dict[str, None]] = {}
+    errors = set[tuple[str, str]]()
+    for host, findings in by_rank:
+        for finding in findings:
+            key = finding.sentence, finding.advice
+            hosts.setdefault(key, {})[host] = None
+            errors |= {key} if finding.level is Level.ERROR else set()
+    sentences = {key: f"{', '.join(names)}: {key[0]}: {key[1]}" for key, names in hosts.items()}
+    if errors:
+        raise UserError("; ".join(text for key, text in sentences.items() if key in errors))
+    return list(sentences.values())

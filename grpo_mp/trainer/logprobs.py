@@ -33,7 +33,7 @@ def compute_logprobs(
     record_routing: bool = False,
     critic: Critic | None = None,
 ) -> UpdateBatches:
-    """Return the step's micro-batches with everything that its updates need. Every rank must call this.
+    """Return the step's micro-batches with everything that its updates need.
 
     critic: whose values are the baseline, with advantage.baseline=critic; adaptive_coefs: adaptive weights by name;
     record_routing: the updates replay the experts of the pass for old logprobs.
@@ -60,7 +60,6 @@ def compute_logprobs(
 
 
 def _reference_logprobs(policy: Policy, batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """Return the logprobs by the weights that are swapped in; its routers choose for themselves."""
     return policy.logprobs([replace(batch, routed_experts=None) for batch in batches])
 
 

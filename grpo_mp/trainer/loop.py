@@ -72,7 +72,7 @@ class TrainingLoop:
             self._save(last=step == run.steps)
 
     def end(self) -> None:
-        """Write the last report and, unless it exists, the last checkpoint. Raises DiskError on a full disk."""
+        """Write the last report and, unless it exists, the last checkpoint."""
         self._reporter.end(early=not self.is_done)
         finish_save(self._ctx)
         if max(self._first_step, self._ctx.saver.saved_step) < self._ctx.state.step:
@@ -97,7 +97,6 @@ class TrainingLoop:
             self._ctx.saver.save(self._ctx.state, last, before=self._logger.flush)
 
     def _export_step(self, step: int) -> None:
-        """Write an export while the run continues; a full disk is a warning."""
         ctx, folder = self._ctx, self._ctx.settings.run.folder / EXPORTS / f"step_{step:06d}"
         try:
             export(ctx, folder)

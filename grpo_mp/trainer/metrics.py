@@ -5,7 +5,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import cycle
+from itertools import chain, cycle
 from typing import Any, get_args
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from grpo_mp.algorithms.distillation_settings import DistillationConfig
 from grpo_mp.algorithms.evaluation import EvalScore
 from grpo_mp.algorithms.loss_metrics import MAXIMA, SUMS, merge_reports
+from grpo_mp.algorithms.values import LOSS_SUMS, RETURN_SUMS, return_sums, value_metrics
 from grpo_mp.batching.step_batch import StepBatch, student_logprobs
 from grpo_mp.distributed.process_groups import Parallel, all_gather
 from grpo_mp.monitor.metrics import metric_name
@@ -22,7 +23,7 @@ from grpo_mp.policy.routing_replay import RoutingReplay
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.trainer.collect import RolloutBatch
-from grpo_mp.trainer.memory import MemoryUsage, max_usage
+from grpo_mp.trainer.phase_manager import MemoryUsage, max_usage
 from grpo_mp.utils.types import EpisodeState, MicroBatch, PerToken, SampleInfo
 
 # Means over the updates; other metrics of this name describe the first update alone, for which engine and policy have
@@ -197,10 +198,7 @@ def packed_tokens(batch: StepBatch) -> int:
 
 
 def logprob_tokens(updates: Sequence[Sequence[MicroBatch]], parallel: Parallel) -> float:
-    """Count the tokens of the job, without padding, that went through a forward pass of the LOGPROB phase.
-
-    Every rank must call this.
-    """
+    """Count the tokens of the job, without padding, that went through a forward pass of the LOGPROB phase."""
     count = torch.zeros((), dtype=torch.float64)
     if parallel.is_reporting_rank:
         for batch in (batch for update in updates for batch in update):
@@ -215,10 +213,7 @@ def logprob_tokens(updates: Sequence[Sequence[MicroBatch]], parallel: Parallel) 
 def distillation_metrics(
     updates: Sequence[Sequence[MicroBatch]], distillation: DistillationConfig | None, parallel: Parallel
 ) -> dict[str, float]:
-    """Compare the policy's logprobs of its own tokens with the teacher's, over the job; nothing without a teacher.
-
-    Every rank must call this.
-    """
+    """Compare the policy's logprobs of its own tokens with the teacher's, over the job; nothing without a teacher."""
     if distillation is None:
         return {}
     sums, largest = torch.zeros(2, dtype=torch.float64), torch.full((), -math.inf, dtype=torch.float64)
@@ -300,7 +295,7 @@ def routing_metrics(replay: RoutingReplay | None, parallel: Parallel) -> dict[st
     """Return the share of replayed experts that the policy's routers would not have chosen, over the job.
 
     Under two names: that of the first update is kept as the mismatch of the engine, of the other the mean of all
-    updates, see `update_metrics`. Every rank must call this.
+    updates, see `update_metrics`.
     """
     if replay is None:
         return {}
@@ -315,7 +310,7 @@ def routing_metrics(replay: RoutingReplay | None, parallel: Parallel) -> dict[st
 def mtp_metrics(loss: MtpLoss | None, parallel: Parallel, sampled: bool = True) -> dict[str, float]:
     """Return how the multi-token-prediction layer did in an update, over the job; nothing where it does not learn.
 
-    `sampled`: by the policy, whose acceptance of the layer's drafts then follows. Every rank must call this.
+    `sampled`: by the policy, whose acceptance of the layer's drafts then follows.
     """
     if loss is None:
         return {}
@@ -329,9 +324,37 @@ def mtp_metrics(loss: MtpLoss | None, parallel: Parallel, sampled: bool = True) 
 
 
 def reduce_report(report: UpdateReport, parallel: Parallel) -> dict[str, float]:
-    """Reduce sums and maxima of one update over the job. Every rank must call this."""
+    """Reduce sums and maxima of one update over the job."""
     reports_losses = bool(report.losses) and parallel.coords.tensor == 0  # tensor ranks report the same tokens
     sums, maxima = merge_reports(report.losses if reports_losses else [])
     dist.all_reduce(sums, group=parallel.cpu_group)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel.cpu_group)
     return dict(zip((*SUMS, *MAXIMA), torch.cat([sums, maxima]).tolist(), strict=True))
+
+
+def reduce_value_losses(report: UpdateReport, parallel: Parallel) -> dict[str, float]:
+    """Return LOSS_SUMS of one update over the job."""
+    sums = torch.zeros(len(LOSS_SUMS), dtype=torch.float64)
+    if report.losses and parallel.coords.tensor == 0:  # tensor ranks have the same tokens
+        sums = torch.stack(report.losses).sum(0).cpu()
+    dist.all_reduce(sums, group=parallel.cpu_group)
+    return dict(zip(LOSS_SUMS, sums.tolist(), strict=True))
+
+
+def critic_metrics(
+    reports: Sequence[UpdateReport], updates: Sequence[Sequence[MicroBatch]], parallel: Parallel
+) -> dict[str, float]:
+    """Return the critic's metrics of a step; nothing where there is none."""
+    if not reports:
+        return {}
+    sums = torch.zeros(len(RETURN_SUMS), dtype=torch.float64)
+    if parallel.is_reporting_rank:
+        sums = return_sums(list(chain.from_iterable(updates)))
+    dist.all_reduce(sums, group=parallel.cpu_group)
+    losses = {name: statistics.fmean(report.measured[name] for report in reports) for name in LOSS_SUMS}
+    return {
+        **value_metrics(losses, dict(zip(RETURN_SUMS, sums.tolist(), strict=True))),
+        "critic/grad_norm": statistics.fmean(report.grad_norm for report in reports),
+        "critic/lr": reports[-1].lr,
+        "critic/skipped_updates": sum(report.skipped for report in reports),
+    }

@@ -68,7 +68,7 @@ class Extensions:
 
 
 def load_extensions(algorithm: AlgorithmConfig, loggers: Mapping[str, Mapping[str, Any]]) -> Extensions:
-    """Load the parts that the settings name. Raises UserError with the name of the setting."""
+    """Load the parts that the settings name."""
     return Extensions(
         load_policy_loss(algorithm),
         load_estimator(algorithm.advantage),
@@ -337,7 +337,6 @@ def load_episodes(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Epi
 def _load_prompts(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, episodes: EpisodeParts | None, with_train: bool = True
 ) -> tuple[PromptSet, dict[str, PromptSet]]:
-    """Read the train set and the eval sets; without `with_train` the first eval set is both."""
     tools = episodes.tools.schemas if episodes else ()
     how = settings.rollout.max_prompt_tokens, tools, partial(check_row_tests, settings.reward, settings.set_weights)
     train = load_train_prompts(settings.data, tokenizer, *how) if with_train else None
@@ -359,7 +358,6 @@ def make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Score
 def _make_teacher(
     distillation: DistillationConfig | None, hf: HfConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[TeacherClient | None, list[str]]:
-    """Return the client of a teacher, and warnings; the first rank sends a served teacher one request."""
     if distillation is None:
         return None, []
     teacher = TeacherClient(distillation.teacher, distillation.topk, hf.int("vocab_size"))

@@ -30,7 +30,7 @@ def rebalance(carried: LaunchedGroups, works: bool, group: dist.ProcessGroup) ->
 
 
 def plan_targets(numbers: Sequence[Sequence[int]], works: Sequence[bool]) -> Mapping[int, int]:
-    """Return the ranks to which groups go, by number, from each rank's numbers. Pure.
+    """Return the ranks to which groups go, by number, from each rank's numbers.
 
     As few as possible go, and of a rank's those that were launched last, which have generated least.
     """

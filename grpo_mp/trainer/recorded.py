@@ -23,9 +23,8 @@ DATA = "data.train"
 def drop_groups_of_changed_inputs(settings: Settings, train: PromptSet, job: Job) -> list[str]:
     """Remove all recorded groups where users' code or the data have changed since, and record what there is.
 
-    Returns a sentence where that was so. Every rank must call this, once the files are loaded and before any group is
-    read. The order and the weights of repeated steps follow from losses, filters and advantages, too: only what nothing
-    trained follows from is left out.
+    Returns a sentence where that was so. The order and the weights of repeated steps follow from losses, filters and
+    advantages, too: only what nothing trained follows from is left out.
     """
     sentences: list[str] = []
     if job.rank == 0:
@@ -53,14 +52,13 @@ class RecordedGroups:
     """The groups on disk that no step has taken up: this rank's share of them, and the verdicts on all."""
 
     def __init__(self, own: Iterable[Record], all_ranks: Mapping[GroupKey, Extent]) -> None:
-        """Take this rank's records, at most one of each group."""
         self._own, self._all = {record.key: record for record in own}, dict(all_ranks)
 
     @classmethod
     def read(
         cls, folder: Path, place: int | None, readers: int, group: dist.ProcessGroup, steps: str = "step_*"
     ) -> "RecordedGroups":
-        """Divide all ranks' files among `readers`, of which this rank is number `place`. Every rank must call this.
+        """Divide all ranks' files among `readers`, of which this rank is number `place`.
 
         `steps`: folders to read. Of a group that has several records, in whoever's files, its reader is given the one
         with most of it, or all that have episodes of it.
@@ -76,7 +74,6 @@ class RecordedGroups:
         return cls(mine, {key: record.extent for key, record in best.items()})
 
     def count(self, first: int) -> int:
-        """Return the number of groups of all ranks from the id `first` on."""
         return sum(key[0] >= first for key in self._all)
 
     def take(self, first: int, rule: AdmissionRule, prompt_of: Callable[[int], tuple[int, int]]) -> dict[int, Record]:
@@ -103,6 +100,6 @@ class RecordedGroups:
 
 
 def read_recorded(folder: Path, host_ranks: Sequence[int], job: Job) -> RecordedGroups:
-    """Read what a former job has recorded, divided among the ranks that host engines. Every rank must call this."""
+    """Read what a former job has recorded, divided among the ranks that host engines."""
     place = host_ranks.index(job.rank) if job.rank in host_ranks else None
     return RecordedGroups.read(folder, place, len(host_ranks), job.group)

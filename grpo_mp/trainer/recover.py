@@ -30,21 +30,17 @@ class EngineRecovery:
     former: Reference | None = None
 
     def begin_step(self) -> None:
-        """Wait for lost engines where they need the devices now. Every rank must call this."""
         if not self.rollout.owns_devices:
             self.run()
 
     def end_generation(self) -> None:
-        """Let engines join that were lost meanwhile, before the devices are the trainer's.
-
-        Every rank must call this, in the phase of the generation.
-        """
+        """Let engines join that were lost meanwhile, before the devices are the trainer's."""
         if not self.rollout.owns_devices:
             self._join(wait=True)
             dist.barrier(group=self.job.group)
 
     def update_weights(self, weight_sync: WeightSync, version: int) -> list[SyncReport]:
-        """Push the policy's weights into every engine, those that have started again, too. Every rank must call this.
+        """Push the policy's weights into every engine, those that have started again, too.
 
         Returns the reports of all ranks.
         """
@@ -53,15 +49,13 @@ class EngineRecovery:
         return all_gather(weight_sync.update_weights(version), self.job.group)
 
     def keep_weights(self) -> None:
-        """Keep the weights that the engines have, before an update changes the policy's."""
         if self.former:
             self.former.take()
 
     def run(self, former: bool = False) -> bool:
-        """Wait for the engines that were lost; return whether there were any. Every rank must call this.
+        """Wait for the engines that were lost; return whether there were any.
 
         `former`: the policy has been updated since the engines had its weights: they get those that they had.
-        Raises UserError where one was lost too often.
         """
         found = False
         while any(all_gather(self.rollout.is_lost, self.job.group)):

@@ -39,7 +39,6 @@ class RolloutShape:
 
     @classmethod
     def of(cls, settings: Settings, hf: HfConfig) -> "RolloutShape":
-        """Return the shape of a run."""
         rollout, (vocabulary, layers) = settings.rollout, map(hf.int, ("vocab_size", "num_hidden_layers"))
         return cls(rollout.prompts_per_step, rollout.group_size, hf.model_type, vocabulary, layers)
 
@@ -65,7 +64,6 @@ class StepFacts:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Return what all files of a step have in common; ranks may know different groups that came late."""
         return self.step, self.files, self.shape, self.infos
 
 
@@ -116,7 +114,7 @@ class ReplayedRollouts:
     read: Callable[[int], StepFacts]  # of a step before them
 
     def of_step(self, step: int) -> StepFacts:
-        """Return what the files of a step say. Raises UserError for one before `facts` that is missing or does not fit.
+        """Return what the files of a step say.
 
         A run repeats such a step where its newest checkpoint turns out to be damaged.
         """
@@ -125,18 +123,17 @@ class ReplayedRollouts:
         return self.facts[step]
 
     def files(self, step: int) -> list[Path]:
-        """Return the files of a step. Raises as `of_step`."""
         return [step_file(self.folder, step, rank) for rank in range(self.of_step(step).files)]
 
 
 def open_replay(folder: Path, settings: Settings, hf: HfConfig, first: int) -> ReplayedRollouts:
-    """Check that a folder has a run's steps from `first` on. Raises UserError where one is missing or does not fit."""
+    """Check that a folder has a run's steps from `first` on."""
     read = partial(_read_fitting_facts, folder, settings, hf)
     return ReplayedRollouts(folder, {step: read(step) for step in range(first, settings.run.steps + 1)}, read)
 
 
 def _read_fitting_facts(folder: Path, settings: Settings, hf: HfConfig, step: int) -> StepFacts:
-    """Read what all files of a step say. Raises UserError where one is missing or does not fit the run."""
+    """Read what all files of a step say."""
     if not step_file(folder, step, 0).is_file():
         raise UserError(
             f"{folder} has no step {step} of the run's {settings.run.steps}: give RUN/{FOLDER} of a run with "
@@ -163,7 +160,7 @@ def _read_fitting_facts(folder: Path, settings: Settings, hf: HfConfig, step: in
 
 
 def _read_step_facts(folder: Path, step: int) -> StepFacts:
-    """Read what all files of a step say. Raises UserError where one is missing, damaged, or of another step or run."""
+    """Read what all files of a step say."""
     first = _parse_facts(step_file(folder, step, 0))
     routed, distilled, topk = first.routed, first.distilled, first.topk
     for rank in range(first.files):
@@ -196,7 +193,7 @@ class ReplayCollector:
     synced_step: int = 0
 
     def collect(self, state: TrainState, step: int) -> RolloutBatch:
-        """Read this rank's share of the step's files. Every rank must call this; raises UserError for a damaged one."""
+        """Read this rank's share of the step's files."""
         job, facts = self.job, self.rollouts.of_step(step)
         with self.phases.phase(Phase.SCORE, "replay"):
             files = self.rollouts.files(step)[job.rank :: job.world_size]

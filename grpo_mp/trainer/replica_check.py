@@ -76,7 +76,6 @@ def _tensors(policy: TrainedModel, names: set[str]) -> dict[str, Tensor]:
 
 
 def _fingerprints(group: dist.ProcessGroup, tensors: Mapping[str, Tensor]) -> dict[int, list[int]]:
-    """Return the tensors' checksums on each rank of a group; empty where there is nothing to compare."""
     ranks = dist.get_process_group_ranks(group)
     if not tensors or len(ranks) == 1:
         return {}

@@ -75,7 +75,6 @@ class FailedSaves:
             LOGGER.warning("%s; training goes on, and the next save tries again: %s", error, left)
 
     def forget(self) -> None:
-        """Count anew after a save that succeeded."""
         self._count = 0
 
 
@@ -116,12 +115,11 @@ class CheckpointSaver:
         self._group = group
 
     def save(self, state: TrainState, last: bool = False, before: Callable[[], None] = lambda: None) -> None:
-        """Save the state of the run between two steps. Every rank must call this.
+        """Save the state of the run between two steps.
 
         `before`: brings to disk what the checkpoint counts on, or raises OSError. Where run.async_save is set, the
         optimizer's state is then still being written, and weights that stay: it must not change, nor be moved, before
-        `finish`. Other weights are on disk when it returns. Raises DiskError, on every rank, where one cannot write,
-        too often or for the `last` time.
+        `finish`. Other weights are on disk when it returns.
         """
         self.finish()
         folder = checkpoint_folder(self._run.folder, state.step)
@@ -221,8 +219,7 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | 
     (multi-token prediction, untrained) from `like`, new weights, as blockwise FP8 with `fp8`. Where that layer is
     trained, and `like` has copies of embedding and output layer in it, they are written anew.
 
-    Every rank must call this, and writes its share. A round of `bucket_bytes` is on the device at a time, a shard of
-    the folder and one tensor on the host. Raises UserError, on every rank, where one cannot write.
+    A round of `bucket_bytes` is on the device at a time, a shard of the folder and one tensor on the host.
     """
     parallel, group = policy.parallel, policy.parallel.cpu_group
     wire = WireFormat(policy.base_params, policy.tp_sizes(), policy.config.params_dtype, fp8)
@@ -254,11 +251,7 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | 
 
 
 def export_adapters(policy: Policy, folder: Path, like: Path, bucket_bytes: int | None) -> None:
-    """Write the adapters of a policy as a folder that peft loads onto `like`, or what that was converted from.
-
-    Every rank must call this; rank 0 writes, and holds, all of them. Raises UserError, on every rank, where it cannot
-    write.
-    """
+    """Write the adapters of a policy as a folder that peft loads onto `like`, or what that was converted from."""
     parallel, lora = policy.parallel, policy.lora
     assert lora
     params = {name: param for name, param in policy.params.items() if name not in policy.base_params}
@@ -283,7 +276,6 @@ def export_adapters(policy: Policy, folder: Path, like: Path, bucket_bytes: int 
 
 
 def _copied_names(like: Path, hf: HfConfig) -> dict[str, str]:
-    """Return, by name of a tensor, that of its copy in a trained multi-token-prediction layer, where `like` has it."""
     copies = copied_names(hf)
     reader = open_non_policy_tensors(like) if copies else None
     if reader is None:

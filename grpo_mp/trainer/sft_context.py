@@ -19,12 +19,11 @@ from grpo_mp.trainer.job import (
     Resumed,
     build_policy,
     join_run,
+    machine_notes,
     open_monitors,
     show_notes,
 )
-from grpo_mp.trainer.machine_notes import machine_notes
-from grpo_mp.trainer.memory import explain_out_of_memory
-from grpo_mp.trainer.phase_manager import PhaseManager
+from grpo_mp.trainer.phase_manager import PhaseManager, explain_out_of_memory
 from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.trainer.sft_preflight import SftInputs
 
@@ -43,7 +42,6 @@ class SftContext(PolicyContext):
 def _join_run(
     settings: SftSettings, inputs: SftInputs, find_checkpoints: FindCheckpoints
 ) -> Iterator[tuple[SftSettings, Job, Resumed]]:
-    """Join the job as `join_run` does, and yield the settings with the steps from the checkpoint to the end, too."""
     size = inputs.train.epoch_size
     with join_run(settings, dump_settings(settings.with_steps(size)), find_checkpoints) as (job, resumed):
         settings = settings.with_steps(size, resumed.state.step, resumed.state.samples_seen)

@@ -32,7 +32,7 @@ class SftInputs:
 
 
 def run_sft_preflight(settings: SftSettings, world_size: int) -> SftInputs:
-    """Check settings against model, files and layout, and read the data. Raises UserError."""
+    """Check settings against model, files and layout, and read the data."""
     make_loggers = load_loggers(settings.monitor.loggers)
     check_place(settings)
     hf = settings.model.read_config()

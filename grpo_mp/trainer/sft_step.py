@@ -31,7 +31,6 @@ class SupervisedBatch:
 
     @property
     def padded_tokens(self) -> int:
-        """Return the tokens that the job computes, padding included."""
         return sum(plan.tokens for rank in self.plan.schedule.ranks for plan in rank if plan.samples)
 
 
@@ -74,14 +73,14 @@ def pack_samples(data: ChatSet, indices: Sequence[int], max_tokens: int, policy:
 
 
 def supervised_update(policy: Policy, batch: SupervisedBatch) -> tuple[UpdateReport, dict[str, float]]:
-    """Make one optimizer update; return its report, and what its loss measured over the job. Every rank must call."""
+    """Make one optimizer update; return its report, and what its loss measured over the job."""
     report = policy.update(batch.microbatches, token_mean_loss)
     measured = supervised_metrics(reduce_sums(report.losses, policy.parallel))
     return report, measured | mtp_metrics(policy.mtp_loss, policy.parallel, sampled=False)
 
 
 def reduce_sums(reports: Sequence[torch.Tensor], parallel: Parallel) -> dict[str, float]:
-    """Reduce the sums of an update's micro-batches over the job. Every rank must call this."""
+    """Reduce the sums of an update's micro-batches over the job."""
     sums = merge_sums(reports if parallel.coords.tensor == 0 else ())  # tensor ranks report the same tokens
     dist.all_reduce(sums, group=parallel.cpu_group)
     return dict(zip(SUPERVISED_SUMS, sums.tolist(), strict=True))
@@ -90,7 +89,7 @@ def reduce_sums(reports: Sequence[torch.Tensor], parallel: Parallel) -> dict[str
 def held_out_losses(
     policy: Policy, evals: Mapping[str, ChatSet], batch_size: int, max_tokens: int
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield the metrics of each held-out set: the mean loss of its learned tokens. Every rank must call this."""
+    """Yield the metrics of each held-out set: the mean loss of its learned tokens."""
     for name, data in evals.items():
         loss = tokens = 0.0
         for start in range(0, len(data), batch_size):
@@ -108,7 +107,7 @@ def held_out_losses(
 def sft_metrics(
     batch: SupervisedBatch, report: UpdateReport, measured: Mapping[str, float], summary: StepSummary, ranks: int
 ) -> dict[str, float]:
-    """Return the metrics of a step, beside those of any step. `measured`: by the loss; `ranks`: of the job. Pure."""
+    """Return the metrics of a step, beside those of any step. `measured`: by the loss; `ranks`: of the job."""
     tokens, learned = sum(batch.lengths), sum(batch.learned)
     return {
         **measured,

@@ -31,13 +31,12 @@ from grpo_mp.monitor.timeline import StepSummary, Timeline, reduce_over_ranks, s
 from grpo_mp.policy.expert_load import ExpertLoad, load_ratios, max_load_ratio
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.trainer.collect import RolloutBatch
-from grpo_mp.trainer.critic_metrics import critic_metrics
 from grpo_mp.trainer.evaluation import Evaluation
 from grpo_mp.trainer.generation_times import slowest_rank_ratio
 from grpo_mp.trainer.job import PolicyContext
-from grpo_mp.trainer.memory import MemoryTracker
 from grpo_mp.trainer.metrics import (
     collect_metrics,
+    critic_metrics,
     distillation_metrics,
     distributions,
     logprob_tokens,
@@ -47,6 +46,7 @@ from grpo_mp.trainer.metrics import (
     rollout_metrics,
     update_metrics,
 )
+from grpo_mp.trainer.phase_manager import MemoryTracker
 from grpo_mp.utils.errors import DISK_ERRORS, one_line
 from grpo_mp.utils.types import MicroBatch, SampleGroup
 from grpo_mp.weight_sync.compare import CheckReport
@@ -126,7 +126,6 @@ class StepLogger:
         )
 
     def begin_step(self) -> None:
-        """Start the clock of a step."""
         self.timeline.take()
         self._start_ns = self.timeline.now_ns()
 
@@ -166,7 +165,6 @@ class StepLogger:
         return StepRecord(scalars, histograms, texts=texts, groups=groups)
 
     def _gather_samples(self, rollouts: RolloutBatch) -> list[SampleGroup]:
-        """Gather some groups of the step on rank 0."""
         if not self.samples_per_step:
             return []
         ids = evenly_spaced(sorted({info.group_id for info in rollouts.infos}), self.samples_per_step)
@@ -214,12 +212,10 @@ class StepLogger:
                 logger.image(step, "eval/pass_at_k", figure)
 
     def flush(self) -> None:
-        """Write buffered metrics to disk, so that a checkpoint has all metrics before it. Raises OSError."""
         for logger in self.loggers:
             logger.flush()
 
     def close(self) -> None:
-        """Close the metric files."""
         for logger in self.loggers:
             logger.close()
 

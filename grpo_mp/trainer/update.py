@@ -15,8 +15,7 @@ from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.policy import Policy
 from grpo_mp.policy.reference import Reference
 from grpo_mp.policy.trained_model import UpdateReport
-from grpo_mp.trainer.critic_metrics import reduce_value_losses
-from grpo_mp.trainer.metrics import mtp_metrics, reduce_report, routing_metrics
+from grpo_mp.trainer.metrics import mtp_metrics, reduce_report, reduce_value_losses, routing_metrics
 from grpo_mp.utils.types import MicroBatch
 
 
@@ -53,7 +52,7 @@ def train_step(
 def critic_step(
     critic: Critic, updates: Sequence[Sequence[MicroBatch]], settings: CriticConfig, epochs: int
 ) -> list[UpdateReport]:
-    """Update the critic, `epochs` times over the step's parts. Every rank must call this."""
+    """Update the critic, `epochs` times over the step's parts."""
     loss, reports = make_value_loss(settings.cliprange_value), list[UpdateReport]()
     for update in chain.from_iterable(repeat(updates, epochs)):
         report = critic.update(update, loss)

@@ -16,7 +16,7 @@ from grpo_mp.platform.machine_check import (
     check_shared_memory,
     check_versions,
 )
-from grpo_mp.trainer.machine_notes import describe
+from grpo_mp.trainer.job import describe_findings
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.findings import Finding, Level
 from tests.conftest import TinyRun
@@ -156,10 +156,10 @@ def test_each_finding_of_a_start_is_one_note() -> None:
     slow = [Finding(Level.WARNING, f"GPU {index} is slowed down", ["a", "list"], "cool it") for index in range(2)]
     shared = Finding(Level.WARNING, "little memory", (), "make room")
     hosts = [("a", [slow[0], shared]), ("a", [slow[1]]), ("b", [slow[0], shared]), ("b", [])]
-    assert describe(hosts) == [
-        "a (rank 0), b (rank 2): GPU 0 is slowed down: cool it",
-        "a (rank 0), b (rank 2): little memory: make room",
-        "a (rank 1): GPU 1 is slowed down: cool it",
+    assert describe_findings(hosts) == [
+        "a, b: GPU 0 is slowed down: cool it",
+        "a, b: little memory: make room",
+        "a: GPU 1 is slowed down: cool it",
     ]
-    with pytest.raises(UserError, match=r"^b \(rank 3\): broken: replace it$"):
-        describe([*hosts[:3], ("b", [Finding(Level.ERROR, "broken", (), "replace it")])])
+    with pytest.raises(UserError, match=r"^b: broken: replace it$"):
+        describe_findings([*hosts[:3], ("b", [Finding(Level.ERROR, "broken", (), "replace it")])])

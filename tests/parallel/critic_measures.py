@@ -16,7 +16,7 @@ from grpo_mp.models.value_head import VALUE_HEAD
 from grpo_mp.policy.checkpoint import load_policy
 from grpo_mp.policy.critic import Critic
 from grpo_mp.policy.trained_model import UpdateReport
-from grpo_mp.trainer.critic_metrics import reduce_value_losses
+from grpo_mp.trainer.metrics import reduce_value_losses
 from tests.parallel.inputs import CLIPRANGE_VALUE, fixed_head, with_fixed_returns
 from tests.parallel.measures import Bench, Result, _at, _copy, _gradients, _joined, _save, _updated
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_mp import platform
-from grpo_mp.trainer.memory import MemoryTracker, MemoryUsage, max_usage
+from grpo_mp.trainer.phase_manager import MemoryTracker, MemoryUsage, max_usage
 
 
 def test_largest_field_by_field() -> None:

@@ -18,7 +18,6 @@ from grpo_mp.monitor.metrics import find_metric
 from grpo_mp.policy.trained_model import UpdateReport
 from grpo_mp.rewards.scorer import RewardStats
 from grpo_mp.trainer.collect import RolloutBatch
-from grpo_mp.trainer.memory import MemoryUsage
 from grpo_mp.trainer.metrics import (
     collect_metrics,
     distributions,
@@ -33,6 +32,7 @@ from grpo_mp.trainer.metrics import (
     solve_rates,
     update_metrics,
 )
+from grpo_mp.trainer.phase_manager import MemoryUsage
 from grpo_mp.utils.types import Sample, SampleInfo
 
 

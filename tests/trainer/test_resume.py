@@ -21,7 +21,7 @@ from grpo_mp.checkpoint.run_state import (
     write_manifest,
 )
 from grpo_mp.config.sections import RunConfig
-from grpo_mp.trainer.resume import find_whole_checkpoint
+from grpo_mp.trainer.job import find_whole_checkpoint
 from grpo_mp.trainer.save import CheckpointSaver
 from grpo_mp.utils.errors import UserError
 from tests.checkpoint.helpers import policy_of

@@ -150,7 +150,6 @@ def _json(value: Any) -> str:
 
 
 def _rate_line(group: SampleGroup) -> str:
-    """Return a line of the pass rates; "" where no reward term judged the answers."""
     verdicts = [sample.is_correct for sample in group.samples if sample.is_correct is not None]
     if not verdicts:
         return ""

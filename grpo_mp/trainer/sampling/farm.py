@@ -40,7 +40,6 @@ class Throughput:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, float]:
-        """Return the numbers and the rate, as they are written to JSON."""
         return asdict(self) | {"tokens_per_s": self.tokens_per_s}
 
 
@@ -123,7 +122,6 @@ class SampleFarm:
             stream, task = stream.try_again(), replace(task, carried=launched)
 
     def _record(self, prompt: int, group: EndedGroup, stats: RewardStats) -> None:
-        """Score and write a group; called in any thread."""
         if not isinstance(group, SampleGroup):
             return
         (scored,) = self.engines.rollout.score([group], 0)

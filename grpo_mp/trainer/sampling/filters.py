@@ -84,7 +84,6 @@ def response_tokens(sample: Sample) -> int:
 
 
 def _without_blanks(sample: Sample) -> str:
-    """Return a text that is equal for equal answers: their words, and an episode's calls and results."""
     if not sample.messages:
         return " ".join(sample.text.split())
     messages = [
@@ -123,7 +122,7 @@ def _load(name: str, arguments: Mapping[str, Any]) -> SampleFilter:
 
 
 def apply_filters(group: SampleGroup, filters: Mapping[str, SampleFilter], dropped: Counter[str]) -> tuple[Sample, ...]:
-    """Return the samples that all filters keep; count what each filter drops. Raises UserError where one fails."""
+    """Return the samples that all filters keep; count what each filter drops."""
     samples = group.samples
     for name, keeps in filters.items():
         if not samples:
