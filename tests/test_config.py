@@ -1,18 +1,16 @@
 """Settings: typed, strict, frozen; overrides; units; the resolved form."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from pydantic import ValidationError
 
 from grpo_mp import platform
 from grpo_mp.config import Settings, check_settings, dump_settings, load_settings, show_settings
 from grpo_mp.config.data_sections import EvalSetConfig
-from grpo_mp.utils.errors import UserError, exit_with
+from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.section import Section, parse_bytes
 from tests.minimal_settings import MINIMAL_SETTINGS
 
@@ -133,30 +131,15 @@ def test_each_reward_is_enough_and_reads_back_equal(reward: dict[str, Any], tmp_
     assert load_settings(resolved) == settings
 
 
-def test_settings_do_not_change(file: Path) -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        load_settings(file).run.steps = 4  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"run": {"folder": "x"}}, "here: run: run.steps is missing: set it, or run.epochs"),
-        ({"rollouts": {}}, "here: unknown setting rollouts (did you mean rollout?)"),
         ({"engine": {"rank": 1}}, "here: unknown setting engine.rank (did you mean engine.ranks?)"),
-        (
-            {"algorithm": {"clip": {"hihg": 1}}},
-            "unknown setting algorithm.clip.hihg (did you mean algorithm.clip.high?)",
-        ),
-        ({"engine": {"zzz": 1}}, "here: unknown setting engine.zzz"),
-        ({"run": {"folder": "x", "steps": 0}}, "here: run: run.steps is missing: set it, or"),
         (
             {"sync": {"bucket_bytes": "lots"}},
             "sync.bucket_bytes: 'lots' is not a number of bytes: write 512MiB, 1GiB or a",
         ),
-        ({"reward": {"answer": 0}}, "here: reward: no reward has a weight"),
-        ({"reward": {"think": {"opened": True}}}, "here: reward: no reward has a weight"),
-        ({"reward": {"code": {"weight": 0}}}, "here: reward: no reward has a weight"),
         (
             {"reward": {"answer": 1, "overlong": {"weight": 1, "buffer_tokens": 32}}},
             "here: reward.overlong.buffer_tokens=32 is not below rollout.max_response_tokens=32: lower it",
@@ -165,12 +148,6 @@ def test_settings_do_not_change(file: Path) -> None:
             {"reward": {"model": {"weight": 1}}},
             "here: reward: reward.model: set url, where a reward model is served, or folder",
         ),
-        ({"reward": {"model": {"url": "localhost:30000"}}}, "here: reward.model.url: String should match pattern"),
-        (
-            {"reward": {"code": {"timeout": 1}}},
-            "here: unknown setting reward.code.timeout (did you mean reward.code.timeout_s?)",
-        ),
-        ({"reward": {"code": {"memory_bytes": "1GB"}}}, "reward.code.memory_bytes: '1GB' is not a number of bytes"),
         ({"training": {"updates_per_step": 5}}, "here: training.updates_per_step=5 does not divide the 32"),
         (
             {"reward": {"boxed": 1}, "algorithm": {"curriculum": {"window": 2, "max_rate": 0.9}}},
@@ -180,47 +157,22 @@ def test_settings_do_not_change(file: Path) -> None:
             {"reward": {"boxed": 1}, "algorithm": "dapo"},
             "here: algorithm.filter.metric=accuracy drops groups that are all right or all wrong, and no reward",
         ),
-        (of_eval(sampels=8), "unknown setting data.eval.a.sampels (did you mean data.eval.a.samples?)"),
-        (of_eval(samples=0), "here: data.eval.a.samples: Input should be greater than or equal to 1"),
         (
             of_eval(samples=2, temperature=0),
             "at temperature 0 the 2 samples of a problem are all the same: set samples",
-        ),
-        (of_eval(temperature=-1), "data.eval.a.temperature: Input should be greater than or equal to 0"),
-        (of_eval(top_p=0), "data.eval.a.top_p: Input should be greater than 0"),
-        ({"data": {"train": "x", "eval": {"a": {}}}}, "here: setting data.eval.a.path is missing"),
-        (
-            {"data": {"train": "x", "eval": {"a": 3}}},
-            "here: data.eval.a: expected settings below it, as data.eval.a.KEY=VALUE, found 3",
         ),
         (
             {"rollout": MINIMAL_SETTINGS["rollout"] | {"group_size": "four"}},
             "group_size: expected an integer, found 'four'",
         ),
         (
-            {"rollout": MINIMAL_SETTINGS["rollout"] | {"group_size": 1.5}},
-            "rollout.group_size: expected an integer, found 1.5",
-        ),
-        ({"reward": {"answer": "much"}}, "here: reward.answer: expected a number, found 'much'"),
-        ({"run": {"folder": "x", "steps": 1, "export": "maybe"}}, "run.export: expected true or false, found 'maybe'"),
-        ({"model": {"path": 5}}, "here: model.path: expected text, found 5"),
-        ({"reward": 5}, "here: reward: expected settings below it, as reward.KEY=VALUE, found 5"),
-        (
             {"monitor": {"loggers": "neptune"}},
             "here: monitor.loggers: unknown logger 'neptune': there are tensorboard, jsonl, wandb, mlflow, trackio; or",
-        ),
-        ({"monitor": {"loggers": [{"jsonl": {}}]}}, "as monitor.loggers.KEY=VALUE, found [{'jsonl'"),
-        ({"data": {"train": "x", "source": "jason"}}, "data.source: unknown data source 'jason' (did you mean jsonl?)"),
-        (of_eval(source="jason"), "data.eval.a.source: unknown data source 'jason' (did you mean jsonl?)"),
-        (
-            {"model": {"path": "x", "family": "lama"}},
-            "here: model.family: unknown model family 'lama' (did you mean llama?)",
         ),
         (
             {"reward": {"answer": 1, "functions": {"mine.py:even": 1}, "correct": "evn"}},
             "reward.correct: no term of the reward is named 'evn' (did you mean even?); there are: answer, even",
         ),
-        ({"reward": {"answer": 1, "correct": "code"}}, "reward.correct: no term of the reward is named 'code'"),
         (
             {"rollout": MINIMAL_SETTINGS["rollout"] | {"tools": ["mine.py:add"]}},
             "rollout.tools needs rollout.tool_parser, the name by which SGLang knows how the model writes calls",
@@ -239,10 +191,6 @@ def test_settings_do_not_change(file: Path) -> None:
             "here: monitor.phase_timeout_s=3600 is shorter than rollout.group_timeout_s=7200, a wait inside it: raise",
         ),
         (
-            {"monitor": {"phase_timeout_s": 30}},
-            "here: monitor.phase_timeout_s=30 is shorter than rollout.group_timeout_s=600",
-        ),
-        (
             {"optimizer": {"lr": 1e-6, "offload": "host"}, "model": {"path": "x", "dtype": "float32"}},
             "optimizer.offload=host needs model.dtype=bfloat16",
         ),
@@ -253,11 +201,6 @@ def test_settings_do_not_change(file: Path) -> None:
         (
             {"engine": {"ranks": 2}},
             "engine.ranks=2 keeps ranks for engines alone, and schedule=colocated lets all of them train: set schedule",
-        ),
-        (
-            {"schedule": "async", "engine": {"ranks": 3, "gpus_per_engine": 2}},
-            "schedule=async needs ranks for the engines alone: set engine.ranks, now 3, to a multiple of "
-            "engine.gpus_per_engine=2",
         ),
         (
             {"schedule": "one_step_off", "engine": {"ranks": 1}, "rollout": ROLLOUT | {"max_staleness": 2}},
@@ -273,16 +216,6 @@ def test_settings_do_not_change(file: Path) -> None:
             "leave it out",
         ),
         (
-            {"schedule": "async", "engine": {"ranks": 1}, "rollout": ROLLOUT | {"tokens_ahead": 8}},
-            "rollout.tokens_ahead=8, and no step begins groups of a later one: set rollout.max_staleness=2 or more "
-            "with schedule=async, or leave it out",
-        ),
-        (
-            {"rollout": ROLLOUT | {"max_staleness": 1, "tokens_ahead": 1}},
-            "rollout.tokens_ahead=1: set 2 or more, the last one is drawn again",
-        ),
-        ({"schedule": "overlapped"}, "here: schedule: "),
-        (
             {"training": {"router_replay": "R2"}},
             "training.router_replay=R2 replays the experts of the old-logprob pass, which this run does not make",
         ),
@@ -294,7 +227,6 @@ def test_settings_do_not_change(file: Path) -> None:
             {"reward": {"judge": {"url": "http://a", "model": "m", "timeout_s": 2000}}},
             "monitor.phase_timeout_s=3600 is shorter than reward.judge.timeout_s with retries=6004.5, a wait inside it",
         ),
-        ({"rollout": 3}, "here: rollout: expected settings below it, as rollout.KEY=VALUE, found 3"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], sentence: str) -> None:
@@ -310,18 +242,6 @@ def test_staleness_follows_from_the_schedule(schedule: str, staleness: int) -> N
     settings = check_settings(MINIMAL_SETTINGS | {"schedule": schedule, "engine": engine}, "here")
     assert settings.rollout.max_staleness == staleness
     assert settings.shares_devices == (schedule == "colocated")
-
-
-def setting_exists(name: str) -> bool:
-    """Say whether pydantic's JSON schema of the settings has a setting of that dotted name."""
-    schema = Settings.model_json_schema()
-    properties = schema["properties"]
-    for key in name.replace(".NAME", "").split("."):  # NAME: an eval set of the user
-        if key not in properties:
-            return False
-        sections = re.findall(r"'#/\$defs/(\w+)'", str(properties[key]))
-        properties = schema["$defs"][sections[0]]["properties"] if sections else {}
-    return True
 
 
 def test_every_setting_is_described() -> None:
@@ -347,21 +267,6 @@ def test_all_complaints_come_at_once() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("- a", "expected sections .* found list"),
-        ("a: [", "not valid YAML"),
-        ("", "expected sections .* found NoneType"),
-    ],
-)
-def test_files_that_are_no_settings(tmp_path: Path, text: str, sentence: str) -> None:
-    path = tmp_path / "settings.yaml"
-    path.write_text(text)
-    with pytest.raises(UserError, match=rf"settings\.yaml: {sentence}"):
-        load_settings(path)
-
-
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     path.write_bytes(b"\xff\xfe\x00")
@@ -376,16 +281,10 @@ def test_bytes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["1GB", "GiB", "-5", "", "xMiB"])
+@pytest.mark.parametrize("text", ["1GB", "-5", ""])
 def test_what_is_no_number_of_bytes(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a number of bytes|could not convert"):
         parse_bytes(text)
-
-
-def test_a_mistake_ends_the_process_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        exit_with(UserError("x is wrong"))
-    assert (raised.value.code, capsys.readouterr().err) == (2, "error: x is wrong\n")
 
 
 @pytest.mark.parametrize(

@@ -78,20 +78,7 @@ def test_a_file_is_relative_to_the_working_directory_and_loaded_once(file: str) 
             "unclipped; or "
             "write module:function or path/file.py:function",
         ),
-        ("logger", "tensorbord", {}, "x.y: unknown logger 'tensorbord' (did you mean tensorboard?): there are "),
-        ("data source", "jason", {}, "x.y: unknown data source 'jason' (did you mean jsonl?): there are jsonl, "),
-        ("model family", "lama", {}, "x.y: unknown model family 'lama' (did you mean llama?): there are qwen3, "),
-        ("advantage estimator", "outcom", {}, "x.y: 'outcom' is no advantage estimator: write module:function"),
-        ("group filter", "rewards", {}, "x.y: unknown group filter 'rewards' (did you mean reward?)"),
-        ("reward function", "boxed", {}, "x.y: 'boxed' is no reward function: write module:function or path/file.py:"),
         ("group filter", "own.py:kep", {}, "x.y 'own.py:kep': own.py has no kep (did you mean keep?)"),
-        ("group filter", "none.py:keep", {}, "x.y 'none.py:keep': no such file: none.py"),
-        (
-            "group filter",
-            "own.py:a_number",
-            {},
-            "x.y 'own.py:a_number': as group filter it must be a function",
-        ),
         (
             "group filter",
             "own.py:none_at_all",
@@ -103,12 +90,6 @@ def test_a_file_is_relative_to_the_working_directory_and_loaded_once(file: str) 
             "own.py:keep",
             {"mist": 1},
             "x.y 'own.py:keep': as group filter it is called with (samples, mist=): got an unexpected keyword argument",
-        ),
-        (
-            "policy loss",
-            "clip",
-            {"beta": 1},
-            "x.y 'clip': as policy loss it is called with (terms, algorithm, beta=): ",
         ),
         (
             "model family",
@@ -160,17 +141,3 @@ def test_no_code_outside_its_package_knows_a_name() -> None:
         for name in known_names(file.read_text())
     ]
     assert set(values) <= DEFAULTS
-
-
-@pytest.mark.parametrize(
-    "branch",
-    [
-        'if settings.algorithm.preset == "gspo": pass',
-        'if hf.model_type in ("deepseek_v3", "x"): pass',
-        'if algorithm.policy_loss != "none": pass',
-        'x = {"vespo": 1}.get(name)',
-        'match name:\n    case "mixtral": pass',
-    ],
-)
-def test_a_branch_is_seen(branch: str) -> None:
-    assert known_names(branch)

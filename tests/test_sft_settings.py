@@ -42,18 +42,12 @@ def settings_of(**sections: Any) -> SftSettings:
     ("sections", "sentence"),
     [
         ({"rollout": {"group_size": 8}}, "test: rollout belongs to RL, and supervised fine-tuning has no engines"),
-        ({"reward": {}}, "test: reward belongs to RL"),
-        ({"sft": {"bach_size": 4}}, "unknown setting sft.bach_size (did you mean sft.batch_size?)"),
         ({"data": {"prompts_column": "x"}}, "unknown setting data.prompts_column (did you mean data.prompt_column?)"),
-        ({"modle": {}}, "unknown setting modle (did you mean model?)"),
-        ({"sft": {"batch_size": "many"}}, "sft.batch_size: expected an integer, found 'many'"),
-        ({"sft": {"loss_on": "user"}}, "sft.loss_on: Input should be 'assistant', 'last' or 'all'"),
         ({"sft": {"epochs": None}}, "nothing says when the run ends: set run.steps or sft.epochs"),
         (
             {"training": {"epochs": 2}},
             "training.epochs=2 belongs to RL: a step of supervised fine-tuning is one update",
         ),
-        ({"training": {"router_replay": "R3"}}, "training.router_replay=R3 belongs to RL"),
         ({"optimizer": {"offload": "host"}, "model": {"dtype": "float32"}}, "optimizer.offload=host needs"),
     ],
 )
@@ -96,10 +90,7 @@ def test_the_run_ends_with_its_epochs_or_its_steps(epochs: int | None, steps: in
         (1, 0, 0, 0, 3),
         (2, 0, 0, 0, 5),
         (2, 0, 3, 10, 6),  # the last step of the first epoch had two samples
-        (2, 0, 5, 18, 6),
-        (2, 0, 6, 20, 6),
         (2, 0, 3, 12, 5),  # killed amid two epochs: all of its steps were full
-        (3, 0, 6, 20, 9),
         (1, 0, 6, 20, 6),  # fewer than were seen
         (2, 4, 3, 10, 4),
     ],
