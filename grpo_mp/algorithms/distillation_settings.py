@@ -54,5 +54,4 @@ class DistillationConfig(Section):
 
     @property
     def replaces_rewards(self) -> bool:
-        """Return whether nothing is learned from rewards."""
         return self.advantage == "replace"

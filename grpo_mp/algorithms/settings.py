@@ -45,12 +45,10 @@ class AdvantageConfig(Section):
 
     @property
     def of_critic(self) -> bool:
-        """Return whether a critic's values are the baseline."""
         return self.baseline == "critic"
 
     @property
     def compares_groups(self) -> bool:
-        """Return whether a reward is compared with those of its group."""
         return self.baseline in ("group_mean", "leave_one_out")
 
     @property
@@ -230,7 +228,6 @@ class AlgorithmConfig(Section):
 
     @property
     def learns_from_rewards(self) -> bool:
-        """Return whether rewards are learned from, not only measured."""
         return not (self.distillation and self.distillation.replaces_rewards)
 
     @field_validator("preset")

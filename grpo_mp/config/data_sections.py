@@ -96,7 +96,6 @@ class NamedSets(Section):
     @field_validator("train", "eval", check_fields=False)
     @classmethod
     def _check_names(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Check that a name can be a part of metrics' names and a folder's."""
         for name in value:
             if not SET_NAME.fullmatch(name):
                 raise ValueError(f"the name of a set has letters, digits, '_', '-' and '.', not first: {name[:50]!r}")
@@ -104,7 +103,6 @@ class NamedSets(Section):
 
     @field_serializer("train", check_fields=False)
     def _shorten(self, value: dict[str, Any]) -> Any:
-        """Write one set that is only a path as it was given."""
         only = value.get("train")
         if only and value == {"train": type(only)(path=only.path)}:
             return only.path

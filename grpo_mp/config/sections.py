@@ -57,7 +57,6 @@ ALL_LINEAR: Literal["all-linear"] = "all-linear"  # as peft writes it
 
 
 def _check_module(name: str) -> str:
-    """Raise ValueError for a module of one layer or expert."""
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
         raise ValueError(f"{name!r}: write the end of a module's name, without numbers, such as q_proj or mlp.up_proj")
     return name
@@ -83,7 +82,6 @@ class LoraConfig(Section):
 
     @property
     def targets(self) -> tuple[str, ...] | None:
-        """Return the names of the modules with adapters; None: all projections."""
         return None if self.target_modules == ALL_LINEAR else tuple(self.target_modules)
 
     @property
@@ -94,7 +92,6 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """Return the factor of what an adapter adds."""
         return self.alpha / self.rank
 
 
@@ -128,7 +125,6 @@ class ModelConfig(Section):
 
     @property
     def trains_mtp(self) -> bool:
-        """Return whether the multi-token-prediction layer is part of the policy."""
         return self.mtp_loss_scaling_factor > 0
 
     def read_config(self) -> HfConfig:
@@ -155,7 +151,6 @@ class LayoutConfig(Section):
 
     @property
     def model_parallel(self) -> int:
-        """Return the ranks over which one replica of the dense parameters is divided."""
         return self.tensor * self.context * self.pipeline
 
     @property
@@ -250,7 +245,6 @@ class RolloutConfig(Section):
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Return the tokens of the longest training sample."""
         return self.max_prompt_tokens + self.max_response_tokens
 
 
@@ -266,12 +260,10 @@ class SpeculativeConfig(Section):
 
     @property
     def drafts_by_mtp(self) -> bool:
-        """Return whether engines hold the model's multi-token-prediction layer, and draft with it."""
         return self.algorithm == "mtp"
 
     @property
     def verified_tokens(self) -> int:
-        """Return the tokens of a sequence that a step of the model computes."""
         return self.num_steps + 1 if self.algorithm != "none" else 1
 
 

@@ -89,7 +89,6 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _check_timeouts(self) -> "Settings":
-        """Check that an inner wait ends before the outer one, because its error says more."""
         phase = "monitor.phase_timeout_s"
         limits = {
             "rollout.group_timeout_s": self.rollout.group_timeout_s,
@@ -225,7 +224,6 @@ class Settings(Section):
 
     @property
     def set_weights(self) -> dict[str, dict[str, float]]:
-        """Return the weights of the terms for each train set that has its own, by name."""
         return {name: one.reward for name, one in self.data.train.items() if one.reward is not None}
 
     @model_validator(mode="after")
@@ -247,7 +245,6 @@ class Settings(Section):
     @model_validator(mode="before")
     @classmethod
     def _set_staleness(cls, values: Any) -> Any:
-        """Let samples be one step old where the schedule makes them so."""
         if not isinstance(values, dict) or values.get("schedule", "colocated") == "colocated":
             return values
         rollout = values.get("rollout")
@@ -345,7 +342,6 @@ class Settings(Section):
 
     @property
     def shares_devices(self) -> bool:
-        """Return whether policy and engines are on the same devices, in turn."""
         return self.schedule == "colocated"
 
     @property
@@ -365,12 +361,10 @@ class Settings(Section):
 
     @property
     def samples_per_step(self) -> int:
-        """Return the samples of one step."""
         return self.rollout.prompts_per_step * self.rollout.group_size
 
     @property
     def optimizer_steps_per_step(self) -> int:
-        """Return the optimizer updates of one step: its parts times the epochs over them."""
         return self.training.updates_per_step * self.training.epochs
 
     @property
@@ -428,12 +422,10 @@ class Settings(Section):
 
     @property
     def temperature(self) -> float:
-        """Return the temperature of logprobs: that of sampling."""
         return self.rollout.temperature
 
     @property
     def bucket_bytes(self) -> int | None:
-        """Return the memory of a rank for weights on their way; None: what is usual."""
         return self.sync.bucket_bytes
 
     @property

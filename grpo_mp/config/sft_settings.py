@@ -141,17 +141,14 @@ class SftSettings(Section):
 
     @property
     def total_updates(self) -> int:
-        """Return the optimizer updates of the whole run."""
         return self.run.steps
 
     @property
     def temperature(self) -> float:
-        """Return the temperature of logprobs."""
         return 1.0
 
     @property
-    def bucket_bytes(self) -> None:
-        """Let an export take the memory for weights on their way that is usual."""
+    def bucket_bytes(self) -> None: ...
 
     def with_steps(self, epoch_size: int, steps_done: int = 0, samples_seen: int = 0) -> "SftSettings":
         """Return the settings with the steps that the run has on data of so many samples.

@@ -16,40 +16,31 @@ class TrainerSettings(Protocol):
     """Settings of a run that trains a policy."""
 
     @property
-    def run(self) -> RunConfig:
-        """Return folder, length, checkpoints and exports."""
+    def run(self) -> RunConfig: ...
 
     @property
-    def model(self) -> ModelConfig:
-        """Return where the policy's weights are."""
+    def model(self) -> ModelConfig: ...
 
     @property
-    def layout(self) -> LayoutConfig:
-        """Return the parallelism."""
+    def layout(self) -> LayoutConfig: ...
 
     @property
-    def optimizer(self) -> OptimizerConfig:
-        """Return the optimizer."""
+    def optimizer(self) -> OptimizerConfig: ...
 
     @property
-    def training(self) -> TrainingConfig:
-        """Return micro-batches, memory and Megatron's fields."""
+    def training(self) -> TrainingConfig: ...
 
     @property
-    def monitor(self) -> MonitorConfig:
-        """Return metrics, logs and time limits."""
+    def monitor(self) -> MonitorConfig: ...
 
     @property
-    def total_updates(self) -> int:
-        """Return the optimizer updates of the whole run."""
+    def total_updates(self) -> int: ...
 
     @property
-    def temperature(self) -> float:
-        """Return the temperature of logprobs."""
+    def temperature(self) -> float: ...
 
     @property
-    def bucket_bytes(self) -> int | None:
-        """Return the memory of a rank for weights on their way to an export; None: what is usual."""
+    def bucket_bytes(self) -> int | None: ...
 
 
 def check_training(settings: TrainerSettings) -> None:

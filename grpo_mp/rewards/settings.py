@@ -114,7 +114,6 @@ class JudgeConfig(Section):
 
     @property
     def longest_s(self) -> float:
-        """Longest time of one answer in seconds, with all retries and without waiting for its turn."""
         return self.timeout_s * (RETRIES + 1) + 1.5 * BACKOFF_S * (2**RETRIES - 1)
 
     @field_validator("template")
@@ -199,7 +198,6 @@ class RewardConfig(Section):
 
     @property
     def correct_term(self) -> str | None:
-        """The term that decides which answers are correct, if any."""
         return self.correct_term_of(self.term_weights)
 
     def correct_term_of(self, weights: Mapping[str, float]) -> str | None:
@@ -228,7 +226,6 @@ class RewardConfig(Section):
 
     @property
     def term_weights(self) -> dict[str, float]:
-        """Weights of the built-in terms that are computed: terms with a weight, and the term of `correct`."""
         return {name: weight for name, weight in self.built_in_weights.items() if weight or name == self.correct}
 
     @property
