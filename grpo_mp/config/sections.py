@@ -30,7 +30,6 @@ class RunConfig(Section):
     save_every: int = Field(20, ge=0, description="steps between checkpoints; 0 saves only at the end")
     eval_every: int = Field(20, ge=0, description="steps between evaluations; 0 evaluates only before and after")
     keep_checkpoints: int = Field(2, ge=1, description="number of newest checkpoints to keep (TRL save_total_limit)")
-    async_save: bool = Field(True, description="write checkpoints while the next step generates")
     piece_bytes: int = Field(PIECE_BYTES, gt=0, description="host memory of a rank for saving and loading")
     resume: Literal["auto", "never"] = Field(
         "auto", description="auto: resume from the newest checkpoint; never: refuse a folder that has one"

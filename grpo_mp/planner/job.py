@@ -150,7 +150,7 @@ class PlannedJob:
     @property
     def saves_weights_beside(self) -> bool:
         """Return whether weights are saved while the run goes on: nothing swaps or moves them before an update."""
-        return self.settings.run.async_save and not (self.has_reference or self.offloads or self.trains_only)
+        return not (self.has_reference or self.offloads or self.trains_only)
 
     @property
     def optimizer_offload(self) -> str:

@@ -399,7 +399,7 @@ def _checkpoint_host_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
     memory. A load reads so many rows at a time.
     """
     settings = job.settings
-    later = settings.run.async_save and (job.optimizer_offload == "none" or job.saves_weights_beside)
+    later = job.optimizer_offload == "none" or job.saves_weights_beside
     if sub_phase not in (SubPhase.SAVE, SubPhase.LOAD) and not (later and sub_phase in BESIDE_A_SAVE):
         return 0.0
     return min(settings.run.piece_bytes, 4 * _largest_tensor(job.model, settings.layout.tensor))

@@ -162,7 +162,7 @@ def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> Resource
         weights, rest = ResourceUse(), weights + rest
     beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)  # a trainer that waits is not slower
     hidden_s = sum(estimate_time(uses[phase], job.cluster).expected_s for phase in beside if phase in uses)
-    share = 1 - hidden_s / estimate_time(rest, job.cluster).expected_s if job.settings.run.async_save else 1.0
+    share = 1 - hidden_s / estimate_time(rest, job.cluster).expected_s
     moves = save_moves_use(job, job.held_weight_bytes[job.largest_stage], _suspended_bytes(job))
     return weights + rest.scaled(max(0.0, share)) + moves
 

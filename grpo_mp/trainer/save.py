@@ -104,7 +104,7 @@ class CheckpointSaver:
         """
         self._run, self._policy, self._limit_s = run, policy, limit_s
         self._models: dict[str, TrainedModel] = {POLICY: policy} | ({CRITIC: critic} if critic else {})
-        self._weights_later = run.async_save and weights_stay and policy.reference is None
+        self._weights_later = weights_stay and policy.reference is None
         self._task: _Save | None = None
         self.saved_step = 0  # the last that this process has saved, and that is whole
         self._failures = FailedSaves(policy.parallel.rank)
@@ -117,8 +117,8 @@ class CheckpointSaver:
     def save(self, state: TrainState, last: bool = False, before: Callable[[], None] = lambda: None) -> None:
         """Save the state of the run between two steps.
 
-        `before`: brings to disk what the checkpoint counts on, or raises OSError. Where run.async_save is set, the
-        optimizer's state is then still being written, and weights that stay: it must not change, nor be moved, before
+        `before`: brings to disk what the checkpoint counts on, or raises OSError. The optimizer's
+        state is then still being written, and weights that stay: it must not change, nor be moved, before
         `finish`. Other weights are on disk when it returns.
         """
         self.finish()
@@ -131,8 +131,6 @@ class CheckpointSaver:
         write_rest = partial(self._write_rest, folder, deepcopy(state), written, writers)
         task = BackgroundTask(write_rest, f"save of step {state.step} on rank {self._policy.parallel.rank}")
         self._task = _Save(task, folder, state.step, last)
-        if not self._run.async_save:
-            self.finish()
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete. Raises what its writing raised; PhaseTimeout after the limit."""

@@ -34,7 +34,6 @@ def test_adapters_learn_resume_and_are_exported(start_job: StartJob, tiny_run: T
         "rollout={prompts_per_step: 8, group_size: 8, max_prompt_tokens: 64, max_response_tokens: 16}",
         "data.eval={}",
         "run.save_every=1",
-        "run.async_save=false",
         f"reward={{functions: {{{tmp_path / 'reward.py'}:letters: 1.0}}}}",
     )
     for steps in (2, 12):

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,12 +19,15 @@ from grpo_mp.checkpoint.hf_writer import begin_hf, incomplete_folder
 from grpo_mp.checkpoint.run_state import MANIFEST, TrainState, checkpoint_folder, latest_checkpoint, read_manifest
 from grpo_mp.config import load_settings
 from grpo_mp.distributed.process_groups import Parallel
+from grpo_mp.monitor.reporter import Reporter
 from grpo_mp.platform.pinned import PinnedBuffer
 from grpo_mp.policy.checkpoint import local_weight_chunks, optimizer_chunks
 from grpo_mp.policy.policy import Policy
 from grpo_mp.trainer import loop
 from grpo_mp.trainer.job import build_policy
+from grpo_mp.trainer.loop import TrainingLoop
 from grpo_mp.trainer.save import CheckpointSaver, FailedSaves
+from grpo_mp.trainer.step_logger import StepLogger
 from grpo_mp.utils.errors import DiskError, PhaseTimeout
 from tests.conftest import TinyRun
 from tests.trainer.one_step import OneStep, make_batch
@@ -191,13 +194,14 @@ def test_the_next_save_waits_for_the_last(tiny_run: TinyRun, parallel: Parallel,
 
 def test_training_is_the_same_with_and_without(tiny_run: TinyRun, parallel: Parallel, tmp_path: Path) -> None:
     reports, files = [], []
-    for beside in ("true", "false"):
-        run = tmp_path / beside
-        trainer = make_trainer(tiny_run, parallel, run, f"run.async_save={beside}")
+    for beside in (True, False):
+        run = tmp_path / str(beside)
+        trainer = make_trainer(tiny_run, parallel, run)
         with saver_of(trainer) as saver:
             for step in (1, 2, 3):
                 saver.save(TrainState(step=step))
-                assert beside == "true" or latest_checkpoint(run) == checkpoint_folder(run, step)
+                if not beside:
+                    saver.finish()
                 updates = trainer.compute_logprobs()
                 saver.finish()
                 reports.append([asdict(report) for report in trainer.train(updates)])
@@ -257,6 +261,15 @@ def test_a_wait_has_a_limit(tiny_run: TinyRun, parallel: Parallel, tmp_path: Pat
         saver.finish()
 
 
+def loop_of(ctx: Any, first_step: int = 0) -> TrainingLoop:
+    """A loop that logs and reports nothing."""
+    made = object.__new__(TrainingLoop)
+    made._ctx, made._first_step = ctx, first_step
+    made._logger = cast(StepLogger, SimpleNamespace(flush=lambda: None, close=lambda: None))
+    made._reporter = cast(Reporter, SimpleNamespace(end=lambda early: None))
+    return made
+
+
 def test_failed_exports_leave_nothing_and_count_only_in_a_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_run: TinyRun
 ) -> None:
@@ -278,10 +291,10 @@ def test_failed_exports_leave_nothing_and_count_only_in_a_row(
 
     monkeypatch.setattr(loop, "export", export)
     for step, fails in enumerate((True, False, True), start=1):  # noqa: B007 - `export` reads it
-        loop.export_step(ctx, step)
+        loop_of(ctx)._export_step(step)
     assert [folder.name for folder in (tmp_path / "exports").iterdir()] == ["step_000002"]
     with pytest.raises(DiskError, match="make room"):
-        loop.export_step(ctx, 4)
+        loop_of(ctx)._export_step(4)
 
 
 @pytest.mark.parametrize("passes", [True, False], ids=["there is room again", "there is none"])
@@ -290,26 +303,26 @@ def test_a_run_that_is_stopped_behind_a_failed_save_saves_again(
 ) -> None:
     """It ends as one that can be resumed only where the last step is on disk."""
     trainer, nothing = make_trainer(tiny_run, parallel, tmp_path), lambda *_: nullcontext()
-    logger: Any = SimpleNamespace(flush=lambda: None)
     with saver_of(trainer) as saver:
         ctx: Any = SimpleNamespace(
             saver=saver,
+            settings=trainer.settings,
             state=TrainState(step=2),
             phases=SimpleNamespace(phase=nothing),
             timeline=SimpleNamespace(span=nothing),
         )
-        loop.save_last(ctx, logger, first_step=2)  # it was stopped before its first step
+        loop_of(ctx, first_step=2).end()  # it was stopped before its first step
         assert latest_checkpoint(tmp_path) is None
         with monkeypatch.context() as full:
             full.setattr(ChunkWriter, "write", fail)
-            loop.save(ctx, logger, last=False)
+            loop_of(ctx)._save(last=False)
             saver.finish()
             if not passes:
                 with pytest.raises(DiskError, match="step_000002 cannot be written"):
-                    loop.save_last(ctx, logger, first_step=0)
+                    loop_of(ctx).end()
                 return
-        loop.save_last(ctx, logger, first_step=0)
+        loop_of(ctx).end()
         assert latest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 2)
         written = (checkpoint_folder(tmp_path, 2) / MANIFEST).stat().st_mtime_ns
-        loop.save_last(ctx, logger, first_step=0)  # it is whole
+        loop_of(ctx).end()  # it is whole
         assert (checkpoint_folder(tmp_path, 2) / MANIFEST).stat().st_mtime_ns == written
