@@ -12,7 +12,7 @@ from tests.recipes import RL, SFT
 
 ROOT = Path(__file__).parents[2]
 BATCH_SCRIPTS = {path for path in (ROOT / "launch").glob("*.sh") if "\n#SBATCH" in path.read_text()}
-SCRIPTS = sorted(BATCH_SCRIPTS - {ROOT / "launch" / "slurm.sh"})
+SCRIPTS = sorted(BATCH_SCRIPTS - {ROOT / "launch" / name for name in ("slurm.sh", "smoke.sh")})
 
 
 def dry_run(script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
