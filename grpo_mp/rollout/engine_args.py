@@ -14,7 +14,7 @@ from grpo_mp.config.sections import EngineConfig
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.platform.cuda_libraries import cuda_environment
 from grpo_mp.rollout.engine_layout import attention_replicas, precision_arguments
-from grpo_mp.rollout.engine_main import ARGUMENTS, TRAINER_PID
+from grpo_mp.rollout.engine_main import ARGUMENTS
 from grpo_mp.rollout.sglang_source import argument_names, model_classes, source_folder
 from grpo_mp.rollout.shared_memory import LOADER
 from grpo_mp.utils.errors import UserError, did_you_mean
@@ -224,7 +224,6 @@ def engine_environment(
         **({} if spec.cpu else CUDA_ENVIRONMENT_DEFAULTS),
         **inherited,
         ARGUMENTS: json.dumps(arguments),
-        TRAINER_PID: str(os.getpid()),
         ENGINE_SCRATCH: scratch,
         "TMPDIR": scratch,
         "PYTHONPATH": ":".join(python_path),

@@ -15,6 +15,7 @@ from grpo_mp.distributed.ports import PortClaim, claim_ports
 from grpo_mp.rollout.engine_args import EngineSpec, engine_arguments, engine_environment, ports_needed
 from grpo_mp.utils.errors import EngineError, EngineTimeout, UserError
 from grpo_mp.utils.files import last_lines, open_private
+from grpo_mp.utils.processes import with_descendants
 
 COMMAND = [sys.executable, "-m", "grpo_mp.rollout.engine_main"]
 POLL_INTERVAL_S = 0.1
@@ -67,7 +68,12 @@ class EngineProcess:
         self.log.unlink(missing_ok=True)
         with open(self.log, "xb", opener=open_private) as log:  # SGLang writes its key into it
             self._process = subprocess.Popen(
-                COMMAND, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                with_descendants(COMMAND, self._scratch),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
             )
         return dist_init_addr
 
@@ -136,4 +142,6 @@ class EngineProcess:
 
     def _with_log_lines(self, sentence: str) -> str:
         lines = "\n".join(line[:LOG_COLUMNS] for line in last_lines(self.log, LOG_LINES)) or "(nothing)"
-        return f"{sentence}; the last lines of {self.log}:\n{lines}"
+        status = self._process.poll() if self._process else None
+        ended = "" if status is None else f" (exit status {status})"
+        return f"{sentence}; the last lines of {self.log}{ended}:\n{lines}"

@@ -3,6 +3,7 @@
 import ctypes
 import faulthandler
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LAUNCHER_PID = "GRPO_MP_LAUNCHER_PID"  # of the process that started this rank
 DESCENDANTS = "--with-descendants"
+WATCH_INTERVAL_S = 0.5
 DUMP_SIGNAL = signal.SIGUSR2  # a rank or an engine's process then writes its stacks
 # Variables that user programs get; other variables of the run may be secrets, such as keys of trackers and judges.
 SHARED_VARIABLES = (
@@ -37,12 +39,13 @@ def with_death_signal(command: Sequence[str]) -> list[str]:
     return [sys.executable, __file__, *command]
 
 
-def with_descendants(command: Sequence[str]) -> list[str]:
+def with_descendants(command: Sequence[str], folder: str = "") -> list[str]:
     """Return a command that runs `command`, and kills it and all its descendants when it ends or on SIGTERM.
 
-    They are also killed when the starting thread ends. The exit status is that of `command`, 127 where it cannot start.
+    They are also killed within a second of the starting process. Then `folder` is removed, if any. The exit status is
+    that of `command`, 127 where it cannot start.
     """
-    return [sys.executable, "-I", "-S", __file__, DESCENDANTS, str(os.getpid()), *command]
+    return [sys.executable, "-I", "-S", __file__, DESCENDANTS, str(os.getpid()), folder, *command]
 
 
 def end_with_launcher() -> None:
@@ -96,29 +99,37 @@ def _kill_descendants() -> None:
             os.waitpid(pid, 0)
 
 
-def _run(starter: int, command: Sequence[str]) -> None:
+def _run(starter: int, folder: str, command: Sequence[str]) -> None:
     """Run `command` as `with_descendants` describes, in a single-threaded process whose parent is `starter`."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != starter:  # it ended before
-        return
+    ignored, watched = (signal.SIGINT, signal.SIGUSR1), {signal.SIGTERM, signal.SIGCHLD}
+    for number in ignored:  # the starter handles them
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     child, status = os.fork(), None
     if not child:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ignored:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         try:
             os.execvp(command[0], list(command))
         except OSError as error:
             os.write(2, f"{command[0]}: {error.strerror}\n".encode())
             os._exit(127)
-    try:
-        while status is None:
-            ended, code = os.wait()
-            status = code if ended == child else None
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _kill_descendants()
+    # PR_SET_PDEATHSIG would act when the starting thread ends, not its process.
+    while status is None and os.getppid() == starter:
+        signalled = signal.sigtimedwait(watched, WATCH_INTERVAL_S)
+        if signalled and signalled.si_signo == signal.SIGTERM:
+            break
+        while status is None and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            status = ended[1] if ended[0] == child else None
+    _kill_descendants()
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+    if status is None:
+        sys.exit(128 + signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
     if os.WIFSIGNALED(status):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
@@ -127,7 +138,7 @@ def _run(starter: int, command: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == DESCENDANTS:
-        _run(int(sys.argv[2]), sys.argv[3:])
+        _run(int(sys.argv[2]), sys.argv[3], sys.argv[4:])
     else:  # what `with_death_signal` returns; the setting outlives the exec
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.execvp(sys.argv[1], sys.argv[1:])
