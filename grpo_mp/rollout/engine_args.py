@@ -25,47 +25,34 @@ DP_ATTENTION_PORTS = 14  # data-parallel attention takes the rendezvous port, th
 FP32_HEAD = "enable_fp32_lm_head"
 CONTEXT_SLACK_TOKENS = 8  # SGLang keeps a few positions of the context for itself
 
+# Arguments that the run sets itself, with the setting to use instead, if any.
 RESERVED = {
-    "host": "engines listen on loopback",
-    **dict.fromkeys(("port", "nccl_port"), "free ports are chosen at start"),
-    **dict.fromkeys(
-        ("dist_init_addr", "nnodes", "node_rank", "base_gpu_id"), "it follows from the ranks that the engine spans"
-    ),
-    "tp_size": "set engine.gpus_per_engine",
-    "device": "it follows from what this machine has",
-    "model_path": "set model.path",
-    "dtype": "set model.dtype",
-    "context_length": "it follows from rollout.max_prompt_tokens and rollout.max_response_tokens",
-    "random_seed": "set run.seed",
-    "enable_deterministic_inference": "set engine.deterministic",
-    FP32_HEAD: "set model.fp32_head",
-    "served_model_name": "it names this engine of this run",
-    **dict.fromkeys(("api_key", "admin_api_key"), "it is a secret of this run"),
-    "skip_tokenizer_init": "it follows from rollout.stop",
-    "tokenizer_path": "engines get the tokenizer of the run",
-    "trust_remote_code": "set model.trust_remote_code",
-    "enable_memory_saver": "the phases of a step need it",
-    "sampling_defaults": "the model's generation_config.json would change the distribution unseen",
-    "preferred_sampling_params": "set rollout.temperature and rollout.top_p",
-    "skip_server_warmup": "the check after the first weight sync is an engine's first request",
-    "custom_weight_loader": "the weight sync brings its own",
-    "enable_return_routed_experts": "set training.router_replay=R3",
+    "tp_size": "engine.gpus_per_engine",
+    "model_path": "model.path",
+    "dtype": "model.dtype",
+    "random_seed": "run.seed",
+    "enable_deterministic_inference": "engine.deterministic",
+    FP32_HEAD: "model.fp32_head",
+    "trust_remote_code": "model.trust_remote_code",
+    "preferred_sampling_params": "rollout.temperature and rollout.top_p",
+    "enable_return_routed_experts": "training.router_replay=R3",
+    "skip_tokenizer_init": "rollout.stop",
     **dict.fromkeys(
         (
-            "speculative_algorithm",
-            "speculative_num_steps",
-            "speculative_eagle_topk",
-            "speculative_num_draft_tokens",
-            "speculative_ngram_max_bfs_breadth",
+            *("speculative_algorithm", "speculative_num_steps", "speculative_eagle_topk"),
+            *("speculative_num_draft_tokens", "speculative_ngram_max_bfs_breadth", "speculative_draft_load_format"),
+            *("speculative_accept_threshold_single", "speculative_accept_threshold_acc"),
         ),
-        "set engine.speculative",
+        "engine.speculative",
     ),
     **dict.fromkeys(
-        ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"),
-        "tokens would not follow the model's distribution",
+        (
+            *("host", "port", "nccl_port", "dist_init_addr", "nnodes", "node_rank", "base_gpu_id", "device"),
+            *("context_length", "served_model_name", "api_key", "admin_api_key", "tokenizer_path", "load_format"),
+            *("enable_memory_saver", "sampling_defaults", "skip_server_warmup", "custom_weight_loader"),
+        ),
+        "",
     ),
-    "speculative_draft_load_format": "the layer that drafts is read from the model's folder",
-    "load_format": "it follows from what the first synchronization brings",
 }
 
 DEFAULTS: dict[str, Any] = {"log_level_http": "warning"}
@@ -263,7 +250,8 @@ def check_arguments(arguments: Mapping[str, Any], section: str = "engine.args") 
     known = argument_names()
     for name in arguments:
         if name in RESERVED:
-            raise UserError(f"{section}.{name} cannot be set: {RESERVED[name]}")
+            remedy = f"set {RESERVED[name]}" if RESERVED[name] else "the run sets it"
+            raise UserError(f"{section}.{name} cannot be set: {remedy}")
         if name not in known:
             raise UserError(f"{section}.{name}: the installed SGLang has no such argument{did_you_mean(name, known)}")
 

@@ -42,7 +42,7 @@ def model(tiny_run: TinyRun, tmp_path: Path) -> Path:
         ("training.updates_per_step=3", "training.updates_per_step=3 does not divide the 16 samples of a step"),
         ("sync.bucket_bytes=4KiB", "a quarter of it is a round of the weight sync, and decoder.layers.0.mlp"),
         ("engine.args={mem_fraction: 0.5}", "engine.args.mem_fraction: the installed SGLang has no such argument (did"),
-        ("engine.args={port: 1}", "engine.args.port cannot be set: free ports are chosen at start"),
+        ("engine.args={port: 1}", "engine.args.port cannot be set: the run sets it"),
         (
             "training.megatron_args={moe_aux_loss_coef: 1}",
             "training.megatron_args.moe_aux_loss_coef: no field of Megatron's",
