@@ -1,4 +1,4 @@
-"""An OpenAI endpoint on loopback: each episode has a key of its own, behind which its policy answers."""
+"""An OpenAI endpoint on loopback: the key of a request selects its episode, whose policy answers."""
 
 import asyncio
 import json
@@ -32,15 +32,15 @@ INVALID = "invalid_request_error"
 
 @dataclass
 class Session:
-    """The endpoint as one episode sees it. `failure` gets what ended the episode, which no answer can say."""
+    """The endpoint of one episode. `failure` gets the error that ended the episode."""
 
     policy: Policy
     base_url: str
     api_key: str
     failure: "asyncio.Future[None]"
     reached_limit: bool = False
-    turns: set["asyncio.Task[web.Response]"] = field(default_factory=set)  # that are being generated, or wait
-    queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # one turn at a time: in the order of the requests
+    turns: set["asyncio.Task[web.Response]"] = field(default_factory=set)  # running or waiting
+    queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # one turn at a time, in the order of the requests
     warned: set[str] = field(default_factory=set)  # parameters that were ignored, shared by all sessions
 
 
@@ -54,7 +54,7 @@ class Endpoint:
 
     @asynccontextmanager
     async def open(self, policy: Policy) -> AsyncIterator[Session]:
-        """Give an episode its URL and key, which end with the block, as do turns that are being generated."""
+        """Yield an episode's URL and key, which end with the block, as do its running turns."""
         if self._server is None:
             self._server = asyncio.create_task(_listen(self.sessions))
         key, server = f"sk-{secrets.token_urlsafe(24)}", self._server
@@ -80,7 +80,7 @@ async def _end(turns: set["asyncio.Task[web.Response]"]) -> None:
 
 
 async def _listen(sessions: Mapping[str, Session]) -> tuple[web.AppRunner, str]:
-    """Serve on a free port; return the server and the URL of its API."""
+    """Serve on a free port; return the server and its URL."""
     app = web.Application(client_max_size=MAX_BODY)
     app.router.add_post("/v1/chat/completions", partial(_serve, sessions))
     app.router.add_get("/v1/models", partial(_models, sessions))
@@ -99,7 +99,6 @@ async def _models(sessions: Mapping[str, Session], request: web.Request) -> web.
 
 
 async def _serve(sessions: Mapping[str, Session], request: web.Request) -> web.Response:
-    """Answer with the next turn of the session's episode."""
     session = _session(sessions, request)
     try:
         chat = read_request(await request.read(), session.policy)
@@ -118,7 +117,7 @@ async def _serve(sessions: Mapping[str, Session], request: web.Request) -> web.R
 
 
 async def _answer(session: Session, chat: ChatRequest) -> web.Response:
-    """Generate the turn of a request, after those of the requests before it."""
+    """Generate the turn of a request, after the turns of earlier requests."""
     if ignored := [name for name in chat.ignored if name not in session.warned]:
         session.warned.update(ignored)
         LOGGER.warning("requests of agents give %s: turns are sampled as the run says", ", ".join(ignored))
@@ -142,7 +141,6 @@ async def _generate(session: Session, turn: "asyncio.Task[web.Response]") -> web
 
 
 def _session(sessions: Mapping[str, Session], request: web.Request) -> Session:
-    """Return the episode that a request belongs to. Raises HTTPUnauthorized."""
     kind, _, key = request.headers.get("Authorization", "").partition(" ")
     if kind != "Bearer" or key not in sessions:
         body = error_body("the key is of no episode, or of one that has ended", INVALID, "invalid_api_key")
@@ -151,7 +149,7 @@ def _session(sessions: Mapping[str, Session], request: web.Request) -> Session:
 
 
 def _fail(session: Session, error: Exception) -> web.Response:
-    """End the episode: whatever its agent makes of the answer."""
+    """End the episode by an error, also where its agent ignores the answer."""
     if not session.failure.done():
         session.failure.set_exception(error)
     return _error(500, "the episode has ended", "server_error")

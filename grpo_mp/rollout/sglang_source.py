@@ -1,8 +1,8 @@
-"""What the installed SGLang knows, read from its source: to import it takes seconds."""
+"""Facts about the installed SGLang, read from its source: importing it takes seconds."""
 
 import ast
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_mp.utils.errors import UserError
@@ -27,18 +27,8 @@ def _classes(file: Path) -> list[str]:
 
 
 def argument_names() -> frozenset[str]:
-    """Return the names of SGLang's server arguments."""
-    source = source_folder()
-    files = [source / "server_args.py", *sorted((source / "arg_groups" / "fields").glob("*.py"))]
-    names = frozenset(name for file in files if file.exists() for name in _fields(file))
-    if "model_path" not in names:
-        raise UserError(f"{source}: this SGLang keeps its arguments elsewhere: install a supported version")
-    return names
-
-
-def _fields(file: Path) -> Iterator[str]:
-    # Before 0.5.20 all fields are in class ServerArgs; since then in one class per namespace.
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and (node.name == "ServerArgs" or file.parent.name == "fields"):
-            fields = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
-            yield from (field.id for field in fields if isinstance(field, ast.Name))
+    """Return the names of SGLang's server arguments, the annotated fields of its namespaces."""
+    files = sorted((source_folder() / "arg_groups" / "fields").glob("*.py"))
+    classes = [node for file in files for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+    targets = [item.target for node in classes for item in node.body if isinstance(item, ast.AnnAssign)]
+    return frozenset(target.id for target in targets if isinstance(target, ast.Name))
