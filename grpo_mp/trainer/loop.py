@@ -1,4 +1,4 @@
-"""What follows each step in the loops of RL and of supervised fine-tuning: logs, guards, exports, checkpoints."""
+"""Work after each step in the loops of RL and of supervised fine-tuning: logs, guards, exports, checkpoints."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
