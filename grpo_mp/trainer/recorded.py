@@ -21,27 +21,23 @@ DATA = "data.train"
 
 
 def drop_groups_of_changed_inputs(settings: Settings, train: PromptSet, job: Job) -> list[str]:
-    """Remove all recorded groups where users' code or the data have changed since, and record what there is.
+    """Remove all recorded groups if users' code or the data have changed; return a sentence where that was so.
 
-    Returns a sentence where that was so. The order and the weights of repeated steps follow from losses, filters and
-    advantages, too: only what nothing trained follows from is left out.
+    Losses and filters count, too: the weights of repeated steps follow from them.
     """
     sentences: list[str] = []
     if job.rank == 0:
         folder = settings.run.folder / ROLLOUTS
         before = read_json(folder / INPUTS)
         now = file_digests(settings.model_dump(mode="json", exclude={"monitor", "sample"})) | {DATA: train.digest}
-        if changed := [name for name in before if name in now and before[name] != now[name]]:
-            groups = set[tuple[Path, GroupKey]]()
-            for path in filter(Path.is_dir, folder.iterdir()):  # a start that is killed here finds the change again
-                groups |= {(file.parent, r.key) for file in path.rglob("*.journal") for r in read_records(file)}
-                shutil.rmtree(path)
-            if groups:
-                names, has = ", ".join(changed), "has" if len(changed) == 1 else "have"
-                sentences = [
-                    f"{names} {has} changed since {folder} was written: {len(groups)} recorded groups are dropped, and "
-                    "generated and scored anew"
-                ]
+        changed = [name for name in before if name in now and before[name] != now[name]]
+        steps = [path for path in folder.iterdir() if path.is_dir()] if changed else []
+        for path in steps:
+            shutil.rmtree(path)
+        if steps:
+            sentences = [
+                f"{', '.join(changed)} changed since {folder} was written: recorded groups are generated again"
+            ]
         if before != now:
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / INPUTS, now)

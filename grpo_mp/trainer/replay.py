@@ -1,14 +1,12 @@
 """Dump what each step trains on, and train from such a folder without engines: `train --replay RUN/rollouts_dump`."""
 
-import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-import xxhash
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from grpo_mp.batching.exchange import all_gather_sample_info
@@ -22,7 +20,6 @@ from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.phase_manager import PhaseManager
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.phases import Phase
-from grpo_mp.utils.types import SampleInfo
 
 FOLDER = "rollouts_dump"
 
@@ -45,26 +42,21 @@ class RolloutShape:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a file says beside its samples: the numbers of the step, as the rank knew them."""
+    """What a file has beside its samples: the numbers of the step, and what this rank's samples have."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="constants")
 
     step: int
     files: int  # of the step: ranks of the job that wrote it
     shape: RolloutShape
-    infos: str  # digest of the samples that the step trains on
-    routed: bool  # they have the experts that the engine chose; in a file: the rank's share of them has
     state: TrainState
     dropped: Counter[str]
     reward_stats: RewardStats
     carried: int
     length_bias: float
-    distilled: bool = False  # they have a teacher's logprobs
-    topk: int | None = None  # of how many of the teacher's tokens they have logprobs in each place; None: not known
-
-    @property
-    def identity(self) -> tuple[object, ...]:
-        return self.step, self.files, self.shape, self.infos
+    routed: bool  # the samples have the experts that the engine chose
+    distilled: bool  # the samples have a teacher's logprobs
+    topk: int | None  # of how many of the teacher's tokens, in each place; None: this rank has no samples
 
 
 FACTS = TypeAdapter(StepFacts)
@@ -82,7 +74,7 @@ def step_file(folder: Path, step: int, rank: int) -> Path:
 
 
 def dump_step(folder: Path, step: int, batch: RolloutBatch, shape: RolloutShape, rank: int, ranks: int) -> None:
-    """Write what this rank has of a step's samples, those that none trains on, too; every one of `ranks` must."""
+    """Write this rank's share of a step's samples, also of those that are not trained on."""
     groups = [*batch.groups, *batch.unselected]
     chosen = {part.key for info in batch.infos for part in info.sequences if part.has_routed_experts}
     sequences = [part for group in batch.groups for sample in group.samples for part in sample.sequences]
@@ -91,13 +83,12 @@ def dump_step(folder: Path, step: int, batch: RolloutBatch, shape: RolloutShape,
         step,
         ranks,
         shape=shape,
-        infos=_digest(batch.infos),
-        routed=bool(chosen) and not lacking,
         state=batch.state,
         dropped=batch.dropped,
         reward_stats=batch.reward_stats,
         carried=batch.carried,
         length_bias=batch.length_bias,
+        routed=bool(chosen) and not lacking,
         distilled=all(part.teacher_logprobs for part in sequences),
         topk=min((part.teacher_topk.k if part.teacher_topk else 0 for part in sequences), default=None),
     )
@@ -107,17 +98,14 @@ def dump_step(folder: Path, step: int, batch: RolloutBatch, shape: RolloutShape,
 
 @dataclass(frozen=True)
 class ReplayedRollouts:
-    """A folder that holds all steps of a run, as far as can be seen without reading the samples."""
+    """A folder with all steps of a run; the samples are not read yet."""
 
     folder: Path
     facts: dict[int, StepFacts]  # by step
-    read: Callable[[int], StepFacts]  # of a step before them
+    read: Callable[[int], StepFacts]
 
     def of_step(self, step: int) -> StepFacts:
-        """Return what the files of a step say.
-
-        A run repeats such a step where its newest checkpoint turns out to be damaged.
-        """
+        # A run whose newest checkpoint turns out to be damaged repeats steps before the first one.
         if step not in self.facts:
             self.facts[step] = self.read(step)
         return self.facts[step]
@@ -133,47 +121,37 @@ def open_replay(folder: Path, settings: Settings, hf: HfConfig, first: int) -> R
 
 
 def _read_fitting_facts(folder: Path, settings: Settings, hf: HfConfig, step: int) -> StepFacts:
-    """Read what all files of a step say."""
+    """Read the facts in all files of a step, and check that they fit the run."""
     if not step_file(folder, step, 0).is_file():
         raise UserError(
             f"{folder} has no step {step} of the run's {settings.run.steps}: give RUN/{FOLDER} of a run with "
             f"rollout.dump=true, or set run.steps={step - 1}"
         )
-    facts = _read_step_facts(folder, step)
-    for name, value in vars(RolloutShape.of(settings, hf)).items():
-        if (written := vars(facts.shape)[name]) != value:
-            raise UserError(f"{folder}: written with {name} {written}, and this run has {value}: set what it had")
-    if settings.training.router_replay == "R3" and not facts.routed:
-        raise UserError(f"{folder}: step {step} has no routed experts to replay: set training.router_replay=none")
-    if settings.algorithm.distillation and not facts.distilled:
-        raise UserError(
-            f"{folder}: step {step} has no logprobs of a teacher: leave out algorithm.distillation, or take the "
-            "dump of a run that had it"
-        )
-    topk = settings.algorithm.distillation.topk if settings.algorithm.distillation else None
-    if topk and topk > (facts.topk or 0):
-        raise UserError(
-            f"{folder}: step {step} has logprobs of {facts.topk or 0} of the teacher's most likely tokens: set "
-            f"algorithm.distillation.topk={facts.topk or 'null'}"
-        )
-    return facts
-
-
-def _read_step_facts(folder: Path, step: int) -> StepFacts:
-    """Read what all files of a step say."""
     first = _parse_facts(step_file(folder, step, 0))
-    routed, distilled, topk = first.routed, first.distilled, first.topk
-    for rank in range(first.files):
-        file = step_file(folder, step, rank)
-        if not file.is_file():
-            raise UserError(f"{file}: no such file, and its step has {first.files} of them: copy it, too")
-        of_rank = _parse_facts(file)
-        if first.step != step or of_rank.identity != first.identity:
+    facts = [first]
+    for rank in range(1, first.files):
+        facts.append(_parse_facts(step_file(folder, step, rank)))
+        if (facts[-1].step, facts[-1].shape) != (step, first.shape):
+            file = step_file(folder, step, rank)
             raise UserError(f"{file}: not of the same step of the same run as rank_0.parquet: copy the folder again")
-        routed = routed and of_rank.routed
-        distilled = distilled and of_rank.distilled  # a rank without samples says nothing
-        topk = min((k for k in (topk, of_rank.topk) if k is not None), default=None)
-    return replace(first, routed=routed, distilled=distilled, topk=topk)
+    for name, value in vars(RolloutShape.of(settings, hf)).items():
+        if (written := vars(first.shape)[name]) != value:
+            raise UserError(f"{folder}: written with {name} {written}, and this run has {value}: set what it had")
+    if settings.training.router_replay == "R3" and not all(one.routed for one in facts):
+        raise UserError(f"{folder}: step {step} has no routed experts to replay: set training.router_replay=none")
+    if distillation := settings.algorithm.distillation:
+        topk = min((one.topk for one in facts if one.topk is not None), default=0)
+        if not all(one.distilled for one in facts):
+            raise UserError(
+                f"{folder}: step {step} has no logprobs of a teacher: leave out algorithm.distillation, or take the "
+                "dump of a run that had it"
+            )
+        if (distillation.topk or 0) > topk:
+            raise UserError(
+                f"{folder}: step {step} has logprobs of {topk} of the teacher's most likely tokens: set "
+                f"algorithm.distillation.topk={topk or 'null'}"
+            )
+    return first
 
 
 def _parse_facts(file: Path) -> StepFacts:
@@ -201,9 +179,6 @@ class ReplayCollector:
             launched = all_gather_sample_info([group for group, _ in read], job.group)
             own = [group for group, selected in read if selected]
             infos = tuple(all_gather_sample_info(own, job.group))
-        if _digest(infos) != facts.infos:
-            folder = self.rollouts.files(step)[0].parent
-            raise UserError(f"{folder}: lengths or rewards are not those that were written: copy it again")
         written = facts.state
         return RolloutBatch(
             groups=own,
@@ -227,9 +202,3 @@ class ReplayCollector:
 
     def stop(self) -> None:
         """Return at once: nothing was begun."""
-
-
-def _digest(infos: Sequence[SampleInfo]) -> str:
-    sequences = (sequence for info in infos for sequence in info.sequences)
-    rows = [(*part.key, part.prompt_tokens, part.response_tokens, part.reward) for part in sequences]
-    return xxhash.xxh3_128_hexdigest(json.dumps(rows).encode())

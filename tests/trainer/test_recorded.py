@@ -326,11 +326,11 @@ def test_groups_of_other_code_or_data_are_dropped(
     assert start("a = 1", logs="b = 1") == ([], 3)
     (sentence,), found = start("a = 2")
     assert found == 0
-    assert sentence.startswith(f"{file} has changed since {folder / 'rollouts'} was written: 3 recorded groups")
+    assert sentence.startswith(f"{file} changed since {folder / 'rollouts'} was written: recorded groups")
     assert start("a = 2") == ([], 3)
     (sentence,), found = start("a = 2", data="d2")
     assert found == 0
-    assert sentence.startswith("data.train has changed since ")
+    assert sentence.startswith("data.train changed since ")
 
 
 @pytest.mark.parametrize("updates", [0, 1, 3])
