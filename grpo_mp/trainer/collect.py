@@ -106,10 +106,9 @@ class Generation:
 class RolloutCollector:
     """Generates the groups of each step from the train prompts.
 
-    Where engines have ranks of their own, those begin a step's groups as soon as the step before has its own. What is
-    begun for later steps stays on its rank then: it still runs. Where engines share devices with the trainer, it is
-    paused, and evened out over the engines when the next step begins. Every group is recorded when it ends: where a job
-    is killed or stopped, the one that resumes the run takes up what was recorded behind its checkpoint.
+    Engines on ranks of their own prefetch groups of later steps, which keep running. Engines that share devices with the
+    trainer pause such groups, which are rebalanced over the engines when the next step begins. Every group is recorded
+    when it ends, for a job that resumes the run.
     """
 
     settings: Settings
@@ -177,10 +176,8 @@ class RolloutCollector:
             generation = self._go_on(generation)
 
     def finish_generation(self) -> None:
-        """Wait until no group runs any more that was begun with the engines' weights.
-
-        Where no engine was left, deterministic ones get the same weights again: newer ones would draw other tokens.
-        """
+        """Wait until all groups that run with the engines' weights have ended."""
+        # Lost deterministic engines get the same weights again: newer weights would draw other tokens.
         if not self._next:
             return
         self._next.wait()

@@ -16,10 +16,7 @@ SEQUENCES, LENGTH = 4, 32
 
 @torch.no_grad()
 def compare_logits(reference: Path, other: Path, seed: int = 0) -> float:
-    """Return the largest difference of float32 logits on random tokens, relative to the largest of `reference`.
-
-    One model is loaded at a time.
-    """
+    """Return the largest difference of float32 logits on random tokens, relative to the largest of `reference`."""
     sizes = {folder: HfConfig.read(folder).int("vocab_size") for folder in (reference, other)}
     if len(set(sizes.values())) > 1:
         raise UserError(

@@ -128,10 +128,7 @@ class RankRuntime:
 def open_context(
     settings: Settings, inputs: RunInputs, find_checkpoints: FindCheckpoints = tuple, greeting: str = ""
 ) -> Iterator[RolloutContext]:
-    """Join the job, start this rank's engine, build the policy, resume from the first whole one of the checkpoints.
-
-    Yields a TrainContext on a rank that trains. Engines end when the body does, however it ends.
-    """
+    """Join the job, start the engine, build the policy, resume; yield a TrainContext on a rank that trains."""
     with _open_job(settings, inputs, settings.run.steps, find_checkpoints) as (runtime, resumed), ExitStack() as stack:
         job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
         state = replace(resumed.state, data=inputs.train.digest or resumed.state.data)  # a replay reads none
@@ -273,10 +270,7 @@ def _make_phases(
 
 @contextmanager
 def open_engines_only(settings: Settings, inputs: RunInputs, greeting: str) -> Iterator[EngineContext]:
-    """Join the job and start this rank's engine on `model.path`: a job without a policy.
-
-    Engines keep the weights that they loaded, and the device. They end when the body does, however it ends.
-    """
+    """Join the job and start this rank's engine, which loads `model.path`: a job without a policy."""
     with _open_job(settings, inputs, steps=0, load_weights=True) as (runtime, _):
         job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
         show_notes(progress, job.rank, greeting=greeting, notes=(), warnings=(*inputs.warnings, *runtime.machine))
@@ -296,10 +290,7 @@ def _open_job(
     find_checkpoints: FindCheckpoints = tuple,
     load_weights: bool = False,
 ) -> Iterator[tuple[RankRuntime, Resumed]]:
-    """Make the process groups, claim the run folder, place the engines, open the monitors; end all of it in any case.
-
-    Also yields where the run stands. Errors are reported by one rank.
-    """
+    """Make the process groups, claim the run folder, place the engines, open the monitors."""
     resolved = dump_settings(settings)
     with join_run(settings, resolved, find_checkpoints, settings.engine.ranks) as (job, resumed), ExitStack() as stack:
         machine = machine_notes(job)

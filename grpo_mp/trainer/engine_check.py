@@ -67,16 +67,14 @@ class EngineCheck:
     _warned: float = field(default=0.0, init=False)  # mean difference that a warning has named
 
     def run(self, version: int, answers: Sequence[Sample] = ()) -> CheckReport:
-        """Return the worst engine's distance from the policy, just synced as `version`.
+        """Return the worst engine's distance from the policy, just synced as `version`; of no tokens without engines.
 
-        Engines that are lost, also meanwhile, do not count: without any other the report is of no tokens. The limit is
-        `sync.check_tolerance` or, without it, what rounding changes in the policy's own logprobs on the same tokens. An
-        engine beyond it with a tensor that is not the policy's is given up; EngineDisagreesError is raised, on its
-        rank, where it may not be. Where all tensors are the policy's no other engine would do better: a warning says
-        what it is as long as rounding explains it, else EarlyStopError is raised on every rank.
+        The limit is `sync.check_tolerance`, by default the effect of rounding on the policy's own logprobs. An engine
+        beyond the limit with a wrong tensor is restarted (EngineDisagreesError where that is not allowed). If all its
+        tensors are right, a warning is logged where rounding explains the distance, else EarlyStopError is raised.
 
-        `answers`: samples that this rank's engine generated in the last step. The answers with the lowest group ids of
-        all ranks are compared, so that the report does not depend on which engine generated which group.
+        `answers`: samples of this rank's engine. The answers with the lowest group ids of all ranks are compared, so
+        that the report does not depend on which engine generated which group.
         """
         with self.phases.activity(WEIGHT_CHECK, 4 + 2 * RECHECK_SETS):
             first = sorted(answers, key=lambda sample: sample.group_id)[:ANSWERS]
@@ -191,11 +189,7 @@ class EngineCheck:
         )
 
     def _checksums(self) -> dict[str, str]:
-        """Return the checksums of this rank's engine; nothing where it has none, or does not compute them.
-
-        SGLang needs memory for it: that of FP8 weights in float32, some tensors at a time. One that is lost is found so
-        by what it is sent next.
-        """
+        """Return the checksums of this rank's engine; empty without an engine, or if it has no memory to compute them."""
         try:
             return self.weight_sync.checksums()
         except UserError as error:
@@ -227,10 +221,7 @@ class EngineCheck:
         return broadcast(logprobs, self.job.group)
 
     def _find_wrong_tensor(self, host: int, version: int) -> str:
-        """Push the weights again and compare the checksums of the engine of rank `host` before and after.
-
-        The others are sent what they have: they may be generating.
-        """
+        """Send all weights again and compare the checksums of the engine of rank `host` before and after."""
 
         def sync_again() -> dict[str, str]:
             self.weight_sync.update_weights(version)
@@ -246,10 +237,7 @@ class EngineCheck:
 
 
 def sequence_logprobs(policy: Policy, sequences: Sequences) -> Logprobs:
-    """Compute the policy's logprob at temperature 1 of every token after the first of each sequence.
-
-    Works in any layout.
-    """
+    """Compute the policy's logprob at temperature 1 of every token after the first of each sequence."""
     parallel, layout = policy.parallel, policy.parallel.layout
     align = alignment(layout)
     samples = {i: Sample.from_tokens(i, tokens[:1], tokens[1:]) for i, tokens in enumerate(sequences)}

@@ -68,10 +68,9 @@ class PreemptionHandler:
 
 @contextmanager
 def report_error_once(rank: int, store: dist.Store) -> Iterator[None]:
-    """Let only the first rank that fails in the body raise its UserError; the others raise PeerFailedError.
+    """Raise the UserError of the first rank that fails in the body; on other ranks raise PeerFailedError.
 
-    A rank that merely lost the connection to its peers always raises PeerFailedError; one whose disk is full, read-only
-    or broken raises DiskError.
+    A lost connection raises PeerFailedError, a full or broken disk DiskError.
     """
     try:
         yield
@@ -142,10 +141,8 @@ def _interrupted(rank: int, error: BaseException) -> SystemExit:
 
 @contextmanager
 def end_without_cleanup() -> Iterator[None]:
-    """End a process that fails in the midst of its job as soon as its exit functions have run.
-
-    Its threads may wait for messages that never come. As Python ends, C++ wakes them, and calls abort().
-    """
+    """End a process that fails during its job as soon as its exit functions have run."""
+    # Its threads may wait for messages that never come: when Python ends, C++ wakes them and calls abort().
     try:
         yield
     except BaseException as error:
@@ -173,11 +170,7 @@ def _ignore_sigterm() -> None:
 
 
 def _report_to_launcher(rank: int, message: str, error: Exception) -> None:
-    """Write the error file that torchrun shows as the root cause; it picks the failure with the earliest time.
-
-    What else it says is for batch scripts (launch/job.py): torchrun takes no notice. A disk that does not take it must
-    not hide the error: it is in the rank's log, too.
-    """
+    """Write the error file from which torchrun and batch scripts (cli/slurm_job.py) take the root cause."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()) - 1)}

@@ -17,9 +17,9 @@ class EngineWork:
 
 
 def generation_times(engines: Sequence[EngineWork]) -> dict[str, float]:
-    """Return speed/slowest_engine_ratio and time/generate_tail_share of a step; nothing where no group took time.
+    """Return speed/slowest_engine_ratio and time/generate_tail_share of a step; empty if no group took time.
 
-    The speed of an engine is that until its own last group ended: what it waits for others is not its own.
+    An engine's speed is measured until its own last group ended.
     """
     ends = sorted(end for engine in engines for end in engine.ends_s)
     if not ends or not ends[-1]:

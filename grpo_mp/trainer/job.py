@@ -1,4 +1,4 @@
-"""What every job has: its ranks have joined, its folder is claimed, it knows where it stands, and it is watched."""
+"""The start of every job: join the ranks, claim the run folder, find the checkpoint, open the monitors."""
 
 import os
 import socket
@@ -32,7 +32,7 @@ FindCheckpoints = Callable[[], Sequence[Path]]
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run stands, by which checkpoint, what is wrong with newer ones, and which settings differ (rank 0)."""
+    """The state from which a run resumes, sentences on damaged checkpoints, and changed settings (rank 0)."""
 
     state: TrainState
     checkpoint: Path | None
@@ -42,7 +42,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Monitors:
-    """What watches a rank and shows what it does."""
+    """The timeline, watchdog and progress display of a rank."""
 
     timeline: Timeline
     watchdog: Watchdog
@@ -68,7 +68,7 @@ class RunContext:
 
 @dataclass
 class PolicyContext(RunContext):
-    """What a rank has that trains, too."""
+    """The further parts of a rank that trains."""
 
     parallel: Parallel
     policy: Policy
@@ -80,10 +80,9 @@ class PolicyContext(RunContext):
 def join_run(
     settings: TrainerSettings, resolved: str, find_checkpoints: FindCheckpoints = tuple, engine_ranks: int = 0
 ) -> Iterator[tuple[Job, Resumed]]:
-    """Make the process groups, claim the run folder, and yield the job and the first whole one of its checkpoints.
+    """Make the process groups, claim the run folder, and find the newest whole checkpoint.
 
-    `resolved`: the settings as YAML; `find_checkpoints`: asked by rank 0 when no other job writes into the folder any
-    more. Errors are reported by one rank.
+    `resolved`: the settings as YAML; `find_checkpoints`: called by rank 0 once it holds the folder's lock.
     """
     with ExitStack() as stack:
         job = join_job(settings.monitor.phase_timeout_s, engine_ranks)
@@ -107,10 +106,7 @@ def join_run(
 def open_monitors(
     folder: Path, rank: int, steps: int, done: int, stops: Sequence[Callable[[], None]] = ()
 ) -> Iterator[Monitors]:
-    """Open the monitors of a rank, and leave the process groups at the end.
-
-    `stops`: end what a rank has started, where the watchdog ends it.
-    """
+    """Open the monitors of a rank, and leave the process groups at the end; `stops`: run before the watchdog exits."""
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(folder, steps, done=done, rank=rank))
         dumper = RankDumper(rank, folder, lambda: watchdog.phases())
@@ -158,9 +154,9 @@ def show_notes(progress: Progress, rank: int, greeting: str, notes: Iterable[str
 
 
 def find_whole_checkpoint(checkpoints: Iterable[Path], job: Job) -> tuple[Path | None, list[str]]:
-    """Return the first whole checkpoint, and a sentence on each damaged one before it, which is renamed.
+    """Return the first whole checkpoint, and a sentence on each damaged checkpoint before it, which is renamed.
 
-    Where none is whole, raises the first one's UserError and leaves all as they are.
+    Raises UserError if all are damaged, and renames none.
     """
     found, damages = broadcast(_first_whole(checkpoints) if job.rank == 0 else (None, {}), job.group)
     if found is None:

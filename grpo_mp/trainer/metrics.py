@@ -294,8 +294,7 @@ def collect_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 def routing_metrics(replay: RoutingReplay | None, parallel: Parallel) -> dict[str, float]:
     """Return the share of replayed experts that the policy's routers would not have chosen, over the job.
 
-    Under two names: that of the first update is kept as the mismatch of the engine, of the other the mean of all
-    updates, see `update_metrics`.
+    `update_metrics` keeps the first update's value of one name, and the mean over updates of the other.
     """
     if replay is None:
         return {}
@@ -308,10 +307,7 @@ def routing_metrics(replay: RoutingReplay | None, parallel: Parallel) -> dict[st
 
 
 def mtp_metrics(loss: MtpLoss | None, parallel: Parallel, sampled: bool = True) -> dict[str, float]:
-    """Return how the multi-token-prediction layer did in an update, over the job; nothing where it does not learn.
-
-    `sampled`: by the policy, whose acceptance of the layer's drafts then follows.
-    """
+    """Return loss and, if the policy `sampled` the tokens, acceptance of a trained multi-token-prediction layer."""
     if loss is None:
         return {}
     sums = loss.take_sums()

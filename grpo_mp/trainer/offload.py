@@ -39,9 +39,8 @@ def offload_functions(
 ) -> dict[str, OffloadFunction]:
     """Return the offload functions by field of Residency, which wait up to MEMORY_TIMEOUT_S for device memory.
 
-    A `critic` goes where the policy goes.
-
-    `optimizer_moves` false: its state stays where it is, on the device or on the host; `communicators` None: they stay.
+    A `critic` moves with the policy. `optimizer_moves` false: the optimizer's state stays; `communicators` None: they
+    stay.
     """
     offloader = PolicyOffloader(policy, MEMORY_TIMEOUT_S, communicators)
     offloaders = [offloader, PolicyOffloader(critic, MEMORY_TIMEOUT_S)] if critic else [offloader]

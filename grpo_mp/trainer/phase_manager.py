@@ -45,10 +45,7 @@ class PhaseManager:
         resident: Residency | None = None,
         items: MemoryItems = dict,
     ) -> None:
-        """Take what the phases need; a phase may last `limit_s` seconds.
-
-        `offload_functions`: by field of Residency; `resident`: what is on the device now; `items`: what fills it.
-        """
+        """Limit each phase to `limit_s` seconds; `offload_functions`: by field of Residency; `items`: on the device."""
         self.memory_tracker = MemoryTracker()
         self._timeline, self._watchdog, self._progress, self._limit_s = timeline, watchdog, progress, limit_s
         self._offload_functions, self._items = offload_functions or {}, items

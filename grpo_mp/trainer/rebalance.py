@@ -10,10 +10,9 @@ from grpo_mp.rollout.groups import LaunchedGroups, PausedGroup
 
 
 def rebalance(carried: LaunchedGroups, works: bool, group: dist.ProcessGroup) -> LaunchedGroups:
-    """Return this rank's carried groups when each engine has as many paused ones as the others, or one more.
+    """Exchange paused groups so that engines have equally many, and return this rank's carried groups.
 
-    `works`: this rank has an engine that works. Finished groups stay, and so do paused episodes. Every rank must call
-    this; what goes where follows from the numbers of the groups alone.
+    `works`: this rank has a working engine. Finished groups and paused episodes stay.
     """
     own = {number: paused for number, paused in carried.items() if isinstance(paused, PausedGroup) and paused.outputs}
     by_rank = all_gather((works, sorted(own)), group)
@@ -30,9 +29,9 @@ def rebalance(carried: LaunchedGroups, works: bool, group: dist.ProcessGroup) ->
 
 
 def plan_targets(numbers: Sequence[Sequence[int]], works: Sequence[bool]) -> Mapping[int, int]:
-    """Return the ranks to which groups go, by number, from each rank's numbers.
+    """Return the ranks to which groups move, by number, from each rank's numbers.
 
-    As few as possible go, and of a rank's those that were launched last, which have generated least.
+    As few as possible move, and from each rank the groups that were launched last, which have the fewest tokens.
     """
     engines = [rank for rank, has_engine in enumerate(works) if has_engine]
     if not engines:

@@ -56,8 +56,7 @@ class RecordedGroups:
     ) -> "RecordedGroups":
         """Divide all ranks' files among `readers`, of which this rank is number `place`.
 
-        `steps`: folders to read. Of a group that has several records, in whoever's files, its reader is given the one
-        with most of it, or all that have episodes of it.
+        `steps`: folders to read. Of several records of a group the most complete one counts, or all with episodes.
         """
         files = sorted(folder.glob(f"{steps}/*.journal"))
         own = [] if place is None else [r for file in files[place::readers] for r in read_records(file)]
@@ -73,10 +72,9 @@ class RecordedGroups:
         return sum(key[0] >= first for key in self._all)
 
     def take(self, first: int, rule: AdmissionRule, prompt_of: Callable[[int], tuple[int, int]]) -> dict[int, Record]:
-        """Return this rank's records of what a step may launch, by number in its launch order, and forget them.
+        """Remove and return this rank's records of what a step may launch, by number in its launch order.
 
-        `first`: the id of the step's first group; `prompt_of`: index and epoch of the prompt with a number. Where
-        groups of later steps may not be carried, what the step does not need is left to those.
+        `first`: the id of the step's first group; `prompt_of`: index and epoch of the prompt with a number.
         """
         last, taken = max((key[0] for key in self._all), default=-1), dict[int, Record]()
         verdicts: list[Verdict] = []

@@ -16,9 +16,9 @@ from grpo_mp.weight_sync.update import SyncReport, WeightSync
 
 @dataclass
 class EngineRecovery:
-    """Lets engines join where all ranks meet. `weight_sync` None: engines read their weights.
+    """Restarts lost engines at points where all ranks meet. `weight_sync` None: engines load their weights.
 
-    `former`: has room for this rank's weights, where engines go on with those while the policy is updated.
+    `former`: a copy of the weights that engines use while the policy is updated.
     """
 
     rollout: Rollout
@@ -40,10 +40,7 @@ class EngineRecovery:
             dist.barrier(group=self.job.group)
 
     def update_weights(self, weight_sync: WeightSync, version: int) -> list[SyncReport]:
-        """Push the policy's weights into every engine, those that have started again, too.
-
-        Returns the reports of all ranks.
-        """
+        """Send the policy's weights to every engine, also to restarted ones; return the reports of all ranks."""
         self._join(wait=False)
         self.version = version
         return all_gather(weight_sync.update_weights(version), self.job.group)
@@ -53,9 +50,9 @@ class EngineRecovery:
             self.former.take()
 
     def run(self, former: bool = False) -> bool:
-        """Wait for the engines that were lost; return whether there were any.
+        """Wait for lost engines to restart; return whether there were any.
 
-        `former`: the policy has been updated since the engines had its weights: they get those that they had.
+        `former`: send the weights from before the policy's last update.
         """
         found = False
         while any(all_gather(self.rollout.is_lost, self.job.group)):

@@ -89,18 +89,15 @@ class _Save:
 
 
 class CheckpointSaver:
-    """Saves checkpoints of one run, and lets the run go on while the optimizer's state is written, and maybe weights.
-
-    A checkpoint counts once its manifest, written last, is there: until then the one before it is the newest.
-    """
+    """Saves checkpoints, partly in the background: a checkpoint is complete once its manifest is written."""
 
     def __init__(
         self, run: RunConfig, policy: Policy, limit_s: float, weights_stay: bool = False, critic: Critic | None = None
     ) -> None:
-        """Make the process group of the threads that write, which may take `limit_s`; every rank must call this.
+        """Make the process group of the background threads, which may take `limit_s`.
 
-        `critic`: it is saved beside the policy; `weights_stay`: the weights are not moved between two updates; without
-        a reference, which is swapped with them, they are written beside the run, too.
+        `weights_stay`: weights are not moved between two updates, so they may be written in the background, unless a
+        reference is swapped with them.
         """
         self._run, self._policy, self._limit_s = run, policy, limit_s
         self._models: dict[str, TrainedModel] = {POLICY: policy} | ({CRITIC: critic} if critic else {})
@@ -117,9 +114,8 @@ class CheckpointSaver:
     def save(self, state: TrainState, last: bool = False, before: Callable[[], None] = lambda: None) -> None:
         """Save the state of the run between two steps.
 
-        `before`: brings to disk what the checkpoint counts on, or raises OSError. The optimizer's
-        state is then still being written, and weights that stay: it must not change, nor be moved, before
-        `finish`. Other weights are on disk when it returns.
+        `before`: flushes other files, or raises OSError. The optimizer's state must not change, nor be moved, before
+        `finish`.
         """
         self.finish()
         folder = checkpoint_folder(self._run.folder, state.step)
@@ -213,11 +209,10 @@ class CheckpointSaver:
 
 
 def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | None, fp8: bool = False) -> None:
-    """Write a policy as a Hugging Face folder: config, tokenizer, template and what is no part of the policy
-    (multi-token prediction, untrained) from `like`, new weights, as blockwise FP8 with `fp8`. Where that layer is
-    trained, and `like` has copies of embedding and output layer in it, they are written anew.
+    """Write a policy as a Hugging Face folder, with config, tokenizer, template and untrained tensors from `like`.
 
-    A round of `bucket_bytes` is on the device at a time, a shard of the folder and one tensor on the host.
+    Every rank writes its share. A round of `bucket_bytes` is on the device at a time, a shard and one tensor on the
+    host.
     """
     parallel, group = policy.parallel, policy.parallel.cpu_group
     wire = WireFormat(policy.base_params, policy.tp_sizes(), policy.config.params_dtype, fp8)

@@ -54,11 +54,7 @@ def _join_run(
 def open_sft_context(
     settings: SftSettings, inputs: SftInputs, find_checkpoints: FindCheckpoints = tuple
 ) -> Iterator[SftContext]:
-    """Join the job, build the policy, resume from the first whole one of the checkpoints.
-
-    `settings`: as loaded; the context's have the steps that their epochs take from there on. The device is the
-    policy's alone: no phase moves anything.
-    """
+    """Join the job, build the policy, resume; the context's settings have the steps that their epochs mean."""
     limit_s = settings.monitor.phase_timeout_s
     with (
         _join_run(settings, inputs, find_checkpoints) as (settings, job, resumed),

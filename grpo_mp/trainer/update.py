@@ -29,8 +29,7 @@ def train_step(
 ) -> tuple[list[UpdateReport], dict[str, float]]:
     """Update the policy, `epochs` times over the step's parts, unless it drifts too far from its samples.
 
-    Adaptive weights, `adaptive_coefs`, move after every update that is not skipped, and are returned. Every rank must
-    call this.
+    Also returns the adaptive weights, which move after every update that is not skipped.
     """
     reports, adaptive_coefs = list[UpdateReport](), dict(adaptive_coefs)
     reduce = context_reduction(policy.parallel)
