@@ -106,9 +106,9 @@ class Generation:
 class RolloutCollector:
     """Generates the groups of each step from the train prompts.
 
-    Engines on ranks of their own prefetch groups of later steps, which keep running. Engines that share devices with the
-    trainer pause such groups, which are rebalanced over the engines when the next step begins. Every group is recorded
-    when it ends, for a job that resumes the run.
+    Engines on ranks of their own prefetch groups of later steps, which keep running. Engines that share devices with
+    the trainer pause such groups, which are rebalanced over the engines when the next step begins. Every group is
+    recorded when it ends, for a job that resumes the run.
     """
 
     settings: Settings

@@ -189,7 +189,7 @@ class EngineCheck:
         )
 
     def _checksums(self) -> dict[str, str]:
-        """Return the checksums of this rank's engine; empty without an engine, or if it has no memory to compute them."""
+        """Return the checksums of this rank's engine; empty without an engine, or without memory to compute them."""
         try:
             return self.weight_sync.checksums()
         except UserError as error:
