@@ -253,7 +253,9 @@ def test_a_run_that_a_guard_or_a_signal_stops_leaves_a_report_and_a_timeline(con
                 job.wait_until(lambda metrics=metrics: metrics.exists() and '"step": 2' in metrics.read_text())
                 job.signal(signal.SIGTERM)
             assert job.wait() == status, job.err
-            wait_until((run / "report.html").exists)  # job.end() would kill a report that outlives the run
+            wait_until(
+                (run / "report.html").exists, "the report"
+            )  # job.end() would kill a report that outlives the run
         finally:
             job.end()
         done = read_jsonl(run / "metrics.jsonl")[-1]["step"]
