@@ -1,9 +1,8 @@
 """Start the ranks of one machine.
 
-torchrun starts the same program. This front end over torch's own launcher prints no traces of its own, so that the
-failing rank's error is the last line; exits with that rank's status; forwards signals to every rank and gives them the
-time they need to save; and reports ranks that exit early with status 0, which torchrun cannot see where all of them do.
-Its store and its ranks' sockets are on loopback: torchrun's listen on every network, and ask for no key.
+torchrun starts the same program. This front end over torch's own launcher prints no traces, so that the failing rank's
+error is the last line; it exits with that rank's status, and forwards signals to every rank, which may save first. Its
+store and its ranks' sockets are on loopback: torchrun's listen on every network, and ask for no key.
 """
 
 import logging

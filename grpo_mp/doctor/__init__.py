@@ -1,1 +1,1 @@
-"""Say what is wrong with a machine, a model or a run, with evidence and advice."""
+"""Diagnose a machine or a model: findings with evidence and advice."""

@@ -1,1 +1,1 @@
-"""What a run shows: metrics, timeline, progress, sampled answers; and the watchdog over every wait."""
+"""Metrics, timeline, progress, samples, warnings and reports of a run; and its watchdog."""

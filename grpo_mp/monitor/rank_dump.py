@@ -1,4 +1,4 @@
-"""What a rank does at this moment: phases, stacks, collectives under way; written when the process gets a signal."""
+"""The state of a rank: phases, stacks, collectives under way; written when the process gets a signal."""
 
 import json
 import logging

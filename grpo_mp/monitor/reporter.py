@@ -90,7 +90,7 @@ class Reporter:
             self._note(f"warning: report: not started: {error.strerror}")
 
     def _has_ended(self, limit_s: float) -> bool:
-        """Wait for the process; return whether none runs now, after a note on one that failed."""
+        """Wait at most `limit_s` for the process; note its failure; return whether no process runs."""
         if self._process is None:
             return True
         try:

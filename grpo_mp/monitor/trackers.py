@@ -47,7 +47,7 @@ class _WandbLike(Logger):
 
 
 class WandbLogger(_WandbLike):
-    """Logs to Weights & Biases; arguments are those of `wandb.init`. WANDB_MODE=offline writes `<run>/wandb/` only."""
+    """Logs to Weights & Biases with arguments of `wandb.init`. WANDB_MODE=offline writes `<run>/wandb/` only."""
 
     def __init__(
         self, run_folder: Path, first_step: int, settings: Mapping[str, Any], project: str = "grpo_mp", **init: Any
@@ -69,7 +69,7 @@ class WandbLogger(_WandbLike):
 
 
 class TrackioLogger(_WandbLike):
-    """Logs to trackio; arguments are those of `trackio.init`, such as `space_id`. By default on this machine."""
+    """Logs to trackio, by default on this machine, with arguments of `trackio.init` such as `space_id`."""
 
     def __init__(
         self, run_folder: Path, first_step: int, settings: Mapping[str, Any], project: str = "grpo_mp", **init: Any

@@ -1,1 +1,1 @@
-"""Several runs after each other, each with what a former one made: the stages of a recipe such as R1's."""
+"""Runs of several stages, such as R1's, one after another."""
