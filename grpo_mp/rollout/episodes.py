@@ -149,10 +149,7 @@ class EpisodeRunner:
         label = f"prompt {prompt.index}, sample {index}"
         try:
             async with AsyncExitStack() as opened, clock:
-                tools = await self.parts.tools.open(
-                    *(context.limits.tool_s, context.limits.tool_characters),
-                    lambda: f"step {step}: {label}, turn {policy.turns}",
-                )
+                tools = await self.parts.tools.open(context.limits.tool_s, context.limits.tool_characters)
                 opened.push_async_callback(tools.close)
                 messages = await self._begin(tools, prompt)
                 returned = await without_exit(

@@ -17,26 +17,18 @@ class EpisodeLimitError(Exception):
     """A limit of `rollout.limits` was reached in `Policy.generate`: what the episode has so far becomes its sample."""
 
 
-def _as_reward(reward: object) -> float | None:
-    number = None if reward is None else _as_float(reward)
-    if reward is not None and (number is None or not math.isfinite(number)):
+def _as_reward(reward: Any) -> float | None:
+    if reward is None:
+        return None
+    if not (isinstance(reward, Real) and math.isfinite(reward)):
         raise ValueError(f"the reward is {reward!r:.40}: a reward is a finite number, or None")
-    return number
+    return float(reward)
 
 
 def _as_metric(name: object, value: object) -> float:
-    number = _as_float(value)
-    if not isinstance(name, str) or number is None:
+    if not (isinstance(name, str) and isinstance(value, Real)):
         raise TypeError(f"the metric {name!s:.40} is {value!r:.40}: a metric is a number, by its name")
-    return number
-
-
-def _as_float(value: object) -> float | None:
-    """Return a number of any type as the float that files and messages hold; None where it is none."""
-    try:
-        return float(value) if isinstance(value, Real) else None
-    except OverflowError:  # a whole number of more than 308 digits
-        return None
+    return float(value)
 
 
 @dataclass(frozen=True)

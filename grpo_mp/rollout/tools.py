@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import json
-import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
@@ -24,7 +23,6 @@ from grpo_mp.utils.errors import UserError, did_you_mean, one_line
 from grpo_mp.utils.files import encodable
 from grpo_mp.utils.user_code import load_attribute, no_exit
 
-LOGGER = logging.getLogger(__name__)
 SETTING = "rollout.tools"
 PROCESSES = 16  # concurrent calls of functions on one rank
 
@@ -55,11 +53,8 @@ class ToolKit:
     schemas: tuple[dict[str, Any], ...] = ()
     processes: ToolProcesses = field(default_factory=lambda: ToolProcesses((), PROCESSES, {}))
 
-    async def open(self, limit_s: float, characters: int, where: Callable[[], str] = str) -> "EpisodeTools":
-        """Make the tools of one episode, which ends with `close`.
-
-        limit_s: of a call; characters: of a result; where: names task and turn in the log.
-        """
+    async def open(self, limit_s: float, characters: int) -> "EpisodeTools":
+        """Make the tools of one episode, which ends with `close`; limits are of a call and of its result."""
         by_name = dict(self.functions)
         resets, rewards = list[RemoteTool](), list[RemoteTool]()
         async with AsyncExitStack() as opened:
@@ -83,7 +78,6 @@ class ToolKit:
             limit_s=limit_s,
             characters=characters,
             processes=self.processes,
-            where=where,
             close=close,
         )
 
@@ -102,7 +96,6 @@ class EpisodeTools:
     limit_s: float
     characters: int
     processes: ToolProcesses
-    where: Callable[[], str]
     close: Callable[[], Awaitable[None]]
 
     async def reset(self, columns: Mapping[str, Any]) -> str:
@@ -119,35 +112,19 @@ class EpisodeTools:
         return replace(result, text=encodable(result.text))
 
     async def _result(self, call: ToolCall) -> ToolResult:
-        name = one_line(call.name, 100)  # which the model may have made up
         if call.error:
-            LOGGER.info("%s: the call of %s cannot be read: %s", self.where(), name, call.error)
             return ToolResult(f"Error: {call.error}", "raised")
         if call.name not in self.by_name:
-            LOGGER.info("%s: there is no tool %s", self.where(), name)
             return ToolResult(f"Error: there is no tool {call.name}"[: self.characters], "raised")
         try:
             async with self.slots.get(call.name) or nullcontext():  # waiting for a slot is not part of the limit
                 value = await self.processes.call(self.by_name[call.name], call.arguments, self.limit_s)
         except ToolTimeoutError as error:
-            LOGGER.warning("%s: the tool %s (rollout.limits.tool_s)", self.where(), error)
             return ToolResult(f"Error: {error}", "timeout")
-        except ToolDiedError as error:
-            LOGGER.warning("%s: the tool %s", self.where(), error)
-            return ToolResult(f"Error: {error}", "raised")
-        except ToolRaisedError as error:
-            LOGGER.info("%s: the tool %s raised %s", self.where(), call.name, encodable(str(error)))
+        except (ToolDiedError, ToolRaisedError) as error:
             return ToolResult(f"Error: {error}"[: self.characters], "raised")
-        return self._shown(call.name, value)
-
-    def _shown(self, name: str, value: Any) -> ToolResult:
         text = value if isinstance(value, str) else _as_text(value)
         left_out = len(text) - self.characters
-        if left_out > 0:
-            sentence = "%s: the tool %s returned %d characters: the policy is shown rollout.limits.tool_characters=%d"
-            LOGGER.info(sentence, self.where(), name, len(text), self.characters)
-        if isinstance(value, bytes) and "\ufffd" in text:
-            LOGGER.info("%s: the tool %s returned bytes that are no UTF-8: they are replaced", self.where(), name)
         return ToolResult(f"{text[: self.characters]}... ({left_out} characters left out)" if left_out > 0 else text)
 
 

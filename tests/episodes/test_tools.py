@@ -185,13 +185,13 @@ async def appear(file: Path, lines: int = 1) -> None:
 
 
 def test_a_tool_that_dies_or_hangs_is_a_result_and_the_loop_goes_on(
-    file: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = ("die", "crash", "block", "leave")
 
     async def all_of_them(kit: ToolKit) -> tuple[list[ToolResult], str]:
-        tools = await kit.open(LIMIT_S, 100, lambda: "step 1: prompt 4, sample 0, turn 2")
+        tools = await kit.open(LIMIT_S, 100)
         running = [asyncio.create_task(call(tools, name)) for name in names]
         await asyncio.wait(running[:2])
         await asyncio.gather(*(appear(tmp_path / name) for name in names[2:]), appear(tmp_path / "pids", 3))
@@ -208,12 +208,6 @@ def test_a_tool_that_dies_or_hangs_is_a_result_and_the_loop_goes_on(
         *(ToolResult(f"Error: {name} took longer than {LIMIT_S:g} s", "timeout") for name in names[2:]),
     ]
     assert after == '{"é": [1, null], "2": [0.1, Infinity]}'
-    where = "step 1: prompt 4, sample 0, turn 2: the tool"
-    assert {record.getMessage() for record in caplog.records if record.levelname == "WARNING"} == {
-        f"{where} die ended its process, which ended by SIGKILL",
-        f"{where} crash ended its process, which ended by SIGSEGV",
-        *(f"{where} {name} took longer than {LIMIT_S:g} s (rollout.limits.tool_s)" for name in names[2:]),
-    }
     assert all(map(has_ended, (tmp_path / "pids").read_text().split()))
 
 
