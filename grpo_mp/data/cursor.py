@@ -34,10 +34,7 @@ Mixture = tuple[SetShare, ...]  # (): one set, all of it in each epoch
 
 
 def mix_sets(sizes: Sequence[int], weights: Sequence[float]) -> Mixture:
-    """Return how many prompts of each set an epoch has: in proportion to the weights, as many as none occurs twice.
-
-    The set that is short for its weight is taken as a whole, the others in parts.
-    """
+    """Return how many prompts of each set an epoch has: by the weights, and so many that none occurs twice."""
     epoch = min(size / weight for size, weight in zip(sizes, weights, strict=True))
     counts = [max(1, min(size, round(weight * epoch))) for size, weight in zip(sizes, weights, strict=True)]
     firsts = accumulate(sizes, initial=0)
@@ -47,11 +44,10 @@ def mix_sets(sizes: Sequence[int], weights: Sequence[float]) -> Mixture:
 def take(
     cursor: Cursor, size: int, count: int, shuffle: bool, recent: Collection[int] = (), mixture: Mixture = ()
 ) -> tuple[tuple[int, ...], Cursor]:
-    """Take the next `count` indices out of the `size` prompts of an epoch; return them and the cursor after them.
+    """Take the next `count` indices of the `size` prompts of an epoch; return them and the cursor after them.
 
-    Every epoch holds every prompt once, or of a `mixture` some of each set. A take that runs over the end of an epoch
-    continues in the next one and repeats no prompt, neither its own nor `recent` ones, unless they are more than
-    `size`. Raises ValueError for a cursor of a larger set.
+    Every epoch holds every prompt once, or some of each set of a `mixture`. A take over the end of an epoch repeats
+    neither its own prompts nor `recent` ones, unless they are more than `size`.
     """
     if size <= 0 or count < 0 or not 0 <= cursor.position <= size:
         raise ValueError(f"cannot take {count} of {size} prompts at position {cursor.position}")
@@ -118,7 +114,6 @@ class PromptQueue:
     """Prompts that are drawn and not yet used up. Ranks that make the same calls draw the same prompts."""
 
     def __init__(self, size: int, shuffle: bool, mixture: Mixture = ()) -> None:
-        """Store the number of prompts in an epoch, and whether they come in random order."""
         self._size, self._shuffle, self._mixture = size, shuffle, mixture
         self._draws: list[Draw] = []
         self._cursor = Cursor()

@@ -21,8 +21,7 @@ NAME, KEY = "call7F3A", "key7F3A"  # of a call that is rendered to see what a te
 def read_message(value: Mapping[str, Any], location: str) -> Message:
     """Return a message without nulls, with text as its content, and with objects as the arguments of its calls.
 
-    ShareGPT's `from` and `value` become role and content, and a list of texts one text. An assistant's message with
-    calls of tools need not have a content. Raises UserError, with its `location`.
+    ShareGPT's `from` and `value` become role and content. A message with calls of tools need not have a content.
     """
     message: Message = _with_role_and_text(without_nulls(value))
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
@@ -59,10 +58,7 @@ def name_of_call(call: Any) -> str:
 
 @dataclass(frozen=True)
 class CallForm:
-    """The form of tool calls that a chat template renders: null or empty content, arguments as text or objects.
-
-    DeepSeek-R1's writes them only beside null, and takes text.
-    """
+    """The form of tool calls that a chat template renders; DeepSeek-R1's needs null content and text arguments."""
 
     content_is_null: bool
     arguments_are_text: bool
@@ -78,10 +74,7 @@ class CallForm:
 
 @lru_cache(maxsize=16)
 def call_form(tokenizer: PreTrainedTokenizerBase, template: str) -> CallForm:
-    """Return the first tool-call form that the template renders completely; the first form where it renders none.
-
-    `template`: that of the tokenizer, which may be given another.
-    """
+    """Return the first form that the tokenizer's template renders completely, else the first; `template`: cache key."""
     forms = [CallForm(is_null, is_text) for is_text in (False, True) for is_null in (False, True)]
     return next((form for form in forms if _is_written(form, tokenizer)), forms[0])
 
@@ -173,10 +166,7 @@ def with_thinking_as_read(message: Message, tokenizer: PreTrainedTokenizerBase) 
 
 @lru_cache(maxsize=16)
 def thinking_field(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
-    """Return the field in which the template of the tokenizer looks for the thinking of an answer; None: in no field.
-
-    `template`: that of the tokenizer, which may be given another.
-    """
+    """Return the field from which the tokenizer's template writes thinking, if any; `template`: cache key."""
     mark = "THINKING7F3A"
     for name in THINKING:
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer", name: mark}]

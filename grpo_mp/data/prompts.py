@@ -80,10 +80,27 @@ class PromptReader:
     check_columns: CheckColumns = no_check  # what rewards need of them
 
     def messages(self, row: Row) -> Messages:
-        return _read_messages(row, self.data.prompt_column)
+        """Return the row's messages, or its text as one user message."""
+        column = self.data.prompt_column
+        location = f"{row.location}: column {column}"
+        chat = read_messages(_read_column(row, column, "data.prompt_column"), location, "user")
+        if not chat[-1]["content"].strip():
+            raise UserError(f"{location}: the prompt is empty")
+        if chat[-1]["role"] not in ("user", "tool"):
+            raise UserError(f"{location}: the last message must be the user's, not {chat[-1]['role']}'s")
+        return chat
 
     def answer(self, row: Row) -> str | None:
-        return _read_answer(row, self.data.answer_column)
+        column = self.data.answer_column
+        if column is None:
+            return None
+        value = _read_column(row, column, "data.answer_column")
+        text = _number_text(value) if isinstance(value, Real | Decimal) else value
+        answer = final_answer(text) if isinstance(text, str) else ""
+        if not answer:
+            found = shorten(repr(value))
+            raise UserError(f"{row.location}: column {column}: expected an answer as text or number, found {found}")
+        return answer
 
     def with_system(self, messages: Messages) -> Messages:
         """Return messages after the system prompt of the settings, unless they begin with a system message."""
@@ -316,29 +333,6 @@ def final_answer(text: str) -> str:
     if match and re.fullmatch(r"[-+$]*\d{1,3}(,\d{3})+(\.\d+)?", answer):
         return answer.replace(",", "")
     return answer if BOXES.search(answer) else boxed_answer(answer) or answer
-
-
-def _read_messages(row: Row, column: str) -> Messages:
-    """Return the row's messages, or its text as one user message."""
-    location = f"{row.location}: column {column}"
-    chat = read_messages(_read_column(row, column, "data.prompt_column"), location, "user")
-    if not chat[-1]["content"].strip():
-        raise UserError(f"{location}: the prompt is empty")
-    if chat[-1]["role"] not in ("user", "tool"):
-        raise UserError(f"{location}: the last message must be the user's, not {chat[-1]['role']}'s")
-    return chat
-
-
-def _read_answer(row: Row, column: str | None) -> str | None:
-    if column is None:
-        return None
-    value = _read_column(row, column, "data.answer_column")
-    text = _number_text(value) if isinstance(value, Real | Decimal) else value
-    answer = final_answer(text) if isinstance(text, str) else ""
-    if not answer:
-        found = shorten(repr(value))
-        raise UserError(f"{row.location}: column {column}: expected an answer as text or number, found {found}")
-    return answer
 
 
 def _number_text(value: Real | Decimal) -> str:

@@ -2,9 +2,7 @@
 
 import codecs
 import glob
-import gzip
 import os
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -60,6 +58,8 @@ class Rows(Sequence[Row]):
         return len(self.columns)
 
     def __getitem__(self, index: Any) -> Any:
+        if index >= len(self):  # a user's source need not say so
+            raise IndexError(index)
         return Row(f"{self.name}, {self.unit} {index + 1}", self.columns[index])
 
 
@@ -74,8 +74,8 @@ def read_rows(name: str, source: str | None = None) -> Rows:
             raise UserError(f"{name}: no such file: set data.train or data.eval to an existing one")
         check_regular(path)
     read = DATA_SOURCES.resolve(source, "data.source")
-    rows = read(name) if source in DATA_SOURCES.built_in else UserRows(read, name, f"data.source {source!r}")
-    return Rows(name, "line" if isinstance(rows, JsonLines) else "row", _by_index(rows))
+    rows = _by_index(read(name)) if source in DATA_SOURCES.built_in else _user_rows(read, name, source)
+    return Rows(name, "line" if isinstance(rows, JsonLines) else "row", rows)
 
 
 def source_of(name: str) -> str:
@@ -88,32 +88,14 @@ def _by_index(rows: Iterable[Columns]) -> Sequence[Columns]:
     return cast(Sequence[Columns], rows) if isinstance(rows, SupportsIndexing) else list(rows)
 
 
-class UserRows(Sequence[Columns]):
-    """Rows of a user's own source, whose errors name it."""
-
-    def __init__(self, read: DataSource, name: str, label: str) -> None:
-        self._failure = f"{label}: reading {name!r} failed"
-        try:
-            rows = read(name)
-            self._rows = _by_index(rows)
-        except Exception as error:
-            raise self._error(error) from error
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        if index >= len(self):
-            raise IndexError(index)
-        try:
-            if not isinstance(columns := self._rows[index], dict):
-                raise TypeError(f"a row is a dictionary of columns, this is a {type(columns).__name__}")
-        except Exception as error:
-            raise self._error(error) from error
-        return columns
-
-    def _error(self, error: Exception) -> UserError:
-        return UserError(f"{self._failure}: {type(error).__name__}: {one_line(error)}")
+def _user_rows(read: DataSource, name: str, source: str) -> Sequence[Columns]:
+    """Call a user's own source; errors name it."""
+    try:
+        return _by_index(read(name))
+    except Exception as error:
+        raise UserError(
+            f"data.source {source!r}: reading {name!r} failed: {type(error).__name__}: {one_line(error)}"
+        ) from error
 
 
 class JsonLines(Sequence[Columns]):
@@ -145,21 +127,14 @@ def _as_columns(value: Any, location: str) -> Columns:
 
 
 def read_jsonl(name: str) -> Sequence[Columns]:
-    """Open a file of JSON lines, or of one JSON array of rows, which is read whole; so is a file compressed as .gz."""
-    is_compressed = name.lower().endswith(".gz")
-    try:
-        with gzip.open(name) if is_compressed else Path(name).open("rb") as file:
-            texts = (line.removeprefix(codecs.BOM_UTF8).strip() for line in file)
-            if next(filter(None, texts), b"").startswith(b"["):
-                file.seek(0)
-                array_rows = enumerate(parse_json(file.read(), name, WANTED_JSON), 1)
-                return [_as_columns(value, f"{name}, row {number}") for number, value in array_rows]
-            if is_compressed:
-                file.seek(0)
-                return [_parse_line(line, f"{name}, row {number}") for number, line in enumerate(file, 1)]
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{name}: not readable as gzip ({one_line(error)}): copy the file again") from error
-    return JsonLines(name)
+    """Open a file of JSON lines, or of one JSON array of rows, which is read whole."""
+    with Path(name).open("rb") as file:
+        texts = (line.removeprefix(codecs.BOM_UTF8).strip() for line in file)
+        if not next(filter(None, texts), b"").startswith(b"["):
+            return JsonLines(name)
+        file.seek(0)
+        rows = enumerate(parse_json(file.read(), name, WANTED_JSON), 1)
+        return [_as_columns(value, f"{name}, row {number}") for number, value in rows]
 
 
 def read_parquet(name: str) -> Sequence[Columns]:
@@ -201,7 +176,7 @@ def read_datasets(source: str) -> Sequence[Columns]:
 
 OTHER_FILES = (".csv", ".tsv", ".txt", ".gz", ".zst", ".zip", ".arrow", ".yaml", ".md")
 SOURCE_BY_SUFFIX = {
-    **dict.fromkeys((".jsonl", ".json", ".jsonl.gz", ".json.gz"), "jsonl"),
+    **dict.fromkeys((".jsonl", ".json"), "jsonl"),
     ".parquet": "parquet",
 }
 WANTED_JSON = "write one object a line, or one array of objects"  # where a file of data is neither

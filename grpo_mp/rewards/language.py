@@ -42,11 +42,10 @@ def check_language(code: object) -> str:
 
 
 def script_share(text: str, scripts: Collection[str]) -> float:
-    """Return the share of a text's words that are of these SCRIPTS: from 0 to 1, and 1 where it has no words.
+    """Return the share of a text's words that are of these SCRIPTS; 1 where it has no words.
 
-    R1's language consistency is the share of words of the target language (arXiv 2501.12948, section 2.3.2). Here the
-    script stands for the language: English beside Chinese is told apart, English beside French is not. LaTeX's commands
-    and single Latin or Greek letters, which are variables, are in all languages and do not count.
+    R1's language consistency (arXiv 2501.12948, section 2.3.2), by the script in place of the language. LaTeX's
+    commands and single Latin or Greek letters, which are variables, do not count.
     """
     words = list(_scripts_of_words(text))
     return sum(script in scripts for script in words) / len(words) if words else 1.0

@@ -129,8 +129,7 @@ def overlong_penalty(tokens: int, max_response_tokens: int, buffer_tokens: int) 
 def repetition_penalty(tokens: Sequence[int], ngram: int = 4) -> float:
     """Return -(share of n-grams that occurred before in `tokens`): 0 without repetition or below n tokens, above -1.
 
-    Counts the same n-grams as the penalty of Yeo et al. (arXiv 2502.03373, appendix), who give it to the tokens of
-    each repeated n-gram; as one number for the whole response it is this project's definition.
+    Yeo et al. (arXiv 2502.03373, appendix) give the penalty to the tokens of each repeated n-gram instead.
     """
     grams = [tuple(tokens[i : i + ngram]) for i in range(len(tokens) - ngram + 1)]
     return len(set(grams)) / len(grams) - 1 if grams else 0.0

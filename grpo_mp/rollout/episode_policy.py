@@ -202,9 +202,9 @@ class EpisodePolicy:
     def _after(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[TokenSequence | None, TokenSequence]:
-        """Return the recorded sequence that a conversation goes on from, if any, and the sequence of all of it.
+        """Return the recorded sequence that a conversation continues, if any, and the sequence of all of it.
 
-        Where it goes on, only what follows the last turn is rendered.
+        Of a continuation only what follows the last turn is rendered.
         """
         renderer, messages = self._renderer(tools), [_with_text(message) for message in messages]
         said = [*map(_said, messages)]
@@ -302,19 +302,13 @@ def split_thinking(text: str) -> tuple[str, str]:
 
 
 def _with_text(message: Message) -> Message:
-    """Return a message with text, and nothing that is null.
-
-    Templates write a content of None, as calls of tools have, as "None" or refuse it.
-    """
+    """Return a message with text, and nothing that is null: templates write None as "None" or refuse it."""
     said = {name: value for name, value in message.items() if value is not None}
     return {**said, "content": str(said.get("content", ""))}
 
 
 def _cleaned(messages: Sequence[Message], renderer: ChatRenderer) -> list[Message]:
-    """Return messages that follow a turn: what is not the policy's has no special tokens.
-
-    Nor do names and ids of its calls, which it may have written as it likes and templates show.
-    """
+    """Remove special tokens from messages that are not the policy's, and from names and ids of calls in them."""
     return [message if message["role"] == "assistant" else _clean_texts(message, renderer) for message in messages]
 
 

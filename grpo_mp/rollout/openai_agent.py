@@ -47,10 +47,6 @@ def _load_agent(path: str) -> Any:
     agent = load_attribute(path, label)
     if not inspect.iscoroutinefunction(agent):
         raise UserError(f"{label}: it must be a coroutine function: async def agent(task, base_url, api_key)")
-    try:
-        inspect.signature(agent).bind("task", "base_url", "api_key")
-    except TypeError as error:
-        raise UserError(f"{label}: it is called with (task, base_url, api_key): {error}") from error
     return agent
 
 

@@ -28,18 +28,17 @@ class ToolTimeoutError(Exception):
 
 
 class ToolRaisedError(Exception):
-    """A tool in another process raised; the message begins with the name of what."""
+    """A tool in another process raised."""
 
 
 class ToolDiedError(Exception):
-    """The process of a tool has ended, and with it what it knew."""
+    """The process of a tool has ended, and its state is lost."""
 
 
 class ToolProcess:
     """One worker process, behind one that ends all that it starts."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
-        """`process`: started by `with_descendants`."""
         self._process = process
         self._turn = asyncio.Lock()
         self._ended = ""  # how
@@ -49,9 +48,9 @@ class ToolProcess:
         return not self._ended
 
     async def ask(self, name: str, request: tuple[str, str, Mapping[str, Any]] | None, limit_s: float) -> Any:
-        """Return what a call brings; `request` None: what the process says first.
+        """Return the result of a call, or with None the process's first message.
 
-        Raises ToolRaisedError; ToolTimeoutError after `limit_s`, ToolDiedError: the process is gone then.
+        Raises ToolRaisedError; ToolTimeoutError and ToolDiedError, after which the process is gone.
         """
         message = b"" if request is None else json.dumps(request, default=str).encode()
         async with self._turn:
@@ -122,15 +121,12 @@ class RemoteTool:
 
 @dataclass(frozen=True)
 class ToolProcesses:
-    """The processes of a rank. `paths`: all of its tools; `most`: calls of functions at a time.
+    """The processes of a rank."""
 
-    `variables`: of the run's environment, which they find beside SHARED_VARIABLES.
-    """
-
-    paths: tuple[str, ...]
-    most: int
+    paths: tuple[str, ...]  # of all its tools
+    most: int  # calls of functions at a time
     makers: Mapping[str, Mapping[str, Any]]  # arguments of what makes environments, by path
-    variables: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()  # of the run's environment, beside SHARED_VARIABLES
     _idle: list[ToolProcess] = field(default_factory=list)
     _slots: asyncio.Semaphore = field(init=False)
 
@@ -138,7 +134,7 @@ class ToolProcesses:
         object.__setattr__(self, "_slots", asyncio.Semaphore(self.most))
 
     async def call(self, tool: RemoteTool, arguments: Mapping[str, Any], limit_s: float) -> Any:
-        """Call a tool; to wait for a process is no part of `limit_s`. Raises as ToolProcess.ask."""
+        """Call a tool; waiting for a process is no part of `limit_s`. Raises as ToolProcess.ask."""
         request = (tool.path, tool.method, arguments)
         if tool.process:
             return await tool.process.ask(tool.name, request, limit_s)

@@ -198,7 +198,6 @@ def test_the_agent_of_the_page(roll_out: RollOut, tmp_path: Path, monkeypatch: p
         ({"agnt": "x"}, "rollout.function 'openai_agent': its arguments: got an unexpected keyword argument 'agnt'"),
         ({"agent": f"{HERE}:carefull"}, "has no carefull (did you mean careful?)"),
         ({"agent": f"{HERE}:make_client"}, "it must be a coroutine function"),
-        ({"agent": f"{HERE}:refusals"}, "it is called with (task, base_url, api_key)"),
     ],
 )
 def test_what_is_no_agent_is_refused(args: dict[str, str], message: str) -> None:
