@@ -21,7 +21,7 @@ from grpo_mp.trainer.step_logger import StepLogger, StepRecord
 from grpo_mp.utils.errors import DiskError, EarlyStopError
 from grpo_mp.utils.phases import SAVE_WAIT, Phase
 
-NAMED = 3  # parameters in a sentence
+SHOWN_PARAMETERS = 3  # in a sentence
 
 
 class TrainingLoop:
@@ -163,5 +163,5 @@ def count_in_a_row(before: int, reports: Sequence[UpdateReport]) -> list[int]:
 def describe_skipped(reports: Sequence[UpdateReport], names: Sequence[str]) -> str:
     """Return the norms of skipped updates; `names`: parameters whose gradient was not finite."""
     norms = ", ".join(f"{report.grad_norm:.3g}" for report in reports if report.skipped)
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"gradient norm {norms}" + (f", not finite in {', '.join(names[:NAMED])}{more}" if names else "")
+    more = f" and {len(names) - SHOWN_PARAMETERS} more" if len(names) > SHOWN_PARAMETERS else ""
+    return f"gradient norm {norms}" + (f", not finite in {', '.join(names[:SHOWN_PARAMETERS])}{more}" if names else "")
