@@ -82,7 +82,6 @@ class Groups:
         return torch.zeros(self.count, dtype=torch.float64).index_add(0, self.index, values)
 
     def has_nonzero_std(self, values: Tensor) -> Tensor:
-        """Return bool [count]: whether the values of a group differ."""
         low = torch.full((self.count,), torch.inf, dtype=values.dtype).scatter_reduce(0, self.index, values, "amin")
         high = torch.full((self.count,), -torch.inf, dtype=values.dtype).scatter_reduce(0, self.index, values, "amax")
         return high > low
@@ -151,7 +150,6 @@ def estimate_process(
 
 
 def _sum_to_end(values: Tensor, sample: SampleInfo) -> Tensor:
-    """Return at each response token [tokens] the sum of its value and of those of all tokens generated after it."""
     order = sample.generation_order
     if order is None:
         return values.flip(0).cumsum(0).flip(0)

@@ -53,7 +53,6 @@ class AdvantageConfig(Section):
 
     @property
     def built_in(self) -> str:
-        """Return the path of the built-in estimator that level and combine choose."""
         outcome = "decoupled" if self.combine == "normalize" else "outcome"
         return f"grpo_mp.algorithms.advantages:estimate_{'process' if self.level == 'process' else outcome}"
 

@@ -78,7 +78,6 @@ def admit(verdicts: Sequence[Verdict], rule: AdmissionRule) -> Admission:
 
 
 def _launch_limit(kept: Mapping[int, bool | None], rule: AdmissionRule) -> int:
-    """Return how many groups the step may launch: one more for each of them that was dropped or aborted."""
     limit, number, dropped, aborted = rule.launched, 0, 0, 0
     while number < limit:
         is_kept = kept.get(number, True)

@@ -44,7 +44,6 @@ class MicroBatchPlan:
 
     @property
     def tokens(self) -> int:
-        """Return its padded tokens, shared prompts included."""
         return sum(self.lengths) + sum(prompt.length for prompt in self.prompts)
 
 
@@ -61,7 +60,6 @@ class MicroBatchSchedule:
         return len(self.ranks[0])
 
     def padded_to_multiple(self, multiple: int) -> "MicroBatchSchedule":
-        """Return the schedule with the tokens of each micro-batch padded to a multiple."""
         if multiple == 1:
             return self
 

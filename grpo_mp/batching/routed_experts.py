@@ -137,7 +137,6 @@ def _select(origins: npt.NDArray[np.int64], experts: Mapping[int, ExpertIds]) ->
 
 
 def _ranges(rows: npt.NDArray[np.int64]) -> Ranges:
-    """Return ascending rows as ranges, of which a sample has two in a slice of its context, and else one."""
     starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
     return np.stack([rows[starts], np.diff(starts, append=len(rows))], axis=1).astype(np.int32)
 

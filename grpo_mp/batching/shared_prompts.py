@@ -29,7 +29,6 @@ class PackingUnit:
 
     @property
     def tokens(self) -> int:
-        """Return the padded tokens of the unit, the shared prompt once."""
         return self.prompt_length + sum(self.lengths)
 
     def cost(self, cost: Cost) -> float:

@@ -184,7 +184,6 @@ def _plan(
 
 
 def _with_topk(sample: Sample, algorithm: AlgorithmConfig) -> Sample:
-    """Leave a sample as many of the teacher's tokens as are learned from: a replayed one may have more."""
     topk = algorithm.distillation.topk if algorithm.distillation else None
     return replace(sample, teacher_topk=sample.teacher_topk.first(topk) if sample.teacher_topk and topk else None)
 

@@ -49,7 +49,6 @@ class UpdatePlan:
         return max(self.schedule.align, max(max(plan.tokens, plan.pad_to) for plan in plans))
 
     def samples_of(self, data_rank: int) -> tuple[int, ...]:
-        """Return the indices, into the samples of the step, of what one data-parallel rank trains on."""
         return tuple(self.samples[i] for plan in self.schedule.ranks[data_rank] for i in plan.samples)
 
 

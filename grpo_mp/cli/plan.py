@@ -26,8 +26,6 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command line, see the text above; return the exit status."""
     args = _parser().parse_intermixed_args(arguments)
     assumed = _fill_in_machines(args)
-    if args.json and not args.json.parent.is_dir():
-        raise UserError(f"--json {args.json}: its folder does not exist: make it first")
     cluster = read_cluster(args.cluster)
     if is_pipeline(args.config):
         raise UserError(f"{args.config} is a pipeline: plan the settings file of each stage")
@@ -62,7 +60,6 @@ def _plan(
     # torch is slow to import: the help and mistakes so far come without it.
     from grpo_mp.planner.job import make_job, make_sft_job
     from grpo_mp.planner.plan import check_fits, make_plan
-    from grpo_mp.planner.record import write_plan
     from grpo_mp.planner.show import show_plan
     from grpo_mp.rollout.engine_args import check_arguments
     from grpo_mp.utils.log import log_to_terminal
@@ -78,10 +75,7 @@ def _plan(
     if find_spec("megatron"):
         _check_megatron_args(settings, job.hf)
     plan = make_plan(job)
-    if args.json:
-        write_plan(plan, args.json)
-    else:
-        show_plan(plan, console)
+    show_plan(plan, console)
     return 0 if check_fits(plan).fits else DOES_NOT_FIT
 
 
@@ -102,7 +96,6 @@ def _parser() -> Parser:
     parser.add_argument("--cluster", help=f"{', '.join(cluster_names())}, or a YAML file (default: {DEFAULT_CLUSTER})")
     parser.add_argument("--nodes", type=positive_int, help="default: 1")
     parser.add_argument("--gpus-per-node", type=positive_int, help="default: that of the cluster")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan there as JSON, and show nothing")
     parser.add_argument("--model-config", type=Path, help="config.json to use where model.path does not exist")
     parser.add_argument(
         "--response-tokens",

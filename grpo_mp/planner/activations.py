@@ -110,12 +110,10 @@ def _peak_elements(job: PlannedJob, layer: int) -> float:
 
 
 def _element_bytes(job: PlannedJob) -> float:
-    """Return the bytes of one element of each token of a micro-batch."""
     return job.microbatch_tokens / job.settings.layout.context * DTYPE_BYTES[job.settings.model.dtype]
 
 
 def _received_copies(job: PlannedJob, layer: int) -> float:
-    """Return how many tokens the experts of a rank receive for each token of its context shard."""
     layout = job.settings.layout
     if not job.is_moe_layer(layer):
         return 0.0
@@ -167,7 +165,6 @@ def _attention_elements(job: PlannedJob) -> float:
 
 
 def _microbatches_in_flight(job: PlannedJob, stage: int) -> float:
-    """Return for how many micro-batches a stage holds activations: 1F1B, more when interleaved."""
     layout = job.settings.layout
     stages_left, virtual = layout.pipeline - stage, layout.virtual_pipeline
     if virtual:

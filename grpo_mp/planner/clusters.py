@@ -48,12 +48,10 @@ class Cluster:
 
     @property
     def gpu_bytes(self) -> float:
-        """Return the memory of one GPU."""
         return self.gpu_memory_gib * GIB
 
     @property
     def host_bytes(self) -> float:
-        """Return the host memory of one node."""
         return self.host_memory_gib * GIB
 
     def matmul_tflops(self, fp8: bool) -> float:
@@ -84,15 +82,6 @@ def read_cluster(name: str) -> Cluster:
 def cluster_names() -> tuple[str, ...]:
     """Return the names of the shipped profiles."""
     return tuple(yaml.safe_load(PROFILES.read_text()))
-
-
-def cluster_of(device: str) -> str | None:
-    """Return the profile of a GPU by its name in CUDA, as "NVIDIA H100 80GB HBM3"; None where there is none."""
-    known = {name: name.split("-") for name in cluster_names()}
-    words = device.upper().replace("-", " ").split()
-    fitting = [name for name, parts in known.items() if parts[0].upper() in words]
-    by_memory = [name for name in fitting if any(word.startswith(known[name][-1]) for word in words)]
-    return next(iter([*by_memory, *fitting]), None)
 
 
 def describe_rates(cluster: Cluster) -> str:

@@ -72,7 +72,6 @@ def plan_generation(job: PlannedJob, engine: EngineMemory) -> GenerationPlan:
 
 
 def _running_limit(job: PlannedJob, engine: EngineMemory) -> float:
-    """Return the most sequences that an engine runs at a time: by its settings, and by its cache at the mean length."""
     in_flight = job.settings.engine.concurrent_groups * job.settings.rollout.group_size
     limit = float(job.settings.engine.args.get("max_running_requests") or in_flight)
     return max(1.0, min(in_flight, limit, engine.kv_cache_tokens / job.mean_seq_len))
@@ -90,7 +89,6 @@ class Speculation:
     drafting: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raise UserError where a step yields more than it computes."""
         if not 1 <= self.acceptance_length <= self.verified_tokens:
             raise UserError(
                 f"--acceptance-length {self.acceptance_length:g}: a step computes {self.verified_tokens} tokens of a "
@@ -144,7 +142,6 @@ def prefill_flops(job: PlannedJob, tokens: float) -> float:
 
 
 def _collective_s(job: PlannedJob) -> float:
-    """Return the latency of a small collective of an engine."""
     engine = job.settings.engine
     by_nccl = engine.args.get("moe_a2a_backend") not in REPLICATING_A2A_BACKENDS
     over_nodes = engine.gpus_per_engine > job.gpus_per_node

@@ -115,17 +115,14 @@ class PlannedJob:
 
     @cached_property
     def weight_bytes(self) -> tuple[float, ...]:
-        """Return the bytes of the model's weights on one rank of each pipeline stage, adapters among them."""
         return tuple(float(count.total * self.per_parameter.weights) for count in self.parameter_counts)
 
     @cached_property
     def models(self) -> dict[str, "PlannedJob"]:
-        """Return the models that train, by the prefix of their names in a plan: the policy, and a critic."""
         return {"": self} | ({"critic ": self.critic} if self.has_critic else {})
 
     @property
     def held_weight_bytes(self) -> tuple[float, ...]:
-        """Return the bytes of all models' weights on one rank of each pipeline stage."""
         return tuple(map(sum, zip(*(model.weight_bytes for model in self.models.values()), strict=True)))
 
     def trained_share(self, stage: int) -> float:
@@ -134,7 +131,6 @@ class PlannedJob:
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks, one per GPU."""
         return self.nodes * self.gpus_per_node
 
     @property
@@ -144,7 +140,6 @@ class PlannedJob:
 
     @property
     def offloads(self) -> bool:
-        """Return whether policy and engines leave the device for each other."""
         return self.settings.shares_devices and self.settings.model.offloads
 
     @property
@@ -160,7 +155,6 @@ class PlannedJob:
 
     @property
     def has_copied_embedding(self) -> bool:
-        """Return whether the last of several stages has a copy of the embedding."""
         return self.hf.tied or self.hf.trains_mtp
 
     def is_moe_layer(self, layer: int) -> bool:
@@ -169,17 +163,14 @@ class PlannedJob:
 
     @property
     def dp_size(self) -> int:
-        """Return the data-parallel size of the dense layers."""
         return data_parallel_size(self.settings.layout, self.train_ranks)
 
     @property
     def dense_shards(self) -> int:
-        """Return the number of ranks that shard the optimizer state of a dense parameter."""
         return self.dp_size * self.settings.layout.context
 
     @property
     def expert_shards(self) -> int:
-        """Return the number of ranks that shard the optimizer state of a routed expert's parameter."""
         layout = self.settings.layout
         return self.train_ranks // (layout.expert * layout.expert_tensor * layout.pipeline)
 
@@ -189,7 +180,6 @@ class PlannedJob:
 
     @property
     def largest_stage(self) -> int:
-        """Return the pipeline stage with most parameters."""
         return max(range(len(self.parameter_counts)), key=lambda stage: self.parameter_counts[stage].total)
 
     @property
@@ -204,7 +194,6 @@ class PlannedJob:
 
     @property
     def trained_parameters(self) -> int:
-        """Return the parameters in a checkpoint, the critic's among them, counted likewise."""
         return sum(model._full_count(model.policy_trained_counts) for model in self.models.values())
 
     def _full_count(self, counts: tuple[ParameterCount, ...]) -> int:
@@ -214,7 +203,6 @@ class PlannedJob:
 
     @property
     def has_critic(self) -> bool:
-        """Return whether the run trains a critic beside the policy."""
         return self.settings.critic is not None
 
     @cached_property
@@ -244,7 +232,6 @@ class PlannedJob:
 
     @property
     def num_engines(self) -> int:
-        """Return the number of engines."""
         engine = self.settings.engine
         return (engine.ranks or self.world_size) // engine.gpus_per_engine
 
@@ -259,12 +246,10 @@ class PlannedJob:
 
     @property
     def engine_uses_fp8(self) -> bool:
-        """Return whether the engines compute in blockwise FP8."""
         return engine_uses_fp8(self.settings.engine.args, self.hf, cpu=False)
 
     @property
     def has_reference(self) -> bool:
-        """Return whether the run holds reference weights."""
         return self.settings.algorithm.kl.coef > 0
 
     @property
@@ -301,7 +286,6 @@ class PlannedJob:
         return (prompt + responses * (prompt + response)) / (prompt + responses * response)
 
     def responses(self, num_samples: int) -> tuple[int, ...]:
-        """Return the assumed lengths of so many responses."""
         return response_lengths(self._lengths(num_samples))
 
     def _lengths(self, num_samples: int) -> AssumedLengths:

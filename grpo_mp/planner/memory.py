@@ -133,7 +133,6 @@ def _present(occupants: Iterator[Occupant], resident: Residency) -> dict[str, fl
 
 
 def _trainer_occupants(job: PlannedJob, stage: int) -> Iterator[Occupant]:
-    """Yield weights, gradients and optimizer state of the policy and of a critic."""
     for prefix, model in job.models.items():
         trained, per_parameter = model.policy_trained_counts[stage], model.per_parameter
         state = model.sharded_parameters(trained) * per_parameter.optimizer
@@ -157,7 +156,6 @@ def _served_occupants(served: Mapping[str, ServedMemory]) -> Iterator[Occupant]:
 
 
 def _resident(job: PlannedJob, sub_phase: SubPhase) -> Residency:
-    """Return what is on the device of a rank that trains."""
     if job.offloads:
         stays = job.optimizer_offload == "none" and sub_phase is not SubPhase.START
         return replace(RESIDENT[sub_phase], optimizer=stays or RESIDENT[sub_phase].optimizer)
@@ -241,7 +239,6 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
 
 
 def _critic_activations(job: PlannedJob, stage: int, sub_phase: SubPhase, policy: BytesByKind) -> dict[str, float]:
-    """Return what passes of a critic hold beyond those of the policy, which come before or after them."""
     if not job.has_critic:
         return {}
     is_training = sub_phase is SubPhase.TRAIN
@@ -250,13 +247,11 @@ def _critic_activations(job: PlannedJob, stage: int, sub_phase: SubPhase, policy
 
 
 def _merged_bytes(job: PlannedJob) -> float:
-    """Return the bytes of the largest weight while adapters are added to it: it and the sum in float32."""
     lora = job.settings.model.lora
     return 2.0 * 4 * largest_adapted(job.hf, job.settings.layout, lora.targets) if lora else 0.0
 
 
 def _sync_round_bytes(job: PlannedJob) -> float:
-    """Return the bytes of the largest round of the weight sync."""
     model, row = job.model, job.model.hidden_size * job.per_parameter.weights
     # A slice of an expert has room around it for what the engine takes for the rest.
     expert = model.moe_ffn_hidden_size * row if job.engine_parallelism.expert_tensor > 1 else 0
@@ -343,7 +338,6 @@ def _exports(settings: Settings) -> bool:
 
 
 def _export_host_bytes(job: PlannedJob) -> float:
-    """Return what a rank holds of the folder that it exports: two shards and the tensor after them, or less."""
     weights = job.per_parameter.weights
     tensor, folder = _largest_tensor(job.model, 1) * weights, (job.parameters - job.adapters) * weights
     return min(2 * max(SHARD_BYTES, tensor) + tensor, max(tensor, folder / job.train_ranks))
@@ -363,7 +357,6 @@ def _backup_bytes(job: PlannedJob, engine: EngineMemory) -> float:
 
 
 def _routed_expert_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
-    """Return what a rank that trains keeps of the experts to replay: its own share, from where it has them."""
     phases = tuple(SubPhase)
     first = SubPhase.SCORE if job.settings.training.router_replay == "R3" else SubPhase.LOGPROB
     is_kept = sub_phase in phases[phases.index(first) : phases.index(SubPhase.OFFLOAD)]
@@ -380,14 +373,12 @@ def _kept_by_an_engines_host(job: PlannedJob, sub_phase: SubPhase) -> float:
 
 
 def _replayed_bytes(job: PlannedJob) -> float:
-    """Return the experts to replay of a step's samples."""
     model = job.model
     tokens = job.settings.samples_per_step * job.mean_seq_len
     return tokens * model.num_moe_layers * model.experts_per_token * expert_id_bytes(model.num_experts)
 
 
 def _engine_routed_expert_bytes(job: PlannedJob, engine: EngineMemory) -> float:
-    """Return SGLang's own of R3: int32 for all layers and slots of its cache."""
     slots = engine.kv_cache_tokens / job.engine_parallelism.replicas * (job.settings.training.router_replay == "R3")
     return 4 * slots * job.model.num_layers * job.model.experts_per_token
 

@@ -68,7 +68,6 @@ def published_config(file: str) -> HfConfig:
 
 @cache
 def _named_values() -> dict[str, dict[str, Any]]:
-    """Return the values of each model's config.json by its name: those of a shipped file, and what differs."""
     return {
         name: published_config(entry["config"]).values | entry.get("differs", {})
         for entry in yaml.safe_load(NAMES.read_text())

@@ -23,7 +23,6 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """Return the number of all parameters of the rank."""
         return self.dense + self.expert
 
     def __add__(self, other: "ParameterCount") -> "ParameterCount":

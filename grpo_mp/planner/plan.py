@@ -35,7 +35,6 @@ class Plan:
     times: Mapping[SubPhase, TimeEstimate]
 
     def seconds(self, sub_phase: SubPhase) -> float:
-        """Return the expected seconds of a sub-phase in a step: its share of them for a save, 0 for the start."""
         if sub_phase in ONCE_PER_RUN or sub_phase not in self.times:
             return 0.0
         save_every = self.job.settings.run.save_every
@@ -44,12 +43,10 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Return the expected seconds of a step, with its share of saving."""
         return sum(map(self.seconds, self._step_phases))
 
     @property
     def sync_s(self) -> float:
-        """Return the expected seconds of the weight sync and the check after it."""
         return sum(map(self.seconds, ON_BOTH))
 
     @property
@@ -118,7 +115,6 @@ def _rollout_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, Resourc
 
 
 def _suspended_bytes(job: PlannedJob) -> float:
-    """Return what the trainer's communicators give up on a device while engines generate."""
     in_use, suspended = communicator_bytes(job)
     return (in_use - suspended) * job.offloads
 
@@ -180,7 +176,6 @@ class MemoryPeak:
 
     @classmethod
     def of(cls, places: Mapping[str, Mapping[SubPhase, BytesByKind]], capacity: float) -> "MemoryPeak":
-        """Find the peak of places with the same capacity."""
         place, sub_phase = max(
             ((place, sub_phase) for place, sizes in places.items() for sub_phase in sizes),
             key=lambda item: total_bytes(places[item[0]][item[1]]),
@@ -196,12 +191,10 @@ class MemoryPeak:
 
     @property
     def fits(self) -> bool:
-        """Return whether the peak is within the capacity."""
         return self.headroom >= 0
 
     @property
     def sentence(self) -> str:
-        """Return one sentence: place, bytes needed and available, largest item."""
         spare = f"{self.headroom / GIB:.1f} GiB to spare" if self.fits else f"{-self.headroom / GIB:.1f} GiB too much"
         return (
             f"{self.place}: {self.needed / GIB:.1f} of {self.capacity / GIB:.1f} GiB in {self.sub_phase}, {spare}; "
@@ -219,12 +212,10 @@ class Feasibility:
 
     @property
     def fits(self) -> bool:
-        """Return whether device, host and KV cache suffice."""
         return self.device.fits and self.host.fits and not self.kv_cache_problem
 
     @property
     def sentence(self) -> str:
-        """Return the verdict, and its reasons, in sentences."""
         if self.fits:
             return f"fits. {self.device.sentence}. {self.host.sentence}."
         problems = [peak.sentence for peak in (self.device, self.host) if not peak.fits]

@@ -48,7 +48,6 @@ class TimeEstimate:
 
     @property
     def expected_s(self) -> float:
-        """Return the sum over resources."""
         return sum(self.parts.values())
 
 

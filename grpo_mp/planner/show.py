@@ -33,7 +33,6 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Align the first column left, the others, which hold numbers, right."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1), header_style="bold")
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")

@@ -51,7 +51,6 @@ def train_use(job: PlannedJob) -> ResourceUse:
 
 
 def _with_critic(job: PlannedJob, policy: ResourceUse, critic: ResourceUse) -> ResourceUse:
-    """Add up both uses: each second of their work waits for a pipeline as it does on average."""
     busy = [estimate_time(use, job.cluster).expected_s for use in (policy, critic)]
     waiting = busy[0] * _bubble(job) + busy[1] * _bubble(job.critic)
     return replace(policy + critic, bubble=waiting / sum(busy))
@@ -117,12 +116,10 @@ def _updates_use(job: PlannedJob, count: ParameterCount) -> ResourceUse:
 
 
 def _computed_tokens(job: PlannedJob) -> float:
-    """Return the tokens of a step as the busiest rank computes them, with padding."""
     return job.settings.samples_per_step * job.mean_seq_len * job.packing.load_factor
 
 
 def _forward_products(job: PlannedJob) -> ResourceUse:
-    """Return one GPU's FLOPs of a forward pass over a step's samples."""
     per_token = forward_flops_per_token(job.model, job.hf, job.attention_context)
     tokens = _computed_tokens(job) / job.train_ranks
     return _products(job, tokens * per_token, tokens)
@@ -137,7 +134,6 @@ def _products(job: PlannedJob, flops: float, tokens: float) -> ResourceUse:
 
 
 def _critic_products(job: PlannedJob) -> ResourceUse:
-    """Return the FLOPs of a critic, whose head has one column."""
     head = 2.0 * job.model.hidden_size * job.model.vocab_size
     return _forward_products(job) + ResourceUse(flops=-_computed_tokens(job) * head / job.train_ranks)
 
@@ -172,7 +168,6 @@ def _traffic_use(job: PlannedJob, traffic: LayerTraffic) -> ResourceUse:
 
 
 def _bubble(job: PlannedJob) -> float:
-    """Return the seconds a pipeline waits for each second of work: it fills and drains once in every update."""
     layout = job.settings.layout
     layers = [len(of_stage) for of_stage in job.stage_layers]
     imbalance = max(layers) * layout.pipeline / sum(layers)
