@@ -84,6 +84,15 @@ def cluster_names() -> tuple[str, ...]:
     return tuple(yaml.safe_load(PROFILES.read_text()))
 
 
+def cluster_of(device: str) -> str | None:
+    """Return the profile of a GPU by its name in CUDA, as "NVIDIA H100 80GB HBM3"; None where there is none."""
+    known = {name: name.split("-") for name in cluster_names()}
+    words = device.upper().replace("-", " ").split()
+    fitting = [name for name, parts in known.items() if parts[0].upper() in words]
+    by_memory = [name for name in fitting if any(word.startswith(known[name][-1]) for word in words)]
+    return next(iter([*by_memory, *fitting]), None)
+
+
 def describe_rates(cluster: Cluster) -> str:
     """Format the shares that expected times assume."""
     return ", ".join(f"{name} {share:.0%}" for name, share in asdict(cluster.achievable).items())

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from grpo_mp.config import load_settings
-from grpo_mp.planner.clusters import PROFILES, read_cluster
+from grpo_mp.planner.clusters import PROFILES, cluster_of, read_cluster
 from grpo_mp.planner.job import make_job
 from grpo_mp.planner.memory import SubPhase, total_bytes
 from grpo_mp.planner.model_configs import find_config
@@ -131,3 +131,17 @@ def test_time_is_proportional_to_passes() -> None:
     assert seconds(SubPhase.LOGPROB, updates_per_step=1, epochs=2) == pytest.approx(four_updates, rel=0.01)
     assert seconds(SubPhase.TRAIN, epochs=2) == pytest.approx(2 * seconds(SubPhase.TRAIN))
     assert seconds(SubPhase.OPTIMIZER, epochs=2) == pytest.approx(2 * seconds(SubPhase.OPTIMIZER))
+
+
+@pytest.mark.parametrize(
+    ("device", "cluster"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100 80GB PCIe", "a100-80"),
+        ("NVIDIA H100 80GB HBM3", "h100-80"),
+        ("NVIDIA H200", "h200-141"),
+        ("NVIDIA GH200 480GB", None),
+    ],
+)
+def test_the_profile_of_a_device_by_its_name_in_cuda(device: str, cluster: str | None) -> None:
+    assert cluster_of(device) == cluster
