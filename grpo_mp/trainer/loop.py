@@ -27,7 +27,7 @@ SHOWN_PARAMETERS = 3  # in a sentence
 class TrainingLoop:
     """Counts the steps of a run, and logs, guards, exports and saves after each. Use it around the loop.
 
-    If the loop raises, a report of its steps is still written.
+    If the loop raises, a report of the steps so far is still written.
     """
 
     def __init__(self, ctx: PolicyContext, logger: StepLogger) -> None:
