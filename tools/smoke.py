@@ -221,7 +221,9 @@ def kill_and_resume(machine: Machine, settings: Sequence[str]) -> str:
 
 def describe_export(folder: Path) -> str:
     """Read the exported policy back as a Hugging Face folder."""
-    run_command([sys.executable, "-m", "grpo_mp", "convert", "info", str(folder)], folder.parent / "export.log")
+    run_command(
+        [sys.executable, "-m", "grpo_mp", "convert", "check", str(folder), str(folder)], folder.parent / "export.log"
+    )
     return str(folder)
 
 

@@ -1,17 +1,13 @@
-"""Describe a Hugging Face folder from its config and its files' headers, and compare two folders tensor by tensor."""
+"""Tell kinds of folders apart, count parameters, and compare two folders tensor by tensor."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
 
 from grpo_mp.checkpoint.chunk_files import INDEX
-from grpo_mp.checkpoint.hf_reader import HfReader, WeightsReader, check_layers, has_hf_weights
-from grpo_mp.models.families import family_of
-from grpo_mp.models.hf_config import HfConfig
+from grpo_mp.checkpoint.hf_reader import WeightsReader, has_hf_weights
 from grpo_mp.models.mapping import Param
 
 TORCH_DIST = ".metadata"  # the file that makes a folder a torch_dist checkpoint
@@ -37,25 +33,6 @@ def policy_folder(checkpoint: Path) -> Path:
 def is_converted(folder: Path) -> bool:
     """Return whether the folder's weights are in the torch_dist format alone."""
     return is_torch_dist(folder) and not has_hf_weights(folder)
-
-
-def describe_hf(folder: Path) -> dict[str, str]:
-    """Return the rows that describe a folder, from its headers."""
-    hf = HfConfig.read(folder)
-    params = family_of(hf).params(hf).values()
-    with HfReader(folder) as reader:
-        check_layers(reader.names, hf)
-        dtypes = Counter(str(reader.dtype(name)).removeprefix("torch.") for name in reader.stored_names)
-        stored = sum(prod(reader.shape(name)) for name in reader.names)
-    policy, active = count_parameters(params), count_parameters(params, int(hf.get("num_experts_per_tok") or 0))
-    size = sum(file.stat().st_size for file in reader.files)
-    return {
-        "format": "Hugging Face" + (", blockwise FP8" if "float8_e4m3fn" in dtypes else ""),
-        "architecture": f"{', '.join(hf.get('architectures') or ['not named'])} (family {hf.model_type})",
-        "parameters": f"{stored:,} stored, {policy:,} of the policy, {active:,} active per token",
-        "dtypes": ", ".join(f"{name} x {count}" for name, count in sorted(dtypes.items())),
-        "shards": f"{len(reader.files)} ({size:,} bytes)",
-    }
 
 
 def count_parameters(params: Iterable[Param], experts_per_token: int | None = None) -> int:

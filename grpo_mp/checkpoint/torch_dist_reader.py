@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
-from grpo_mp.checkpoint.chunk_files import INDEX, SavedTensors, read_index
+from grpo_mp.checkpoint.chunk_files import SavedTensors, read_index
 from grpo_mp.checkpoint.describe import (
-    OPTIMIZER_FOLDER,
     TORCH_DIST,
     WEIGHT,
     is_converted,
@@ -23,7 +22,6 @@ from grpo_mp.checkpoint.describe import (
 )
 from grpo_mp.checkpoint.hf_reader import LAYER as HF_LAYER
 from grpo_mp.checkpoint.hf_reader import HfReader, open_non_policy_tensors
-from grpo_mp.checkpoint.run_state import MANIFEST, read_manifest
 from grpo_mp.checkpoint.torch_dist import LAYER, CheckpointSlot, ModelMapping, sharded_tensor
 from grpo_mp.models.mapping import Param, unfuse
 from grpo_mp.utils.errors import UserError
@@ -197,23 +195,3 @@ def _check_layer(folder: Path, name: str, layer: re.Match[str] | None, count: in
 def open_checkpoint(folder: Path) -> SavedReader | TorchDistReader:
     """Open a checkpoint of a run, or one in the torch_dist format."""
     return SavedReader(folder) if is_saved(folder) else TorchDistReader(folder)
-
-
-def describe_checkpoint(folder: Path) -> dict[str, str]:
-    """Return the rows that describe a checkpoint of a run, or one in the torch_dist format."""
-    if is_saved(folder):
-        own = policy_folder(folder)
-        tensors = [(one.shape, one.dtype) for name, one in read_index(own).items() if name.startswith(f"{WEIGHT}/")]
-        optimizer = "with optimizer" if (own / OPTIMIZER_FOLDER / INDEX).is_file() else "weights only"
-        rows = {"format": f"checkpoint of a run, {optimizer}"}
-        rows |= {"step": str(read_manifest(folder).step)} if (folder / MANIFEST).is_file() else {}
-    else:
-        own, rows = folder, {"format": "Megatron torch_dist"}
-        tensors = [(tuple(one.size), one.properties.dtype) for one in TorchDistReader(folder).tensors().values()]
-    files = [file for file in own.rglob("*") if file.is_file()]
-    return rows | {
-        "parameters": f"{sum(prod(shape) for shape, _ in tensors):,}",
-        "tensors": f"{len(tensors):,}",
-        "dtypes": ", ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in tensors})),
-        "files": f"{len(files)} ({sum(file.stat().st_size for file in files):,} bytes)",
-    }

@@ -1,12 +1,11 @@
-"""Inspect, compare and convert checkpoints, in bounded memory.
+"""Compare and convert checkpoints, in bounded memory.
 
-    grpo-mp convert info PATH
     grpo-mp convert check A B --tolerance 1e-6
     grpo-mp convert check A B --logits
     grpo-mp convert to-megatron SRC DST
     grpo-mp convert to-hf SRC DST --fp8 --like HF_FOLDER
 
-`info` describes a Hugging Face folder or a checkpoint of a run. `check` compares two of them by names, shapes, dtypes
+`check` compares two Hugging Face or converted folders by names, shapes, dtypes
 and values, the worst difference first; the exit status is 1 if there is one. With --logits it compares the logits on
 the same tokens in float32, by transformers or Megatron. `to-megatron` writes torch_dist, which any layout loads.
 `to-hf` converts such a folder or a step of a run; config and tokenizer come from the run's model.path or from --like.
@@ -20,9 +19,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
-from grpo_mp.checkpoint.describe import compare_weights, describe_hf, is_saved, is_torch_dist
+from grpo_mp.checkpoint.describe import compare_weights
 from grpo_mp.checkpoint.resumable_writer import PART_BYTES, ProgressCallback
 from grpo_mp.utils.log import log_to_terminal
 from grpo_mp.utils.parsers import Parser, non_negative, positive_int
@@ -38,20 +36,6 @@ def main(arguments: Sequence[str]) -> int:
     log_to_terminal()
     status: int = args.run(args, Console(highlight=False, soft_wrap=True))
     return status
-
-
-def _info(args: argparse.Namespace, console: Console) -> int:
-    if is_torch_dist(args.path) or is_saved(args.path):
-        from grpo_mp.checkpoint.torch_dist_reader import describe_checkpoint  # Megatron is slow to import
-
-        rows = describe_checkpoint(args.path)
-    else:
-        rows = describe_hf(args.path)
-    table = Table.grid(padding=(0, 2))
-    for row in rows.items():
-        table.add_row(*row)
-    console.print(table)
-    return 0
 
 
 def _check(args: argparse.Namespace, console: Console) -> int:
@@ -122,9 +106,6 @@ def _progress(console: Console, destination: Path) -> Iterator[ProgressCallback]
 def _parser() -> Parser:
     parser = Parser("grpo-mp convert", __doc__)
     commands = parser.add_subparsers(required=True)
-    info = commands.add_parser("info", help="describe a folder")
-    info.add_argument("path", type=Path)
-    info.set_defaults(run=_info)
     check = commands.add_parser("check", help="compare two folders, Hugging Face or converted")
     check.add_argument("left", type=Path)
     check.add_argument("right", type=Path)

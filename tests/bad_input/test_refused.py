@@ -357,7 +357,7 @@ def test_users_code(code: str, tmp_path: Path) -> None:
         "plan configs/moe_671b.yaml run.steps=0",
         "evaluate none.yaml --ranks -1",
         "sample configs/tiny_moe.yaml --samples 0",
-        "convert info none",
+        "convert check none none",
         "convert to-megatron none x",
         "launch none.yaml",
     ],

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_mp.checkpoint.convert import to_hf, to_megatron
-from grpo_mp.checkpoint.describe import compare_weights, describe_hf
+from grpo_mp.checkpoint.describe import compare_weights
 from grpo_mp.checkpoint.hf_reader import INDEX, HfReader
 from grpo_mp.checkpoint.resumable_writer import CONVERSION_RECORD
 from grpo_mp.checkpoint.torch_dist_reader import ConvertedReader, open_weights
@@ -180,8 +180,6 @@ def test_layers_that_the_config_does_not_count_are_refused(family: str, tmp_path
     message = r"num_hidden_layers=2 and num_nextn_predict_layers=0 do not cover model.layers.2.\S+: set them"
     with pytest.raises(UserError, match=message):
         to_megatron(model, tmp_path / "final", no_progress)
-    with pytest.raises(UserError, match=message):
-        describe_hf(model)
     with pytest.raises(UserError, match=r"num_hidden_layers=2|config.json says otherwise"):
         to_hf(tmp_path / "megatron", tmp_path / "back", None, False, no_progress)
     with pytest.raises(UserError, match=r"num_hidden_layers=2|config.json says otherwise"):

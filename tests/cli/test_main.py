@@ -60,7 +60,7 @@ def test_every_command_has_its_own_help(command: str, capsys: pytest.CaptureFixt
         (["evaluate", "x.yaml", "--rank", "2"], "unrecognized arguments: --rank 2: see `grpo-mp evaluate --help`"),
         (["plan", "x.yaml"], "x.yaml: No such file or directory: give an existing file"),
         (["report", "no_such"], "no_such: the run folder does not exist: give the run.folder of a run"),
-        (["convert", "info"], "the following arguments are required: path: see `grpo-mp convert info --help`"),
+        (["convert", "check"], "the following arguments are required: left, right: see `grpo-mp convert check --help`"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
