@@ -28,10 +28,24 @@ TemplateVariables = Annotated[
 ]
 
 
-class EvalSetConfig(Section):
-    """A held-out set, and how its answers are sampled; null: as in the rollout."""
+class SetConfig(Section):
+    """A data set; null: as in `data`."""
 
     path: PathText = Field(description="JSONL, JSON or Parquet file, or a `datasets` name, `name:split`")
+    source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
+    system_prompt: str | None = Field(None, description="system message before each row; null: data.system_prompt")
+
+
+class PromptSetConfig(SetConfig):
+    """A set of prompts; null: as in `data`."""
+
+    prompt_column: str | None = Field(None, description="column of the prompt; null: data.prompt_column")
+    answer_column: str | None = Field(None, description="column of the answer; null: data.answer_column")
+
+
+class EvalSetConfig(PromptSetConfig):
+    """A held-out set, and how its answers are sampled; null: as in the rollout."""
+
     samples: int = Field(
         1, ge=1, le=MAX_SAMPLES, description="responses to each problem: avg@n, pass@k and maj@k up to n"
     )
@@ -43,10 +57,6 @@ class EvalSetConfig(Section):
         None, gt=0, description="maximum tokens of a response; null: rollout.max_response_tokens"
     )
     max_prompts: int | None = Field(None, gt=0, description="use only the first prompts, up to this number; null: all")
-    source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
-    prompt_column: str | None = Field(None, description="column of the prompt; null: data.prompt_column")
-    answer_column: str | None = Field(None, description="column of the answer; null: data.answer_column")
-    system_prompt: str | None = Field(None, description="system message before its prompts; null: data.system_prompt")
 
     @model_validator(mode="after")
     def _check_samples_can_differ(self) -> "EvalSetConfig":
@@ -57,15 +67,10 @@ class EvalSetConfig(Section):
         return self
 
 
-class TrainSetConfig(Section):
+class TrainSetConfig(PromptSetConfig):
     """A set of a mixture to train on; null: as in `data`."""
 
-    path: PathText = Field(description="JSONL, JSON or Parquet file, or a `datasets` name, `name:split`")
     weight: float = Field(1.0, gt=0, description="share of the prompts, relative to the other sets")
-    source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
-    prompt_column: str | None = Field(None, description="column of the prompt; null: data.prompt_column")
-    answer_column: str | None = Field(None, description="column of the answer; null: data.answer_column")
-    system_prompt: str | None = Field(None, description="system message before its prompts; null: data.system_prompt")
     reward: dict[str, float] | None = Field(
         None, description="weights of the reward terms for this set, by name; null: those of `reward`"
     )

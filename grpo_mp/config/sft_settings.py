@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from grpo_mp.config.data_sections import NamedSets, TemplateVariables
+from grpo_mp.config.data_sections import NamedSets, SetConfig, TemplateVariables
 from grpo_mp.config.registries import DATA_SOURCES
 from grpo_mp.config.sections import (
     LayoutConfig,
@@ -15,7 +15,7 @@ from grpo_mp.config.sections import (
     TrainingConfig,
 )
 from grpo_mp.config.trainer_settings import check_training
-from grpo_mp.utils.section import PathText, Section
+from grpo_mp.utils.section import Section
 
 SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
 OF_RL = ("rollout", "engine", "reward", "algorithm", "sync", "schedule")  # sections without a meaning here
@@ -34,21 +34,15 @@ class SftRunConfig(RunConfig):
         return self
 
 
-class ChatSetConfig(Section):
+class ChatSetConfig(SetConfig):
     """A set of chats; null: as in `data`."""
 
-    path: PathText = Field(description="JSONL, JSON or Parquet file, or a `datasets` name, `name:split`")
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to the other sets")
-    source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
-    system_prompt: str | None = Field(None, description="system message before its chats; null: data.system_prompt")
 
 
-class HeldOutChatsConfig(Section):
+class HeldOutChatsConfig(SetConfig):
     """A held-out set of chats, whose loss is measured; null: as in `data`."""
 
-    path: PathText = Field(description="JSONL, JSON or Parquet file, or a `datasets` name, `name:split`")
-    source: SourceName | None = Field(None, description="reader of `path`; null: as data.source")
-    system_prompt: str | None = Field(None, description="system message before its chats; null: data.system_prompt")
     max_samples: int | None = Field(None, gt=0, description="use only the first samples, up to this number; null: all")
 
 
