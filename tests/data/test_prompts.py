@@ -177,14 +177,6 @@ def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
         load_prompts(source, DataConfig(train=source), bare, 10)
 
 
-def test_a_template_that_refuses_the_prompt_names_the_row(tmp_path: Path) -> None:
-    strict = make_tokenizer([])
-    strict.chat_template = "{{ raise_exception('only one message') }}"
-    source = write(tmp_path / "a.jsonl", ROWS)
-    with pytest.raises(UserError, match=r"line 1: .* refuses the prompt: only one message"):
-        load_prompts(source, DataConfig(train=source), strict, 10)
-
-
 @pytest.mark.parametrize(
     ("answer", "digits"),
     [
@@ -201,38 +193,6 @@ def test_an_answer_may_be_any_number_and_is_read_as_that(answer: float, digits: 
     reading = read_answer(digits)
     assert isinstance(reading, Number)
     assert reading.value == Fraction(str(answer))
-
-
-NUMBERS = """
-from decimal import Decimal
-from fractions import Fraction
-
-import numpy as np
-
-def rows(path):
-    return [{"question": "How many?", "answer": eval(path)}]
-"""
-
-
-@pytest.mark.parametrize(
-    ("value", "digits"),
-    [
-        ("Decimal('12.50')", "12.50"),
-        ("Fraction(-1, 3)", "-1/3"),
-        ("np.int64(7)", "7"),
-        ("Decimal('Infinity')", None),
-        ("True", None),
-    ],
-)
-def test_an_answer_may_be_a_number_of_any_type(value: str, digits: str | None, tmp_path: Path) -> None:
-    (tmp_path / "numbers.py").write_text(NUMBERS)
-    data = DataConfig(train=value, source=f"{tmp_path / 'numbers.py'}:rows")
-    if digits is None:
-        with pytest.raises(UserError, match="expected an answer as text or number"):
-            load_prompts(value, data, TOKENIZER, 100)
-    else:
-        (prompt,) = load_prompts(value, data, TOKENIZER, 100)
-        assert prompt.answer == digits
 
 
 @pytest.mark.parametrize(

@@ -57,11 +57,6 @@ def test_what_is_no_rows_of_json_is_one_sentence(name: str, content: bytes, mess
         list(read_rows(str(tmp_path / name)))
 
 
-def test_an_empty_array_has_no_rows(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text("[]")
-    assert not len(read_rows(str(tmp_path / "a.json")))
-
-
 @pytest.mark.parametrize("name", ["set[1].parquet", "a*.parquet", "a?.parquet", "lr=[1e-6]/rows.parquet", "B.PARQUET"])
 def test_the_parquet_file_that_is_named_is_read(name: str, tmp_path: Path) -> None:
     """Also where the name is a pattern that other files match."""

@@ -1,15 +1,10 @@
 """Templates that write the present day write that of the run, wherever they are rendered."""
 
-import json
 from collections.abc import Iterator
 from datetime import date, datetime, timedelta
-from pathlib import Path
 
 import pytest
-from transformers.utils import chat_template_utils
 
-from grpo_mp.config.data_sections import DataConfig
-from grpo_mp.data.prompts import load_train_prompts
 from grpo_mp.data.supervised import Chat, ChatEncoder
 from grpo_mp.data.template import ChatRenderer, set_template_date, template_date
 from grpo_mp.utils.types import Message
@@ -48,20 +43,3 @@ def test_chats_to_learn_from_have_the_date_of_the_run(name: str) -> None:
     text = ChatEncoder(tokenizer, "assistant", frozenset([1])).render(Chat((ASK, ANSWER))).text
     assert text.startswith("01 May 2024")
     assert ChatRenderer(tokenizer).render([ASK], asks=True).startswith("01 May 2024")
-
-
-def test_rows_are_the_same_rows_in_the_next_week(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"question": "1+2?", "answer": "3"}) + "\n")
-
-    def digest() -> str:
-        tokenizer = make_renderer("qwen2_5", tools=False).tokenizer
-        tokenizer.chat_template = DATED + str(tokenizer.chat_template)
-        return load_train_prompts(DataConfig(train=str(file)), tokenizer, 400).digest
-
-    before = digest()
-    monkeypatch.setattr(chat_template_utils, "datetime", NextWeek)
-    assert digest() == before
-    set_template_date(template_date() + timedelta(days=7))
-    assert digest() != before  # so the date was in it
-    set_template_date(template_date() - timedelta(days=7))

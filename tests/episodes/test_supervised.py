@@ -91,10 +91,6 @@ def test_turns_are_what_the_chat_has_behind_its_prompts(name: str) -> None:
     assert turns(encoder, encode(encoder, Chat(TWO_TURNS, first=3))) == LEARNED[name][1:]
 
 
-def test_every_family_is_looked_at() -> None:
-    assert LEARNED.keys() | CHANGING.keys() == ENDS.keys()
-
-
 @pytest.mark.parametrize("name", CHANGING)
 def test_templates_that_change_what_they_wrote_are_refused(name: str) -> None:
     with pytest.raises(UserError, match=CHANGING[name]):
@@ -209,14 +205,6 @@ def test_thinking_under_any_name_is_learned_or_missed(field: str) -> None:
         UserError, match=rf"cuts the assistant's {field} 'Three and four\.'.* or remove the field {field}"
     ):
         encode(make_encoder("qwen2_5"), Chat((ASK, thinks)))
-
-
-def test_other_fields_of_a_message_say_nothing_to_learn() -> None:
-    encoder, plain = make_encoder("qwen3", "last"), Chat((ASK, ANSWER))
-    kept = {"name": "Mia", "created": "today", "score": 0.5, "notes": ["a"]}
-    again = {**ANSWER, "reasoning": "Three.", "reasoning_content": "Three."}  # as some servers answer
-    assert encoder.render(Chat((ASK | kept, ANSWER | kept))) == encoder.render(plain)
-    assert "Three." in encoder.render(Chat((ASK, again))).text
 
 
 @pytest.mark.parametrize("template", ["", published("qwen2_5_training"), SPLIT_MARKS])

@@ -1,13 +1,11 @@
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from grpo_mp.rewards import sandbox as sandbox_module
 from grpo_mp.rewards.code import extract_program
-from grpo_mp.rewards.sandbox import Outcome, Sandbox
+from grpo_mp.rewards.sandbox import Sandbox
 from grpo_mp.rewards.scorer import Scorer
 from grpo_mp.rewards.settings import CodeConfig, RewardConfig
 from grpo_mp.utils.errors import UserError
@@ -139,40 +137,6 @@ def test_input_and_output(score: Callable[..., Any]) -> None:
 
 def test_rows_without_tests_do_not_count(score: Callable[..., Any]) -> None:
     assert score([answer(ADD), "nothing"], ["", " "]) == [{}, {}]
-
-
-def test_a_row_that_cannot_be_read_is_a_failure_of_the_term(score: Callable[..., Any]) -> None:
-    """The start refuses such rows; where one is met later, reward.on_error decides."""
-    sentence = r"^reward code: prompt 12: column tests is not Python \(.*set reward.on_error"
-    with pytest.raises(UserError, match=sentence):
-        score([answer(ADD)], "assert (")
-    with pytest.raises(UserError, match=r"^reward code: prompt 12: no column asserts \(did you mean tests\?\)"):
-        score([answer(ADD)], "assert add", tests="asserts")
-
-
-@pytest.mark.usefixtures("score")
-def test_groups_are_scored_at_once_within_bounds(make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    running, peak, lock = [0], [0], threading.Lock()
-    run = Sandbox.run
-
-    def counting_run(self: Sandbox, *arguments: Any) -> Outcome:
-        with lock:
-            running[0] += 1
-            peak[0] = max(peak[0], running[0])
-        try:
-            return run(self, *arguments)
-        finally:
-            with lock:
-                running[0] -= 1
-
-    settings = RewardConfig.model_validate({"code": {"parallel": 2, "timeout_s": 20.0}})
-    scorer = Scorer(settings, max_response_tokens=10)
-    monkeypatch.setattr(Sandbox, "run", counting_run)
-    group = make_group([answer(ADD), answer("exit(0)")], tests="assert add(1, 1) == 2")
-    with ThreadPoolExecutor(6) as threads:
-        groups = list(threads.map(scorer.score_group, [group] * 6))
-    assert [[sample.reward for sample in scored.samples] for scored in groups] == [[1.0, 0.0]] * 6
-    assert peak == [2]
 
 
 def test_a_failing_sandbox_is_not_a_wrong_program(

@@ -165,12 +165,6 @@ def test_a_judge_that_is_down(server: Server, make_group: MakeGroup) -> None:
     assert score(server.url, make_group(["a"]), on_error="skip")[0] == [0.0]
 
 
-def test_requests_in_flight_are_limited(server: Server, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_mp.rewards.judge.CONCURRENT_REQUESTS", 3)
-    score(server.url, make_group([f"{n}" for n in range(9)]))
-    assert (len(server.bodies), server.peak) == (9, 3)
-
-
 def test_a_key_that_is_not_there_is_refused_at_the_start() -> None:
     judge = {"url": "http://127.0.0.1:1", "model": "m", "api_key_env": "NO_SUCH_KEY"}
     with pytest.raises(UserError, match=r"^reward.judge.api_key_env: NO_SUCH_KEY is not set in the environment"):

@@ -1,5 +1,4 @@
 import re
-import time
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
@@ -74,13 +73,6 @@ def test_a_boxed_answer_ends_where_its_own_braces_balance(text: str) -> None:
     inside = [text[start:end].strip() or None for start in starts if (end := closing_brace(text, start)) is not None]
     assert boxed_answer(text) == (inside or [None])[-1]
     assert boxed_answer(text, "first") == (inside or [None])[0]
-
-
-def test_a_response_that_opens_thousands_of_boxes_takes_no_time() -> None:
-    """What a policy that has collapsed repeats; one pass a box would take minutes."""
-    before = time.process_time()
-    assert boxed_answer("\\boxed{" * 20_000) is boxed_answer("\\boxed{" * 20_000, "first") is None
-    assert time.process_time() - before < 10.0
 
 
 @pytest.mark.parametrize(
@@ -169,11 +161,6 @@ def test_within_the_tolerance_is_right(value: Decimal, off: Decimal, tolerance: 
 def test_which_box_is_a_setting(setting: dict[str, Any], right: float, make_group: Callable[..., SampleGroup]) -> None:
     built_in = BuiltInTerms(RewardConfig(answer=1.0, **setting), max_response_tokens=8, used=["answer"])
     assert built_in.values["answer"](make_group([r"\boxed{3}, no: \boxed{7}"])) == [right]
-
-
-@pytest.mark.parametrize("text", ["", "x", "1/0", "1e99999", "1,23", "12,34", "3 4", r"\frac{a}{2}", "--1", "1/2/3"])
-def test_other_texts_are_no_plain_numbers(text: str) -> None:
-    assert not isinstance(read_answer(text), Number)
 
 
 @given(

@@ -104,11 +104,6 @@ def test_none_does_not_apply(score: Any, make_group: MakeGroup) -> None:
     assert [sample.reward_terms for sample in scored.samples] == [{"stateful": 1.0}, {}]
 
 
-def test_the_time_limit_is_of_the_group(score: Any, make_group: MakeGroup) -> None:
-    with pytest.raises(UserError, match=r"^reward slow: prompt 12: took longer than reward.timeout_s=1 s"):
-        score("slow", make_group(["a", "bad"]), timeout_s=1.0)
-
-
 def test_a_function_with_another_signature_is_refused_at_the_start(score: Any, make_group: MakeGroup) -> None:
     with pytest.raises(UserError, match=r"^reward\.functions '.*single\.py:narrow': as reward function it is called"):
         score("narrow", make_group(["a"]))

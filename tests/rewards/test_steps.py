@@ -66,12 +66,6 @@ def test_steps_alone_leave_no_sample_unscored(score: Callable[..., Any]) -> None
     assert (scorer.take_stats().unscored, group.samples[0].reward, group.samples[0].is_scored) == (0, 0.0, True)
 
 
-def test_without_steps(score: Callable[..., Any]) -> None:
-    group, _ = score("none")
-    assert steps(group) == [(), ()]
-    assert [sample.reward_terms for sample in group.samples] == [{}, {}]
-
-
 def test_a_function_of_the_same_name_keeps_its_whole_name(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def steps(**columns): ...")
     name = f"{tmp_path / 'mine.py'}:steps"
@@ -86,8 +80,3 @@ def test_wrong_shapes(function: str, score: Callable[..., Any]) -> None:
     group, scorer = score(function, on_error=-0.5)
     assert steps(group) == [((3, -0.5),)] * 2
     assert scorer.take_stats().failures == {"steps": 1}
-
-
-def test_a_function_that_is_not_there() -> None:
-    with pytest.raises(UserError, match=r"^reward\.steps 'os\.path:jion': os\.path has no jion"):
-        Scorer(RewardConfig(steps="os.path:jion"), max_response_tokens=8)

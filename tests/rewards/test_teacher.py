@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from grpo_mp.algorithms.distillation_settings import TeacherConfig
-from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens, first_difference, same_tokens
+from grpo_mp.rewards.teacher import TeacherClient, check_served_tokens, same_tokens
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import SampleGroup
 from tests.http_server import JsonServer, Reply
@@ -236,11 +236,3 @@ def test_a_server_that_cannot_be_asked_is_warned_of(
     warning = check(server, reply, tokenizer)
     assert warning.startswith("algorithm.distillation.teacher: its tokenizer could not be compared with the policy's (")
     assert len(server.bodies) == 1
-
-
-def test_vocabularies_are_compared_by_content() -> None:
-    assert first_difference({"a": 0, "b": 1}, {"b": 1, "a": 0}) == ""
-    assert first_difference({"a": 0, "b": 1}, {"a": 1, "b": 0}) == (
-        "2 of its 2 tokens are not those of the policy's 2: 0 is 'b', and the policy's is 'a'"
-    )
-    assert first_difference({"a": 0}, {"a": 0, "b": 1}).endswith("policy's 1: 1 is 'b', and the policy's is None")
