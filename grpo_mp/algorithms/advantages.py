@@ -184,7 +184,6 @@ BASELINES: dict[str, Callable[[Tensor, Groups], Tensor]] = {
 
 
 def _group_std(values: Tensor, groups: Groups) -> Tensor:
-    """Return the standard deviation of each value's group: over n - 1."""
     sizes = groups.sizes()
     centered = values - (groups.sums(values) / sizes)[groups.index]
     variance = groups.sums(centered**2) / (sizes - 1).clamp(min=1)

@@ -162,7 +162,6 @@ def _reward_terms(infos: Sequence[SampleInfo]) -> dict[str, float]:
 
 
 def _pass_at(problems: Sequence[Sequence[SampleInfo]], samples: int, too_long: int) -> dict[int, Estimate]:
-    """Estimate pass@k by k, over the problems with at least k judged samples, and those that are too long."""
     counts = [(len(problem), sum(bool(info.is_correct) for info in problem)) for problem in problems]
     counts += [(samples, 0)] * too_long
     return {

@@ -142,7 +142,6 @@ def _ranges(rows: npt.NDArray[np.int64]) -> Ranges:
 
 
 def _joined(parts: Iterable[torch.Tensor], layers: int, dtype: str, topk: int) -> RoutedExperts:
-    """Return what arrived from all ranks, in the order of the rows."""
     pieces: list[tuple[Ranges, ExpertIds]] = [(np.empty((0, 2), np.int32), np.empty((0, layers, topk), dtype))]
     pieces += [_unpacked(part.numpy(), layers, dtype, topk) for part in parts if len(part)]
     ranges = np.concatenate([ranges for ranges, _ in pieces])

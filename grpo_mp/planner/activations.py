@@ -139,7 +139,6 @@ def _fp8_elements(job: PlannedJob, layer: int) -> float:
 
 
 def _dense_elements(job: PlannedJob, layer: int) -> float:
-    """Return the elements per token that a layer saves outside of its routed experts."""
     model, layout = job.model, job.settings.layout
     gathered = model.hidden_size if layout.tensor > 1 else 0
     per_token = 4 * model.hidden_size / layout.tensor + gathered + _attention_elements(job)  # norms first

@@ -89,7 +89,6 @@ def _rules(job: PlannedJob) -> list[Rule]:
 
 
 def _rule_bytes(job: PlannedJob, rule: Rule) -> float:
-    """Return the bytes of a mapping rule's parameter on one GPU, in one layer."""
     parallelism, dtype_bytes = job.engine_parallelism, DTYPE_BYTES[job.settings.model.dtype]
     # Outside the layers only the embedding follows attention, and with its own option the output layer.
     embeds = rule.name.startswith("embedding") or job.settings.engine.args.get("enable_dp_lm_head")

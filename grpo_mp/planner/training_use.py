@@ -155,7 +155,6 @@ def _layer_traffic(job: PlannedJob) -> LayerTraffic:
 
 
 def _traffic_use(job: PlannedJob, traffic: LayerTraffic) -> ResourceUse:
-    """Divide traffic over NVLink and network: groups of consecutive ranks, as many of them in a node as fit."""
     layout, per_node = job.settings.layout, job.gpus_per_node
     ring_in_node = layout.tensor * layout.context <= per_node
     expert_group = layout.expert * layout.expert_tensor

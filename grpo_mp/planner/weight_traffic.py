@@ -160,7 +160,6 @@ def quantized_elements(transfers: Sequence[Transfer], weights: Sequence[int], wi
 
 
 def _layers_like(job: PlannedJob) -> dict[int, int]:
-    """Return one layer of each kind of each pipeline stage, and how many layers of the stage are like it."""
     counts: dict[int, int] = {}
     # A layer that predicts ahead goes to engines that draft with it.
     sent = job.model.num_layers + job.settings.engine.speculative.drafts_by_mtp

@@ -116,11 +116,6 @@ def test_long_tailed_lengths_balance_over_ranks_and_microbatches() -> None:
         assert max(together) / (sum(together) / 8) < 1.02
 
 
-def test_least_loaded_rank_gets_the_larger_next_bin() -> None:
-    schedule = plan_microbatches([10, 9, 9, 3], 2, 10, 1)
-    assert sorted(sum(plan.tokens for plan in rank) for rank in schedule.ranks) == [13, 18]
-
-
 def test_quadratic_cost_gives_the_rank_with_the_long_sequence_fewer_tokens() -> None:
     lengths = [400] + [100] * 8
     schedule = plan_microbatches(lengths, 2, 10_000, 1, costs=[Cost(1.0, 0.01).time(length) for length in lengths])
@@ -134,15 +129,6 @@ def test_fewer_samples_than_ranks_leave_empty_microbatches() -> None:
     assert schedule.microbatches == 2
     plans = [plan for rank in schedule.ranks for plan in rank]
     assert sum(plan == MicroBatchPlan() for plan in plans) == 6
-
-
-def test_a_sequence_over_the_budget_has_its_own_microbatch() -> None:
-    schedule = plan_microbatches([100, 3, 3], 1, 10, 1)
-    assert sorted(plan.samples for plan in schedule.ranks[0]) == [(0,), (1, 2)]
-
-
-def test_no_samples_still_give_every_rank_its_microbatches() -> None:
-    assert plan_microbatches([], 2, 8, 1, multiple=3).microbatches == 3
 
 
 @pytest.mark.parametrize("arguments", [([0], 1, 1, 1), ([1], 0, 1, 1), ([1], 1, 0, 1), ([1], 1, 1, 0)])
