@@ -1,8 +1,6 @@
 """Which rank reports an error, and with which status a rank exits."""
 
-import errno
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -69,14 +67,6 @@ def test_a_full_disk_is_a_sentence(store: dist.Store, tmp_path: Path) -> None:
 def test_an_unexpected_error_is_not_changed(store: dist.Store) -> None:
     with pytest.raises(RuntimeError, match="shapes"), report_error_once(0, store):
         raise RuntimeError("shapes do not match")
-
-
-def test_an_error_is_reported_where_the_store_is_gone() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-    del server
-    with pytest.raises(UserError, match="the cause"), report_error_once(1, client):
-        raise UserError("the cause")
 
 
 def test_a_user_error_exits_with_its_message(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,25 +176,6 @@ def test_a_batch_script_is_told_whether_training_stopped_on_purpose(
     values = json.loads((tmp_path / "error.json").read_text())
     assert values.pop("message")["message"].endswith(": x")
     assert values == {"rank": 0, **mark}
-
-
-@pytest.mark.parametrize("broken", ["fsync", "replace"])
-def test_a_disk_that_takes_no_error_file_hides_no_error(
-    broken: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It leaves no torn file either, which would pass for the error."""
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    monkeypatch.setattr(os, broken, full)
-    with pytest.raises(SystemExit) as exited, exit_on_error():
-        raise UserError("no such file")
-    assert (exited.value.code, capsys.readouterr().err) == (2, "error: no such file\n")
-    with pytest.raises(ValueError, match="odd"), exit_on_error():
-        raise ValueError("odd")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_thread_that_waits_for_a_peer_does_not_abort_the_rank_that_failed() -> None:

@@ -1,13 +1,11 @@
 """Which checkpoint a run resumes from, where newer ones are damaged."""
 
-import errno
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +15,6 @@ from grpo_mp.checkpoint.run_state import (
     TrainState,
     checkpoint_folder,
     complete_checkpoints,
-    read_manifest,
     write_manifest,
 )
 from grpo_mp.config.sections import RunConfig
@@ -112,44 +109,6 @@ def test_damage_anywhere_in_what_a_run_has_saved_is_noticed(
         assert name in notes[0]
         assert newest_first(tmp_path) == [former]
     assert find_whole_checkpoint(newest_first(saved), job) == (source, [])
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES], ids=errno.errorcode.get)
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_that_cannot_be_read_is_damage(
-    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
-) -> None:
-    """Whether the system says so when it is opened, or looked up."""
-    read, look_up = Path.open, Path.stat
-    for call in ("stat",) if name != MANIFEST else ("open",):
-        run = tmp_path / call
-        former, newest = save(run, 2), save(run, 4)
-
-        def refuse(path: Path, *given: Any, call: str = call, bad: Path = newest / name, **more: Any) -> Any:
-            if path == bad:
-                raise OSError(number, os.strerror(number), str(path))
-            return {"open": read, "stat": look_up}[call](path, *given, **more)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, call, refuse)
-            if name != MANIFEST and call == "stat":
-                with pytest.raises(UserError, match=f"{name} cannot be read"):
-                    read_manifest(newest)
-            found, notes = find_whole_checkpoint([newest, former], job)
-        assert (found, len(notes)) == (former, 1)
-        assert name in notes[0]
-        assert os.strerror(number) in notes[0]
-        assert "the run resumes from step_000002; step_000004 is now step_000004.damaged" in notes[0]
-
-
-def test_a_folder_in_place_of_a_file_is_damage(job: SimpleNamespace, tmp_path: Path) -> None:
-    for name in FILES[:-1]:
-        former, newest = save(tmp_path, 2), save(tmp_path, 4)
-        (newest / name).unlink()
-        (newest / name).mkdir()
-        found, notes = find_whole_checkpoint(newest_first(tmp_path), job)
-        assert (found, len(notes)) == (former, 1)
-        assert f"{name} is missing or cut short" in notes[0]
 
 
 def test_without_a_whole_one_all_are_left_as_they_are(job: SimpleNamespace, tmp_path: Path) -> None:
