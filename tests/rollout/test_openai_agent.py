@@ -195,7 +195,7 @@ def test_the_agent_of_the_page(roll_out: RollOut, tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"agnt": "x"}, "rollout.function 'openai_agent': its arguments: got an unexpected keyword argument 'agnt'"),
+        ({"agnt": "x"}, "rollout.function 'openai_agent': its arguments: missing a required argument: 'agent'"),
         ({"agent": f"{HERE}:carefull"}, "has no carefull (did you mean careful?)"),
         ({"agent": f"{HERE}:make_client"}, "it must be a coroutine function"),
     ],
