@@ -12,7 +12,6 @@ RUNS_DATA = {
 ALLOWED = {
     "batching/exchange.py: pickle.loads": "samples of another rank, by the job's own process group",
     "config/other_trainers.py: yaml.safe_load": "shipped with the package",
-    "data/rows.py: pickle.loads": "rows of the user's own source, in a file without a name that this process wrote",
     "doctor/activations.py: torch.load": "weights_only",
     "platform/import_hook.py: marshal.loads": "compiled code, in a folder that only its user may write",
     "policy/checkpoint.py: torch.load": "weights_only",

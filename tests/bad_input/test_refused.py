@@ -193,7 +193,6 @@ def test_names_of_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "{{ nothing() }}",
         "{{ raise_exception('only images') }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "Answer now.",
     ],
 )
 def test_chat_templates(template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
