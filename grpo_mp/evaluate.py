@@ -1,4 +1,4 @@
-"""Evaluate without training: `grpo-mp evaluate`, or `torchrun ... -m grpo_mp.evaluate` with the same arguments."""
+"""Evaluate a model or checkpoint: `grpo-mp evaluate`, or `torchrun ... -m grpo_mp.evaluate` with the same arguments."""
 
 import argparse
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 from grpo_mp.utils.processes import end_with_launcher
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
     end_with_launcher()
 
 import torch.distributed as dist
@@ -30,7 +30,7 @@ SCORES, SAMPLES = "eval.json", "samples.jsonl"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line, see `grpo-mp evaluate --help`. Raises SystemExit where it fails."""
+    """Run the command line of `grpo-mp evaluate`; raise SystemExit on failure."""
     with command(evaluate_parser(), arguments) as args:
         job = read_command(args)
         with started_job(args.ranks) as (world_size, ranks_per_node):
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read_command(args: argparse.Namespace) -> EngineJob:
-    """Return the job of a command line."""
+    """Return the evaluation job that the parsed arguments describe."""
     job = read_engine_job(args, "evaluate")
     if not job.settings.data.eval:
         raise UserError(f"{args.config}: data.eval names no set: add one, as data.eval.NAME=FILE")
@@ -46,7 +46,7 @@ def read_command(args: argparse.Namespace) -> EngineJob:
 
 
 def run(job: EngineJob, inputs: RunInputs) -> None:
-    """Evaluate as one rank of a started job, and leave the results."""
+    """Evaluate as one rank of a started job, and write the results to the job's folder."""
     problems = ", ".join(
         f"{len(inputs.evals[name])} problems of {name} x {eval_set.samples}"
         for name, eval_set in job.settings.data.eval.items()
@@ -56,7 +56,7 @@ def run(job: EngineJob, inputs: RunInputs) -> None:
 
 
 def evaluate_and_report(job: EngineJob, evaluator: Evaluator) -> None:
-    """Evaluate every set; write scores, samples and picture into the folder, and show a table."""
+    """Evaluate every set; write scores, samples and the pass@k plot to the job's folder, and print a table."""
     folder, ranks, progress = job.folder, evaluator.job, evaluator.progress
     step = read_manifest(job.checkpoint).step if job.checkpoint else 0
     samples = _samples_file(folder, ranks.rank)

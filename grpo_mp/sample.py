@@ -1,6 +1,6 @@
-"""Answer prompts without training: `grpo-mp sample`, or `torchrun ... -m grpo_mp.sample` with the same arguments.
+"""Sample answers to prompts: `grpo-mp sample`, or `torchrun ... -m grpo_mp.sample` with the same arguments.
 
-Answers are recorded as they come; the same command continues after a kill.
+Finished groups are recorded at once, so running the same command again continues an interrupted job.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 from grpo_mp.utils.processes import end_with_launcher
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
     end_with_launcher()
 
 import torch.distributed as dist
@@ -47,7 +47,7 @@ from grpo_mp.utils.types import Prompt
 from grpo_mp.utils.user_code import file_digests
 
 IDENTITY = "identity.json"
-SECTIONS: dict[str, Any] = {  # the settings that decide the answers and their scores
+SECTIONS: dict[str, Any] = {  # settings that affect the answers and their scores; True: the whole section
     "run": {"seed"},
     "model": {"family", "dtype"},
     "rollout": {
@@ -58,7 +58,7 @@ SECTIONS: dict[str, Any] = {  # the settings that decide the answers and their s
     "engine": {"deterministic", "args", "speculative"},
     "reward": True,
 }
-# Settings of these sections that decide where and how fast answers are computed and scored.
+# Settings of these sections that affect only where and how fast answers are computed and scored.
 NEUTRAL = re.compile(
     r"reward\..*(url|api_key_env|gpus_per_server|timeout_s)"
     r"|engine\.args\.(mem_fraction_static|max_running_requests|chunked_prefill_size)"
@@ -67,7 +67,7 @@ NEUTRAL = re.compile(
 
 @dataclass(frozen=True)
 class SamplingJob(EngineJob):
-    """Which prompts are answered, and which answers are kept."""
+    """A sampling job: settings, weights, and the filters that select the answers to keep."""
 
     filters: Mapping[str, SampleFilter]
 
@@ -76,7 +76,7 @@ class SamplingJob(EngineJob):
         return list(islice(inputs.train.prompts, most)) if most else inputs.train.prompts
 
     def identity(self, inputs: RunInputs) -> dict[str, Any]:
-        """Return by name what decides the answers: settings, weights, prompts and users' code."""
+        """Return name -> value of all inputs that determine the answers: settings, weights, prompts and user code."""
         settings = self.settings.model_dump(mode="json", include=SECTIONS)
         decisive = {name: value for name, value in _dotted(settings) if not NEUTRAL.fullmatch(name)}
         files = {"the model's files": model_digest(self.name), "the prompts": inputs.train.digest}
@@ -92,7 +92,7 @@ def _dotted(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line, see `grpo-mp sample --help`. Raises SystemExit where it fails."""
+    """Run the command line of `grpo-mp sample`; raise SystemExit on failure."""
     with command(sample_parser(), arguments) as args:
         job = read_command(args)
         with started_job(args.ranks) as (world_size, ranks_per_node):
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read_command(args: argparse.Namespace) -> SamplingJob:
-    """Return the job of a command line."""
+    """Return the sampling job that the parsed arguments describe."""
     job = read_engine_job(args, "sample")
     settings = job.settings.for_sampling()
     group_size = args.samples or settings.rollout.group_size
@@ -118,9 +118,9 @@ def read_command(args: argparse.Namespace) -> SamplingJob:
 
 
 def run(job: SamplingJob, inputs: RunInputs) -> None:
-    """Sample as one rank of a started job, and leave the results.
+    """Sample as one rank of a started job, and write the results to the job's folder.
 
-    Engines start only where prompts have no answers: after a change of the filters the files are written anew.
+    If every prompt is already answered, no engine starts: the files are rewritten, for example with other filters.
     """
     check_folder(job, inputs)
     prompts, before = job.prompts(inputs), read_json(job.folder / SUMMARY)
@@ -135,7 +135,7 @@ def run(job: SamplingJob, inputs: RunInputs) -> None:
 
 
 def check_folder(job: SamplingJob, inputs: RunInputs) -> None:
-    """Raise UserError for a folder that holds a run, or answers that other settings, weights or prompts decided."""
+    """Raise UserError if the folder holds a training run, or answers from other settings, weights, prompts or code."""
     if (job.folder / METRICS).exists() or complete_checkpoints(job.folder):
         raise UserError(f"{job.folder} holds a training run: choose another --out")
     if not (job.folder / IDENTITY).exists():
@@ -153,7 +153,7 @@ def check_folder(job: SamplingJob, inputs: RunInputs) -> None:
 
 
 def generate(job: SamplingJob, inputs: RunInputs, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Answer the prompts that have no recorded answers; return what was generated, and how fast."""
+    """Generate answers for the prompts without recorded ones; return the throughput, see Throughput."""
     greeting = f"{job.name}: {len(prompts):,} prompts x {job.settings.rollout.group_size}; starting the engines"
     with start_engines(job, inputs, greeting) as engines:
         ranks = engines.job
@@ -171,7 +171,7 @@ def generate(job: SamplingJob, inputs: RunInputs, prompts: Sequence[Prompt]) -> 
 
 
 def write_answers(job: SamplingJob, inputs: RunInputs, prompts: Sequence[Prompt], throughput: Any) -> int:
-    """Write the files of the answers, the summary last; show it, and return how many prompts have answers."""
+    """Write samples, pass rates and summary, print the summary, and return the number of answered prompts."""
     facts = {
         "model": str(job.settings.model.path),
         "checkpoint": str(job.checkpoint) if job.checkpoint else None,
@@ -181,7 +181,7 @@ def write_answers(job: SamplingJob, inputs: RunInputs, prompts: Sequence[Prompt]
         "prompts": len(prompts),
     }
     tools = inputs.episodes.tools.schemas if inputs.episodes else None
-    (job.folder / SUMMARY).unlink(missing_ok=True)  # it would describe other rows
+    (job.folder / SUMMARY).unlink(missing_ok=True)  # the old summary would describe other rows
     writer = AnswerWriter(job.folder, prompts, job.filters, tools)
     summary = writer.write(read_recorded(job.folder, len(prompts)), facts)
     write_json(job.folder / SUMMARY, facts | summary | {"last_start": throughput})
@@ -203,7 +203,7 @@ MAX_UNANSWERED = 0.01  # share of the prompts
 
 
 def check_answered(job: SamplingJob, answered: int, prompts: int) -> None:
-    """Raise UserError where more prompts than allowed have no answers, which would bias what is trained on them."""
+    """Raise UserError if the share of unanswered prompts, which biases the data, exceeds MAX_UNANSWERED."""
     missing = prompts - answered
     if missing > MAX_UNANSWERED * prompts:
         raise UserError(

@@ -8,7 +8,7 @@ from functools import partial
 from grpo_mp.utils.processes import end_with_launcher
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
     end_with_launcher()
 
 from grpo_mp import platform
@@ -35,7 +35,7 @@ from grpo_mp.utils.phases import Phase
 
 
 def fine_tune(ctx: SftContext) -> None:
-    """Run supervised fine-tuning: take samples, update the policy by the mean loss of their learned tokens."""
+    """Run supervised fine-tuning: each step minimizes the mean cross-entropy of the batch's loss tokens."""
     run, inputs = ctx.settings.run, ctx.inputs
     logger = StepLogger.open(ctx, ctx.settings.model_dump(mode="json"), inputs.make_loggers)
     if ctx.state.step == 0:
@@ -54,7 +54,7 @@ def fine_tune(ctx: SftContext) -> None:
 
 
 def take_samples(ctx: SftContext) -> SftBatch:
-    """Take the samples of the next step, and pack those that this rank computes."""
+    """Return the samples of the next step, with this rank's share packed into micro-batches."""
     cursor = ctx.state.cursor or Cursor(seed=ctx.settings.run.seed)
     with ctx.phases.phase(Phase.TRAIN, "samples"):
         return next_batch(
@@ -63,7 +63,7 @@ def take_samples(ctx: SftContext) -> SftBatch:
 
 
 def update_policy(ctx: SftContext, batch: SftBatch, step: int) -> tuple[UpdateReport, dict[str, float]]:
-    """Make the step's optimizer update, and advance the state; return what was measured, too."""
+    """Run the step's optimizer update and advance `ctx.state`; return its report and the loss metrics."""
     finish_save(ctx)
     with ctx.phases.phase(Phase.TRAIN):
         check_replicas(ctx.policy, step, CHECK_EVERY)
@@ -83,7 +83,7 @@ def update_policy(ctx: SftContext, batch: SftBatch, step: int) -> tuple[UpdateRe
 def step_record(
     ctx: SftContext, logger: StepLogger, batch: SftBatch, report: UpdateReport, measured: dict[str, float]
 ) -> StepRecord:
-    """Collect what is logged of the step but its evaluation."""
+    """Collect the metrics of a step, without its evaluation."""
     _, summary, record = logger.common_record()
     record.scalars.update(
         sft_metrics(batch.packed, report, measured=measured, summary=summary, ranks=ctx.job.world_size)
@@ -97,7 +97,7 @@ def step_record(
 
 
 def evaluate(ctx: SftContext) -> dict[str, float]:
-    """Return the losses of the held-out sets."""
+    """Return the loss of each held-out set, by metric name."""
     settings, metrics = ctx.settings, dict[str, float]()
     if not ctx.inputs.evals:
         return metrics
@@ -110,14 +110,14 @@ def evaluate(ctx: SftContext) -> dict[str, float]:
 
 
 def run(settings: SftSettings, inputs: SftInputs) -> None:
-    """Fine-tune as one rank of a started job; `settings`: as loaded."""
+    """Fine-tune as one rank of a started job. `settings`: as loaded, before epochs are converted to steps."""
     checkpoints = partial(resumable_checkpoints, settings.run.folder, inputs.train.digest)
     with open_sft_context(settings, inputs, checkpoints) as ctx:
         fine_tune(ctx)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line, see `grpo-mp sft --help`. Raises SystemExit where it fails."""
+    """Run the command line of `grpo-mp sft`; raise SystemExit on failure."""
     with (
         command(sft_parser(), arguments) as args,
         started_job(args.ranks, args.dry_run, args.ranks_per_node) as (world_size, ranks_per_node),

@@ -1,4 +1,4 @@
-"""The GRPO loop, and PPO's. `torchrun ... -m grpo_mp.train CONFIG section.key=value ...`; `--dry-run` only checks."""
+"""Train with GRPO or PPO: `torchrun ... -m grpo_mp.train CONFIG section.key=value ...`; `--dry-run` only checks."""
 
 import signal
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from functools import partial
 from grpo_mp.utils.processes import end_with_launcher
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the seconds of imports without a trace
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the slow imports ends without a traceback
     end_with_launcher()
 
 from grpo_mp import platform
@@ -37,7 +37,7 @@ from grpo_mp.utils.phases import Phase
 def train(ctx: TrainContext) -> None:
     """Run GRPO: generate groups, score them, turn rewards into advantages, update the policy, sync the engines.
 
-    PPO's critic, where there is one, estimates the advantages of tokens and is updated beside the policy.
+    With a critic (PPO), its values give the advantage of each token, and each step updates the critic first.
     """
     run, logger = ctx.settings.run, open_logger(ctx)
     record = StepRecord(sync_first_weights(ctx))
@@ -49,7 +49,7 @@ def train(ctx: TrainContext) -> None:
         for step in loop.steps():
             rollouts = ctx.collector.collect(ctx.state, step)  # generate and score
             if ctx.should_stop():
-                break  # the step is repeated after a restart
+                break  # a resumed run repeats this step
             dump_rollouts(ctx, rollouts, step)
             batch = compute_advantages(ctx, rollouts, step)
             updates = compute_logprobs_and_values(ctx, batch)
@@ -69,7 +69,7 @@ def train(ctx: TrainContext) -> None:
 
 
 def generate(ctx: RolloutContext) -> None:
-    """Follow `train` as a rank that only hosts an engine: generate for the next step while the other ranks train."""
+    """Run the loop of a rank that only hosts an engine: generate groups for the next step while other ranks train."""
     run = ctx.settings.run
     sync_first_weights(ctx)
     if ctx.state.step == 0 and not ctx.should_stop():
@@ -88,7 +88,7 @@ def generate(ctx: RolloutContext) -> None:
 
 
 def open_logger(ctx: TrainContext) -> StepLogger:
-    """Open the loggers of the run, which continue after the steps that are done."""
+    """Open the loggers of the run; a resumed run appends to the records of its finished steps."""
     settings = ctx.settings
     return StepLogger.open(
         ctx,
@@ -101,7 +101,7 @@ def open_logger(ctx: TrainContext) -> StepLogger:
 
 
 def evaluate(ctx: TrainContext, logger: StepLogger, record: StepRecord, step: int) -> None:
-    """Evaluate the weights that the engines hold, and add the scores to the step's record."""
+    """Evaluate the engines' weights on every eval set, write the scores, and add them to `record`."""
     evaluation = ctx.evaluator.evaluate(step)
     record.scalars.update(evaluation.metrics)
     record.texts.update(evaluation.texts)
@@ -109,7 +109,7 @@ def evaluate(ctx: TrainContext, logger: StepLogger, record: StepRecord, step: in
 
 
 def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None:
-    """Write what the step trains on, if `rollout.dump` is set."""
+    """Write the step's groups to the dump folder if `rollout.dump` is set."""
     if ctx.settings.rollout.dump and not ctx.inputs.replay:
         with ctx.phases.phase(Phase.SCORE, "dump"):
             folder, shape = ctx.settings.run.folder / FOLDER, RolloutShape.of(ctx.settings, ctx.inputs.hf)
@@ -119,7 +119,7 @@ def dump_rollouts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> Non
 
 
 def send_experts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None:
-    """Send the experts that the engine chose to the training ranks that replay them."""
+    """Send the routed experts recorded by this rank's engine to the training ranks that replay them (R3)."""
     with ctx.phases.phase(Phase.SCORE):
         hidden_size = model_shape(ctx.inputs.hf).hidden_size
         send_routed_experts(
@@ -133,7 +133,7 @@ def send_experts(ctx: RolloutContext, rollouts: RolloutBatch, step: int) -> None
 
 
 def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> StepBatch:
-    """Turn rewards into advantages, and send samples to the ranks that train on them, packed in micro-batches."""
+    """Compute advantages from rewards, exchange samples between ranks, and pack this rank's micro-batches."""
     assembly = Assembly(
         ctx.settings,
         ctx.parallel,
@@ -147,7 +147,7 @@ def compute_advantages(ctx: TrainContext, rollouts: RolloutBatch, step: int) -> 
 
 
 def compute_logprobs_and_values(ctx: TrainContext, batch: StepBatch) -> UpdateBatches:
-    """Return the micro-batches of each update with the logprobs, and values of a critic, that its loss needs."""
+    """Return the micro-batches of each update, with old and reference logprobs and critic values as the loss needs."""
     settings, state = ctx.settings, ctx.state
     with ctx.phases.phase(Phase.LOGPROB):
         return compute_logprobs(
@@ -162,7 +162,7 @@ def compute_logprobs_and_values(ctx: TrainContext, batch: StepBatch) -> UpdateBa
 
 
 def update_critic(ctx: TrainContext, updates: UpdateBatches, step: int) -> list[UpdateReport]:
-    """Train the critic on the step's returns."""
+    """Train the critic on the step's returns; return a report per update, none without a critic."""
     if not (ctx.critic and ctx.settings.critic):
         return []
     finish_save(ctx)
@@ -174,7 +174,7 @@ def update_critic(ctx: TrainContext, updates: UpdateBatches, step: int) -> list[
 
 
 def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatches, step: int) -> list[UpdateReport]:
-    """Make the step's optimizer updates, refresh the reference if that is due, and advance the state."""
+    """Run the step's optimizer updates, refresh the reference model when due, and advance `ctx.state`."""
     finish_save(ctx)
     algorithm, epochs = ctx.settings.algorithm, ctx.settings.training.epochs
     with ctx.phases.phase(Phase.TRAIN):
@@ -191,7 +191,7 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatc
         )
         skipped_in_a_row = note_skipped(ctx, reports, step)
         updated = update_reference(ctx.policy.reference, algorithm.kl, step)
-    state = rollouts.state  # with the cursor and the curriculum after the rollouts
+    state = rollouts.state  # data cursor and curriculum as they are after this step's rollouts
     ctx.state = replace(
         state,
         step=step,
@@ -206,19 +206,19 @@ def update_policy(ctx: TrainContext, rollouts: RolloutBatch, updates: UpdateBatc
 
 
 def sync_first_weights(ctx: RolloutContext) -> dict[str, float]:
-    """Send the engines the weights that the run begins with, unless it was asked to stop while it started."""
+    """Send the initial weights to the engines, unless a stop was already requested; return the sync metrics."""
     return {} if ctx.should_stop() else ctx.sync_weights()
 
 
 def keep_rollouts(ctx: RolloutContext) -> None:
-    """Record what was generated for later steps of a run that is stopped."""
+    """Save the groups already generated for later steps if the run stops before its last step."""
     if ctx.state.step < ctx.settings.run.steps:
         with ctx.phases.phase(Phase.SAVE, "rollouts"):
             ctx.collector.stop()
 
 
 def show_scores(ctx: TrainContext) -> None:
-    """Show the scores before training beside the last ones."""
+    """Show the eval scores before training next to those after the last step."""
     folder = ctx.settings.run.folder
     files = [file for step in (0, ctx.state.step) if (file := step_file(folder, step)).exists()]
     scores = [read_scores(file) for file in files] or [{}]
@@ -236,7 +236,7 @@ def run(settings: Settings, inputs: RunInputs) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, run: Callable[[Settings, RunInputs], None] = run) -> None:
-    """Run the command line, see `grpo-mp train --help`. Raises SystemExit where it fails."""
+    """Run the command line of `grpo-mp train`; raise SystemExit on failure. `run`: trains with the checked inputs."""
     with (
         command(train_parser(), arguments) as args,
         started_job(args.ranks, args.dry_run, args.ranks_per_node) as (world_size, ranks_per_node),
