@@ -1,1 +1,1 @@
-"""What can be known about a run before it starts, without a GPU."""
+"""Planner: estimates the memory and step time of a run before it starts, without a GPU."""

@@ -1,11 +1,12 @@
-"""Bytes of activations and logits that a micro-batch takes on a rank.
+"""Bytes of activations and logits per micro-batch on a rank.
 
-Elements are counted from a layer's tensors as Megatron makes them. With context and sequence parallelism, attention and
-the dense MLP see the tokens of the context shard, norms and routed experts those of the sequence shard. Attention
-scores are never kept.
+Counted from the tensors that Megatron's layers allocate. With context and sequence parallelism, attention and the
+dense MLP hold the tokens of the context shard; norms and routed experts hold those of the sequence shard. Attention
+scores are never stored.
 
-With training.fp8_format TransformerEngine saves inputs of linear layers in FP8 and, of each micro-batch, the weights as
-it has quantized them, by rows and by columns (its modules, `linear.py` and `grouped_linear.py`).
+With training.fp8_format, Transformer Engine saves the inputs of linear layers in FP8. Per micro-batch it also saves
+the quantized weights in two copies, row-wise and column-wise (modules `linear.py` and `grouped_linear.py`).
+
 """
 
 from grpo_mp.planner.clusters import OVERHEADS
@@ -13,17 +14,18 @@ from grpo_mp.planner.job import PlannedJob
 from grpo_mp.planner.parameter_count import parameter_table
 from grpo_mp.policy.parameter_bytes import DTYPE_BYTES
 
-FP8_BYTES = 1 + 4 / 128  # of an element in blockwise FP8, with its share of a float32 factor
+FP8_BYTES = 1 + 4 / 128  # per element of blockwise FP8: the value and 1/128 of a float32 scale
 
 
 def activation_bytes(job: PlannedJob, stage: int, head: float) -> float:
-    """Return the most that one rank of a stage holds while it trains, under training.recompute, above `head` bytes.
+    """Return the peak activation memory of a rank of `stage` in training, under training.recompute.
 
-    `head`: what the output head needs, whose backward pass is done when that of a layer begins.
+    `head`: bytes of the output head. They are free again when a layer's backward pass begins, so the layer's working
+    memory counts only where it exceeds them.
     """
     layers = job.stage_layers[stage]
     if job.settings.training.recompute == "full":
-        # All that is kept of a layer is its input.
+        # Full recomputation stores only the layer's input.
         tokens = job.microbatch_tokens / job.settings.layout.context / job.settings.layout.tensor
         kept = len(layers) * tokens * job.model.hidden_size * DTYPE_BYTES[job.settings.model.dtype]
         working = max((backward_bytes(job, layer) for layer in layers), default=0.0)
@@ -34,7 +36,7 @@ def activation_bytes(job: PlannedJob, stage: int, head: float) -> float:
 
 
 def forward_bytes(job: PlannedJob, stage: int) -> float:
-    """Return what a forward pass without a backward pass holds: one layer at a time."""
+    """Return the peak activation memory of a forward pass without gradients: that of the largest layer."""
     return max(
         (
             _peak_elements(job, layer) * _element_bytes(job) + quantized_weight_bytes(job, layer, copies=1)
@@ -45,17 +47,17 @@ def forward_bytes(job: PlannedJob, stage: int) -> float:
 
 
 def logits_bytes(job: PlannedJob, stage: int, backward: bool) -> float:
-    """Return the bytes of the output head, which is on the last stage.
+    """Return the bytes of the output head; 0 on all stages but the last.
 
-    One chunk of logits with its copies; with `backward` also the gradient of the output layer, which has none where
-    adapters alone learn.
+    They hold one chunk of logits with its copies. `backward`: also count the gradient of the output layer, unless LoRA
+    freezes it.
     """
     if stage != len(job.stage_layers) - 1:
         return 0.0
     layout, model, dtype_bytes = job.settings.layout, job.model, DTYPE_BYTES[job.settings.model.dtype]
     rows = min(job.settings.training.logprob_chunk_tokens, job.microbatch_tokens)
     columns = -(-model.vocab_size // layout.tensor)
-    # Logits and probabilities in float32; backwards also their gradient, and the gradient of the chunk before.
+    # Logits and probabilities in float32; in backward also their gradient and that of the preceding chunk.
     chunk = rows * columns * (12 + dtype_bytes if backward else 8 + dtype_bytes % 4)
     hidden = job.microbatch_tokens / layout.context * model.hidden_size * dtype_bytes
     weights = 0 if job.settings.model.lora else columns * model.hidden_size * 4
@@ -63,14 +65,14 @@ def logits_bytes(job: PlannedJob, stage: int, backward: bool) -> float:
 
 
 def _topk_bytes(job: PlannedJob) -> float:
-    """Return the bytes of logprobs of a teacher's top k tokens, and of what the divergence keeps in float64."""
+    """Return the bytes of the teacher's top-k logprobs and of the divergence's float64 intermediates."""
     distillation = job.settings.algorithm.distillation
     topk = distillation.topk or 0 if distillation else 0
     return topk * job.microbatch_tokens / job.settings.layout.context * (4 * 4 + 8 * 8)
 
 
 def layer_bytes(job: PlannedJob, layer: int) -> float:
-    """Return what one layer saves of one micro-batch when nothing is recomputed."""
+    """Return the bytes that one layer saves of a micro-batch for its backward pass, without recomputation."""
     routed = _received_copies(job, layer) * (job.model.hidden_size + _expert_elements(job))
     saved = (_dense_elements(job, layer) + routed) * _element_bytes(job)
     if job.settings.training.fp8_format is None:
@@ -80,7 +82,10 @@ def layer_bytes(job: PlannedJob, layer: int) -> float:
 
 
 def quantized_weight_bytes(job: PlannedJob, layer: int, copies: int = 2) -> float:
-    """Return the bytes of one layer's weights in FP8; two copies are for a backward pass. 0 without FP8."""
+    """Return the bytes of one layer's weights in FP8; 0 without training.fp8_format.
+
+    `copies`: 2 where a backward pass follows (row-wise and column-wise), else 1.
+    """
     if job.settings.training.fp8_format is None:
         return 0.0
     layout = job.settings.layout
@@ -89,9 +94,9 @@ def quantized_weight_bytes(job: PlannedJob, layer: int, copies: int = 2) -> floa
 
 
 def backward_bytes(job: PlannedJob, layer: int) -> float:
-    """Return the most that one layer holds while its backward pass runs: in its routed experts, or outside of them.
+    """Return the peak memory of one layer in its backward pass: the larger of routed experts and the rest of the layer.
 
-    Gradients outside exist when those of the experts are gone, and the other way round.
+    Gradients of the experts and gradients of the rest never exist at the same time.
     """
     outside = _dense_elements(job, layer) * (1 + OVERHEADS.activation_gradients)
     gradients = _received_copies(job, layer) * (2 * job.model.hidden_size + _expert_elements(job))
@@ -102,8 +107,8 @@ def backward_bytes(job: PlannedJob, layer: int) -> float:
 def _peak_elements(job: PlannedJob, layer: int) -> float:
     """Return the elements per token at the peak of a layer's forward pass.
 
-    Of a token that the experts of a rank received: as it came, sorted by expert, what experts compute of it, their
-    output and that output in the order of its way back.
+    A token copy that reaches a rank's experts is held four times beside the experts' intermediates: as received, sorted
+    by expert, as expert output, and in the order of the way back.
     """
     received = _received_copies(job, layer)
     return _dense_elements(job, layer) + received * (4 * job.model.hidden_size + _expert_elements(job))
@@ -121,15 +126,14 @@ def _received_copies(job: PlannedJob, layer: int) -> float:
 
 
 def _expert_elements(job: PlannedJob) -> float:
-    """Return the elements inside an expert that a token's copy saves: the first matrix's two outputs, and their
-    product, weighted by the router."""
+    """Return the elements that an expert saves per token copy: gate and up outputs, and their weighted product."""
     return 3 * job.model.moe_ffn_hidden_size / job.settings.layout.expert_tensor
 
 
 def _fp8_elements(job: PlannedJob, layer: int) -> float:
-    """Return the elements per token that a layer saves in FP8: inputs of its experts' or its MLP's two matrices.
+    """Return the elements per token that a layer saves in FP8: the inputs of both MLP matrices or expert matrices.
 
-    Those of attention are kept in model.dtype, too, by norm and attention.
+    Inputs of attention's matrices save no memory: norm and attention also keep them in model.dtype.
     """
     model, layout = job.model, job.settings.layout
     if not job.is_moe_layer(layer):
@@ -141,19 +145,19 @@ def _fp8_elements(job: PlannedJob, layer: int) -> float:
 def _dense_elements(job: PlannedJob, layer: int) -> float:
     model, layout = job.model, job.settings.layout
     gathered = model.hidden_size if layout.tensor > 1 else 0
-    per_token = 4 * model.hidden_size / layout.tensor + gathered + _attention_elements(job)  # norms first
+    per_token = 4 * model.hidden_size / layout.tensor + gathered + _attention_elements(job)  # 4: the norms
     if not job.is_moe_layer(layer):
         return per_token + gathered + 3 * model.ffn_hidden_size / layout.tensor
     shared = gathered + 3 * model.shared_expert_size / layout.tensor if model.shared_expert_size else 0
-    return per_token + shared + 3 * model.num_experts * 2 / layout.tensor  # the router computes in float32
+    return per_token + shared + 3 * model.num_experts * 2 / layout.tensor  # 2: router logits are float32
 
 
 def _attention_elements(job: PlannedJob) -> float:
-    """Return the elements per token: projections, what the rotary embedding makes of them, and the heads' output.
+    """Return the elements per token that attention saves: projections, rotary embeddings of them, and the heads'
+    output.
 
-    With latent attention the fused rotary embedding changes queries in place and builds keys and values from a
-    projection that is not kept. Where prompts are shared, each response's attention has a copy of its prompt's keys
-    and values.
+    With latent attention the fused rotary kernel changes queries in place, and the projection from which it builds keys
+    and values is freed. With shared prompts each response's attention holds a copy of the prompt's keys and values.
     """
     model, tensor, expanded = job.model, job.settings.layout.tensor, job.expanded_keys
     if model.mla_cache_dim:

@@ -1,4 +1,4 @@
-"""Cluster profiles, read from YAML; and what libraries take on every machine."""
+"""Cluster profiles, read from YAML, and overheads that libraries have on every machine."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +20,7 @@ Share = Annotated[float, Field(gt=0, le=1, strict=True)]
 
 @dataclass(frozen=True, config=CHECKED)
 class Efficiency:
-    """Shares of peak rates that expected times assume."""
+    """Achievable share of each peak rate, by which expected times are computed."""
 
     matmul: Share
     device_memory: Share
@@ -29,7 +29,7 @@ class Efficiency:
 
 @dataclass(frozen=True, config=CHECKED)
 class Cluster:
-    """One kind of node. Rates are those of one GPU in one direction, of the disk those of one node."""
+    """Profile of one kind of node. Rates are per GPU and in one direction; `disk_gb_s` is per node."""
 
     name: str
     compute_capability: Positive
@@ -55,7 +55,7 @@ class Cluster:
         return self.host_memory_gib * GIB
 
     def matmul_tflops(self, fp8: bool) -> float:
-        """Return the peak rate of matrix products; UserError where the profile has no FP8 rate."""
+        """Return the peak rate of matrix products [TFLOP/s]; a profile without an FP8 rate is an error."""
         if not fp8:
             return self.bf16_tflops
         if self.fp8_tflops is None:
@@ -67,7 +67,7 @@ class Cluster:
 
 
 def read_cluster(name: str) -> Cluster:
-    """Read a shipped profile by its name, or the profile in a YAML file."""
+    """Read a cluster profile. `name`: a shipped profile, or the path of a YAML file."""
     profiles = yaml.safe_load(PROFILES.read_text())
     if name in profiles:
         return _parse_profile(name, profiles[name])
@@ -85,7 +85,7 @@ def cluster_names() -> tuple[str, ...]:
 
 
 def cluster_of(device: str) -> str | None:
-    """Return the profile of a GPU by its name in CUDA, as "NVIDIA H100 80GB HBM3"; None where there is none."""
+    """Return the shipped profile that fits a CUDA device name such as "NVIDIA H100 80GB HBM3", or None."""
     known = {name: name.split("-") for name in cluster_names()}
     words = device.upper().replace("-", " ").split()
     fitting = [name for name, parts in known.items() if parts[0].upper() in words]
@@ -94,7 +94,7 @@ def cluster_of(device: str) -> str | None:
 
 
 def describe_rates(cluster: Cluster) -> str:
-    """Format the shares that expected times assume."""
+    """Format the achievable shares of the peak rates as text."""
     return ", ".join(f"{name} {share:.0%}" for name, share in asdict(cluster.achievable).items())
 
 
@@ -115,33 +115,33 @@ def _parse_profile(name: str, values: Any) -> Cluster:
 
 @dataclass(frozen=True)
 class Overheads:
-    """Bytes are of one process on one GPU, or of its share of a host."""
+    """Measured overheads. Memory in bytes per process on one GPU or per rank's share of a host; times in seconds."""
 
-    cuda_context: float = 0.6 * GIB  # CUDA, cuBLAS and the kernels' code
-    # NCCL's buffers of one communicator: 24 channels with two connections of 9.2 MiB for ring and tree, and some more.
+    cuda_context: float = 0.6 * GIB  # CUDA context, cuBLAS workspace, kernel code
+    # NCCL buffers of one communicator: 24 channels with 2 connections of 9.2 MiB each for ring and tree, plus a rest.
     communicator: float = 0.56 * GIB
-    suspended_in_node: float = 0.1  # of them that stay on the device while it is suspended
-    suspended_network: float = 0.5  # the same where it spans nodes: buffers of the network stay
-    engine_nccl: float = 1.0 * GIB  # of its tensor-parallel communicators
-    deepep_buffers: float = 2.5 * GIB  # 1.9 for 128 tokens of 7168 to each of 256 experts, and NVLink's
-    cuda_graphs: float = 2.0 * GIB  # static buffers of captured graphs
-    fragmentation: float = 0.03  # of what the trainer allocates, held by the caching allocator beside it
+    suspended_in_node: float = 0.1  # share of the buffers that a suspended communicator keeps on the device
+    suspended_network: float = 0.5  # that share for groups across nodes: network buffers stay
+    engine_nccl: float = 1.0 * GIB  # an engine's tensor-parallel communicators
+    deepep_buffers: float = 2.5 * GIB  # 1.9 GiB RDMA for 128 tokens x 7168 x 256 experts, rest NVLink
+    cuda_graphs: float = 2.0 * GIB  # static buffers of the captured graphs
+    fragmentation: float = 0.03  # allocator fragments, as a share of the trainer's allocations
     trainer_process: float = 4.0 * GIB
     engine_process: float = 5.0 * GIB
     response_log_std: float = 1.0  # standard deviation of the logarithm of a response's length
-    expert_imbalance: float = 1.5  # tokens of the busiest expert rank over the mean
-    activation_gradients: float = 0.5  # of the activations that one layer holds
-    mem_fraction_static: float = 0.8  # where engine.args do not say
-    draft_acceptance: float = 0.7  # chance of a token that the multi-token-prediction layer drafts, after accepted ones
-    decode_collective_s: float = 20e-6  # one small collective while decoding, in a node or by DeepEP
-    network_collective_s: float = 60e-6  # one small all-reduce of NCCL over several nodes
-    decode_layer_s: float = 60e-6  # kernel launches of one layer while decoding
+    expert_imbalance: float = 1.5  # tokens of the busiest expert-parallel rank / mean
+    activation_gradients: float = 0.5  # gradients in a layer's backward pass / its activations
+    mem_fraction_static: float = 0.8  # assumed if engine.args do not set it
+    draft_acceptance: float = 0.7  # assumed probability p that an MTP draft is accepted if all before it were
+    decode_collective_s: float = 20e-6  # small collective in a decode step, within a node or by DeepEP
+    network_collective_s: float = 60e-6  # small NCCL all-reduce across nodes
+    decode_layer_s: float = 60e-6  # kernel launches of one layer in a decode step
     eager_layer_s: float = 2e-3  # kernel launches of one layer of a forward pass without CUDA graphs
-    engine_request_s: float = 0.02  # one request to an engine, as those of the weight sync
-    engine_memory_s: float = 0.2  # an engine gives up or takes back its weights, or its cache
-    host_collective_s: float = 5e-3  # a small collective of all ranks by gloo
-    sync_tensor_s: float = 1e-4  # SGLang's Python for one tensor that it loads
-    sync_unevenness: float = 1.85  # bytes of the busiest rank of each round over those of the busiest rank
+    engine_request_s: float = 0.02  # one HTTP request to an engine
+    engine_memory_s: float = 0.2  # an engine releases or reallocates its weights, or its KV cache
+    host_collective_s: float = 5e-3  # small gloo collective of all ranks
+    sync_tensor_s: float = 1e-4  # Python time of SGLang to load one tensor
+    sync_unevenness: float = 1.85  # sum over rounds of the busiest rank's bytes / bytes of the busiest rank overall
 
 
 OVERHEADS = Overheads()

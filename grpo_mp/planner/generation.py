@@ -1,4 +1,4 @@
-"""What the engines do in a step: sequences in their batches over time, drafts, and what decoding reads and sends."""
+"""Resource use of generation: running batch size over a rollout, speculative decoding, decode bytes and traffic."""
 
 import heapq
 from bisect import bisect_right
@@ -23,7 +23,7 @@ from grpo_mp.planner.resource_use import (
 from grpo_mp.rollout.engine_layout import REPLICATING_A2A_BACKENDS
 from grpo_mp.utils.errors import UserError
 
-MOMENTS = 256  # of a rollout at which its batch is looked at
+MOMENTS = 256  # points in a rollout at which the batch size is sampled
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class GenerationPlan:
     """Decoding work of one engine in one step."""
 
     samples: int
-    running_per_replica: float  # the most sequences at a time
+    running_per_replica: float  # largest number of concurrent sequences
     decode_steps: int
-    batches: tuple[int, ...]  # sequences that run in the whole engine, at evenly spaced moments
+    batches: tuple[int, ...]  # sequences running in the whole engine, at evenly spaced points in time
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Decode steps until all responses are there, and the batch at evenly spaced moments of them."""
+    """`decode_steps` until all responses are complete, and the batch size at evenly spaced points in time."""
 
     decode_steps: int
     batches: tuple[int, ...]
@@ -46,7 +46,11 @@ class Rollout:
 
 @lru_cache(maxsize=256)
 def simulate_rollout(responses: Sequence[int], slots: int) -> Rollout:
-    """Decode responses of these lengths, in any order, at most `slots` at a time: a free slot takes the next."""
+    """Simulate the continuous batching of one engine.
+
+    `responses`: lengths [tokens], started in a fixed random order. `slots`: largest number of concurrent sequences; a
+    finished response frees its slot for the next one.
+    """
     order, ends = list(responses), [0] * min(slots, len(responses))
     Random(0).shuffle(order)
     starts, finished = [], []
@@ -63,7 +67,7 @@ def simulate_rollout(responses: Sequence[int], slots: int) -> Rollout:
 
 
 def plan_generation(job: PlannedJob, engine: EngineMemory) -> GenerationPlan:
-    """Decode an engine's share of a step's samples, as many at a time as its settings and its cache allow."""
+    """Simulate one engine on its share of a step's samples; settings and KV cache limit the concurrent sequences."""
     samples = max(1, round(job.settings.samples_per_step / job.num_engines))
     running = min(samples, _running_limit(job, engine))
     accepted = speculation(job).acceptance_length
@@ -79,9 +83,10 @@ def _running_limit(job: PlannedJob, engine: EngineMemory) -> float:
 
 @dataclass(frozen=True)
 class Speculation:
-    """A decode step with its drafts: of a sequence it computes `verified_tokens` and yields `acceptance_length`.
+    """Effect of speculative decoding on one decode step of a sequence.
 
-    `drafting`: cost of the step with its drafts over that without.
+    `acceptance_length`: tokens the step yields on average. `verified_tokens`: tokens the step computes. `drafting`:
+    cost of the step with drafting, relative to the step without.
     """
 
     acceptance_length: float = 1.0
@@ -99,8 +104,9 @@ class Speculation:
 def speculation(job: PlannedJob) -> Speculation:
     """Return the effect of `engine.speculative` on a decode step.
 
-    A token that a layer drafts costs a layer's share of a step, a token of an n-gram nothing. Where the acceptance
-    length is not given, each token after accepted ones is accepted with the same probability p: 1 + p + p^2 + ...
+    A draft token of the multi-token-prediction layer costs 1 / num_layers of a step; an n-gram draft is free. Without a
+    measured acceptance length, each draft token is accepted with probability p if all before it were, so the acceptance
+    length is 1 + p + p^2 + ...
     """
     config = job.settings.engine.speculative
     steps, share = (config.num_steps, OVERHEADS.draft_acceptance) if config.drafts_by_mtp else (0, 0.0)
@@ -109,19 +115,19 @@ def speculation(job: PlannedJob) -> Speculation:
 
 
 def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
-    """Return the use of one GPU of an engine: prefill of its prompts, and every decode step with its drafts."""
+    """Return the resource use of one GPU of an engine: prefill of its prompts and all decode steps, with drafting."""
     plan, drafts, model, parallelism = plan_generation(job, engine), speculation(job), job.model, job.engine_parallelism
     cached_tokens = sum(job.prompt_tokens * length + length**2 / 2 for length in job.responses(plan.samples))
     verified = plan.samples * job.mean_response_tokens * drafts.verified_tokens / drafts.acceptance_length
     tokens = verified / parallelism.gpus
-    # Dispatch in FP8, combine in bfloat16.
+    # 3 bytes per element: tokens are dispatched in FP8 and combined in bfloat16.
     all_to_all = model.experts_per_token * model.hidden_size * 3 * model.num_moe_layers * tokens
     to_other_nodes = max(0.0, 1 - job.gpus_per_node / parallelism.expert)
     all_reduce = 4 * model.num_layers * model.hidden_size * tokens * parallelism.attention_tensor
     layers = plan.decode_steps * model.num_layers
     collectives = 2 * layers * (parallelism.gpus > 1)
     decoding = ResourceUse(
-        # Attention of decoding is in device_bytes: its kernels read the cache while they multiply.
+        # Decode attention is counted in device_bytes: its kernels overlap products with reading the cache.
         flops=tokens * forward_flops_per_token(model, job.hf, 0),
         device_bytes=_weight_bytes(job, engine, plan, drafts.verified_tokens)
         + _attention_bytes(job, engine, cached_tokens / drafts.acceptance_length),
@@ -136,7 +142,7 @@ def generation_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
 
 
 def prefill_flops(job: PlannedJob, tokens: float) -> float:
-    """Return the FLOPs of one GPU of an engine that computes `tokens` of prompts."""
+    """Return the FLOPs of one GPU of an engine for prefilling `tokens` prompt tokens."""
     per_token = forward_flops_per_token(job.model, job.hf, job.prompt_tokens)
     return tokens / job.engine_parallelism.gpus * per_token
 
@@ -149,7 +155,7 @@ def _collective_s(job: PlannedJob) -> float:
 
 
 def _weight_bytes(job: PlannedJob, engine: EngineMemory, plan: GenerationPlan, verified_tokens: int) -> float:
-    """Return the bytes of weights that one GPU reads in all decode steps: few sequences do not use every expert."""
+    """Return the bytes of weights that one GPU reads in all decode steps. Small batches leave some experts unread."""
     model = job.model
     if not model.num_experts:
         return plan.decode_steps * engine.weights
@@ -163,9 +169,10 @@ def _weight_bytes(job: PlannedJob, engine: EngineMemory, plan: GenerationPlan, v
 
 
 def _attention_bytes(job: PlannedJob, engine: EngineMemory, cached_tokens: float) -> float:
-    """Return the bytes of cache that one GPU reads, or more where its attention's products take longer than reading.
+    """Return the bytes of KV cache that one GPU reads in all decode steps.
 
-    A latent cache is multiplied as it is: all heads of the GPU use the same elements.
+    Where the attention products take longer than reading, return as many bytes as could be read in that time. This
+    happens with latent attention, where all heads of the GPU use the same cache elements.
     """
     model, cluster, parallelism = job.model, job.cluster, job.engine_parallelism
     width = 2 * model.mla_cache_dim if model.mla_cache_dim else model.qk_head_dim + model.v_head_dim

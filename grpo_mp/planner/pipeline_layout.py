@@ -1,4 +1,4 @@
-"""Which layers are on which pipeline stage: as the settings say, and balanced by size."""
+"""Assignment of layers to pipeline stages, from the settings and Megatron's fields."""
 
 import re
 from collections.abc import Mapping
@@ -10,11 +10,14 @@ from grpo_mp.distributed.layout import FIRST_STAGE_LAYERS, LAST_STAGE_LAYERS, PI
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.errors import UserError, read_number
 
-StageLayers = tuple[tuple[int, ...], ...]  # layers of every stage, over all its chunks
+StageLayers = tuple[tuple[int, ...], ...]  # [stage]: the stage's layers, over all its virtual chunks
 
 
 def layers_of_stages(num_layers: int, layout: LayoutConfig, megatron: Mapping[str, Any]) -> StageLayers:
-    """Return the layers of each stage; raises UserError where Megatron's fields place more or fewer than there are."""
+    """Return the layers of each pipeline stage.
+
+    Megatron's fields must place exactly `num_layers` layers.
+    """
     if megatron.get(PIPELINE_LAYOUT):
         chunks = _parse_pipeline_layout(megatron[PIPELINE_LAYOUT])
     else:
@@ -37,13 +40,16 @@ def layers_of_stages(num_layers: int, layout: LayoutConfig, megatron: Mapping[st
 
 
 def with_mtp_layer(stage_layers: StageLayers, hf: HfConfig) -> StageLayers:
-    """Add a multi-token-prediction layer that is trained, numbered after the decoder's last, to the last stage."""
+    """Append the trained multi-token-prediction layer, if any, to the last stage; its number is `num_hidden_layers`."""
     *before, last = stage_layers
     return (*before, (*last, *range(hf.int("num_hidden_layers"), hf.policy_layers)))
 
 
 def _even_chunks(num_layers: int, layout: LayoutConfig, first: int | None, last: int | None) -> list[int]:
-    """Return the layers of each chunk, in the order that tokens pass them."""
+    """Return the number of layers of each chunk, in forward order.
+
+    `first`, `last`: layers of the first and last stage; None: an even share.
+    """
     virtual = layout.virtual_pipeline or 1
     given = {stage: count for stage, count in ((0, first), (layout.pipeline - 1, last)) if count is not None}
     rest, middle = num_layers - sum(given.values()), layout.pipeline - len(given)

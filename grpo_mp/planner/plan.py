@@ -1,4 +1,4 @@
-"""One plan: memory, resource use and time of every sub-phase of a step, and whether it fits its machines."""
+"""Plan of a job: memory, resource use and time of every sub-phase of a step, and whether memory suffices."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ from grpo_mp.planner.training_use import logprob_use, optimizer_use, train_use
 from grpo_mp.utils.phases import GIB
 
 ONCE_PER_RUN = (SubPhase.START, SubPhase.LOAD)
-ON_ENGINES = (SubPhase.GENERATE,)  # what they do on GPUs of their own while the policy trains
-ON_BOTH = (SubPhase.SYNC, SubPhase.CHECK)  # neither works meanwhile
+ON_ENGINES = (SubPhase.GENERATE,)  # runs on engines with their own GPUs while the policy trains
+ON_BOTH = (SubPhase.SYNC, SubPhase.CHECK)  # engines and trainer both take part, so nothing overlaps
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The needs of a job, and the time of a step. `uses` and `times` are of one GPU."""
+    """Memory, resource use and time of a job. `uses` and `times` are per GPU, by sub-phase."""
 
     job: PlannedJob
     memory: MemoryPlan
@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def sides_s(self) -> tuple[float, float, float]:
-        """Return the expected seconds of a step's generation, of its training, and of the weight sync."""
+        """Return the expected seconds per step of generation, training, and weight sync."""
         return sum(map(self.seconds, ON_ENGINES)), sum(map(self.seconds, self._trainer_phases)), self.sync_s
 
     @property
@@ -60,9 +60,10 @@ class Plan:
 
     @property
     def _step_phases(self) -> tuple[SubPhase, ...]:
-        """Return the sub-phases that add up to a step.
+        """Return the sub-phases whose times add up to the step time.
 
-        These are all, or where engines have GPUs of their own those of the slower side and the weight sync.
+        If engines have their own GPUs, these are the sub-phases of the slower side and of the weight sync; otherwise
+        all.
         """
         if self.job.settings.shares_devices:
             return tuple(self.times)
@@ -71,7 +72,7 @@ class Plan:
 
     @property
     def bottleneck(self) -> tuple[SubPhase, str, float]:
-        """Return the sub-phase and its resource that take most of a step, and their seconds."""
+        """Return the costliest pair of sub-phase and resource in a step, and its seconds."""
         seconds = [
             (sub_phase, name, part_s / self.times[sub_phase].expected_s * self.seconds(sub_phase))
             for sub_phase in self._step_phases
@@ -82,7 +83,10 @@ class Plan:
 
 
 def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
-    """Plan a job; `with_sync` false leaves out the time of the weight sync, most of a second to plan, and its check."""
+    """Plan a job.
+
+    `with_sync`: include the times of the weight sync and its check, which take most of a second to plan.
+    """
     memory = plan_memory(job)
     uses = {
         SubPhase.LOAD: _load_use(job),
@@ -99,13 +103,13 @@ def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
 
 
 def _rollout_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
-    """Return the use of generation, logprobs, and moves between trainer and engines."""
+    """Return the use of generation, of logprobs, and of moving state between trainer and engines."""
     per_parameter, stage, algorithm = job.per_parameter, job.largest_stage, job.settings.algorithm
     passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + bool(algorithm.kl.coef)
     swap = 4 * job.policy_trained_counts[stage].total * per_parameter.weights * job.has_reference
     weights = 2 * job.held_weight_bytes[stage] * job.offloads
     moves = job.offloads and job.optimizer_offload == "step"
-    state = job.trained_share(stage) * per_parameter.optimizer * 2 * moves  # there and back
+    state = job.trained_share(stage) * per_parameter.optimizer * 2 * moves  # offload and onload
     moved = weights + state + 2 * _suspended_bytes(job)
     return {
         SubPhase.GENERATE: generation_use(job, memory.engine),
@@ -120,9 +124,10 @@ def _suspended_bytes(job: PlannedJob) -> float:
 
 
 def _load_use(job: PlannedJob) -> ResourceUse:
-    """Return the use of one GPU that a resume takes; a fresh start reads less: its weights alone.
+    """Return the use of one GPU for resuming from a checkpoint; a fresh start reads only the weights.
 
-    Each rank reads its weights, the reference's too, as do its replicas on the node, and its share of the state.
+    Each rank reads its weights (replicas on the node read them again), the reference's weights, and its optimizer
+    shard.
     """
     per_parameter, stage = job.per_parameter, job.largest_stage
     weights = job.held_weight_bytes[stage]
@@ -133,9 +138,9 @@ def _load_use(job: PlannedJob) -> ResourceUse:
 
 
 def save_uses(job: PlannedJob) -> tuple[ResourceUse, ResourceUse]:
-    """Return the use of one GPU that a checkpoint takes: for weights, and for the rest.
+    """Return the use of one GPU for a checkpoint: of the weights, and of the rest.
 
-    A reference that is updated is written before the next step.
+    The weights include an updated reference. They are written before the next step, the rest in the background.
     """
     per_parameter = job.per_parameter
     nodes = max(1.0, job.train_ranks / job.gpus_per_node)
@@ -150,13 +155,13 @@ def save_uses(job: PlannedJob) -> tuple[ResourceUse, ResourceUse]:
 
 
 def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> ResourceUse:
-    """Return the use of one GPU that a save takes from a step: what the next step's phases do not hide is left."""
+    """Return the use of a save that remains in the step, after the part that the next step's phases hide."""
     weights, rest = save_uses(job)
     if job.trains_only:
-        return weights + rest  # the update after it waits for all of it
+        return weights + rest  # the next update waits for the whole save
     if job.saves_weights_beside:
         weights, rest = ResourceUse(), weights + rest
-    beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)  # a trainer that waits is not slower
+    beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)  # an idle trainer hides nothing
     hidden_s = sum(estimate_time(uses[phase], job.cluster).expected_s for phase in beside if phase in uses)
     share = 1 - hidden_s / estimate_time(rest, job.cluster).expected_s
     moves = save_moves_use(job, job.held_weight_bytes[job.largest_stage], _suspended_bytes(job))
@@ -165,7 +170,7 @@ def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> Resource
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The most that any rank's device, or any node's host, holds: where, when, and its largest kind."""
+    """Highest memory use of any rank's device or any node's host: its place, its sub-phase and its largest kind."""
 
     place: str
     sub_phase: SubPhase
@@ -186,7 +191,7 @@ class MemoryPeak:
 
     @property
     def headroom(self) -> float:
-        """Return the bytes to spare; negative where the peak does not fit."""
+        """Return the spare bytes; negative if the peak exceeds the capacity."""
         return self.capacity - self.needed
 
     @property
@@ -204,7 +209,7 @@ class MemoryPeak:
 
 @dataclass(frozen=True)
 class Feasibility:
-    """Memory peaks, and why the engine's KV cache is too small, if it is."""
+    """Memory peaks, and an error message if the KV cache is too small ("" otherwise)."""
 
     device: MemoryPeak
     host: MemoryPeak
@@ -223,7 +228,7 @@ class Feasibility:
 
 
 def check_fits(plan: Plan) -> Feasibility:
-    """Compare the memory of a plan with that of its machines."""
+    """Compare the memory peaks of a plan with the memory of its machines."""
     job, memory = plan.job, plan.memory
     per_stage = job.train_ranks // len(memory.device)
     places = {f"rank {stage * per_stage} (pipeline stage {stage})": sizes for stage, sizes in enumerate(memory.device)}
@@ -233,7 +238,7 @@ def check_fits(plan: Plan) -> Feasibility:
 
 
 def _kv_cache_problem(plan: Plan) -> str:
-    """Say why the KV cache of each replica of an engine does not hold one of the longest sequences; "": it does."""
+    """Describe why a replica's KV cache cannot hold one sequence of the maximum length; return "" if it can."""
     job, engine = plan.job, plan.memory.engine
     tokens = engine.kv_cache_tokens // job.engine_parallelism.replicas
     if job.trains_only or tokens >= job.settings.max_request_tokens:

@@ -1,4 +1,4 @@
-"""What one GPU computes and moves in a phase, and how long that takes."""
+"""FLOPs and bytes of one GPU in a phase, and the time they take."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ TERA = 1e12
 class ResourceUse:
     """FLOPs and bytes of one GPU in one phase of a step.
 
-    `latency_s`: seconds that follow from no rate. `bubble`: seconds that a pipeline idles for each second of work.
+    `latency_s`: fixed seconds, independent of rates. `bubble`: idle seconds of the pipeline per second of work.
     """
 
     flops: float = 0.0
@@ -26,23 +26,23 @@ class ResourceUse:
     network_bytes: float = 0.0
     host_link_bytes: float = 0.0
     host_copy_bytes: float = 0.0
-    disk_bytes: float = 0.0  # of the node
+    disk_bytes: float = 0.0  # of the whole node
     latency_s: float = 0.0
     bubble: float = 0.0
 
     def scaled(self, factor: float) -> "ResourceUse":
-        """Return this use `factor` times over."""
+        """Return the use multiplied by `factor`; `bubble`, a ratio, stays."""
         return ResourceUse(**{name: value * factor for name, value in vars(self).items()} | {"bubble": self.bubble})
 
     def __add__(self, other: "ResourceUse") -> "ResourceUse":
-        """Add up two uses, one after the other; the bubble is that of the first."""
+        """Add two uses that run one after the other; keep the bubble of the first."""
         sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
         return ResourceUse(**sums | {"bubble": self.bubble})
 
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Expected seconds of a phase by the resource that takes them, one after the other."""
+    """Expected seconds of a phase by resource; resources do not overlap."""
 
     parts: Mapping[str, float]
 
@@ -52,7 +52,7 @@ class TimeEstimate:
 
 
 def estimate_time(use: ResourceUse, cluster: Cluster) -> TimeEstimate:
-    """Estimate the seconds of a phase, each resource at the share of its peak that the profile calls achievable."""
+    """Estimate the seconds of a phase from its use, with each resource at its achievable share of the peak rate."""
     achievable = cluster.achievable
     fp8_rate = cluster.matmul_tflops(fp8=True) if use.fp8_flops else 1.0
     products = use.flops / TERA / cluster.bf16_tflops + use.fp8_flops / TERA / fp8_rate
@@ -71,7 +71,7 @@ def estimate_time(use: ResourceUse, cluster: Cluster) -> TimeEstimate:
 
 
 def forward_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: float) -> float:
-    """Return two FLOPs per active parameter, and attention over half of the context.
+    """Return the forward FLOPs of a token: 2 per active parameter, plus causal attention over half of the context.
 
     `context_tokens`: length of the token's sequence, averaged over tokens.
     """
@@ -80,7 +80,7 @@ def forward_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: flo
 
 
 def mtp_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: float) -> float:
-    """Return the FLOPs of a multi-token-prediction layer in training: a mean layer, its projection, the head."""
+    """Return the forward FLOPs per token of a trained multi-token-prediction layer: layer, input projection, head."""
     if not hf.trains_mtp:
         return 0.0
     head = 2.0 * model.hidden_size * model.vocab_size
@@ -89,13 +89,13 @@ def mtp_flops_per_token(model: ModelShape, hf: HfConfig, context_tokens: float) 
 
 
 def fp8_flops_per_token(model: ModelShape, hf: HfConfig) -> float:
-    """Return the FLOPs that training.fp8_format computes in FP8: all but attention, head and routers."""
+    """Return the forward FLOPs per token that run in FP8: all but attention scores, output layer and routers."""
     router = model.num_moe_layers * model.hidden_size * model.num_experts
     return 2.0 * (active_parameters(model, hf) - model.hidden_size * model.vocab_size - router)
 
 
 def active_parameters(model: ModelShape, hf: HfConfig) -> int:
-    """Count the parameters that one token uses: its experts and everything else but the embedding."""
+    """Count the parameters that one token uses: everything but the embedding and the experts not chosen."""
     attention = sum(
         len(rule.layers or ()) * sum(shape[0] * shape[1] for shape in rule.shapes if len(shape) == 2)
         for rule in family_of(hf).rules(replace(hf, trains_mtp=False))
@@ -109,5 +109,5 @@ def active_parameters(model: ModelShape, hf: HfConfig) -> int:
 
 
 def routed_parameters(model: ModelShape, experts: int) -> int:
-    """Count the parameters of `experts` routed experts in every MoE layer."""
+    """Count the parameters of `experts` routed experts per MoE layer, over all MoE layers."""
     return model.num_moe_layers * experts * 3 * model.hidden_size * model.moe_ffn_hidden_size

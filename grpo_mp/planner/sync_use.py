@@ -1,4 +1,4 @@
-"""What one GPU moves and waits for while engines get new weights, are checked, and sleep and wake."""
+"""Resource use of one GPU for the weight sync, the check after it, and the sleep and wake-up of engines."""
 
 from grpo_mp.planner.clusters import OVERHEADS
 from grpo_mp.planner.engine_memory import EngineMemory
@@ -9,21 +9,21 @@ from grpo_mp.planner.training_use import lone_pass_use
 from grpo_mp.planner.weight_traffic import check_lengths, sync_traffic
 
 SYNC_REQUESTS = 4  # begin and end the update, empty the cache, set the version
-PAUSE_REQUESTS = 2  # pause and continue what engines of their own are at
-ROUND_COLLECTIVES = 2  # the engine's ranks gather what they load, and wait until the engines of the node have it
-SLEEP_REQUESTS = 4  # empty the cache and give up memory, of weights and of the cache
-CACHE_REQUESTS = 3  # empty the cache, give up its memory, take it back
-# Over an element that becomes FP8 on a GPU (models/fp8.py), beside its own bytes: it is made float32 (4), of which the
-# largest is read (4); divided and bounded (8 each), cast (5), and copied into the message (2).
+PAUSE_REQUESTS = 2  # pause and continue generation, on engines with their own GPUs
+ROUND_COLLECTIVES = 2  # a gather of the tensors to load, and a barrier until the node's engines have loaded them
+SLEEP_REQUESTS = 4  # flush the cache and release memory: of weights, and of the KV cache
+CACHE_REQUESTS = 3  # flush the KV cache, release its memory, take the memory back
+# Memory traffic per element quantized to FP8 on a GPU (models/fp8.py), without the read of the source: write float32
+# (4), read for the maximum (4), divide (8), clamp (8), cast (5), copy into the message (2).
 QUANTIZED_ELEMENT_BYTES = 31
 CHECK_COLLECTIVES = 6  # gather, broadcast (twice) and compare logprobs; barriers before and after the engine wakes
 
 
 def sync_use(job: PlannedJob) -> ResourceUse:
-    """Return the use of one GPU: what the busiest rank sends or receives in rounds that all ranks go through.
+    """Return the use of one GPU in a weight sync.
 
-    Links are as unevenly used over the rounds as measured. Quantization is not: while a round is sent, the next one is
-    quantized.
+    All ranks take part in every round, so the busiest rank of each round sets its time. `OVERHEADS.sync_unevenness`
+    scales link bytes for this. Quantization needs no such factor: it overlaps with sending the round before.
     """
     traffic, uneven, shared = sync_traffic(job), OVERHEADS.sync_unevenness, job.settings.shares_devices
     requests = SYNC_REQUESTS + traffic.rounds + (1 if shared else PAUSE_REQUESTS)
@@ -32,7 +32,7 @@ def sync_use(job: PlannedJob) -> ResourceUse:
     latency_s += ROUND_COLLECTIVES * traffic.rounds * OVERHEADS.host_collective_s
     latency_s += traffic.tensors * OVERHEADS.sync_tensor_s
     return ResourceUse(
-        device_bytes=4 * traffic.loaded + quantized,  # packed, joined, shared, loaded
+        device_bytes=4 * traffic.loaded + quantized,  # each loaded byte is packed, joined, shared and loaded
         nvlink_bytes=uneven * traffic.nvlink,
         network_bytes=uneven * traffic.network,
         latency_s=latency_s,
@@ -40,9 +40,9 @@ def sync_use(job: PlannedJob) -> ResourceUse:
 
 
 def check_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
-    """Return the use of one GPU in the check after a sync: a few sequences, scored by the policy and then by engines.
+    """Return the use of one GPU in the check after a sync: the policy, then the engines score a few sequences.
 
-    The engine's products count at the policy's rate.
+    Engine FLOPs are counted at the achievable rate of the policy.
     """
     lengths, shared = check_lengths(job), job.settings.shares_devices
     tokens, idle_replicas = sum(lengths), max(1.0, job.engine_parallelism.replicas / len(lengths))
@@ -54,15 +54,15 @@ def check_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
 
 
 def sleep_use(job: PlannedJob) -> ResourceUse:
-    """Return the use of engines that give up their weights and caches to the policy."""
+    """Return the use of engines that release their weights and KV caches before the policy trains."""
     seconds = SLEEP_REQUESTS * OVERHEADS.engine_request_s + 2 * OVERHEADS.engine_memory_s
     return ResourceUse(latency_s=job.offloads * seconds)
 
 
 def save_moves_use(job: PlannedJob, weights: float, communicators: float) -> ResourceUse:
-    """Return the use of a trainer that comes back for a save and leaves again; both sizes are bytes of one GPU.
+    """Return the use of loading the trainer back onto the GPU for a save, and of offloading it again.
 
-    Engines keep their weights, and give up their caches.
+    Engines keep their weights and release their KV caches. `weights`, `communicators`: bytes on one GPU.
     """
     latency_s = CACHE_REQUESTS * OVERHEADS.engine_request_s + 2 * OVERHEADS.engine_memory_s
     moves = ResourceUse(host_link_bytes=2 * (weights + communicators), latency_s=latency_s)

@@ -1,4 +1,4 @@
-"""What one GPU computes and moves while the policy computes logprobs, trains and updates."""
+"""Resource use of one GPU for the trainer's logprobs, forward and backward passes, and optimizer updates."""
 
 from dataclasses import dataclass, replace
 
@@ -14,21 +14,24 @@ from grpo_mp.planner.resource_use import (
     mtp_flops_per_token,
 )
 
-ACTIVATION_BYTES = 2  # of an element that is sent
+ACTIVATION_BYTES = 2  # per element sent between ranks: bfloat16
 
 
 @dataclass(frozen=True)
 class LayerTraffic:
-    """Bytes that one GPU sends for all its layers in a forward pass over a step's samples, by what sends them."""
+    """Bytes that one GPU sends in a forward pass over a step's samples, all layers together."""
 
-    gathers: float  # of sequence parallelism, always in a node
-    ring: float  # keys and values of context parallelism
-    all_to_all: float  # tokens to their experts and back
-    between_stages: float
+    gathers: float  # sequence parallelism's all-gathers and reduce-scatters, always within a node
+    ring: float  # keys and values around the context-parallel ring
+    all_to_all: float  # dispatch of tokens to experts, and combine
+    between_stages: float  # hidden states to the next pipeline stage
 
 
 def logprob_use(job: PlannedJob, passes: float) -> ResourceUse:
-    """Return `passes` forward passes over the samples of a step, and a critic's; a fraction goes over that share."""
+    """Return the use of `passes` forward passes of the policy over a step's samples, and of one of a critic.
+
+    A fractional `passes` covers that share of the samples.
+    """
     policy = (_forward_products(job) + _traffic_use(job, _layer_traffic(job))).scaled(passes)
     if not job.has_critic:
         return replace(policy, bubble=_bubble(job))
@@ -38,10 +41,10 @@ def logprob_use(job: PlannedJob, passes: float) -> ResourceUse:
 
 
 def train_use(job: PlannedJob) -> ResourceUse:
-    """Return all forward and backward passes of a step, of the policy and of a critic.
+    """Return the use of all forward and backward passes of a step, of the policy and of a critic.
 
-    A backward pass has twice a forward pass's FLOPs; it passes keys, values and their gradients around the ring, and
-    gathers the inputs of divided matrices once more. Full recomputation does the forward pass twice.
+    A backward pass has twice the FLOPs of a forward pass and twice its ring traffic (keys, values and their gradients);
+    it also gathers the inputs of tensor-parallel layers again. Full recomputation repeats the forward pass.
     """
     epochs = job.settings.training.epochs
     policy = _passes_of_an_epoch(job, _forward_products(job)).scaled(epochs)
@@ -57,24 +60,26 @@ def _with_critic(job: PlannedJob, policy: ResourceUse, critic: ResourceUse) -> R
 
 
 def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
-    """Return forward and backward passes of a model; `products`: those of a forward pass."""
+    """Return the use of a model's forward and backward passes in one epoch. `products`: FLOPs of a forward pass."""
     training, traffic = job.settings.training, _layer_traffic(job)
     forwards = 1 + (training.recompute == "full")
     backward = replace(traffic, ring=2 * traffic.ring, gathers=1.5 * traffic.gathers)
-    between_stages = ResourceUse(network_bytes=traffic.between_stages * (1 - forwards))  # is not computed again
+    between_stages = ResourceUse(
+        network_bytes=traffic.between_stages * (1 - forwards)
+    )  # recomputation stays within a stage
     use = _traffic_use(job, traffic).scaled(forwards) + _traffic_use(job, backward) + between_stages
     ahead = mtp_flops_per_token(job.model, job.hf, job.attention_context) * _computed_tokens(job) / job.train_ranks
     use += (products + ResourceUse(flops=ahead)).scaled(forwards + 2)
-    if job.settings.model.lora:  # no gradient of the weights
+    if job.settings.model.lora:  # the frozen weights have no weight gradients
         spared = 2.0 * active_parameters(job.model, job.hf) * _computed_tokens(job) / job.train_ranks
         use += ResourceUse(flops=-spared)
     return use
 
 
 def lone_pass_use(job: PlannedJob, tokens: float, context_tokens: float) -> ResourceUse:
-    """Return one micro-batch's forward pass, the same on every replica: stages compute it one after the other.
+    """Return the use of one forward micro-batch that every replica computes alike, one pipeline stage after the other.
 
-    `context_tokens`: length of a token's sequence. Interleaved stages take as many such micro-batches as they are.
+    `context_tokens`: length of a token's sequence. An interleaved schedule runs `layout.pipeline` such micro-batches.
     """
     layout = job.settings.layout
     traffic = _traffic_use(job, _layer_traffic(job)).scaled(
@@ -88,16 +93,16 @@ def lone_pass_use(job: PlannedJob, tokens: float, context_tokens: float) -> Reso
 
 
 def optimizer_use(job: PlannedJob, stage: int) -> ResourceUse:
-    """Return the updates of a step: gradients summed over replicas, Adam, new weights gathered.
+    """Return the use of a step's optimizer updates: reduce-scatter of gradients, Adam, all-gather of weights.
 
-    State on the host goes through the device: there and back count one after the other, although they overlap.
+    Optimizer state on the host is copied to the device and back. Both copies count in full, although they overlap.
     """
     updates = (_updates_use(model, model.policy_trained_counts[stage]) for model in job.models.values())
     return sum(updates, ResourceUse())
 
 
 def _updates_use(job: PlannedJob, count: ParameterCount) -> ResourceUse:
-    """Return the updates of one model, of which a rank trains `count`."""
+    """Return the use of the updates of one model. `count`: parameters that the rank trains."""
     layout, per_parameter = job.settings.layout, job.per_parameter
     model_bytes = per_parameter.gradients + per_parameter.weights
     dense = count.dense * model_bytes * (1 - 1 / job.dense_shards)
@@ -126,7 +131,7 @@ def _forward_products(job: PlannedJob) -> ResourceUse:
 
 
 def _products(job: PlannedJob, flops: float, tokens: float) -> ResourceUse:
-    """Return FLOPs of a forward pass over `tokens`, those of linear layers in FP8 where training.fp8_format is set."""
+    """Split the FLOPs of a forward pass over `tokens` into model.dtype and FP8, by training.fp8_format."""
     if job.settings.training.fp8_format is None:
         return ResourceUse(flops=flops)
     in_fp8 = tokens * fp8_flops_per_token(job.model, job.hf)
@@ -139,7 +144,10 @@ def _critic_products(job: PlannedJob) -> ResourceUse:
 
 
 def _layer_traffic(job: PlannedJob) -> LayerTraffic:
-    """Return the traffic of a forward pass, of a stage with its fair share of the layers: the bubble has the rest."""
+    """Return the traffic of a forward pass for a stage with the mean number of layers.
+
+    `_bubble` accounts for stages with more layers than the mean.
+    """
     layout, model = job.settings.layout, job.model
     tokens = _computed_tokens(job) / job.dp_size / layout.context
     num_layers, num_moe_layers = model.num_layers / layout.pipeline, model.num_moe_layers / layout.pipeline

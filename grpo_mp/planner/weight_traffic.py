@@ -1,4 +1,4 @@
-"""What the weight sync of a planned job moves, by the plan that the job itself will follow."""
+"""Bytes that the weight sync of a planned job moves, computed from the sync plan that the job will use."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,27 +25,27 @@ from grpo_mp.weight_sync.plan import (
 )
 from grpo_mp.weight_sync.wire import WireFormat
 
-MANY_TRANSFERS = 40_000  # of experts: to plan more takes too long, and they are even enough for a sample of experts
-SAMPLED_EXPERTS = 64  # of a layer, at least: enough for every receiver of a node to have several
+MANY_TRANSFERS = 40_000  # planning more expert transfers takes too long, so a sample of experts is planned instead
+SAMPLED_EXPERTS = 64  # least experts sampled per layer: every receiver of a node then gets several
 
 
 @dataclass(frozen=True)
 class SyncTraffic:
-    """Bytes of the busiest rank: that it sends or receives over a link, and that its engine loads."""
+    """Traffic of the busiest rank in one weight sync. All fields are bytes unless noted."""
 
-    network: float
-    nvlink: float
-    loaded: float
-    shards: float  # that it sends to the ranks that stage it, or stages of others
-    tensors: float  # that one engine rank loads
-    quantized: float  # elements that it quantizes to FP8
+    network: float  # sent or received over the network, whichever is more
+    nvlink: float  # sent or received over NVLink, whichever is more
+    loaded: float  # loaded by the rank's engine
+    shards: float  # of shards sent to receivers, or received to be staged, whichever is more
+    tensors: float  # number of tensors that one engine rank loads
+    quantized: float  # number of elements that the rank quantizes to FP8
     rounds: int
 
 
 def sync_traffic(job: PlannedJob) -> SyncTraffic:
-    """Return the traffic of a whole sync, from the plan of one layer of each kind and pipeline stage.
+    """Return the traffic of a full weight sync, extrapolated from one layer of each kind on each pipeline stage.
 
-    Where there are many, every n-th of its experts is planned, so that each rank has one for n that it holds or loads.
+    Large MoE models are sampled further: only every n-th expert is planned, and its traffic counts n times.
     """
     params = {name: param for name, param in family_of(job.hf).params(job.hf).items() if not param.alias}
     counts = _layers_like(job)
@@ -65,8 +65,8 @@ def sync_traffic(job: PlannedJob) -> SyncTraffic:
     for transfer, weight in zip(transfers, weights, strict=True):
         count = weight * sum(map(tensors_of, transfer.names))
         tensors |= {reader: tensors.get(reader, 0) + count for reader in transfer.readers}
-    round_bytes = wire.round_bytes(job.settings.sync.bucket_bytes)  # the sample has a group of each size
-    rounds = int(-(-max(loaded, shards) // round_bytes))  # no rank loads, sends or receives more in a round
+    round_bytes = wire.round_bytes(job.settings.sync.bucket_bytes)  # the sample has a group of every size
+    rounds = int(-(-max(loaded, shards) // round_bytes))  # a round moves at most `round_bytes` on any rank
     quantized = quantized_elements(transfers, weights, wire)
     return SyncTraffic(
         network, nvlink, loaded, shards, tensors=max(tensors.values()), quantized=quantized, rounds=rounds
@@ -74,13 +74,13 @@ def sync_traffic(job: PlannedJob) -> SyncTraffic:
 
 
 def check_lengths(job: PlannedJob) -> list[int]:
-    """Return the tokens of the sequences that the check after a sync scores: prompts, and the ends of answers."""
+    """Return the lengths [tokens] of the sequences that the check after a sync scores: prompts and response ends."""
     prompts, longest = [(0,) * max(2, job.prompt_tokens)] * MAX_TEXTS, job.settings.rollout.max_sequence_tokens
     return list(map(len, comparison_sequences(prompts, longest, answers=[(0,) * longest] * ANSWERS)))
 
 
 def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[SyncPlan, WireFormat]:
-    """Plan the weight sync of these parameters of a job: from its layout to its engines."""
+    """Plan the weight sync of `params`, from the job's training layout to its engines."""
     settings, layout, engine = job.settings, job.settings.layout, job.settings.engine
     wire = job_wire_format(job, params)
     alignment = expert_alignment(job.engine_parallelism, engine.args, wire.fp8, job.cluster.compute_capability)
@@ -97,7 +97,7 @@ def plan_job_sync(job: PlannedJob, params: Mapping[str, Param]) -> tuple[SyncPla
 
 
 def job_wire_format(job: PlannedJob, params: Mapping[str, Param]) -> WireFormat:
-    """Return how these parameters of a job travel to its engines."""
+    """Return the format in which `params` are sent to the job's engines."""
     tp_sizes = {name: tp_size(param, job.settings.layout) for name, param in params.items()}
     dtype = torch.bfloat16 if job.settings.model.dtype == "bfloat16" else torch.float32
     return WireFormat(params, tp_sizes, dtype, fp8=job.engine_uses_fp8)
@@ -106,9 +106,9 @@ def job_wire_format(job: PlannedJob, params: Mapping[str, Param]) -> WireFormat:
 def busiest(
     transfers: list[Transfer], weights: list[int], wire: WireFormat, ranks_per_node: int
 ) -> tuple[float, float, float, float]:
-    """Return the most that a rank moves over the network, over NVLink, loads, and sends to or takes as a receiver.
+    """Return the maximum over ranks of the bytes (network, nvlink, loaded, shards), as in `SyncTraffic`.
 
-    Transfers count `weight` times.
+    `weights`: how many times each transfer counts.
     """
     sizes = wire.sizes
     used: dict[tuple[str, str, int], int] = {}
@@ -131,7 +131,7 @@ def busiest(
         others = [reader for reader in transfer.readers if reader != transfer.receiver]
         for reader in transfer.readers:
             add("loaded", "", reader, size)
-        for reader in others:  # a part of it to each, and from each to the others
+        for reader in others:  # scatter to the readers, then all-gather among them
             send(transfer.receiver, reader, size // len(others))
             add("nvlink", "receives", reader, size - size // len(others))
             add("nvlink", "sends", reader, size - size // len(others))
@@ -143,10 +143,11 @@ def busiest(
 
 
 def quantized_elements(transfers: Sequence[Transfer], weights: Sequence[int], wire: WireFormat) -> float:
-    """Return the most elements that a rank quantizes to FP8: of the shards it sends, or of what it joins.
+    """Return the maximum over ranks of the elements that a rank quantizes to FP8.
 
-    It joins the parts of which one cuts a block. Transfers count `weight` times; one for each target, although a shard
-    that goes to several in one round is quantized once.
+    The source quantizes its shards; where a shard boundary cuts an FP8 block, the receiver quantizes the joined tensor.
+    `weights`: how many times each transfer counts. A shard sent to several receivers in one round is counted for each
+    receiver although it is quantized once.
     """
     by_rank: dict[int, float] = {}
     elements = cache(lambda piece: sum(prod(spec.shape) for spec in wire.specs(piece) if spec.dtype == FP8))
@@ -160,8 +161,9 @@ def quantized_elements(transfers: Sequence[Transfer], weights: Sequence[int], wi
 
 
 def _layers_like(job: PlannedJob) -> dict[int, int]:
+    """Map a sample layer of each kind (dense, MoE) on each stage to the number of layers of that kind there."""
     counts: dict[int, int] = {}
-    # A layer that predicts ahead goes to engines that draft with it.
+    # The multi-token-prediction layer is sent only to engines that draft with it.
     sent = job.model.num_layers + job.settings.engine.speculative.drafts_by_mtp
     for layers in ([layer for layer in of_stage if layer < sent] for of_stage in job.stage_layers):
         for is_moe in (False, True):
@@ -171,9 +173,10 @@ def _layers_like(job: PlannedJob) -> dict[int, int]:
 
 
 def _experts_alike(job: PlannedJob, layers: int) -> int:
-    """Return n, so that every n-th expert stands for the n that share its ranks in the policy and in an engine.
+    """Return n such that every n-th expert represents n experts held by the same policy and engine ranks.
 
-    As few as make less than MANY_TRANSFERS, of `layers` to each node.
+    n is the smallest divisor that leaves fewer than MANY_TRANSFERS transfers, as long as SAMPLED_EXPERTS experts
+    remain. `layers`: number of sampled MoE layers.
     """
     experts, engine = job.engine_parallelism.num_experts, job.engine_parallelism
     if not experts:
