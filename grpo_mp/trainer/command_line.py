@@ -1,4 +1,4 @@
-"""The command line of one rank, and the ranks that its launcher started."""
+"""Command-line handling of one rank: arguments, exit status, and world size from the launcher's environment."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ from grpo_mp.utils.log import log_to_terminal
 @contextmanager
 def command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Iterator[argparse.Namespace]:
     """Yield the parsed arguments; an error in the body becomes the exit status of the process."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the modules' first lines set the default action
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # replaces the SIG_DFL of the imports
     with end_without_cleanup(), exit_on_error():
         log_to_terminal()
         yield parser.parse_intermixed_args(arguments)
@@ -26,9 +26,9 @@ def command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) ->
 def started_job(
     ranks: int | None, dry_run: bool = False, ranks_per_node: int | None = None
 ) -> Iterator[tuple[int, int]]:
-    """Yield the world size and the ranks of a node. A process without a launcher is a job of one rank.
+    """Yield the world size and the ranks per node; a process without a launcher is a job of one rank.
 
-    A dry run takes both numbers from the command line, where it has them.
+    `ranks`, `ranks_per_node`: from the command line; a dry run describes a job of this size.
     """
     if dry_run:
         yield (ranks, ranks_per_node or ranks) if ranks else local_ranks()
@@ -49,12 +49,12 @@ def started_job(
 
 
 def local_ranks() -> tuple[int, int]:
-    """Return the world size and the ranks of this node as torchrun or srun says; 1 and 1 without either."""
+    """Return the world size and the ranks per node from the environment of torchrun or srun; by default (1, 1)."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     return world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def print_once(text: str) -> None:
-    """Print on the first rank."""
+    """Print `text` on rank 0 only."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(text)

@@ -1,4 +1,4 @@
-"""Compare the logits of two model folders: Hugging Face folders run in transformers, converted ones in Megatron."""
+"""Compare the logits of two models: transformers runs Hugging Face folders, Megatron runs converted folders."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ SEQUENCES, LENGTH = 4, 32
 
 @torch.no_grad()
 def compare_logits(reference: Path, other: Path, seed: int = 0) -> float:
-    """Return the largest difference of float32 logits on random tokens, relative to the largest of `reference`."""
+    """Return max |other - reference| / max |reference| of the float32 logits on random tokens."""
     sizes = {folder: HfConfig.read(folder).int("vocab_size") for folder in (reference, other)}
     if len(set(sizes.values())) > 1:
         raise UserError(

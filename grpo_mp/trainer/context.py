@@ -1,4 +1,4 @@
-"""Open and close a job: join the ranks, start this rank's engine, build the policy, and end all of it in any case."""
+"""Open a job on one rank: join the process groups, start the engine, build the policy; close everything at the end."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -58,9 +58,9 @@ Models = tuple[Policy, Critic | None]
 
 @dataclass
 class RolloutContext(RunContext):
-    """The parts of a job of RL that every rank has.
+    """Parts of an RL job that every rank has, including ranks that only host an engine.
 
-    `weight_sync` and `engine_check` are None in a replay, whose rollout has no engine.
+    `weight_sync` and `engine_check` are None in a replay, which has no engines.
     """
 
     settings: Settings
@@ -73,14 +73,14 @@ class RolloutContext(RunContext):
     recovery: EngineRecovery
 
     def sync_weights(self, rollouts: RolloutBatch | None = None) -> dict[str, float]:
-        """Send the policy's weights to every engine and check that they hold them; return metrics, none in a replay.
+        """Send the policy's weights to every engine, run the engine check, and return metrics; empty in a replay.
 
-        `rollouts`: of the step, whose answers are among the texts of the check.
+        `rollouts`: groups of the step; the check also compares logprobs on some of their answers.
         """
         if not (self.weight_sync and self.engine_check):
             return {}
         with self.phases.phase(Phase.SYNC):
-            self.state = broadcast(self.state, self.job.group)  # to ranks that do not train
+            self.state = broadcast(self.state, self.job.group)  # to ranks that only host an engine
             if not self.settings.updates_running_groups:
                 self.collector.finish_generation()
             reports = self.recovery.update_weights(self.weight_sync, self.state.optimizer_step)
@@ -98,12 +98,12 @@ class RolloutContext(RunContext):
 
 @dataclass
 class TrainContext(RolloutContext, PolicyContext):
-    """What a rank has that trains, too."""
+    """Parts of an RL job on a rank that trains: those of every rank, and policy, critic and checkpoint saver."""
 
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What a rank has of a job that generates and does not train."""
+    """Parts of a job that only generates, on one rank."""
 
     job: Job
     rollout: Rollout
@@ -114,24 +114,24 @@ class EngineContext:
 
 @dataclass(frozen=True)
 class RankRuntime:
-    """What every job has on this rank: its ranks have joined, its engines are placed and not started."""
+    """Basic parts of every job on one rank; the process groups exist, the engines are placed but not started."""
 
     job: Job
     rollout: Rollout
     timeline: Timeline
     watchdog: Watchdog
     progress: Progress
-    machine: Sequence[str]  # what is wrong with the machines
+    machine: Sequence[str]  # warnings of the machine check
 
 
 @contextmanager
 def open_context(
     settings: Settings, inputs: RunInputs, find_checkpoints: FindCheckpoints = tuple, greeting: str = ""
 ) -> Iterator[RolloutContext]:
-    """Join the job, start the engine, build the policy, resume; yield a TrainContext on a rank that trains."""
+    """Open an RL job: start the engine, build the policy, resume; yield a TrainContext on ranks that train."""
     with _open_job(settings, inputs, settings.run.steps, find_checkpoints) as (runtime, resumed), ExitStack() as stack:
         job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
-        state = replace(resumed.state, data=inputs.train.digest or resumed.state.data)  # a replay reads none
+        state = replace(resumed.state, data=inputs.train.digest or resumed.state.data)  # a replay reads no data
         preemption = PreemptionHandler()
         dropped, recorded = ([], None) if inputs.replay else _recorded_groups(settings, inputs, runtime)
         greeting = greeting or _greeting(settings, inputs, job=job, state=state, recorded=recorded)
@@ -222,7 +222,7 @@ def _make_sync(
     phases: PhaseManager,
     preemption: PreemptionHandler,
 ) -> tuple[WeightSync, EngineCheck] | tuple[None, None]:
-    """Plan the weight sync, and make the check after it; a replay has no engines."""
+    """Return the weight sync and the engine check that runs after each sync; (None, None) in a replay."""
     if inputs.replay:
         return None, None
     shards = PolicyShards.of_policy(policy) if policy else PolicyShards.none(inputs.hf, settings.layout)
@@ -245,7 +245,7 @@ def _make_sync(
 def _make_phases(
     settings: Settings, runtime: RankRuntime, policy: Policy | None, critic: Critic | None, offload: bool
 ) -> PhaseManager:
-    """Make the phases, which with `offload` move policy, critic and engine."""
+    """Return the phase manager. `offload`: phases move policy, critic and engine between host and device."""
     functions = None
     if offload and policy:
         nccl = NcclMemory(settings.layout) if can_suspend(torch.cuda.nccl.version(), os.environ) else None
@@ -270,7 +270,7 @@ def _make_phases(
 
 @contextmanager
 def open_engines_only(settings: Settings, inputs: RunInputs, greeting: str) -> Iterator[EngineContext]:
-    """Join the job and start this rank's engine, which loads `model.path`: a job without a policy."""
+    """Open a job without a policy: start this rank's engine with the weights of `model.path`."""
     with _open_job(settings, inputs, steps=0, load_weights=True) as (runtime, _):
         job, rollout, progress = runtime.job, runtime.rollout, runtime.progress
         show_notes(progress, job.rank, greeting=greeting, notes=(), warnings=(*inputs.warnings, *runtime.machine))
@@ -315,7 +315,7 @@ def _open_job(
 def _start(
     runtime: RankRuntime, timeout_s: float, offload: bool, build: Callable[[], Models] | None
 ) -> Models | tuple[None, None]:
-    """Start this rank's engine and build the models, one after the other where they share the device."""
+    """Start this rank's engine and return the models of `build`; with `offload`, the engine starts first."""
     job, rollout = runtime.job, runtime.rollout
     with (
         runtime.watchdog.phase("START", timeout_s * (4 if rollout.reward_servers else 2)),

@@ -1,4 +1,4 @@
-"""Describe what a start would do, for --dry-run."""
+"""Describe the run that the settings would start, for --dry-run."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ CHANGED = "settings that differ from the defaults (--all shows every one):"
 def describe_run(
     settings: Settings, inputs: RunInputs, world_size: int, ranks_per_node: int, every_setting: bool = False
 ) -> str:
-    """Return the facts of a run, its first prompt as text, and its settings as YAML."""
+    """Return the dry-run text of an RL run: layout, sizes, first prompt, warnings, and settings as YAML."""
     layout = describe_parallelism(settings.layout, world_size - settings.engine.ranks)
     rollout, limit = settings.rollout, settings.training.max_tokens_per_microbatch
     facts = [
@@ -62,11 +62,11 @@ def _describe_prompts(train: PromptSet) -> str:
 def describe_sft(
     settings: SftSettings, inputs: SftInputs, world_size: int, ranks_per_node: int, every_setting: bool = False
 ) -> str:
-    """Return the facts of a run, its first sample as text, and its settings as YAML."""
+    """Return the dry-run text of an SFT run: layout, sizes, first sample, warnings, and settings as YAML."""
     sft, train, steps = settings.sft, inputs.train, settings.run.steps
     lengths, learned = train.lengths, train.learned.sum() / train.lengths.sum()
     evals = ", ".join(f"{len(held_out)} of {name}" for name, held_out in inputs.evals.items()) or "none"
-    epochs = min(sft.epochs or math.inf, steps * sft.batch_size / train.epoch_size)  # the last step of all is partial
+    epochs = min(sft.epochs or math.inf, steps * sft.batch_size / train.epoch_size)  # the last step may be partial
     layout = describe_parallelism(settings.layout, world_size)
     facts = [
         f"ranks: {world_size}, {ranks_per_node} on each node; layout: {layout}",

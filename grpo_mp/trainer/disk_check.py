@@ -1,4 +1,4 @@
-"""Compare what a run writes with the free bytes of its disk, before it starts."""
+"""Compare the estimated size of a run's files with the free disk space, before the run starts."""
 
 import shutil
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from grpo_mp.policy.parameter_bytes import DiskNeed
 from grpo_mp.trainer.replay import FOLDER
 from grpo_mp.utils.errors import UserError
 
-KEPT = (EXPORTS, FINAL, ROLLOUTS, FOLDER)  # besides the whole checkpoints
+KEPT = (EXPORTS, FINAL, ROLLOUTS, FOLDER)  # folders that a run keeps besides its checkpoints
 
 
 def check_disk(folder: Path, need: DiskNeed) -> Iterator[str]:
-    """Yield a warning where the disk is too small for all that a run keeps."""
+    """Yield a warning if the disk cannot hold all files of the run; raise UserError if it cannot hold a checkpoint."""
     missing = need.run - _bytes_of(*complete_checkpoints(folder), *(folder / name for name in KEPT))
     place = next(path for path in (folder / CHECKPOINTS, folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
