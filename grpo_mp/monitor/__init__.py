@@ -1,1 +1,1 @@
-"""Metrics, timeline, progress, samples, warnings and reports of a run; and its watchdog."""
+"""Metrics, timeline, progress display, samples, warnings, reports and watchdog of a run."""

@@ -1,4 +1,4 @@
-"""Charts of metrics that belong together: of the report, and of TensorBoard's custom scalars."""
+"""Charts of related metrics, for the report and for TensorBoard's custom scalars."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ import yaml
 
 @dataclass(frozen=True)
 class Curve:
-    """A row of curves.yaml: a chart of the metrics whose names match the patterns in `metrics`, by label."""
+    """A row of curves.yaml: one chart. `metrics`: label of a line -> pattern of metric names."""
 
     title: str
     unit: str
     metrics: Mapping[str, str]
     note: str = ""
-    band: str = ""  # metric of a half width
+    band: str = ""  # metric with the half width of the band around the line
     stacked: bool = False
 
 
@@ -26,7 +26,7 @@ CURVES: dict[str, tuple[Curve, ...]] = {
 
 
 def tensorboard_layout() -> dict[str, dict[str, tuple[str, list[str]]]]:
-    """Return the charts by section for TensorBoard's custom scalars: kind, and regular expressions of names."""
+    """Return the layout for SummaryWriter.add_custom_scalars: section -> title -> (chart kind, name patterns)."""
     return {
         section: {
             curve.title: ("Multiline", [f"^{pattern.replace('*', '[^/]+')}$" for pattern in curve.metrics.values()])

@@ -8,10 +8,9 @@ from grpo_mp.utils.errors import EarlyStopError
 
 
 class MetricGuards:
-    """Compares the metrics of each step with their guards."""
+    """Compares the metrics of each step with the limits in `monitor.guards`. `past`: steps before a resume."""
 
     def __init__(self, guards: Mapping[str, MetricGuard], past: Iterable[Mapping[str, float | None]] = ()) -> None:
-        """Resume after the `past` steps."""
         self._guards = guards
         self._values: dict[str, list[float]] = {name: [] for name in guards}
         self._best: dict[str, float] = {}
@@ -20,13 +19,13 @@ class MetricGuards:
                 self._violation(name, values)
 
     def check(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Raise EarlyStopError with a sentence on each metric outside its limits."""
+        """Raise EarlyStopError if metrics are outside their limits; the message names each of them."""
         found = {name: self._violation(name, values) for name in self._guards}
         if sentences := [f"{name} {text} (monitor.guards)" for name, text in found.items() if text]:
             raise EarlyStopError(f"step {step}: {'; '.join(sentences)}: the run stops; what was saved before is kept")
 
     def _violation(self, name: str, values: Mapping[str, float | None]) -> str | None:
-        """Add a step's value; return what is wrong with the last values. Steps without the metric do not count."""
+        """Add a step's value; describe the violated limit, or return None. Steps without the metric do not count."""
         if name not in values:
             return None
         guard, seen, value = self._guards[name], self._values[name], values[name]
@@ -34,7 +33,7 @@ class MetricGuards:
         del seen[: -guard.steps]
         if len(seen) < guard.steps:
             return None
-        # Not fmean, which raises for infinities of both signs and where finite values add up to one.
+        # fmean raises for infinities of both signs, and for finite values whose sum overflows.
         mean, over = sum(seen) / len(seen), f"in {guard.steps} step(s)" if guard.steps > 1 else f"({seen[-1]:.4g})"
         if math.isfinite(mean):
             self._best[name] = max(self._best.get(name, mean), mean)
@@ -43,7 +42,7 @@ class MetricGuards:
 
 def _describe(guard: MetricGuard, seen: Sequence[float], drop: float, over: str) -> str | None:
     low, high = guard.min, guard.max
-    if low is not None and all(not value >= low for value in seen):  # what is no number is outside, too
+    if low is not None and all(not value >= low for value in seen):  # NaN counts as outside
         return f"was below {low:g} {over}"
     if high is not None and all(not value <= high for value in seen):
         return f"was above {high:g} {over}"

@@ -1,4 +1,4 @@
-"""Where metrics go: TensorBoard events, JSON lines, an experiment tracker (trackers.py), or a user's own logger."""
+"""Loggers of metrics: TensorBoard events, JSON lines, experiment trackers (trackers.py), user-defined loggers."""
 
 import json
 import logging
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LOGGER = logging.getLogger(__name__)
-PACKAGES = ("wandb", "mlflow", "trackio")  # of the loggers of these names
+PACKAGES = ("wandb", "mlflow", "trackio")  # loggers that need the package of the same name
 
 
 @runtime_checkable
 class Logger(Protocol):
-    """Writes the metrics of a run, on rank 0 only. Inherit from it, and override the methods that you need.
+    """Base class of loggers, which write the metrics of a run on rank 0. Override the methods that you need.
 
-    Names and units are in the metric dictionary (grpo_mp/monitor/README.md). OSError becomes a warning.
+    The metric dictionary (grpo_mp/monitor/README.md) lists names and units. A full disk is only a warning.
     """
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -54,9 +54,9 @@ class Logger(Protocol):
 
 
 class MakeLogger(Protocol):
-    """Makes a logger: a class, or a function. The arguments in `monitor.loggers` come by name.
+    """A class or function that makes a logger. The arguments in `monitor.loggers` are passed by name.
 
-    `first_step`: the first step that this process will write; drop what an earlier process wrote from there on.
+    `first_step`: the first step of this process; drop the records of an earlier process from this step on.
     `settings`: all settings of the run, without secrets.
     """
 
@@ -65,7 +65,7 @@ class MakeLogger(Protocol):
 
 
 class TensorBoardLogger(Logger):
-    """Writes `<run>/tensorboard/`; TensorBoard hides earlier events of `first_step` and later (its purge step)."""
+    """Writes `<run>/tensorboard/`. TensorBoard hides an earlier process's events from `first_step` on (purge step)."""
 
     def __init__(self, run_folder: Path, first_step: int, settings: Mapping[str, Any]) -> None:
         self._events = SummaryWriter(str(run_folder / "tensorboard"), purge_step=first_step)
@@ -93,7 +93,7 @@ class TensorBoardLogger(Logger):
 
 
 class JsonLinesLogger(Logger):
-    """Appends the scalars of each step as a line of `<run>/metrics.jsonl`; values that are not finite are null."""
+    """Appends the scalars of each step as a line of `<run>/metrics.jsonl`; NaN and infinity become null."""
 
     def __init__(self, run_folder: Path, first_step: int, settings: Mapping[str, Any]) -> None:
         self._path = run_folder / "metrics.jsonl"
@@ -110,7 +110,7 @@ class JsonLinesLogger(Logger):
 
 
 def drop_later_steps(path: Path, first_step: int) -> None:
-    """Keep the lines of steps before `first_step`. The file is replaced atomically."""
+    """Remove the lines of `first_step` and later steps from a metrics file, atomically."""
     if path.exists():
         lines = [line for text in path.read_bytes().splitlines() if (line := parse_metrics(text)) is not None]
         kept = [json.dumps(line) + "\n" for line in lines if int(line["step"] or 0) < first_step]
@@ -118,9 +118,9 @@ def drop_later_steps(path: Path, first_step: int) -> None:
 
 
 def load_loggers(loggers: Mapping[str, Mapping[str, Any]]) -> tuple[MakeLogger, ...]:
-    """Return the loggers' classes or functions that `monitor.loggers` names."""
+    """Return the class or function that makes each logger in `monitor.loggers`."""
     for name in loggers:
-        if name in PACKAGES and not ((spec := find_spec(name)) and spec.origin):  # a folder is a package without origin
+        if name in PACKAGES and not ((spec := find_spec(name)) and spec.origin):  # a mere folder has no origin
             raise UserError(f"monitor.loggers: {name} is not installed: `pip install {name}`, or leave the logger out")
     return tuple(LOGGERS.resolve(name, "monitor.loggers", args) for name, args in loggers.items())
 
@@ -128,7 +128,7 @@ def load_loggers(loggers: Mapping[str, Mapping[str, Any]]) -> tuple[MakeLogger, 
 def open_loggers(
     make_loggers: Iterable[MakeLogger], run_folder: Path, first_step: int, settings: Mapping[str, Any]
 ) -> tuple[Logger, ...]:
-    """Make the loggers, with `settings` without secrets."""
+    """Make the loggers; secrets in `settings` are not passed to them."""
     public = without_secrets(settings)
     loggers = tuple(make(run_folder, first_step, public) for make in make_loggers)
     for logger in loggers:
@@ -146,9 +146,9 @@ def write_metrics(
     histograms: Mapping[str, Sequence[float] | torch.Tensor],
     texts: Mapping[str, str],
 ) -> None:
-    """Write a step's metrics to each logger, once per step; a full disk is a warning.
+    """Write the metrics of one step to each logger; log a warning if the disk is full.
 
-    Raises ValueError, before anything is written, for a name that the dictionary lacks, or has as another kind.
+    Raises ValueError before any write if the dictionary lacks a name or lists it with another kind.
     """
     for kind, names in (("scalar", scalars), ("histogram", histograms), ("text", texts)):
         for name in names:

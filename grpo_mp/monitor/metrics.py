@@ -17,9 +17,9 @@ _UNSAFE_CHARACTERS = re.compile(r"[^\w.\-]+")
 
 @dataclass(frozen=True)
 class Metric:
-    """A row of metrics.yaml. `name` may hold placeholders: `eval/{set}/accuracy` is one metric per eval set.
+    """A row of metrics.yaml. `name` may contain placeholders: `eval/{set}/accuracy` is one metric per eval set.
 
-    `healthy` is for people; rules.yaml says when a run warns. `known_as`: names in other trainers.
+    `healthy`: usual range, for readers only; rules.yaml defines the warnings. `known_as`: names in other trainers.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Metric:
         return self.name.split("/", 1)[0]
 
     def matches(self, name: str) -> bool:
-        """Return whether `name` is this metric, or an instance of this pattern."""
+        """Return whether `name` equals this metric's name or matches its placeholders."""
         if "{" not in self.name:
             return name == self.name
         literal = [re.escape(part) for part in re.split(r"\{\w+\}", self.name)]
@@ -47,14 +47,14 @@ TABLE: tuple[Metric, ...] = tuple(
 
 
 def metric_name(pattern: str, **parts: str) -> str:
-    """Put `parts` into the placeholders of a name; other characters than letters, digits, `_.-` become `_`."""
+    """Fill the placeholders of a metric name; in `parts`, replace all but letters, digits and `_.-` by `_`."""
     return _PLACEHOLDER.sub(lambda placeholder: _UNSAFE_CHARACTERS.sub("_", parts[placeholder.group(1)]), pattern)
 
 
 def find_metric(name: str, kind: Kind | None = None) -> Metric:
-    """Return the row of `name`; a row without placeholders wins over a pattern.
+    """Return the table row of a metric. A row without placeholders takes precedence over a pattern.
 
-    Raises ValueError for a name that is not in the table, or that is there as another kind.
+    Raises ValueError if the table has no row for `name`, or a row of another kind.
     """
     rows = sorted((metric for metric in TABLE if metric.matches(name)), key=lambda metric: "{" in metric.name)
     if not rows:

@@ -24,7 +24,7 @@ Scores = Mapping[str, EvalScore]
 
 @dataclass(frozen=True)
 class View:
-    """The state that the live lines show. `scalars` are metrics of the last step."""
+    """State of the run that the display shows. `scalars`: metrics of the last step."""
 
     steps: int
     done: int = 0
@@ -37,9 +37,9 @@ class View:
 
 
 class Progress:
-    """Prints one line per step, and on a terminal the current phase below it. Use as a context manager.
+    """Prints one line per step and, on a terminal, the current phase below. Use as a context manager.
 
-    `steps` is the last step of the run, `done` the step it resumes from.
+    `steps`: last step of the run; `done`: step from which the run resumes.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Progress:
         self.stop()
 
     def stop(self) -> None:
-        """Stop the live lines. Safe to call twice."""
+        """Stop the live display; a second call has no effect."""
         self._live.stop()
 
     def note(self, text: str) -> None:
@@ -78,7 +78,7 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str, detail: str = "") -> Iterator[None]:
-        """Show a phase while the body runs. The first GENERATE or TRAIN starts the estimate of the time left."""
+        """Show a phase during the `with` body. The first GENERATE or TRAIN starts the clock for the time left."""
         outer, outer_began_s = self._view, self._phase_began_s
         self._phase_began_s = self._clock()
         if name in (Phase.GENERATE, Phase.TRAIN) and self._loop_began_s is None:
@@ -92,7 +92,7 @@ class Progress:
             self._view = replace(self._view, phase=outer.phase, detail=outer.detail)
 
     def step(self, step: int, scalars: Mapping[str, float], accuracy: float | None = None) -> None:
-        """Print a finished step from its metrics; `accuracy` is the share of right answers, if known."""
+        """Print the line of a finished step. `accuracy`: share of correct answers, if known."""
         remaining_s, steps_since_start = None, step - self._resumed_from
         if self._loop_began_s is not None and steps_since_start > 0:
             remaining_s = (self._clock() - self._loop_began_s) / steps_since_start * (self._view.steps - step)
@@ -100,7 +100,7 @@ class Progress:
         self.note(step_line(self._view))
 
     def print_eval(self, step: int, scores: Scores) -> None:
-        """Print the scores of the eval sets after `step`; 0 is before training."""
+        """Print the scores of the eval sets after `step`; step 0 is before training."""
         self._print(eval_line(step, scores))
 
     def print_scores(self, title: str, scores: Scores) -> None:
@@ -108,7 +108,7 @@ class Progress:
         self._print("", scores_table(title, scores), "")
 
     def finish(self, before: Scores, after: Scores) -> None:
-        """Print the tables of before and after, and the command that opens TensorBoard."""
+        """Print the scores before and after training, and how to open the curves and the timeline."""
         self.stop()
         if after:
             self._print("", scores_table("Before and after", after, before))
@@ -116,7 +116,7 @@ class Progress:
         self._print(f"Timeline: open {self._folder / 'trace.json'} at https://ui.perfetto.dev")
 
     def _print(self, *items: RenderableType) -> None:
-        # Lines longer than a log's assumed width stay one line.
+        # soft_wrap keeps long lines of a log in one line.
         for item in items:
             self._console.print(item, markup=False, highlight=False, soft_wrap=isinstance(item, str))
 
@@ -125,7 +125,7 @@ class Progress:
 
 
 def step_line(view: View) -> str:
-    """Return one finished step as one plain line, without unknown numbers."""
+    """Format a finished step as one plain line; leave out unknown numbers."""
     parts = [f"step {view.done}/{view.steps}", *_step_numbers(view)]
     phase_seconds = [
         f"{phase.lower()} {view.scalars[name]:.1f}"
@@ -141,7 +141,7 @@ def step_line(view: View) -> str:
 
 
 def eval_line(step: int, scores: Scores) -> str:
-    """Return one evaluation as one plain line."""
+    """Format an evaluation as one plain line."""
     texts = []
     for name, score in scores.items():
         samples, numbers = score.samples, list[str]()
@@ -155,13 +155,13 @@ def eval_line(step: int, scores: Scores) -> str:
 
 
 def live_view(view: View) -> RenderableType:
-    """Render the live lines of a terminal: the current phase, and the progress of a run that has steps."""
+    """Render the live display: the current phase, and a progress bar if the run has steps."""
     current = Text(f"{view.phase:<8} " if view.phase else "", style="bold cyan")
-    # The start of a run is shown like a phase, but is not in Phase.
+    # The startup of a run is shown like a phase but is no member of Phase.
     description = Phase[view.phase].description if view.phase in Phase.__members__ else ""
     parts = [description, view.detail, f"{view.phase_s:.0f} s" if view.phase else ""]
     current.append("  ".join(part for part in parts if part), style="not bold default")
-    if not view.steps:  # an evaluation alone
+    if not view.steps:  # `grpo-mp evaluate`
         return current
     progress = Table.grid(padding=(0, 2))
     left_text = "" if view.remaining_s is None else f"{duration(view.remaining_s)} left"
@@ -180,7 +180,7 @@ def _step_numbers(view: View) -> list[str]:
 
 
 def scores_table(title: str, scores: Scores, before: Scores | None = None) -> Table:
-    """Tabulate the scores of each eval set, with `before` beside an earlier evaluation."""
+    """Return a table of each eval set's scores; with `before`, also the earlier scores and the changes."""
     table = Table(title=title, title_justify="left")
     table.add_column("eval set")
     for column in ("", "score") if before is None else ("", "before", "after", "change"):
@@ -198,7 +198,7 @@ def scores_table(title: str, scores: Scores, before: Scores | None = None) -> Ta
 
 
 def _score_rows(score: EvalScore) -> dict[str, tuple[Estimate, str]]:
-    """Return the known estimates of a score with their formats, by label, from top to bottom."""
+    """Return the known estimates of a score: label -> (estimate, number format), in the order of display."""
     rows = {}
     if score.accuracy is not None:
         label = "accuracy" if score.samples == 1 else f"avg@{score.samples}"

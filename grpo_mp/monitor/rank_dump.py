@@ -1,4 +1,4 @@
-"""The state of a rank: phases, stacks, collectives under way; written when the process gets a signal."""
+"""State of a rank (phases, stacks, pending collectives), written to a file when the process gets a signal."""
 
 import json
 import logging
@@ -25,8 +25,8 @@ from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import read_json, write_json
 from grpo_mp.utils.processes import DUMP_SIGNAL
 
-LAST_COLLECTIVES = 20  # of each group that a dump holds
-# torch's recorders of gloo, and of NCCL where torch is built for CUDA.
+LAST_COLLECTIVES = 20  # collectives of each process group in a dump
+# Functions of torch that return the flight recorder of gloo, and of NCCL in CUDA builds.
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 logger = logging.getLogger(__name__)
@@ -34,20 +34,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A phase that a rank has been in for some seconds."""
+    """A phase that a rank is in, and the seconds since the phase began."""
 
     name: str
     seconds: float
 
     @property
     def text(self) -> str:
-        """Return 'TRAIN for 3 s'."""
+        """Return a text such as 'TRAIN for 3 s'."""
         return f"{self.name} for {self.seconds:.0f} s"
 
 
 @dataclass(frozen=True)
 class ThreadStack:
-    """A thread's frames as 'file:line function', the outermost first."""
+    """Stack of a thread: frames as 'file:line function', outermost first."""
 
     name: str
     frames: tuple[str, ...]
@@ -55,11 +55,11 @@ class ThreadStack:
 
 @dataclass(frozen=True)
 class Collective:
-    """The `sequence`-th call of torch.distributed in a group, from 1; sends and receives have their own numbers."""
+    """The `sequence`-th collective of a process group, from 1; sends and receives are numbered separately."""
 
     group: str  # key of RankDump.groups
     sequence: int
-    operation: str  # as the recorder names it: 'gloo:all_reduce', 'nccl:recv 0<-1'
+    operation: str  # name in the flight recorder: 'gloo:all_reduce', 'nccl:recv 0<-1'
     sizes: tuple[tuple[int, ...], ...]
     is_p2p: bool
     is_pending: bool
@@ -68,14 +68,14 @@ class Collective:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group: its description and its global ranks."""
+    """A process group: its description and the global ranks of its members."""
 
     name: str
     ranks: tuple[int, ...]
 
 
 class RankProcess(NamedTuple):
-    """The process of a rank."""
+    """Host, process id and start time of a rank's process."""
 
     host: str
     pid: int
@@ -94,24 +94,24 @@ class RankDump:
     threads: tuple[ThreadStack, ...]  # the main thread first
     groups: Mapping[str, Group]
     collectives: tuple[Collective, ...]
-    records_all: bool  # no call was dropped: a group without calls has made none
-    at_limit: bool = False  # written by the watchdog just before it ended the rank
+    records_all: bool  # the recorder dropped no call, so a group without recorded calls has made none
+    at_limit: bool = False  # the watchdog wrote this dump just before it ended the rank
 
 
 def process_file(run_folder: Path, rank: int) -> Path:
-    """Return the file with host and pid of a running rank."""
+    """Return the path of the file that a rank keeps while it runs; the file contains a RankProcess."""
     return run_folder / PROCESSES / f"rank_{rank}.json"
 
 
 def dump_file(run_folder: Path, rank: int) -> Path:
-    """Return the file of a rank's last dump."""
+    """Return the path of a rank's last dump."""
     return run_folder / PROCESSES / f"dump_{rank}.json"
 
 
 class RankDumper:
-    """Writes a RankDump each time the process gets DUMP_SIGNAL. A process makes one, in its main thread.
+    """Writes a RankDump each time the process gets DUMP_SIGNAL. Create at most one per process, in the main thread.
 
-    A thread writes it, because the main thread may hang in a collective.
+    A separate thread writes the dump, because the main thread may hang in a collective.
     """
 
     def __init__(self, rank: int, run_folder: Path, phases: Callable[[], Iterable[PhaseTime]]) -> None:
@@ -125,14 +125,14 @@ class RankDumper:
     def __enter__(self) -> Self:
         process = RankProcess(socket.gethostname(), os.getpid(), time.time())
         write_json(process_file(self._folder, self.rank), process._asdict())
-        # The C-level handler of every signal writes its number there at once, whatever the main thread does.
+        # Python's C-level handler writes the signal number to this descriptor even while the main thread hangs.
         self._former_fd = signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
         signal.signal(DUMP_SIGNAL, _ignore)
         self._thread.start()
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # by default, a signal on its way would end the process
+        signal.signal(DUMP_SIGNAL, signal.SIG_IGN)  # the default action on a late signal would end the process
         signal.set_wakeup_fd(self._former_fd)
         os.close(self._wakeup_fd)
         self._thread.join()
@@ -143,7 +143,7 @@ class RankDumper:
         self.write(at_limit=True)
 
     def write(self, at_limit: bool = False) -> None:
-        """Write the state of the rank; log a warning if the disk is full."""
+        """Write the state of the rank; log a warning if the file cannot be written."""
         try:
             write_json(dump_file(self._folder, self.rank), asdict(self._current(at_limit)))
         except OSError as error:
@@ -176,7 +176,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def read_process(run_folder: Path, rank: int) -> RankProcess | None:
-    """Return the process of a rank; None if the rank has ended."""
+    """Return the process of a rank, or None if the rank has ended."""
     file = process_file(run_folder, rank)
     values = read_json(file)
     if not (values or file.exists()):
@@ -188,7 +188,7 @@ def read_process(run_folder: Path, rank: int) -> RankProcess | None:
 
 
 def read_dump(run_folder: Path, rank: int) -> RankDump | None:
-    """Return a rank's last dump; None if there is none, or only a damaged one."""
+    """Return a rank's last dump, or None if the file is missing or damaged."""
     try:
         return TypeAdapter(RankDump).validate_python(read_json(dump_file(run_folder, rank)))
     except ValidationError:
@@ -196,7 +196,7 @@ def read_dump(run_folder: Path, rank: int) -> RankDump | None:
 
 
 def thread_stacks() -> tuple[ThreadStack, ...]:
-    """Return the stacks of all Python threads of this process but the caller's, the main thread's first."""
+    """Return the stacks of all Python threads except the calling thread, the main thread first."""
     frames = sys._current_frames()
     threads = sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread())
     stacks = []
@@ -209,18 +209,18 @@ def thread_stacks() -> tuple[ThreadStack, ...]:
 
 
 def process_groups() -> dict[str, Group]:
-    """Return the process groups of this rank, by the key that torch's recorder uses."""
+    """Return the process groups of this rank by the group name that torch's flight recorder uses."""
     world = distributed_c10d._world
     groups: dict[str, Group] = {}
     for group, ranks in list(world.pg_group_ranks.items()):
-        if isinstance(group, dist.ProcessGroup):  # torch keeps a marker for groups without this rank
+        if isinstance(group, dist.ProcessGroup):  # torch stores a placeholder for groups without this rank
             name = world.pg_names[group]
             groups[name] = Group(group.group_desc or name, tuple(sorted(ranks)))
     return groups
 
 
 def recorded_calls(now_s: float) -> tuple[list[Collective], bool]:
-    """Return the calls in torch's flight recorder, the oldest first, and whether no older call was dropped."""
+    """Return the calls in torch's flight recorder, oldest first, and whether the recorder has kept all calls."""
     calls: list[Collective] = []
     is_all = True
     for name in RECORDERS:
@@ -232,7 +232,7 @@ def recorded_calls(now_s: float) -> tuple[list[Collective], bool]:
 
 
 def last_collectives(calls: Sequence[Collective]) -> tuple[Collective, ...]:
-    """Return the last LAST_COLLECTIVES calls of each group, and all pending calls, in their order."""
+    """Return all pending calls and the last LAST_COLLECTIVES calls of each group, in call order."""
     kept: list[Collective] = []
     left: dict[tuple[str, bool], int] = {}
     for call in reversed(calls):
@@ -244,7 +244,7 @@ def last_collectives(calls: Sequence[Collective]) -> tuple[Collective, ...]:
 
 
 def read_collective(entry: Mapping[str, Any], now_s: float) -> Collective:
-    """Return an entry of the flight recorder's JSON as a Collective."""
+    """Convert an entry of the flight recorder's JSON to a Collective. `now_s`: current time since the epoch."""
     is_p2p = bool(entry["is_p2p"])
     return Collective(
         group=str(entry["process_group"][0]),

@@ -1,4 +1,4 @@
-"""Ask the ranks and engines of a run for their stacks: the part of `grpo-mp doctor stuck` that sends signals."""
+"""Request the stacks of a run's ranks and engines by a signal, for `grpo-mp doctor stuck`."""
 
 import os
 import re
@@ -17,23 +17,23 @@ from grpo_mp.utils.files import ENGINE_SCRATCH
 from grpo_mp.utils.processes import DUMP_SIGNAL, catches_dump_signal, stacks_file
 
 POLL_S = 0.05
-RECENT_S = 120.0  # age of a dump of another node, where the command ran before
-CREATION_SLACK_S = 2.0  # a process begins shortly before it writes its file: a younger one has only the same number
-INNERMOST = 6  # frames
+RECENT_S = 120.0  # maximum age of a dump from another node, on which the command ran before
+CREATION_SLACK_S = 2.0  # a process that began later than this after its file was written only reuses the pid
+INNERMOST = 6  # frames of an engine's stack
 
 
 @dataclass(frozen=True)
 class AskedEngine:
-    """A process of an engine that was asked for its stacks, which it appends to `file`."""
+    """An engine process that was signalled to append its stacks to `file`."""
 
-    rank: int  # that hosts it
+    rank: int  # host of the engine
     title: str
     file: Path
-    bytes_before: int
+    bytes_before: int  # size of the file before the signal
 
     @property
     def text(self) -> str:
-        """Return what the process has written since; "" after its end."""
+        """Return the text written since the signal; "" after the process has ended."""
         try:
             return self.file.read_bytes()[self.bytes_before :].decode(errors="replace")
         except OSError:
@@ -45,7 +45,7 @@ class AskedEngine:
         return "most recent call first" in self.text or not self.file.exists()
 
     def stacks(self) -> EngineStacks:
-        """Return the innermost frames of the main thread, which handled the signal."""
+        """Return the innermost frames of the main thread, the thread that handled the signal."""
         text = self.text
         thread = text.rpartition("Current thread")[2].partition("\n\n")[0]
         frames = re.findall(r'File "(.*)", line (\d+) in (.*)', thread)
@@ -54,9 +54,10 @@ class AskedEngine:
 
 
 def ask_ranks(run_folder: Path, limit_s: float) -> tuple[dict[int, RankDump], dict[int, str], list[EngineStacks]]:
-    """Ask each rank of this host for a dump; return the dumps, the ranks without one and why, and engines' stacks.
+    """Request a dump from each rank on this host; wait at most `limit_s` seconds.
 
-    For ranks of other hosts, a dump of at most RECENT_S counts.
+    Returns dumps by rank, the reason for each rank without a dump, and the stacks of the engines. For a rank on
+    another host, an existing dump that is at most RECENT_S seconds old counts.
     """
     ranks = started_ranks(run_folder)
     asked_s, deadline = time.time(), time.monotonic() + limit_s
@@ -93,17 +94,19 @@ def _wait_for(deadline: float, holds: Callable[[], bool]) -> None:
 
 
 def started_ranks(run_folder: Path) -> dict[int, RankProcess]:
-    """Return the process of each rank of a run."""
+    """Return the processes of the running ranks, by rank."""
     files = (run_folder / "processes").glob("rank_*.json")
     numbers = sorted(int(match[1]) for file in files if (match := re.fullmatch(r"rank_(\d+)\.json", file.name)))
-    ranks = {rank: process for rank in numbers if (process := read_process(run_folder, rank))}  # some may end meanwhile
+    ranks = {
+        rank: process for rank in numbers if (process := read_process(run_folder, rank))
+    }  # a rank may end meanwhile
     if not ranks:
         raise UserError(f"{run_folder}: no rank runs here: give the run.folder of a running run")
     return ranks
 
 
 def find_process(pid: int, started_s: float) -> psutil.Process | None:
-    """Return the process that wrote its file at `started_s`; None after its end."""
+    """Return the process `pid` that wrote its file at `started_s`, or None if that process has ended."""
     try:
         process = psutil.Process(pid)
         is_same = process.create_time() < started_s + CREATION_SLACK_S and process.status() != psutil.STATUS_ZOMBIE
@@ -113,7 +116,7 @@ def find_process(pid: int, started_s: float) -> psutil.Process | None:
 
 
 def ask(process: psutil.Process) -> bool:
-    """Send the signal to a process if it has a handler; return whether it was sent."""
+    """Send DUMP_SIGNAL to a process if the process handles it; return whether the signal was sent."""
     try:
         handles = catches_dump_signal(Path(f"/proc/{process.pid}/status").read_text())
         if handles:
@@ -126,19 +129,19 @@ def ask(process: psutil.Process) -> bool:
 
 
 def ask_engines(rank: int, process: psutil.Process) -> Iterable[AskedEngine]:
-    """Ask the processes of the engine that a rank hosts."""
+    """Signal the processes of the engine that a rank hosts; yield the signalled processes."""
     for watcher in process.children():
         try:
             scratch = watcher.environ().get(ENGINE_SCRATCH)
             processes = watcher.children(recursive=True) if scratch else []
         except psutil.Error:
-            continue  # it is ending
+            continue  # the process is ending
         for child in processes:
-            # SGLang's title of a process overwrites its environment: the folder is known from the watcher.
+            # SGLang overwrites a process's environment with its title, so the folder comes from the watcher.
             try:
                 file = stacks_file(Path(scratch or ""), child.pid)
                 engine = AskedEngine(rank, " ".join(child.cmdline()[:3]).strip(), file, file.stat().st_size)
             except (OSError, psutil.Error):
-                continue  # it is ending, or does not write its stacks
+                continue  # the process is ending, or does not write its stacks
             if ask(child):
                 yield engine

@@ -1,4 +1,4 @@
-"""Write the report and the timeline of a run into its folder, in a process beside it."""
+"""Write the report and the timeline of a run in a separate process while the run continues."""
 
 import atexit
 import os
@@ -15,24 +15,24 @@ from grpo_mp.checkpoint.run_state import METRICS
 from grpo_mp.utils.processes import with_death_signal
 
 REPORT = "report.html"
-LIMIT_S = 60.0  # for a process that still runs when the run ends
-EARLY_LIMIT_S = 20.0  # after a failure: torchrun kills the other ranks 30 s after the first one fails
-CPU_LIMIT_S = 600  # of a report that may end after the run
+LIMIT_S = 60.0  # wait for a report process at the end of the run
+EARLY_LIMIT_S = 20.0  # same wait after a failure: torchrun kills the other ranks 30 s after the first one fails
+CPU_LIMIT_S = 600  # CPU time of a report that may outlive the run
 NICENESS = 19
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # the run's devices and cores belong to the run
 
 
 class Reporter:
-    """Starts `grpo-mp report` as `monitor.report_every` asks; `every` is None on ranks that write nothing.
+    """Starts `grpo-mp report` every `every` steps and at the end; 0: only at the end; None: never, as on ranks above 0.
 
-    Use as a context manager around the loop: a loop that raises leaves a report of its steps, too.
+    Use as a context manager around the training loop: if the loop raises, the finished steps are reported.
     """
 
     def __init__(self, run_folder: Path, every: int | None, note: Callable[[str], None]) -> None:
         self._folder, self._every, self._note = run_folder, every, note
         self._log = run_folder / "logs" / "report.log"
         self._process: subprocess.Popen[bytes] | None = None
-        self._ended = False  # the last report was started
+        self._ended = False  # whether the last report was started
 
     def __enter__(self) -> "Reporter":
         return self
@@ -45,26 +45,26 @@ class Reporter:
         if self._every is not None and isinstance(error, Exception) and has_steps:
             if not self._ended:
                 self.end(early=True)
-            # Wait at exit: the error is printed first, and the other ranks stop meanwhile.
+            # Waiting in atexit lets the error be printed first and the other ranks stop meanwhile.
             atexit.register(self._finish_at_exit, time.monotonic() + EARLY_LIMIT_S)
 
     def step(self, step: int) -> None:
-        """Start report and timeline if they are due after a step, unless the last ones are still being written."""
+        """Start report and timeline if they are due, unless the previous ones are still being written."""
         if self._every and step % self._every == 0 and self._has_ended(0.0):
             self._start("--trace")
 
     def end(self, early: bool = False) -> None:
-        """Start the report of all steps, which may end after the run."""
+        """Start the last report, which may outlive the run. `early`: the run ends before its last step."""
         self._ended = True
         if self._every is None:
             return
         if not self._has_ended(0.0 if early else LIMIT_S):
             self._kill()
-        # Without `early` the timeline is still to get its last spans; the run waits for the report.
+        # After a normal end the timeline still lacks its last spans. niceness 0, because the run waits for the report.
         self._start(*(["--trace"] if early else []), niceness=0, outlives=True)
 
     def finish(self, limit_s: float | None = None, early: bool = False) -> None:
-        """Wait at most `limit_s`; then the last report is left alone, and another one killed."""
+        """Wait at most `limit_s` seconds. After that the last report continues; any other report is killed."""
         limit_s = (EARLY_LIMIT_S if early else LIMIT_S) if limit_s is None else limit_s
         if self._has_ended(limit_s):
             return
@@ -90,7 +90,7 @@ class Reporter:
             self._note(f"warning: report: not started: {error.strerror}")
 
     def _has_ended(self, limit_s: float) -> bool:
-        """Wait at most `limit_s` for the process; note its failure; return whether no process runs."""
+        """Wait at most `limit_s` seconds for the process and note a failure; return whether no process is left."""
         if self._process is None:
             return True
         try:
@@ -110,5 +110,5 @@ class Reporter:
         self._note("warning: report: was not done when the run ended, and was killed")
 
     def _finish_at_exit(self, deadline_s: float) -> None:
-        with suppress(KeyboardInterrupt):  # nobody waits for it then
+        with suppress(KeyboardInterrupt):  # Ctrl-C ends the wait
             self.finish(max(0.0, deadline_s - time.monotonic()), early=True)
