@@ -21,13 +21,13 @@ LOGGER = logging.getLogger(__name__)
 MESSAGE_CHARACTERS = 500
 # SGLang closes a connection that was idle for five seconds; a request that goes out at that moment is lost.
 IDLE_LIMIT_S = 2.0
-LAST_OF_CONNECTION = {"Connection": "close"}  # of a request after which a failing server hangs up
+LAST_OF_CONNECTION = {"Connection": "close"}  # header of requests whose failure makes the server close the connection
 BUSY_LIMIT_S = 60.0  # for an engine to become idle after its last response
 BUSY_POLL_S = 0.1
-HEALTH_LIMIT_S = 30.0  # the engine itself gives up after 20
-# Which model of an engine with a drafting layer a request is for.
+HEALTH_LIMIT_S = 30.0  # SGLang's own time limit of a health check is 20 s
+# SGLang's selector of the models that a request applies to, for an engine with a drafting layer.
 TARGET, TARGET_AND_DRAFT = {"selector": "target"}, {"selector": "all"}
-OUT_OF_MEMORY = "out of memory"  # in torch's message; the engine may restart then
+OUT_OF_MEMORY = "out of memory"  # part of torch's error message; such an error allows a restart of the engine
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class SamplingParams:
     max_response_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
-    stop: tuple[str, ...] = ()  # only where the engine has a tokenizer
+    stop: tuple[str, ...] = ()  # stop strings; need an engine with a tokenizer
     ignore_eos: bool = False
-    seeds: tuple[int, ...] = ()  # of each response; (): the engine's own generator
+    seeds: tuple[int, ...] = ()  # one seed for each response; (): the engine's own random generator
 
     def up_to(self, tokens: int | None) -> "SamplingParams":
-        """Return the parameters with a lower token limit; None: unchanged."""
+        """Return the parameters with the token limit lowered to `tokens`; None: unchanged."""
         return replace(self, max_response_tokens=min(self.max_response_tokens, tokens or self.max_response_tokens))
 
     def only(self, index: int) -> "SamplingParams":
@@ -52,11 +52,11 @@ class SamplingParams:
         return replace(self, seeds=tuple(sampling_seed(seed, turn) for seed in self.seeds))
 
     def for_handle(self, number: int) -> "SamplingParams":
-        """Return the parameters of an episode's unrecorded handle, with seeds of its own."""
+        """Return the parameters for the `number`-th unrecorded handle of an episode, with separate seeds."""
         return replace(self, seeds=tuple(sampling_seed(seed, "unrecorded", number) for seed in self.seeds))
 
     def as_json(self, count: int) -> dict[str, Any] | list[dict[str, Any]]:
-        """Return SGLang's `sampling_params` for `count` responses to one prompt; with seeds a list."""
+        """Return SGLang's `sampling_params` for `count` responses to one prompt; with seeds, one item per response."""
         if self.seeds:  # SGLang would give all `n` responses of a request the same seed
             return [{"n": 1, "sampling_seed": seed, **self._shared()} for seed in self.seeds]
         return {"n": count, **self._shared()}
@@ -73,32 +73,39 @@ class SamplingParams:
 
 
 def sampling_seed(*parts: int | str) -> int:
-    """Return a seed of 63 bits that follows from the parts."""
+    """Return a 63-bit seed: a hash of `parts`."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8]) >> 1
 
 
 @dataclass(frozen=True)
 class EngineOutput:
-    """One response. `logprobs`: log_softmax(logits / temperature) over the full vocabulary, before top-p."""
+    """One response of an engine.
+
+    `logprobs`: log_softmax(logits / temperature) of the tokens, over the full vocabulary, before top-p.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    weight_versions: tuple[int, ...]  # of every token; a weight update may come during a response
+    weight_versions: tuple[int, ...]  # one for each token, since weights may be updated during a response
     truncated: bool  # the response reached max_response_tokens
     aborted: bool = False  # ended by `abort_all`; may have no tokens
-    verify_steps: int = 0  # of speculative decoding
-    cached_tokens: int = 0  # prompt tokens taken from the radix cache
-    # As in Sample; of a continued response without the known tokens.
+    verify_steps: int = 0  # number of verify steps of speculative decoding
+    cached_tokens: int = 0  # number of prompt tokens found in the radix cache
+    # Routed experts as in Sample; a continued response lacks the tokens that the request skips (`routed_tokens`).
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
 
     def has(self, tokens: int | None, step_tokens: int) -> bool:
-        """Return whether the response has `tokens`, except those of its last step, which are drawn again."""
+        """Return whether the response is at most one decode step (`step_tokens`) short of `tokens`; False for None.
+
+        The tokens of the last decode step are dropped from a paused response and drawn again.
+        """
         return tokens is not None and len(self.tokens) >= tokens - step_tokens
 
     def without_last_step(self, step_tokens: int) -> "EngineOutput":
-        """Return an aborted response without the tokens of its last step, at most `step_tokens`.
+        """Return an aborted response without its last `step_tokens` tokens, the most that one decode step adds.
 
-        SGLang does not check whether they end the response, which would then continue after its end.
+        SGLang does not check the tokens of an aborted step for a stop token: a resumed response could continue past
+        its end.
         """
         kept = max(0, len(self.tokens) - step_tokens)
         experts, dropped = self.routed_experts, len(self.tokens) - kept
@@ -113,7 +120,7 @@ class EngineOutput:
 
 
 class EngineClient:
-    """Client of one engine. Every call has a time limit; every error names engine, path and the server's message."""
+    """Client of one engine. Every call has a time limit; error messages name the engine, the path and the reply."""
 
     def __init__(self, index: int, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
         self.index, self._timeout_s = index, timeout_s
@@ -125,12 +132,12 @@ class EngineClient:
         self._http = httpx.AsyncClient(
             base_url=url, headers=dict(headers), timeout=timeout_s, limits=limits, trust_env=False
         )
-        self._updated = TARGET  # by the current weight update
-        self._in_session = False
-        self._cache_key = "0"  # separates radix-cache prefixes of different weights
+        self._updated = TARGET  # selector of the models in the current weight update
+        self._in_session = False  # whether this SGLang has sessions of weight updates
+        self._cache_key = "0"  # weight version: separates radix-cache prefixes of different weights
 
     async def aclose(self) -> None:
-        """Close the connections; paused requests then fail."""
+        """Close the connections; requests that wait for the end of a pause then fail."""
         await self._http.aclose()
         self._running.set()
 
@@ -144,9 +151,9 @@ class EngineClient:
     ) -> list[EngineOutput]:
         """Draw `count` responses to one prompt.
 
-        With `routing`, the shape of the model, also return the experts of each token except the first
-        `routed_tokens`. The request waits while generation is paused. Cancelling the call ends its responses in the
-        engine within seconds.
+        `routing`: shape of the model, to also return the routed experts of each token; `routed_tokens`: number of
+        leading tokens to return no experts for. The request waits while generation is paused. Cancelling the call
+        ends its responses in the engine within seconds.
         """
         body = {
             "input_ids": [list(prompt_tokens)] * count if sampling.seeds else list(prompt_tokens),
@@ -162,7 +169,7 @@ class EngineClient:
         return [self._parse_output(output, len(prompt_tokens), routing, routed_tokens) for output in outputs]
 
     async def check_routed_experts(self, routing: ModelShape) -> None:
-        """Check that a response contains the experts of its tokens."""
+        """Generate two tokens and check that the response contains their routed experts."""
         (output,) = await self.generate((1, 2, 3), SamplingParams(max_response_tokens=2), routing=routing)
         if output.routed_experts is None:
             raise self._error(
@@ -174,13 +181,13 @@ class EngineClient:
     async def parse_tool_calls(
         self, text: str, tools: Sequence[Mapping[str, Any]], parser: str
     ) -> tuple[str, list[tuple[str, str]]]:
-        """Find the tool calls in a text by SGLang's `parser`; return the other text, and (name, JSON arguments).
+        """Parse the tool calls of a text with SGLang's `parser`; return the remaining text and (name, JSON arguments).
 
-        A text at which the parser fails has no calls.
+        If the parser fails, return the whole text and no calls.
         """
         path, body = "/parse_function_call", {"text": text, "tools": list(tools), "tool_call_parser": parser}
         reply = await self._request("POST", path, body, headers=LAST_OF_CONNECTION)
-        if reply.status_code == httpx.codes.INTERNAL_SERVER_ERROR:  # what the policy wrote is no fault of the engine
+        if reply.status_code == httpx.codes.INTERNAL_SERVER_ERROR:  # malformed text of the policy is no engine error
             LOGGER.info("engine %d: the parser %s fails at what the policy wrote: %.200r", self.index, parser, text)
             return text, []
         parsed = _expect_object(self._check_status(path, reply))
@@ -188,7 +195,7 @@ class EngineClient:
         return str(parsed["normal_text"]), calls
 
     async def score(self, token_lists: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Compute the logprobs of given sequences at temperature 1: entry i of a list belongs to token i + 1."""
+        """Return the logprobs of the tokens of given sequences at temperature 1; entry i belongs to token i + 1."""
         body = {
             "input_ids": [list(tokens) for tokens in token_lists],
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -199,11 +206,14 @@ class EngineClient:
         return [[entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]] for output in reply]
 
     async def flush_cache(self) -> None:
-        """Empty the radix cache. The server refuses this while requests run."""
+        """Empty the radix cache; the server refuses this while requests run."""
         await self._call("POST", "/flush_cache")
 
     async def flush_cache_when_idle(self, limit_s: float = BUSY_LIMIT_S) -> None:
-        """Flush the cache as soon as no request runs: the last batch is cleared after its responses were sent."""
+        """Wait until no request runs and empty the radix cache. Raises EngineTimeout after `limit_s`.
+
+        SGLang clears a batch only after it has sent the responses, so it may refuse a flush shortly after them.
+        """
         deadline = time.monotonic() + limit_s
         while (reply := await self._request("POST", "/flush_cache")).status_code == httpx.codes.BAD_REQUEST:
             if time.monotonic() > deadline:
@@ -213,11 +223,11 @@ class EngineClient:
         self._check_status("/flush_cache", reply)
 
     async def abort_all(self) -> None:
-        """End every request; each returns its tokens so far, marked `aborted`."""
+        """Abort all requests; each returns its tokens so far, marked `aborted`."""
         await self._call("POST", "/abort_request", {"abort_all": True})
 
     async def check_health(self) -> None:
-        """Raise EngineError where the engine does not compute, unless it is paused."""
+        """Raise EngineError if the engine does not generate a token; a failure during a pause is ignored."""
         while True:
             pauses = self._pauses
             reply = await self._request("GET", "/health_generate", limit_s=HEALTH_LIMIT_S)
@@ -227,18 +237,18 @@ class EngineClient:
         self._check_status("/health_generate", reply)
 
     async def pause_generation(self, mode: PauseMode) -> None:
-        """Pause running and new requests. `retract` frees their cache, `in_place` keeps it."""
+        """Pause running and new requests. Mode `retract` frees their KV cache, `in_place` keeps it."""
         self._running.clear()
         self._pauses += 1
         await self._call("POST", "/pause_generation", {"mode": mode})
 
     async def continue_generation(self) -> None:
-        """Resume requests; retracted ones compute their cache again."""
+        """Resume paused requests; retracted requests recompute their KV cache."""
         await self._call("POST", "/continue_generation", {"torch_empty_cache": False})
         self._running.set()
 
     async def begin_weight_update(self, with_draft: bool = False) -> None:
-        """Begin a weight update, `with_draft` also of the drafting layer."""
+        """Begin a weight update. `with_draft`: also update the drafting layer."""
         self._updated = TARGET_AND_DRAFT if with_draft else TARGET
         reply = await self._request("POST", "/begin_weight_update", self._updated)
         self._in_session = reply.status_code != httpx.codes.NOT_FOUND  # SGLang has sessions since 0.5.20
@@ -246,17 +256,17 @@ class EngineClient:
             self._check_success("/begin_weight_update", self._check_status("/begin_weight_update", reply))
 
     async def update_weights_from_tensor(self, payloads: Sequence[str], load_format: str | None = None) -> None:
-        """Send one bucket, a base64 payload for each of the engine's tensor-parallel ranks.
+        """Send one bucket of weights: a base64 payload for each of the engine's tensor-parallel ranks.
 
-        SGLang ignores unknown tensor names.
+        SGLang ignores tensors with unknown names.
         """
         body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": False}
         await self._post("/update_weights_from_tensor", body | self._updated)
 
     async def end_weight_update(self, version: int, keep_cache: bool = False) -> None:
-        """End the update and set the version of the weights; flush the cache unless paused requests keep theirs.
+        """End the update and set the weight version. `keep_cache`: keep the KV cache for the paused requests.
 
-        Later requests never read a cache of the old weights.
+        Requests sent later never read KV cache of the old weights.
         """
         self._cache_key = str(version)
         if self._in_session:
@@ -266,7 +276,10 @@ class EngineClient:
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def checksums(self, with_draft: bool = False) -> dict[str, str]:
-        """Return the checksum of each tensor on each rank of the engine; `with_draft`: also of the drafting layer."""
+        """Return the checksums of all tensors on all ranks of the engine, by tensor name and rank.
+
+        `with_draft`: include the drafting layer.
+        """
         selector = TARGET_AND_DRAFT if with_draft else TARGET
         reply = await self._call("POST", "/weights_checker", {"action": "checksum", **selector})
         ranks = _expect_object(reply)["ranks"]
@@ -277,20 +290,20 @@ class EngineClient:
         }
 
     async def overwrite_weights(self, with_draft: bool = False) -> None:
-        """Fill every tensor with random values, to find tensors that no sync sends."""
+        """Fill all tensors with random values, which reveals tensors that no weight sync sends."""
         selector = TARGET_AND_DRAFT if with_draft else TARGET
         await self._post("/weights_checker", {"action": "reset_tensors", **selector})
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        """Free device memory of `weights`, `kv_cache`, `cuda_graph`, as soon as the engine is idle.
+        """Wait until the engine is idle and free the device memory of `tags`: `weights`, `kv_cache`, `cuda_graph`.
 
-        SGLang's scheduler would end if a request still ran.
+        SGLang's scheduler would crash if a request still ran.
         """
         await self.flush_cache_when_idle()
         await self._call("POST", "/release_memory_occupation", {"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
-        """Allocate the memory again; the weights are undefined until the next sync."""
+        """Allocate the memory of `tags` again; the weights are undefined until the next weight sync."""
         await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)})
 
     def _parse_output(
@@ -326,7 +339,7 @@ class EngineClient:
     async def _generate(self, body: dict[str, Any]) -> Any:
         try:
             async with asyncio.timeout(self._timeout_s):
-                # A request that came to the engine during a pause would have the key of the weights before.
+                # A request that reached the engine during a pause would carry the cache key of the old weights.
                 await self._running.wait()
                 keyed = body | {"extra_key": self._cache_key}
                 reply = await self._request("POST", "/generate", keyed, math.inf)
@@ -372,10 +385,13 @@ class EngineClient:
 
 
 def token_versions(meta: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    """Read the weight version of each of `count` tokens from SGLang's meta_info: one version, or spans of versions."""
+    """Return the weight version of each of `count` tokens.
+
+    SGLang's `meta` (meta_info) has either one version or spans of tokens with a version each.
+    """
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
     versions = [
-        0 if span["version"] == "default" else int(span["version"])  # default: the engine loaded its weights itself
+        0 if span["version"] == "default" else int(span["version"])  # default: weights that the engine loaded itself
         for span in spans
         for _ in range(span["start"], span["end"])
     ]

@@ -1,6 +1,6 @@
-"""Groups in a Parquet file, bit for bit: a row is a sample, a row group is a group.
+"""Lossless Parquet files of groups: a row is a sample, a Parquet row group is a group of samples.
 
-An episode that forked has a row for each of its sequences; the last row has the fields of the whole episode.
+An episode that forked has a row for each of its token sequences; the last row has the fields of the whole episode.
 """
 
 import json
@@ -21,26 +21,27 @@ from grpo_mp.utils.files import as_json, encodable, file_digest, incomplete, syn
 from grpo_mp.utils.reading import check_regular, read_bytes
 from grpo_mp.utils.types import ExpertIds, Message, Prompt, Sample, SampleGroup, TopLogprobs
 
-FACTS = b"grpo_mp"  # key of the file's own metadata
+FACTS = b"grpo_mp"  # key of the metadata in the file's footer
 TOKENS, NUMBERS = pa.list_(pa.int32()), pa.map_(pa.string(), pa.float64())
 SCHEMA = pa.schema(
     {
         "group_id": pa.int64(),
         "index": pa.int32(),
-        "part": pa.int32(),  # of an episode that forked: number of an earlier sequence, which is above its last; 0
-        "selected": pa.bool_(),  # the step trains on it
+        # Number (from 1) of an earlier sequence of an episode that forked, whose row precedes the last one; 0: last.
+        "part": pa.int32(),
+        "selected": pa.bool_(),  # whether the step trains on the sample
         "finished": pa.bool_(),
         "prompt_index": pa.int64(),
         "prompt": pa.string(),
         "answer": pa.string(),
         "prompt_tokens": TOKENS,
-        "group_prompt_tokens": TOKENS,  # null: the same
+        "group_prompt_tokens": TOKENS,  # null: equal to prompt_tokens
         "tokens": TOKENS,
-        "generated": pa.list_(pa.bool_()),  # empty: all
-        "rollout_logprobs": pa.list_(pa.float32()),  # as the trainer takes them
-        "teacher_logprobs": pa.list_(pa.float32()),  # of algorithm.distillation; empty: none
-        "teacher_topk_ids": pa.large_binary(),  # int32 [tokens, distillation.topk]; null: none
-        "teacher_topk_logprobs": pa.large_binary(),  # float32, likewise
+        "generated": pa.list_(pa.bool_()),  # empty: all tokens are generated
+        "rollout_logprobs": pa.list_(pa.float32()),  # float32, as in training
+        "teacher_logprobs": pa.list_(pa.float32()),  # of algorithm.distillation; empty: no teacher
+        "teacher_topk_ids": pa.large_binary(),  # int32 [tokens, distillation.topk]; null: no teacher
+        "teacher_topk_logprobs": pa.large_binary(),  # float32 [tokens, distillation.topk]; null: no teacher
         "weight_versions": TOKENS,
         "text": pa.string(),
         "truncated": pa.bool_(),
@@ -50,7 +51,8 @@ SCHEMA = pa.schema(
         "reward_terms": NUMBERS,
         "is_scored": pa.bool_(),
         "step_rewards": pa.list_(pa.struct({"token": pa.int32(), "reward": pa.float64()})),
-        "turn_ends": pa.list_(pa.struct({"token": pa.int32(), "turn": pa.int32()})),  # of an episode that forked
+        # Only of an episode that forked.
+        "turn_ends": pa.list_(pa.struct({"token": pa.int32(), "turn": pa.int32()})),
         "is_correct": pa.bool_(),
         "episode_reward": pa.float64(),
         "metrics": NUMBERS,
@@ -67,9 +69,10 @@ Row = dict[str, Any]
 
 
 def write_groups(file: Path, groups: Iterable[SampleGroup], selected: Collection[int], facts: str) -> None:
-    """Write groups and a text of facts atomically, with a checksum file of `xxh128sum`.
+    """Write groups to a Parquet file atomically, and a checksum file in the format of `xxh128sum` beside it.
 
-    `selected`: ids of the groups that the step trains on. One group at a time is in memory.
+    `selected`: ids of the groups that the step trains on; `facts`: text for the file's metadata. Only one group at a
+    time is in memory.
     """
     schema = SCHEMA.with_metadata({FACTS: facts.encode()})
     with checked_file(file) as temporary, parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:
@@ -81,7 +84,7 @@ def write_groups(file: Path, groups: Iterable[SampleGroup], selected: Collection
 
 @contextmanager
 def checked_file(file: Path) -> Iterator[Path]:
-    """Yield a temporary path for the body to write; then move it to `file` and write its checksum."""
+    """Yield a temporary path for the body to write to; then move it to `file` and write the checksum file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with incomplete(file) as temporary:
         yield temporary
@@ -91,28 +94,28 @@ def checked_file(file: Path) -> Iterator[Path]:
 
 
 def checksum_file(file: Path) -> Path:
-    """Return the checksum file of a file."""
+    """Return the path of the checksum file of `file`."""
     return file.with_name(f"{file.name}.xxh128")
 
 
 def check_digest(file: Path) -> None:
-    """Raise UserError where a file differs from its checksum, or one of the two cannot be read."""
+    """Raise UserError if a file differs from its checksum, or if the file or the checksum cannot be read."""
     expected, check = read_bytes(checksum_file(check_regular(file))).split(b" ")[0], checksum_file(file).name
     if file_digest(file).encode() != expected:
         raise UserError(f"{file}: damaged, it differs from its checksum in {check}: copy both again")
 
 
 def read_facts(file: Path) -> bytes:
-    """Read the facts of a file from its footer."""
+    """Return the text that `write_groups` stored as `facts`, read from the file's footer."""
     try:
         metadata = parquet.read_schema(check_regular(file)).metadata or {}
         return bytes(metadata[FACTS])
-    except (pa.ArrowException, OSError, KeyError, ValueError) as error:  # ValueError: a name that is no text
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:  # ValueError: a column name is not UTF-8
         raise _damaged(file, error) from error
 
 
 def read_groups(file: Path) -> list[tuple[SampleGroup, bool]]:
-    """Read the groups of a file, each with whether its step trains on it."""
+    """Read the groups of a file, each as (group, whether its step trains on the group)."""
     check_digest(file)
     try:
         with parquet.ParquetFile(check_regular(file)) as content:
@@ -128,7 +131,7 @@ def _damaged(file: Path, error: Exception) -> UserError:
 
 
 def rows_of(group: SampleGroup, selected: bool) -> list[Row]:
-    """Return the samples of a group as rows of SCHEMA."""
+    """Return the samples of a group as rows of SCHEMA. `selected`: whether the step trains on the group."""
     return [_row_of(group, part, selected) for sample in group.samples for part in sample.sequences]
 
 
@@ -159,7 +162,7 @@ def _row_of(group: SampleGroup, sample: Sample, selected: bool) -> Row:
 
 
 def group_of_rows(rows: Sequence[Row], prompt: Prompt | None = None) -> SampleGroup:
-    """Return the group of these rows; `prompt`: None: as it was written."""
+    """Return the group of these rows. `prompt`: replaces the stored prompt; None: keep the stored prompt."""
     first = rows[0]
     tokens = tuple(first["group_prompt_tokens"] or first["prompt_tokens"])
     written = Prompt(first["prompt_index"], first["prompt"], tokens, first["answer"])
@@ -202,8 +205,8 @@ def _topk(ids: bytes | None, logprobs: bytes | None, tokens: int) -> TopLogprobs
 
 
 def experts_of(content: bytes | None, shape: list[int] | None) -> ExpertIds | None:
-    """Return expert numbers in their written type, which follows from their size."""
+    """Return stored expert ids as an array: uint8 if `content` has one byte for each element of `shape`, else int16."""
     if content is None or shape is None:
         return None
     dtype: type[np.integer[Any]] = np.uint8 if len(content) == math.prod(shape) else np.int16
-    return np.frombuffer(content, dtype).reshape(shape).copy()  # what is read from bytes cannot be written to
+    return np.frombuffer(content, dtype).reshape(shape).copy()  # frombuffer returns a read-only array

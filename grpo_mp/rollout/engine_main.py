@@ -1,15 +1,19 @@
-"""The SGLang server of an engine: `python -m grpo_mp.rollout.engine_main`, with ServerArgs in the environment."""
+"""Main module of an engine process: runs an SGLang server with the ServerArgs from the environment.
+
+Command: `python -m grpo_mp.rollout.engine_main`.
+"""
 
 import json
 import os
 import signal
 
-ARGUMENTS = "GRPO_MP_ENGINE_ARGUMENTS"  # ServerArgs as JSON: by environment, since it holds the engine's key
+# Variable with ServerArgs as JSON. They contain the engine's key, which a command line would expose to other users.
+ARGUMENTS = "GRPO_MP_ENGINE_ARGUMENTS"
 
 
 def main() -> None:
-    """Run the server until it has ended."""
-    for number in (signal.SIGINT, signal.SIGUSR1):  # for the trainer, which then ends its engines or saves
+    """Run the server until it exits."""
+    for number in (signal.SIGINT, signal.SIGUSR1):  # the trainer handles these signals and stops its engines itself
         signal.signal(number, signal.SIG_IGN)
     arguments = json.loads(os.environ.pop(ARGUMENTS))
 

@@ -1,4 +1,4 @@
-"""Groups of responses from an engine: finished, paused, running, or timed out."""
+"""Groups of responses from an engine: finished, paused, running or timed out."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,9 @@ from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 @dataclass(frozen=True)
 class PausedGroup:
-    """An unfinished group: aborted `outputs` continue after their tokens.
+    """An unfinished group. Aborted `outputs` resume after their tokens.
 
-    Of episodes it holds the ended `samples`; the others begin anew.
+    A group of episodes has only `samples`: the finished episodes; unfinished episodes restart from the prompt.
     """
 
     prompt: Prompt
@@ -25,8 +25,8 @@ EndedGroup = SampleGroup | PausedGroup
 
 
 def oldest_version(group: EndedGroup, default: int) -> int:
-    """Return the oldest weight version that generated a token of a group; `default` without any token."""
-    # Tokens that an episode was given have no weights; a response begins with generated tokens, or has none.
+    """Return the oldest weight version that generated a token of the group; `default` if the group has no token."""
+    # Given tokens have no weight version of their own. A response starts with a generated token or has none at all.
     sequences = [sequence for sample in group.samples for sequence in sample.sequences]
     versions = [s.weight_versions for s in sequences if not s.generated or s.generated[0]]
     if isinstance(group, PausedGroup):
@@ -36,7 +36,7 @@ def oldest_version(group: EndedGroup, default: int) -> int:
 
 @dataclass(frozen=True)
 class RunningGroup:
-    """A group that keeps running while the next step begins."""
+    """A group that is still being generated after its step ended, and continues in the next step."""
 
     task: asyncio.Task[EndedGroup]
 
@@ -47,7 +47,7 @@ LaunchedGroups = Mapping[int, EndedGroup | RunningGroup]  # by number in the ste
 def make_samples(
     prompt: Prompt, outputs: Sequence[EngineOutput], texts: Sequence[str], group_id: int
 ) -> tuple[Sample, ...]:
-    """Make samples of the outputs that have tokens."""
+    """Return samples for the outputs that have tokens, with their indices in the group."""
     return tuple(
         Sample(
             group_id=group_id,
@@ -67,7 +67,7 @@ def make_samples(
 
 
 def unanswered(prompt: Prompt, group_id: int, count: int, end_token: int) -> SampleGroup:
-    """Return a timed-out group as `count` empty samples, each of one `end_token` that was not generated."""
+    """Return a group of `count` samples for a timed-out prompt; each response is one `end_token`, not generated."""
     sample = Sample(
         *(group_id, 0, prompt.tokens, (end_token,), (0.0,), (0,)),
         truncated=True,
@@ -79,7 +79,7 @@ def unanswered(prompt: Prompt, group_id: int, count: int, end_token: int) -> Sam
 
 
 def as_unfinished(group: EndedGroup, group_id: int) -> SampleGroup:
-    """Return a paused group as an unfinished group, which is not scored; a finished group unchanged."""
+    """Convert a paused group to a SampleGroup with `finished=False`, which is not scored; return others unchanged."""
     if isinstance(group, SampleGroup):
         return group
     samples = make_samples(group.prompt, group.outputs, [""] * len(group.outputs), group_id)
@@ -87,7 +87,7 @@ def as_unfinished(group: EndedGroup, group_id: int) -> SampleGroup:
 
 
 def joined(output: EngineOutput, more: EngineOutput) -> EngineOutput:
-    """Return a response with its continuation."""
+    """Concatenate a paused response and its continuation `more`."""
     return replace(
         more,
         tokens=output.tokens + more.tokens,

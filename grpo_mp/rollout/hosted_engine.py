@@ -1,4 +1,4 @@
-"""This rank's engine over all its lives: started, lost, and started again beside the loop."""
+"""This rank's engine: starts it, detects its loss, and restarts it in a thread while training continues."""
 
 import logging
 import time
@@ -18,14 +18,14 @@ from grpo_mp.utils.errors import EngineError, UserError, one_line
 
 LOGGER = logging.getLogger(__name__)
 POLL_S = 0.5
-START_TIMEOUT_S = 3600.0  # of an engine
-RESTART_WINDOW_S = 3600.0  # restarts count for `engine.max_restarts` this long
+START_TIMEOUT_S = 3600.0  # time limit of an engine's start
+RESTART_WINDOW_S = 3600.0  # a restart counts toward `engine.max_restarts` for this long
 
 
 class HostedEngine:
-    """The engine that this rank talks to. `client` is None while it does not work.
+    """The engine that this rank hosts. `client` is None while the engine is starting or lost.
 
-    A lost engine is restarted in a thread, and works from `join` on.
+    A lost engine is restarted in a thread; `join` makes the restarted engine available again.
     """
 
     def __init__(
@@ -38,17 +38,21 @@ class HostedEngine:
         owns_devices: bool,
         request_timeout_s: float,
     ) -> None:
-        """Store the parts; nothing is started. `owns_devices`: the trainer never uses the engine's devices."""
+        """Store the parts without starting anything.
+
+        `routing`: shape of the model whose routed experts samples record, if any; `owns_devices`: the trainer never
+        uses the engine's devices.
+        """
         self.client: EngineClient | None = None
-        self.is_lost = False  # it starts again, or is about to
+        self.is_lost = False  # the engine is restarting, or is about to
         self._config, self._placement, self._process = config, placement, process
         self._request_timeout_s = request_timeout_s
         self._loop, self._routing, self._owns_devices = loop, routing, owns_devices
         self._store: dist.Store | None = None
         self._restart: BackgroundTask | None = None
         self._watch: BackgroundTask | None = None
-        self._ready: EngineClient | None = None  # of the one that was started again
-        self._lives, self._losses = 0, list[float]()  # processes so far; times of restarts
+        self._ready: EngineClient | None = None  # client of the restarted engine until `join`
+        self._lives, self._losses = 0, list[float]()  # number of processes so far; times of losses [s]
         self._losing, self._stopped = Lock(), Event()
 
     @property
@@ -57,27 +61,27 @@ class HostedEngine:
 
     @property
     def address(self) -> tuple[str, dict[str, str]] | None:
-        """Return the server's URL and its request headers; None while it does not work."""
+        """Return the server's URL and request headers; None while the engine is starting or lost."""
         return (self._process.url, self._process.headers) if self.client else None
 
     def start(self, store: dist.Store) -> None:
-        """Start the process without waiting for it."""
+        """Start the engine process without waiting until it is ready. `store`: the job's store."""
         self._store = store
         self._launch()
         if self._placement.nodes > 1:
             self._watch = BackgroundTask(self._watch_nodes, f"nodes of engine {self._placement.engine}")
 
     def wait_ready(self) -> None:
-        """Wait until the engine answers."""
+        """Wait until the engine answers requests and connect the client."""
         self.client = self._connect()
 
     def lose(self, error: EngineError, client: EngineClient | None = None, generates: bool = False) -> None:
-        """Mark the engine as lost, and restart it at once if it has its devices.
+        """Mark the engine as lost, and restart it at once if the trainer does not occupy its devices.
 
-        `client`: the source of the error; errors of an earlier process are ignored. `generates`: engines have the
-        devices now. Raises UserError after `engine.max_restarts`.
+        `client`: source of the error; errors from the client of an earlier process are ignored. `generates`: the
+        devices belong to the engines in the current phase. Raises UserError after `engine.max_restarts` restarts.
         """
-        with self._losing:  # a sync and requests may notice it at once
+        with self._losing:  # a weight sync and requests may report the loss at the same time
             if self._stopped.is_set() or self.client is None or client not in (None, self.client):
                 return
             self._loop.submit(self.client.aclose())
@@ -87,20 +91,20 @@ class HostedEngine:
             self.restart()
 
     def restart(self) -> None:
-        """Begin to restart a lost engine in a thread."""
-        with self._losing:  # it may still be ending
+        """Start the restart of a lost engine in a thread, unless it is already restarting."""
+        with self._losing:  # `lose` may still be stopping the engine
             if self.is_lost and self._restart is None:
                 self._restart = BackgroundTask(self._start_again, f"engine {self._placement.engine} starts again")
 
     def join(self, wait: bool) -> bool:
-        """Use the engine again once it has restarted, without weights; return whether it joins.
+        """Make a restarted engine available again, still without weights; return whether a restarted engine was ready.
 
-        `wait`: wait for its restart. Raises UserError after `engine.max_restarts`.
+        `wait`: wait for the restart. Raises UserError after `engine.max_restarts` restarts.
         """
         if wait:
             self.restart()
         if wait and self._restart:
-            self._restart.wait(self._placement.rank, "an engine's start", None)  # each start and the phase have limits
+            self._restart.wait(self._placement.rank, "an engine's start", None)  # starts and phases have own limits
         self.check()
         if self._ready is None:
             return False
@@ -110,18 +114,18 @@ class HostedEngine:
         return True
 
     def check(self) -> None:
-        """Raise the error of this engine's threads, if any."""
+        """Re-raise an exception of the engine's threads."""
         for task in filter(None, (self._watch, self._restart)):
             task.check()
 
     def stop(self) -> None:
-        """End the engine in any state."""
+        """Stop the engine, whether it runs, is lost or is restarting."""
         with self._losing:
-            self._stopped.set()  # later errors are no loss
+            self._stopped.set()  # `lose` ignores later errors
         self._process.stop()
         for task in filter(None, (self._watch, self._restart)):
             task.has_ended(STOP_LIMIT_S)
-        self._process.stop()  # it may have looked for another port meanwhile
+        self._process.stop()  # the restart thread may have started another process in the meantime
         for client in filter(None, (self.client, self._ready)):
             self._loop.run(client.aclose())
         self.client = self._ready = None
@@ -157,7 +161,7 @@ class HostedEngine:
                         self._count_loss(error)
 
     def _count_loss(self, error: EngineError) -> None:
-        """End the engine. Raises UserError where it was lost too often to start again."""
+        """Stop the lost process and count the loss. Raises UserError if `engine.max_restarts` is exceeded."""
         reason = self._process.describe_end() or str(error)
         self._process.stop()
         if self._placement.nodes > 1:
@@ -183,23 +187,23 @@ class HostedEngine:
 
 
 class EngineNode:
-    """Secondary node of a multi-node engine: it starts and ends with the engine's host."""
+    """One node's part of a multi-node engine, other than the host: starts and stops with the engine host."""
 
     def __init__(self, placement: EnginePlacement, process: EngineProcess) -> None:
         self._placement, self._process, self._stopped = placement, process, Event()
         self._task: BackgroundTask | None = None
 
     def start(self, store: dist.Store) -> None:
-        """Follow the engine's host in a thread, by its keys in the job's store."""
+        """Start a thread that follows the engine host's messages in the job's store."""
         self._task = BackgroundTask(lambda: self._follow(store), f"node of engine {self._placement.engine}")
 
     def check(self) -> None:
-        """Raise the error of the thread, if any."""
+        """Re-raise an exception of the thread."""
         if self._task:
             self._task.check()
 
     def stop(self) -> None:
-        """End this node's process."""
+        """Stop the thread and this node's process."""
         self._stopped.set()
         if self._task:
             self._task.has_ended(STOP_LIMIT_S)
@@ -223,5 +227,8 @@ class EngineNode:
 
 
 def life_key(placement: EnginePlacement, life: int, what: str) -> str:
-    """Return the store key for messages about one process of an engine, counted by `life`."""
+    """Return the store key of a message about one process of an engine.
+
+    `life`: number of the process, counted from 1 over restarts; `what`: kind of message.
+    """
     return f"engine/{placement.engine}/{life}/{what}"

@@ -1,4 +1,4 @@
-"""A rollout by any agent that speaks to an OpenAI endpoint."""
+"""Rollout function for any agent that uses an OpenAI-compatible endpoint."""
 
 import asyncio
 import inspect
@@ -12,28 +12,28 @@ from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.user_code import SelfCancelledError, load_attribute, without_exit
 
 SETTING = "rollout.function_args"
-CANCEL_LIMIT_S = 5.0  # for an agent to end; its key has
+CANCEL_LIMIT_S = 5.0  # time that a cancelled agent has to end
 
 
 class Agent(Protocol):
-    """What `function_args.agent` names. It must not block: await, or call `asyncio.to_thread`."""
+    """Signature of the agent in `function_args.agent`. It must not block: await, or use `asyncio.to_thread`."""
 
     async def __call__(self, task: Task, base_url: str, api_key: str, /) -> float | Sequence[float] | None:
-        """Work on one task; return the reward of the episode, or None where the run's other terms decide.
+        """Work on one task; return the reward of the episode, or None if other reward terms score it.
 
-        A list has a reward for each turn, for `reward.steps: episode`.
+        With `reward.steps: episode`, return a list with one reward for each turn.
         """
 
 
 class OpenAIAgent:
-    """The rollout function `openai_agent`."""
+    """The rollout function `openai_agent`: runs the user's agent against the policy's endpoint."""
 
     def __init__(self, agent: str) -> None:
-        """Load `agent`, 'module:name' or 'file.py:name' of a coroutine function."""
+        """Load the agent. `agent`: a coroutine function, as 'module:name' or 'file.py:name'."""
         self._endpoint, self._agent = Endpoint(), _load_agent(agent)
 
     async def __call__(self, task: Task, policy: Policy) -> Episode:
-        """Roll out one task: the agent's requests are the policy's turns."""
+        """Roll out one task: each request of the agent becomes a turn of the policy."""
         returned = await run_agent(
             self._endpoint, policy, lambda session: self._agent(task, session.base_url, session.api_key)
         )
@@ -51,7 +51,10 @@ def _load_agent(path: str) -> Any:
 
 
 async def run_agent(endpoint: Endpoint, policy: Policy, work: Callable[[Session], Coroutine[Any, Any, Any]]) -> Any:
-    """Return what the work of an agent on one episode returns. Raises what ended the episode, or the agent."""
+    """Run `work`, an agent's coroutine, on one episode and return its result.
+
+    Raises the exception that ended the episode or the agent; EpisodeLimitError if a request exceeded a limit.
+    """
     async with endpoint.open(policy) as session:
         agent = asyncio.ensure_future(without_exit(work(session)))
         try:
@@ -62,7 +65,7 @@ async def run_agent(endpoint: Endpoint, policy: Policy, work: Callable[[Session]
                 raise SelfCancelledError("the agent cancelled its own task")
             return agent.result()
         except Exception:
-            if session.reached_limit:  # the agent had no use for the answer which said so
+            if session.reached_limit:  # the agent failed on the error reply to a request beyond the limit
                 raise EpisodeLimitError("a request passed a limit of the episode") from None
             raise
         finally:

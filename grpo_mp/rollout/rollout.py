@@ -1,4 +1,4 @@
-"""The rollout of one rank: its engine and its share of the prompts."""
+"""Rollout on one rank: owns the rank's engine and reward servers, and generates, scores and evaluates groups."""
 
 import asyncio
 import os
@@ -44,7 +44,11 @@ from grpo_mp.utils.types import Prompt, SampleGroup
 
 @dataclass(frozen=True)
 class RolloutParts:
-    """Model and scorers of a rollout. `episodes`: for more than one answer; `teacher`: scores trained tokens."""
+    """Model and scorers of a rollout.
+
+    `episodes`: parts of multi-turn rollouts; None: a rollout is a single response. `teacher`: computes the teacher's
+    logprobs of sampled tokens, for distillation.
+    """
 
     hf: HfConfig
     tokenizer: PreTrainedTokenizerBase
@@ -54,7 +58,7 @@ class RolloutParts:
 
 
 class Rollout:
-    """The engines of the job as one rank sees them; a rank without an engine has nothing to do here."""
+    """One rank's view of the job's engines; on a rank without an engine most methods do nothing."""
 
     def __init__(
         self,
@@ -65,9 +69,10 @@ class Rollout:
         load_weights: bool = False,
         has_engines: bool = True,
     ) -> None:
-        """Place the engines; nothing is started.
+        """Assign engines to ranks without starting them.
 
-        `load_weights`: engines read the folder's weights and no weight sync follows; see `engines_can_load_weights`.
+        `load_weights`: engines read their weights from `model.path` and no weight sync follows, see
+        `engines_can_load_weights`; `has_engines`: False: the job has no engines and no reward servers.
         """
         self._settings, self._tokenizer, self._scorer = settings, parts.tokenizer, parts.scorer
         self._episodes, self._teacher = parts.episodes, parts.teacher
@@ -75,8 +80,8 @@ class Rollout:
         placements = engine_placements(settings.engine, world_size, ranks_per_node) if has_engines else ()
         self.host_ranks = engine_host_ranks(placements)
         replays = settings.training.router_replay == "R3" and not load_weights
-        self.routing = model_shape(parts.hf) if replays else None  # the model's, where samples keep their experts
-        self.owns_devices = not settings.shares_devices  # the engines do
+        self.routing = model_shape(parts.hf) if replays else None  # set if samples record their routed experts
+        self.owns_devices = not settings.shares_devices  # whether the engines have devices of their own
         self._loop = EventLoopThread(f"engine of rank {rank}")
         self._pause = asyncio.Event()
         models = served_models(settings, parts.scorer.defers, parts.teacher is not None) if has_engines else {}
@@ -86,7 +91,7 @@ class Rollout:
             else None
         )
         self.engine: HostedEngine | None = None
-        self._node: EngineNode | None = None  # another node's part of an engine
+        self._node: EngineNode | None = None  # this node's part of an engine whose host is on another node
         if placement := next((placement for placement in placements if placement.rank == rank), None):
             cpu = not platform.on_cuda()
             spec = engine_spec(settings, parts.hf, parts.tokenizer, placement, cpu=cpu, load_weights=load_weights)
@@ -96,14 +101,14 @@ class Rollout:
                 self.engine = HostedEngine(
                     *(settings.engine, placement, process),
                     *(self._loop, self.routing, self.owns_devices),
-                    request_timeout_s=1.5 * settings.rollout.group_timeout_s,  # a group ends before its requests
+                    request_timeout_s=1.5 * settings.rollout.group_timeout_s,  # the group's limit must expire first
                 )
             else:
                 self._node = EngineNode(placement, process)
 
     @property
     def client(self) -> EngineClient | None:
-        """Return the client of this rank's engine; None without a working engine."""
+        """Return the client of this rank's engine; None if the rank has no engine or the engine is lost."""
         return self.engine.client if self.engine else None
 
     @property
@@ -112,14 +117,14 @@ class Rollout:
         return tuple(rank for host in self.host_ranks for rank in range(host, host + size))
 
     def start(self, store: dist.Store) -> None:
-        """Start this rank's engine process and reward servers without waiting; `store`: the job's."""
+        """Start this rank's engine process and reward servers without waiting for them. `store`: the job's store."""
         if part := self.engine or self._node:
             part.start(store)
         if self.reward_servers:
             self.reward_servers.launch()
 
     def open_reward_servers(self, group: dist.ProcessGroup, sleeps: bool) -> None:
-        """Wait until the job's reward models and teacher answer, see RewardServers."""
+        """Wait until the servers of reward models and teacher answer, and connect to them; see RewardServers.open."""
         if self.reward_servers:
             names = (*self._settings.reward.own_models,)
             connect: dict[str, Connect] = {name: partial(self._scorer.connect_model, name) for name in names}
@@ -128,7 +133,7 @@ class Rollout:
             self.reward_servers.open(connect, group, sleeps)
 
     def score(self, groups: Sequence[SampleGroup], step: int) -> Sequence[SampleGroup]:
-        """Score complete groups by the reward models that the job serves, if any."""
+        """Return the groups, complete ones scored by the reward models that the job serves, if any."""
         servers, parts = self.reward_servers, self._episodes
         if not (servers and self._scorer.defers):
             return groups
@@ -142,7 +147,7 @@ class Rollout:
         return servers.score(groups, finish)
 
     def ask_teacher(self, groups: Sequence[SampleGroup]) -> Sequence[SampleGroup]:
-        """Return complete groups with the teacher's logprobs of their tokens, if there is a teacher."""
+        """Return the groups with the teacher's logprobs of their tokens; unchanged without a teacher."""
         if not self._teacher:
             return groups
         if self.reward_servers and self.reward_servers.serves_teacher:
@@ -151,26 +156,26 @@ class Rollout:
 
     @contextmanager
     def losing_engine(self) -> Iterator[EngineClient | None]:
-        """Yield this rank's client, if any; mark its engine as lost where the body raises EngineError."""
+        """Yield this rank's client, if any; if the body raises EngineError, suppress it and mark the engine as lost."""
         try:
             yield self.client
         except EngineError as error:
             self.lose_engine(error)
 
     def lose_engine(self, error: EngineError) -> None:
-        """Mark this rank's engine as lost: it restarts. Raises UserError after `engine.max_restarts`."""
+        """Mark this rank's engine as lost, see HostedEngine.lose. Raises UserError after `engine.max_restarts`."""
         if self.engine:
             self.engine.lose(error)
 
     @property
     def is_lost(self) -> bool:
-        """Return whether this rank's engine was lost and has not rejoined; raise the error of a failed restart."""
+        """Return whether this rank's engine was lost and has not rejoined; re-raise the error of a failed restart."""
         if part := self.engine or self._node:
             part.check()
         return self.engine is not None and self.engine.is_lost
 
     def join(self, wait: bool) -> bool:
-        """Use this rank's engine again once it has restarted, see HostedEngine; return whether it joins."""
+        """Make this rank's restarted engine available again; return whether there was one. See HostedEngine.join."""
         return self.engine is not None and self.engine.join(wait)
 
     def wait_ready(self) -> None:
@@ -179,11 +184,14 @@ class Rollout:
             self.engine.wait_ready()
 
     def begin(self, task: RolloutTask, stream: GroupStream, scorer: Scorer | None = None) -> Future[LaunchedGroups]:
-        """Begin to generate and score a task's groups on this rank's engine; `scorer`: None: the run's."""
+        """Start generating and scoring a task's groups on this rank's engine; return the future launched groups.
+
+        `scorer`: None: the run's scorer.
+        """
         engine, client = self.engine, self.client
         if not (engine and client):
             if engine:
-                engine.restart()  # it was lost as it slept or woke, and has its devices now
+                engine.restart()  # the engine was lost while the trainer used its devices, which are free now
                 return self._loop.submit(give_back(task, stream))
             launched: Future[LaunchedGroups] = Future()
             launched.set_result(task.carried)
@@ -205,7 +213,7 @@ class Rollout:
         return self._loop.submit(worker.run(task, stream, max_in_flight))
 
     def pause(self, launched: LaunchedGroups) -> Mapping[int, EndedGroup]:
-        """Pause this rank's running groups; return all groups but failed ones."""
+        """Pause this rank's running groups; return all groups except failed ones, by number."""
         with self.losing_engine() as client:
             if client:
                 return self._loop.run(pause_running(client, launched, self._pause))
@@ -219,10 +227,10 @@ class Rollout:
         step: int,
         stream: GroupStream,
     ) -> list[SampleGroup] | None:
-        """Generate and score the prompts of an eval set that this rank's engine takes, with the set's sampling.
+        """Generate and score this rank's share of the prompts of eval set `name`; return the groups in prompt order.
 
-        Terms of the reward that depend on the length get the set's limit. A group past its time limit counts as empty
-        samples. Returns None where no engine was left for the others.
+        Sampling parameters, and the length limit for reward terms, are those of the eval set. A group that exceeds its
+        time limit counts as empty samples. Returns None if all engines were lost before all prompts were done.
         """
         settings, eval_set = self._settings, self._settings.eval_set(name)
         overrides = eval_set.model_dump(include={"max_response_tokens", "temperature", "top_p"})
@@ -250,11 +258,11 @@ class Rollout:
         return [group for group in finished if group.samples]
 
     def call(self, coroutine):  # type: ignore[no-untyped-def]
-        """Run a coroutine of the client and return its result."""
+        """Run a coroutine of the client in the engine's event loop and return its result."""
         return self._loop.run(coroutine)
 
     def stop(self) -> None:
-        """End this rank's engine and connections."""
+        """Stop this rank's engine, reward servers, tool processes and event loop."""
         if part := self.engine or self._node:
             part.stop()
         if self.reward_servers:
@@ -271,17 +279,17 @@ class Rollout:
 
 
 def rollout_sampling(rollout: RolloutConfig) -> SamplingParams:
-    """Return the sampling parameters of a step."""
+    """Return the sampling parameters of training rollouts."""
     return SamplingParams(rollout.max_response_tokens, rollout.temperature, rollout.top_p, rollout.stop)
 
 
 def rollout_seed(settings: Settings, prompts: str) -> int | None:
-    """Return the seed for `prompts`, "train" or an eval set's name; None where engines are not deterministic."""
+    """Return the sampling seed for `prompts` ("train" or an eval set's name); None without `engine.deterministic`."""
     return sampling_seed(settings.run.seed, prompts) if settings.engine.deterministic else None
 
 
 def engine_seed(run_seed: int, engine: int) -> int:
-    """Return the 31-bit seed of an engine's own generator."""
+    """Return the 31-bit seed of an engine's own random generator."""
     return sampling_seed(run_seed, "engine", engine) >> 32
 
 
@@ -293,9 +301,10 @@ def engine_spec(
     cpu: bool,
     load_weights: bool = False,
 ) -> EngineSpec:
-    """Describe the engine at a placement.
+    """Return the specification of the engine process at a placement.
 
-    An engine on a GPU reads the folder's weights only with `load_weights`, which replaces the first weight sync.
+    `load_weights`: read the weights from `model.path` in place of the first weight sync. Without it an engine on a GPU
+    starts with dummy weights.
     """
     precision = precision_arguments(settings.engine.args, hf, cpu)
     drafting = speculative_arguments(settings.engine, settings.rollout.group_size)
@@ -325,6 +334,6 @@ def engine_spec(
 
 
 def engines_can_load_weights(model: ModelConfig, engine: EngineConfig) -> bool:
-    """Return whether engines can read the weights of `model.path` and compute in the precision of `engine.args`."""
+    """Return whether `model.path` has weights in the precision that `engine.args` sets for engines."""
     cpu = not platform.on_cuda()
     return has_hf_weights(model.path) and not precision_arguments(engine.args, HfConfig.read(model.path), cpu)

@@ -1,4 +1,4 @@
-"""The groups of one step over all engines: claims, verdicts, and when the step has enough."""
+"""Distribution of a step's groups over all engines: claims of group numbers, and verdicts on finished groups."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -15,9 +15,9 @@ VERDICTS = {mark: verdict for verdict, mark in MARKS.items()}
 
 
 class GroupStream:
-    """Group numbers in launch order, each claimed by exactly one engine, and the verdicts on the groups.
+    """Group numbers in launch order, each claimed by exactly one engine, and the verdicts on ended groups.
 
-    The state is in the job's store, where `name` must be new.
+    A verdict says whether the group filter keeps a group. The state is in the job's store under the unused `name`.
     """
 
     def __init__(
@@ -27,24 +27,24 @@ class GroupStream:
         rule: AdmissionRule,
         engines: int = 1,
     ) -> None:
-        self.check_peers: Callable[[], None] = lambda: None  # raises where a rank that generates has gone
+        self.check_peers: Callable[[], None] = lambda: None  # raises if another generating rank has died
         self._engines, self._attempt, self._seen = engines, 0, 0
         self._store, self._key, self.rule = store, f"stream/{name}", rule
-        self._append(" ")  # a key that does not exist cannot be read
+        self._append(" ")  # reading a missing key would block
         self._store.append(f"{self._key}/ahead", " ")  # type: ignore[attr-defined]  # torch's stubs lack it
 
     def claim(self) -> int:
-        """Claim the next number; `LaunchGate` decides when it may be launched."""
+        """Claim and return the next group number; `LaunchGate` decides when the group may be launched."""
         return int(self._store.add(f"{self._key}/claimed", 1)) - 1
 
     def give_back(self, numbers: Iterable[int]) -> None:
-        """Give claimed groups to other engines."""
+        """Offer claimed groups to other engines."""
         for number in numbers:
             place = int(self._store.add(f"{self._key}/returned", 1)) - 1
             self._store.set(f"{self._key}/returned/{place}", str(number))
 
     def take_returned(self) -> int | None:
-        """Claim a group that was given back; None where there is none."""
+        """Claim and return a group that an engine gave back; None if there is none."""
         while self._seen < int(self._store.add(f"{self._key}/returned", 0)):
             key, self._seen = f"{self._key}/returned/{self._seen}", self._seen + 1
             if self._store.add(f"{key}/taken", 1) == 1:
@@ -52,25 +52,25 @@ class GroupStream:
         return None
 
     def report_lost(self) -> None:
-        """Report that an engine launches no more groups."""
+        """Report that this rank's engine is lost and launches no more groups."""
         self._store.add(f"{self._key}/lost/{self._attempt}", 1)
 
     def all_lost(self) -> bool:
-        """Return whether no engine is left."""
+        """Return whether all engines were lost in the current attempt."""
         return int(self._store.add(f"{self._key}/lost/{self._attempt}", 0)) >= self._engines
 
     def has_lost(self) -> bool:
-        """Return whether an engine was lost, in this attempt or an earlier one."""
+        """Return whether an engine was lost in the current or an earlier attempt."""
         attempts = range(self._attempt + 1)
         return any(int(self._store.add(f"{self._key}/lost/{attempt}", 0)) > 0 for attempt in attempts)
 
     def try_again(self) -> "GroupStream":
-        """Begin another attempt with restarted engines. Every rank must call this."""
+        """Begin another attempt at the step with restarted engines; return self."""
         self._attempt, self._seen = self._attempt + 1, 0
         return self
 
     def report(self, number: int, kept: bool | None) -> None:
-        """Report an ended group, and whether the filter keeps it; None: it was aborted."""
+        """Report an ended group. `kept`: whether the group filter keeps the group; None: the group was aborted."""
         self._append(f"{number}{MARKS[kept]} ")
         self._store.add(f"{self._key}/reported", 1)
 
@@ -85,14 +85,14 @@ class GroupStream:
         return not set(numbers) - ahead - {number for number, _ in self.verdicts()}
 
     def reported(self) -> int:
-        """Return the number of reports. Raises UserError where another rank failed, whose groups never come."""
+        """Return the number of reports so far. Raises UserError if another rank failed, whose groups never finish."""
         if has_failed(self._store):
             raise UserError("another rank failed")
         self.check_peers()
         return int(self._store.add(f"{self._key}/reported", 0))
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts in the order of their reports, the first of each group."""
+        """Return the verdicts as (group number, kept) in the order of their reports."""
         entries = dict.fromkeys(self._store.get(f"{self._key}/verdicts").decode().split())
         return [(int(entry[:-1]), VERDICTS[entry[-1]]) for entry in entries]
 
@@ -100,7 +100,7 @@ class GroupStream:
         return admit(self.verdicts(), self.rule)
 
     def is_done(self, ahead: int) -> bool:
-        """Return whether the step has its groups, and the next `ahead` groups have ended or reached their limit."""
+        """Return whether the step has enough groups and the next `ahead` groups have ended or reached their limit."""
         admission = self.admission()
         return admission.done and self.has_ahead(range(admission.launch_limit, admission.launch_limit + ahead))
 
@@ -109,7 +109,7 @@ class GroupStream:
 
 
 class LaunchGate:
-    """Tells one engine when a number may be launched, and when the step has its groups."""
+    """Decides on one engine when a group may be launched and when the step is done."""
 
     def __init__(
         self,
@@ -118,10 +118,10 @@ class LaunchGate:
         stopped: Callable[[], bool] = lambda: False,
         waits_for_ahead: bool = False,
     ) -> None:
-        """Read the stream once; `watch` keeps reading it.
+        """Read the stream once; `watch` polls it.
 
-        `lookahead`: groups of later steps that may be launched now; `stopped`: whether the job ends;
-        `waits_for_ahead`: whether the step also waits for the token limits of later groups.
+        `lookahead`: number of groups of later steps that may be launched now; `stopped`: whether the job is shutting
+        down; `waits_for_ahead`: whether the step also waits until groups of later steps reach their token limits.
         """
         self._stream, self._changed, self._lookahead, self._stopped = stream, asyncio.Condition(), lookahead, stopped
         self._waits_for_ahead = waits_for_ahead
@@ -132,7 +132,7 @@ class LaunchGate:
         return (self._admission.done and self._has_ahead) or self._all_lost or self._stopped()
 
     async def watch(self) -> None:
-        """Read the stream until the step has its groups."""
+        """Poll the stream until the step is done."""
         while not self.done:
             await asyncio.sleep(POLL_S)
             if self._stream.all_lost() or self._stopped():
@@ -141,7 +141,7 @@ class LaunchGate:
                     self._changed.notify_all()
             reported, ahead = self._stream.reported(), self._lookahead()
             if (reported, ahead) == (self._reported, self._ahead):
-                continue  # a large evaluation has many verdicts: they are read only when there is a new one
+                continue  # reading all verdicts of a large evaluation is slow: do it only after a new report
             async with self._changed:
                 self._read()
                 self._changed.notify_all()
@@ -153,14 +153,14 @@ class LaunchGate:
         self._has_ahead = not self._waits_for_ahead or self._stream.has_ahead(range(limit, limit + self._ahead))
 
     def is_own(self, number: int) -> bool:
-        """Return whether a group belongs to this step, not to a later one."""
+        """Return whether a group belongs to this step rather than a later step."""
         return number < self._admission.launch_limit
 
     def allows(self, number: int) -> bool:
         return number < self._admission.launch_limit + self._ahead
 
     async def may_launch(self, number: int) -> bool:
-        """Wait until a number may be launched; return False where the step is done before."""
+        """Wait until group `number` may be launched; return False if the step is done first."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.done or self.allows(number))
         return not self.done

@@ -1,4 +1,4 @@
-"""The rollout of `rollout.tools`: answer, call tools, read their results, until an answer calls none."""
+"""Rollout function of `rollout.tools`: generates turns and calls their tools until a turn calls no tool."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ from grpo_mp.utils.types import Message
 
 
 async def call_tools(task: Task, policy: Policy) -> Episode:
-    """Roll out one task with its tools. Counts `tool_calls`, `tool_raised` and `tool_timeout`."""
+    """Roll out one task with its tools. Metrics: counts of `tool_calls`, `tool_raised` and `tool_timeout`."""
     messages: list[Message] = list(task.messages)
     counts = Counter(tool_calls=0, tool_raised=0, tool_timeout=0)
     while True:

@@ -1,4 +1,4 @@
-"""Generation on one engine: launch groups from the step's stream, score each while others are generated."""
+"""Generation on one engine: launches groups from the step's stream and scores finished groups in the meantime."""
 
 import asyncio
 import logging
@@ -29,16 +29,16 @@ from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
 ABORT_EVERY_S = 0.5
-LOOK_EVERY_S = 0.1  # for groups that a lost engine gave back
-SCORES = "scores"  # name of a task whose generation is finished
+LOOK_EVERY_S = 0.1  # interval of looking for groups that a lost engine gave back
+SCORES = "scores"  # name of an asyncio task whose group is generated and is being scored
 
 
 @dataclass(frozen=True)
 class RolloutTask:
-    """The rollout of one step, shared by all engines. Group i is `group_size` samples of `prompt_of(i)`.
+    """Work of one generation step, shared by all engines. Group i consists of `group_size` samples of `prompt_of(i)`.
 
-    `carried`: this rank's groups from earlier steps; `carried_by_all`: the numbers of carried groups of all ranks.
-    `routing`: shape of the model whose expert choices the samples record; None: they are not recorded.
+    `carried`: this rank's groups carried over from earlier steps, by number; `carried_by_all`: numbers of the carried
+    groups of all ranks. `routing`: shape of the model whose routed experts the samples record; None: no recording.
     """
 
     prompt_of: Callable[[int], Prompt]
@@ -46,27 +46,27 @@ class RolloutTask:
     first_group_id: int
     step: int
     sampling: SamplingParams
-    keeps: Callable[[SampleGroup], bool] = lambda _: True  # the group filter
+    keeps: Callable[[SampleGroup], bool] = lambda _: True  # the group filter: whether the step may train on a group
     carried: LaunchedGroups = field(default_factory=dict)
     carried_by_all: frozenset[int] = frozenset()
-    lookahead: Callable[[], int] = lambda: 0  # groups of later steps that may be launched now
-    # Token limit of a later step's group in this step, by its number; None: no limit.
+    lookahead: Callable[[], int] = lambda: 0  # number of groups of later steps that may be launched now
+    # Maps the number of a later step's group to its token limit in this step; None: no limit.
     token_limit: Callable[[int], int] | None = None
-    pauses: bool = True  # pause unfinished groups when the step has its groups; otherwise they keep running
-    stopped: Callable[[], bool] = lambda: False  # whether the job ends, which pauses all groups
+    pauses: bool = True  # pause unfinished groups once the step has enough groups; otherwise they keep running
+    stopped: Callable[[], bool] = lambda: False  # whether the job is shutting down, which pauses all groups
     routing: ModelShape | None = None
-    seed: int | None = None  # of deterministic engines
-    # Called with each ended group, its id and the statistics of its scoring.
+    seed: int | None = None  # sampling seed of the step, for deterministic engines only
+    # Called with (group id, finished or paused group, statistics of its scoring).
     record: Callable[[int, EndedGroup, RewardStats], None] = lambda *_: None
-    # Called with each episode that ends before its group, as a group with this one sample.
+    # Called with (group id, group of one sample) for each episode that ends before the rest of its group.
     record_part: Callable[[int, PausedGroup], object] = lambda *_: None
     forgets: bool = False  # drop the samples of a recorded group from memory
-    # Returns what was recorded of a group that a lost engine gave back; None: the group begins anew.
+    # Returns the recorded part of a group that a lost engine gave back; None: the group starts from scratch.
     recall: Callable[[int, Prompt], PausedGroup | None] = lambda *_: None
-    after_loss: bool = False  # an engine was lost in the last step
+    after_loss: bool = False  # whether an engine was lost in the last step
 
     def sampling_of(self, prompt: Prompt) -> SamplingParams:
-        """Return a group's sampling parameters; its seeds depend neither on the engine nor on the time."""
+        """Return the sampling parameters of a prompt's group; its seeds depend only on the prompt and its epoch."""
         if self.seed is None:
             return self.sampling
         seeds = (sampling_seed(self.seed, prompt.index, prompt.epoch, index) for index in range(self.group_size))
@@ -78,20 +78,20 @@ Generate = Callable[[RolloutTask, int, Prompt, PausedGroup | None, int | None], 
 
 @dataclass(frozen=True)
 class RolloutWorker:
-    """Drives one engine."""
+    """Generates and scores groups on one engine."""
 
     client: EngineClient
     scorer: Scorer
     tokenizer: PreTrainedTokenizerBase
     group_timeout_s: float
-    lose_engine: Callable[[EngineError], None]  # raises where the engine may not restart
-    episodes: EpisodeRunner | None = None  # None: a rollout is one answer
-    step_tokens: int = 1  # most tokens that the engine adds to a response at once
+    lose_engine: Callable[[EngineError], None]  # marks the engine as lost; raises if it must not restart
+    episodes: EpisodeRunner | None = None  # None: a rollout is a single response
+    step_tokens: int = 1  # maximum number of tokens that one decode step adds to a response
 
     async def run(self, task: RolloutTask, stream: GroupStream, max_in_flight: int) -> LaunchedGroups:
-        """Launch groups until the step has its groups, at most `max_in_flight` at a time; return all launched groups.
+        """Generate until the step has enough groups; return all launched groups: finished, paused and running.
 
-        An error of a reward drops the other groups.
+        `max_in_flight`: maximum number of concurrent groups. An error in a reward cancels the other groups.
         """
         groups = _Groups(task, stream, self.step_tokens)
         gate = LaunchGate(stream, task.lookahead, task.stopped, task.token_limit is not None)
@@ -111,7 +111,8 @@ class RolloutWorker:
                     allowed, launch = launch.result(), None
                     if allowed is not None:
                         groups.start(allowed, self._generate_group, gate)
-            while (task.pauses or task.stopped()) and groups.running:  # again: a request may have been on its way
+            # Abort repeatedly, because a request may reach the engine after an abort.
+            while (task.pauses or task.stopped()) and groups.running:
                 if self.episodes:
                     self.episodes.pause.set()
                 await self.client.abort_all()
@@ -121,7 +122,7 @@ class RolloutWorker:
             await groups.finish_scoring()
             groups.give_back()
             await asyncio.to_thread(self.lose_engine, error)
-            await watch  # the other engines may need what this rank has
+            await watch  # the other engines may take over the groups that this rank gave back
         except BaseException:
             groups.cancel()
             raise
@@ -133,9 +134,10 @@ class RolloutWorker:
     async def _generate_group(
         self, task: RolloutTask, group_id: int, prompt: Prompt, earlier: PausedGroup | None, tokens: int | None
     ) -> EndedGroup:
-        """Generate a group, or the rest of a paused group, and score it. After its time limit it is unfinished.
+        """Generate a group, or the rest of the paused group `earlier`, and score it.
 
-        `tokens`: token limit after which responses are paused.
+        A group that exceeds its time limit is returned unfinished and unscored. `tokens`: length [tokens] at which
+        responses are paused; None: no limit.
         """
         try:
             group = await self._answer(task, group_id, prompt=prompt, earlier=earlier, tokens=tokens)
@@ -145,7 +147,7 @@ class RolloutWorker:
                 "engine %d: prompt %d took longer than rollout.group_timeout_s=%g s: its group is aborted",
                 *(self.client.index, prompt.index, self.group_timeout_s),
             )
-            return as_unfinished(earlier or PausedGroup(prompt, ()), group_id)  # what it has from steps before
+            return as_unfinished(earlier or PausedGroup(prompt, ()), group_id)  # keeps the tokens of earlier steps
         if isinstance(group, PausedGroup):
             await asyncio.to_thread(task.record, group_id, group, RewardStats())
             return group
@@ -169,7 +171,7 @@ class RolloutWorker:
         earlier: PausedGroup | None,
         tokens: int | None = None,
     ) -> EndedGroup:
-        """Generate a group without scoring it; interrupted episodes begin anew. Raises TimeoutError."""
+        """Generate a group without scoring it. Raises TimeoutError. Interrupted episodes restart from their prompt."""
         sampling = task.sampling_of(prompt)
         if self.episodes:
 
@@ -196,7 +198,10 @@ class RolloutWorker:
     async def _resume(
         self, group: PausedGroup, sampling: SamplingParams, routing: ModelShape | None, tokens: int | None
     ) -> list[EngineOutput]:
-        """Generate the rest of each unfinished response, after the tokens that it has, or up to `tokens`."""
+        """Continue each unfinished response of a paused group; return all responses.
+
+        `tokens`: length [tokens] at which responses are paused again; None: no limit.
+        """
         part = sampling.up_to(tokens)
 
         async def rest(index: int, output: EngineOutput) -> EngineOutput:
@@ -217,7 +222,10 @@ class RolloutWorker:
         return [changed.get(index, output) for index, output in enumerate(group.outputs)]
 
     def _pausable(self, output: EngineOutput, to_its_end: bool) -> EngineOutput:
-        """Return what the engine answered so that it can go on where it is not finished."""
+        """Mark an unfinished response as aborted and drop the tokens of its last decode step, so that it can resume.
+
+        `to_its_end`: the request had the full token limit, so a truncated response is finished.
+        """
         paused = output.aborted or (output.truncated and not to_its_end)
         kept = output.without_last_step(self.step_tokens) if paused else output
         return replace(kept, aborted=True, truncated=False) if paused else kept
@@ -226,7 +234,10 @@ class RolloutWorker:
 async def pause_running(
     client: EngineClient, launched: LaunchedGroups, episodes: asyncio.Event | None = None
 ) -> dict[int, EndedGroup]:
-    """Pause the running groups; return all groups but failed ones. `episodes`: the event that ends episodes."""
+    """Pause the running groups and return all groups except failed ones.
+
+    `episodes`: the pause event of the EpisodeRunner.
+    """
     tasks = {number: group.task for number, group in launched.items() if isinstance(group, RunningGroup)}
     waiting = set(tasks.values())
     while waiting:
@@ -239,9 +250,9 @@ async def pause_running(
 
 
 async def give_back(task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
-    """Give the groups of a lost engine to other engines; return those that are finished, or wait for their scores.
+    """Give the unfinished groups of a lost engine to other engines; return its finished groups, scored.
 
-    It must run in the event loop of the groups.
+    Must run in the event loop of the groups.
     """
     groups = _Groups(task, stream, 1)
     await groups.finish_scoring()
@@ -250,14 +261,14 @@ async def give_back(task: RolloutTask, stream: GroupStream) -> LaunchedGroups:
 
 
 class _Groups:
-    """The groups of one engine in one step: claimed, running, waiting and ended ones."""
+    """Bookkeeping of one engine's groups in one step: claimed, running, waiting and ended groups."""
 
     def __init__(self, task: RolloutTask, stream: GroupStream, step_tokens: int) -> None:
         self._task, self._stream, self._step_tokens = task, stream, step_tokens
         self.running: dict[asyncio.Task[EndedGroup], int] = {}
-        self._claimed = set[int]()  # not launched yet
+        self._claimed = set[int]()  # claimed but not launched yet
         self._ended: dict[int, EndedGroup] = {}
-        self._waiting = set[int]()  # paused, or given back by a lost engine
+        self._waiting = set[int]()  # to be launched: paused groups, and groups given back by a lost engine
         self._returned = set[int]()  # given back by a lost engine
         for number, group in sorted(task.carried.items()):
             if not isinstance(group, RunningGroup):
@@ -268,7 +279,7 @@ class _Groups:
                 self.running[group.task] = number
 
     def take_waiting(self, gate: LaunchGate, max_in_flight: int) -> list[int]:
-        """Return as many paused or given back groups as can be launched now."""
+        """Remove and return the waiting groups that can be launched now; claim returned groups for free slots."""
         places = max(0, max_in_flight - len(self.running))
         while len(allowed := self._allowed(gate)) < places and (returned := self._stream.take_returned()) is not None:
             self._waiting.add(returned)
@@ -284,14 +295,14 @@ class _Groups:
         ]
 
     def claim(self) -> int:
-        """Claim a new group, to be launched when the gate allows it."""
+        """Claim the next group number that no rank has carried over; the gate decides when it is launched."""
         while (number := self._stream.claim()) in self._task.carried_by_all:
             pass
         self._claimed.add(number)
         return number
 
     def start(self, number: int, generate: Generate, gate: LaunchGate) -> None:
-        """Launch a group; groups of later steps stop at their token limit."""
+        """Launch a group, or resume it if it is paused. Groups of later steps stop at their token limit."""
         self._claimed.discard(number)
         earlier = self._ended.get(number)
         paused = earlier if isinstance(earlier, PausedGroup) else None
@@ -309,18 +320,18 @@ class _Groups:
         begin: Callable[[PausedGroup | None, int | None], Coroutine[Any, Any, EndedGroup]],
         limit: int | None,
     ) -> EndedGroup:
-        """Continue from the record of a lost engine's group: newer weights must not draw its tokens again."""
+        """Resume a lost engine's group from the journal, so that its tokens are not drawn again by newer weights."""
         recorded = await asyncio.to_thread(self._task.recall, self._task.first_group_id + number, prompt)
         return await begin(recorded, limit)
 
     def take_finished(self) -> None:
-        """Move ended groups out of the running ones; raise their errors."""
+        """Move groups whose task is done from running to ended; re-raise the exception of a failed group."""
         for generation in [generation for generation in self.running if generation.done()]:
             group = generation.result()
             self._end(self.running.pop(generation), group)
 
     async def finish_scoring(self) -> None:
-        """Keep the groups of a lost engine that are finished or only wait for their scores."""
+        """Wait for the groups that are being scored; move these and all finished groups from running to ended."""
         scoring = [generation for generation in self.running if generation.get_name() == SCORES]
         if scoring:
             await asyncio.wait(scoring)
@@ -332,7 +343,7 @@ class _Groups:
         return self._ended | {number: RunningGroup(generation) for generation, number in self.running.items()}
 
     def give_back(self) -> None:
-        """Give unfinished groups to other engines."""
+        """Give unfinished groups to other engines and report this engine as lost."""
         self.cancel()
         unfinished = [number for number, group in self._ended.items() if isinstance(group, PausedGroup)]
         for number in unfinished:
@@ -355,7 +366,7 @@ class _Groups:
                 self._stream.report_ahead(number)
 
     def _has_its_tokens(self, number: int) -> bool:
-        """Return whether a paused group has reached its token limit of this step."""
+        """Return whether all responses of a paused group have finished or reached the token limit of this step."""
         group = self._ended.get(number)
         if self._task.token_limit is None or not isinstance(group, PausedGroup) or not group.outputs:
             return False
@@ -370,5 +381,5 @@ def _has_finished(generation: asyncio.Task[EndedGroup]) -> bool:
 
 
 async def _when_allowed(gate: LaunchGate, number: int) -> int | None:
-    """Wait until a number may be launched and return it; None where the step is done before."""
+    """Wait until group `number` may be launched and return `number`; return None if the step is done first."""
     return number if await gate.may_launch(number) else None
