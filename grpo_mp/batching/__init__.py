@@ -1,1 +1,1 @@
-"""Samples into micro-batches: which groups are taken, which rank trains on which sample, how they are packed."""
+"""Batching: selects a step's groups, assigns samples to ranks, and packs them into micro-batches."""

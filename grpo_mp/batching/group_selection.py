@@ -1,4 +1,4 @@
-"""Decide which groups a step launches and trains on, and which prompts it may take."""
+"""Decides which groups a step launches and trains on, and which prompts the curriculum skips."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -9,18 +9,18 @@ from grpo_mp.algorithms.selection import Curriculum, call_curriculum
 from grpo_mp.algorithms.settings import CurriculumConfig, FilterConfig
 from grpo_mp.utils.types import SampleInfo
 
-# Number of an ended group in the step's launch order, and whether the filter keeps it; None: it was aborted.
+# Number of a finished group in the step's launch order, and whether the filter keeps it (None: the group was aborted).
 Verdict = tuple[int, bool | None]
-MAX_LAUNCH_FACTOR = 10  # groups launched per group needed, until a step that is refilled must be full
+MAX_LAUNCH_FACTOR = 10  # limit of launched / initially launched groups in a step with zero_std=refill
 
 
 @dataclass(frozen=True)
 class AdmissionRule:
-    """How many groups a step needs, and how many it may launch for them. Numbers count groups in launch order.
+    """Number of groups that a step needs and may launch.
 
-    `launched`: at first; each group that the filter drops lets one more be launched, up to `max_launched`, and so does
-    each of the first `max_aborted` that are aborted.
-    `lookahead`: the most groups of later steps that may be launched where a slot is free.
+    `launched`: groups launched at first. Each group that the filter drops allows one more, up to `max_launched` in
+    total; so does each of the first `max_aborted` aborted groups. `lookahead`: largest number of groups of later steps
+    that may be launched into free slots.
     """
 
     needed: int
@@ -32,16 +32,16 @@ class AdmissionRule:
 
 @dataclass(frozen=True)
 class Admission:
-    """What the groups that have finished so far decide."""
+    """Decision from the groups finished so far. Groups are numbered in launch order."""
 
-    done: bool  # no other group can change `selected`
-    launch_limit: int  # numbers below it may be launched for this step
+    done: bool  # `selected` is final
+    launch_limit: int  # groups with lower numbers may be launched for this step
     selected: tuple[int, ...]  # numbers of the groups that the step trains on
-    consumed: int  # the next step begins with this number
+    consumed: int  # first group number of the next step
 
 
 def admission_rule(rule: FilterConfig, needed: int, max_staleness: int) -> AdmissionRule:
-    """Return the rule of a step that needs so many groups."""
+    """Return the admission rule of a step that needs `needed` groups."""
     launched = math.ceil(needed * rule.oversample_factor)
     max_launched = launched * MAX_LAUNCH_FACTOR if rule.zero_std == "refill" else launched
     return AdmissionRule(
@@ -54,18 +54,19 @@ def admission_rule(rule: FilterConfig, needed: int, max_staleness: int) -> Admis
 
 
 def token_limit(number: int, needed: int, steps_ahead: int, tokens_ahead: int) -> int:
-    """Return how many tokens the responses of a later step's group have when this step ends.
+    """Return the response tokens at which a later step's group stops until the next step.
 
-    A step needs `needed` groups, is begun `steps_ahead` steps before, and is given `tokens_ahead` tokens in each.
+    `number`: the group's number in launch order, from the current step on. `needed`: groups per step. `steps_ahead`:
+    how many steps ahead a group may be launched. `tokens_ahead`: tokens it may generate in each step before its own.
     """
     return tokens_ahead * max(1, steps_ahead - number // needed + 1)
 
 
 def admit(verdicts: Sequence[Verdict], rule: AdmissionRule) -> Admission:
-    """Decide from the verdicts, in the order in which groups finished.
+    """Decide from `verdicts`, which are in finishing order.
 
-    The step takes the first groups of the launch order that are kept, so neither the answer nor its length depends on
-    which group was faster.
+    The step selects the first `needed` kept groups in launch order. Neither the selection nor its response lengths
+    depend on which group finished first.
     """
     kept, selected, number = dict(verdicts), list[int](), 0
     while number in kept and len(selected) < rule.needed:
@@ -87,10 +88,10 @@ def _launch_limit(kept: Mapping[int, bool | None], rule: AdmissionRule) -> int:
 
 
 def length_bias(infos: Sequence[SampleInfo], selected: Collection[int], aborted: Collection[int] = ()) -> float:
-    """Divide the mean response length of the selected groups by that of all launched ones.
+    """Return mean response length of the selected groups / mean response length of all launched groups.
 
-    Below 1: short answers were preferred. Samples that were broken off count with the tokens that are known, so the
-    true value is lower. NaN where none is known of one of the `aborted` groups, which took longest.
+    A value below 1 means that selection favours short responses. Aborted samples count with the tokens known so far, so
+    the true value is lower. NaN if an aborted group reported no tokens at all.
     """
     if not set(aborted) <= {info.group_id for info in infos}:
         return math.nan
@@ -100,19 +101,21 @@ def length_bias(infos: Sequence[SampleInfo], selected: Collection[int], aborted:
 
 @dataclass(frozen=True)
 class PromptCurriculum:
-    """By prompt: the last step in which it is skipped, and its shares of right samples."""
+    """State of the curriculum by prompt: last step in which the prompt is skipped, and its recent solve rates."""
 
     skipped_until: Mapping[int, int]
-    solve_rates: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of the last times, oldest first
+    solve_rates: Mapping[int, tuple[float, ...]] = field(
+        default_factory=dict
+    )  # in its last `window` steps, oldest first
 
     def is_skipped(self, prompt: int, step: int) -> bool:
-        """Return whether a prompt is skipped in `step`."""
+        """Return whether `prompt` is skipped in `step`."""
         return self.skipped_until.get(prompt, 0) >= step
 
     def updated(
         self, infos: Sequence[SampleInfo], step: int, rule: CurriculumConfig, function: Curriculum | None = None
     ) -> "PromptCurriculum":
-        """Return the curriculum after a step; the rates of a prompt that was skipped start anew."""
+        """Return the curriculum after a step. A prompt that becomes skipped loses its solve rates."""
         after = self._after_rates(infos, step, rule) if rule.window else self
         if function is None:
             return after

@@ -1,7 +1,8 @@
-"""Dynamic micro-batches: balance sequences over data-parallel ranks. Pure: no tensors, no process groups.
+"""Dynamic micro-batches: sequences are balanced over data-parallel ranks.
 
-Pipeline schedules and expert parallelism need the same number K of micro-batches on every rank, and synchronize the
-ranks in each. So the plan makes `dp_size * K` bins of similar cost and lets the most similar run together.
+Pipeline schedules and expert parallelism need the same number K of micro-batches on every rank and synchronize the
+ranks in each. The plan therefore makes `dp_size * K` bins of similar cost and runs the most similar ones together.
+
 """
 
 import heapq
@@ -11,22 +12,22 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Cost:
-    """Time of a sequence of n tokens, in any unit: linear * n + quadratic * n**2.
+    """Time of a sequence of n tokens, in arbitrary units: linear * n + quadratic * n**2.
 
-    For a dense transformer quadratic / linear is near 1 / (12 * hidden_size).
+    For a dense transformer quadratic / linear is about 1 / (12 * hidden_size).
     """
 
     linear: float = 1.0
     quadratic: float = 0.0
 
     def time(self, length: int, prefix: int = 0) -> float:
-        """Return the time of a sequence whose tokens attend to `prefix` other tokens, too."""
+        """Return the time of `length` tokens that also attend to `prefix` preceding tokens."""
         return self.linear * length + self.quadratic * length * (2 * prefix + length)
 
 
 @dataclass(frozen=True)
 class SharedPrompt:
-    """`tokens` of a prompt that the next `samples` samples of a micro-batch share, padded to `length`."""
+    """A prompt of `tokens` tokens, padded to `length`, that the next `samples` samples of a micro-batch share."""
 
     samples: int
     tokens: int
@@ -35,12 +36,12 @@ class SharedPrompt:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Which samples are packed together. Without samples the caller runs a dummy sequence in its place."""
+    """Samples that are packed together. An empty micro-batch is run as a dummy sequence."""
 
-    samples: tuple[int, ...] = ()  # indices into the lengths that were planned
-    lengths: tuple[int, ...] = ()  # padded length of each, in tokens, without what it shares
-    prompts: tuple[SharedPrompt, ...] = ()  # of all samples, in their order; (): none is shared
-    pad_to: int = 0  # tokens of the micro-batch at least
+    samples: tuple[int, ...] = ()  # indices into the planned lengths
+    lengths: tuple[int, ...] = ()  # padded length of each sample [tokens], without its shared prompt
+    prompts: tuple[SharedPrompt, ...] = ()  # covers all samples, in order; (): prompts are not shared
+    pad_to: int = 0  # least size of the micro-batch [tokens]
 
     @property
     def tokens(self) -> int:
@@ -49,14 +50,14 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True)
 class MicroBatchSchedule:
-    """`ranks[r][k]` is the k-th micro-batch of data-parallel rank r; all ranks have equally many."""
+    """`ranks[r][k]` is micro-batch k of data-parallel rank r; all ranks have the same number of micro-batches."""
 
     ranks: tuple[tuple[MicroBatchPlan, ...], ...]
-    align: int  # every padded length is a multiple of it
+    align: int  # every padded length is a multiple of `align`
 
     @property
     def microbatches(self) -> int:
-        """Return the micro-batches of one rank; all have equally many."""
+        """Return the number of micro-batches per rank."""
         return len(self.ranks[0])
 
     def padded_to_multiple(self, multiple: int) -> "MicroBatchSchedule":
@@ -77,11 +78,12 @@ def plan_microbatches(
     multiple: int = 1,
     costs: Sequence[float] = (),
 ) -> MicroBatchSchedule:
-    """Put every sample into one micro-batch of one rank; equal input gives an equal plan.
+    """Assign every sample to a micro-batch of a rank; equal input gives an equal plan.
 
-    `lengths` are tokens of prompt and response. A micro-batch holds at most `max_tokens` padded tokens, except that a
-    longer sequence gets one of its own. The number of micro-batches is a multiple of `multiple`, as small as packing
-    allows. `costs` of the samples are balanced (default: their tokens).
+    `lengths`: tokens of prompt and response. `max_tokens`: largest size of a micro-batch in padded tokens; a longer
+    sequence gets its own micro-batch. The number of micro-batches per rank is the smallest multiple of `multiple` that
+    packing allows. `costs`: cost of each sample, balanced over bins (default: its tokens).
+
     Raises ValueError for sizes below 1.
     """
     if min(dp_size, max_tokens, align, multiple) < 1 or any(length < 1 for length in lengths):
@@ -105,14 +107,14 @@ def plan_microbatches(
 
 
 def round_up(tokens: int, multiple: int) -> int:
-    """Return the smallest multiple that is not less than `tokens`."""
+    """Return the smallest multiple of `multiple` that is at least `tokens`."""
     return -(-tokens // multiple) * multiple
 
 
 def _least_loaded(
     order: list[int], padded: list[int], bins: int, max_tokens: int, costs: Sequence[float]
 ) -> list[list[int]] | None:
-    """Put the longest first, each into the cheapest bin that has room."""
+    """Put each sample, longest first, into the cheapest bin with room; return None if a sample fits in no bin."""
     contents: list[list[int]] = [[] for _ in range(bins)]
     heap = [(0.0, 0, index) for index in range(bins)]  # cost, tokens, bin
     for sample in order:
@@ -130,9 +132,9 @@ def _least_loaded(
 
 
 def first_fit(order: Iterable[int], sizes: Sequence[int] | Mapping[int, int], capacity: int) -> list[list[int]]:
-    """Put items, in order, each into the first bin that has room; one larger than a bin gets one of its own."""
+    """Put each item, in order, into the first bin with room. An item larger than `capacity` gets its own bin."""
     items, bins = list(order), list[list[int]]()
-    # The most room in one of each pair of bins, of each pair of pairs ...: the first bin with room is found by halving.
+    # Segment tree over the bins: each node holds the largest free room below it, so the search takes O(log n).
     leaves = 1 << len(items).bit_length()
     room = [capacity] * (2 * leaves)
     for item in items:
@@ -151,7 +153,10 @@ def first_fit(order: Iterable[int], sizes: Sequence[int] | Mapping[int, int], ca
 def _assign_to_ranks(
     bins: list[list[int]], padded: list[int], dp_size: int, costs: Sequence[float]
 ) -> tuple[tuple[MicroBatchPlan, ...], ...]:
-    """Give bins of similar cost the same k; among them, the costliest to the rank with the least so far."""
+    """Give bins of similar cost the same micro-batch index k.
+
+    Among these, the costliest bin goes to the rank with the smallest total so far.
+    """
 
     def cost(samples: list[int]) -> float:
         return sum(costs[sample] for sample in samples)

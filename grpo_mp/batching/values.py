@@ -1,4 +1,4 @@
-"""Advantages and returns of a step's tokens by the values of a critic."""
+"""Token-level advantages and returns of a step from the values of a critic."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from grpo_mp.utils.types import MicroBatch
 
 
 def with_values(update: Sequence[MicroBatch], values: Sequence[Tensor]) -> list[MicroBatch]:
-    """Set the values [T] of each micro-batch; leave it on stages that computed none."""
+    """Set the values [T] of each micro-batch. Pipeline stages without `values` leave the micro-batches as they are."""
     if not values:
         return list(update)
     return [replace(batch, values=of_batch.cpu()) for batch, of_batch in zip(update, values, strict=True)]
@@ -24,11 +24,11 @@ def with_values(update: Sequence[MicroBatch], values: Sequence[Tensor]) -> list[
 def with_generalized_advantages(
     updates: UpdateBatches, algorithm: AlgorithmConfig, kl_coef: float, parallel: Parallel
 ) -> UpdateBatches:
-    """Replace advantages, which are the reward of each response until now, by those of its tokens; set returns.
+    """Replace each response's advantage, until now its reward, by token-level GAE advantages, and set the returns.
 
-    The reward comes with the last generated token; with kl.apply_to=reward each token bears its own KL to the
-    reference. A return is advantage + value. Tokens that were given, such as results of tools, are no steps: one
-    generated token follows the other. Every rank must call this; stages without values leave all as it is.
+    The reward arrives at the last generated token; with kl.apply_to=reward each token also costs its own KL to the
+    reference. Return = advantage + value. Given tokens, such as tool results, are skipped: the step after a generated
+    token is the next generated token. Stages without values leave the micro-batches as they are.
     """
     return [
         [batch if batch.values is None else _with_advantages(batch, algorithm, kl_coef, parallel) for batch in update]
@@ -50,9 +50,9 @@ def _with_advantages(batch: MicroBatch, algorithm: AlgorithmConfig, kl_coef: flo
 
 
 def _of_sequence(packed: Tensor, algorithm: AlgorithmConfig) -> Tensor:
-    """Return advantages and returns [2, T] of one sequence, 0 but at generated tokens.
+    """Return the advantages and returns [2, T] of one sequence, 0 at all tokens that were not generated.
 
-    `packed` [4, T]: mask, reward of the response at each generated token, cost in KL, value.
+    `packed` [4, T]: mask, the response's reward at each generated token, KL cost, value.
     """
     generated, result = packed[0].bool(), packed.new_zeros(2, packed.shape[1])
     rewards, costs, values = packed[1:, generated]

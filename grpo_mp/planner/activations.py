@@ -153,8 +153,7 @@ def _dense_elements(job: PlannedJob, layer: int) -> float:
 
 
 def _attention_elements(job: PlannedJob) -> float:
-    """Return the elements per token that attention saves: projections, rotary embeddings of them, and the heads'
-    output.
+    """Return the elements per token that attention saves: projections, their rotary embeddings, and the heads' output.
 
     With latent attention the fused rotary kernel changes queries in place, and the projection from which it builds keys
     and values is freed. With shared prompts each response's attention holds a copy of the prompt's keys and values.

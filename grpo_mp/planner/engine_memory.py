@@ -1,4 +1,4 @@
-"""What SGLang's servers keep on each device: an engine with its drafts, reward models, a teacher."""
+"""GPU memory of SGLang servers: the engine with its draft layer, reward models, and a teacher."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,9 +19,9 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on one GPU; `kv_cache_tokens` is what the KV caches of the engine hold.
+    """Bytes of an engine on one GPU; `kv_cache_tokens` is the capacity of the whole engine [tokens].
 
-    `bytes_per_token` is of the model's cache. The cache of the layer that drafts holds the same tokens.
+    `bytes_per_token` excludes the draft layer, whose cache has the same number of tokens.
     """
 
     weights: float = 0.0
@@ -35,18 +35,18 @@ class EngineMemory:
 
 
 def engine_memory(job: PlannedJob) -> EngineMemory:
-    """Return weights, and the KV caches that `mem_fraction_static` leaves beside them (0 where it leaves nothing)."""
+    """Return the memory of an engine; its KV caches fill the `mem_fraction_static` that its weights leave."""
     if job.trains_only:
         return EngineMemory()
     args, weights, draft_weights = job.settings.engine.args, engine_weight_bytes(job), draft_weight_bytes(job)
     fraction = read_argument(args, "mem_fraction_static", OVERHEADS.mem_fraction_static)
     caches, model = max(0.0, fraction * job.cluster.gpu_bytes - weights - draft_weights), job.model
-    # Of one GPU; a latent cache is the same on every GPU of a replica.
+    # Per GPU. A latent cache is replicated on every GPU of a replica.
     kv_heads = max(1, model.num_kv_heads / job.engine_parallelism.attention_tensor)
     elements = model.num_layers * (model.mla_cache_dim or 2 * kv_heads * model.qk_head_dim)
     in_fp8 = "fp8" in str(args.get("kv_cache_dtype"))
     bytes_per_token = elements * (1 if in_fp8 else DTYPE_BYTES[job.settings.model.dtype])
-    # SGLang sizes the caches when the layer that drafts is there: it caches as many tokens, in one layer.
+    # SGLang sizes both caches together: the draft layer caches the same number of tokens in one layer.
     draft_layers = int(job.settings.engine.speculative.drafts_by_mtp)
     draft_kv_cache = caches * draft_layers / (model.num_layers + draft_layers)
     deepep = OVERHEADS.deepep_buffers if args.get("moe_a2a_backend") == "deepep" else 0.0
@@ -63,18 +63,19 @@ def engine_memory(job: PlannedJob) -> EngineMemory:
 
 
 def engine_weight_bytes(job: PlannedJob) -> float:
-    """Return the bytes of weights on one GPU. In blockwise FP8, embedding, output and routers keep the model's dtype.
+    """Return the bytes of engine weights on one GPU.
 
-    Copies of key and value heads, where there are fewer than ranks, are left out: a few thousandths.
+    In blockwise FP8 the embedding, output layer and routers keep the model's dtype. Replicated key and value heads,
+    where there are fewer heads than ranks, are neglected (a few thousandths).
     """
     return sum(_rule_bytes(job, rule) * len(rule.layers or (0,)) for rule in _rules(job))
 
 
 def draft_weight_bytes(job: PlannedJob) -> float:
-    """Return the bytes of the layer that drafts on one GPU; embedding and output layer are the model's own.
+    """Return the bytes of the multi-token-prediction layer on one GPU; 0 unless the engine drafts with it.
 
-    It is as large as the model's last layer, with three norms and a projection of hidden states beside embeddings,
-    which every GPU holds in the model's dtype.
+    The layer is a copy of the last decoder layer, plus three norms and the input projection [hidden, 2 * hidden], which
+    every GPU holds in the model's dtype. It shares the model's embedding and output layer.
     """
     if not job.settings.engine.speculative.drafts_by_mtp:
         return 0.0
@@ -90,26 +91,26 @@ def _rules(job: PlannedJob) -> list[Rule]:
 
 def _rule_bytes(job: PlannedJob, rule: Rule) -> float:
     parallelism, dtype_bytes = job.engine_parallelism, DTYPE_BYTES[job.settings.model.dtype]
-    # Outside the layers only the embedding follows attention, and with its own option the output layer.
+    # Outside the layers, only the embedding is divided as attention is, and the output layer with enable_dp_lm_head.
     embeds = rule.name.startswith("embedding") or job.settings.engine.args.get("enable_dp_lm_head")
     like_layers = "layers" in rule.name or embeds
     tensor = parallelism.divisor(rule.name, routed_expert=False)[0] if like_layers else parallelism.gpus
     count = rule_parameters(rule, tensor, parallelism.expert, parallelism.expert_tensor)
     quantized = job.engine_uses_fp8 and rule.layers and "router" not in rule.name
-    return count.total * (1 + 4 / 128**2 if quantized else dtype_bytes)  # with a float32 scale for each block
+    return count.total * (1 + 4 / 128**2 if quantized else dtype_bytes)  # and a float32 scale per block
 
 
 @dataclass(frozen=True)
 class ServedMemory:
-    """Bytes of served models together on one GPU. While they sleep, `weights` are on the host."""
+    """Bytes of served models on one GPU, summed. While the models sleep, `weights` are on the host."""
 
-    servers: int  # that have a process on each GPU
+    servers: int  # number of servers, each with a process on each GPU
     weights: float
-    kv_cache: float  # that mem_fraction_static leaves beside the weights
+    kv_cache: float  # the part of mem_fraction_static that the weights leave
 
 
 def served_memory(job: PlannedJob) -> dict[str, ServedMemory]:
-    """Return the memory of the reward models and of the teacher that the job itself serves."""
+    """Return the memory of the reward model and of the teacher, 0 for models that another job serves."""
     model = job.settings.reward.model
     rewards = {"reward.model": model} if model and model.folder else {}
     distillation = job.settings.algorithm.distillation
@@ -131,7 +132,7 @@ def _served_memory(job: PlannedJob, models: Mapping[str, ServedModelConfig]) -> 
 
 
 def served_weight_bytes(section: str, model: ServedModelConfig) -> float:
-    """Return the bytes of the folder's weights on one GPU of a server."""
+    """Return the bytes of the model folder's weights on one GPU of a server."""
     assert model.folder
     kinds = (sum(file.stat().st_size for file in model.folder.glob(pattern)) for pattern in WEIGHT_FILES)
     size = next((size for size in kinds if size), 0)

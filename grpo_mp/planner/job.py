@@ -1,4 +1,4 @@
-"""What a plan is made for: settings, the model's dimensions, the machines; what follows from these alone."""
+"""A planned job: settings, model dimensions and machines, and the quantities that follow from them alone."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -39,22 +39,22 @@ from grpo_mp.rollout.engine_layout import (
 
 @dataclass(frozen=True)
 class AssumedLengths:
-    """Tokens of the samples of an update: `mean` and `limit` are of the responses."""
+    """Assumed lengths [tokens] of the samples of an update. `mean`, `limit`: of the responses."""
 
     num_samples: int
     prompt_tokens: int
     mean: float
     limit: int
-    samples_per_prompt: int = 0  # that share one prompt; 0: each computes its own
+    samples_per_prompt: int = 0  # samples that share one packed prompt; 0: prompts are not shared
     log_std: float = OVERHEADS.response_log_std  # standard deviation of the logarithm of a response's length
 
 
 @dataclass(frozen=True)
 class PackingEstimate:
-    """Micro-batches of one data-parallel rank.
+    """Number of micro-batches of one data-parallel rank, and their padding.
 
-    `load_factor`: tokens that the busiest rank computes over its fair share of all samples' tokens. Padding and
-    imbalance raise it, shared prompts lower it.
+    `load_factor`: tokens that the busiest rank computes / (all samples' tokens / dp_size). Padding and imbalance raise
+    it, shared prompts lower it.
     """
 
     microbatches: int
@@ -63,7 +63,7 @@ class PackingEstimate:
 
 @lru_cache(maxsize=1024)
 def pack_update(lengths: AssumedLengths, rule: PackingRule) -> PackingEstimate:
-    """Plan one update of these lengths."""
+    """Plan the micro-batches of one update with these lengths."""
     tokens = [lengths.prompt_tokens + response for response in response_lengths(lengths)]
     prompts: list[SamplePrompt] = []
     if lengths.samples_per_prompt:  # every prompt gets short and long responses
@@ -77,14 +77,17 @@ def pack_update(lengths: AssumedLengths, rule: PackingRule) -> PackingEstimate:
 
 @lru_cache(maxsize=64)
 def response_lengths(lengths: AssumedLengths) -> tuple[int, ...]:
-    """Return evenly spaced quantiles of a lognormal distribution, cut off at `limit`, with the mean `mean`."""
+    """Return `num_samples` evenly spaced quantiles of a lognormal distribution, cut off at `limit`.
+
+    The median is chosen by bisection so that the mean of the lengths is `mean`.
+    """
     scores = [NormalDist().inv_cdf((number + 0.5) / lengths.num_samples) for number in range(lengths.num_samples)]
     factors = [exp(lengths.log_std * score) for score in scores]
 
     def responses(median: float) -> list[float]:
         return [min(float(lengths.limit), max(1.0, median * factor)) for factor in factors]
 
-    low, high = 0.0, lengths.limit / factors[0]  # at the highest median all responses have the limit's length
+    low, high = 0.0, lengths.limit / factors[0]  # at the highest median all lengths equal the limit
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if fmean(responses(middle)) < lengths.mean else (low, middle)
@@ -93,10 +96,10 @@ def response_lengths(lengths: AssumedLengths) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """Settings on machines.
+    """Settings of a job and the machines it is planned for.
 
-    Of the policy on one rank of each pipeline stage: `parameter_counts`, and `policy_trained_counts`, which have
-    gradients and an optimizer: all of them, or adapters.
+    `parameter_counts`: parameters of the policy on one rank of each pipeline stage. `policy_trained_counts`: those with
+    gradients and optimizer state (all of them, or the LoRA adapters).
     """
 
     settings: Settings
@@ -110,8 +113,8 @@ class PlannedJob:
     policy_trained_counts: tuple[ParameterCount, ...]
     mean_response_tokens: float  # assumed
     per_parameter: BytesPerParameter
-    acceptance_length: float | None = None  # measured, of speculative decoding; None: assumed
-    trains_only: bool = False  # supervised fine-tuning: no engine, rewards or reference
+    acceptance_length: float | None = None  # measured in speculative decoding; None: assumed
+    trains_only: bool = False  # supervised fine-tuning: no engine, rewards or reference model
 
     @cached_property
     def weight_bytes(self) -> tuple[float, ...]:
@@ -126,7 +129,7 @@ class PlannedJob:
         return tuple(map(sum, zip(*(model.weight_bytes for model in self.models.values()), strict=True)))
 
     def trained_share(self, stage: int) -> float:
-        """Return the parameters whose optimizer state a rank of a stage keeps, over all models."""
+        """Return the parameters per rank of `stage` whose optimizer state the rank keeps, over all models."""
         return sum(model.sharded_parameters(model.policy_trained_counts[stage]) for model in self.models.values())
 
     @property
@@ -135,7 +138,7 @@ class PlannedJob:
 
     @property
     def train_ranks(self) -> int:
-        """Return the number of ranks that train: all, or the first of the job, which `engine.ranks` leaves."""
+        """Return the number of training ranks: all ranks but the last `engine.ranks`."""
         return self.world_size - self.settings.engine.ranks
 
     @property
@@ -144,12 +147,15 @@ class PlannedJob:
 
     @property
     def saves_weights_beside(self) -> bool:
-        """Return whether weights are saved while the run goes on: nothing swaps or moves them before an update."""
+        """Return whether weights are saved in the background.
+
+        This needs weights that nothing swaps or offloads before the next update.
+        """
         return not (self.has_reference or self.offloads or self.trains_only)
 
     @property
     def optimizer_offload(self) -> str:
-        """Return `optimizer.offload` as it acts: between steps nothing leaves GPUs without engines, or in float32."""
+        """Return the effective `optimizer.offload`: "step" means "none" where no phase offloads."""
         offload = self.settings.optimizer.offload
         return "none" if offload == "step" and not self.offloads else offload
 
@@ -158,7 +164,7 @@ class PlannedJob:
         return self.hf.tied or self.hf.trains_mtp
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Return whether a layer has experts; a multi-token-prediction layer, after the last, is as the last."""
+        """Return whether a layer is an MoE layer. The multi-token-prediction layer is like the last decoder layer."""
         return self.model.is_moe_layer[min(layer, self.model.num_layers - 1)]
 
     @property
@@ -175,7 +181,7 @@ class PlannedJob:
         return self.train_ranks // (layout.expert * layout.expert_tensor * layout.pipeline)
 
     def sharded_parameters(self, count: ParameterCount) -> float:
-        """Return the parameters whose optimizer state a rank keeps that holds `count`."""
+        """Return the parameters whose optimizer state a rank keeps, if the rank holds `count` parameters."""
         return count.dense / self.dense_shards + count.expert / self.expert_shards
 
     @property
@@ -184,12 +190,12 @@ class PlannedJob:
 
     @property
     def parameters(self) -> int:
-        """Return the parameters of the policy; parameters that tensor-parallel ranks replicate count for each rank."""
+        """Return the parameters of the policy. Parameters replicated by tensor parallelism count once per rank."""
         return self._full_count(self.parameter_counts)
 
     @property
     def adapters(self) -> int:
-        """Return the parameters of low-rank adapters, counted likewise."""
+        """Return the LoRA parameters, counted as in `parameters`; 0 without LoRA."""
         return self._full_count(self.policy_trained_counts) if self.settings.model.lora else 0
 
     @property
@@ -207,7 +213,7 @@ class PlannedJob:
 
     @cached_property
     def critic(self) -> "PlannedJob":
-        """Return the job of the critic alone, with its model."""
+        """Return the critic as a job of its own, with its own model, settings and layout."""
         assert self.settings.critic
         own, hf = self.settings.for_critic(), self.hf
         if self.settings.critic.path:
@@ -239,7 +245,7 @@ class PlannedJob:
     def engine_parallelism(self) -> EngineParallelism:
         """Return how an engine divides the model.
 
-        Raise UserError if engine.gpus_per_engine and engine.args do not fit each other, the model or FP8 blocks.
+        Raise UserError if engine.gpus_per_engine and engine.args contradict each other, the model or FP8 blocks.
         """
         engine = self.settings.engine
         return check_engine_parallelism(engine.gpus_per_engine, engine.args, self.hf)
@@ -254,30 +260,33 @@ class PlannedJob:
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the assumed tokens of a prompt: half of their limit."""
+        """Return the assumed prompt length: half of rollout.max_prompt_tokens."""
         return max(1, self.settings.rollout.max_prompt_tokens // 2)
 
     @property
     def mean_seq_len(self) -> float:
-        """Return the mean tokens of a sample."""
+        """Return the mean length of prompt and response [tokens]."""
         return self.prompt_tokens + self.mean_response_tokens
 
     @property
     def attention_context(self) -> float:
-        """Return the length of a token's sequence, averaged over tokens: most tokens are in long ones."""
+        """Return the length of a token's sequence, averaged over tokens: sum(length^2) / sum(length)."""
         lengths = [self.prompt_tokens + response for response in self.responses(self.settings.samples_per_step)]
         return sum(length**2 for length in lengths) / sum(lengths)
 
     @property
     def microbatch_tokens(self) -> int:
-        """Return the most tokens of one micro-batch; a longer sequence gets one of its own."""
+        """Return the size of the largest micro-batch [tokens]; one sequence may exceed max_tokens_per_microbatch."""
         training, longest = self.settings.training, self.settings.rollout.max_sequence_tokens
         update_tokens = self.settings.samples_per_step // training.updates_per_step * longest
         return min(max(training.max_tokens_per_microbatch, longest), update_tokens)
 
     @property
     def expanded_keys(self) -> float:
-        """Return the keys per packed token that attention gets with shared prompts, for the longest prompts; else 0."""
+        """Return the keys that attention reads per packed token with shared prompts; 0 without them.
+
+        A prompt of the maximum length is packed once, but its keys are copied for each response.
+        """
         rollout = self.settings.rollout
         if not self.settings.training.share_prompts:
             return 0.0
@@ -300,10 +309,11 @@ class PlannedJob:
 
     @property
     def packing(self) -> PackingEstimate:
-        """Pack an update's micro-batches as the trainer does, for lognormal responses of the assumed mean."""
+        """Pack an update's micro-batches as the trainer does, with lognormal response lengths of the assumed mean."""
         training = self.settings.training
         lengths = self._lengths(max(1, self.settings.samples_per_step // training.updates_per_step))
-        layout = self.settings.layout.model_copy(update={"expert": 1, "expert_tensor": 1})  # do not affect packing
+        # Packing does not depend on expert parallelism; equal values let `pack_update` reuse its cached result.
+        layout = self.settings.layout.model_copy(update={"expert": 1, "expert_tensor": 1})
         sizes = (self.dp_size, training.max_tokens_per_microbatch, self.model.hidden_size)
         return pack_update(lengths, PackingRule(layout, *sizes, padding_multiple(layout, training)))
 
@@ -316,7 +326,7 @@ def make_job(
     gpus_per_node: int | None = None,
     mean_response_tokens: float | None = None,
 ) -> PlannedJob:
-    """Make the job of RL; `mean_response_tokens`: None for half of the limit."""
+    """Make the planned job of RL. `mean_response_tokens`: None for half of rollout.max_response_tokens."""
     gpus_per_node = gpus_per_node or cluster.gpus_per_node
     world_size, layout = nodes * gpus_per_node, settings.layout
     hf = replace(hf, family=settings.model.family, trains_mtp=settings.model.trains_mtp)
@@ -350,7 +360,7 @@ def make_job(
             updated_reference=settings.algorithm.kl.ref_update_every > 0,
         ),
     )
-    _ = job.models  # a critic that does not fit is refused now
+    _ = job.models  # raises an error for a critic that does not fit the layout
     return job
 
 
@@ -362,12 +372,12 @@ def make_sft_job(
     gpus_per_node: int | None = None,
     mean_tokens: float | None = None,
 ) -> PlannedJob:
-    """Make the job of supervised fine-tuning; `mean_tokens` of a sample: None for half of the limit.
+    """Make the planned job of supervised fine-tuning. `mean_tokens`: of a sample; None for half of sft.max_tokens.
 
-    It is planned as the trainer of a job of RL whose engines have GPUs of their own.
+    The job is planned as the trainer of an RL job whose engines have their own GPUs.
     """
     longest = max(2, settings.sft.max_tokens)
-    as_trainer = Settings.model_construct(  # the checks are those of RL
+    as_trainer = Settings.model_construct(  # no validation: the checks of Settings are for RL
         schedule="one_step_off",
         run=settings.run,
         model=settings.model,

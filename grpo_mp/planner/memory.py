@@ -1,4 +1,4 @@
-"""Bytes on one rank's device and on one node's host in every phase of a step, by kind."""
+"""Memory by kind on a rank's device and on a node's host, in every sub-phase of a step."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ BytesByKind = Mapping[str, float]
 
 
 class SubPhase(StrEnum):
-    """A phase, or a part of a phase, in which memory use stays the same."""
+    """A phase, or a part of a phase, during which memory use is constant."""
 
     START = "start"
     LOAD = "load"
@@ -42,7 +42,7 @@ class SubPhase(StrEnum):
     SAVE = "save"
 
 
-# What is on the device. Before the first phase the engines are up, then asleep while the policy loads.
+# Objects on the device. Before the first step the engines start; then they sleep while the policy loads.
 RESIDENT = {
     SubPhase.START: Residency(engine_weights=True, engine_cache=True),
     SubPhase.LOAD: replace(TRAINER, gradients=True, optimizer=True),
@@ -56,17 +56,17 @@ BESIDE_A_SAVE = (SubPhase.GENERATE, SubPhase.SCORE, SubPhase.LOGPROB)
 ALL_RESIDENT = Residency(
     True, True, gradients=True, optimizer=True, engine_weights=True, engine_cache=True, reward_model=True
 )
-# Of a rank that only trains. It waits while engines generate, and nothing leaves its device.
+# A rank that only trains waits while engines generate, and offloads nothing.
 ONLY_TRAINER = replace(ALL_RESIDENT, engine_weights=False, engine_cache=False, reward_model=False)
-OPTIMIZER_PIECE_BYTES = 2**28  # of each of the two pieces in which policy/optimizer.py updates a state on the host
-QUANTIZATION_BYTES = 2.0 * 4 * AT_ONCE  # of what is quantized at a time: twice in float32
+OPTIMIZER_PIECE_BYTES = 2**28  # per buffer of the two through which policy/optimizer.py updates state on the host
+QUANTIZATION_BYTES = 2.0 * 4 * AT_ONCE  # two float32 copies of AT_ONCE elements
 NOT_OF_A_TRAINER = (SubPhase.GENERATE, SubPhase.OFFLOAD)
-ROUNDS_OF_AN_ENGINE = ROUNDS_IN_MEMORY - 1  # what arrives, is joined, and is read; it sends none
-ROUNDS_OF_A_TRAINER = 2  # what it sends, and has packed to send next
+ROUNDS_OF_AN_ENGINE = ROUNDS_IN_MEMORY - 1  # received, joined, and loaded; an engine rank sends none
+ROUNDS_OF_A_TRAINER = 2  # being sent, and packed to be sent next
 
 
 class Occupant(NamedTuple):
-    """Something that is on a device while the field `part` of Residency says so."""
+    """An object on a device. `part`: field of Residency that is true while the object is there; `size` in bytes."""
 
     kind: str
     part: str
@@ -75,9 +75,10 @@ class Occupant(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by kind: on the device of a rank of each stage, [stage][sub-phase], and on the host of the fullest node.
+    """Memory by kind [bytes] in each sub-phase.
 
-    `engine_device`: on a device that only an engine uses; empty where ranks that train host the engines.
+    `device`: of one rank per pipeline stage. `engine_device`: of a GPU that only runs an engine; empty if training
+    ranks host the engines. `host`: of the node with the most memory in use.
     """
 
     device: tuple[Mapping[SubPhase, BytesByKind], ...]
@@ -87,7 +88,7 @@ class MemoryPlan:
 
 
 def plan_memory(job: PlannedJob) -> MemoryPlan:
-    """Plan the memory of a job."""
+    """Plan the memory of a job on devices and hosts."""
     engine = engine_memory(job)
     device = tuple(device_memory(job, stage, engine) for stage in range(len(job.stage_layers)))
     shares = job.settings.shares_devices or job.trains_only
@@ -95,12 +96,12 @@ def plan_memory(job: PlannedJob) -> MemoryPlan:
 
 
 def total_bytes(sizes: BytesByKind) -> float:
-    """Sum over kinds."""
+    """Return the sum over all kinds."""
     return sum(sizes.values())
 
 
 def device_memory(job: PlannedJob, stage: int, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
-    """Return what is on the device of a rank that trains, in each sub-phase."""
+    """Return the device memory by kind of a training rank of `stage`, in each sub-phase."""
     shared, served = job.settings.shares_devices, served_memory(job)
     processes = 1 + shared + sum(models.servers for models in served.values())
     in_use, suspended = communicator_bytes(job)
@@ -165,7 +166,10 @@ def _resident(job: PlannedJob, sub_phase: SubPhase) -> Residency:
 
 
 def engine_device_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
-    """Return what is on a device that only an engine uses: its rank has a process there, for the weight sync."""
+    """Return the memory by kind of a GPU that only runs an engine.
+
+    The rank that hosts the engine has a process on the GPU too, for the weight sync.
+    """
     staged = _sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE
     sizes = {
         "contexts": 2 * OVERHEADS.cuda_context,
@@ -175,18 +179,18 @@ def engine_device_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase
     while_syncing = {
         "sync rounds": staged,
         "fragments": OVERHEADS.fragmentation * staged,
-        "quantization": QUANTIZATION_BYTES * job.engine_uses_fp8,  # of matrices of which a part cuts a block
+        "quantization": QUANTIZATION_BYTES * job.engine_uses_fp8,  # matrices whose shards cut an FP8 block
     }
     return {SubPhase.GENERATE: sizes, SubPhase.SYNC: sizes | while_syncing}
 
 
 def communicator_bytes(job: PlannedJob) -> tuple[float, float]:
-    """Return the bytes of the trainer's communicators on one device: in use, and while engines generate."""
+    """Return the bytes of the trainer's NCCL communicators on one device: in use, and suspended during generation."""
     layout, suspended = job.settings.layout, 0.0
-    # A rank that only trains has a communicator of all ranks of the job, to send weights.
+    # A rank that only trains has one more communicator, of all ranks of the job, for the weight sync.
     in_use = 0.0 if job.settings.shares_devices else OVERHEADS.communicator
     for group in communicators(layout, job.train_ranks, bool(job.model.num_experts), job.has_copied_embedding):
-        in_pairs = group.group == PIPELINE and layout.virtual_pipeline  # to the stages before and after
+        in_pairs = group.group == PIPELINE and layout.virtual_pipeline  # one communicator per neighbouring stage
         size = OVERHEADS.communicator * (2 if in_pairs else 1)
         in_node = group.fits_in(job.gpus_per_node)
         in_use += size
@@ -197,13 +201,13 @@ def communicator_bytes(job: PlannedJob) -> tuple[float, float]:
 
 
 def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[str, float]:
-    """Return what a sub-phase allocates and frees again."""
+    """Return the memory by kind that a sub-phase allocates and frees again."""
     per_parameter = job.per_parameter
     if sub_phase is SubPhase.LOGPROB:
         swapped = min(_largest_tensor(job.model, job.settings.layout.tensor), job.policy_trained_counts[stage].total)
         layer, head = forward_bytes(job, stage), logits_bytes(job, stage, backward=False)
         passes = {
-            "activations": max(0.0, layer - head),  # what the layers make is gone when the head begins
+            "activations": max(0.0, layer - head),  # activations of the layers are free when the head runs
             "logits": head,
             "reference": swapped * per_parameter.weights * job.has_reference,
         }
@@ -218,8 +222,8 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
         return {"float32 gradients": sharded * per_parameter.fp32_gradients, "optimizer pieces": 2 * piece}
     if sub_phase is SubPhase.SYNC:
         rounds = ROUNDS_IN_MEMORY if job.settings.shares_devices else ROUNDS_OF_A_TRAINER
-        staged = _sync_round_bytes(job) * (rounds if job.world_size > 1 else 1)  # one shares, no more
-        # Then the policy scores the sequences of the check; they fill a chunk of logits.
+        staged = _sync_round_bytes(job) * (rounds if job.world_size > 1 else 1)  # one rank sends nothing
+        # The check follows: its sequences fill at least one chunk of logits.
         share = min(1.0, sum(check_lengths(job)) / job.microbatch_tokens)
         scored = max(share * forward_bytes(job, stage), logits_bytes(job, stage, backward=False))
         return {
@@ -229,7 +233,7 @@ def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[
             "merged weights": _merged_bytes(job),
         }
     if sub_phase is SubPhase.SAVE and _exports(job.settings):
-        # As the sync's, but no engine reads them; one rank has all that it writes.
+        # As in a sync, without the copy for the engine; a single rank has all tensors and needs no rounds.
         return {
             "export rounds": _sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE * (job.train_ranks > 1),
             "quantization": QUANTIZATION_BYTES * job.settings.run.export_fp8,
@@ -253,21 +257,24 @@ def _merged_bytes(job: PlannedJob) -> float:
 
 def _sync_round_bytes(job: PlannedJob) -> float:
     model, row = job.model, job.model.hidden_size * job.per_parameter.weights
-    # A slice of an expert has room around it for what the engine takes for the rest.
+    # The engine gets an expert's slice within a tensor of the full expert's size, from which its loader cuts it.
     expert = model.moe_ffn_hidden_size * row if job.engine_parallelism.expert_tensor > 1 else 0
-    # What an engine loads at once.
+    # An engine loads each of these tensors in one request.
     largest = max(model.vocab_size, 2 * model.ffn_hidden_size, 3 * model.moe_ffn_hidden_size) * row
     return max((job.settings.sync.bucket_bytes or BUCKET_BYTES) / ROUNDS_IN_MEMORY, largest) + expert
 
 
 def _largest_tensor(model: ModelShape, tensor: int) -> float:
-    """Return the elements, on one of `tensor` ranks, of the output layer or the largest matrix of a layer."""
+    """Return the elements per rank, with `tensor` ranks, of the output layer or the largest matrix in a layer."""
     rows = max(model.vocab_size, 2 * model.ffn_hidden_size, 2 * model.moe_ffn_hidden_size)
     return rows / tensor * model.hidden_size
 
 
 def host_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
-    """Return the memory of the fullest node in each sub-phase. A node may hold several stages, and engines."""
+    """Return the host memory by kind of the fullest node, in each sub-phase.
+
+    A node's ranks may be of several pipeline stages, or host engines.
+    """
     nodes, hosts = set(), engine_host_ranks(engine_placements(job.settings.engine, job.world_size, job.gpus_per_node))
     for start in range(0, job.world_size, job.gpus_per_node):
         ranks = range(start, start + job.gpus_per_node)
@@ -282,7 +289,7 @@ def host_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesBy
         if job.settings.training.router_replay == "R3":
             by_rank.append({"routed experts": hosted * _kept_by_an_engines_host(job, sub_phase)})
         if is_first and sub_phase is SubPhase.SAVE and job.settings.model.lora and _exports(job.settings):
-            # Rank 0 holds all adapters before the weights are exported.
+            # Rank 0 gathers all adapters before it exports the weights.
             more = job.adapters * job.per_parameter.weights - _export_host_bytes(job)
             by_rank.append({"export": max(0.0, more)})
         kinds = dict.fromkeys(kind for sizes in by_rank for kind in sizes)
@@ -296,12 +303,12 @@ def host_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesBy
 
 
 def _stage_of(job: PlannedJob, rank: int) -> int | None:
-    """Return the pipeline stage of a rank; None: it does not train."""
+    """Return the pipeline stage of a rank, or None for a rank that does not train."""
     return coordinates(rank, job.settings.layout, job.train_ranks).pipeline if rank < job.train_ranks else None
 
 
 def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: EngineMemory) -> dict[str, float]:
-    """Return the memory of a rank that trains, with that of its engine where it hosts one."""
+    """Return the host memory by kind of a training rank, with that of the engine it hosts."""
     shared, served, trained = job.settings.shares_devices, served_memory(job), job.policy_trained_counts[stage]
     processes = shared + sum(models.servers for models in served.values())
     trained_bytes = trained.total * job.per_parameter.weights
@@ -313,13 +320,13 @@ def _rank_host_memory(job: PlannedJob, sub_phase: SubPhase, stage: int, engine: 
         "export": _export_host_bytes(job) * (sub_phase is SubPhase.SAVE and _exports(job.settings)),
         "engine weights": _backup_bytes(job, engine) * shared,
         "draft weights": engine.draft_weights * shared,
-        **{name: models.weights for name, models in served.items()},  # the copy stays while a model is awake
+        **{name: models.weights for name, models in served.items()},  # the host copy stays while a model is awake
     }
     has_begun = sub_phase not in BEFORE_TRAINING
     for prefix, model in job.models.items():
         per_parameter, sharded = model.per_parameter, model.sharded_parameters(model.policy_trained_counts[stage])
         copies = per_parameter.host_copies / per_parameter.weights
-        # The pinned copy stays while the optimizer is on the device.
+        # The pinned host buffer stays while the optimizer is on the device.
         pinned = per_parameter.optimizer * (has_begun and job.offloads and job.optimizer_offload == "step")
         state = per_parameter.host_optimizer * (sub_phase is not SubPhase.START) + pinned
         sizes[f"{prefix}weights"] = model.weight_bytes[stage] * copies * shared * has_begun
@@ -344,7 +351,7 @@ def _export_host_bytes(job: PlannedJob) -> float:
 
 
 def engine_host_memory(job: PlannedJob, engine: EngineMemory) -> dict[str, float]:
-    """Return the memory of a rank that only hosts an engine."""
+    """Return the host memory by kind of a rank that only hosts an engine."""
     processes = OVERHEADS.trainer_process + OVERHEADS.engine_process
     sizes = {"processes": processes, "engine weights": _backup_bytes(job, engine)}
     if job.settings.training.router_replay == "R3":
@@ -364,9 +371,9 @@ def _routed_expert_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
 
 
 def _kept_by_an_engines_host(job: PlannedJob, sub_phase: SubPhase) -> float:
-    """Return what the rank that talks to an engine keeps of its samples' experts until it has sent them.
+    """Return the bytes of routed experts that an engine's host keeps until it sends them to training ranks.
 
-    Samples begun for later steps are counted as if they had ended. An engine with GPUs of its own always has a step's.
+    Samples begun for later steps count as complete. An engine on its own GPUs always holds those of a full step.
     """
     has_a_step = sub_phase in (SubPhase.GENERATE, SubPhase.SCORE) or not job.settings.shares_devices
     return _replayed_bytes(job) / job.num_engines * (has_a_step + job.settings.steps_ahead)
@@ -384,10 +391,10 @@ def _engine_routed_expert_bytes(job: PlannedJob, engine: EngineMemory) -> float:
 
 
 def _checkpoint_host_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
-    """Return what a save or load holds beside the state: a piece of one tensor.
+    """Return the bytes of the host buffer of a save or load: a piece of one tensor.
 
-    A save has it where it comes from a device: its weights, and a state that stays there, both through the same
-    memory. A load reads so many rows at a time.
+    A save copies tensors from the device through this buffer: weights, and optimizer state unless it is offloaded. A
+    load reads rows of a tensor in pieces of the same size.
     """
     settings = job.settings
     later = job.optimizer_offload == "none" or job.saves_weights_beside

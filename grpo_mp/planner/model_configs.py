@@ -1,4 +1,4 @@
-"""Find the model's config.json: given on the command line, in model.path, or shipped here by its published name."""
+"""Finds a model's config.json: on the command line, in model.path, or among the shipped configs by published name."""
 
 import difflib
 import json
@@ -13,19 +13,18 @@ from grpo_mp.utils.errors import UserError
 
 PUBLISHED = Path(__file__).with_name("published")
 NAMES = Path(__file__).with_name("names.yaml")
-NUMBER_FORMATS = ("-bf16", "-fp8", "-fp8-dynamic")  # endings of a name that say how the same model is stored
-NEAREST = 5  # names that an error lists
+NUMBER_FORMATS = ("-bf16", "-fp8", "-fp8-dynamic")  # suffixes of a name that denote only the number format
+NEAREST = 5  # number of similar names in the error message
 GIVE_CONFIG = "give a config.json with --model-config FILE"
 
 
 def find_config(
     model_path: Path, override: Path | None = None, setting: str = "model.path", remedy: str = GIVE_CONFIG
 ) -> tuple[HfConfig, str]:
-    """Return the config and where it was found; `override`: a config.json or its folder, used instead.
+    """Return the model's config, and a description of its source.
 
-    `setting`, `remedy`: what an error names, and says to do.
-
-    Raises UserError where neither has one and none is published under the name of `model_path`.
+    `override`: a config.json or its folder, used instead of `model_path`. `setting`, `remedy`: the setting's name and
+    the advice in the error message. Without a file, the config published under the name of `model_path` is used.
     """
     path = override or model_path
     file = path if path.suffix == ".json" and path.is_file() else path / "config.json"
@@ -44,12 +43,12 @@ def find_config(
 
 
 def published_names() -> tuple[str, ...]:
-    """Return the names of all published models whose config is known."""
+    """Return the names of all published models whose config is shipped."""
     return tuple(_named_values())
 
 
 def published_name(folder: str) -> str | None:
-    """Return the published model that a folder's name means; None where it means none."""
+    """Return the published model that a folder's name denotes, or None."""
     name = folder.lower()
     for ending in sorted(NUMBER_FORMATS, key=len, reverse=True):
         name = name.removesuffix(ending)
@@ -57,12 +56,12 @@ def published_name(folder: str) -> str | None:
 
 
 def named_config(name: str) -> HfConfig:
-    """Return the config of a published model by its name."""
+    """Return the config of a published model."""
     return HfConfig(Path(name), _named_values()[name])
 
 
 def published_config(file: str) -> HfConfig:
-    """Read a shipped config by its file's name, without the ending."""
+    """Read a shipped config. `file`: its name without suffix."""
     return HfConfig(PUBLISHED / file, json.loads((PUBLISHED / f"{file}.json").read_text()))
 
 

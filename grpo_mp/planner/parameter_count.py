@@ -1,4 +1,4 @@
-"""Parameters of each rank in closed form: the family's mapping, divided by the layout."""
+"""Parameters per rank in closed form, from the model family's parameter mapping and the layout."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from grpo_mp.planner.pipeline_layout import StageLayers
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters that one rank holds: `expert` those of its routed experts, `dense` all others."""
+    """Number of parameters on one rank: `expert` in routed experts, `dense` everywhere else."""
 
     dense: int
     expert: int
@@ -34,26 +34,29 @@ ZERO = ParameterCount(0, 0)
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """Parameters of one rank: of each layer, of the embedding, and of the output (final norm and output layer).
+    """Number of parameters on one rank by layer, of the embedding, and of the output (final norm and output layer).
 
-    A multi-token-prediction layer that is trained is the one after the last.
+    A trained multi-token-prediction layer follows the last decoder layer.
     """
 
     layers: Mapping[int, ParameterCount]
     embedding: ParameterCount
     output: ParameterCount
-    copied_embedding: ParameterCount  # on the last of several stages, of a multi-token-prediction layer
+    copied_embedding: ParameterCount  # of a multi-token-prediction layer, on the last of several stages
 
 
 def parameter_table(
     hf: HfConfig, tensor: int, expert: int, expert_tensor: int, rules: Sequence[Rule] | None = None
 ) -> ParameterTable:
-    """Count the parameters for these parallel sizes, which must divide the model's; `rules` None: of a policy."""
+    """Count the parameters per rank for these parallel sizes, which must divide the model's dimensions.
+
+    `rules`: mapping rules to count; None: those of the policy.
+    """
     layers: dict[int, ParameterCount] = {}
     embedding = output = copied = ZERO
     for rule in rules or family_of(hf).rules(hf):
         if rule.keep_float32 or rule.applies_to_no_layer:
-            continue  # a buffer, or nothing
+            continue  # buffers are no parameters
         count = rule_parameters(rule, tensor, expert, expert_tensor)
         if rule.layers is not None:
             layers |= {layer: layers.get(layer, ZERO) + count for layer in rule.layers}
@@ -69,9 +72,9 @@ def parameter_table(
 def local_parameter_counts(
     hf: HfConfig, layout: LayoutConfig, stage_layers: StageLayers, rules: Sequence[Rule] | None = None
 ) -> tuple[ParameterCount, ...]:
-    """Return what one rank of each pipeline stage holds; all ranks of a stage hold equally many.
+    """Return the number of parameters on one rank of each pipeline stage.
 
-    `rules` None: of a policy.
+    `rules`: mapping rules to count; None: those of the policy.
     """
     table = parameter_table(hf, layout.tensor, layout.expert, layout.expert_tensor, rules)
     counts = [sum((table.layers[layer] for layer in layers), ZERO) for layers in stage_layers]
@@ -84,7 +87,7 @@ def local_parameter_counts(
 def critic_parameter_counts(
     hf: HfConfig, layout: LayoutConfig, stage_layers: StageLayers
 ) -> tuple[ParameterCount, ...]:
-    """Return what one rank of each pipeline stage holds of a critic; `hf`, `stage_layers`: of its policy."""
+    """Return the critic's parameters on one rank of each stage. `hf`, `stage_layers`: of the policy."""
     critic, layers = critic_config(hf), hf.int("num_hidden_layers")
     decoder = tuple(tuple(layer for layer in of_stage if layer < layers) for of_stage in stage_layers)
     return local_parameter_counts(critic, layout, decoder, critic_rules(critic))
@@ -93,7 +96,7 @@ def critic_parameter_counts(
 def adapter_counts(
     hf: HfConfig, layout: LayoutConfig, stage_layers: StageLayers, lora: LoraConfig
 ) -> tuple[ParameterCount, ...]:
-    """Return what one rank of each pipeline stage holds of low-rank adapters."""
+    """Return the LoRA parameters on one rank of each pipeline stage."""
     by_layer: dict[int, ParameterCount] = {}
     for rule in family_of(hf).rules(hf):
         if rule.applies_to_no_layer:
@@ -110,7 +113,10 @@ def adapter_counts(
 
 
 def largest_adapted(hf: HfConfig, layout: LayoutConfig, targets: tuple[str, ...] | None = None) -> int:
-    """Return the elements, on one rank, of the largest weight that adapters of `targets` add to; None: projections."""
+    """Return the elements on one rank of the largest weight matrix that adapters of `targets` change.
+
+    `targets`: module names or suffixes of them; None: all projections.
+    """
     return max(
         prod(rule.example().local_shape(layout.expert_tensor if rule.experts else layout.tensor))
         for rule in family_of(hf).rules(hf)
@@ -119,6 +125,6 @@ def largest_adapted(hf: HfConfig, layout: LayoutConfig, targets: tuple[str, ...]
 
 
 def rule_parameters(rule: Rule, tensor: int, expert: int, expert_tensor: int) -> ParameterCount:
-    """Count what one rank holds of a mapping rule in one layer."""
+    """Count the parameters of a mapping rule on one rank, in one layer."""
     size = prod(rule.example().local_shape(expert_tensor if rule.experts else tensor))
     return ParameterCount(0, size * rule.experts // expert) if rule.experts else ParameterCount(size, 0)

@@ -161,7 +161,8 @@ def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> Resource
         return weights + rest  # the next update waits for the whole save
     if job.saves_weights_beside:
         weights, rest = ResourceUse(), weights + rest
-    beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)  # an idle trainer hides nothing
+    # Waiting for engines also hides a save, but then generation sets the step time, so it is not counted.
+    beside = BESIDE_A_SAVE if job.settings.shares_devices else (SubPhase.LOGPROB,)
     hidden_s = sum(estimate_time(uses[phase], job.cluster).expected_s for phase in beside if phase in uses)
     share = 1 - hidden_s / estimate_time(rest, job.cluster).expected_s
     moves = save_moves_use(job, job.held_weight_bytes[job.largest_stage], _suspended_bytes(job))

@@ -1,4 +1,4 @@
-"""Print a plan as tables on a terminal."""
+"""Prints a plan as tables on a terminal."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -18,7 +18,7 @@ TIME_COLUMNS = ("", "TFLOP", "NVLink GB", "network GB", "host GB", "disk GB (nod
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    """Print whether the plan fits and how long a step takes, then parameters, memory, traffic and times in tables."""
+    """Print whether the plan fits and the step time, then tables of parameters, memory, traffic and times."""
     job, memory, found = plan.job, plan.memory, check_fits(plan)
     machines = f"{job.nodes} x {job.gpus_per_node} x {job.cluster.name}"
     console.print(f"{machines}: {found.sentence}", style="bold green" if found.fits else "bold red")
@@ -66,7 +66,7 @@ def _gib(size: float) -> str:
 
 
 def _time_table(plan: Plan) -> Table:
-    """Tabulate what one GPU does in each sub-phase, and how long that takes."""
+    """Tabulate the work of one GPU in each sub-phase, and its time."""
     rows = []
     for sub_phase, use in plan.uses.items():
         time = plan.times[sub_phase]

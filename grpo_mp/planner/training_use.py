@@ -64,9 +64,8 @@ def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
     training, traffic = job.settings.training, _layer_traffic(job)
     forwards = 1 + (training.recompute == "full")
     backward = replace(traffic, ring=2 * traffic.ring, gathers=1.5 * traffic.gathers)
-    between_stages = ResourceUse(
-        network_bytes=traffic.between_stages * (1 - forwards)
-    )  # recomputation stays within a stage
+    # Recomputation stays within a stage, so it sends nothing between stages.
+    between_stages = ResourceUse(network_bytes=traffic.between_stages * (1 - forwards))
     use = _traffic_use(job, traffic).scaled(forwards) + _traffic_use(job, backward) + between_stages
     ahead = mtp_flops_per_token(job.model, job.hf, job.attention_context) * _computed_tokens(job) / job.train_ranks
     use += (products + ResourceUse(flops=ahead)).scaled(forwards + 2)
