@@ -1,1 +1,1 @@
-"""Helpers that every package uses: errors, files, logs, processes, settings sections."""
+"""Helpers for every package: errors, files, logs, processes, base classes of the settings, shared data types."""

@@ -1,4 +1,4 @@
-"""Run functions and coroutines in threads beside the loop."""
+"""Background threads for functions and coroutines."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ CLOSE_LIMIT_S = 5.0
 
 
 class BackgroundTask:
-    """A function in a daemon thread; `wait` and `check` raise its error."""
+    """Runs a function in a daemon thread. `wait` and `check` re-raise an exception of the function."""
 
     def __init__(self, function: Callable[[], None], name: str) -> None:
         self._function = function
@@ -30,7 +30,7 @@ class BackgroundTask:
         return not self._thread.is_alive()
 
     def wait(self, rank: int, phase: str, limit_s: float | None) -> None:
-        """Wait until the function has ended and raise its error; raise PhaseTimeout after `limit_s` seconds."""
+        """Wait for the function and re-raise its exception. Raises PhaseTimeout after `limit_s` seconds."""
         self._thread.join(limit_s)
         if self._thread.is_alive():
             raise PhaseTimeout(f"rank {rank}: {phase} in the background passed its limit of {limit_s:g} s")
@@ -44,7 +44,7 @@ class BackgroundTask:
 
 
 class EventLoopThread:
-    """An event loop in a daemon thread."""
+    """Runs an asyncio event loop in a daemon thread."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -62,7 +62,7 @@ class EventLoopThread:
         return self._loop.is_closed()
 
     def close(self) -> None:
-        """Cancel running coroutines and end the thread."""
+        """Cancel the running coroutines and stop the thread."""
         if self.is_closed:
             return
         self.submit(self._cancel_all()).result(CLOSE_LIMIT_S)

@@ -1,4 +1,4 @@
-"""Errors that a user can act on: printed as one sentence, never as a stack trace."""
+"""Exceptions that a user can act on. Commands print them as one sentence, without a stack trace."""
 
 import difflib
 import errno
@@ -11,41 +11,44 @@ from typing import Any, NoReturn, TypeVar
 Number = TypeVar("Number", int, float)
 USER_STATUS = 2  # exit status of a process that ended with a UserError
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})  # full, quota, read-only, broken
-INTERRUPT_STATUS = 128 + signal.SIGINT  # of one that ended by Ctrl-C
+INTERRUPT_STATUS = 128 + signal.SIGINT  # exit status of a process that was stopped with Ctrl-C
 
 
 class UserError(Exception):
-    """A mistake that the user can correct; the message says what is wrong, where, and what to do."""
+    """A mistake that the user can correct. The message states what is wrong, where, and how to fix it."""
 
 
 class DiskError(UserError):
-    """A folder cannot be written: the disk is full, a quota is reached, it is read-only or broken."""
+    """A write failed because the disk is full, over quota, read-only or broken."""
 
 
 class PhaseTimeout(UserError):  # noqa: N818
-    """A wait timed out."""
+    """A phase, or a wait inside a phase, exceeded its time limit."""
 
 
 class EngineError(UserError):
-    """An engine is gone, broken or hangs; another one started in its place may do better."""
+    """An engine crashed, hangs or returned invalid data; restarting the engine may help."""
 
 
 class EngineTimeout(EngineError, PhaseTimeout):  # noqa: N818
-    """An engine did not answer in time."""
+    """An engine did not answer within its time limit."""
 
 
 class EarlyStopError(UserError):
-    """Training stops on purpose, as by a guard: to resume it is the user's decision, not that of a batch script."""
+    """Training stopped on purpose, for example by a metric guard. Batch scripts do not resume the run."""
 
 
 def exit_with(error: UserError) -> NoReturn:
-    """Exit with status 2 and the error's sentence on stderr."""
+    """Write the message to stderr and exit with USER_STATUS."""
     sys.stderr.write(f"error: {error}\n")
     raise SystemExit(USER_STATUS)
 
 
 def read_number(kind: type[Number], value: Any, where: str) -> Number:
-    """Return the value as `int` or `float`. Raises UserError, which begins with `where`, for what is no such number."""
+    """Convert a number, or text with a number, to `kind`. Rejects booleans, infinity, NaN, and fractions for `int`.
+
+    `where`: the setting or file that the error message begins with.
+    """
     noun = "an integer" if kind is int else "a number"
     try:
         number = kind(value)
@@ -63,5 +66,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def one_line(error: object, limit: int | None = 300) -> str:
-    """Return an error's message as one line of at most `limit` characters; None: however long."""
+    """Return the message of an error on one line, cut to `limit` characters. `limit=None`: uncut."""
     return " ".join(str(error).split())[:limit]

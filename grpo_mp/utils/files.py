@@ -1,4 +1,4 @@
-"""Write files atomically, append where the disk may be full, and read the last lines of a log."""
+"""Read and write small files: atomic writes, JSON, checksums, the last lines of a log."""
 
 import hashlib
 import json
@@ -13,21 +13,19 @@ from typing import Any
 
 import xxhash
 
-INCOMPLETE = ".incomplete"  # ends the names of files and folders that are being written
-OF_PROCESS = re.compile(r".+\.[0-9]+\.incomplete")  # a file of `incomplete`
-ENGINE_SCRATCH = "GRPO_MP_ENGINE_SCRATCH"  # variable of an engine's processes: a folder removed when they have ended
+INCOMPLETE = ".incomplete"  # suffix of files and folders that are being written
+OF_PROCESS = re.compile(r".+\.[0-9]+\.incomplete")  # names of the temporary files of `incomplete`
+# Environment variable of an engine's processes: path of a scratch folder that is removed after they have exited.
+ENGINE_SCRATCH = "GRPO_MP_ENGINE_SCRATCH"
 
 
 def encodable(text: str) -> str:
-    """Return a text with "?" for each lone surrogate, which a tool, an error or JSON may hold and UTF-8 lacks."""
+    """Replace lone surrogates, which UTF-8 cannot encode, with "?". Output of tools and JSON may contain them."""
     return text.encode("utf-8", "replace").decode()
 
 
 def as_json(value: Any, ensure_ascii: bool = True) -> str:
-    """Return JSON on one line. Of what users' functions give and JSON lacks, objects and keys are written as text.
-
-    Numbers that are not finite become null: no reader of JSON takes them.
-    """
+    """Serialize a value to JSON on one line. Infinity and NaN become null; values that JSON lacks become text."""
     return json.dumps(_as_known(value), ensure_ascii=ensure_ascii, default=str, allow_nan=False)
 
 
@@ -45,10 +43,10 @@ def _as_key(key: Any) -> Any:
 
 
 def write_atomically(file: Path, text: str, make_folder: bool = True, private: bool = False) -> None:
-    """Write a file in UTF-8 that is complete and on disk, or as it was before.
+    """Write text to a file in UTF-8 and sync it to disk; on failure the file stays as it was.
 
-    Makes its folder; with `make_folder` false raises FileNotFoundError where it is missing, as where it was removed.
-    `private`: for this user alone.
+    `make_folder`: create a missing parent folder, instead of raising FileNotFoundError. `private`: give read and write
+    permission to this user only.
     """
     if make_folder:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -60,32 +58,35 @@ def write_atomically(file: Path, text: str, make_folder: bool = True, private: b
 
 
 def open_private(path: str, flags: int) -> int:
-    """Open a file, for `open`, that this user alone may read where it is made."""
+    """Open a file as `opener` of `open`; a new file gets mode 600."""
     return os.open(path, flags, mode=0o600)
 
 
 @contextmanager
 def incomplete(file: Path) -> Iterator[Path]:
-    """Yield a file beside `file` that takes its name when the body has written it; it is removed where that fails."""
-    # A random number: on a shared file system, processes of two nodes may have the same one.
+    """Yield a temporary path beside `file`. Rename it to `file` after the body; remove it if the body fails."""
+    # A random number, because processes of two nodes may have the same process id on a shared file system.
     temporary = file.with_name(f"{file.name}.{secrets.randbits(64)}{INCOMPLETE}")
     try:
         yield temporary
         temporary.replace(file)
-    except BaseException:  # on a full disk its bytes would be missing
+    except BaseException:  # on a full disk the leftover would keep its space
         temporary.unlink(missing_ok=True)
         raise
 
 
 def remove_incomplete(folder: Path) -> None:
-    """Remove what `incomplete` of processes that were killed has left below a folder; none may write there now."""
+    """Remove temporary files of `incomplete` that killed processes left below a folder.
+
+    No process may be writing to the folder.
+    """
     for file in folder.rglob(f"*{INCOMPLETE}"):
         if OF_PROCESS.fullmatch(file.name) and file.is_file():
             file.unlink(missing_ok=True)
 
 
 def sync_to_disk(path: Path) -> None:
-    """Return once a file's content, or a folder's list of files, is on disk."""
+    """Call fsync on a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -94,13 +95,13 @@ def sync_to_disk(path: Path) -> None:
 
 
 def last_lines(log: Path, count: int) -> tuple[str, ...]:
-    """Return the last `count` lines of a log that are not blank; none where it is missing."""
+    """Return the last `count` non-blank lines of a log, or an empty tuple if the file is missing."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return tuple([line for line in lines if line.strip()][-count:])
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; return an empty one where the file is missing or torn."""
+    """Read a JSON object. Return an empty dict if the file is missing or not valid JSON."""
     try:
         values: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -109,11 +110,11 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, values: Mapping[str, Any], make_folder: bool = True, private: bool = False) -> None:
-    """Write a file as `write_atomically` does: it is complete and on disk, or absent."""
+    """Write a JSON object to a file with `write_atomically`."""
     write_atomically(file, json.dumps(values, indent=2), make_folder, private)
 
 
 def file_digest(file: Path) -> str:
-    """Return the checksum of a file, as `xxh128sum` writes it."""
+    """Return the XXH128 checksum of a file as hexadecimal text, equal to the output of `xxh128sum`."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()

@@ -1,4 +1,4 @@
-"""Findings about a machine, a model or a run: a sentence, its evidence, and what to do."""
+"""Results of checks of a machine, a model or a run, and their rendering as text."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,22 +6,22 @@ from enum import IntEnum
 
 
 class Level(IntEnum):
-    """How much a finding matters. WARNING: something could be better; ERROR: something is wrong."""
+    """Severity of a finding. WARNING: something could be better; ERROR: something is wrong."""
 
     OK = 0
     WARNING = 1
     ERROR = 2
 
 
-FOUND_STATUS = 1  # exit status if something is wrong; 2 is the status of a wrong command line
+FOUND_STATUS = 1  # exit status if a finding is an error; 2 is the status of a wrong command line
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. Findings in a run's metrics also have the fields from `rule` on.
+    """Result of one check. Only findings about the metrics of a run have the fields from `rule` on.
 
-    `rule` is a name in monitor/rules.yaml, `weight` (1 to 100) how much of the run is at stake; the rule held at
-    `steps` of the steps from `first_step` to `last_step`.
+    `rule`: name in monitor/rules.yaml. `weight`: importance, from 1 to 100. The rule applied at `steps` of the steps
+    from `first_step` to `last_step`.
     """
 
     level: Level
@@ -43,7 +43,7 @@ class Finding:
 
 
 def render(findings: Iterable[Finding]) -> str:
-    """Return the findings as text, the most severe first."""
+    """Format findings as text, sorted by severity, errors first."""
     lines = []
     for finding in sorted(findings, key=lambda finding: -finding.level):
         where = f" ({finding.where})" if finding.rule else ""

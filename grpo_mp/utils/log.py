@@ -1,4 +1,4 @@
-"""Logging of one process: what matters on the terminal, and of a rank everything in a file of the run folder."""
+"""Logging of a process: warnings and errors on the terminal, all records of a rank in a file of the run folder."""
 
 import logging
 import re
@@ -10,9 +10,9 @@ from pathlib import Path
 from grpo_mp.utils.errors import DISK_ERRORS
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-PYTHON_WARNINGS = "py.warnings"  # the logger of warnings.warn
+PYTHON_WARNINGS = "py.warnings"  # logger that captureWarnings sends warnings.warn to
 
-# What libraries say in good runs and a user cannot act on: (message, module) patterns of Megatron and torch.
+# Warnings of libraries that appear in healthy runs and that a user cannot act on: (message, module) patterns.
 KNOWN_WARNINGS = (
     # Megatron uses deprecated names of torch's collectives.
     (r"`torch\.distributed\.\w+` is deprecated", r"torch\.distributed\.c10d_logger"),
@@ -21,22 +21,22 @@ KNOWN_WARNINGS = (
     # Megatron reads checkpoints with a function and a tensor class that torch has deprecated.
     (r"`load_state_dict` is deprecated", r"megatron\.core\.dist_checkpointing\."),
     (r"Please use DTensor instead", r"torch\.distributed\.checkpoint\."),
-    # Megatron-Core 0.19 reads checkpoints by itself on every rank, and passes arguments in an order that torch changed.
+    # Megatron-Core 0.19 reads checkpoints on every rank separately and passes arguments in torch's former order.
     (r"torch\.distributed is disabled, unavailable or uninitialized", r"torch\.distributed\.checkpoint\."),
     (r"The argument order of load has been changed", r"torch\.distributed\.checkpoint\."),
 )
-# (logger, beginning of a message)
+# Log messages of the same kind: (logger, beginning of the message).
 KNOWN_MESSAGES = (
-    ("megatron.core.rerun_state_machine", ""),  # says that it is not in use
-    ("matplotlib", ""),  # says where it caches its fonts
-    ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),  # this and the next two: from 0.19 on
+    ("megatron.core.rerun_state_machine", ""),  # reports that it is disabled
+    ("matplotlib", ""),  # reports the folder of its font cache
+    ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),  # this one and the next two: since Megatron 0.19
     ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel: full_param_layout not provided"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCore's async save is deprecated"),
 )
 
 
 class TerminalHandler(logging.Handler):
-    """Shows warnings and errors on stderr, but no known notices."""
+    """Writes warnings and errors to stderr, except known notices of libraries."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -47,7 +47,7 @@ class TerminalHandler(logging.Handler):
 
 
 def log_to_terminal() -> None:
-    """Show warnings and errors of all loggers, and Python's warnings, for the rest of the process."""
+    """Show warnings and errors of all loggers, and Python's warnings, on stderr until the process exits."""
     root = logging.getLogger()
     if not any(isinstance(handler, TerminalHandler) for handler in root.handlers):
         root.addHandler(TerminalHandler())
@@ -55,11 +55,11 @@ def log_to_terminal() -> None:
 
 
 def is_known_notice(record: logging.LogRecord) -> bool:
-    """Return whether a record is one of the notices that mean nothing. Errors never are."""
+    """Return whether a log record matches KNOWN_WARNINGS or KNOWN_MESSAGES. Errors never match."""
     message = record.getMessage()
     if record.levelno >= logging.ERROR:
         return False
-    if record.name == PYTHON_WARNINGS:  # "PATH:LINE: CATEGORY: MESSAGE": a module is found in the path
+    if record.name == PYTHON_WARNINGS:  # "PATH:LINE: CATEGORY: MESSAGE": match the module against the path
         return any(
             re.search(text, message) and re.search(module.replace(r"\.", "/"), message)
             for text, module in KNOWN_WARNINGS
@@ -68,7 +68,7 @@ def is_known_notice(record: logging.LogRecord) -> bool:
 
 
 def server_log(name: str) -> logging.Logger:
-    """Return the log of an aiohttp server, without requests that are not HTTP: their sender gets status 400."""
+    """Return the logger of an aiohttp server, without errors about malformed requests, which get status 400."""
     log = logging.getLogger(name)
     log.addFilter(_is_of_a_request)
     return log
@@ -76,17 +76,17 @@ def server_log(name: str) -> logging.Logger:
 
 def _is_of_a_request(record: logging.LogRecord) -> bool:
     kind = record.exc_info[0] if record.exc_info else None
-    return kind is None or kind.__module__ != "aiohttp.http_exceptions"  # by name: no import for every command
+    return kind is None or kind.__module__ != "aiohttp.http_exceptions"  # compare by name, to avoid importing aiohttp
 
 
 def log_file(run_folder: Path, rank: int) -> Path:
-    """Return the path of a rank's log."""
+    """Return the path of the log file of a rank."""
     return run_folder / "logs" / f"rank_{rank}.log"
 
 
 @contextmanager
 def logging_to(file: Path, level: str) -> Iterator[None]:
-    """Append records of `level` and above to `file` while the body runs, known notices included."""
+    """Append log records of `level` and above, known notices included, to `file` while the body runs."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = _DiskTolerantHandler(file, encoding="utf-8")
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
@@ -99,12 +99,12 @@ def logging_to(file: Path, level: str) -> Iterator[None]:
     finally:
         root.removeHandler(handler)
         root.setLevel(level_before)
-        with suppress(OSError):  # as in emit
+        with suppress(OSError):  # closing flushes, which fails on a full disk
             handler.close()
 
 
 class _DiskTolerantHandler(logging.FileHandler):
-    """Leaves out what the disk does not take: no run ends for want of its log."""
+    """Drops records that cannot be written to a full or broken disk, so that logging never stops a run."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         error = sys.exception()

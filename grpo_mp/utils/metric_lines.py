@@ -1,13 +1,13 @@
-"""Parse lines of metrics.jsonl."""
+"""Parser for lines of metrics.jsonl."""
 
 import json
 from typing import Any
 
-LARGEST = 1e300  # larger values count as not finite: their sums and differences would not be
+LARGEST = 1e300  # larger values count as not finite, because their sums and differences may overflow
 
 
 def parse_metrics(content: bytes) -> dict[str, float | None] | None:
-    """Return the metrics of a step by name, None for a value that is not finite; None for a damaged line."""
+    """Return the metrics of a step by name, with None for values that are not finite, or None for an invalid line."""
     try:
         line = json.loads(content)
     except (ValueError, RecursionError):
@@ -20,5 +20,5 @@ def parse_metrics(content: bytes) -> dict[str, float | None] | None:
 
 
 def finite(value: Any) -> Any:
-    """Return a number that is finite and at most LARGEST, else None."""
+    """Return the value if it is a finite number of magnitude at most LARGEST, else None."""
     return value if type(value) in (int, float) and abs(value) <= LARGEST else None

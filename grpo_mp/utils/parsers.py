@@ -1,4 +1,4 @@
-"""Command-line parsers that are quick to import; those of training, evaluation and sampling are here, too."""
+"""Command-line parsers of train, sft, evaluate and sample, in a module of their own so that --help is fast."""
 
 import argparse
 from math import inf
@@ -30,7 +30,7 @@ DOES_NOT_FIT = 1  # exit status of `grpo-mp plan`
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UserError for a mistake on the command line."""
+    """Argument parser that raises UserError for a wrong command line, instead of exiting."""
 
     def __init__(self, prog: str, description: str = "", **options: Any) -> None:
         super().__init__(
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def settings_parser(command: str, description: str) -> Parser:
-    """Return the parser of a command that reads a settings file and settings laid over it."""
+    """Return the parser of a command that takes a settings file and overrides."""
     parser = Parser(f"grpo-mp {command}", description)
     parser.add_argument("config", type=Path, help="settings file")
     overrides = "settings laid over the file's"
@@ -103,14 +103,14 @@ def _add_model(parser: Parser, out: str) -> None:
 
 
 def positive_int(text: str) -> int:
-    """Return an integer above 0, as the type of an argument."""
+    """Parse an integer above 0 (a `type` of argparse)."""
     if not (text.isascii() and text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text[:50]}")
     return int(text)
 
 
 def non_negative(text: str) -> float:
-    """Return a finite number of 0 or more, as the type of an argument."""
+    """Parse a finite number of 0 or more (a `type` of argparse)."""
     value = float(text)
     if not 0 <= value < inf:
         raise argparse.ArgumentTypeError(f"expected a number of 0 or more, got {text[:50]}")

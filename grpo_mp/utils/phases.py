@@ -1,26 +1,26 @@
-"""The phases of a step: what each one is called on screen, what it keeps on the device, whether it counts as work."""
+"""Phases of a step: name, description, what resides on the device, and whether the time counts as work."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 GIB = 2**30  # bytes
-WAIT = "WAIT"  # span in which a rank only waits for other ranks, inside a phase or between phases
-SAVE_WAIT = "SAVE_WAIT"  # span in which the loop waits for the last checkpoint to be written
-WEIGHT_CHECK = "WEIGHT_CHECK"  # span around the phases that compare engines and policy after a sync
-MOVE = "MOVE"  # span in which weights and states are offloaded and onloaded at the start of a phase
+WAIT = "WAIT"  # span: a rank waits for other ranks, inside a phase or between phases
+SAVE_WAIT = "SAVE_WAIT"  # span: the loop waits until the previous checkpoint is written
+WEIGHT_CHECK = "WEIGHT_CHECK"  # span: the phases that compare logprobs of engines and policy after a weight sync
+MOVE = "MOVE"  # span: weights and optimizer state are offloaded and onloaded at the start of a phase
 
 
 @dataclass(frozen=True)
 class Residency:
-    """What occupies the device. Everything else of the trainer waits on the host; the engine's is given up."""
+    """Items on the device in a phase. All other items of the trainer are offloaded, those of the engine are freed."""
 
-    communicators: bool = False  # first: what is onloaded next may use them
+    communicators: bool = False  # the first field, because onloading the following items may use NCCL
     policy_weights: bool = False
     gradients: bool = False
     optimizer: bool = False
     engine_weights: bool = False
     engine_cache: bool = False
-    reward_model: bool = False  # and teacher, of servers that the job itself started
+    reward_model: bool = False  # reward models and teacher that the job itself serves
 
 
 TRAINER = Residency(communicators=True, policy_weights=True)
@@ -28,11 +28,11 @@ GENERATION = Residency(engine_weights=True, engine_cache=True)
 
 
 class Phase(StrEnum):
-    """A part of a step in which either the engines or the policy compute."""
+    """Part of a step in which either the engines or the policy compute."""
 
     description: str
     resident: Residency
-    is_work: bool  # time outside such phases is overhead
+    is_work: bool  # False: the time of the phase counts as overhead
 
     def __new__(cls, value: str, description: str, resident: Residency, is_work: bool) -> "Phase":
         phase = str.__new__(cls, value)
@@ -44,10 +44,10 @@ class Phase(StrEnum):
     SCORE = "SCORE", "the rewards score the answers", Residency(reward_model=True), False
     LOGPROB = "LOGPROB", "policy and reference compute logprobs", TRAINER, True
     TRAIN = "TRAIN", "the policy is updated", replace(TRAINER, gradients=True, optimizer=True), True
-    # The engine takes its weights while the policy's are on the device; its cache would not fit beside them.
+    # Both copies of the weights are on the device; the KV cache would not fit beside them.
     SYNC = "SYNC", "new weights go to the engines", replace(TRAINER, engine_weights=True), True
-    # The engine computes logprobs to be compared; the policy's were computed while its weights were there.
+    # Only the engine computes logprobs here; the policy's were computed before its weights were offloaded.
     CHECK = "CHECK", "the engines' logprobs are compared with the policy's", GENERATION, True
-    # The engine keeps the weights that the next step generates with: no sync is between, and what it gives up is lost.
+    # The engine keeps its weights: freed weights are lost, and no weight sync comes before the next GENERATE.
     SAVE = "SAVE", "a checkpoint is written", replace(TRAINER, engine_weights=True), False
     EVAL = "EVAL", "held-out prompts are answered", GENERATION, False

@@ -1,4 +1,4 @@
-"""End processes with their parents by prctl(2), and dump stacks on a signal."""
+"""Tie the lifetime of processes to that of their parents with prctl(2), and write stacks on a signal."""
 
 import ctypes
 import faulthandler
@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-LAUNCHER_PID = "GRPO_MP_LAUNCHER_PID"  # of the process that started this rank
+LAUNCHER_PID = "GRPO_MP_LAUNCHER_PID"  # environment variable: id of the process that started this rank
 DESCENDANTS = "--with-descendants"
 WATCH_INTERVAL_S = 0.5
-DUMP_SIGNAL = signal.SIGUSR2  # a rank or an engine's process then writes its stacks
-# Variables that user programs get; other variables of the run may be secrets, such as keys of trackers and judges.
+DUMP_SIGNAL = signal.SIGUSR2  # ranks and engine processes write their stacks on this signal
+# Environment variables that user programs get. Other variables may hold secrets, such as keys of trackers and judges.
 SHARED_VARIABLES = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TERM", "TMPDIR"),
     *("PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
@@ -24,34 +24,34 @@ SHARED_VARIABLES = (
 
 
 def shared_environment(variables: Sequence[str] = ()) -> dict[str, str]:
-    """Return the environment of a user's program: SHARED_VARIABLES and `variables`."""
+    """Return the environment for a user's program: SHARED_VARIABLES and `variables`."""
     return {name: os.environ[name] for name in (*SHARED_VARIABLES, *variables) if name in os.environ}
 
 
 def prctl(option: int, value: int) -> None:
-    """Set an option of this process."""
+    """Call prctl(2) for this process."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 
 def with_death_signal(command: Sequence[str]) -> list[str]:
-    """Return a command that runs `command`, which is killed when the starting thread ends."""
+    """Return a command line that runs `command` and kills it when the thread that started it ends."""
     return [sys.executable, __file__, *command]
 
 
 def with_descendants(command: Sequence[str], folder: str = "") -> list[str]:
-    """Return a command that runs `command`, and kills it and all its descendants when it ends or on SIGTERM.
+    """Return a command line that runs `command`, and kills all its descendants when it exits or on SIGTERM.
 
-    They are also killed within a second of the starting process. Then `folder` is removed, if any. The exit status is
-    that of `command`, 127 where it cannot start.
+    If the starting process ends, all are killed within a second. Finally `folder` is removed, if given. The exit status
+    is that of `command`, or 127 if it cannot be started.
     """
     return [sys.executable, "-I", "-S", __file__, DESCENDANTS, str(os.getpid()), folder, *command]
 
 
 def end_with_launcher() -> None:
-    """Have this rank killed when its launcher ends, torchrun or `grpo-mp train --ranks`.
+    """Let the kernel kill this rank when its launcher (torchrun or `grpo-mp train --ranks`) ends.
 
-    Otherwise it would keep running beside the ranks of the next job. Exits where the launcher has already ended.
+    Otherwise the rank would keep running beside the ranks of the next job. Exits if the launcher has already ended.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -63,15 +63,15 @@ def _launcher_is_gone() -> bool:
     parent = os.getppid()
     if launcher := os.environ.get(LAUNCHER_PID):
         return parent != int(launcher)
-    # torchrun does not tell its id. Orphans go to init; in a container torchrun itself may be process 1.
+    # torchrun does not pass on its process id. Orphans are adopted by process 1, which in a container may be torchrun.
     return parent == 1 and b"torch" not in Path("/proc/1/cmdline").read_bytes()
 
 
 def write_stacks_on_signal(folder: Path) -> None:
-    """Write the Python stacks of all threads of this process, and of its forks, to files in `folder` on DUMP_SIGNAL."""
+    """Install a handler of DUMP_SIGNAL that writes the stacks of all threads to `folder`, also in forked children."""
 
     def register() -> None:
-        with suppress(FileNotFoundError):  # the folder goes when the engine ends
+        with suppress(FileNotFoundError):  # the folder is removed when the engine ends
             file = stacks_file(folder, os.getpid()).open("w")
             faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
 
@@ -80,12 +80,12 @@ def write_stacks_on_signal(folder: Path) -> None:
 
 
 def stacks_file(folder: Path, pid: int) -> Path:
-    """Return the stacks file of a process, see `write_stacks_on_signal`."""
+    """Return the path that a process writes its stacks to, see `write_stacks_on_signal`."""
     return folder / f"stacks_{pid}.txt"
 
 
 def catches_dump_signal(status: str) -> bool:
-    """Return whether a process, by its /proc/PID/status, handles DUMP_SIGNAL, which would end it otherwise."""
+    """Return whether a process handles DUMP_SIGNAL, which would otherwise kill it. `status`: its /proc/PID/status."""
     caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
     return bool(int(caught, 16) >> (DUMP_SIGNAL - 1) & 1)
 
@@ -100,10 +100,10 @@ def _kill_descendants() -> None:
 
 
 def _run(starter: int, folder: str, command: Sequence[str]) -> None:
-    """Run `command` as `with_descendants` describes, in a single-threaded process whose parent is `starter`."""
+    """Run `command` as described in `with_descendants`. `starter`: id of the parent process."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     ignored, watched = (signal.SIGINT, signal.SIGUSR1), {signal.SIGTERM, signal.SIGCHLD}
-    for number in ignored:  # the starter handles them
+    for number in ignored:  # the starting process handles these signals
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     child, status = os.fork(), None
@@ -117,7 +117,7 @@ def _run(starter: int, folder: str, command: Sequence[str]) -> None:
         except OSError as error:
             os.write(2, f"{command[0]}: {error.strerror}\n".encode())
             os._exit(127)
-    # PR_SET_PDEATHSIG would act when the starting thread ends, not its process.
+    # Poll, because PR_SET_PDEATHSIG acts when the starting thread ends, not when its process ends.
     while status is None and os.getppid() == starter:
         signalled = signal.sigtimedwait(watched, WATCH_INTERVAL_S)
         if signalled and signalled.si_signo == signal.SIGTERM:
@@ -139,6 +139,6 @@ def _run(starter: int, folder: str, command: Sequence[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == DESCENDANTS:
         _run(int(sys.argv[2]), sys.argv[3], sys.argv[4:])
-    else:  # what `with_death_signal` returns; the setting outlives the exec
+    else:  # the command line of `with_death_signal`; PR_SET_PDEATHSIG survives the exec
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.execvp(sys.argv[1], sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Read what others wrote: text, YAML, JSON. Whatever is wrong with a file is one sentence that names it."""
+"""Read files of users: text, YAML, JSON, columns of data rows. Errors are one sentence that names the file."""
 
 import errno
 import json
@@ -14,13 +14,13 @@ import yaml
 from grpo_mp.utils.errors import UserError, did_you_mean, one_line
 
 YAML_BYTES = 2**18
-TEXT_BYTES = 2**28  # an index of every tensor of the largest model has a hundredth of it
+TEXT_BYTES = 2**28  # a hundred times the tensor index of the largest model
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
-MISSING = object()  # what a row does not have
+MISSING = object()  # marks a column that a row lacks; None is a value
 TAG = "tag:yaml.org,2002:"
-YAML_MARKS = "'\"|>&!"  # begin text that is quoted, a block, an anchor or a tag
-# Not those of YAML 1.1, by which 1:30 is 90, 010 is 8, and 2024-01-01 a date: they are text.
+YAML_MARKS = "'\"|>&!"  # first characters of quoted text, blocks, anchors and tags
+# Stricter than YAML 1.1, in which 1:30 is 90, 010 is 8, and 2024-01-01 is a date. Here, these three are text.
 NUMBERS = {
     f"{TAG}int": re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$|0x[0-9a-fA-F]+$"),
     f"{TAG}float": re.compile(
@@ -31,9 +31,9 @@ NUMBERS = {
 
 @contextmanager
 def refuse_unreadable(what: Path | str, missing: str = "give an existing file") -> Iterator[None]:
-    """Turn what the system says of a file into a sentence about `what`: permission, type, length of the name, loops.
+    """Convert errors of the body (missing file, permission, encoding, too deep nesting) to a UserError about `what`.
 
-    `missing` says what to do where there is no such file. Raises UserError.
+    `missing`: advice for a file that does not exist.
     """
     try:
         yield
@@ -48,13 +48,13 @@ def refuse_unreadable(what: Path | str, missing: str = "give an existing file") 
 
 
 def shorten(text: str, limit: int = 100) -> str:
-    """Return a text that fits a sentence: a long one without its middle, since a path's last name says most."""
+    """Replace the middle of a text that is longer than `limit` with "...". Keeps the end, as it identifies a path."""
     half = limit // 2
     return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 
 
 def check_regular(file: Path, missing: str = "give an existing file") -> Path:
-    """Return the file. Raises UserError where it is missing, not readable, a pointer of Git LFS, or a folder."""
+    """Return `file`. Raises UserError if it is missing, unreadable, a folder, or a Git LFS pointer."""
     with refuse_unreadable(shorten(str(file)), missing), file.open("rb") as stream:
         if stream.read(len(LFS_POINTER)) == LFS_POINTER:
             raise UserError(f"{file}: a pointer of Git LFS, not the file: run `git lfs pull` in its folder")
@@ -62,7 +62,7 @@ def check_regular(file: Path, missing: str = "give an existing file") -> Path:
 
 
 def read_bytes(file: Path, limit: int = TEXT_BYTES) -> bytes:
-    """Return a file's content. Raises UserError as `check_regular`, and for a file of more than `limit` bytes."""
+    """Return the content of a file of at most `limit` bytes. Raises UserError for a larger file."""
     with refuse_unreadable(file), check_regular(file).open("rb") as stream:
         content = stream.read(limit + 1)
     if len(content) > limit:
@@ -71,18 +71,18 @@ def read_bytes(file: Path, limit: int = TEXT_BYTES) -> bytes:
 
 
 def read_text(file: Path, limit: int = TEXT_BYTES) -> str:
-    """Return a file of UTF-8, with or without a byte order mark. Raises UserError as `read_bytes`, and for others."""
+    """Return the text of a UTF-8 file without its byte order mark. Raises UserError for other encodings."""
     with refuse_unreadable(file):
         return read_bytes(file, limit).decode("utf-8-sig")
 
 
 def read_yaml(file: Path) -> Any:
-    """Read a YAML file. Raises UserError as `read_text` and `parse_yaml`."""
+    """Read a YAML file, see `parse_yaml`."""
     return parse_yaml(read_text(file, YAML_BYTES), str(file))
 
 
 def parse_yaml(text: str, where: str, loader: "type[_Loader] | None" = None) -> Any:
-    """Parse YAML. Raises UserError for invalid YAML, a name twice, tags, and numbers that are not finite."""
+    """Parse YAML. Raises UserError for invalid YAML, duplicate keys and tags."""
     try:
         return (loader or _Loader)(text).get_single_data()
     except RecursionError as error:
@@ -92,9 +92,9 @@ def parse_yaml(text: str, where: str, loader: "type[_Loader] | None" = None) -> 
 
 
 def parse_override(text: str, where: str) -> Any:
-    """Parse the value of an override as YAML in which # begins no comment, and text without quotes stays as it is.
+    """Parse the value of a command-line override as YAML without comments: # is an ordinary character.
 
-    Raises UserError as `parse_yaml`.
+    Text without quotes is returned unchanged, except for surrounding spaces.
     """
     value = parse_yaml(text, where, _OverrideLoader)
     is_plain = isinstance(value, str) and text.strip()[0] not in YAML_MARKS
@@ -102,12 +102,12 @@ def parse_override(text: str, where: str) -> Any:
 
 
 def read_json(file: Path, limit: int = TEXT_BYTES) -> Any:
-    """Read a JSON file. Raises UserError as `read_text` and `parse_json`."""
+    """Read a JSON file, see `parse_json`."""
     return parse_json(read_text(file, limit), str(file))
 
 
 def parse_json(text: str | bytes, where: str, remedy: str = "correct it, or copy the file again") -> Any:
-    """Parse JSON. Raises UserError for invalid JSON (`remedy`: what to do) and numbers that are not finite."""
+    """Parse JSON. Raises UserError for invalid JSON, infinity and NaN. `remedy`: advice that ends the message."""
     try:
         return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except RecursionError as error:
@@ -117,14 +117,14 @@ def parse_json(text: str | bytes, where: str, remedy: str = "correct it, or copy
 
 
 def has_column(columns: Mapping[str, Any], name: str) -> bool:
-    """Return whether a row has a column, as `read_column` reads it."""
+    """Return whether `read_column` finds a column in a row."""
     return _inside(columns, name) is not MISSING
 
 
 def read_column(columns: Mapping[str, Any], name: str) -> Any:
-    """Return a column of a row. A dotted name reads inside one: `reward_model.ground_truth`, `choices.0`.
+    """Return a column of a row. A dot in `name` reads inside a column: `reward_model.ground_truth`, `choices.0`.
 
-    A column whose own name has the dots is preferred. Raises KeyError where there is none.
+    A column whose name itself contains the dots takes precedence. Raises KeyError if there is no such column.
     """
     if (found := _inside(columns, name)) is MISSING:
         raise KeyError(name)
@@ -147,7 +147,7 @@ def _inside(value: Any, name: str) -> Any:
 
 
 def did_you_mean_column(name: str, columns: Mapping[str, Any]) -> str:
-    """Return ' (did you mean X?)' for the column most like `name`, which may be inside of another one."""
+    """Return ' (did you mean X?)' for the column closest to `name`, also inside other columns, or an empty string."""
     names = list(_dotted_names(columns))
     inside = [known for known in names if known.endswith(f".{name}")]
     return f" (did you mean {inside[0]}?)" if inside else did_you_mean(name, names)
@@ -168,7 +168,7 @@ def _finite(text: str) -> float:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain YAML: a second value of a name is an error."""
+    """Safe YAML loader that rejects duplicate keys and parses numbers by NUMBERS."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -182,11 +182,11 @@ class _Loader(yaml.SafeLoader):
 
 
 class _OverrideLoader(_Loader):
-    """Takes # as any other character."""
+    """YAML loader without comments."""
 
     def peek(self, index: int = 0) -> str:
         char = str(super().peek(index))
-        return "x" if char == "#" else char  # the scanner looks at characters here, and copies them elsewhere
+        return "x" if char == "#" else char  # the scanner finds comments with `peek`, but copies text with `prefix`
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:

@@ -1,4 +1,4 @@
-"""Remove passwords, keys and tokens of settings from messages and loggers."""
+"""Removal of passwords, keys and tokens from settings before they are displayed or logged."""
 
 import re
 from collections.abc import Mapping
@@ -7,18 +7,18 @@ from typing import Any
 WORDS = "key|token|secrets?|passwords?|passwd|passphrase|credentials?|authorization|auth|cookies?|signature"
 LAST_WORD = re.compile(rf"(?:^|[^a-z0-9])(?:{WORDS}|apikey)$")
 NO_SECRETS = re.compile(r"^(?:pad|eos|bos|unk|cls|sep|mask|stop|image)_token$")
-HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # in apiKey, APIKey
-LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # in an address
+HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # word boundaries in apiKey and APIKey
+LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # user and password in a URL
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether values of this name are secret, as of api_key, apiKey, X-Api-Key or HF_TOKEN."""
+    """Return whether a name such as api_key, apiKey, X-Api-Key or HF_TOKEN denotes a secret."""
     words = HUMP.sub("_", name).lower()
     return bool(LAST_WORD.search(words)) and not NO_SECRETS.match(words)
 
 
 def without_secrets(value: Any) -> Any:
-    """Return settings without the values of secret names and the logins of addresses."""
+    """Return settings with secrets replaced by None and logins removed from URLs."""
     if isinstance(value, Mapping):
         return {name: None if is_secret_name(str(name)) else without_secrets(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -27,5 +27,5 @@ def without_secrets(value: Any) -> Any:
 
 
 def has_secrets(value: Any) -> bool:
-    """Return whether settings hold secrets."""
+    """Return whether settings contain secrets or URLs with a login."""
     return bool(without_secrets(value) != value)

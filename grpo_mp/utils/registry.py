@@ -1,4 +1,4 @@
-"""Extensions by name or by path: one frozen registry for each kind of part that a user may replace."""
+"""Registries of extensions: built-in ones by name, those of users by import path."""
 
 import inspect
 from collections.abc import Mapping
@@ -15,30 +15,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LazyEntry:
-    """A built-in extension that is imported when it is used, so that settings are read without torch."""
+    """Import path of a built-in extension, imported on first use so that reading settings needs no torch."""
 
     path: str  # 'module:attribute'
 
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """The extensions of one kind: built-in ones by name, a user's by 'module:attribute' or 'file.py:attribute'.
+    """Extensions of one kind: built-in ones by name, those of users by 'module:attribute' or 'file.py:attribute'.
 
-    An extension is called with `parameters` by position and a user's `args` by name. One with `keywords` is called by
-    name, with these and with others that are known later. Where `instance` is set, it is an object of that class. Where
-    `makes` is set, a class is made with `args` when it is resolved, and its object is what is called.
+    `parameters`: names of the positional arguments of a call. The user's `args` are passed by name.
+    `keywords`: names of further arguments that are passed by name; a call may add more that are not known here.
+    `instance`: class of which the extension must be an instance, instead of a function.
+    `makes`: an extension may be a class; `resolve` then instantiates it with the user's `args` and returns the object.
     """
 
-    kind: str  # in messages: "policy loss"
+    kind: str  # for messages: "policy loss"
     built_in: Mapping[str, T | LazyEntry] = field(default_factory=dict)
     parameters: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
     instance: type | None = None
     makes: bool = False
-    usage: str = ""  # what to write, in the message of an extension that is called with other arguments
+    usage: str = ""  # advice in the message for an extension with a wrong signature
 
     def check_name(self, name: str) -> str:
-        """Return the name. Raises ValueError, with the nearest name, for one that is neither built in nor a path."""
+        """Return `name`. Raises ValueError, with the closest known name, if it is neither built in nor a path."""
         if name in self.built_in or is_path(name):
             return name
         if not self.built_in:
@@ -50,9 +51,10 @@ class Registry(Generic[T]):
         )
 
     def resolve(self, name: str, setting: str, args: Mapping[str, Any] | None = None) -> T:
-        """Return the extension, with `args` bound to it.
+        """Return the extension called `name`, with the user's `args` bound to it.
 
-        Raises UserError, which names the setting, for an unknown name, a failing import, or something of another kind.
+        `setting`: name of the setting, for messages. Raises UserError for an unknown name, a failing import, or an
+        extension that does not accept the arguments of this kind.
         """
         try:
             extension: Any = self.built_in.get(self.check_name(name), LazyEntry(name))
@@ -90,4 +92,4 @@ class Registry(Generic[T]):
             usage = f"; {self.usage}" if self.usage else ""
             raise UserError(f"{label}: as {self.kind} it is called with ({names}): {error}{usage}") from error
         except ValueError:
-            return  # written in C: it has no signature
+            return  # functions written in C may have no signature

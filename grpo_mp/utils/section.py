@@ -1,4 +1,4 @@
-"""Base classes of the settings' sections, the walk over nested ones, and parsing of byte sizes."""
+"""Base classes for sections of the settings, iteration over nested sections, and parsing of byte sizes."""
 
 import os
 import re
@@ -17,7 +17,7 @@ BEGINS_AS_PATH = re.compile(r"(~\w*|\$\w+|\$\{\w+\})/")
 
 
 def expand_path(value: Any) -> Any:
-    """Return the text of a path with ~ and environment variables expanded; any other value as it is."""
+    """Expand ~ and environment variables in a path; return values that are not text unchanged."""
     if not isinstance(value, str):
         return value
     path = os.path.expandvars(os.path.expanduser(value))
@@ -26,7 +26,7 @@ def expand_path(value: Any) -> Any:
     return path
 
 
-PathText = Annotated[str, BeforeValidator(expand_path)]  # a path, or in some cases the name of something else
+PathText = Annotated[str, BeforeValidator(expand_path)]  # a path, or for data sets also a name on the hub
 
 
 class Section(BaseModel):
@@ -39,7 +39,7 @@ class Section(BaseModel):
     def _check_type(cls, value: Any, info: ValidationInfo) -> Any:
         annotation = cls.model_fields[info.field_name or ""].annotation
         if section_type(annotation):
-            return value  # which checks its own
+            return value  # nested sections check their own values
         kinds = set(_types_in(annotation))
         for item in _scalars(value):
             if isinstance(item, bool) and not kinds & {bool, Any} and kinds & {int, float}:
@@ -94,13 +94,13 @@ def _is_path(value: Any, kinds: set[Any]) -> bool:
 
 
 def section_type(annotation: Any) -> type[Section] | None:
-    """Return the section type in an annotation `X`, `X | None` or `dict[str, X]`; None where there is none."""
+    """Return the Section subclass X of an annotation `X`, `X | None` or `dict[str, X]`, or None."""
     types = [item for item in (annotation, *get_args(annotation)) if isinstance(item, type)]
     return next((item for item in types if issubclass(item, Section)), None)
 
 
 def nested_sections(section: type[Section], path: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Yield a section and all below it with their dotted names; NAME stands for a name that the user chooses."""
+    """Yield (dotted name, class) of a section and of all sections below it. NAME stands for a key of a dict."""
     yield path, section
     for name, field in section.model_fields.items():
         nested = section_type(field.annotation)
@@ -110,12 +110,12 @@ def nested_sections(section: type[Section], path: str = "") -> Iterator[tuple[st
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a byte size: '512MiB' -> 536870912. Raises ValueError for anything else."""
+    """Parse a byte size: '512MiB' -> 536870912."""
     if match := BYTES.fullmatch(text):
         return int(float(match[1]) * UNITS[match[2]]) if match[2] else int(match[1])
     raise ValueError(f"{text[:100]!r} is not a number of bytes: write 512MiB, 1GiB or a plain number")
 
 
 def as_bytes(value: Any) -> Any:
-    """Parse text with a unit as bytes; leave any other value to the type of the field."""
+    """Parse a byte size given as text; return values that are not text unchanged. For pydantic validators."""
     return parse_bytes(value) if isinstance(value, str) else value

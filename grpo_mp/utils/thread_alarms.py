@@ -1,7 +1,8 @@
-"""SIGALRM for user code in threads: time limits such as math-verify's need it, and Python gives it to the main thread.
+"""Emulation of SIGALRM in threads that run user code.
 
-Each thread of user code has an alarm of its own. When it rings, the thread raises what the handler raises, between two
-Python operations: as with the signal, a long operation in C ends first.
+Time limits such as those of math-verify need SIGALRM, which Python delivers to the main thread only. Here each thread
+with user code has its own timer. When the timer expires, the exception that the signal handler raises is raised in that
+thread between two bytecodes; as with the real signal, a long operation in C finishes first.
 """
 
 import ctypes
@@ -13,7 +14,7 @@ import time
 from contextvars import ContextVar
 from typing import Any
 
-# Id of the process in which this thread or task, and the tasks that it creates, runs user code.
+# Id of the process in which this context (a thread, or a task and the tasks that it creates) runs user code.
 guarded: ContextVar[int | None] = ContextVar("guarded", default=None)
 _process: dict[str, Any] = {name: getattr(signal, name) for name in ("signal", "getsignal", "alarm", "setitimer")}
 _local = threading.local()
@@ -29,13 +30,13 @@ class _Alarm:
         self._raised: BaseException | None = None
 
     def set(self, seconds: float) -> float:
-        """Ring once after `seconds`, never for 0. Returns the seconds that were left."""
+        """Expire once after `seconds`; 0 cancels. Return the seconds that were left on the previous alarm."""
         try:
             return self._set(seconds)
         except BaseException as error:
             if error is not self._raised:
                 raise
-            return self._set(seconds)  # the former alarm rang just now: nothing waits for it any more
+            return self._set(seconds)  # the previous alarm expired in this call, so its exception is obsolete
 
     def _set(self, seconds: float) -> float:
         with self._lock:
@@ -53,7 +54,7 @@ class _Alarm:
 
     def _ring(self, timer: threading.Timer) -> None:
         with self._lock:
-            if self._timer is not timer:  # it was set anew
+            if self._timer is not timer:  # the alarm was set again meanwhile
                 return
             self._timer = None
             if callable(self.handler):
@@ -66,7 +67,7 @@ class _Alarm:
         raised = None
         self._raised = error or self._raised
         if error is not None:
-            # Python takes a class and calls it, so this one gives the handler's error with its message.
+            # PyThreadState_SetAsyncExc takes a class and instantiates it; this class returns the handler's exception.
             raised = ctypes.py_object(type("Raised", (type(error),), {"__new__": lambda cls: error}))
         ctypes.pythonapi.PyThreadState_SetAsyncExc(self._thread_id, raised)
 
@@ -79,21 +80,21 @@ def _alarm() -> _Alarm:
 
 
 def cancel_alarm() -> None:
-    """Forget the alarm and the handler of this thread."""
+    """Cancel the alarm of this thread and remove its handler."""
     if hasattr(_local, "alarm"):
         _local.alarm.set(0)
         del _local.alarm
 
 
 def install_alarms() -> None:
-    """Give guarded threads an alarm of their own; the rest of the process keeps its signals."""
+    """Replace functions of `signal` so that guarded threads get their own alarm; other threads are unaffected."""
     functions = {"signal": _signal, "getsignal": _getsignal, "alarm": _set_seconds, "setitimer": _set_timer}
     for name, function in functions.items():
         setattr(signal, name, function)
 
 
 def is_guarded() -> bool:
-    """Return whether user code runs here, and not in a process that it has forked."""
+    """Return whether this context runs user code. False in processes that user code forked."""
     return guarded.get() == os.getpid()
 
 
@@ -120,5 +121,5 @@ def _set_seconds(seconds: int, /) -> int:
 
 def _set_timer(timer: int, seconds: float, interval: float = 0.0, /) -> Any:
     if timer == signal.ITIMER_REAL and _has_own():
-        return _alarm().set(seconds), 0.0  # rings once, whatever the interval
+        return _alarm().set(seconds), 0.0  # expires once: the interval is ignored
     return _process["setitimer"](timer, seconds, interval)

@@ -1,4 +1,4 @@
-"""What flows through one step: prompts, samples, groups and packed micro-batches."""
+"""Data types of a step: prompts, samples, groups and packed micro-batches."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:  # worker processes of tools import this module: it is light without torch
+if TYPE_CHECKING:  # worker processes of tools import this module, and torch would slow their start
     import torch
 
-PerToken: TypeAlias = "float | torch.Tensor"  # one number for all response tokens of a sample, or [response tokens]
+PerToken: TypeAlias = "float | torch.Tensor"  # value shared by all response tokens of a sample, or [response tokens]
 
-ExpertIds = npt.NDArray[np.integer[Any]]  # uint8 where all experts of a layer fit, else int16
+ExpertIds = npt.NDArray[np.integer[Any]]  # uint8 for layers of up to 256 experts, else int16
 
-LEAST_LOGPROB = -128.0  # in place of anything smaller: exp() of it is 0 in float32, and 0 * infinity would be NaN
-NO_TOKEN = -1  # in place of a token that the policy does not have
+LEAST_LOGPROB = -128.0  # lower bound of logprobs: its exp() is 0 in float32, and 0 * -infinity would be NaN
+NO_TOKEN = -1  # replaces a teacher's token that is not in the policy's vocabulary
 
-Message = dict[str, Any]  # of a chat: role, content, and what the template reads beside them
+Message = dict[str, Any]  # chat message: role, content, and other keys that the chat template reads
 
 EpisodeState = Literal["completed", "truncated", "timeout", "error"]  # how an episode ended
 
@@ -31,15 +31,15 @@ StepRewards = tuple[tuple[int, float], ...]  # (index of a step's last token in 
 
 
 def expert_id_bytes(num_experts: int) -> int:
-    """Return the bytes of an expert's number in ExpertIds."""
+    """Return the size in bytes of one element of ExpertIds."""
     return 1 if num_experts <= 256 else 2
 
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """The k tokens that a teacher finds most likely in each place of a response, and their logprobs."""
+    """The k most likely tokens of a teacher at each position of a response, and their logprobs."""
 
-    ids: npt.NDArray[np.int32]  # [tokens, k]; NO_TOKEN: one that the policy does not have
+    ids: npt.NDArray[np.int32]  # [tokens, k]; NO_TOKEN: not in the policy's vocabulary
     logprobs: npt.NDArray[np.float32]  # [tokens, k]
 
     @property
@@ -52,23 +52,27 @@ class TopLogprobs:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt x, rendered by the chat template and tokenized."""
+    """A prompt, rendered by the chat template and tokenized."""
 
     index: int  # row in the prompt set, stable over the run
-    text: str  # by which it is known: all messages as the user wrote them, before the chat template
+    text: str  # all messages as the user wrote them, before the chat template; identifies the prompt
     tokens: tuple[int, ...]
     answer: str | None = None
     columns: dict[str, Any] = field(default_factory=dict)  # the full data row, for reward functions
-    messages: tuple[Message, ...] = ()  # as they were rendered
-    epoch: int = 0  # in which it is drawn
-    column: str | None = None  # of `columns`, that holds the prompt
+    messages: tuple[Message, ...] = ()  # input of the chat template
+    epoch: int = 0  # pass over the data in which the prompt is drawn
+    column: str | None = None  # name of the column that holds the prompt
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response y to a prompt. Every token carries its rollout logprob and its weight version."""
+    """A response to a prompt, with the rollout logprob and the weight version of each token.
 
-    group_id: int  # unique in the run: which group the advantage is normalized in
+    In an episode, the response holds all turns: generated tokens, and given tokens such as results of tools. An episode
+    whose history was rewritten (forked) has several sequences: the last one is the Sample, the others are in `earlier`.
+    """
+
+    group_id: int  # group in which the advantage is normalized; unique in the run
     index: int  # position inside the group
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]  # the response, ending with the stop token unless truncated
@@ -77,28 +81,27 @@ class Sample:
     truncated: bool
     text: str = ""
     reward: float = 0.0
-    reward_terms: dict[str, float] = field(default_factory=dict)  # by reward name, unweighted
-    is_scored: bool = True  # False: a term failed, or none applied; the reward, the mean of the others, counts nowhere
-    step_rewards: StepRewards = ()  # (index of a step's last token in `tokens`, its reward)
-    extra: dict[str, Any] = field(default_factory=dict)  # what reward functions gave to `log_extra`, by column
-    verify_steps: int = 0  # steps of speculative decoding in which the response was generated; 0: without
-    is_correct: bool | None = None  # whether the answer is right; None: no term of the reward says so
-    # An episode has also tokens that it was given, such as results of tools: its `text` is its last turn's.
-    generated: tuple[bool, ...] = ()  # by token of the response, False: given, not trained on; (): all were generated
-    state: EpisodeState | None = None  # None: no episode, one answer
+    reward_terms: dict[str, float] = field(default_factory=dict)  # unweighted rewards by name of the term
+    # False: a reward term failed, or none applied. `reward` is then the mean of the group, for display only.
+    is_scored: bool = True
+    step_rewards: StepRewards = ()  # process rewards
+    extra: dict[str, Any] = field(default_factory=dict)  # values that reward functions passed to `log_extra`, by column
+    verify_steps: int = 0  # verification steps of speculative decoding; 0: without speculative decoding
+    is_correct: bool | None = None  # None: no reward term defines correctness
+    generated: tuple[bool, ...] = ()  # per response token, False: given, not trained on; (): all were generated
+    state: EpisodeState | None = None  # None: a single answer, no episode
     episode_reward: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)  # of the episode, by name
-    messages: tuple[Message, ...] = ()  # of the episode, after the prompt
+    metrics: dict[str, float] = field(default_factory=dict)  # metrics of the episode by name
+    messages: tuple[Message, ...] = ()  # messages of the episode after the prompt
     error: str = ""  # why the episode failed
-    teacher_logprobs: tuple[float, ...] = ()  # of `tokens`, by algorithm.distillation.teacher; (): none was asked
+    teacher_logprobs: tuple[float, ...] = ()  # logprobs of `tokens` under the teacher; (): without a teacher
     teacher_topk: TopLogprobs | None = field(default=None, compare=False, repr=False)  # with distillation.topk
-    # Experts that the engine chose, [total tokens - 1, MoE layers, top-k]: the last token was not computed. None: the
-    # run does not ask for them, or the engine did not return them.
+    # Experts that the engine chose, [total tokens - 1, MoE layers, top-k]: the engine does not compute the last token.
+    # None: not requested, or not returned by the engine.
     routed_experts: ExpertIds | None = field(default=None, compare=False, repr=False)
-    # An episode that forked has several sequences, and is one sample: of its last one, which has those before.
-    earlier: tuple[Sample, ...] = ()  # oldest first: tokens and step rewards; all else is said by the last
-    part: int = 0  # of an earlier sequence, its number from 1 on; 0: it is the last, or the only one
-    turn_ends: TurnEnds = ()  # of an episode that forked, whose turns are numbered through all its sequences
+    earlier: tuple[Sample, ...] = ()  # earlier sequences, oldest first; only their tokens and step rewards are used
+    part: int = 0  # number of an earlier sequence, from 1 on; 0: the last or only sequence
+    turn_ends: TurnEnds = ()  # only of a forked episode; turns are numbered across its sequences
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -139,7 +142,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampleGroup:
-    """The `group_size` samples of one prompt."""
+    """The `rollout.group_size` samples of a prompt."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
@@ -148,7 +151,7 @@ class SampleGroup:
 
 @dataclass(frozen=True)
 class SampleInfo:
-    """The small numbers of one sample, known to every rank."""
+    """Lengths, rewards and metrics of a sample, without its tokens. Every rank has those of all samples."""
 
     group_id: int
     index: int
@@ -156,23 +159,23 @@ class SampleInfo:
     response_tokens: int
     reward: float
     truncated: bool
-    oldest_version: int  # of all its sequences
+    oldest_version: int  # oldest weight version of a token, over all sequences
     reward_terms: dict[str, float] = field(default_factory=dict)
     step_rewards: StepRewards = ()
     prompt: int = 0  # index in the prompt set
-    finished: bool = True  # False: its group was aborted
-    versions_sum: int = 0  # over the response tokens of all its sequences
-    is_correct: bool | None = None  # by the term that `reward.correct` names; None: that term says nothing about it
+    finished: bool = True  # False: the group was aborted
+    versions_sum: int = 0  # sum of the weight versions of the response tokens, over all sequences
+    is_correct: bool | None = None  # by the term `reward.correct`; None: unknown
     has_routed_experts: bool = False
-    verify_steps: int = 0  # as in Sample
-    given_tokens: int = 0  # of the response, not generated: none trains on them
-    has_own_prompt: bool = False  # another than its group's
+    verify_steps: int = 0  # see Sample
+    given_tokens: int = 0  # response tokens that were not generated, which are not trained on
+    has_own_prompt: bool = False  # True: the prompt differs from that of the group
     state: EpisodeState | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    earlier: tuple[SampleInfo, ...] = ()  # of an episode that forked, see Sample
-    part: int = 0
-    turn_ends: TurnEnds = ()  # as in Sample
-    is_scored: bool = True  # as in Sample
+    earlier: tuple[SampleInfo, ...] = ()  # earlier sequences of a forked episode, see Sample
+    part: int = 0  # see Sample
+    turn_ends: TurnEnds = ()  # see Sample
+    is_scored: bool = True  # see Sample
 
     @property
     def generated_tokens(self) -> int:
@@ -198,9 +201,9 @@ class SampleInfo:
 
     @property
     def generation_order(self) -> torch.Tensor | None:
-        """Return the response tokens of all sequences by when they were generated, as indices int64 [tokens].
+        """Indices int64 [tokens] that sort the response tokens of all sequences by turn; None: already sorted.
 
-        What a turn was given goes with it. None: in the order in which they are.
+        Given tokens belong to the turn that follows them.
         """
         import torch
 
@@ -222,7 +225,7 @@ class SampleInfo:
 
 @dataclass(frozen=True)
 class RowRange:
-    """`count` rows of a micro-batch from `start` on."""
+    """Rows `start` to `start + count - 1` of a micro-batch."""
 
     start: int = 0
     count: int = 0
@@ -230,12 +233,13 @@ class RowRange:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """Experts to replay in a rank's own MoE layers, for some rows of what its routers see; on the host.
+    """Expert choices to replay in the MoE layers of a rank, for some rows of the router's input. Kept on the host.
 
-    Routers see the rows of the rank's context slice, and with sequence parallelism its tensor rank's part of them.
+    Rows of the router's input: the tokens of the rank's context-parallel slice; with sequence parallelism, the part
+    of the slice that the tensor-parallel rank holds.
     """
 
-    ranges: torch.Tensor  # int32 [m, 2], ascending: the first of some rows that follow each other, how many they are
+    ranges: torch.Tensor  # int32 [m, 2], ascending: (first row, number of rows) of each consecutive range
     experts: torch.Tensor  # uint8 or int16 [rows, layers, top-k]
 
     @property
@@ -247,45 +251,45 @@ class RoutedExperts:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes on the host."""
         return self.ranges.nbytes + self.experts.nbytes
 
 
 @dataclass
 class MicroBatch:
-    """Sequences packed end to end: what one forward of the policy sees. All tensors are [T] unless said.
+    """Packed sequences: the input of one forward pass of the policy. Tensors have shape [T] unless noted.
 
-    Position t predicts `targets[t]`; per-token values belong to that target. `mask` is 1 where the
-    target is a generated token of a response. Padding (to a multiple the layout needs) is a sequence of its own.
+    Position t predicts `targets[t]`, and per-token values belong to that target. `mask` is 1 for targets that are
+    generated tokens of a response. Padding to the multiple that the layout needs forms a sequence of its own.
     """
 
     tokens: torch.Tensor  # int64
-    positions: torch.Tensor  # int64, position inside its sequence
+    positions: torch.Tensor  # int64, position within the sequence
     targets: torch.Tensor  # int64
     mask: torch.Tensor  # float32, 0 or 1
-    lengths: tuple[int, ...]  # padded length of every packed sequence, shared prompts among them; sums to T
-    sequence_index: torch.Tensor  # int64, which sequence of `sample_ids` a token belongs to; -1 is padding
-    sample_ids: tuple[int, ...]  # index of each packed sequence into the update's sample list
+    lengths: tuple[int, ...]  # padded length of each packed sequence, shared prompts included; the sum is T
+    sequence_index: torch.Tensor  # int64, index into `sample_ids` of the token's sequence; -1: padding
+    sample_ids: tuple[int, ...]  # index of each packed sequence in the sample list of the update
     advantages: torch.Tensor  # float64
-    loss_weights: torch.Tensor  # float64, share of the token in the update's loss
+    loss_weights: torch.Tensor  # float64, weight of the token in the loss of the update
     rollout_logprobs: torch.Tensor  # float32
-    old_logprobs: torch.Tensor | None = None  # float32; None: the logprobs of the first update are the old ones
+    old_logprobs: torch.Tensor | None = None  # float32; None: use the logprobs of the current pass, detached
     reference_logprobs: torch.Tensor | None = None  # float32
-    teacher_logprobs: torch.Tensor | None = None  # float32; None: no teacher scored its samples
-    # The teacher's most likely tokens, int32 [T, k], NO_TOKEN where there is none, and their logprobs, float32 [T, k].
+    teacher_logprobs: torch.Tensor | None = None  # float32; None: without a teacher
+    # The teacher's k most likely tokens, int32 [T, k] with NO_TOKEN as padding, and their logprobs, float32 [T, k].
     teacher_topk_ids: torch.Tensor | None = None
     teacher_topk_logprobs: torch.Tensor | None = None
-    # In a loss: the policy's logprobs of these tokens, and of all others together, float32 [k + 1, T] with a gradient.
+    # Set within a loss: the policy's logprobs of these k tokens and, last, of all other tokens together, float32
+    # [k + 1, T], with gradient.
     topk_logprobs: torch.Tensor | None = None
-    # Of a critic: value of the state before each target, float32; the return that it learns, float64.
+    # With a critic: value of the state before each target, float32, and its regression target, float64.
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
-    routed_experts: RoutedExperts | None = None  # None: routers choose
-    prompt_rows: tuple[RowRange, ...] = ()  # by sequence, the rows before its own; (): each holds its own prompt
-    entropy_floor: float = -math.inf  # nats: tokens below it are masked out of the loss
-    entropy_weight: float = 0.0  # 1 / tokens of the update that the entropy bonus is a mean over
-    # Where the multi-token-prediction layer learns: the token after `targets`, int64; its share in the update's loss,
-    # float64; its rollout logprob, float32.
+    routed_experts: RoutedExperts | None = None  # None: routers choose the experts
+    prompt_rows: tuple[RowRange, ...] = ()  # per sequence, the rows of its shared prompt; (): no prompt is shared
+    entropy_floor: float = -math.inf  # [nats]; tokens with a lower entropy are masked out of the loss
+    entropy_weight: float = 0.0  # 1 / number of tokens in the update over which the entropy bonus is averaged
+    # Targets of the multi-token-prediction layer: the token after `targets`, int64; its weight in the loss of the
+    # update, float64; its rollout logprob, float32.
     mtp_targets: torch.Tensor | None = None
     mtp_weights: torch.Tensor | None = None
     mtp_rollout_logprobs: torch.Tensor | None = None
@@ -299,7 +303,7 @@ class MicroBatch:
         return self.tokens.numel()
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return the micro-batch with every tensor on `device`."""
+        """Return a copy of the micro-batch with all its own tensors on `device`."""
         import torch
 
         if self.tokens.device == device:
@@ -311,8 +315,8 @@ class MicroBatch:
 
 
 def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the host tensor on `device`."""
+    """Copy a host tensor to `device`, asynchronously through pinned memory on GPUs."""
     if device.type != "cuda":
         return tensor.to(device)
-    # From ordinary host memory CUDA would first wait for all kernels that are queued.
+    # A copy from pageable host memory would wait for all queued kernels.
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)

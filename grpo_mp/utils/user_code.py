@@ -1,4 +1,4 @@
-"""Load what users wrote, by 'module:attribute' or 'path/file.py:attribute', and keep it from ending the process."""
+"""Load users' Python code by 'module:attribute' or 'path/file.py:attribute', and keep it from ending the process."""
 
 import asyncio
 import importlib.util
@@ -24,11 +24,11 @@ PYTHON_FILE = re.compile(r"(.+\.py)(:\w+)?")
 
 
 class ExitCallError(Exception):
-    """A user's code called exit or os._exit, which would have ended the rank without a message."""
+    """User code called exit or os._exit, which would have ended the rank without a message."""
 
 
 class SelfCancelledError(Exception):
-    """A user's coroutine raised CancelledError though nobody had cancelled it: the task that awaits it would end."""
+    """A user's coroutine raised CancelledError without being cancelled, which would have cancelled its caller."""
 
 
 _process_exit = os._exit
@@ -36,9 +36,9 @@ _process_exit = os._exit
 
 @contextmanager
 def no_exit() -> Iterator[None]:
-    """Make os._exit raise ExitCallError in this thread, or in this task of an event loop, and let it use SIGALRM.
+    """Make os._exit raise ExitCallError in this context (thread or asyncio task), and emulate SIGALRM in it.
 
-    Forked children, which must end by os._exit, still do.
+    In forked children, which must end with os._exit, the function keeps its meaning.
     """
     os._exit = _exit_or_raise
     install_alarms()
@@ -49,7 +49,8 @@ def no_exit() -> Iterator[None]:
     finally:
         if before is None:
             cancel_alarm()
-        guarded.set(before)  # no reset by a token: a coroutine that is collected ends in another context
+        # ContextVar.reset would fail: a coroutine that is garbage-collected is closed in another context.
+        guarded.set(before)
 
 
 def _exit_or_raise(status: int) -> NoReturn:
@@ -59,9 +60,10 @@ def _exit_or_raise(status: int) -> NoReturn:
 
 
 async def without_exit(work: Coroutine[Any, Any, T]) -> T:
-    """Await a user's coroutine. Raises ExitCallError for SystemExit and os._exit: the loop or the rank would end.
+    """Await a user's coroutine, converting exceptions that would end the event loop or the rank.
 
-    Raises SelfCancelledError for a CancelledError while nobody cancels the task that this runs in.
+    SystemExit and os._exit become ExitCallError. A CancelledError becomes SelfCancelledError, unless the current task
+    is being cancelled.
     """
     try:
         with no_exit():
@@ -75,13 +77,13 @@ async def without_exit(work: Coroutine[Any, Any, T]) -> T:
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name has the form of a path: something on both sides of its last colon."""
+    """Return whether a name has the form 'module:attribute' or 'file.py:attribute'."""
     source, _, attribute = name.rpartition(":")
     return bool(source and attribute)
 
 
 def file_digests(tree: Any) -> dict[str, str]:
-    """Return the checksum of each Python file that nested settings name, in keys, values or words of a command."""
+    """Return the checksum of each Python file that settings name in keys, values or words of a command, by path."""
     return {name: file_digest(Path(name)) for name in sorted(set(_python_files(tree)))}
 
 
@@ -97,9 +99,9 @@ def _python_files(tree: Any) -> Iterator[str]:
 
 
 def load_attribute(path: str, label: str) -> Any:
-    """Import a module, or once in a process a file relative to the working directory, and return its attribute.
+    """Return the attribute that `path` names, importing its module or file. A file is executed once in a process.
 
-    label: the setting, which begins the message. Raises UserError with the reason where that fails.
+    `label`: the setting that error messages begin with.
     """
     source, _, attribute = path.rpartition(":")
     if not is_path(path):
@@ -122,15 +124,15 @@ def _load_file(path: Path, label: str) -> ModuleType:
         raise UserError(f"{label}: no such file: {path}")
     check_regular(path)
     module_name = f"grpo_mp_user_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
-    if module_name in sys.modules:  # two names of one file share its module
+    if module_name in sys.modules:  # relative and absolute paths of a file share its module
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{label}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     if (folder := str(path.resolve().parent)) not in sys.path:
-        sys.path.append(folder)  # installed modules come first
-    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up here
+        sys.path.append(folder)  # at the end, so that installed modules take precedence
+    sys.modules[module_name] = module  # dataclasses and pickle look up the module of a class here
     try:
         spec.loader.exec_module(module)
     except BaseException:
