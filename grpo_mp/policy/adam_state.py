@@ -1,13 +1,13 @@
-"""Adam's state: created before the first update, saved without copies, and kept in host memory if asked.
+"""Adam's state: created before the first update, saved without copies, and optionally kept in host memory.
 
-TransformerEngine's precision-aware Adam may store of a float32 main weight only the 16 bits that the bfloat16 weight
-lacks: the remainder.
+TransformerEngine's precision-aware Adam may store only the remainder of a float32 main weight: the lower 16 bits, which
+the bfloat16 weight lacks.
 
-With `optimizer.offload=host` the state is in pinned host memory for good and is updated piece by piece on the device.
-Megatron clips gradients by the norm of all of them and then calls `step` of its Adam once. The step below takes the
-state through the device: while TransformerEngine's own step updates one piece, the next is on its way there and the one
-before on its way back. Nothing overlaps the backward pass: the norm needs its end. Adam works on each element alone, so
-an update equals that of the whole state to the bit; weights and gradients are views of those on the device.
+With `optimizer.offload=host` the state stays in pinned host memory and is updated on the device piece by piece.
+Megatron clips gradients by their global norm and then calls Adam's `step` once. `HostState.step` pipelines the pieces:
+while TransformerEngine's step updates one piece, the next piece is copied to the device and the previous one back.
+Nothing overlaps the backward pass, because the norm needs all gradients. Adam is elementwise, so the result is bitwise
+equal to an update of the whole state. Weights and gradients stay on the device; a piece uses views of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,17 +24,17 @@ from grpo_mp import platform
 from grpo_mp.platform import fake_cuda
 from grpo_mp.platform.pinned import ALIGNMENT, PinnedBuffer, aligned_bytes, carve
 
-NUM_BUFFERS = 2  # one piece arrives while another is updated and leaves
+NUM_BUFFERS = 2  # one piece is copied to the device while another is updated and copied back
 State = Mapping[str, Tensor]
 
 
 def init_state(part: MegatronOptimizer) -> None:
-    """Create moments and main weights now, so that they can be saved before the first update."""
+    """Create the moments and main weights, so that a checkpoint can be saved before the first update."""
     adam = part.optimizer
     if not part.config.use_precision_aware_optimizer:
         part.init_state_fn(adam, part.config)
         return
-    for group in adam.param_groups:  # Megatron's own function lacks an argument of this Adam
+    for group in adam.param_groups:  # Megatron's init_state_fn does not pass store_remainder to initialize_state
         for param in group["params"]:
             if not adam.state[param]:
                 adam.initialize_state(param, stores_remainder(adam, param))
@@ -42,11 +42,11 @@ def init_state(part: MegatronOptimizer) -> None:
 
 @contextmanager
 def state_dict_without_copies(parts: Sequence[MegatronOptimizer]) -> Iterator[None]:
-    """Make Adam's state_dict return its state uncopied, and its load_state_dict set only param groups, inside.
+    """Inside the context, make Adam's state_dict return tensors uncopied and load_state_dict load only param groups.
 
-    For a save or load Megatron calls state_dict several times and uses only its param groups. TransformerEngine's own
-    state_dict would copy all moments to float32 each time (8 bytes per parameter with bfloat16 moments), its
-    load_state_dict cast the state to the dtype of the weights (6 more).
+    When Megatron saves or loads, it calls state_dict several times and uses only the param groups. TransformerEngine's
+    state_dict would copy all moments to float32 each time (8 bytes per parameter with bfloat16 moments), and its
+    load_state_dict would cast the state to the dtype of the weights (6 more bytes per parameter).
     """
 
     def load_groups(adam: Any, saved: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ def state_dict_without_copies(parts: Sequence[MegatronOptimizer]) -> Iterator[No
 
 
 def stores_param_remainders(parts: list[MegatronOptimizer]) -> bool:
-    """Return whether checkpoints hold remainders instead of main weights."""
+    """Return whether the optimizer, and so its checkpoints, stores remainders instead of whole main weights."""
     return any(
         stores_remainder(part.optimizer, param)
         for part in parts
@@ -76,15 +76,15 @@ def stores_param_remainders(parts: list[MegatronOptimizer]) -> bool:
 
 
 def stores_remainder(adam: Any, param: torch.Tensor) -> bool:
-    """Return whether TransformerEngine's Adam keeps a remainder of this parameter, not its main weight."""
+    """Return whether TransformerEngine's Adam stores a remainder of `param` instead of its whole main weight."""
     return bool(adam.store_param_remainders) and param.dtype == torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements [start, stop) of one of Adam's flat parameters; `view`: these weights; `host`: their state."""
+    """Elements [start, stop) of one flat parameter. `view`: their weights on the device; `host`: their Adam state."""
 
-    param: Any  # a tensor, which Megatron gives its gradient as `decoupled_grad`
+    param: Any  # a tensor; Megatron stores its gradient in the attribute `decoupled_grad`
     start: int
     stop: int
     view: Any
@@ -93,9 +93,9 @@ class Slice:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is on the device at a time, of one param group."""
+    """Slices of one param group whose state is copied to the device and updated together."""
 
-    group: int
+    group: int  # index of the param group
     slices: Sequence[Slice]
 
     @property
@@ -104,7 +104,10 @@ class Piece:
 
 
 def divide(sizes: Sequence[int], bytes_per_element: int, piece_bytes: int) -> list[list[tuple[int, int, int]]]:
-    """Divide tensors of these sizes into pieces of at most `piece_bytes`: (index, start, stop) in each."""
+    """Divide tensors of `sizes` elements into pieces of at most `piece_bytes`.
+
+    Return a list of (tensor index, start, stop) for each piece.
+    """
     capacity = piece_bytes // bytes_per_element // ALIGNMENT * ALIGNMENT
     if not capacity:
         raise ValueError(f"a piece of {piece_bytes} bytes cannot hold {ALIGNMENT} elements of {bytes_per_element}")
@@ -124,14 +127,14 @@ def divide(sizes: Sequence[int], bytes_per_element: int, piece_bytes: int) -> li
 
 
 class HostState:
-    """The state of one of TransformerEngine's Adams, as Megatron makes them, on the host."""
+    """Pinned host memory for the state of one TransformerEngine Adam, and the step that updates it on the device."""
 
     def __init__(self, adam: Any, piece_bytes: int) -> None:
         self._adam, self._step_on_device = adam, adam.step
         self._buffer = _allocate(adam)
         self._pieces = _pieces(adam, piece_bytes)
         for part in (part for piece in self._pieces for part in piece.slices):
-            # Adam keeps a scale of each tensor that it has initialized: it needs them of the views.
+            # Adam looks up a scale for each tensor that it initialized, so each view must be initialized once.
             adam.initialize_state(part.view, stores_remainder(adam, part.view))
             for name, tensor in adam.state.pop(part.view).items():
                 part.host[name].copy_(tensor)
@@ -140,7 +143,7 @@ class HostState:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update all weights that have a gradient; the state is back on the host when this returns."""
+        """Update all weights that have a gradient; return once the new state is on the host."""
         cuda: Any = torch.cuda if platform.on_cuda() else fake_cuda
         compute, arriving, leaving = cuda.current_stream(), cuda.Stream(), cuda.Stream()
         flat = partial(torch.empty, self._largest_piece, dtype=torch.uint8, device=platform.device())
@@ -165,7 +168,7 @@ class HostState:
         leaving.synchronize()
 
     def _update(self, piece: Piece, on_device: Sequence[Tensor]) -> None:
-        """Run Adam's step on one piece; its param groups, and so their count of steps, stay as they are."""
+        """Run Adam's step on one piece, without changing the param groups or their step counts."""
         adam, groups, tensors = self._adam, self._adam.param_groups, iter(on_device)
         for part in piece.slices:
             gradient = part.param.decoupled_grad
@@ -182,7 +185,7 @@ class HostState:
 
 
 def keep_on_host(adam: Any, piece_bytes: int) -> None:
-    """Create Adam's state on the host, and let its step take it through the device."""
+    """Create Adam's state in host memory and replace its `step` by `HostState.step`."""
     adam.step = HostState(adam, piece_bytes).step
 
 

@@ -1,8 +1,8 @@
-"""Save and load a policy in pieces: weights, optimizer and learning-rate step; any layout can load them.
+"""Save and load weights, optimizer state and learning-rate schedule, so that any layout can load any checkpoint.
 
-Weights and state are rectangles of the Hugging Face tensors (models/chunks.py). The distributed optimizer gives each
-rank a contiguous piece of each flattened parameter. A rank saves the state and the weights of its piece, so all ranks
-write about as much, and no element is written twice.
+Weights and state are stored as rectangles of the Hugging Face tensors (models/chunks.py). The distributed optimizer
+assigns each rank a contiguous piece of each flattened parameter. Each rank saves the state and the weights of its
+piece, so ranks write similar amounts and no element is written twice.
 """
 
 import pickle
@@ -31,28 +31,28 @@ from grpo_mp.policy.trained_model import TrainedModel
 from grpo_mp.utils.errors import DiskError, UserError, one_line
 
 Value = TypeVar("Value")
-LEARNING_RATES = {"max_lr", "min_lr"}  # of a parameter group: those of the settings, which may have changed, hold
-Written = Mapping[Path, WrittenChunks]  # what one rank has written, by folder
+LEARNING_RATES = {"max_lr", "min_lr"}  # keys of a param group that come from the settings, not from the checkpoint
+Written = Mapping[Path, WrittenChunks]  # folder -> chunks that one rank wrote there
 
 MAIN_PARAM = "main_param"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def write_common(policy: TrainedModel, folder: Path) -> None:
-    """Write the state that all ranks share; only rank 0 writes."""
+    """Write the state that is equal on all ranks to common.pt; only rank 0 writes."""
     if policy.parallel.rank == 0:
-        content = BytesIO()  # torch would report a full disk as RuntimeError
+        content = BytesIO()  # torch.save to a file would report a full disk as RuntimeError, not as OSError
         torch.save(_common(policy), content)
         (folder / COMMON).write_bytes(content.getbuffer())
 
 
 def weights_writer(policy: TrainedModel, folder: Path, piece_bytes: int) -> ChunkWriter:
-    """Return the writer of this rank's weights, which must not change until the writer is done."""
+    """Return a writer of this rank's share of the weights. They must not change until it has finished."""
     return ChunkWriter(folder, policy.parallel.rank, weight_chunks(policy, policy.trained_tensors), piece_bytes)
 
 
 def write_reference(policy: TrainedModel, folder: Path, piece_bytes: int) -> Written:
-    """Write this rank's share of the reference's weights. Raises ValueError where the policy has no reference."""
+    """Write this rank's share of the reference model's weights and return the written chunks."""
     if policy.reference is None:
         raise ValueError("this policy was built without a reference")
     chunks = weight_chunks(policy, policy.reference.host_tensors)
@@ -60,15 +60,15 @@ def write_reference(policy: TrainedModel, folder: Path, piece_bytes: int) -> Wri
 
 
 def optimizer_writer(policy: TrainedModel, folder: Path, piece_bytes: int) -> ChunkWriter:
-    """Return the writer of this rank's optimizer state, which must not change until the writer is done."""
+    """Return a writer of this rank's optimizer state. It must not change until the writer has finished."""
     return ChunkWriter(folder / OPTIMIZER_FOLDER, policy.parallel.rank, optimizer_chunks(policy), piece_bytes)
 
 
 def on_all_ranks(work: Callable[[], Value], folder: Path, group: dist.ProcessGroup) -> Value:
-    """Return `work()` once it has succeeded on all ranks of the group.
+    """Run `work` on every rank of the group and return this rank's result once all ranks have succeeded.
 
-    A disk error on one rank raises DiskError on every rank. Any other error is raised as itself on its rank, and as
-    RuntimeError on the others.
+    An OSError on one rank raises DiskError on every rank. Any other exception is re-raised on its rank, and raises
+    RuntimeError on the other ranks. `folder`: named in the error messages.
     """
     value, error = None, None
     try:
@@ -90,20 +90,23 @@ def on_all_ranks(work: Callable[[], Value], folder: Path, group: dist.ProcessGro
 
 
 def gather_written(written: Written, group: dist.ProcessGroup) -> dict[Path, list[WrittenChunks]]:
-    """Return on the first rank what all ranks wrote, by folder."""
+    """Return the chunks that all ranks wrote, by folder, on the first rank of the group; {} on the other ranks."""
     by_rank: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
     dist.gather_object(written, by_rank, dst=0, group=group)
     return {folder: [other[folder] for other in by_rank] for folder in written} if by_rank else {}
 
 
 def write_indexes(written: Mapping[Path, list[WrittenChunks]]) -> None:
-    """Write the index of each folder from the chunks that all ranks wrote."""
+    """Write the index of each folder. `written`: folder -> the chunks of each rank."""
     for folder, chunks in written.items():
         write_index(folder, chunks)
 
 
 def load_policy(policy: TrainedModel, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
-    """Read weights, optimizer and learning-rate step of any layout, through `piece_bytes` of host memory."""
+    """Load weights, optimizer state and learning-rate schedule, saved in any layout.
+
+    `piece_bytes`: size of the read buffer in host memory.
+    """
     common = read_common(folder)
     read_chunks(local_weight_chunks(policy, policy.trained_tensors), folder, piece_bytes)
     saved, expected = common["main_weights"], _main_weight_format(policy)
@@ -117,7 +120,7 @@ def load_policy(policy: TrainedModel, folder: Path, piece_bytes: int = PIECE_BYT
     parts = policy.optimizer.chained_optimizers
     with state_dict_without_copies(parts):
         for part in parts:
-            # All groups of the settings have one rate. Newer Megatron finds a saved group by its rates, among others.
+            # All groups have the same rates. Newer Megatron matches saved groups to its own by their rates, too.
             rates = {name: part.param_groups[0][name] for name in LEARNING_RATES & part.param_groups[0].keys()}
             part.load_state_dict({"optimizer": {"param_groups": [group | rates for group in groups]}})
     read_chunks(optimizer_chunks(policy), folder / OPTIMIZER_FOLDER, piece_bytes)
@@ -127,9 +130,10 @@ def load_policy(policy: TrainedModel, folder: Path, piece_bytes: int = PIECE_BYT
 def check_same_adapters(
     folder: Path, common: Mapping[str, Any], base: Path | None, adapters: str, digest: str = ""
 ) -> None:
-    """Refuse a checkpoint with other adapters, or with adapters for other weights than those in `base`.
+    """Refuse a checkpoint with a different adapter configuration, or whose adapters were trained on other base weights.
 
-    `common`: of `read_common`. `digest`: of `base`, if known. `base`: None without adapters.
+    `common`: result of `read_common`; `base`: folder of the base weights, None without adapters; `adapters`:
+    description of model.lora; `digest`: digest of `base` if it is already known.
     """
     if (saved := common.get("adapters", "")) != adapters:
         raise UserError(
@@ -145,7 +149,7 @@ def check_same_adapters(
 
 
 def load_reference(policy: Policy, folder: Path, piece_bytes: int = PIECE_BYTES) -> None:
-    """Read the reference's weights, from any layout."""
+    """Load the reference model's weights, saved in any layout; do nothing if the policy has no reference."""
     if policy.reference:
         read_chunks(local_weight_chunks(policy, policy.reference.host_tensors), folder, piece_bytes)
 
@@ -163,7 +167,7 @@ def _common(policy: TrainedModel) -> dict[str, Any]:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """Read the state that is not a tensor, without unpickling classes."""
+    """Read common.pt: param groups, learning-rate schedule and adapter description. No classes are unpickled."""
     try:
         common: dict[str, Any] = torch.load(folder / COMMON, weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -176,16 +180,16 @@ def _main_weight_format(policy: TrainedModel) -> str:
 
 
 def _optimizer_groups(saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return saved param groups (steps, learning rates) for the optimizers of any layout.
+    """Return each saved param group (step, learning rates) twice: for dense and for expert parameters.
 
-    Dense and expert parameters have separate optimizers only where their sharding differs. Both kinds are always at the
-    same step, so every saved group serves for either.
+    A layout has separate optimizers for the two only if their sharding differs. Both are always at the same step, so
+    any saved group fits either.
     """
     return [group | {"is_expert_parallel": expert} for group in saved for expert in (False, True)]
 
 
 def optimizer_chunks(policy: TrainedModel) -> Iterator[TensorChunk]:
-    """Yield the chunks of this rank's optimizer state."""
+    """Yield the chunks of this rank's optimizer state: Adam's moments and main weights."""
     for part, model_param, name in _optimized(policy):
         start, stop = _piece(part, model_param)
         for state_name, tensor in _state_tensors(part, model_param).items():
@@ -193,7 +197,7 @@ def optimizer_chunks(policy: TrainedModel) -> Iterator[TensorChunk]:
 
 
 def weight_chunks(policy: TrainedModel, tensors: Mapping[str, Tensor]) -> Iterator[TensorChunk]:
-    """Yield the chunks of `tensors`, weights by name, that this rank saves: its optimizer's pieces, and buffers."""
+    """Yield the chunks that this rank saves: the pieces that its optimizer owns, and buffers. `tensors`: by name."""
     pieces = {name: _piece(part, model_param) for part, model_param, name in _optimized(policy)}
     coords = policy.parallel.coords
     for name, tensor in tensors.items():
@@ -201,13 +205,13 @@ def weight_chunks(policy: TrainedModel, tensors: Mapping[str, Tensor]) -> Iterat
         if name in pieces:
             start, stop = pieces[name]
             yield from _chunks(policy, param, WEIGHT, flat[start:stop], start, stop)
-        elif not policy.tensors[name].requires_grad:  # no optimizer has it: it is alike on all data-parallel ranks
+        elif not policy.tensors[name].requires_grad:  # in no optimizer, so replicated over data-parallel ranks
             first = coords.expert_data == 0 if param.expert is not None else coords.context == coords.data == 0
             yield from _chunks(policy, param, WEIGHT, flat, 0, len(flat)) if first else ()
 
 
 def local_weight_chunks(policy: TrainedModel, tensors: Mapping[str, Tensor]) -> Iterator[TensorChunk]:
-    """Yield the chunks of all weights of this rank, which it loads."""
+    """Yield the chunks of this rank's whole shards, to be filled from a checkpoint. `tensors`: by name."""
     for name, tensor in tensors.items():
         yield from _chunks(policy, policy.params[name], WEIGHT, tensor.detach().view(-1), 0, tensor.numel())
 

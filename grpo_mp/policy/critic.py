@@ -1,4 +1,4 @@
-"""PPO's critic on one rank: a model of any family and size with a value head, in the policy's layout."""
+"""PPO's critic on one rank: a model of any family and size with a value head."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,13 +36,13 @@ from grpo_mp.utils.types import MicroBatch
 
 
 class Critic(TrainedModel):
-    """Value model and its optimizer of this rank. Its routers choose for themselves, whatever the policy's replay."""
+    """Value model and its optimizer on this rank. Its MoE routers never replay the policy's experts."""
 
     def __init__(self, settings: Settings, parallel: Parallel, load_weights: bool = True) -> None:
-        """Build the model and load this rank's shards of the folder that `critic` names, else of the policy's.
+        """Build the model and load this rank's shards from critic.path, or from model.path if that is not set.
 
-        The value head that a language model's folder lacks begins at zero. Without `load_weights` all is zero: a
-        checkpoint will bring it.
+        The value head is zero if the folder has none, as a language model's. `load_weights=False` sets all weights to
+        zero, for a checkpoint to be loaded later.
         """
         settings = settings.for_critic()
         hf = critic_config(settings.model.read_config())
@@ -62,9 +62,9 @@ class Critic(TrainedModel):
         super().__init__(settings, parallel, hf, params, load, ValueModel)
 
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return values [T] of every micro-batch; an empty list on all but the last stage.
+        """Return the values [T] of each micro-batch; an empty list on all but the last pipeline stage.
 
-        At each position that of the sequence up to its token: the state in which the next one is drawn.
+        The value at a position is that of the state after its token, before the next token is sampled.
         """
         return self._outputs(_without_replay(microbatches))
 
@@ -80,7 +80,10 @@ def _without_replay(microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 
 def check_critic(settings: Settings, policy: HfConfig, world_size: int) -> None:
-    """Check folder and layout of the critic before process groups exist, on so many ranks that train; or nothing."""
+    """Check the critic's folder and layout before process groups exist; do nothing without a critic.
+
+    `policy`: the policy's config; `world_size`: number of training ranks.
+    """
     if settings.critic is None:
         return
     own = settings.for_critic()
@@ -96,7 +99,7 @@ def check_critic(settings: Settings, policy: HfConfig, world_size: int) -> None:
 
 
 def _check_size(settings: Settings, hf: HfConfig, policy: HfConfig) -> None:
-    """Check what the critic must have as the policy has it: it reads the same tokens."""
+    """Check that the critic has the policy's vocabulary and enough positions for its sequences."""
     where, vocabulary = f"critic.path={settings.for_critic().model.path}", hf.int("vocab_size")
     if vocabulary != policy.int("vocab_size"):
         raise UserError(
@@ -112,7 +115,7 @@ def _check_size(settings: Settings, hf: HfConfig, policy: HfConfig) -> None:
 
 
 def _check_megatron(settings: Settings, hf: HfConfig, layout: LayoutConfig) -> None:
-    """Check that Megatron takes the critic's model, layout and fields."""
+    """Check that Megatron accepts the critic's model, layout and `critic.megatron_args`."""
     assert settings.critic
     own, fields = settings.for_critic(), settings.critic.megatron_args
     for name in (name for name, value in fields.items() if value is None):
@@ -135,7 +138,10 @@ def _check_megatron(settings: Settings, hf: HfConfig, layout: LayoutConfig) -> N
 
 
 def _check_tensors(model: ModelConfig, stored: HfConfig, where: str) -> None:
-    """Check that a folder has all tensors of a critic, the head where it is a reward model; `stored`: its config."""
+    """Check that a critic's folder has all tensors, and a value head if it is a reward model.
+
+    `stored`: the folder's config; `where`: the setting and folder, for error messages.
+    """
     hf, classifier = critic_config(stored), classifier_name(stored)
     params = critic_params(hf)
     with open_weights(model.path, family=model.family) as reader:
@@ -150,7 +156,7 @@ def _check_tensors(model: ModelConfig, stored: HfConfig, where: str) -> None:
                 architecture=classifier,
                 remedy=remedy,
             )
-        # A head of zeros, or a part of the head, would take the place of what was learned.
+        # Without this check the critic would silently replace a trained head by zeros or by a part of it.
         if unread := sorted(name for name in reader.names if name.startswith(OTHER_HEADS) and name != STORED_HEAD):
             raise UserError(
                 f"{where}: its weights hold {unread[0]} of a head, and a critic reads {STORED_HEAD} alone: take a "

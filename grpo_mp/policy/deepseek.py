@@ -1,4 +1,4 @@
-"""Where DeepSeek's families differ from Megatron's modules: the ranking of expert groups, latent attention."""
+"""Differences of DeepSeek's families from Megatron's modules: the ranking of expert groups, latent attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from grpo_mp.utils.errors import UserError
 
 HOPPER = 9.0  # compute capability
 
-Topk = Callable[..., tuple[Tensor, Tensor]]  # of Megatron: scores, top-k, number of groups, top-k of them
+Topk = Callable[..., tuple[Tensor, Tensor]]  # Megatron's top-k function: (scores, topk, num_groups, group_topk)
 
 
 @dataclass(frozen=True)
 class GroupLimitedTopk:
-    """Replaces the top-k of Megatron's routers, as a `router_replay`. `group_score_topk`: experts that rank a group.
+    """Group-limited top-k for Megatron's routers, plugged in as their `router_replay`.
 
-    Megatron ranks a group by the sum of its best topk // group_topk experts; DeepSeek-V2 always by its best one,
-    DeepSeek-V3 by its best two.
+    A group's score is the sum of its `group_score_topk` best expert scores: 1 in DeepSeek-V2, 2 in DeepSeek-V3, and
+    topk // group_topk in Megatron.
     """
 
     group_score_topk: int
@@ -32,7 +32,7 @@ class GroupLimitedTopk:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk: Topk
     ) -> tuple[Tensor, Tensor]:
-        """Return the top-k scores and experts of `scores` [T, experts], [T, topk] each."""
+        """Return the scores and the indices of the chosen experts, [T, topk] each. `scores`: [T, experts]."""
         by_group = scores.unflatten(1, (num_groups, -1))
         group_scores = by_group.topk(self.group_score_topk, dim=2).values.sum(2)
         masked = torch.ones_like(group_scores).scatter(1, group_scores.topk(group_topk, dim=1).indices, 0.0).bool()
@@ -41,11 +41,11 @@ class GroupLimitedTopk:
 
 
 def set_group_ranking(model: nn.Module, group_score_topk: int) -> None:
-    """Rank groups by their `group_score_topk` best experts in the routers for which Megatron would do otherwise."""
+    """Make all routers of `model` rank expert groups by their `group_score_topk` best experts."""
     for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
         group_topk = router.config.moe_router_group_topk
         if not group_topk or router.topk // group_topk == group_score_topk:
-            continue
+            continue  # no groups, or Megatron already ranks them so
         if router.config.moe_router_fusion:
             raise UserError(
                 "training.megatron_args.moe_router_fusion: fused routing ranks this model's groups differently"
@@ -54,12 +54,12 @@ def set_group_ranking(model: nn.Module, group_score_topk: int) -> None:
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's latent attention with the projections of the layer spec, and values of their own head size.
+    """Megatron's latent attention without an extra query norm and without padded values.
 
-    megatron-core 0.19 adds a norm to direct query projections (DeepSeek-V2-Lite, Moonlight), because qk_layernorm asks
-    for one of keys and values. It also pads the values of packed sequences to the size of the keys, 192 instead of
-    128, a sixth of attention's operations; TransformerEngine's kernels accept both sizes on Hopper and later.
-    Version 0.16 does neither and calls none of these hooks.
+    With qk_layernorm, megatron-core 0.19 also adds a norm to uncompressed query projections (DeepSeek-V2-Lite,
+    Moonlight), which these models do not have. It also pads the values of packed sequences to the head size of the
+    keys (128 to 192), a sixth of attention's operations; TransformerEngine's kernels on Hopper and later do not need
+    that. Version 0.16 does neither and calls none of these hooks.
     """
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class LatentAttention(MLASelfAttention):
 
 
 def use_latent_attention(config: TransformerConfig, block: ModuleSpec) -> None:
-    """Use LatentAttention in the block's spec if the model has latent attention."""
+    """Set LatentAttention in the spec of each layer of `block` if the model has latent attention."""
     if config.multi_latent_attention:
         for layer in block.layer_specs:
             layer.submodules.self_attention.module = LatentAttention

@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 
 class ExpertLoad:
-    """Counts on the device in every training forward of this rank, padding included."""
+    """Counts the tokens that this rank routes to each expert in training forwards, padding tokens included."""
 
     def __init__(self, models: Iterable[nn.Module], layers: int, experts: int) -> None:
-        """Observe the routers of the decoder layers. `layers`, `experts`: of the full model; 0 experts: dense."""
+        """Register hooks in the decoder layers' routers. `layers`, `experts`: of the full model; 0 experts: dense."""
         self._layers, self._experts = layers, experts
-        self._counts: dict[int, Tensor] = {}  # by layer, from 1
+        self._counts: dict[int, Tensor] = {}  # layer number, from 1 -> counts [experts] on the device
         for module in (module for model in models for module in model.modules()):
             if isinstance(module, TopKRouter) and (module.layer_number or 0) <= layers:
                 module.register_forward_hook(self._count)
 
     def take(self, group: dist.ProcessGroup) -> Tensor | None:
-        """Return and reset the counts, summed over `group`: [layers, experts] float64; None for a dense model."""
+        """Return the counts summed over `group`, float64 [layers, experts], and reset them; None for a dense model."""
         if not self._experts:
             return None
         load = torch.zeros(self._layers, self._experts, dtype=torch.float64)
@@ -31,10 +31,10 @@ class ExpertLoad:
         return load
 
     def _count(self, router: TopKRouter, inputs: object, output: tuple[Tensor, Tensor]) -> None:
-        """Add one forward; `output`: probabilities and routing map, [tokens, experts] each.
+        """Add the counts of one forward. `output`: probabilities and routing map, [tokens, experts] each.
 
-        Counts only where gradients are computed, as Megatron does for the expert bias (TopKRouter ._apply_expert_bias):
-        not for logprobs, and of a recomputed forward only the second pass.
+        Forwards without gradients are not counted, as in Megatron's TopKRouter._apply_expert_bias. So logprob passes do
+        not count, and a forward that is recomputed in the backward pass counts once.
         """
         if not torch.is_grad_enabled() or router.layer_number is None:
             return
@@ -42,12 +42,12 @@ class ExpertLoad:
 
 
 def max_load_ratio(load: Tensor) -> float | None:
-    """Return the largest load of an expert over the mean of its layer; None where nothing was routed."""
+    """Return the maximum of `load_ratios`; None if no token was routed."""
     ratios = load_ratios(load)
     return float(ratios.max()) if len(ratios) else None
 
 
 def load_ratios(load: Tensor) -> Tensor:
-    """Return each expert's load over the mean of its layer: [layers with routed tokens, experts]."""
+    """Return each expert's load divided by the mean load of its layer, [layers with routed tokens, experts]."""
     routed = load[load.sum(1) > 0]
     return routed / routed.mean(1, keepdim=True)

@@ -13,16 +13,17 @@ from grpo_mp.policy.routing_replay import RoutingReplay
 from grpo_mp.policy.shared_prompt_attention import packed_sequences, shared_prompt_params
 from grpo_mp.utils.types import MicroBatch, copy_to
 
-LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Any]]  # of logprobs and entropies [T]
-OutputLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]  # of all that the last stage returns
+# Both return the loss and a report. The first gets logprobs [T] and entropies [T], the second the last stage's output.
+LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Any]]
+OutputLoss = Callable[[Tensor, MicroBatch], tuple[Tensor, Any]]
 
 
 def forward_only(
     chunks: Sequence[torch.nn.Module], microbatches: Sequence[MicroBatch], replay: RoutingReplay | None = None
 ) -> list[Tensor]:
-    """Return the last stage's output of every micro-batch; of a policy [2, T] logprobs and entropies.
+    """Return the model output for each micro-batch; an empty list on all but the last pipeline stage.
 
-    Empty on all but the last pipeline stage.
+    A policy's output is [2, T]: logprobs and entropies. A critic's output is [T]: values.
     """
 
     def collect(output: Tensor, non_loss_data: bool) -> Tensor:
@@ -39,14 +40,14 @@ def forward_backward(
     loss: OutputLoss,
     replay: RoutingReplay | None = None,
 ) -> list[Any]:
-    """Accumulate the gradient of the summed loss; return the loss function's second values (last stage only).
+    """Accumulate the gradient of the summed loss and return the report of each micro-batch (last stage only).
 
-    `loss(output, microbatch)` must already carry its global denominator.
+    `loss`: returns a loss that is already divided by its global denominator, and a report.
     """
 
     def loss_step(batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
         value, report = loss(output, batch)
-        # Megatron wants a token count; nothing divides by it, because gradients are not finalized with it.
+        # Megatron requires a token count. Nothing divides by it: _sum_gradients drops the count.
         return value, torch.ones((), dtype=torch.int, device=value.device), report
 
     return _run(chunks, microbatches, lambda batch: partial(loss_step, batch), replay, forward_only=False)
@@ -59,7 +60,7 @@ def _run(
     replay: RoutingReplay | None,
     forward_only: bool,
 ) -> list[Any]:
-    """Run Megatron's schedule; `loss_for` gives the function that it calls with a micro-batch's output."""
+    """Run Megatron's pipeline schedule. `loss_for`: returns the function that gets a micro-batch's output."""
 
     def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(batches)
@@ -110,7 +111,7 @@ def _labels(batch: MicroBatch) -> Tensor:
 
 @torch.no_grad()
 def sequence_logits(model: torch.nn.Module, tokens: Tensor) -> Tensor:
-    """Return the logits [T, V] on the host for the tokens [T] of one sequence; the model must be unsharded."""
+    """Return the logits [T, V] of one sequence `tokens` [T], as a CPU tensor. The model must be unsharded."""
     device, length = platform.device(), len(tokens)
     positions = torch.arange(length, device=device)
     output: Tensor = model(

@@ -7,10 +7,10 @@ from grpo_mp.distributed.shards import tp_size
 from grpo_mp.models.mapping import Param
 from grpo_mp.utils.errors import UserError
 
-# What both sizes of a matrix are multiples of: TransformerEngine's assert_dim_for_fp8_exec, blocks of MXFP8.
+# Both sizes of a matrix must be multiples of this: TransformerEngine's assert_dim_for_fp8_exec, MXFP8's block size.
 FEATURES = {"blockwise": 16, "tensorwise": 16, "mxfp8": 32}
-BEYOND_MXFP8 = 12.0  # compute capability from which TransformerEngine has none (its quantization.py)
-CAPABILITY = {  # of the GPUs that have a recipe's products, as TransformerEngine asks for it
+BEYOND_MXFP8 = 12.0  # compute capability from which TransformerEngine has no MXFP8 (its quantization.py)
+CAPABILITY = {  # least compute capability of each recipe, as TransformerEngine checks it
     "blockwise": (9.0, "H100 or newer"),
     "tensorwise": (8.9, "L40 or newer"),
     "mxfp8": (10.0, "B200 or newer"),
@@ -20,9 +20,9 @@ CAPABILITY = {  # of the GPUs that have a recipe's products, as TransformerEngin
 def check_fp8(
     training: TrainingConfig, dtype: str, layout: LayoutConfig, params: Iterable[Param], capability: float | None
 ) -> None:
-    """Raise UserError where the linear layers of a rank cannot compute in FP8.
+    """Check that the device, the dtype and the sizes of a rank's linear layers allow `training.fp8_format`.
 
-    `capability`: compute capability of the GPU; None on a CPU, where only the blockwise recipe is computed.
+    `capability`: compute capability of the GPU; None on a CPU, which supports the blockwise recipe only.
     """
     if training.fp8_format is None:
         return

@@ -1,4 +1,4 @@
-"""One model folder in this process, in transformers or in Megatron, to compare what they compute."""
+"""Load a model folder into this process, in transformers or in Megatron, to compare their outputs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,12 +24,12 @@ from grpo_mp.policy.weights import load_hf, local_tensors
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.phases import GIB
 
-WEIGHT_COPIES = 2  # as read, and in the model
+WEIGHT_COPIES = 2  # the tensors read from files, and those of the model
 TIMEOUT_S = 600.0  # of the process group of one rank
 
 
 def check_memory(folder: Path, advice: str) -> None:
-    """Raise UserError, with `advice`, where a model in float32 does not fit the free memory of this machine."""
+    """Check that the model fits into this machine's free memory in float32. `advice`: ends the error message."""
     hf, free = HfConfig.read(folder), psutil.virtual_memory().available
     needed = WEIGHT_COPIES * 4 * count_parameters(family_of(hf).params(hf).values())
     if needed > free:
@@ -39,7 +39,7 @@ def check_memory(folder: Path, advice: str) -> None:
 
 
 def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Load a Hugging Face folder in transformers; blockwise FP8 is widened first."""
+    """Load a Hugging Face folder in transformers; blockwise FP8 weights are dequantized first."""
     values = {key: value for key, value in HfConfig.read(folder).values.items() if key != QUANTIZATION_CONFIG}
     model_type = values.pop("model_type")
     config = AutoConfig.for_model(TRANSFORMERS_NAMES.get(model_type, model_type), **values)
@@ -53,14 +53,14 @@ def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.M
 
 @contextmanager
 def policy_model(folder: Path, dtype: str = "float32") -> Iterator[nn.Module]:
-    """Yield the policy's model of a folder, Hugging Face's or converted, on one rank; needs `sequence_logits`."""
+    """Yield the unsharded Megatron model of a Hugging Face or converted folder, to be run with `sequence_logits`."""
     with policy_tensors(folder, dtype) as (model, _):
         yield model
 
 
 @contextmanager
 def policy_tensors(folder: Path, dtype: str = "float32") -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
-    """Yield what `policy_model` does, and its tensors by their names in the mapping."""
+    """Yield the model as `policy_model` does, and its tensors by full-model name."""
     hf, layout, training = HfConfig.read(folder), LayoutConfig(), TrainingConfig()
     params = family_of(hf).params(hf)
     with single_rank_environment():

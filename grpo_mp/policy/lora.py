@@ -1,7 +1,8 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) beside Megatron's own parallel linear layers, which are frozen.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) beside Megatron's parallel linear layers, which are frozen.
 
-y = W x + alpha / rank B A x. A is divided where W is along its input, B where W is along its output: between them are
-`rank` numbers of a token, and only these travel between tensor-parallel ranks.
+y = W x + (alpha / rank) B A x, for the input x of a linear layer with weight W. A is sharded if W is row-parallel, that
+is along its input, and B if W is column-parallel, along its output. Tensor-parallel ranks exchange only A x: `rank`
+numbers per token.
 """
 
 import hashlib
@@ -28,22 +29,29 @@ from grpo_mp.platform.te_layers import grouped_matmul
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.policy.weights import full_name
 
-NORM = "layer_norm_weight"  # of a linear layer that begins with a norm
+NORM = "layer_norm_weight"  # attribute of a linear layer that is fused with the norm before it
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The adapters of one Megatron weight: `tensor` parts of it are on as many ranks."""
+    """Adapters of one Megatron weight, and how to combine them. `tensor`: tensor-parallel size of the weight.
+
+    A fused weight, such as linear_qkv, has one adapter for each targeted module in it.
+    """
 
     param: Param
     adapters: tuple[Adapter, ...]
     tensor: int
 
     def a(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the adapters' A matrices, stacked to [adapters * rank, in]."""
         return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
     def b(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return [out, adapters x rank] of their B: each fills its columns in the rows of its module."""
+        """Return the adapters' B matrices as one block matrix [out, adapters * rank], zero outside the blocks.
+
+        The block of an adapter is in the rows of its module and in the columns of its A.
+        """
         if len(self.param.hf) == 1:
             return tensors[0]
         rank, by_part = tensors[0].shape[1], dict(zip((one.part for one in self.adapters), tensors, strict=True))
@@ -59,7 +67,7 @@ class Factors:
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """This rank's weights by name with what adapters add: W + alpha / rank B A, computed where one is taken."""
+    """This rank's weights by name, with the adapters merged: W + (alpha / rank) B A, computed at each access."""
 
     def __init__(
         self,
@@ -68,7 +76,7 @@ class MergedWeights(Mapping[str, Tensor]):
         layout: LayoutConfig,
         lora: LoraConfig,
     ) -> None:
-        """`tensors`: of this rank, adapters included; `params`: of the model without adapters."""
+        """`tensors`: this rank's tensors, adapters included; `params`: parameters of the model without adapters."""
         self._tensors, self._scale = tensors, lora.scale
         self._factors = {
             name: Factors(
@@ -100,7 +108,7 @@ def add_adapters(
     layout: LayoutConfig,
     lora: LoraConfig,
 ) -> None:
-    """Freeze the chunks and register uninitialized adapters. `params`: of the model without adapters."""
+    """Freeze the chunks and register zero adapters in them. `params`: parameters of the model without adapters."""
     for chunk in chunks:
         chunk.requires_grad_(False)
         for linear, factors in _targeted(chunk, params, coords=coords, layout=layout, lora=lora).items():
@@ -109,7 +117,7 @@ def add_adapters(
             add = _AddGrouped if factors["weight" if "weight" in factors else "weight0"].param.experts else _AddDense
             module.register_forward_hook(add(factors, lora.scale, chunk.config), with_kwargs=True)
         if chunk.pre_process:
-            # Where activations are recomputed, a layer whose input asks for no gradient would give its weights none.
+            # A recomputed layer computes weight gradients only if its input requires a gradient.
             chunk.embedding.register_forward_hook(_ask_for_gradient)
 
 
@@ -121,7 +129,10 @@ def initialize(
     layout: LayoutConfig,
     seed: int,
 ) -> None:
-    """Set B to zero and draw A as peft does, uniformly within 1 / sqrt(in); the same in every layout."""
+    """Set each B to zero and draw each A uniformly from +-1 / sqrt(in), as peft does; equal in every layout.
+
+    `tensors`: this rank's tensors; `adapters`: the parameters of the adapters.
+    """
     for name, param in adapters.items():
         if name not in tensors:
             continue
@@ -144,7 +155,7 @@ def initialize(
 def _targeted(
     chunk: PolicyModel, params: dict[str, Param], coords: RankCoordinates, layout: LayoutConfig, lora: LoraConfig
 ) -> dict[str, dict[str, Factors]]:
-    """Return the linear layers with adapters: module -> name of a weight of it -> its adapters."""
+    """Return the adapters of the chunk's targeted linear layers: module name -> weight name -> Factors."""
     found: dict[str, dict[str, Factors]] = {}
     for name, _ in chunk.named_parameters():
         param = params.get(
@@ -158,7 +169,7 @@ def _targeted(
 
 
 def _register(module: nn.Module, factors: Mapping[str, Factors], config: Any) -> None:
-    """Register the adapters of a linear layer, named lora_A.q_proj.weight, or weight3 of an expert."""
+    """Register the adapters' parameters in a linear layer as lora_A.q_proj.weight, for expert 3 as ....weight3."""
     for kind in (A, B):
         setattr(module, kind, nn.ModuleDict())
     for weight, of_weight in factors.items():
@@ -168,7 +179,8 @@ def _register(module: nn.Module, factors: Mapping[str, Factors], config: Any) ->
                 shape = param.shard_shape(param.shapes[0], of_weight.tensor)
                 tensor = nn.Parameter(torch.zeros(shape, dtype=config.params_dtype, device=device))
                 if param.expert is None:
-                    # What is not divided sees a part of the tokens, or of the rows of B: Megatron sums over the ranks.
+                    # On each rank a replicated factor gets the gradient of some tokens or some rows of B only. With
+                    # this mark Megatron sums these gradients over the tensor-parallel ranks.
                     tensor.sequence_parallel = config.sequence_parallel and param.tp_dim is None  # type: ignore[attr-defined]
                 by_leaf = getattr(module, kind)
                 leaf = param.name.split(".")[-2]
@@ -184,14 +196,14 @@ def _tensors(module: nn.Module, kind: str, weight: str, factors: Factors) -> lis
 
 @dataclass(frozen=True)
 class _AddDense:
-    """A hook behind a linear layer that all ranks of a tensor-parallel group divide, or each has whole."""
+    """Forward hook that adds the adapters' output to a dense linear layer, tensor-parallel or replicated."""
 
     factors: Mapping[str, Factors]
     scale: float
     config: Any
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        """Add to the output [s, ..., out] what the adapters make of the input [s', ..., in]."""
+        """Return the layer's output [s, ..., out] plus the adapters' output for the input [s', ..., in]."""
         (weight, factors), (x, *_) = next(iter(self.factors.items())), args
         if hasattr(module, NORM):
             x = functional.rms_norm(x, x.shape[-1:], getattr(module, NORM), self.config.layernorm_epsilon)
@@ -210,7 +222,7 @@ class _AddDense:
 
 @dataclass(frozen=True)
 class _AddGrouped:
-    """A hook behind a linear layer of all local experts, whose inputs the MoE layer has brought to them."""
+    """Forward hook that adds the adapters' output to a grouped linear layer of the local experts."""
 
     factors: Mapping[str, Factors]
     scale: float
@@ -226,9 +238,9 @@ class _AddGrouped:
         return (own + grouped_matmul(hidden, splits, b), *bias)
 
     def _whole(self, factors: Factors, kind: str, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensors, whose gradients are summed over the ranks that divide an expert but not them.
+        """Return the tensors; if replicated, their gradients are summed over the expert-tensor-parallel ranks.
 
-        All these ranks have the same tokens: of A each knows its rows of B, of B its columns of A.
+        These ranks have the same tokens and the other factor's shards, so each has a part of the gradient.
         """
         divided = factors.param.tp_dim == (1 if kind == A else 0)
         if self.config.expert_tensor_parallel_size == 1 or divided:

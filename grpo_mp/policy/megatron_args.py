@@ -1,4 +1,4 @@
-"""The overrides of `training.megatron_args`: which fields of Megatron's configs they may set, and to what."""
+"""Overrides from `training.megatron_args`: which fields of Megatron's configs they may set, and to which values."""
 
 import dataclasses
 import enum
@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from grpo_mp.utils.errors import UserError, did_you_mean
 
-HYBRID_OPTIMIZER = (  # Megatron's, which keeps float32 state on the host and updates it there
+HYBRID_OPTIMIZER = (  # fields of Megatron's optimizer that keeps float32 state on the host and updates it there
     "optimizer_cpu_offload",
     "optimizer_offload_fraction",
     "use_torch_optimizer_for_cpu_offload",
@@ -54,7 +54,7 @@ RESERVED = {  # fields that the run sets itself, with what to do instead
     "optimizer": "AdamW is the only one",
     "calculate_per_token_loss": "the loss carries its own denominator",
     "use_distributed_optimizer": "a checkpoint that any layout loads needs it",
-    # They gather a part of the weights in the next forward pass, and a weight sync reads all of them before it.
+    # Megatron would gather some weights only in the next forward pass, but a weight sync reads all of them before that.
     "overlap_param_gather": "a weight sync needs the whole weights behind an update",
     "overlap_param_gather_with_optimizer_step": "a weight sync needs the whole weights behind an update",
     **dict.fromkeys(HYBRID_OPTIMIZER, "set optimizer.offload=host"),
@@ -72,13 +72,13 @@ STATE_DTYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def overrides_for(megatron_args: Mapping[str, Any], config_class: type) -> dict[str, Any]:
-    """Return the fields of `training.megatron_args` of a config class, with dtypes and enumerations by name."""
+    """Return the entries of `megatron_args` that `config_class` has, with names of dtypes and enum members resolved."""
     types = _types(config_class)
     return {name: _converted(value, types[name]) for name, value in megatron_args.items() if name in types}
 
 
 def check_overrides(megatron_args: Mapping[str, Any]) -> None:
-    """Refuse names that Megatron's configs lack or that the run sets itself, and values of another type."""
+    """Refuse names that Megatron's configs lack or that the run sets itself, and values of the wrong type."""
     classes = (TransformerConfig, MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
     types = {name: kind for config_class in classes for name, kind in _types(config_class).items()}
     for name, value in megatron_args.items():
@@ -111,7 +111,7 @@ def _converted(value: Any, kind: Any) -> Any:
 
 
 def _check_value(name: str, value: Any, kind: Any) -> None:
-    """Raise UserError for a value that is not of a field's type; null is Megatron's default or no value."""
+    """Check that a value has the field's type. Null is accepted, except for dtypes and enums. `kind`: the type."""
     if kind is torch.dtype:
         if not isinstance(getattr(torch, str(value), None), torch.dtype):
             raise UserError(f"training.megatron_args.{name}: {value!r} is no dtype: write float32 or bfloat16")

@@ -1,4 +1,4 @@
-"""Megatron's config objects from the settings and its `training.megatron_args`."""
+"""Build Megatron's config objects from the settings and their `training.megatron_args`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,12 +25,12 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective"},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-# The state of an optimizer that is not precision-aware, as one that is keeps it: main weights are Adam's own.
+# Makes the precision-aware optimizer keep the same state as the ordinary one: whole main weights, here in Adam's state.
 WHOLE_STATE = {"use_precision_aware_optimizer": True, "store_param_remainders": False}
 
 
 def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: str, hf: HfConfig) -> TransformerConfig:
-    """Build the model's config from its Hugging Face config, the layout and the run's numerics."""
+    """Build the model's config from its Hugging Face config, the layout, the training settings and the dtype."""
     family = family_of(hf).config(hf)
     config_class = MLATransformerConfig if family.get("multi_latent_attention") else TransformerConfig
     values = family | _numerics(DTYPES[dtype]) | RECOMPUTE[training.recompute] | _layout(layout)
@@ -43,7 +43,7 @@ def transformer_config(layout: LayoutConfig, training: TrainingConfig, dtype: st
         config = config_class(**values)
     except (ValueError, AssertionError, TypeError) as error:
         raise UserError(f"Megatron refuses this model, layout and training.megatron_args: {error}") from error
-    if config.virtual_pipeline_model_parallel_size != layout.virtual_pipeline:  # a layout of stages may set it
+    if config.virtual_pipeline_model_parallel_size != layout.virtual_pipeline:  # pipeline_model_parallel_layout sets it
         check_stages(layout, layout.pipeline * (config.virtual_pipeline_model_parallel_size or 1))
     if hf.trains_mtp:
         _check_last_stage(config)
@@ -71,7 +71,7 @@ def _check_last_stage(config: TransformerConfig) -> None:
 
 
 def ddp_config(megatron_args: Mapping[str, Any]) -> DistributedDataParallelConfig:
-    """Build the data-parallel config. Gradients are summed: the loss already carries its global denominator."""
+    """Build the config of DistributedDataParallel with the distributed optimizer and float32 gradient reduction."""
     values: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": True,
@@ -103,7 +103,7 @@ def optimizer_config(
 
 
 def keeps_state_on_host(optimizer: sections.OptimizerConfig) -> bool:
-    """Return whether an update takes the state from the host and back. On a CPU all state is on the host."""
+    """Return whether optimizer state stays in host memory and is copied to the GPU for updates; False on a CPU."""
     return optimizer.offload == "host" and platform.on_cuda()
 
 

@@ -26,21 +26,23 @@ from grpo_mp.policy.vocab_parallel import VocabularyShard, output_logits, token_
 
 @dataclass(frozen=True)
 class Head:
-    """Parameters of the LM head: how hidden states become logprobs."""
+    """Settings of the LM head, which turns hidden states into logprobs."""
 
     temperature: float
-    chunk_tokens: int
-    vocabulary: int  # without padding
-    fp32: bool = True  # logits are not rounded to the model's dtype
+    chunk_tokens: int  # tokens whose logits exist at a time
+    vocabulary: int  # size without padding
+    fp32: bool = True  # False: round logits to the model's dtype
 
 
 class PolicyModel(GPTModel):
-    """One pipeline chunk of the policy. With `labels`, the last stage returns [2, T]: logprobs and entropies.
+    """One pipeline chunk of the policy. With `labels`, the last stage returns logprobs instead of logits.
 
-    Labels are [1, T], each token's next one, or [2, T], that and the one after it: where gradients are computed, the
-    last row then holds its logprobs by the multi-token-prediction layer. No gradient of those reaches the decoder, the
-    embedding or the output layer. Labels of [2 + k, T] have k other tokens for the place of the next one, too: k + 1
-    rows after the second hold their logprobs and that of all the rest, see `token_logprobs`.
+    Labels [1, T]: each token's next token. The output is [2, T]: logprobs of the labels and entropies.
+    Labels [2, T]: row 1 has the token after the next. With gradients enabled, the multi-token-prediction layer's
+    logprobs of row 1 are appended as the last output row; their gradient reaches only that layer.
+    Labels [2 + k, T]: the other rows have k alternatives to the next token. After the first two output rows follow
+    k + 1 rows: the logprobs of the alternatives, and of all remaining tokens together (see `token_logprobs`).
+    Without labels the output is the logits.
     """
 
     head: Head
@@ -84,7 +86,7 @@ class PolicyModel(GPTModel):
 
 
 class ValueHead(torch.nn.Module):
-    """Values [T] of hidden states [T, H] by one column, alike on all tensor-parallel ranks; computed in float32."""
+    """Linear layer from hidden states [T, H] to values [T], in float32; replicated over tensor-parallel ranks."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ class ValueHead(torch.nn.Module):
 
 
 class ValueModel(PolicyModel):
-    """One pipeline chunk of a critic, whose output layer is a value head: the last stage returns values [T]."""
+    """One pipeline chunk of a critic. The output layer is a value head, so the last stage returns values [T]."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,7 +107,7 @@ class ValueModel(PolicyModel):
     def _postprocess(self, *, hidden_states: Tensor, **inputs: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
-        if self.config.sequence_parallel:  # each rank computes the whole gradient: none is summed
+        if self.config.sequence_parallel:  # every rank computes the whole gradient, so it must not be summed
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return self.output_layer(hidden_states.squeeze(1))
 
@@ -118,7 +120,7 @@ def build_chunks(
     fp32_head: bool = True,
     model_class: type[PolicyModel] = PolicyModel,
 ) -> list[PolicyModel]:
-    """Build this rank's model chunks, one per virtual pipeline stage, with weights not yet loaded."""
+    """Build this rank's model chunks, one per virtual pipeline stage, without loading their weights."""
     chunks = config.virtual_pipeline_model_parallel_size
     head = Head(temperature, training.logprob_chunk_tokens, hf.int("vocab_size"), fp32_head)
     stages = range(chunks) if chunks else (None,)
@@ -134,7 +136,7 @@ def build_chunks(
 
 
 def use_fp8(models: Sequence[PolicyModel], fp8_format: fp8_linear.Fp8Format) -> None:
-    """Make the linear layers of decoder and multi-token-prediction layer compute in FP8 on a CPU; not the head."""
+    """Make the linear layers compute in FP8 on a CPU, in decoder and multi-token-prediction layer but not the head."""
     for model in models:
         for layers in [model.decoder, *([model.mtp] if model.mtp_process else [])]:
             fp8_linear.use_fp8(layers, fp8_format)

@@ -1,4 +1,4 @@
-"""The multi-token-prediction layer in training: Megatron's own, told the next tokens, apart from all other weights."""
+"""Training of the multi-token-prediction (MTP) layer: Megatron's layer, whose loss does not change other weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grpo_mp.utils.types import MicroBatch
 
-# What Megatron's GPTModel gives the layer as it is; where it is packed, and how it is rotated.
+# Arguments that Megatron's GPTModel passes on to the layer unchanged.
 MTP_INPUTS = (
     *("position_ids", "attention_mask", "inference_params", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"),
     *("packed_seq_params", "sequence_len_offset"),
@@ -21,10 +21,10 @@ MTP_INPUTS = (
 
 
 class NextTokenLayer(MultiTokenPredictionLayer):
-    """Megatron's layer, whose input tokens are already each token's next one.
+    """Megatron's MTP layer for `input_ids` that are already shifted: each position has its next token.
 
-    Megatron would move them by one place inside each packed sequence, with messages between context-parallel ranks;
-    where prompts are shared the next token is in another sequence.
+    Megatron would shift them inside each packed sequence, with messages between context-parallel ranks. With shared
+    prompts that would be wrong, because a token's next token may be in another sequence.
     """
 
     def _get_embeddings(
@@ -37,14 +37,16 @@ class NextTokenLayer(MultiTokenPredictionLayer):
         **padding_mask: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         embedded = embedding(input_ids=input_ids, position_ids=position_ids)
-        return (input_ids, position_ids, *padding_mask.values(), embedded, hidden_states)  # the mask from 0.19 on
+        # Megatron passes and expects a padding mask from version 0.19 on.
+        return (input_ids, position_ids, *padding_mask.values(), embedded, hidden_states)
 
     def _checkpointed_forward(
         self, *_: Callable[..., Tensor], hidden_states: Tensor, decoder_input: Tensor, **others: Any
     ) -> Tensor:
-        """Recompute the layer in its backward pass. Megatron's own would save what is no tensor.
+        """Run the layer with activation recomputation in the backward pass.
 
-        An input must ask for a gradient: without one no weight would get any, and those here are detached.
+        Megatron's method would pass non-tensors to save_for_backward. The checkpoint computes weight gradients only if
+        an input requires a gradient, so the detached hidden states are made to require one.
         """
 
         def run(hidden: Tensor, embedded: Tensor) -> Tensor:
@@ -67,17 +69,17 @@ class _ZeroGradient(torch.autograd.Function):
 
 
 def embed_detached(embedding: Callable[..., Tensor], is_learning: bool, **inputs: Tensor) -> Tensor:
-    """Embed tokens without a gradient to the embedding.
+    """Embed tokens so that the MTP loss does not train the embedding.
 
-    `is_learning`: other gradients reach it. Where it is a copy, on the last stage, they do not: its gradient is 0 then,
-    for data parallelism waits for one of each weight, and the first stage's is added.
+    `is_learning`: whether this stage's embedding gets other gradients. The copy on the last pipeline stage gets none;
+    the MTP loss then gives it gradient 0, because data parallelism waits for a gradient of every weight.
     """
     embedded = embedding(**inputs)
     return embedded.detach() if is_learning else _ZeroGradient.apply(embedded)
 
 
 def mtp_block_spec(config: TransformerConfig, decoder: Any, vp_stage: int | None) -> Any:
-    """Return the spec of a block with one NextTokenLayer; None if the layer is on another stage."""
+    """Return the spec of a block with one NextTokenLayer; None if the MTP layer is on another pipeline stage."""
     spec = get_gpt_mtp_block_spec(config, decoder, use_transformer_engine=True, vp_stage=vp_stage)
     for layer in spec.layer_specs if spec else ():
         layer.module = NextTokenLayer
@@ -86,21 +88,23 @@ def mtp_block_spec(config: TransformerConfig, decoder: Any, vp_stage: int | None
 
 @dataclass
 class MtpLoss:
-    """The loss of the layer, and sums of what it predicts, over the micro-batches since they were taken."""
+    """Loss of the MTP layer, which also sums metrics over micro-batches until `take_sums`."""
 
     scaling_factor: float
-    sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))  # loss, acceptance, tokens
+    # Sums over tokens: negative logprobs, acceptance probabilities, and the number of tokens.
+    sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
 
     def __call__(self, logprobs: Tensor, batch: MicroBatch) -> Tensor:
-        """Return the weighted loss of a micro-batch: `logprobs` [T] of `mtp_targets`.
+        """Return the weighted loss of a micro-batch, and add its metrics to `sums`. `logprobs` [T]: of `mtp_targets`.
 
-        Drafts sampled from q are accepted by p with the probability sum min(p, q) (Leviathan et al., arXiv 2211.17192,
-        Theorem 3.5), the mean of min(1, q / p) over tokens sampled from p.
+        With the draft distribution q (the MTP layer) and the target distribution p (the engine), a draft token is
+        accepted with probability sum_x min(p(x), q(x)) (Leviathan et al., arXiv 2211.17192, Theorem 3.5). It is
+        estimated as the mean of min(1, q(x) / p(x)) over rollout tokens x, which were sampled from p.
         """
         assert batch.mtp_weights is not None
         assert batch.mtp_rollout_logprobs is not None
         weights = batch.mtp_weights.to(logprobs.device)
-        learned = weights > 0  # what is not may be infinite
+        learned = weights > 0  # logprobs of other tokens may be infinite
         values = logprobs.double().where(learned, 0.0)
         with torch.no_grad():
             rollout = batch.mtp_rollout_logprobs.to(values.device).double()
@@ -110,5 +114,6 @@ class MtpLoss:
         return -self.scaling_factor * (values * weights).sum()
 
     def take_sums(self) -> Tensor:
+        """Return `sums` on the CPU and reset them to zero."""
         sums, self.sums = self.sums.cpu(), torch.zeros(3, dtype=torch.float64)
         return sums

@@ -1,4 +1,4 @@
-"""Offload and onload of the policy: weights, gradients and optimizer, with Megatron's own buffers. CUDA only."""
+"""Offload weights, gradients and optimizer state to the host and onload them, with Megatron's buffers. CUDA only."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,14 +18,17 @@ StateKey = tuple[str, int]  # name of a state tensor, number of its parameter
 
 
 class HostBuffers:
-    """Pinned host memory for the tensors of one optimizer, allocated once: copies run at the link's full rate."""
+    """Pinned host memory for the tensors of one optimizer, allocated at the first offload and then reused."""
 
     def __init__(self) -> None:
         self._buffer: PinnedBuffer | None = None
         self._tensors: dict[StateKey, torch.Tensor] = {}
 
     def offload(self, tensors: Mapping[StateKey, torch.Tensor]) -> dict[StateKey, torch.Tensor]:
-        """Start to copy the tensors that are on a device; return the copies. Every call takes the same tensors."""
+        """Start to copy the device tensors among `tensors` to the host, and return the host copies.
+
+        Each call must have tensors of the same keys and shapes.
+        """
         on_device = {key: tensor for key, tensor in tensors.items() if tensor.device.type != "cpu"}
         if self._buffer is None:
             self._buffer = PinnedBuffer(list(on_device.values()))
@@ -38,17 +41,17 @@ class HostBuffers:
 def move_optimizer(
     optimizer: torch.optim.Optimizer, to: torch.device, buffers: HostBuffers, with_parameters: bool
 ) -> None:
-    """Move an optimizer's state, and with `with_parameters` its parameters, which are then its own main weights.
+    """Move an optimizer's state to a device, and with `with_parameters` also its parameters.
 
-    The precision-aware optimizer's parameters are views of the model's weights: moved, updates would no longer reach
-    the model.
+    `with_parameters`: the parameters are separate main weights. Those of the precision-aware optimizer are views of
+    the model's weights; if they were moved, updates would no longer reach the model.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]] if with_parameters else []
     tensors = {("parameter", number): param.data for number, param in enumerate(params)} | {
         (name, number): value
         for number, state in enumerate(optimizer.state.values())
         for name, value in state.items()
-        if isinstance(value, torch.Tensor) and value.dim()  # Adam's counts of steps stay where they are
+        if isinstance(value, torch.Tensor) and value.dim()  # Adam's step counts, which are scalars, are not moved
     }
     if to.type == "cpu":
         moved = buffers.offload(tensors)
@@ -61,7 +64,7 @@ def move_optimizer(
 
 
 def device_items(*models: TrainedModel) -> dict[str, float]:
-    """Return bytes on this rank's device by kind."""
+    """Return the used bytes of this rank's device by kind: weights, gradients, optimizer and others."""
     buffers = [buffer for model in models for buffer in _buffers(model)]
     weights = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
     gradients = [buffer.grad_data for buffer in buffers]
@@ -94,7 +97,7 @@ def _optimizer_tensors(policy: TrainedModel) -> Iterator[torch.Tensor]:
 
 
 def _stored_bytes(tensors: Iterable[torch.Tensor], exclude: Iterable[torch.Tensor] = ()) -> float:
-    """Return the bytes of the distinct storages on the device, without those of `exclude`."""
+    """Return the bytes of the distinct device storages of `tensors`, without the storages of `exclude`."""
     device_type = platform.device().type
     storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device_type)
     sizes = {storage.data_ptr(): storage.size() for storage in storages}
@@ -102,7 +105,7 @@ def _stored_bytes(tensors: Iterable[torch.Tensor], exclude: Iterable[torch.Tenso
 
 
 class FrozenWeights:
-    """Weights that nothing changes: their copy in pinned host memory, made once, is what comes back."""
+    """Weights that are never updated, with one permanent copy in pinned host memory."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -112,7 +115,7 @@ class FrozenWeights:
 
     @torch.no_grad()
     def move(self, onload: bool) -> None:
-        """Free what is on the device, or copy it there again, as Megatron does with its buffers."""
+        """Free the weights' device storage, or allocate it again and fill it from the host copy."""
         for tensor, host, nbytes in zip(self._tensors, self._host, self._nbytes, strict=True):
             tensor.untyped_storage().resize_(nbytes if onload else 0)
             if onload:
@@ -120,35 +123,38 @@ class FrozenWeights:
 
 
 def frozen_weights(model: TrainedModel) -> list[torch.Tensor]:
-    """Return the weights that are in none of Megatron's buffers: adapters learn beside them."""
+    """Return the frozen base weights of a model with adapters, which are in none of Megatron's buffers."""
     return [tensor for name, tensor in model.tensors.items() if name not in model.trained_tensors]
 
 
 class PolicyOffloader:
-    """Moves a model's weights, gradients, optimizer and the communicators' buffers between device and host."""
+    """Offloads and onloads a model's weights, gradients and optimizer state, and suspends NCCL communicators.
+
+    `limit_s`: how long an onload waits for free device memory [s].
+    """
 
     def __init__(self, policy: TrainedModel, limit_s: float, communicators: NcclMemory | None = None) -> None:
         self._policy, self._limit_s = policy, limit_s
         self._parts = {"policy_weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
         if communicators:
             self._parts["communicators"] = communicators.move
-        self._offloaded_bytes: dict[str, int] = {}  # part -> bytes it will need again
+        self._offloaded_bytes: dict[str, int] = {}  # part -> device bytes that its onload needs
         self._host_buffers = [HostBuffers() for _ in policy.optimizer.chained_optimizers]
         self._frozen = FrozenWeights(frozen_weights(policy))
         buffers = _buffers(policy)
         self._host_weights = PinnedBuffer([buffer.param_data for buffer in buffers])
         for buffer, on_host in zip(buffers, self._host_weights.tensors, strict=True):
-            buffer.param_data_cpu = on_host  # Megatron copies there; by itself it would allocate one at the first time
+            buffer.param_data_cpu = on_host  # Megatron offloads into this tensor instead of allocating its own
 
     def weights(self, onload: bool) -> None:
-        """Copy the model weights to pinned host memory and free them, or back."""
+        """Offload the model weights to pinned host memory, or onload them."""
         self._frozen.move(onload)
         for buffer in _buffers(self._policy):
             move = buffer.reload_from_cpu if onload else buffer.offload_to_cpu
             move(move_params=True, move_grads=False)
 
     def gradients(self, onload: bool) -> None:
-        """Free the gradient buffers without a copy, or allocate them as zeros."""
+        """Free the gradient buffers without a copy, or allocate them again, filled with zeros."""
         for chunk in self._policy.chunks:
             if onload:
                 chunk.restore_grad_buffers()
@@ -161,10 +167,10 @@ class PolicyOffloader:
             move_optimizer(part.optimizer, to, buffers, not part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
 
     def move(self, part: str, onload: bool) -> None:
-        """Offload or onload one part; before an onload wait until the device has the memory that it needs."""
+        """Offload or onload one part, such as "optimizer". An onload first waits for enough free device memory."""
         free_before = platform.free_device_bytes()
         if onload:
-            platform.free_device_memory()  # the allocator's cache would count as taken
+            platform.free_device_memory()  # otherwise the allocator's cache would count as used memory
             self._wait_for_memory(part)
         self._parts[part](onload)
         platform.synchronize()

@@ -19,13 +19,13 @@ from grpo_mp.policy.model import PolicyModel
 def wrap_for_training(
     layout: LayoutConfig, megatron_args: Mapping[str, Any], config: TransformerConfig, chunks: Sequence[PolicyModel]
 ) -> list[DistributedDataParallel]:
-    """Wrap every chunk in DDP: gradient buffers that are summed over data- and context-parallel ranks."""
+    """Wrap every chunk in Megatron's DDP, which sums gradients over data- and context-parallel ranks."""
     config.finalize_model_grads_func = _sum_gradients
     for chunk in chunks:
         _mark_expert_gradients(layout, chunk)
         if megatron_args.get("gradient_accumulation_fusion", True):
-            # Let TransformerEngine's layers accumulate weight gradients in the gradient buffers, without rounding.
-            # Megatron's own switch requires apex, for an output layer with its backward pass, which is not used here.
+            # TransformerEngine's layers then add weight gradients to the float32 gradient buffers without rounding.
+            # Megatron's own switch requires apex for the output layer, whose backward pass is not used here.
             for module in chunk.modules():
                 weights = module.parameters(recurse=False)
                 if hasattr(module, "fuse_wgrad_accumulation") and all(weight.requires_grad for weight in weights):
@@ -41,7 +41,7 @@ def wrap_for_training(
     return wrapped
 
 
-PIECE_BYTES = 2**28  # of each of the two pieces in which a state on the host is updated; larger ones are no faster
+PIECE_BYTES = 2**28  # device bytes of a piece of host state (adam_state.HostState); larger pieces are no faster
 
 
 def build_optimizer(
@@ -51,7 +51,7 @@ def build_optimizer(
     total_updates: int,
     chunks: list[DistributedDataParallel],
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Build the optimizer over all chunks and the learning-rate schedule, which counts optimizer updates."""
+    """Build the optimizer of all chunks and its learning-rate schedule, which counts optimizer updates."""
     optimizer = get_megatron_optimizer(optimizer_config(settings, dtype, megatron_args), chunks)
     for part in optimizer.chained_optimizers:
         if keeps_state_on_host(settings):
@@ -62,10 +62,10 @@ def build_optimizer(
 
 
 def _mark_expert_gradients(layout: LayoutConfig, chunk: PolicyModel) -> None:
-    """Mark expert parameters whose gradients are reduced over the expert-data-parallel group.
+    """Mark the expert parameters whose gradients are reduced over the expert-data-parallel group.
 
-    Megatron marks them only with expert parallelism; where expert-tensor differs from tensor parallelism it would
-    silently leave out the sum over tensor ranks.
+    Megatron marks them only with expert parallelism. If the expert-tensor size differs from the tensor size, it would
+    silently leave out the sum over tensor-parallel ranks.
     """
     expert_group = layout.expert > 1 or layout.expert_tensor != layout.tensor
     for name, parameter in chunk.named_parameters():
@@ -76,7 +76,7 @@ def _mark_expert_gradients(layout: LayoutConfig, chunk: PolicyModel) -> None:
 def _schedule(optimizer: MegatronOptimizer, settings: OptimizerConfig, total_updates: int) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=settings.lr / (settings.warmup_updates + 1),  # not 0: the first update counts, too
+        init_lr=settings.lr / (settings.warmup_updates + 1),  # with 0 the first update would have no effect
         max_lr=settings.lr,
         min_lr=min(settings.min_lr, settings.lr),
         lr_warmup_steps=settings.warmup_updates,
@@ -92,5 +92,5 @@ def _schedule(optimizer: MegatronOptimizer, settings: OptimizerConfig, total_upd
 
 
 def _sum_gradients(model: list[torch.nn.Module], num_tokens: Any = None, **groups: Any) -> None:
-    # No token count: the loss carries its denominator.
+    # Without a token count Megatron does not divide: the loss is already divided by its denominator.
     finalize_model_grads(model, None, **groups)

@@ -1,4 +1,4 @@
-"""Bytes that a policy and its optimizer keep of a parameter, and what a run needs on disk. Pure."""
+"""Bytes per parameter in memory and in checkpoints, and the disk space that a run needs. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from grpo_mp.models.lora import adapter_params
 from grpo_mp.models.mapping import Param
 from grpo_mp.models.value_head import critic_config, critic_params
 
-RECORDED_TOKEN_BYTES = 20  # a token, its logprob in float64, weight version and text, before compression
+RECORDED_TOKEN_BYTES = 20  # token id, float64 logprob, weight version and text of a recorded token, uncompressed
 DTYPE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "uint8": 1, "fp8": 1}
 
 
@@ -25,28 +25,29 @@ class BytesPerParameter:
     weights: int
     gradients: int
     optimizer: int  # main weights and moments on the device
-    fp32_gradients: int = 0  # copied for an update, of the rank's shard
+    fp32_gradients: int = 0  # copy of the rank's gradient shard that an update makes
     host_optimizer: int = 0  # main weights and moments that are always on the host
-    host_copies: int = 0  # of weights (and gradients) kept on the host
-    saved_reference: int = 0  # weights of a reference that is updated: checkpoints have them, too
+    host_copies: int = 0  # copy of the weights in host memory
+    saved_reference: int = 0  # weights of a reference model that is updated, in checkpoints
 
     @property
     def saved(self) -> int:
-        """Return the bytes of a parameter in a checkpoint: nothing is widened."""
+        """Return the bytes per parameter in a checkpoint, which stores every tensor in its dtype."""
         return self.weights + self.saved_reference + self.saved_state
 
     @property
     def saved_state(self) -> int:
-        """Return the bytes of them that data-parallel ranks share: the optimizer's."""
+        """Return the bytes per parameter of optimizer state in a checkpoint."""
         return self.optimizer + self.host_optimizer
 
 
 def bytes_per_parameter(
     dtype: str, megatron_args: Mapping[str, Any], offload: str = "step", updated_reference: bool = False
 ) -> BytesPerParameter:
-    """Return the bytes of distributed Adam, offloaded between phases, with one host copy of the weights.
+    """Return the bytes per parameter of a policy with distributed Adam and one host copy of the weights.
 
-    In float32 the optimizer works on the model's own weights, and nothing is offloaded. `offload`: optimizer.offload.
+    In float32 the model's weights are Adam's main weights, and nothing is offloaded. `offload`: optimizer.offload;
+    `updated_reference`: checkpoints have a reference model of their own.
     """
     if dtype == "float32":
         return BytesPerParameter(weights=4, gradients=4, optimizer=8, saved_reference=4 * updated_reference)
@@ -54,7 +55,7 @@ def bytes_per_parameter(
     gradients = 4 if reduce_in_fp32 else 2
     on_host = offload == "host"
     precision_aware = bool(megatron_args.get("use_precision_aware_optimizer"))
-    # Transformer Engine's Adam keeps of a float32 main weight only the half that its bfloat16 weight lacks.
+    # TransformerEngine's Adam stores only the half of a float32 main weight that the bfloat16 weight lacks.
     main_weight = DTYPE_BYTES[str(megatron_args.get("main_params_dtype", "float32"))]
     main_weight = 2 if megatron_args.get("store_param_remainders", True) and main_weight == 4 else main_weight
     moment_bytes = [DTYPE_BYTES[str(megatron_args.get(f"exp_avg{suffix}_dtype", "float32"))] for suffix in ("", "_sq")]
@@ -66,7 +67,7 @@ def bytes_per_parameter(
         host_optimizer=state if on_host else 0,
         fp32_gradients=0
         if reduce_in_fp32 or precision_aware or on_host
-        else 4,  # Megatron hands Adam float32 gradients
+        else 4,  # Megatron copies the gradients to float32 for Adam
         host_copies=2,
         saved_reference=2 * updated_reference,
     )
@@ -74,7 +75,7 @@ def bytes_per_parameter(
 
 @dataclass(frozen=True)
 class DiskNeed:
-    """Bytes of one checkpoint, one exported folder, one step's rollouts, and of all that a run keeps at a time."""
+    """Disk space [bytes] of one checkpoint, one exported folder, the rollouts of one step, and the whole run."""
 
     checkpoint: int
     export: int
@@ -83,7 +84,7 @@ class DiskNeed:
 
 
 def disk_need(settings: Settings, hf: HfConfig) -> DiskNeed:
-    """Return the most disk that a run of RL needs: checkpoints, exports, and rollouts behind the last checkpoints."""
+    """Return an upper bound of the disk space of an RL run: checkpoints, exports, and rollouts kept for a resume."""
     run = settings.run
     behind = (run.save_every or run.steps) * min(run.keep_checkpoints, FALLBACKS)
     steps = min(behind + 1, run.steps) + settings.rollout.max_staleness
@@ -110,7 +111,11 @@ def policy_disk_need(
     updated_reference: bool = False,
     critic: HfConfig | None = None,
 ) -> DiskNeed:
-    """Return the most disk that a run needs. `rollouts`: bytes of one step's, of which `rollout_steps` are kept."""
+    """Return an upper bound of the disk space of a run.
+
+    `rollouts`: bytes of the rollouts of one step; `rollout_steps`: steps whose rollouts are kept; `critic`: config of
+    the critic, if any.
+    """
     params, lora = family_of(hf).params(hf), settings.model.lora
     count = trained = _count(params)
     if lora:
@@ -133,7 +138,7 @@ def _count(params: Mapping[str, Param]) -> int:
 
 
 def recorded_bytes(settings: Settings, hf: HfConfig) -> int:
-    """Return the most bytes that the responses of a step take on disk, with their experts where it needs them."""
+    """Return an upper bound of the bytes of a step's recorded responses, with routed experts if they are replayed."""
     shape, per_token = model_shape(hf), RECORDED_TOKEN_BYTES
     if settings.training.router_replay == "R3":
         per_token += shape.num_moe_layers * shape.experts_per_token * (1 if shape.num_experts <= 256 else 2)

@@ -1,4 +1,4 @@
-"""The policy on one rank: logprobs, optimizer updates and weights, in any layout."""
+"""The policy on one rank, in any layout: logprobs, optimizer updates and weights."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,12 +37,15 @@ from grpo_mp.utils.types import MicroBatch
 
 
 class Policy(TrainedModel):
-    """Megatron model, optimizer and reference of this rank."""
+    """Megatron model, optimizer and reference model on this rank."""
 
     def __init__(
         self, settings: TrainerSettings, parallel: Parallel, with_reference: bool, load_weights: bool = True
     ) -> None:
-        """Build model and optimizer and load this rank's weights; without `load_weights` they are zero."""
+        """Build the model and the optimizer and load this rank's weights.
+
+        `load_weights=False` sets them to zero, except for frozen base weights, which checkpoints do not have.
+        """
         hf = settings.model.read_config()
         self.lora, self._seed = settings.model.lora, settings.run.seed
         self.base_params = family_of(hf).params(hf)
@@ -50,7 +53,7 @@ class Policy(TrainedModel):
 
         def load(tensors: dict[str, Tensor]) -> None:
             base = {name: tensor for name, tensor in tensors.items() if name in self.base_params}
-            if load_weights or self.lora:  # checkpoints have adapters alone
+            if load_weights or self.lora:  # checkpoints of a run with adapters lack the base weights
                 with open_weights(settings.model.path, family=settings.model.family) as reader:
                     load_hf(base, self.base_params, reader=reader, coords=parallel.coords, layout=parallel.layout)
             else:
@@ -66,7 +69,7 @@ class Policy(TrainedModel):
         self.mtp_loss = MtpLoss(settings.model.mtp_loss_scaling_factor) if settings.model.trains_mtp else None
         if settings.training.router_replay != "none":
             self.replay = RoutingReplay(self.chunks, self.config.num_moe_experts or 0)
-        # No logprob of the reference is computed by the multi-token-prediction layer.
+        # The reference computes no logprobs with the multi-token-prediction layer, so it has no copy of that layer.
         trained = self.trained_tensors.items()
         decoder = {name: tensor for name, tensor in trained if not is_of_mtp(self.params[name], hf)}
         self.reference = Reference(decoder) if with_reference else None
@@ -84,31 +87,34 @@ class Policy(TrainedModel):
 
     @property
     def trained_tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's tensors that checkpoints store: with LoRA the adapters, else all of them."""
         return {name: one for name, one in self.tensors.items() if not self.lora or name not in self.base_params}
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
+        """Return this rank's weights by full-model name, with adapters merged."""
         if not self.lora:
             return self.tensors
         return MergedWeights(self.tensors, self.base_params, self.parallel.layout, self.lora)
 
     def logprobs(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """Return logprobs and entropies, [2, T], of each micro-batch; an empty list on all but the last stage."""
         return self._outputs(microbatches)
 
     def record_routing(self, microbatches: Sequence[MicroBatch]) -> tuple[list[torch.Tensor], list[MicroBatch]]:
-        """Return their logprobs, and the micro-batches with the experts that the routers chose for them."""
+        """Return the result of `logprobs`, and the micro-batches with the experts that this rank's routers chose."""
         if self.replay is None:
             raise ValueError("this policy was built without routing replay")
         self.replay.record()
         outputs = self.logprobs(microbatches)
-        if recorded := self.replay.take_recorded():  # a stage may have dense layers only
+        if recorded := self.replay.take_recorded():  # empty on a pipeline stage without MoE layers
             pairs = zip(microbatches, recorded, strict=True)
             return outputs, [replace(batch, routed_experts=routed) for batch, routed in pairs]
         return outputs, list(microbatches)
 
     @contextmanager
     def use_reference_weights(self) -> Iterator[None]:
-        """Swap in the reference's weights inside. Raises ValueError where the policy was built without one."""
+        """Inside the context, compute with the reference model's weights."""
         if self.reference is None:
             raise ValueError("this policy was built without a reference")
         with self.reference.swapped():
@@ -116,7 +122,7 @@ class Policy(TrainedModel):
 
     @contextmanager
     def use_temperature(self, temperature: float) -> Iterator[None]:
-        """Compute logprobs at this temperature inside, instead of the settings'."""
+        """Inside the context, compute logprobs at `temperature` instead of the sampling temperature."""
         heads = [model.head for model in self.models()]
         for model in self.models():
             model.head = replace(model.head, temperature=temperature)
@@ -127,7 +133,10 @@ class Policy(TrainedModel):
                 model.head = head
 
     def compute_gradients(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
-        """Compute the gradient of the summed loss over all ranks into the gradient buffers."""
+        """Write the gradient of the loss, summed over micro-batches and ranks, to the gradient buffers.
+
+        Return the loss function's reports, on the last pipeline stage only.
+        """
 
         def of_output(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Any]:
             if batch.teacher_topk_ids is not None:
@@ -140,21 +149,23 @@ class Policy(TrainedModel):
         return self._gradients(microbatches, of_output)
 
     def update(self, microbatches: Sequence[MicroBatch], loss: LossFunction) -> UpdateReport:
+        """Compute gradients and take one optimizer step, unless the gradient norm is not finite or too large."""
         return self._step(self.compute_gradients(microbatches, loss))
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
+        """Return the layer numbers of this rank's routers that replay experts; () without routing replay."""
         return self.replay.layers if self.replay else ()
 
     def weight_shards(self) -> dict[str, int]:
-        """Return the same of `weights`, without adapters."""
+        """Return weight name -> tensor-parallel part, for the names in `weights`."""
         return {name: part for name, part in self.local_shards().items() if name in self.base_params}
 
 
 def check_policy(
     hf: HfConfig, model: ModelConfig, layout: LayoutConfig, training: TrainingConfig, world_size: int
 ) -> None:
-    """Check model and layout before process groups exist."""
+    """Check the model's folder, the layout and the training settings before process groups exist."""
     check_layout(layout, model_shape(hf), world_size, sets_pipeline_layout(training.megatron_args))
     check_overrides(training.megatron_args)
     config = transformer_config(layout, training, model.dtype, hf)

@@ -1,4 +1,4 @@
-"""The reference model: frozen weights in host memory, swapped with the policy's to compute logprobs."""
+"""The reference model: weights in host memory that are swapped with the policy's to compute logprobs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from grpo_mp.platform.pinned import PinnedBuffer
 
 
 class Reference:
-    """A host copy of this rank's weights. A swap needs extra memory for one tensor only."""
+    """Host copy of this rank's weights. A swap needs extra device memory for one tensor only."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -30,12 +30,13 @@ class Reference:
 
     @torch.no_grad()
     def take(self) -> None:
+        """Set the reference to the policy's current weights."""
         for name, tensor in self._tensors.items():
             self._host[name].copy_(tensor)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Swap the reference's values into the policy inside."""
+        """Inside the context, the policy has the reference's weights."""
         self.swap()
         try:
             yield
@@ -44,7 +45,7 @@ class Reference:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the values of the reference and of the policy; a second call exchanges them back."""
+        """Exchange the weights of the reference and of the policy."""
         for name, tensor in self._tensors.items():
             policy = tensor.detach().clone()
             tensor.copy_(self._host[name])

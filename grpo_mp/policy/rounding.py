@@ -1,4 +1,4 @@
-"""Noise of the size of a precision's rounding, added to what the linear layers of a model read."""
+"""Add noise of the size of rounding errors to the inputs of a model's linear layers."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,10 +12,10 @@ UNIT_ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "fp8": 2.0**-4}  # la
 
 @contextmanager
 def rounding_noise(models: Iterable[nn.Module], precision: str, seed: int) -> Iterator[None]:
-    """Change the input of every linear layer by up to one rounding of a precision, inside.
+    """Inside the context, change the inputs of all linear layers by up to the rounding error of `precision`.
 
-    Values are multiplied by 1 + u, with u uniform in +- UNIT_ROUNDOFF. All later roundings then differ as between two
-    equally right implementations. Ranks should have different seeds.
+    Each value is multiplied by 1 + u, with u uniform in +-UNIT_ROUNDOFF[precision]. The outputs then differ as much as
+    those of two equally correct implementations. Ranks should have different seeds.
     """
     generators: dict[torch.device, torch.Generator] = {}
 

@@ -1,9 +1,10 @@
-"""Routing replay: routers take experts that were chosen before, by the engine (R3) or in the old-logprob pass (R2).
+"""Routing replay: routers use experts that were chosen earlier, by the engine (R3) or in the old-logprob pass (R2).
 
-Megatron's routers hand their scores to a `router_replay`. Its own, RouterReplay, replays all rows of a pass or none,
-and must be told which forwards are recomputed ones. Here the router itself routes rows without choices, as padding has
-them, and rows whose choice is its own, in its own order: so their rounding stays as it is. The weights of the experts
-are always those of the router's scores, and carry its gradient.
+A Megatron router passes its scores to its `router_replay`. Megatron's class for it, RouterReplay, replays all rows of a
+pass or none, and must be told which forwards are recomputed. LayerReplay also replays a part of the rows: rows
+without recorded experts, such as padding, are routed as usual. If the recorded experts of a row are those that the
+router chooses, the router's order is kept, so the rounding does not change. The weights of the experts always come from
+the router's scores and carry its gradient.
 """
 
 from collections import deque
@@ -20,26 +21,26 @@ from grpo_mp.policy.deepseek import GroupLimitedTopk, Topk
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import MicroBatch, RoutedExperts, copy_to, expert_id_bytes
 
-Target = tuple[Tensor, Tensor]  # rows [n], and their experts [n, top-k]
+Target = tuple[Tensor, Tensor]  # rows [n] of a micro-batch, and the experts [n, top-k] to replay there
 
 
 @dataclass
 class LayerReplay:
-    """The `router_replay` of one router."""
+    """Replays experts in one router, as its `router_replay`, and records the router's own choices."""
 
-    layer: int  # from 0
-    ranking: GroupLimitedTopk | None  # by which the router chooses; None: by Megatron's
-    target: Target | None = None  # of the micro-batch whose forward runs
-    is_training: bool = False  # a backward follows; it recomputes a forward that ran without gradients
+    layer: int  # number of the layer, from 0
+    ranking: GroupLimitedTopk | None  # the router's own top-k; None: Megatron's
+    target: Target | None = None  # experts of the current micro-batch; None: the router chooses
+    is_training: bool = False  # a backward pass follows; it recomputes forwards that ran without gradients
     recomputed: deque[Target | None] = field(default_factory=deque)  # targets of forwards to recompute, oldest first
-    chosen: Tensor | None = None  # by the router in the last forward, [T, top-k]
-    differing: Tensor | int = 0  # experts replayed in training that the router would not have chosen
-    replayed: int = 0
+    chosen: Tensor | None = None  # experts that the router itself chose in the last forward, [T, top-k]
+    differing: Tensor | int = 0  # number of experts replayed in training that the router would not have chosen
+    replayed: int = 0  # number of experts replayed in training
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk: Topk
     ) -> tuple[Tensor, Tensor]:
-        """Return scores and experts of each row of `scores` [T, experts], [T, top-k] each."""
+        """Return the scores and the indices of each row's experts, [T, top-k] each. `scores`: [T, experts]."""
         if self.ranking:
             values, chosen = self.ranking.get_replay_topk(
                 scores, topk, num_groups=num_groups, group_topk=group_topk, default_compute_topk=default_compute_topk
@@ -64,25 +65,27 @@ class LayerReplay:
 
 
 class RoutingReplay:
-    """The replays of this rank's routers."""
+    """Routing replay of all routers on this rank."""
 
     def __init__(self, chunks: Sequence[nn.Module], num_experts: int) -> None:
         self._by_chunk = {id(chunk): [_replay_in(router) for router in _routers(chunk)] for chunk in chunks}
         self._replays = sorted((replay for of in self._by_chunk.values() for replay in of), key=lambda each: each.layer)
         self._dtype = torch.uint8 if expert_id_bytes(num_experts) == 1 else torch.int16
-        self._recorded: dict[int, list[Tensor]] | None = None  # by layer, of each micro-batch
+        self._recorded: dict[int, list[Tensor]] | None = None  # layer -> experts of each micro-batch
 
     @property
     def layers(self) -> tuple[int, ...]:
+        """Return the numbers of the layers with a router, from 0, in ascending order."""
         return tuple(replay.layer for replay in self._replays)
 
     def begin_pass(self, is_training: bool) -> None:
+        """Prepare for a pass over micro-batches. `is_training`: a backward pass is part of it."""
         for replay in self._replays:
             replay.is_training = is_training
             replay.recomputed.clear()
 
     def begin_forward(self, chunk: nn.Module, batch: MicroBatch) -> None:
-        """Replay the experts of a micro-batch in the chunk's routers; without any, the routers choose."""
+        """Set the micro-batch's experts as the targets of the chunk's routers; without experts the routers choose."""
         routed, device = batch.routed_experts, platform.device()
         rows = None if routed is None else copy_to(routed.rows, device)
         for replay in self._by_chunk[id(chunk)]:
@@ -93,24 +96,26 @@ class RoutingReplay:
             replay.target = rows, copy_to(routed.experts[:, column], device)
 
     def end_forward(self, chunk: nn.Module) -> None:
-        """Store the routers' choices, between `record` and `take_recorded`."""
+        """Store the routers' choices for this micro-batch if `record` was called."""
         if self._recorded is not None:
             for replay in self._by_chunk[id(chunk)]:
                 assert replay.chosen is not None
                 self._recorded[replay.layer].append(replay.chosen.to(self._dtype))
 
     def record(self) -> None:
+        """Record the routers' choices until `take_recorded`."""
         self._recorded = {layer: [] for layer in self.layers}
 
     def take_recorded(self) -> list[RoutedExperts]:
+        """Return the recorded experts of each micro-batch, and stop recording; [] without routers."""
         recorded, self._recorded = self._recorded or {}, None
         by_microbatch = [torch.stack(layers, dim=1).cpu() for layers in zip(*recorded.values(), strict=True)]
         return [RoutedExperts(torch.tensor([[0, len(each)]], dtype=torch.int32), each) for each in by_microbatch]
 
     def take_counts(self) -> tuple[int, int]:
-        """Return and reset how many experts were replayed in training, and how many of them differed.
+        """Return and reset two counts: replayed experts that the router would not have chosen, and all replayed ones.
 
-        Those differ that the router would not have chosen, after the layers below it replayed theirs.
+        Only training passes count. The router's own choice is that after the layers below it replayed their experts.
         """
         differing = sum(int(replay.differing) for replay in self._replays)
         replayed = sum(replay.replayed for replay in self._replays)
@@ -120,7 +125,7 @@ class RoutingReplay:
 
 
 def check_router_replay(config: TransformerConfig) -> None:
-    """Raise UserError for a model without routers, or whose routers would choose without a replay."""
+    """Refuse models without experts, and router settings with which Megatron ignores `router_replay`."""
     if not config.num_moe_experts:
         raise UserError("training.router_replay needs a model with experts, model.path has none: set it to none")
     if config.moe_router_fusion or config.moe_router_load_balancing_type == "sinkhorn":

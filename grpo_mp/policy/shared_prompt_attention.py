@@ -1,7 +1,8 @@
-"""Shared prompts: the policy computes the prompt of several responses once.
+"""Shared prompts: the policy computes a prompt once for several responses.
 
-A micro-batch holds the prompt as its own sequence, followed by the responses, each starting with the prompt's last
-token. Queries of a response attend to the prompt's keys and their own; their positions continue the prompt's.
+A micro-batch has the prompt as its own sequence, followed by the responses, each starting with the prompt's last
+token. The queries of a response attend to the keys of the prompt and of the response; their positions continue the
+prompt's.
 """
 
 import enum
@@ -20,22 +21,25 @@ from grpo_mp.utils.types import RowRange, copy_to
 
 @dataclass(kw_only=True)
 class SharedPromptParams(PackedSeqParams):
-    """Parameters that Megatron passes to each layer: one sequence of T tokens, but `attention` for core attention."""
+    """Packing parameters that Megatron passes to each layer of a micro-batch with shared prompts.
 
-    positions: Tensor  # [T]
+    The inherited fields describe one sequence of T tokens; `attention` has the real sequences, for core attention.
+    """
+
+    positions: Tensor  # of the tokens, [T]
     max_positions: int  # upper bound of `positions`
     key_rows: Tensor  # rows of [T] that each sequence attends to, concatenated
     attention: PackedSeqParams
 
 
 class _Mask(enum.Enum):
-    """TransformerEngine's mask that Megatron's enum lacks: causal, aligned at the last query and the last key."""
+    """TransformerEngine's mask that Megatron's enum lacks: causal, with the last query aligned to the last key."""
 
     padding_causal_bottom_right = 1
 
 
 class SharedPromptAttention(TEDotProductAttention):
-    """Core attention in which sequences may also attend to the keys of a shared prompt."""
+    """Megatron's core attention, in which sequences may also attend to the keys of a shared prompt."""
 
     def forward(
         self,
@@ -48,7 +52,7 @@ class SharedPromptAttention(TEDotProductAttention):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Attend as Megatron's: query [T, h, d], key [T, g, d], value [T, g, e] -> [T, h * e]."""
+        """Return the attention output [T, h * e] of query [T, h, d], key [T, g, d] and value [T, g, e]."""
         if isinstance(packed_seq_params, SharedPromptParams):
             rows, packed_seq_params = packed_seq_params.key_rows, packed_seq_params.attention
             key, value = key.index_select(0, rows), value.index_select(0, rows)
@@ -60,14 +64,14 @@ class SharedPromptAttention(TEDotProductAttention):
 
 
 class PerTokenRotaryEmbedding(torch.nn.Module):
-    """Wraps a rotary embedding of Megatron's to return angles per token where prompts are shared."""
+    """Wrapper of Megatron's rotary embedding that returns angles per token if prompts are shared."""
 
     def __init__(self, rotary: torch.nn.Module) -> None:
         super().__init__()
         self.rotary: Any = rotary
 
     def get_rotary_seq_len(self, context: Any, block: Any, hidden: Any, config: Any, packed: Any = None) -> Any:
-        """Return the table length, or with shared prompts their parameters, which hold the positions."""
+        """Return the sequence length of the rotary table; with shared prompts return `packed`, for `forward`."""
         if isinstance(packed, SharedPromptParams):
             return packed
         return self.rotary.get_rotary_seq_len(
@@ -75,9 +79,9 @@ class PerTokenRotaryEmbedding(torch.nn.Module):
         )
 
     def forward(self, max_seq_len: Any, **options: Any) -> Any:
-        """Return angles [length, 1, 1, d], or [T, 1, 1, d] per token; with yarn also its scale.
+        """Return the angles by position [length, 1, 1, d], or with shared prompts by token [T, 1, 1, d].
 
-        `max_seq_len`: what `get_rotary_seq_len` returned.
+        With yarn, return a pair with its scale. `max_seq_len`: result of `get_rotary_seq_len`.
         """
         if not isinstance(max_seq_len, SharedPromptParams):
             return self.rotary(max_seq_len, **options)
@@ -87,7 +91,7 @@ class PerTokenRotaryEmbedding(torch.nn.Module):
         return angles.index_select(0, max_seq_len.positions)
 
     def get_cached_cos_sin(self, seq_len: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine, per token with shared prompts, for the fused kernel of latent attention."""
+        """Return cosine and sine for the fused kernel of latent attention; per token if prompts are shared."""
         if not isinstance(seq_len, SharedPromptParams):
             return self.rotary.get_cached_cos_sin(seq_len, **options)
         cos, sin = self.rotary.get_cached_cos_sin(seq_len.max_positions, **options)
@@ -95,7 +99,7 @@ class PerTokenRotaryEmbedding(torch.nn.Module):
 
 
 def use_shared_prompt_attention(block: Any) -> None:
-    """Set SharedPromptAttention as core attention of every layer in a block's spec."""
+    """Set SharedPromptAttention as the core attention of every layer in a block's spec."""
     for layer in block.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = SharedPromptAttention
 
@@ -111,7 +115,11 @@ def use_per_token_rotary(model: torch.nn.Module) -> None:
 def shared_prompt_params(
     lengths: Sequence[int], prompts: Sequence[RowRange], positions: Tensor, device: torch.device
 ) -> SharedPromptParams:
-    """Return the parameters of sequences of `lengths` tokens, each of which also attends to its prompt's rows."""
+    """Return the packing parameters of a micro-batch with shared prompts.
+
+    `lengths`: tokens of each sequence; `prompts`: rows of the prompt that each sequence also attends to; `positions`
+    [T]: of all tokens.
+    """
     starts = [0, *accumulate(lengths)]
     rows, key_lengths = [], []
     for start, length, prompt in zip(starts, lengths, prompts, strict=False):
@@ -127,7 +135,7 @@ def shared_prompt_params(
 
 
 def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
-    """Return Megatron's description of a micro-batch of sequences of these lengths."""
+    """Return Megatron's packing parameters of a micro-batch of sequences with `lengths` tokens."""
     return PackedSeqParams(**_thd_fields(lengths, lengths, device))
 
 

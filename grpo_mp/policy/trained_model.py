@@ -1,4 +1,4 @@
-"""A model that is trained on this rank, in any layout: Megatron chunks, optimizer, learning rate, updates."""
+"""Base class of policy and critic: a Megatron model on one rank, with optimizer and learning-rate schedule."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,26 +27,26 @@ from grpo_mp.utils.types import MicroBatch
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """Result of one optimizer update. `losses` come from the last pipeline stage only."""
+    """Result of one optimizer update."""
 
-    losses: list[Any]
+    losses: list[Any]  # report of the loss function for each micro-batch; empty on all but the last pipeline stage
     grad_norm: float
     lr: float
     skipped: bool  # the gradient was not finite, or larger than optimizer.skip_grad_norm
     bad_gradients: Sequence[str] = ()  # parameters of this rank whose gradient was not finite
-    measured: Mapping[str, float] = field(default_factory=dict)  # metrics over the job
+    measured: Mapping[str, float] = field(default_factory=dict)  # metrics over all ranks
 
 
-LoadWeights = Callable[[dict[str, Tensor]], None]  # takes the tensors of this rank by their names in the full model
+LoadWeights = Callable[[dict[str, Tensor]], None]  # fills this rank's tensors, given by full-model name
 
 
 class TrainedModel:
-    """Megatron model and optimizer of this rank. Megatron uses the groups of its layout for whatever it computes."""
+    """Megatron model and optimizer on this rank."""
 
     reference: Reference | None = None  # a second set of weights for the same model
-    base: Path | None = None  # folder of frozen weights, which checkpoints leave out
-    base_digest = ""  # of these
-    adapters = ""  # beside them, in words
+    base: Path | None = None  # with LoRA: folder of the frozen base weights, which checkpoints leave out
+    base_digest = ""  # of `base`
+    adapters = ""  # description of the adapters
     replay: RoutingReplay | None = None
 
     def __init__(
@@ -58,9 +58,9 @@ class TrainedModel:
         load: LoadWeights,
         model_class: type[PolicyModel] = PolicyModel,
     ) -> None:
-        """Build the model, let `load` fill this rank's shards of the weights, build the optimizer.
+        """Build the model, fill this rank's weights with `load`, and build the optimizer.
 
-        `params`: of all tensors, adapters too.
+        `params`: parameters of the full model, adapters included.
         """
         self.parallel, self.hf, self.params = parallel, hf, params
         dtype, megatron_args = settings.model.dtype, settings.training.megatron_args
@@ -89,15 +89,16 @@ class TrainedModel:
         self._skip_grad_norm = settings.optimizer.skip_grad_norm or math.inf
 
     def _add_adapters(self, models: list[PolicyModel]) -> None:
-        """Add low-rank adapters to what was built, before Megatron wraps it for training."""
+        """Add low-rank adapters to the models; called before Megatron wraps them for training."""
 
     def _mark_tensor_parallel(self) -> None:
-        # Megatron counts unmarked tensors in the gradient's norm on one rank only.
+        # In the gradient norm, Megatron counts a tensor without this mark on the first tensor-parallel rank only.
         for name, tensor in self.tensors.items():
             tensor.tensor_model_parallel = self.params[name].tp_dim is not None  # type: ignore[attr-defined]
 
     @property
     def trained_tensors(self) -> dict[str, Tensor]:
+        """Return this rank's tensors that checkpoints store, by full-model name."""
         return self.tensors
 
     def _outputs(self, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -112,7 +113,7 @@ class TrainedModel:
     def _step(self, losses: list[Any]) -> UpdateReport:
         lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())  # over the job: all ranks skip, or none
+        grad_norm = float(self.optimizer.get_grad_norm())  # global, so either all ranks skip the update or none
         skipped = not (math.isfinite(grad_norm) and grad_norm <= self._skip_grad_norm)
         if not skipped:
             self.optimizer.step()
@@ -126,12 +127,14 @@ class TrainedModel:
         return [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
 
     def models(self) -> list[PolicyModel]:
+        """Return the model chunks without Megatron's wrappers."""
         models: list[PolicyModel] = unwrap_model(self.chunks)
         return models
 
     def tp_sizes(self) -> dict[str, int]:
+        """Return parameter name -> number of its tensor-parallel parts, for the full model."""
         return {name: tp_size(param, self.parallel.layout) for name, param in self.params.items()}
 
     def local_shards(self) -> dict[str, int]:
-        """Return parameter name -> tensor-parallel part, for the parameters on this rank."""
+        """Return parameter name -> index of this rank's tensor-parallel part, for the parameters on this rank."""
         return {name: tensor_part(self.params[name], self.parallel.coords) for name in self.tensors}

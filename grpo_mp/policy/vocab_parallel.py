@@ -1,12 +1,12 @@
-"""Token logprobs and entropy over a tensor-parallel vocabulary, one chunk of tokens at a time.
+"""Token logprobs and entropies over a tensor-parallel vocabulary, one chunk of tokens at a time.
 
-Logits are float32, and those of at most `chunk_tokens` tokens exist at once. Backward recomputes them from the hidden
-states and the saved normalizer: the maximum logit and the log of the sum relative to it, saved separately because
-their float32 sum would lose precision.
+The float32 logits of at most `chunk_tokens` tokens exist at once. The backward pass recomputes them from the hidden
+states. It uses the saved normalizer log sum_j exp(z_j) = m + log sum_j exp(z_j - m); z_j: logits, m: maximum. Both
+terms are saved, because their float32 sum would lose precision.
 
-Of each distribution the logprobs of more tokens than the target can be had, and that of all the rest together: its
-probability is summed over the other columns, since 1 minus the sum of the known ones would be rounding error where
-these have nearly all of it.
+Optionally the logprobs of further tokens are computed, and that of all remaining tokens together. The probability of
+the remaining tokens is summed over their columns: 1 minus the sum of the others would be mostly rounding error if the
+others have nearly all the probability.
 """
 
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ from grpo_mp.utils.types import LEAST_LOGPROB
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The vocabulary columns of this rank, from `start`; columns past `size` are padding."""
+    """Vocabulary columns of this rank."""
 
-    start: int
-    size: int  # of the full vocabulary, without padding
-    group: dist.ProcessGroup | None  # None: this rank holds all of it
+    start: int  # first column of this rank
+    size: int  # size of the full vocabulary; columns from here on are padding
+    group: dist.ProcessGroup | None  # tensor-parallel group; None: this rank has all columns
 
 
 def token_logprobs(
@@ -38,29 +38,29 @@ def token_logprobs(
     others: Tensor | None = None,
     fp32_head: bool = True,
 ) -> Tensor:
-    """Return the log-probability of each target and the entropy of each distribution, at the sampling temperature.
+    """Return the logprob of each target and the entropy of each distribution, at `temperature`.
 
-    hidden [T, H], weight [V/tensor, H], targets [T] -> float32 [2, T]: row 0 logprobs, row 1 entropies in nats. Without
-    `fp32_head` logits are rounded to the dtype of the weight. With `others` [T, k], different tokens of each row or
-    NO_TOKEN, k + 1 rows follow: their logprobs, then that of all tokens but these; none is below LEAST_LOGPROB, and
-    there the gradient is 0. The gradient of `hidden` is this rank's part only: the caller sums it over the
-    tensor-parallel group.
+    hidden [T, H], weight [V / tensor-parallel size, H], targets [T] -> float32 [2, T]: row 0 logprobs, row 1 entropies
+    [nats]. `others` [T, k]: distinct further tokens of each row, or NO_TOKEN. They add k + 1 rows: their logprobs, and
+    the logprob of all tokens except `others` together. These rows are clamped at LEAST_LOGPROB, with gradient 0 there.
+    `fp32_head=False` rounds logits to the dtype of the weight. The gradient of `hidden` is this rank's part, which the
+    caller must sum over the tensor-parallel group.
     """
     result: Tensor = _TokenLogprobs.apply(hidden, weight, targets, shard, temperature, chunk_tokens, others, fp32_head)
     return result
 
 
 def output_logits(hidden: Tensor, weight: Tensor, fp32_head: bool = True) -> Tensor:
-    """Return the float32 logits [T, V] of hidden [T, H] and weight [V, H]; it has no backward pass.
+    """Return the float32 logits [T, V] of hidden [T, H] and weight [V, H], without a backward pass.
 
-    With `fp32_head` the product of bfloat16 operands is float32, without a float32 copy of either on a GPU. Without it
-    the product is rounded to bfloat16: a logit of 20 to a multiple of 1/8.
+    With `fp32_head` the product of bfloat16 operands is float32; on a GPU neither operand is copied to float32. Without
+    `fp32_head` the product is rounded to bfloat16, for example a logit of 20 to a multiple of 1/8.
     """
     if not fp32_head or hidden.dtype == torch.float32:
         return (hidden @ weight.t()).float()
     if hidden.device.type != "cpu":
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    # PyTorch has no such product on a CPU. Float32 copies of the weight take no more than bfloat16 logits would.
+    # torch.mm has no out_dtype on a CPU. The columns are converted in chunks of at most half the bytes of the logits.
     logits = torch.empty(len(hidden), len(weight), dtype=torch.float32)
     wide = hidden.float()
     for columns in _chunks(len(weight), max(1, logits.numel() // (2 * hidden.shape[1]))):
@@ -119,7 +119,7 @@ def _logits(hidden: Tensor, weight: Tensor, shard: VocabularyShard, temperature:
 def _forward_chunk(
     logits: Tensor, targets: Tensor, shard: VocabularyShard, others: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows that `token_logprobs` describes, and [2, T] maximum and log of the sum relative to it."""
+    """Return the result rows of `token_logprobs`, and the normalizer [2, T]: maximum, log of the sum relative to it."""
     maximum = logits.amax(dim=1)
     if shard.group is not None:
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=shard.group)
@@ -152,10 +152,11 @@ def _backward_chunk(
     shard: VocabularyShard,
     others: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the logits: d logprob = onehot - p; d entropy = -p (log p + entropy).
+    """Return the gradient of the logits z_j, for `grad` [rows, T] of the result rows.
 
-    Of the rest r, all tokens but `others`: d log r = p / r - p for a token of it, else -p. `known`: entropies, then the
-    rows of `others` and of the rest.
+    With p_j = softmax(z)_j: d logprob(t) / d z_j = [j = t] - p_j; d entropy / d z_j = -p_j (log p_j + entropy). With
+    the total probability r of all tokens except `others`: d log r / d z_j = p_j / r - p_j if j is one of these tokens,
+    else -p_j. `norm`: the normalizer; `known`: the result rows without the first.
     """
     grad_tokens, grad_rest = grad[:1], None
     if others is not None:

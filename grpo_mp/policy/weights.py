@@ -1,4 +1,4 @@
-"""This rank's parameters by their names in the full model, and how they are loaded from Hugging Face files."""
+"""Find this rank's parameters by full-model name, and load them from Hugging Face files."""
 
 import re
 from collections.abc import Sequence
@@ -15,14 +15,15 @@ from grpo_mp.models.mapping import Param, fuse, shard_range
 from grpo_mp.policy.model import PolicyModel
 from grpo_mp.utils.errors import UserError
 
-MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?")  # the latter from 0.19 on
+# megatron-core calls the layer inside mtp_model_layer from 0.19 on, and transformer_layer in older versions.
+MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.(?:transformer_layer\.|mtp_model_layer\.)?")
 LOCAL_EXPERT = re.compile(r"(?<=\.weight)\d+$")
 
 
 def local_tensors(
     chunks: Sequence[PolicyModel], params: dict[str, Param], coords: RankCoordinates, expert_parallel: int
 ) -> dict[str, torch.Tensor]:
-    """Return every parameter, and every buffer that the mapping names, of this rank by its full-model name."""
+    """Return this rank's parameters, and its buffers that are in `params`, by full-model name."""
     tensors: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
@@ -36,10 +37,11 @@ def local_tensors(
 
 @torch.no_grad()
 def clear_weights(tensors: dict[str, torch.Tensor], params: dict[str, Param]) -> None:
-    """Set all weights to zero, as rows of vocabulary padding stay, in the dtype that they are kept in."""
+    """Set all tensors to zero, after those marked `keep_float32` are converted to float32."""
     for name, tensor in tensors.items():
         if params[name].keep_float32:
-            tensor.data = tensor.data.float()  # Megatron widens it only at the first forward, once rounded to bfloat16
+            # Megatron would convert it only at the first forward, after the loaded values were rounded to bfloat16.
+            tensor.data = tensor.data.float()
         tensor.zero_()
 
 
@@ -51,7 +53,7 @@ def load_hf(
     coords: RankCoordinates,
     layout: LayoutConfig,
 ) -> None:
-    """Load this rank's tensors from Hugging Face files, reading only its slices."""
+    """Load this rank's tensors from Hugging Face files, reading only its slices. Vocabulary padding is zero."""
     clear_weights(tensors, params)
     for name, tensor in tensors.items():
         param = params[name]
@@ -71,9 +73,9 @@ def _read(param: Param, reader: WeightsReader, count: int, part: int) -> torch.T
 
 
 def full_name(name: str, chunk: PolicyModel, params: dict[str, Param], expert_rank: int, expert_parallel: int) -> str:
-    """Replace the local layer and expert numbers in a parameter's name by those of the full model.
+    """Return a parameter's full-model name: its local layer and expert numbers are replaced by global ones.
 
-    A multi-token-prediction layer has the number after the last, and what its decoder layer has is its own.
+    A multi-token-prediction layer gets the number after the last decoder layer, without a prefix for the layer in it.
     """
     if match := MTP_LAYER.match(name):
         name = f"decoder.layers.{chunk.config.num_layers + int(match.group(1))}.{name[match.end() :]}"
