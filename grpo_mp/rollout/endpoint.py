@@ -1,4 +1,4 @@
-"""An OpenAI endpoint on loopback: the key of a request selects its episode, whose policy answers."""
+"""OpenAI-compatible endpoint on loopback: the API key of a request selects the episode whose policy answers."""
 
 import asyncio
 import json
@@ -32,29 +32,29 @@ INVALID = "invalid_request_error"
 
 @dataclass
 class Session:
-    """The endpoint of one episode. `failure` gets the error that ended the episode."""
+    """One episode's access to the endpoint. `failure`: future that gets the error that ended the episode."""
 
     policy: Policy
     base_url: str
     api_key: str
     failure: "asyncio.Future[None]"
     reached_limit: bool = False
-    turns: set["asyncio.Task[web.Response]"] = field(default_factory=set)  # running or waiting
+    turns: set["asyncio.Task[web.Response]"] = field(default_factory=set)  # tasks of running and waiting requests
     queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # one turn at a time, in the order of the requests
-    warned: set[str] = field(default_factory=set)  # parameters that were ignored, shared by all sessions
+    warned: set[str] = field(default_factory=set)  # ignored parameters already warned about, shared by all sessions
 
 
 @dataclass
 class Endpoint:
-    """One server for all episodes of a rank: it listens while there are any."""
+    """HTTP server for all episodes of a rank, which listens while an episode is open."""
 
-    sessions: dict[str, Session] = field(default_factory=dict)  # by key
+    sessions: dict[str, Session] = field(default_factory=dict)  # open sessions by API key
     warned: set[str] = field(default_factory=set)
     _server: "asyncio.Task[tuple[web.AppRunner, str]] | None" = None
 
     @asynccontextmanager
     async def open(self, policy: Policy) -> AsyncIterator[Session]:
-        """Yield an episode's URL and key, which end with the block, as do its running turns."""
+        """Yield a session with URL and key for an episode; on exit revoke the key and cancel running turns."""
         if self._server is None:
             self._server = asyncio.create_task(_listen(self.sessions))
         key, server = f"sk-{secrets.token_urlsafe(24)}", self._server
@@ -80,11 +80,11 @@ async def _end(turns: set["asyncio.Task[web.Response]"]) -> None:
 
 
 async def _listen(sessions: Mapping[str, Session]) -> tuple[web.AppRunner, str]:
-    """Serve on a free port; return the server and its URL."""
+    """Start the server on a free port; return the server and its URL."""
     app = web.Application(client_max_size=MAX_BODY)
     app.router.add_post("/v1/chat/completions", partial(_serve, sessions))
     app.router.add_get("/v1/models", partial(_models, sessions))
-    # A client that hangs up ends its turn: it will ask again, or not at all.
+    # Cancel the turn of a client that disconnects: nobody would read the response.
     runner = web.AppRunner(
         app, access_log=None, logger=server_log(__name__), handler_cancellation=True, shutdown_timeout=1.0
     )
@@ -117,7 +117,7 @@ async def _serve(sessions: Mapping[str, Session], request: web.Request) -> web.R
 
 
 async def _answer(session: Session, chat: ChatRequest) -> web.Response:
-    """Generate the turn of a request, after the turns of earlier requests."""
+    """Generate the turn of a request after the turns of earlier requests, and return the HTTP response."""
     if ignored := [name for name in chat.ignored if name not in session.warned]:
         session.warned.update(ignored)
         LOGGER.warning("requests of agents give %s: turns are sampled as the run says", ", ".join(ignored))
@@ -149,7 +149,7 @@ def _session(sessions: Mapping[str, Session], request: web.Request) -> Session:
 
 
 def _fail(session: Session, error: Exception) -> web.Response:
-    """End the episode by an error, also where its agent ignores the answer."""
+    """Set the session's failure, which ends the episode even if the agent ignores the response; return status 500."""
     if not session.failure.done():
         session.failure.set_exception(error)
     return _error(500, "the episode has ended", "server_error")

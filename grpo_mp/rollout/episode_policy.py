@@ -1,4 +1,4 @@
-"""The policy's handle of one episode: renders what is new, generates on this rank's engine, records every token."""
+"""Policy handle of one episode: renders new messages, generates on this rank's engine, records all tokens."""
 
 import asyncio
 import json
@@ -18,22 +18,22 @@ from grpo_mp.rollout.routed_experts import joined_routed_experts, known_tokens
 from grpo_mp.utils.errors import EngineError
 from grpo_mp.utils.types import EpisodeState, ExpertIds, Message, Prompt
 
-# What ends a model's thinking, as SGLang's reasoning parsers know it.
+# End markers of thinking, from SGLang's reasoning parsers.
 THINKING_END = re.compile(r"</(?:\w+[:|])?think\w*>|\[/THINK\]|◁/think▷|<\|END_THINKING\|>")
 
 
 class EpisodeAbortedError(Exception):
-    """The step has its groups: the engine has ended this episode's request."""
+    """The engine aborted this episode's request, because the step has enough groups."""
 
 
 @dataclass(frozen=True)
 class EpisodeContext:
-    """What all episodes of a rollout have in common."""
+    """Engine, renderer, limits and sampling parameters that the episodes of a group share."""
 
     client: EngineClient
     renderer: ChatRenderer
     limits: EpisodeLimits
-    sampling: SamplingParams  # `max_response_tokens`: of all turns, what is given between them included
+    sampling: SamplingParams  # `max_response_tokens`: limit of all tokens after the prompt, given tokens included
     max_prompt_tokens: int
     tool_parser: str | None
     routing: ModelShape | None
@@ -41,18 +41,21 @@ class EpisodeContext:
 
 @dataclass
 class EpisodeWatch:
-    """What all handles of an episode share. `clock` runs while none of them generates."""
+    """State that all handles of an episode share. `clock`: time limit of the episode, stopped while a handle generates.
+
+    `stopped_by`: the error that ended the episode, kept in case the rollout function catches it.
+    """
 
     clock: asyncio.Timeout
-    stopped_by: EngineError | EpisodeAbortedError | None = None  # whatever the rollout function made of it
-    handles: int = 0  # unrecorded ones so far
+    stopped_by: EngineError | EpisodeAbortedError | None = None
+    handles: int = 0  # number of unrecorded handles so far
     _generating: int = 0
     _deadline: float | None = None
     _since: float = 0.0
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Let the clock stand still: a hanging engine is no slow episode."""
+        """Stop the clock while the body generates, so that a slow engine does not time out the episode."""
         now = asyncio.get_running_loop().time
         if not self._generating:
             self._deadline, self._since = self.clock.when(), now()
@@ -71,12 +74,16 @@ class EpisodeWatch:
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """What a turn is generated after: segments, and the messages and tools that they are of."""
+    """Token sequence of an episode, as segments, with the messages and the tools from which it was rendered.
+
+    `messages` and `renderer` are empty for a sequence given as token ids. `prompt_messages`: number of messages before
+    the first generated turn.
+    """
 
     segments: tuple[Segment, ...]
     messages: tuple[Message, ...] = ()
     prompt_messages: int = 0
-    renderer: ChatRenderer | None = None  # of the messages
+    renderer: ChatRenderer | None = None  # renderer of the messages, which has the tools
     experts: ExpertIds | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -88,12 +95,15 @@ class TokenSequence:
         return any(segment.generated for segment in self.segments)
 
     def followed_by(self, given: tuple[int, ...], messages: Sequence[Message] = ()) -> "TokenSequence":
-        """Return the sequence with tokens that the policy is given, and the conversation that it is then of."""
+        """Append given tokens, if any. `messages`: the full conversation after them."""
         added = (Segment(given, generated=False),) if given else ()
         return replace(self, segments=(*self.segments, *added), messages=tuple(messages))
 
     def answered_by(self, turn: Turn, number: int) -> "TokenSequence":
-        """Return the sequence with turn `number` of the episode, which brings the experts of all tokens."""
+        """Append a generated turn, and the routed experts of all tokens that have none yet.
+
+        `number`: number of the turn in the episode.
+        """
         known = known_tokens(self.experts, self.has_turns)
         experts = None if turn.routed_experts is None else turn.routed_experts[known:]
         steps = turn.verify_steps
@@ -108,19 +118,19 @@ class TokenSequence:
 
 @dataclass
 class EpisodePolicy:
-    """Implements `Policy`."""
+    """Implementation of the `Policy` protocol."""
 
     context: EpisodeContext
     prompt: Prompt
     watch: EpisodeWatch
-    limit: EpisodeState | None = None  # which was reached
+    limit: EpisodeState | None = None  # state of the episode once a limit was reached
     _sequence: TokenSequence = field(init=False)
     _generates: bool = False
     _answer: str = ""
     _cut: bool = False
-    turns: int = 0  # so far
-    _earlier: list[TokenSequence] = field(default_factory=list)  # all others, by when their last turns were
-    _calls: int = 0
+    turns: int = 0  # number of turns so far
+    _earlier: list[TokenSequence] = field(default_factory=list)  # all other sequences, in order of their last turns
+    _calls: int = 0  # number of tool calls so far
 
     def __post_init__(self) -> None:
         self._sequence = TokenSequence((Segment(self.prompt.tokens, generated=False),))
@@ -141,8 +151,8 @@ class EpisodePolicy:
         tools: Sequence[Mapping[str, Any]] | None = None,
         stop: Sequence[str] = (),
     ) -> Turn:
-        """Generate one turn, see `Policy`. One that fails leaves the episode as it was."""
-        await asyncio.sleep(0)  # a function that catches every limit and tries again would hold the rank
+        """Generate one turn, see `Policy`. A failed call does not change the episode."""
+        await asyncio.sleep(0)  # a function that retries after every EpisodeLimitError must not block the event loop
         if (messages is None) == (tokens is None):
             raise ValueError("generate needs either messages or tokens")
         if self._generates:
@@ -172,7 +182,7 @@ class EpisodePolicy:
         metrics: Mapping[str, float] | None = None,
         state: EpisodeState | None = None,
     ) -> Episode:
-        """Return what was recorded as an episode; without `state` it is truncated where its last turn was cut."""
+        """Return the recorded turns as an episode, see `Policy`."""
         return Episode(
             self._sequence.segments,
             reward,
@@ -190,7 +200,7 @@ class EpisodePolicy:
         return str(self.context.renderer.tokenizer.decode(list(tokens)))
 
     def unrecorded(self) -> "EpisodePolicy":
-        """Return a second handle, see `Policy`."""
+        """Return a second handle whose turns are not trained on, see `Policy`."""
         self.watch.handles += 1
         own = replace(self.context, sampling=self.context.sampling.for_handle(self.watch.handles))
         return EpisodePolicy(own, self.prompt, self.watch)
@@ -202,9 +212,9 @@ class EpisodePolicy:
     def _after(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[TokenSequence | None, TokenSequence]:
-        """Return the recorded sequence that a conversation continues, if any, and the sequence of all of it.
+        """Return the recorded sequence that a conversation continues, if any, and the sequence to generate after.
 
-        Of a continuation only what follows the last turn is rendered.
+        Of a continuation only the messages after the last turn are rendered.
         """
         renderer, messages = self._renderer(tools), [_with_text(message) for message in messages]
         said = [*map(_said, messages)]
@@ -233,7 +243,7 @@ class EpisodePolicy:
         return replace(self.context.renderer, tools=tuple(map(dict, tools)))
 
     def _after_tokens(self, tokens: tuple[int, ...]) -> tuple[TokenSequence | None, TokenSequence]:
-        """As `_after`, of ids. Raises ValueError for what is no token."""
+        """Do the same as `_after` for token ids. Raises ValueError for ids outside the vocabulary."""
         count = len(self.context.renderer.tokenizer)
         if not tokens or min(tokens) < 0 or max(tokens) >= count:
             raise ValueError(f"the prompt must have a token or more, each of the {count} of the tokenizer")
@@ -244,7 +254,7 @@ class EpisodePolicy:
         return before, before.followed_by(tokens[len(own) :], before.messages)
 
     def _bound(self, given: TokenSequence, max_tokens: int | None) -> int:
-        """Return how many tokens the next turn may have. Raises EpisodeLimitError where no turn or no token is left."""
+        """Return the token limit of the next turn. Raises EpisodeLimitError if no turn or no token is left."""
         context, length = self.context, len(given.tokens)
         longest = context.sampling.max_response_tokens
         after_prompt = longest - (length - len(given.segments[0].tokens))
@@ -271,7 +281,7 @@ class EpisodePolicy:
         text, calls = decode(output.tokens, skip_special_tokens=True), list[tuple[str, str]]()
         text = text[: min([text.find(end) for end in stop if end in text], default=None)]
         if tools and self.context.tool_parser and not output.truncated:
-            thought, said = split_thinking(decode(output.tokens))  # calls are written in special tokens, too
+            thought, said = split_thinking(decode(output.tokens))  # tool calls may contain special tokens
             rest, calls = await self.context.client.parse_tool_calls(said, tools, self.context.tool_parser)
             text = renderer.clean(thought + rest).strip() if calls else text
         return Turn(
@@ -296,19 +306,19 @@ class EpisodePolicy:
 
 
 def split_thinking(text: str) -> tuple[str, str]:
-    """Return an answer up to the end of its last thinking, and the rest, whose calls alone are made."""
+    """Split a response after its last thinking block; only tool calls in the second part are executed."""
     end = max((match.end() for match in THINKING_END.finditer(text)), default=0)
     return text[:end], text[end:]
 
 
 def _with_text(message: Message) -> Message:
-    """Return a message with text, and nothing that is null: templates write None as "None" or refuse it."""
+    """Return a message with string content and without None values, which chat templates print or reject."""
     said = {name: value for name, value in message.items() if value is not None}
     return {**said, "content": str(said.get("content", ""))}
 
 
 def _cleaned(messages: Sequence[Message], renderer: ChatRenderer) -> list[Message]:
-    """Remove special tokens from messages that are not the policy's, and from names and ids of calls in them."""
+    """Remove special tokens from all text fields of messages other than the assistant's."""
     return [message if message["role"] == "assistant" else _clean_texts(message, renderer) for message in messages]
 
 
@@ -323,7 +333,7 @@ def _said(message: Message) -> tuple[object, ...]:
 
 
 def _arguments(text: str) -> dict[str, object] | None:
-    """Read the arguments of a call; None where they are no JSON object."""
+    """Parse the arguments of a tool call; return None if they are not a JSON object."""
     try:
         arguments = json.loads(text)
     except ValueError:

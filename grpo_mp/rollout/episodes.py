@@ -1,4 +1,4 @@
-"""Rolls out groups of episodes on one engine: limits, failures, and samples of what was recorded."""
+"""Rolls out groups of episodes on one engine, applies limits, handles failures, and converts episodes to samples."""
 
 import asyncio
 import inspect
@@ -27,7 +27,7 @@ LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EpisodeParts:
-    """What `rollout` names: the function, the tools, and the renderer of their messages."""
+    """Rollout function, tools and chat renderer, as loaded from the settings under `rollout`."""
 
     config: RolloutConfig
     function: RolloutFunction
@@ -38,9 +38,9 @@ class EpisodeParts:
 def load_episode_parts(
     config: RolloutConfig, tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None
 ) -> EpisodeParts | None:
-    """Load the parts; None where a rollout is one answer. `variables`: of the chat template.
+    """Load the rollout function and the tools; return None if a rollout is a single response.
 
-    Raises UserError where one cannot be loaded or used.
+    `variables`: variables of the chat template.
     """
     name = config.rollout_function
     if name is None:
@@ -56,7 +56,7 @@ def load_episode_parts(
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an episode ended. `error`: why it failed, or ""."""
+    """An ended episode. `error`: reason of the failure; "": no failure."""
 
     episode: Episode
     error: str = ""
@@ -64,12 +64,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class EpisodeRunner:
-    """Rolls out groups on one engine, at most so many episodes at a time as `slots` lets through."""
+    """Rolls out groups of episodes on one engine. `slots`: limits the number of concurrent episodes."""
 
     parts: EpisodeParts
     client: EngineClient
     slots: asyncio.Semaphore
-    pause: asyncio.Event = field(default_factory=asyncio.Event)  # set: episodes end, whatever they wait for
+    pause: asyncio.Event = field(default_factory=asyncio.Event)  # when set, all running episodes are cancelled
 
     async def run_group(
         self,
@@ -82,10 +82,10 @@ class EpisodeRunner:
         earlier: Sequence[Sample] = (),
         record: Callable[[Sample], None] = lambda _: None,
     ) -> tuple[Sample, ...]:
-        """Roll out `count` episodes of a prompt but for those that `earlier` has; fewer are returned after a `pause`.
+        """Roll out `count` episodes of a prompt, without those in `earlier`; return all samples, fewer after a `pause`.
 
-        `record` takes each that ends before the last one does, in a thread. Raises EngineError from the engine;
-        TimeoutError after `rollout.group_timeout_s` since the first one began.
+        `record`: called in a thread with the sample of each episode that ends before the last one. Raises EngineError;
+        raises TimeoutError `rollout.group_timeout_s` after the start of the first episode.
         """
         parts, begun = self.parts, asyncio.Event()
         config = parts.config
@@ -104,7 +104,7 @@ class EpisodeRunner:
             for index in range(count)
             if index not in samples
         }
-        if not running:  # one was recorded just after its engine was lost, and drawn by another
+        if not running:  # another engine has completed the group that a lost engine gave back
             return tuple(sample for _, sample in sorted(samples.items()))
         waits = [asyncio.create_task(begun.wait()), asyncio.create_task(self.pause.wait())]
         end, records = self.parts.renderer.tokenizer.eos_token_id, list[asyncio.Task[None]]()
@@ -114,7 +114,7 @@ class EpisodeRunner:
             outcome = _cancelled(prompt, index) if episode.cancelled() else episode.result()
             sample = as_sample(outcome, group_id, index, end)
             samples[sample.index] = sample
-            if len(samples) < count:  # the last one ends the group, which is recorded then
+            if len(samples) < count:  # the last sample is recorded with the whole group
                 records.append(asyncio.create_task(asyncio.to_thread(record, sample)))
 
         try:
@@ -130,7 +130,10 @@ class EpisodeRunner:
     async def _run(
         self, context: EpisodeContext, prompt: Prompt, index: int, step: int, begun: asyncio.Event
     ) -> Outcome:
-        """Roll out one episode, however it ends. Raises EngineError, EpisodeAbortedError."""
+        """Roll out one episode when a slot is free; return failures as an Outcome.
+
+        Raises EngineError and EpisodeAbortedError, even if the rollout function has caught them.
+        """
         async with self.slots:
             begun.set()
             outcome, policy = await self._roll_out(context, prompt, index, step)
@@ -173,7 +176,7 @@ class EpisodeRunner:
         return Outcome(replace(returned, state=state)), policy
 
     async def _begin(self, tools: EpisodeTools, prompt: Prompt) -> tuple[Message, ...]:
-        """Begin an episode in its environments; return the messages that it begins with."""
+        """Reset the environments; return the prompt's messages with the text of `reset` appended to the last one."""
         messages, said = prompt.messages, self.parts.renderer.clean(await tools.reset(prompt.columns))
         if said:
             messages = (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + said})
@@ -181,7 +184,7 @@ class EpisodeRunner:
 
 
 def _cancelled(prompt: Prompt, index: int) -> Outcome:
-    """Return the outcome of an episode whose function cancelled its own task: its turns are lost."""
+    """Return the outcome of an episode whose function cancelled its own task, which loses the recorded turns."""
     error = f"prompt {prompt.index}, sample {index}: its function cancelled its own task"
     LOGGER.info("%s", error)
     return Outcome(Episode((Segment(prompt.tokens, generated=False),), state="error"), error)
@@ -192,7 +195,10 @@ async def _until(
     episodes: Collection[asyncio.Task[Outcome]],
     take: Callable[[asyncio.Task[Outcome]], None],
 ) -> None:
-    """Wait for all episodes, or a pause; `take` gets each that ends by itself, when it does. Raises EngineError."""
+    """Wait until all episodes have ended, an episode is aborted, or `pause` is done; re-raise an EngineError.
+
+    `take`: called with each episode that ends without an exception, as soon as it ends.
+    """
     left = set(episodes)
     while True:
         ended = [episode for episode in episodes if episode in left and episode.done()]
@@ -211,7 +217,11 @@ async def _until(
 
 
 def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sample:
-    """Make a sample of an episode. One without a generated token gets `end_token` as a given one, so that it counts."""
+    """Convert an episode to a sample.
+
+    An episode without a generated token gets a response of one given token, `end_token`, so that it counts in its
+    group.
+    """
     episode = outcome.episode
     parts = [(one.segments, one.routed_experts) for one in episode.earlier] + [
         (episode.segments, episode.routed_experts)
@@ -238,9 +248,10 @@ def as_sample(outcome: Outcome, group_id: int, index: int, end_token: int) -> Sa
 def _tokens_of(
     segments: Sequence[Segment], experts: ExpertIds | None, end_token: int, has_forked: bool
 ) -> dict[str, Any]:
-    """Return the fields of a sample that are of its tokens: the prompt is what stands before the first generated one.
+    """Return the fields of a Sample that describe its tokens.
 
-    What was given after the last one is left out: nothing is trained on it.
+    The prompt consists of the tokens before the first generated token. Given tokens after the last generated token
+    are dropped, because no loss depends on them.
     """
     numbers = [number for number, segment in enumerate(segments) if segment.generated and segment.tokens]
     first, last = (numbers[0], numbers[-1] + 1) if numbers else (len(segments), 0)
@@ -271,7 +282,10 @@ def _tokens_of(
 
 
 def with_failures(group: SampleGroup, failed: str | float) -> SampleGroup:
-    """Give episodes that failed the reward that `rollout.failed` names, if it is a number."""
+    """Return the group with the reward of failed and timed-out episodes set to `failed`, if `failed` is a number.
+
+    `failed`: the setting `rollout.failed`.
+    """
     if isinstance(failed, str):
         return group
     samples = (

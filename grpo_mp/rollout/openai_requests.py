@@ -1,4 +1,4 @@
-"""Requests and answers of OpenAI's chat completions, and what of them an episode can do."""
+"""Conversion of OpenAI chat-completion requests to turns of an episode, and of turns to responses."""
 
 import json
 import time
@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from grpo_mp.rollout.protocol import Policy, Turn
 from grpo_mp.utils.types import Message
 
-MODEL = "policy"  # any name is accepted
-# What clients send by themselves and no token depends on: accounts, caches and logs of a service.
+MODEL = "policy"  # model name in responses; requests may have any name
+# Parameters that clients send by default and that do not affect the sampled tokens, ignored without a warning.
 NO_MATTER = frozenset(
     {
         *("model", "store", "metadata", "user", "safety_identifier", "service_tier", "stream_options"),
@@ -23,7 +23,7 @@ NO_MATTER = frozenset(
 
 
 class RequestError(Exception):
-    """A request that is answered by status 400 and this sentence."""
+    """An invalid request, answered with status 400 and the exception's message."""
 
 
 class _Text(BaseModel):
@@ -40,7 +40,7 @@ class _Call(BaseModel):
     function: _Called
 
     def as_call(self) -> dict[str, Any]:
-        """Return the call as Turn.message has it: arguments as an object, {} for a text that is not JSON of one."""
+        """Return the call in the format of Turn.message: arguments as a dict, {} if they are not a JSON object."""
         arguments: Any = self.function.arguments
         if isinstance(arguments, str):
             try:
@@ -58,7 +58,7 @@ class _Message(BaseModel):
     tool_calls: list[_Call] | None = None
 
     def as_message(self) -> Message:
-        """Return the message with text as its content, and the arguments of its calls as objects."""
+        """Return the message with a string as content and with the arguments of tool calls as dicts."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         message = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
@@ -95,18 +95,18 @@ class _Body(BaseModel):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request for one turn."""
+    """A parsed request for one turn."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] | None
     max_tokens: int | None
     stop: tuple[str, ...]
     stream: bool
-    ignored: tuple[str, ...] = ()  # parameters that ask for other sampling than the run's
+    ignored: tuple[str, ...] = ()  # names of parameters that differ from the run's sampling and are ignored
 
 
 def read_request(text: str | bytes, policy: Policy) -> ChatRequest:
-    """Read the JSON of a request. Raises RequestError for one that no turn can answer."""
+    """Parse the JSON body of a request. Raises RequestError for an invalid or unsupported request."""
     try:
         body = _Body.model_validate_json(text)
     except ValidationError as error:
@@ -118,7 +118,7 @@ def read_request(text: str | bytes, policy: Policy) -> ChatRequest:
         for name, value in (body.model_extra or {}).items()
         if name not in NO_MATTER and value is not None and value != sampled.get(name)
     ]
-    tools = json.loads(text).get("tools")  # with all that templates may show
+    tools = json.loads(text).get("tools")  # the unparsed schemas: the chat template may render any of their fields
     return ChatRequest(
         tuple(message.as_message() for message in body.messages),
         None if tools is None else tuple(tools),
@@ -130,7 +130,7 @@ def read_request(text: str | bytes, policy: Policy) -> ChatRequest:
 
 
 def completion(turn: Turn, prompt_tokens: int) -> dict[str, Any]:
-    """Return a turn as a `chat.completion`."""
+    """Return a turn as a `chat.completion` response. `prompt_tokens`: number of tokens before the turn."""
     reason = "length" if not turn.finished else "tool_calls" if turn.tool_calls else "stop"
     message: dict[str, Any] = {"role": "assistant", "content": turn.text or None if turn.tool_calls else turn.text}
     if turn.tool_calls:
@@ -157,7 +157,7 @@ def completion(turn: Turn, prompt_tokens: int) -> dict[str, Any]:
 
 
 def as_stream(answer: Mapping[str, Any]) -> str:
-    """Return a `chat.completion` as server-sent events: one chunk with all of it."""
+    """Return a `chat.completion` as server-sent events: a single chunk with the whole response."""
     (choice,) = answer["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:
@@ -168,5 +168,5 @@ def as_stream(answer: Mapping[str, Any]) -> str:
 
 
 def error_body(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
-    """Return an error as OpenAI's clients read it."""
+    """Return an error response in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -1,8 +1,7 @@
-"""What a sandboxed interpreter with state executes: its text is handed over, it is never imported.
+"""Main program of the Python tool's sandboxed interpreter. Its source text is passed to the sandbox, never imported.
 
-Argument: the seconds that one piece of code may run. Each line of stdin is a JSON pair of a token and Python code. The
-code runs in names that live as long as the process. The answer is a line of the token and what the code printed, as
-JSON.
+Command-line argument: time limit of one piece of code [s]. Each line of stdin is a JSON pair of a token and Python
+code. Variables live as long as the process. The reply is a line of the token followed by the printed output as JSON.
 """
 
 import ast
@@ -16,7 +15,7 @@ from typing import Any, NoReturn
 
 
 def main(limit_s: float) -> None:
-    """Run what is asked for until stdin is closed."""
+    """Run the code of each request until stdin is closed."""
     names: dict[str, Any] = {"__name__": "__main__"}
     own = os.getpid()
     requests, replies = os.fdopen(os.dup(0)), os.dup(1)  # children of the code inherit neither
@@ -39,16 +38,16 @@ def main(limit_s: float) -> None:
                 run(code, names)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the answer
-            with suppress(OSError):  # a file that is full
+        except BaseException as error:  # noqa: BLE001 - any exception of the code is part of the output
+            with suppress(OSError):  # the output file is full
                 print("".join(traceback.format_exception_only(error)).strip(), file=output)
         try:
             output.flush()
         except OSError:
-            os.dup2(nowhere, output.fileno())  # what did not fit is no output of the next run
-        except ValueError:  # closed by the code
+            os.dup2(nowhere, output.fileno())  # discard the output that did not fit, or the next run would print it
+        except ValueError:  # the code closed stdout
             pass
-        if os.getpid() != own:  # a copy that the code made
+        if os.getpid() != own:  # the code forked, and this is the child
             os._exit(0)
         text = os.pread(printed, 2**24, 0).decode(errors="replace")
         with open(replies, "w", closefd=False) as reply:
@@ -56,7 +55,7 @@ def main(limit_s: float) -> None:
 
 
 def run(text: str, names: dict[str, Any]) -> None:
-    """Run code, and print the value of its last expression."""
+    """Run code with the variables `names`; if the last statement is an expression, print its value unless None."""
     tree = ast.parse(text)
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr):

@@ -1,4 +1,4 @@
-"""Servers of reward models and a teacher on the job's devices, which sleep outside SCORE."""
+"""Servers of reward models and a teacher on the job's devices; they free their device memory outside phase SCORE."""
 
 import json
 import os
@@ -29,13 +29,13 @@ from grpo_mp.utils.types import SampleGroup
 Connect = Callable[[Sequence[Server]], None]
 TEACHER = "teacher"
 CAUSAL = ("ForCausalLM",)
-HEADS = ("ForSequenceClassification", "ForRewardModel", "RewardModel")  # how SGLang's classes with a reward head end
-GROUPS_IN_FLIGHT = 2  # at a server from one rank: one is computed while the next one waits
+HEADS = ("ForSequenceClassification", "ForRewardModel", "RewardModel")  # suffixes of SGLang classes with a reward head
+GROUPS_IN_FLIGHT = 2  # groups of one rank at a server: one is computed while the other waits
 MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
 
 
 class RewardServers:
-    """The servers that one rank hosts, and those that score its groups."""
+    """Hosts one rank's servers of reward models and teacher, and scores the rank's groups on the node's servers."""
 
     def __init__(
         self,
@@ -45,9 +45,10 @@ class RewardServers:
         ranks_per_node: int,
         host_ranks: Sequence[int],
     ) -> None:
-        """Place the servers; nothing is started.
+        """Assign servers to this rank without starting them.
 
-        `models`: reward models by their names in the reward, the teacher as TEACHER; `host_ranks`: of the engines.
+        `models`: reward models by their names in the settings, and the teacher as TEACHER; `host_ranks`: ranks that
+        host engines.
         """
         self._models = models
         self._settings, self._rank, self._host_ranks = settings, rank, host_ranks
@@ -64,15 +65,15 @@ class RewardServers:
         self._loop = EventLoopThread(f"reward servers of rank {rank}")
 
     def launch(self) -> None:
-        """Start this rank's servers on CPUs; on GPUs `open` starts them one after the other."""
-        if not platform.on_cuda():  # a start on a GPU measures the free memory
+        """Start this rank's servers on CPUs without waiting; on GPUs `open` starts them one after the other."""
+        if not platform.on_cuda():  # SGLang measures the free GPU memory while it starts
             for process in self._own.values():
                 process.start()
 
     def open(self, connect: Mapping[str, Connect], group: dist.ProcessGroup, sleeps: bool) -> None:
-        """Wait until all servers of the job answer, and connect each model's client to its servers.
+        """Wait until all servers of the job answer, and pass this rank its servers of each model.
 
-        Every rank must call this. `sleeps`: the servers free their device memory.
+        `connect`: callback of each model that takes the servers; `sleeps`: the servers then free their device memory.
         """
         limit_s, own = self._settings.rollout.group_timeout_s, dict[str, Server]()
         for name in self._models:
@@ -85,8 +86,8 @@ class RewardServers:
                 if sleeps:
                     self._loop.run(client.release_memory(MEMORY_TAGS))
                 own[name] = Server(process.url, process.headers)
-            dist.barrier(group=group)  # the next model's servers may be on the same devices
-        self._connect(connect, all_gather(own, group))  # keys stay in the job
+            dist.barrier(group=group)  # the next model's servers may start on the same devices
+        self._connect(connect, all_gather(own, group))  # API keys are exchanged only among the job's ranks
 
     def _connect(self, connect: Mapping[str, Connect], by_rank: Sequence[Mapping[str, Server]]) -> None:
         if self._rank in self._host_ranks:
@@ -102,17 +103,17 @@ class RewardServers:
         return TEACHER in self._models
 
     def move(self, onload: bool) -> None:
-        """Move this rank's servers onto the device, or their weights to the host."""
+        """Load this rank's servers onto the device (`onload`), or free their device memory."""
         for client in self._clients:
             self._loop.run((client.resume_memory if onload else client.release_memory)(MEMORY_TAGS))
 
     def score(self, groups: Sequence[SampleGroup], finish: Callable[[SampleGroup], SampleGroup]) -> list[SampleGroup]:
-        """Finish groups, a few at a time. A server that has ended raises an error with its last lines."""
+        """Return `finish` of each group, a few groups at a time. A server that ended raises an error with its log."""
         self._check_alive()
         try:
             return score_groups(groups, finish, GROUPS_IN_FLIGHT * max(1, self._servers))
         except UserError:
-            self._check_alive()  # its log says more
+            self._check_alive()  # an ended server's log explains more than the failed request
             raise
 
     def _check_alive(self) -> None:
@@ -120,7 +121,7 @@ class RewardServers:
             process.check_alive("while it was to score a step")
 
     def stop(self) -> None:
-        """End this rank's servers."""
+        """Stop this rank's servers and close the connections."""
         for process in self._own.values():
             process.stop()
         for client in self._clients:
@@ -130,7 +131,7 @@ class RewardServers:
 
 
 def served_models(settings: Settings, rewards: bool, teacher: bool) -> dict[str, ServedModelConfig]:
-    """Return the models that the job serves: reward models by their names, and TEACHER."""
+    """Return the models that the job serves: reward models by name if `rewards`, and TEACHER if `teacher`."""
     models: dict[str, ServedModelConfig] = {**settings.reward.own_models} if rewards else {}
     distillation = settings.algorithm.distillation
     if teacher and distillation and distillation.teacher.folder:
@@ -141,7 +142,7 @@ def served_models(settings: Settings, rewards: bool, teacher: bool) -> dict[str,
 def score_groups(
     groups: Sequence[SampleGroup], finish: Callable[[SampleGroup], SampleGroup], in_flight: int
 ) -> list[SampleGroup]:
-    """Finish groups, `in_flight` at a time; after an error the waiting ones are dropped."""
+    """Return `finish` of each group, `in_flight` groups at a time; after an error skip the waiting groups."""
     with ThreadPoolExecutor(in_flight) as pool:
         try:
             return list(pool.map(finish, groups))
@@ -151,16 +152,16 @@ def score_groups(
 
 
 def log_name(name: str) -> str:
-    """Return the prefix of the log files of a model's servers."""
+    """Return the prefix of the log file names of a model's servers."""
     return name if name == TEACHER else f"reward_{name}"
 
 
 def server_spec(
     settings: Settings, model: ServedModelConfig, rank: int, cpu: bool, has_head: bool = True
 ) -> EngineSpec | None:
-    """Describe the server that a rank hosts; None unless it is the first of `gpus_per_server` ranks.
+    """Return the specification of the server that a rank hosts; None unless it is the first of `gpus_per_server` ranks.
 
-    `has_head`: the server returns one score for a sequence, else logprobs.
+    `has_head`: the server returns one score for a sequence; False: logprobs of its tokens.
     """
     assert model.folder
     if rank % model.gpus_per_server:
@@ -183,14 +184,14 @@ def server_spec(
 
 
 def share_of(servers: Sequence[Server], index: int, hosts: int) -> Sequence[Server]:
-    """Return the servers of a node that engine host `index` of `hosts` uses: several, or one shared with others."""
+    """Return the servers of a node that the `index`-th of its `hosts` engine hosts uses: several, or a shared one."""
     return servers[index::hosts] or [servers[index % len(servers)]]
 
 
 def check_served_models(
     settings: Settings, tokenizer: PreTrainedTokenizerBase, world_size: int, ranks_per_node: int, teacher: bool = True
 ) -> None:
-    """Refuse folders that cannot be served as reward models or as a teacher of the policy's tokens."""
+    """Check that the folders of the reward models and the teacher can be served and have the policy's tokenizer."""
     trust = settings.model.trust_remote_code
     for name, model in served_models(settings, rewards=True, teacher=teacher).items():
         section, gpus = SECTION if name == TEACHER else "reward.model", model.gpus_per_server
@@ -208,7 +209,10 @@ def check_served_models(
 
 
 def _check_folder(folder: Path, where: str, is_teacher: bool, request_tokens: int) -> None:
-    """Refuse a folder whose model SGLang does not serve as a teacher, else as a reward model."""
+    """Check that SGLang can serve the model of a folder as a teacher, or as a reward model.
+
+    `where`: the setting, for errors; `request_tokens`: length of the longest request.
+    """
     try:
         config = dict(json.loads((folder / "config.json").read_text()))
         names = [str(name) for name in config.get("architectures") or ()]
@@ -239,7 +243,10 @@ def _check_folder(folder: Path, where: str, is_teacher: bool, request_tokens: in
 def check_tokens(
     folder: Path, setting: str, tokenizer: PreTrainedTokenizerBase, remedy: str, trust_remote_code: bool
 ) -> None:
-    """Check that the tokenizer of the folder in `setting` is the policy's: its model gets the policy's token ids."""
+    """Check that the tokenizer of a folder has the policy's vocabulary, since its model is sent the policy's token ids.
+
+    `setting`: the setting that names the folder, for errors.
+    """
     try:
         vocabulary = load_tokenizer(folder, trust_remote_code).get_vocab()
     except UserError as error:
@@ -252,5 +259,5 @@ def check_tokens(
 
 
 def served_architectures() -> frozenset[str]:
-    """Return the model classes of the installed SGLang."""
+    """Return the names of the model classes in the installed SGLang."""
     return frozenset[str]().union(*model_classes().values())

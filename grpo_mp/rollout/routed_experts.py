@@ -1,4 +1,4 @@
-"""Experts of each token as SGLang returns them with a response (`return_routed_experts`)."""
+"""Routed experts of each token, as SGLang returns them with a response (`return_routed_experts`)."""
 
 import base64
 from collections.abc import Mapping, Set
@@ -12,13 +12,16 @@ from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import ExpertIds, expert_id_bytes
 
 ARGUMENT = "enable_return_routed_experts"
-# SGLang keeps the experts of a token beside its slot in the cache, for the tokens of one batch after the other. Caches
-# that bring tokens back to other slots, or batches in two halves, would return those of other tokens.
+# SGLang stores the experts of a token by its KV-cache slot, batch after batch. Caches that restore tokens to other
+# slots, and batches that are split in two, would return the experts of other tokens.
 WRONG_WITH = ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "enable_two_batch_overlap")
 
 
 def check_routed_experts(args: Mapping[str, Any], known: Set[str], shape: ModelShape) -> None:
-    """Check that SGLang can return the chosen experts with the user's `engine.args`."""
+    """Check that SGLang can return routed experts with the user's `engine.args`.
+
+    `known`: names of the arguments of the installed SGLang.
+    """
     reason = None
     if ARGUMENT not in known:
         reason = f"needs an SGLang that has {ARGUMENT}, the installed one does not"
@@ -35,10 +38,11 @@ def check_routed_experts(args: Mapping[str, Any], known: Set[str], shape: ModelS
 
 
 def read_routed_experts(meta: Mapping[str, Any], tokens: int, shape: ModelShape, known: int = 0) -> ExpertIds | None:
-    """Read the experts of a response from its meta_info: [tokens, MoE layers, top-k], a byte each where they fit.
+    """Return the routed experts of a response: [tokens - known, MoE layers, top-k], uint8 if the ids fit, else int16.
 
-    SGLang sends int32 [tokens, all layers, top-k] in base64, without the first `known` tokens. None, which is not
-    replayed, for missing or invalid experts.
+    `meta`: SGLang's meta_info with int32 [tokens - known, all layers, top-k] in base64; `tokens`: number of tokens that
+    went through the model; `known`: number of leading tokens that SGLang left out. Returns None, which disables
+    replay, for missing or invalid experts.
     """
     if meta.get("routed_experts") is None:
         return None
@@ -47,7 +51,7 @@ def read_routed_experts(meta: Mapping[str, Any], tokens: int, shape: ModelShape,
         return None
     chosen = sent.reshape(tokens - known, shape.num_layers, -1)[:, np.array(shape.is_moe_layer)]
     in_range = chosen.min(initial=0) >= 0 and chosen.max(initial=0) < shape.num_experts
-    # SGLang's buffer begins with zeros, so a token that was not captured has the same expert twice.
+    # SGLang's buffer is initialized with zeros, so a token that was not captured has the same expert twice.
     captured = bool((chosen[..., 0] != chosen[..., 1]).all())
     if not (in_range and captured):
         return None
@@ -57,7 +61,10 @@ def read_routed_experts(meta: Mapping[str, Any], tokens: int, shape: ModelShape,
 def joined_routed_experts(
     begun: ExpertIds | None, resumed: ExpertIds | None, begun_tokens: int, resumed_tokens: int
 ) -> ExpertIds | None:
-    """Return the experts of a resumed response; `resumed` lacks the first `known_tokens`. None: a part is unknown."""
+    """Concatenate the experts of a paused response and its continuation; None if one of them is unknown.
+
+    `resumed`: experts without the first `known_tokens`; `begun_tokens`, `resumed_tokens`: tokens of the responses.
+    """
     if not begun_tokens:
         return resumed
     if not resumed_tokens:  # paused again before its first token
@@ -66,5 +73,5 @@ def joined_routed_experts(
 
 
 def known_tokens(begun: ExpertIds | None, begun_tokens: int) -> int:
-    """Return the number of a paused response's tokens whose experts are known."""
+    """Return the number of leading tokens of a paused sequence (prompt and response) whose experts are known."""
     return len(begun) if begun_tokens and begun is not None else 0

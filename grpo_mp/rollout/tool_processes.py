@@ -1,7 +1,8 @@
-"""Worker processes of a rank's tools: one that hangs is killed; a rank outlives all of them.
+"""Worker processes that run a rank's tools, so that a tool that hangs or crashes does not affect the rank.
 
-An environment has a process of its own for its episode; calls of functions share some. Processes that ended a call or
-an episode well are used again. All that a worker has started ends with it. Replies are JSON (see tool_worker.py).
+An environment has a process of its own for an episode; calls of functions share a pool of processes. A process is
+reused after a call or an episode without a crash. Processes that a worker has started end with it. Messages are JSON,
+see tool_worker.py.
 """
 
 import asyncio
@@ -19,38 +20,39 @@ from grpo_mp.rollout.tool_worker import HEADER_BYTES
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.processes import shared_environment, with_descendants
 
-IMPORT_LIMIT_S = 600.0  # models may be loaded
-ENDED_LIMIT_S = 5.0  # for the kernel to tell how a process that is gone has ended
+IMPORT_LIMIT_S = 600.0  # time limit of the import of tools, which may load models
+ENDED_LIMIT_S = 5.0  # time limit of waiting for the exit status of a process that closed its output
 
 
 class ToolTimeoutError(Exception):
-    """A tool took longer than `rollout.limits.tool_s`."""
+    """A tool call took longer than `rollout.limits.tool_s`."""
 
 
 class ToolRaisedError(Exception):
-    """A tool in another process raised."""
+    """A tool raised an exception in its worker process."""
 
 
 class ToolDiedError(Exception):
-    """The process of a tool has ended, and its state is lost."""
+    """The worker process of a tool has ended, and its state is lost."""
 
 
 class ToolProcess:
-    """One worker process, behind one that ends all that it starts."""
+    """One worker process. Its parent is a supervisor process that kills all descendants of the worker when it ends."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._turn = asyncio.Lock()
-        self._ended = ""  # how
+        self._ended = ""  # how the process ended, for errors; "": it runs
 
     @property
     def works(self) -> bool:
         return not self._ended
 
     async def ask(self, name: str, request: tuple[str, str, Mapping[str, Any]] | None, limit_s: float) -> Any:
-        """Return the result of a call, or with None the process's first message.
+        """Send a request and return the result; `request` None: return the first message of the process.
 
-        Raises ToolRaisedError; ToolTimeoutError and ToolDiedError, after which the process is gone.
+        `name`: name of the tool, for errors. Raises ToolRaisedError if the tool raises; ToolTimeoutError and
+        ToolDiedError, after which the process has ended.
         """
         message = b"" if request is None else json.dumps(request, default=str).encode()
         async with self._turn:
@@ -74,7 +76,7 @@ class ToolProcess:
         return base64.b64decode(reply["bytes"]) if "bytes" in reply else reply["value"]
 
     async def _exchange(self, message: bytes) -> dict[str, Any]:
-        """Send a message, if any, and read the next."""
+        """Send a message, if it is not empty, and read the next message."""
         requests, replies = self._process.stdin, self._process.stdout
         assert requests
         assert replies
@@ -93,16 +95,16 @@ class ToolProcess:
         return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
     def kill(self, how: str) -> None:
-        """End the process, and all that it has started."""
+        """Kill the process and its descendants without waiting. `how`: description for later errors."""
         if not self._ended:
             self._ended = how
             with suppress(ProcessLookupError):
-                self._process.terminate()  # then it kills what it has started
+                self._process.terminate()  # the supervisor then kills the worker and its descendants
             assert self._process.stdin
             self._process.stdin.close()
 
     async def end(self, how: str = "was ended") -> None:
-        """End the process, and wait until it has gone."""
+        """Kill the process and its descendants and wait until they have ended."""
         self.kill(how)
         await self._how_it_ended()
         with suppress(ProcessLookupError):
@@ -111,7 +113,10 @@ class ToolProcess:
 
 @dataclass(frozen=True)
 class RemoteTool:
-    """A function, or a method of an environment, in another process. `process` None: in any that is idle."""
+    """A function, or a method of an environment, in a worker process.
+
+    `process`: the environment's process; None: any idle process of the pool.
+    """
 
     name: str
     path: str
@@ -121,12 +126,12 @@ class RemoteTool:
 
 @dataclass(frozen=True)
 class ToolProcesses:
-    """The processes of a rank."""
+    """Pool of a rank's worker processes."""
 
-    paths: tuple[str, ...]  # of all its tools
-    most: int  # calls of functions at a time
-    makers: Mapping[str, Mapping[str, Any]]  # arguments of what makes environments, by path
-    variables: tuple[str, ...] = ()  # of the run's environment, beside SHARED_VARIABLES
+    paths: tuple[str, ...]  # paths of all tools, 'module:name' or 'file.py:name'
+    most: int  # maximum number of concurrent calls of functions
+    makers: Mapping[str, Mapping[str, Any]]  # constructor arguments of environment classes, by path
+    variables: tuple[str, ...] = ()  # names of environment variables that workers get, in addition to SHARED_VARIABLES
     _idle: list[ToolProcess] = field(default_factory=list)
     _slots: asyncio.Semaphore = field(init=False)
 
@@ -134,7 +139,7 @@ class ToolProcesses:
         object.__setattr__(self, "_slots", asyncio.Semaphore(self.most))
 
     async def call(self, tool: RemoteTool, arguments: Mapping[str, Any], limit_s: float) -> Any:
-        """Call a tool; waiting for a process is no part of `limit_s`. Raises as ToolProcess.ask."""
+        """Call a tool and return its result, see ToolProcess.ask. `limit_s` excludes the wait for a process."""
         request = (tool.path, tool.method, arguments)
         if tool.process:
             return await tool.process.ask(tool.name, request, limit_s)
@@ -146,7 +151,7 @@ class ToolProcesses:
                 self._give_back(process)
 
     async def make(self, tool: RemoteTool, limit_s: float) -> ToolProcess:
-        """Make an environment in a process of its own. Raises as ToolProcess.ask."""
+        """Create an environment in a process of its own and return the process, see ToolProcess.ask."""
         process = await self._take()
         try:
             await process.ask(tool.name, (tool.path, "", {}), limit_s)
@@ -156,7 +161,7 @@ class ToolProcesses:
         return process
 
     async def drop(self, process: ToolProcess, limit_s: float) -> None:
-        """Let a process forget its environment, and wait for another; one that does not is killed."""
+        """Delete the environment of a process and return the process to the pool; kill a process that fails to."""
         with suppress(ToolTimeoutError, ToolRaisedError, ToolDiedError):
             await process.ask("the end of an environment", ("", "", {}), limit_s)
         self._give_back(process)
@@ -183,7 +188,7 @@ class ToolProcesses:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env={**shared_environment(self.variables), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,  # a signal to the rank's group is none to tools
+                start_new_session=True,  # signals to the rank's process group do not reach tools
             )
         )
         try:

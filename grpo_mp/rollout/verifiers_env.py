@@ -1,4 +1,4 @@
-"""Environments of the `verifiers` library: their rows as data, their rollouts as episodes."""
+"""Environments of the `verifiers` library as a data source and as a rollout function."""
 
 import importlib
 import json
@@ -16,14 +16,14 @@ from grpo_mp.rollout.protocol import Episode, Policy, Task
 from grpo_mp.utils.errors import UserError, one_line
 
 VERSIONS = "verifiers>=0.1.14,<0.2"
-FIELDS = ("prompt", "answer", "info", "task", "example_id")  # of a row, as an environment's rollout takes it
+FIELDS = ("prompt", "answer", "info", "task", "example_id")  # columns of a data row that `run_rollout` needs
 
 
 class VerifiersRollout:
-    """The rollout function `verifiers`: an environment plays an episode against the policy's endpoint."""
+    """The rollout function `verifiers`: an environment rolls out an episode against the policy's endpoint."""
 
     def __init__(self, environment: str, args: Mapping[str, Any] | None = None) -> None:
-        """Load an environment by its name. Raises UserError where the library is missing, or it rewards groups."""
+        """Load an environment by name. Raises UserError for an environment that rolls out or scores whole groups."""
         self._environment = load_environment(environment, json.dumps(args or {}, sort_keys=True))
         if self._environment.requires_group_rollouts:
             raise UserError(f"{_label(environment)}: it rewards or runs whole groups, which is not supported")
@@ -51,7 +51,7 @@ class VerifiersRollout:
 
 
 def read_environment(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an environment, `NAME`, `NAME:eval` or `NAME:train:{"argument": 1}`, as its data source."""
+    """Yield the dataset rows of an environment. `name`: `NAME`, `NAME:eval` or `NAME:train:{"argument": 1}`."""
     environment, _, rest = name.partition(":")
     split, _, args = rest.partition(":")
     if split not in ("", "train", "eval"):
@@ -65,7 +65,7 @@ def read_environment(name: str) -> Iterator[dict[str, Any]]:
 
 @cache
 def load_environment(name: str, args: str) -> Any:
-    """Load an environment, once in a process; `args`: JSON. Raises UserError where that fails."""
+    """Load an environment; cached, so that each is loaded once in a process. `args`: keyword arguments as JSON."""
     try:
         library: Any = importlib.import_module("verifiers.utils.env_utils")
     except ImportError as error:
@@ -81,7 +81,7 @@ def load_environment(name: str, args: str) -> Any:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keep what the run does on signals: an environment sets handlers of its own."""
+    """Restore the handlers of SIGINT and SIGTERM after the body, since loading an environment replaces them."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
