@@ -1,4 +1,4 @@
-"""Warnings of a run: the rules of rules.yaml, thresholds and windows over the metrics of the last steps."""
+"""Warnings of a run: the rules of rules.yaml, applied to the metrics of the last steps."""
 
 import math
 import re
@@ -13,17 +13,18 @@ import yaml
 
 from grpo_mp.utils.findings import Finding, Level
 
-MetricLine = Mapping[str, float | None]  # `step`, and metrics by name; None or NaN for a value that is not finite
-ERROR_WEIGHT = 80  # from this weight on, what the run makes is spoiled
+MetricLine = Mapping[str, float | None]  # `step` and the metrics of the step; None or NaN: not finite
+ERROR_WEIGHT = 80  # findings of at least this weight are errors: the result of the run is unusable
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on each of the last `steps` values of a metric; all given limits must hold.
+    """A condition on the last `steps` values of a metric. Each of these values must satisfy all given limits.
 
-    `above`, `below`: limits of the values. `rises_to`, `rises_by`: limits as a factor of, or an amount over, the least
-    mean of `steps` values among the `within` values before; `falls_to`, `falls_by`: likewise below the largest mean.
-    Values that are not finite exceed every `above`, and are skipped otherwise. `optional`: holds without the metric.
+    `above`, `below`: absolute limits. `rises_to`, `rises_by`: the values exceed a baseline by this factor or amount;
+    the baseline is the smallest mean of `steps` consecutive values among the `within` values before. `falls_to`,
+    `falls_by`: likewise below the largest such mean. NaN and infinity satisfy `above`; the other limits skip them.
+    `optional`: the condition also holds for a run without the metric.
     """
 
     above: float | None = None
@@ -37,7 +38,10 @@ class Condition:
     within: int = 40
 
     def find(self, values: Sequence[float]) -> tuple[float, float] | None:
-        """Return the mean of the last values and the mean before them; None if the condition does not hold."""
+        """Return the mean of the last values and the baseline, or None if the condition does not hold.
+
+        Without a baseline the mean is returned twice.
+        """
         last = values[-self.steps :]
         if len(last) < self.steps:
             return None
@@ -69,16 +73,17 @@ class Condition:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean; unlike statistics.fmean it accepts infinities of both signs."""
+    """Return the mean. Unlike statistics.fmean, accept infinities of both signs."""
     return sum(values) / len(values)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of rules.yaml: conditions by metric that must all hold; `*` stands for a part of a name.
+    """A row of rules.yaml: conditions by metric name, all of which must hold. `*` matches one part of a name.
 
-    Each metric that the first name matches, except `but`, is a finding of its own. `sentence` may contain {value} and
-    {before} of that metric, and {name}, the part that `*` stands for. A step with a metric of `unless` is skipped.
+    Each metric that matches the first name, except those in `but`, gives a separate finding. `sentence` may contain
+    {value} and {before}, the result of Condition.find for this metric, and {name}, the text that `*` matches. Steps
+    that have a metric of `unless` are skipped.
     """
 
     name: str
@@ -94,14 +99,14 @@ class Rule:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "Rule":
-        """Make a rule from a row; `steps` and `within` of the row apply to all its conditions."""
+        """Make a rule from a row of rules.yaml; the row's `steps` and `within` are defaults of its conditions."""
         window = {name: row[name] for name in ("steps", "within") if name in row}
         when = {metric: Condition(**(window | condition)) for metric, condition in row["when"].items()}
         fields = {name: value for name, value in row.items() if name not in window}
         return cls(**(fields | {"when": when} | {name: tuple(row.get(name, ())) for name in ("but", "unless")}))
 
     def match(self, name: str) -> str | None:
-        """Return the part of `name` that `*` of the first metric stands for; None for no match."""
+        """Return the text that `*` of the first metric matches in `name`, or None if `name` does not match."""
         found = _pattern(next(iter(self.when))).fullmatch(name)
         return None if found is None or name in self.but else "".join(found.groups())
 
@@ -114,7 +119,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 RULES: tuple[Rule, ...] = tuple(
     Rule.from_row(row) for row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 )
-MEMORY = 2 * max(one.steps + one.within for rule in RULES for one in rule.when.values())  # values of a metric
+MEMORY = 2 * max(one.steps + one.within for rule in RULES for one in rule.when.values())  # values kept of each metric
 
 
 class RuleWatch:
@@ -123,11 +128,11 @@ class RuleWatch:
     def __init__(self, rules: Sequence[Rule] = RULES) -> None:
         self._rules = rules
         self._values: dict[str, deque[float]] = {}
-        self._matching: dict[str, list[tuple[Rule, str]]] = {}  # rules by the name of their first metric
+        self._matching: dict[str, list[tuple[Rule, str]]] = {}  # rule and text of `*`, by metric
         self._found: dict[tuple[str, str], Finding] = {}  # by rule and metric
 
     def step(self, line: MetricLine) -> list[Finding]:
-        """Add the metrics of a step; return new findings, heaviest first."""
+        """Add the metrics of a step; return the findings that occur for the first time, heaviest first."""
         step, new = int(line.get("step") or 0), []
         for name, value in line.items():
             self._values.setdefault(name, deque(maxlen=MEMORY)).append(math.nan if value is None else float(value))
@@ -155,7 +160,7 @@ class RuleWatch:
         return self._matching[name]
 
     def _sentence(self, rule: Rule, name: str, part: str) -> str | None:
-        """Return the rule's sentence about a metric; None if a condition does not hold."""
+        """Return the rule's sentence about a metric, or None if a condition does not hold."""
         (_, first), *others = rule.when.items()
         found = first.find([*self._values[name]])
         if found is None or not all(self._holds(pattern, condition) for pattern, condition in others):
@@ -177,7 +182,7 @@ def _finding(rule: Rule, metric: str, sentence: str, step: int) -> Finding:
 
 
 def find_warnings(lines: Iterable[MetricLine], rules: Sequence[Rule] = RULES) -> tuple[Finding, ...]:
-    """Return the findings in the metrics of a whole run, heaviest first."""
+    """Return the findings for the metrics of a whole run, heaviest first."""
     watch = RuleWatch(rules)
     for line in lines:
         watch.step(line)

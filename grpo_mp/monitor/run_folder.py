@@ -1,4 +1,4 @@
-"""Read a run folder: the one reader behind the report, `grpo-mp watch` and the resume of a run."""
+"""Read a run folder, for the report, `grpo-mp watch` and the resume of a run."""
 
 import json
 import logging
@@ -22,16 +22,16 @@ from grpo_mp.utils.reading import check_regular, read_yaml, refuse_unreadable
 from grpo_mp.utils.redact import without_secrets
 
 LOGGER = logging.getLogger(__name__)
-SAMPLE_FILES = 40  # read of a run: evenly spaced, with the last
-NAMED = 5  # damaged lines that a warning lists
+SAMPLE_FILES = 40  # sample files to read of a run, evenly spaced, including the last
+NAMED = 5  # line numbers in a warning about damaged lines
 RANK_FILE = re.compile(r"rank_(\d+)\.json")
 Line = Mapping[str, Any]
-MetricLine = Mapping[str, float]  # `step`, and metrics by name; NaN for a value that is not finite
+MetricLine = Mapping[str, float]  # `step` and the metrics of the step; NaN: not finite
 
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The contents of a run folder: settings without secrets, and scores and samples by step."""
+    """Contents of a run folder: settings without secrets, metrics in step order, scores and samples by step."""
 
     name: str
     settings: Mapping[str, Any]
@@ -42,7 +42,7 @@ class RunRecords:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[RunRecords, ...]:
-    """Read run folders, each under a unique name."""
+    """Read several run folders. A run's name is its folder's name, or the whole path if names repeat."""
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise UserError("a run folder is given twice: give each once")
     names = [folder.resolve().name for folder in folders]
@@ -51,7 +51,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[RunRecords, ...]:
 
 
 def read_run(folder: Path, name: str) -> RunRecords:
-    """Read a run folder."""
+    """Read one run folder. `name`: name of the run in the report."""
     settings = read_settings(folder)
     metrics = read_metrics(folder / METRICS)
     if not metrics:
@@ -71,7 +71,7 @@ def read_run(folder: Path, name: str) -> RunRecords:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read settings.yaml of a run."""
+    """Read the settings.yaml of a run."""
     file = folder / SETTINGS
     if not file.is_file():
         raise UserError(f"{folder}: no run folder, it has no {SETTINGS}: give the run.folder of a run")
@@ -82,11 +82,11 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def read_metrics(file: Path) -> list[dict[str, float]]:
-    """Read metrics.jsonl in the order of steps; of two lines of a step the last counts, damaged lines are skipped."""
+    """Read metrics.jsonl in step order. The last line of a repeated step counts; damaged lines are skipped."""
     if not file.exists():
         return []
     with refuse_unreadable(file):
-        *complete, _ = check_regular(file).read_bytes().split(b"\n")  # the last line may still be being written
+        *complete, _ = check_regular(file).read_bytes().split(b"\n")  # the last line may be incomplete
     by_step: dict[int, dict[str, float]] = {}
     damaged = []
     for number, text in enumerate(complete, 1):
@@ -102,7 +102,7 @@ def read_metrics(file: Path) -> list[dict[str, float]]:
 
 
 def read_samples(file: Path) -> tuple[Line, ...]:
-    """Read a file of samples/; damaged lines are skipped."""
+    """Read a JSON Lines file of samples; skip damaged lines."""
     objects = map(_parse_object, file.read_bytes().splitlines())
     return tuple(line for line in objects if "response" in line)
 
@@ -116,13 +116,13 @@ def _parse_object(text: bytes) -> dict[str, Any]:
 
 
 def files_by_step(files: Iterable[Path]) -> dict[int, Path]:
-    """Return files by the step in their names, ascending."""
+    """Return the files by the step in their names, in ascending order; skip other names."""
     steps = {int(match[1]): file for file in files if (match := STEP_FILE.fullmatch(file.name))}
     return dict(sorted(steps.items()))
 
 
 def numbered_files(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
-    """Return the files of a folder by the number in their names, ascending."""
+    """Return the files of a folder whose names match, by the number in the name, in ascending order."""
     files = {int(match[1]): file for file in folder.glob("*") if (match := name.fullmatch(file.name))}
     return dict(sorted(files.items()))
 
@@ -132,7 +132,7 @@ def _spaced_with_last(steps: Sequence[int]) -> list[int]:
 
 
 def has_processes(folder: Path) -> bool:
-    """Return whether a rank of the run is alive. Ranks of other hosts count as alive while their file is there."""
+    """Return whether a rank of the run is alive. Ranks on other hosts count as alive while their file exists."""
     here = socket.gethostname()
     return any(
         process.host != here or find_process(process.pid, process.started_s) is not None

@@ -1,4 +1,4 @@
-"""Write sampled answers of a step for people to read: JSON lines in the run folder and a text in TensorBoard."""
+"""Write sampled answers for people to read: JSON lines in the run folder, Markdown for the loggers."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,23 +9,23 @@ from grpo_mp.utils.files import as_json, encodable, write_atomically
 from grpo_mp.utils.types import Sample, SampleGroup
 
 T = TypeVar("T")
-STEP_FILE = re.compile(r"(?:step|eval)_([0-9]+)\.jsonl?")  # other names are copies that users made
+STEP_FILE = re.compile(r"(?:step|eval)_([0-9]+)\.jsonl?")  # other files are copies that users made
 SHOWN_SAMPLES = 4  # groups of a step whose texts are logged
 
 
 def write_samples(run_folder: Path, step: int, groups: Iterable[SampleGroup]) -> None:
-    """Write every sample of a step into `<run>/samples/step_000012.jsonl`."""
+    """Write all samples of a step to `<run>/samples/step_000012.jsonl`."""
     write_atomically(run_folder / "samples" / f"step_{step:06d}.jsonl", "".join(sample_lines(groups)))
 
 
 def write_eval_samples(run_folder: Path, step: int, groups_by_set: Mapping[str, Iterable[SampleGroup]]) -> None:
-    """Write answers of the eval sets into `<run>/samples/eval_000020.jsonl`."""
+    """Write the sampled answers to the eval sets to `<run>/samples/eval_000020.jsonl`."""
     lines = [line for name, groups in groups_by_set.items() for line in sample_lines(groups, set=name)]
     write_atomically(run_folder / "samples" / f"eval_{step:06d}.jsonl", "".join(lines))
 
 
 def drop_later_files(run_folder: Path, first_step: int) -> None:
-    """Remove samples and scores of `first_step` and later steps of an earlier process."""
+    """Remove the samples and scores that an earlier process wrote for `first_step` and later steps."""
     for path in (*(run_folder / "samples").glob("*.jsonl"), *(run_folder / "eval").glob("*.json")):
         match = STEP_FILE.fullmatch(path.name)
         if match and int(match[1]) >= first_step:
@@ -39,20 +39,20 @@ def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
 
 
 def append_samples(file: Path, name: str, groups: Iterable[SampleGroup]) -> None:
-    """Append every sample of a set."""
+    """Append all samples of the eval set `name` to a file."""
     with file.open("a", encoding="utf-8") as lines:
         lines.writelines(sample_lines(groups, set=name))
 
 
 def sample_lines(groups: Iterable[SampleGroup], **columns: Any) -> Iterator[str]:
-    """Yield every sample as a line of JSON, after `columns`; values that JSON or UTF-8 lacks become text."""
+    """Yield each sample as a line of JSON that begins with `columns`. Values unknown to JSON become text."""
     for group in groups:
         for sample in group.samples:
             yield encodable(as_json(columns | sample_record(group, sample), ensure_ascii=False)) + "\n"
 
 
 def sample_record(group: SampleGroup, sample: Sample) -> dict[str, Any]:
-    """Return one sample as a JSON object. `weight_version`: of the first and last token."""
+    """Return a sample as a JSON object. `weight_version` holds the versions of the first and last token."""
     return {
         "prompt": group.prompt.text,
         "expected": group.prompt.answer,
@@ -73,7 +73,7 @@ def sample_record(group: SampleGroup, sample: Sample) -> dict[str, Any]:
 
 
 def samples_to_markdown(groups: Sequence[SampleGroup]) -> str:
-    """Render the best and the worst answer of each group. Model text is shown as code, never as markup."""
+    """Render the best and the worst answer of each group as Markdown. Model text is a code block, never markup."""
     blocks = []
     for group in groups:
         ordered = sorted(group.samples, key=lambda sample: sample.reward, reverse=True)

@@ -1,4 +1,4 @@
-"""Find which rank of a hanging job the others wait for: pure functions over the dumps of its ranks."""
+"""Find the rank that blocks a hanging job, from the dumps of the ranks."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,23 +8,23 @@ from grpo_mp.monitor.rank_dump import Collective, Group, RankDump
 from grpo_mp.utils.findings import Finding, Level
 
 PACKAGE = re.compile(r".*/(grpo_mp/.*)")
-# How torch's recorder names a send or receive: with the places of both ranks in the group, the caller's first.
+# Name of a send or receive in torch's flight recorder: group rank of the caller, then of its peer.
 P2P = re.compile(r"(?:\w+:)?(send|recv) (\d+)(?:->|<-)(\d+)")
-MOST_NAMED = 8  # ranks in a sentence
+MOST_NAMED = 8  # maximum number of ranks in a sentence
 STACK_LINES = 6
 NETWORK = "look at the network and at the GPUs of these nodes: grpo-mp doctor machine"
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank that waits in a collective, and the state of the group's other ranks."""
+    """A rank that waits in a collective, send or receive, and the members of the group for which it may wait."""
 
     rank: int
     call: Collective
-    group: str  # description
-    ranks: tuple[int, ...]  # of the group
-    absent: tuple[int, ...]  # have not made the call yet
-    unknown: tuple[int, ...]  # left no dump, or have made more calls since than the recorder holds
+    group: str  # description of the group
+    ranks: tuple[int, ...]  # members of the group; of a send or receive, both ends
+    absent: tuple[int, ...]  # members that have not made the call yet
+    unknown: tuple[int, ...]  # members without a dump, or whose recorder no longer holds calls of this group
 
     @property
     def text(self) -> str:
@@ -40,16 +40,16 @@ class Wait:
 
 @dataclass(frozen=True)
 class EngineStacks:
-    """The innermost frames of the main thread of an engine's process, the innermost first."""
+    """Innermost frames of the main thread of an engine process, innermost first."""
 
-    rank: int  # that hosts it
+    rank: int  # host of the engine
     process: str
     frames: tuple[str, ...]
-    text: str = ""  # of all its threads, as Python's faulthandler writes them
+    text: str = ""  # stacks of all threads in the format of Python's faulthandler
 
 
 def diagnose(dumps: Mapping[int, RankDump], silent: Mapping[int, str], over_s: float = 0.0) -> list[Finding]:
-    """Return the findings about waits longer than `over_s` seconds. `silent`: ranks without a dump, and why."""
+    """Return the findings about waits longer than `over_s` seconds. `silent`: rank without a dump -> reason."""
     waits = find_waits(dumps, over_s)
     findings = [*_mismatches(dumps, waits), *_blockers(dumps, waits), *_circles(waits)]
     findings += [*_silent(silent, waits), *_unrecorded(dumps, silent, waits)]
@@ -63,7 +63,7 @@ def diagnose(dumps: Mapping[int, RankDump], silent: Mapping[int, str], over_s: f
 
 
 def find_waits(dumps: Mapping[int, RankDump], over_s: float = 0.0) -> list[Wait]:
-    """Return, for each rank and group, the oldest pending collective, send and receive."""
+    """Return the oldest pending collective, send and receive of each rank in each of its groups."""
     waits = []
     for rank, dump in sorted(dumps.items()):
         seen = set()
@@ -89,7 +89,7 @@ def _wait_for_group(dumps: Mapping[int, RankDump], rank: int, call: Collective, 
 def _wait_for_peer(dumps: Mapping[int, RankDump], rank: int, call: Collective, group: Group) -> Wait | None:
     match = P2P.fullmatch(call.operation)
     if not match:
-        return None  # the entry of a batch: each of its sends and receives has its own entry, too
+        return None  # entry of a batched call; its sends and receives have entries of their own
     peer = group.ranks[int(match[3])]
     counterpart = {"send": "recv", "recv": "send"}[match[1]], match[3], match[2]
     calls = dumps[peer].collectives if peer in dumps else ()
@@ -100,13 +100,13 @@ def _wait_for_peer(dumps: Mapping[int, RankDump], rank: int, call: Collective, g
 
 
 def last_call(dump: RankDump, group: str) -> int | None:
-    """Return the number of the last collective that a rank called in a group; None if the record is too short."""
+    """Return the number of a rank's last collective in a group; 0: no call yet; None: dropped by the recorder."""
     calls = [call.sequence for call in dump.collectives if call.group == group and not call.is_p2p]
     return max(calls) if calls else (0 if dump.records_all else None)
 
 
 def _blockers(dumps: Mapping[int, RankDump], waits: Sequence[Wait]) -> list[Finding]:
-    """Name the ranks that others wait for and that wait for nobody."""
+    """Report the ranks that block other ranks and do not wait themselves."""
     waiting = {wait.rank for wait in waits if wait.absent or wait.unknown}
     findings = []
     for rank in sorted({rank for wait in waits for rank in wait.absent} - waiting):
@@ -120,7 +120,7 @@ def _blockers(dumps: Mapping[int, RankDump], waits: Sequence[Wait]) -> list[Find
 
 
 def _circles(waits: Sequence[Wait]) -> list[Finding]:
-    """Name the ranks that wait for each other in a circle, without the ranks that only lead into it."""
+    """Report the ranks that wait for each other in a cycle, without ranks that only wait for the cycle."""
     edges = {(wait.rank, peer) for wait in waits for peer in wait.absent}
     while True:
         waiting, awaited = {rank for rank, _ in edges}, {peer for _, peer in edges}
@@ -142,7 +142,7 @@ def _circles(waits: Sequence[Wait]) -> list[Finding]:
 
 
 def _unrecorded(dumps: Mapping[int, RankDump], silent: Mapping[int, str], waits: Sequence[Wait]) -> list[Finding]:
-    """Name the waits for ranks whose record is too short to tell whether they have made the call."""
+    """Report waits for ranks whose recorder no longer shows whether they have made the call."""
     findings = []
     for wait in waits:
         ranks = [rank for rank in wait.unknown if rank not in silent and rank in dumps]
@@ -155,7 +155,7 @@ def _unrecorded(dumps: Mapping[int, RankDump], silent: Mapping[int, str], waits:
 
 
 def _mismatches(dumps: Mapping[int, RankDump], waits: Sequence[Wait]) -> list[Finding]:
-    """Name the groups whose ranks call different operations as their n-th collective."""
+    """Report the groups whose ranks call different operations as their n-th collective."""
     findings = {}
     for wait in waits:
         key = wait.call.group, wait.call.sequence
@@ -175,7 +175,7 @@ def _mismatches(dumps: Mapping[int, RankDump], waits: Sequence[Wait]) -> list[Fi
 
 
 def _slow_collectives(waits: Sequence[Wait]) -> list[Finding]:
-    """Name the collectives that all ranks of the group have called, and that do not end."""
+    """Report the collectives that all ranks of a group have called and that do not finish."""
     findings: dict[tuple[str, int], Finding] = {}
     for wait in waits:
         if not wait.absent and not wait.unknown:
@@ -185,7 +185,7 @@ def _slow_collectives(waits: Sequence[Wait]) -> list[Finding]:
 
 
 def _silent(silent: Mapping[int, str], waits: Sequence[Wait]) -> list[Finding]:
-    """Name the ranks that did not answer, by reason, with the waits that may be for them."""
+    """Report the ranks that did not answer, by reason, with the waits that these ranks may cause."""
     by_reason: dict[str, list[int]] = {}
     for rank, reason in sorted(silent.items()):
         by_reason.setdefault(reason, []).append(rank)
@@ -198,7 +198,7 @@ def _silent(silent: Mapping[int, str], waits: Sequence[Wait]) -> list[Finding]:
 
 
 def full_stacks(dumps: Mapping[int, RankDump], engines: Iterable[EngineStacks]) -> str:
-    """Return the stacks of all threads of every rank, the innermost call last, and those of the engines' processes."""
+    """Return the stacks of all threads of the ranks, innermost call last, and of the engines, innermost call first."""
     lines = []
     for rank, dump in sorted(dumps.items()):
         lines.append(f"rank {rank} on {dump.host}, pid {dump.pid}, in {_phases(dump)}")
@@ -211,13 +211,13 @@ def full_stacks(dumps: Mapping[int, RankDump], engines: Iterable[EngineStacks]) 
 
 
 def shown_engines(engines: Iterable[EngineStacks]) -> list[Finding]:
-    """Return the innermost calls of the engines' processes as a finding."""
+    """Return a finding with the innermost calls of all engine processes; an empty list without engines."""
     lines = [f"rank {e.rank}, {e.process}: {' < '.join(e.frames[:3]) or 'no answer'}" for e in engines]
     return [Finding(Level.OK, "processes of engines, the innermost call first", lines)] if lines else []
 
 
 def place(dump: RankDump) -> str:
-    """Return a rank's phase, and the innermost line of this package in its main thread."""
+    """Return a sentence with a rank's phases and the innermost grpo_mp line of its main thread."""
     frames = dump.threads[0].frames if dump.threads else ()
     own = [match[1] for frame in frames if (match := PACKAGE.match(frame))]
     where = f", at {own[-1]}" if own else ""
@@ -229,18 +229,18 @@ def _phases(dump: RankDump) -> str:
 
 
 def main_stack(dump: RankDump) -> list[str]:
-    """Return the innermost frames of a rank's main thread, the outermost first."""
+    """Return a header and the innermost frames of a rank's main thread, innermost last."""
     frames = dump.threads[0].frames if dump.threads else ()
     return [f"rank {dump.rank} on {dump.host}, pid {dump.pid}:", *(f"  {frame}" for frame in frames[-STACK_LINES:])]
 
 
 def operation(call: Collective) -> str:
-    """Return 'all_reduce' of 'gloo:all_reduce'."""
+    """Return the operation without the backend: 'all_reduce' for 'gloo:all_reduce'."""
     return call.operation.rpartition(":")[2]
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Return '0, 1, 2 and 9 more'."""
+    """Format ranks as '0, 1, 2 and 9 more'."""
     ranks = list(ranks)
     shown = ", ".join(map(str, ranks[:MOST_NAMED]))
     return f"{shown} and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else shown

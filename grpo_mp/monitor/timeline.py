@@ -1,7 +1,8 @@
-"""Timeline of one rank: named spans, written as a Chrome trace during the run, and the time of a step by phase.
+"""Timeline of a rank: named spans, written as a Chrome trace during the run, and the time of a step by phase.
 
-The file is a JSON array of events without its closing bracket, which chrome://tracing and Perfetto read: a killed run
-leaves a readable trace. pid is the rank, tid 0 its only lane, "policy"; counters are drawn as curves below it.
+During the run the file is a JSON array of events without the closing bracket. chrome://tracing and Perfetto read such
+files, so the trace of a killed run is readable. pid is the rank; tid 0 is its only lane, "policy"; counters appear as
+curves below the lane.
 """
 
 import json
@@ -23,7 +24,7 @@ from grpo_mp.utils.phases import WAIT, Phase
 
 LOGGER = logging.getLogger(__name__)
 Event = dict[str, Any]
-TAIL_BYTES = 2**18  # of a trace: a span that is open began there, or long ago
+TAIL_BYTES = 2**18  # read from the end of a trace for the current phase; spans that began earlier are missed
 RANK_TRACE = re.compile(r"rank_(\d+)\.json")
 
 
@@ -37,14 +38,14 @@ class Span:
 
 
 class Timeline:
-    """Records nested spans of one rank into `<run>/trace/rank_<rank>.json`."""
+    """Writes nested spans and counters of one rank to `<run>/trace/rank_<rank>.json`."""
 
     def __init__(self, run_folder: Path, rank: int) -> None:
         path = trace_path(run_folder, rank)
         earlier = close_open_spans(read_trace(path)) if path.exists() else []
         self._rank = rank
         self._spans: list[Span] = []
-        # Durations are those of the monotonic clock; the epoch clock only aligns the ranks.
+        # Durations come from the monotonic clock; the epoch clock only aligns the ranks.
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
         process = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         lane = {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "policy"}}
@@ -53,12 +54,12 @@ class Timeline:
         self._writing = Lock()  # counters come from another thread
 
     def now_ns(self) -> int:
-        """Return nanoseconds since the epoch, never going back within this process."""
+        """Return nanoseconds since the epoch; the values never decrease within this process."""
         return self._offset_ns + time.perf_counter_ns()
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Record the body as a span. Its start is on disk before the body runs."""
+        """Record the `with` body as a span. The begin event is on disk before the body runs."""
         start_ns = self.now_ns()
         self._record("B", name, start_ns)
         try:
@@ -69,11 +70,11 @@ class Timeline:
             self._spans.append(Span(name, start_ns, end_ns))
 
     def counter(self, name: str, values: Mapping[str, float]) -> None:
-        """Record values at this moment, from any thread."""
+        """Record the current values of a counter; callable from any thread."""
         self._append({"ph": "C", "name": name, "pid": self._rank, "ts": self.now_ns() / 1000, "args": dict(values)})
 
     def take(self) -> tuple[Span, ...]:
-        """Return the spans that ended since the last call."""
+        """Return the spans that have ended since the last call."""
         spans, self._spans = tuple(self._spans), []
         return spans
 
@@ -94,7 +95,7 @@ class Timeline:
                 self._write(",\n" + json.dumps(event))
 
     def _write(self, text: str) -> None:
-        """Append a text; on a full disk the event is lost."""
+        """Append text to the file; on a full disk the event is lost."""
         try:
             self._file.write(text)
             self._file.flush()
@@ -105,7 +106,7 @@ class Timeline:
 
 
 def trace_path(run_folder: Path, rank: int) -> Path:
-    """Return the trace file of a rank."""
+    """Return the path of a rank's trace file."""
     return run_folder / "trace" / f"rank_{rank}.json"
 
 
@@ -114,7 +115,7 @@ def _join_events(events: list[Event]) -> str:
 
 
 def read_trace(path: Path) -> list[Event]:
-    """Read a trace file, finished or not; damaged lines are skipped."""
+    """Read the events of a trace file, complete or not; skip damaged lines."""
     return _parse(path.read_text(encoding="utf-8", errors="replace"))
 
 
@@ -131,49 +132,49 @@ def _parse(text: str) -> list[Event]:
 
 @dataclass(frozen=True)
 class RankPhase:
-    """The open spans of a rank, outermost first and joined by " > ", or "" between spans."""
+    """Phase of a rank. `name`: its open spans, outermost first, joined by " > "; "" between spans."""
 
     rank: int
     name: str
-    since_s: float  # of the innermost span, since the epoch
+    since_s: float  # begin of the innermost span, or end of the last one; seconds since the epoch
 
 
 def read_phase(rank: int, path: Path) -> RankPhase:
-    """Return the current phase of a rank, from the end of its trace."""
+    """Return the current phase of a rank from the end of its trace file."""
     with path.open("rb") as stream:
         stream.seek(max(0, path.stat().st_size - TAIL_BYTES))
         return current_phase(rank, _parse(stream.read().decode(errors="replace")))
 
 
 def current_phase(rank: int, events: Sequence[Event]) -> RankPhase:
-    """Return the spans that are open after the events."""
+    """Return the phase of a rank after the given events of its trace."""
     spans = open_spans(events)
     last_ts = spans[-1]["ts"] if spans else max((event["ts"] for event in events if event["ph"] in "BE"), default=0.0)
     return RankPhase(rank, " > ".join(span["name"] for span in spans), last_ts / 1e6)
 
 
 def open_spans(events: Sequence[Event]) -> list[Event]:
-    """Return the begin events of spans without an end, the outermost first."""
+    """Return the begin events of the spans that have not ended, outermost first."""
     spans: list[Event] = []
     for event in events:
         if event["ph"] == "B":
             spans.append(event)
-        elif event["ph"] == "E" and spans:  # otherwise its begin is damaged, or before these events
+        elif event["ph"] == "E" and spans:  # else the begin event is damaged or older
             spans.pop()
     return spans
 
 
 def close_open_spans(events: list[Event]) -> list[Event]:
-    """Return the events with an end, at the last time seen, for each span that a killed process left open."""
+    """Return the events and, for each span that a killed process left open, an end event at the last known time."""
     last_ts = max((event["ts"] for event in events if "ts" in event), default=0)
     ends = [{**event, "ph": "E", "ts": last_ts} for event in reversed(open_spans(events))]
     return [*events, *ends]
 
 
 def merge_traces(run_folder: Path) -> Path:
-    """Write `<run>/trace.json`, one JSON array with the events of all ranks, and return its path.
+    """Merge the traces of all ranks into the JSON array `<run>/trace.json`; return its path.
 
-    The run may still be running. The events of one rank are in memory at a time.
+    The run may continue meanwhile. Memory holds the events of one rank at a time.
     """
     merged = run_folder / "trace.json"
     with incomplete(merged) as temporary, temporary.open("w", encoding="utf-8") as stream:
@@ -190,7 +191,7 @@ def merge_traces(run_folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class StepSummary:
-    """Time of one step. `seconds` is by span name; a name's overlapping or nested spans count once."""
+    """Time of one step. `seconds`: by span name; overlapping or nested spans of the same name count once."""
 
     wall_s: float
     seconds: dict[str, float]
@@ -199,7 +200,7 @@ class StepSummary:
 
 
 def summarize(spans: Iterable[Span], start_ns: int, end_ns: int) -> StepSummary:
-    """Sum up the spans between `start_ns` and `end_ns`, the bounds of the step on this rank; the rest is cut off."""
+    """Sum up the spans of a step, which lasts from `start_ns` to `end_ns` on this rank; clip spans to the step."""
     work = {phase.value for phase in Phase if phase.is_work}
     inside = [span for span in spans if span.end_ns > start_ns and span.start_ns < end_ns]
     intervals = [(span.name, max(span.start_ns, start_ns), min(span.end_ns, end_ns)) for span in inside]
@@ -228,7 +229,7 @@ def covered_ns(intervals: Iterable[tuple[int, int]]) -> int:
 
 
 def reduce_over_ranks(summaries: Sequence[StepSummary]) -> StepSummary:
-    """Reduce the summaries of all ranks: the slowest rank's seconds, the mean of the shares. Needs at least one."""
+    """Combine the summaries of all ranks: the maximum of the seconds, the mean of the shares."""
     names = sorted({name for summary in summaries for name in summary.seconds})
     return StepSummary(
         wall_s=max(summary.wall_s for summary in summaries),
@@ -239,7 +240,7 @@ def reduce_over_ranks(summaries: Sequence[StepSummary]) -> StepSummary:
 
 
 def step_scalars(summary: StepSummary) -> dict[str, float]:
-    """Name the summary's numbers: time/step_s, time/generate_s, ..., time/idle_share, time/overhead_share."""
+    """Return a summary as metrics: time/step_s, time/generate_s, ..., time/idle_share, time/overhead_share."""
     phase_seconds = {
         metric_name("time/{phase}_s", phase=name.lower()): seconds for name, seconds in summary.seconds.items()
     }

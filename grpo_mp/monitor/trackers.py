@@ -1,6 +1,6 @@
-"""Loggers of experiment trackers; a tracker's package is imported when it is used.
+"""Loggers of experiment trackers. Each imports the tracker's package when it is made.
 
-A resumed run continues its tracker's run, which keeps what a lost attempt logged.
+A resumed run continues the tracker's run. The tracker keeps the metrics of steps that the resume repeats.
 """
 
 import html
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _WandbLike(Logger):
-    """Logs by the API that Weights & Biases and trackio share; a subclass sets `_module` and `_run`."""
+    """Base of the loggers of Weights & Biases and trackio, which share an API; subclasses set `_module` and `_run`."""
 
     _module: Any
     _run: Any
@@ -47,7 +47,7 @@ class _WandbLike(Logger):
 
 
 class WandbLogger(_WandbLike):
-    """Logs to Weights & Biases with arguments of `wandb.init`. WANDB_MODE=offline writes `<run>/wandb/` only."""
+    """Logs to Weights & Biases. `init`: arguments of `wandb.init`. WANDB_MODE=offline writes only `<run>/wandb/`."""
 
     def __init__(
         self, run_folder: Path, first_step: int, settings: Mapping[str, Any], project: str = "grpo_mp", **init: Any
@@ -69,7 +69,7 @@ class WandbLogger(_WandbLike):
 
 
 class TrackioLogger(_WandbLike):
-    """Logs to trackio, by default on this machine, with arguments of `trackio.init` such as `space_id`."""
+    """Logs to trackio, by default on this machine. `init`: arguments of `trackio.init`, such as `space_id`."""
 
     def __init__(
         self, run_folder: Path, first_step: int, settings: Mapping[str, Any], project: str = "grpo_mp", **init: Any
@@ -86,7 +86,7 @@ class TrackioLogger(_WandbLike):
 
 
 class MlflowLogger(Logger):
-    """Logs to MLflow at `tracking_uri`, by default where MLflow does (MLFLOW_TRACKING_URI); no histograms."""
+    """Logs to MLflow at `tracking_uri` (default: MLFLOW_TRACKING_URI, else MLflow's default); drops histograms."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class MlflowLogger(Logger):
 
 
 def _run_id(file: Path, first_step: int) -> str:
-    """Return the id of the tracker's run: of a resumed run the former one."""
+    """Return the id of the tracker's run from `file`; a run that starts at step 0 gets a new id."""
     if not (first_step and file.exists()):
         write_atomically(file, uuid4().hex[:12])
     return file.read_text()

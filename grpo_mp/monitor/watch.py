@@ -1,4 +1,4 @@
-"""The view of `grpo-mp watch`: the state of a run folder as rich tables."""
+"""View of `grpo-mp watch`: the state of a run as tables of the package rich."""
 
 import math
 import time
@@ -35,7 +35,7 @@ BARS = "▁▂▃▄▅▆▇█"
 NUM_BARS = 30
 MOST_ROWS, MOST_WARNINGS = 12, 4
 PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 160, 400
-# Patterns of metric names: label, and format of the values.
+# Pattern of metric names -> (label, format of the values). {} in a label is the second part of the name.
 CURVES = {
     "reward/mean": ("reward", "{:.3f}"),
     "rollout/accuracy": ("accuracy", "{:.1%}"),
@@ -56,17 +56,17 @@ CURVES = {
 
 @dataclass(frozen=True)
 class RunState:
-    """A run at `time_s`; `status` is "not started", "starts", "runs", "ended" (all steps are done) or "stopped"."""
+    """State of a run at `time_s`. `status`: "not started", "starts", "runs", "ended" (all steps done) or "stopped"."""
 
     folder: Path
     status: str
-    steps: int  # of the whole run; 0 if unknown
-    time_s: float
+    steps: int  # last step of the run; 0 if unknown
+    time_s: float  # seconds since the epoch
     metrics: Sequence[MetricLine] = ()
     ranks: Sequence[RankPhase] = ()
     engines: Mapping[int, Sequence[EngineLoad]] = field(default_factory=dict)
     sample_step: int = 0
-    samples: Sequence[Mapping[str, Any]] = ()  # of that step
+    samples: Sequence[Mapping[str, Any]] = ()  # samples of `sample_step`
     warnings: Sequence[Finding] = ()
 
     @property
@@ -75,12 +75,12 @@ class RunState:
 
     @property
     def is_running(self) -> bool:
-        """Return whether the job's processes are alive, here or on other hosts."""
+        """Return whether processes of the run are alive, here or on other hosts."""
         return self.status in ("starts", "runs")
 
 
 def read_state(folder: Path) -> RunState:
-    """Read the state of a run; its folder may not exist yet."""
+    """Read the state of a run from its folder, which may not exist yet."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: give the run.folder of a run")
     if not (folder / SETTINGS).is_file():
@@ -108,7 +108,7 @@ def read_state(folder: Path) -> RunState:
 
 
 def frame(state: RunState) -> RenderableType:
-    """Return the header and a panel for each part that the run has."""
+    """Return the whole view: the header, and a panel for each table with rows."""
     parts: list[tuple[str, Table]] = [
         ("curves", curves(state.metrics)),
         ("ranks", ranks(state.ranks, state.time_s)),
@@ -123,7 +123,7 @@ def frame(state: RunState) -> RenderableType:
 
 
 def header(state: RunState) -> Text:
-    """Return folder, status, step, and the time left at the mean speed of the last steps."""
+    """Return a line with folder, status, step and the time left at the mean step time of the last 20 steps."""
     parts = [state.status]
     if state.status == "not started":
         parts.append("waiting for its settings.yaml")
@@ -136,7 +136,7 @@ def header(state: RunState) -> Text:
 
 
 def curves(metrics: Sequence[MetricLine]) -> Table:
-    """Return a row for each curve of the run: bars, last value, range."""
+    """Return a table with a sparkline, the last value and the range of each metric in CURVES."""
     table = _table("", "", "now", "range")
     for pattern, (label, form) in CURVES.items():
         names = dict.fromkeys(name for line in metrics for name in line if fnmatchcase(name, pattern))
@@ -153,7 +153,7 @@ def curves(metrics: Sequence[MetricLine]) -> Table:
 
 
 def sparkline(values: Sequence[float], bars: int = NUM_BARS) -> str:
-    """Return at most `bars` characters, each the mean of an even stretch of the values; blank without finite values."""
+    """Draw values as at most `bars` characters, each for the mean of an equal stretch; blank if none is finite."""
     count = min(bars, len(values))
     stretches = [values[index * len(values) // count : (index + 1) * len(values) // count] for index in range(count)]
     finite = [[value for value in stretch if math.isfinite(value)] for stretch in stretches]
@@ -165,7 +165,7 @@ def sparkline(values: Sequence[float], bars: int = NUM_BARS) -> str:
 
 
 def ranks(phases: Sequence[RankPhase], now_s: float) -> Table:
-    """Return a row for each set of ranks in the same phase, the longest wait first."""
+    """Return a table with a row for each phase that ranks are in, the longest first."""
     by_name: dict[str, list[RankPhase]] = {}
     for phase in phases:
         by_name.setdefault(phase.name or "between phases", []).append(phase)
@@ -178,7 +178,7 @@ def ranks(phases: Sequence[RankPhase], now_s: float) -> Table:
 
 
 def name_ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as '0-3, 7'."""
+    """Format ascending numbers as '0-3, 7'."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -189,7 +189,7 @@ def name_ranges(numbers: Sequence[int]) -> str:
 
 
 def engines(state: RunState) -> Table:
-    """Return a row for each of the busiest engines: its load now."""
+    """Return a table with the current load of the busiest engines."""
     known = {number: lines[-1] for number, lines in state.engines.items() if lines}
     table = _table("engine", "running", "queued", "cache", "tokens/s", "")
     busiest = sorted(known, key=lambda number: (known[number].works, -(known[number].running or 0)))
@@ -210,7 +210,7 @@ def engines(state: RunState) -> Table:
 
 
 def warnings(state: RunState) -> Table:
-    """Return the heaviest warnings with what to do."""
+    """Return a table of the heaviest warnings with their advice."""
     table = Table.grid(padding=(0, 1))
     for finding in state.warnings[:MOST_WARNINGS]:
         until = f" (until step {finding.last_step})" if finding.last_step < state.step else ""
@@ -222,7 +222,7 @@ def warnings(state: RunState) -> Table:
 
 
 def samples(lines: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the best and the worst answer of a step. Model text is never read as markup."""
+    """Return a table with the best and the worst answer of a step. Model text is never parsed as markup."""
     ordered = sorted(lines, key=lambda line: -float(line.get("reward") or 0.0))
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -234,7 +234,7 @@ def samples(lines: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _tail(text: str, most: int) -> Text:
-    """Return the end of a text in one paragraph without control characters."""
+    """Return the last `most` characters of a text as one paragraph without control characters."""
     plain = "".join(letter if letter.isprintable() else " " for letter in " ".join(text.split()))
     return Text(plain if len(plain) <= most else f"... {plain[-most:]}")
 

@@ -1,4 +1,4 @@
-"""Time limit of every phase: a watchdog, for calls that cannot be interrupted."""
+"""Watchdog that enforces the time limits of phases, even on calls that cannot be interrupted."""
 
 import faulthandler
 import os
@@ -13,13 +13,13 @@ from pathlib import Path
 from grpo_mp.monitor.rank_dump import PhaseTime
 
 STUCK_STATUS = 3  # exit status of a process that its watchdog ended
-BEFORE_EXIT_LIMIT_S = 5.0  # for the `before_exit` functions, together
-GRACE_S = 15.0  # how long after a limit the C-level timer ends a process whose threads cannot run
+BEFORE_EXIT_LIMIT_S = 5.0  # time limit of all `before_exit` functions together
+GRACE_S = 15.0  # delay after a limit until the C-level timer ends a process whose Python threads cannot run
 
 
 @dataclass
 class Deadline:
-    """A phase of a rank, when it began (monotonic seconds), and its limit."""
+    """A phase of a rank with its time limit and its begin (time.monotonic)."""
 
     rank: int
     phase: str
@@ -34,12 +34,12 @@ class Deadline:
 
 
 class Watchdog:
-    """Ends the process when a phase passes its limit: no exception can leave a collective that hangs.
+    """Ends the process when a phase exceeds its limit, because no exception can leave a hanging collective.
 
-    Writes the stacks of all threads to `<run>/logs/stuck_rank_<rank>.txt` first, and calls `before_exit` (stop the
-    engines, flush the writers) for at most `BEFORE_EXIT_LIMIT_S`; the exit status is `STUCK_STATUS`. If a call holds
-    Python's lock, a timer in C ends the process with status 1, `GRACE_S` after the limit. That timer is one per
-    process, so a process makes one watchdog. Phases may nest, and run in several threads.
+    First writes the stacks of all threads to `<run>/logs/stuck_rank_<rank>.txt`, then calls the `before_exit` functions
+    (stop the engines, flush the writers) for at most `BEFORE_EXIT_LIMIT_S`, then exits with `STUCK_STATUS`. If a call
+    holds the GIL, a C-level timer ends the process with status 1, `GRACE_S` after the limit. A process has only one
+    such timer, so create at most one watchdog per process. Phases may be nested and may run in several threads.
     """
 
     def __init__(self, rank: int, run_folder: Path, before_exit: Sequence[Callable[[], None]] = ()) -> None:
@@ -54,7 +54,7 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str, limit_s: float) -> Iterator[None]:
-        """Watch the body. An error that leaves it gets the phase as a note."""
+        """Watch the `with` body. An exception that leaves the body gets a note with the phase."""
         deadline = Deadline(self.rank, name, limit_s)
         with self._changed:
             self._deadlines.append(deadline)
@@ -70,7 +70,7 @@ class Watchdog:
                 self._rearm()
 
     def phases(self) -> list[PhaseTime]:
-        """Return the current phases, the outermost first."""
+        """Return the current phases, outermost first."""
         now_s = time.monotonic()
         return [PhaseTime(one.phase, now_s - one.started_s) for one in list(self._deadlines)]
 
@@ -107,7 +107,7 @@ class Watchdog:
         try:
             _arm_exit_timer(GRACE_S)
             line = f"error: {deadline.message()}; the stacks of all threads are in {self._stacks}\n"
-            os.write(2, line.encode())  # not sys.stderr: the thread that hangs may hold its lock
+            os.write(2, line.encode())  # the hanging thread may hold the lock of sys.stderr
             self._stacks.parent.mkdir(parents=True, exist_ok=True)
             with self._stacks.open("w", encoding="utf-8") as file:
                 file.write(deadline.message() + "\n\n")

@@ -1,1 +1,1 @@
-"""The page of one or several runs: charts, tables and answers, in one HTML file."""
+"""Report of one or several runs: charts, tables and answers in one HTML file."""

@@ -1,4 +1,4 @@
-"""Choose the answers of a run that are worth reading."""
+"""Select the answers of a run that are worth reading."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,14 +8,14 @@ from grpo_mp.monitor.run_folder import Line, RunRecords
 from grpo_mp.monitor.samples import evenly_spaced
 from grpo_mp.utils.files import encodable
 
-CHARACTERS = 4000  # of a text: its first and last half
-STEPS = 4  # at which answers are shown
-QUESTIONS, TIMES = 2, 6  # the same questions, and how often each is shown
+CHARACTERS = 4000  # longer texts are cut in the middle
+STEPS = 4  # steps whose answers are shown
+QUESTIONS, TIMES = 2, 6  # recurring questions, and how often each is shown
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A sampled answer: what it is an example of, its texts, and its numbers in words."""
+    """A sampled answer. `why`: reason for the selection, such as "best"; `facts`: reward, correctness and length."""
 
     why: str
     run: str
@@ -27,7 +27,7 @@ class Answer:
 
 
 def choose_answers(run: RunRecords) -> tuple[Answer, ...]:
-    """Choose the best, worst and longest answer of some steps, and questions that were asked several times."""
+    """Return the best, worst and longest answer of some steps, and answers to recurring questions."""
     steps = sorted(step for step, lines in run.samples.items() if lines)
     shown = list(dict.fromkeys([*evenly_spaced(steps, STEPS - 1), *steps[-1:]]))
     return (*(one for step in shown for one in _of_step(run, step)), *_same_questions(run))
@@ -43,7 +43,7 @@ def _of_step(run: RunRecords, step: int) -> Iterator[Answer]:
 
 
 def _same_questions(run: RunRecords) -> Iterator[Answer]:
-    """Yield the first answer to a question each time it was asked: in evaluations if there are any, else in steps."""
+    """Yield the first answer to each recurring question at several steps: of evaluations if any, else of training."""
     source = run.eval_samples or run.samples
     asked = Counter(key for lines in source.values() for key in {_question(line) for line in lines})
     for question, count in asked.most_common(QUESTIONS):
@@ -72,7 +72,7 @@ def _answer(why: str, run: RunRecords, step: int, line: Line) -> Answer:
 
 
 def shortened(text: str) -> str:
-    """Return a text; of a long one the first and last CHARACTERS / 2."""
+    """Shorten a text to its first and last CHARACTERS / 2 characters."""
     text = encodable(text)
     if len(text) <= CHARACTERS:
         return text

@@ -1,4 +1,4 @@
-"""Charts as data, and their drawings as SVG by Matplotlib; the page's style sets the colours, also in the dark."""
+"""Charts as data, and their drawings as SVG by Matplotlib. The page's CSS sets the colours, also in dark mode."""
 
 import io
 import re
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INCHES = 4.4, 2.8  # 317 units wide: on a phone a unit is about a pixel
-LINES = 8  # colours, of the page's style
+INCHES = 4.4, 2.8  # 317 SVG units wide: on a phone one unit is about one pixel
+LINES = 8  # number of line colours in the page's CSS
 DASHES = ((), (5, 2), (1.5, 1.5), (7, 2, 1.5, 2), (9, 3), (3, 3))  # lengths of strokes and gaps
-TEXT = "#010203"  # stands for the colour of the page's text
+TEXT = "#010203"  # placeholder for the text colour of the page
 STAND_INS = {f"#0a0b{index:02x}": f"var(--line{index})" for index in range(LINES)} | {TEXT: "currentColor"}
 COLORS = tuple(STAND_INS)[:LINES]
 STYLE: dict[str, Any] = {
-    "svg.fonttype": "none",  # text stays text
-    "text.parse_math": False,  # names of runs and rewards may hold a dollar
+    "svg.fonttype": "none",  # keep text as text elements
+    "text.parse_math": False,  # names of runs and rewards may contain a dollar sign
     "font.size": 12,
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), TEXT),
     "axes.spines.top": False,
@@ -26,7 +26,7 @@ STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Series:
-    """A line of values at ascending `x`, with a band from `low` to `high` if given; a gap where not finite."""
+    """A line through `values` at ascending `x`, with an optional band from `low` to `high`; gaps where not finite."""
 
     name: str
     x: tuple[float, ...]
@@ -39,7 +39,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over a common axis, or with `stacked` areas on top of each other."""
+    """Lines over a common axis; with `stacked`, areas on top of each other."""
 
     title: str
     unit: str
@@ -50,7 +50,7 @@ class Chart:
 
 
 def draw(chart: Chart, salt: str) -> str:
-    """Return a chart as an <svg> element without a legend; `salt` must be unique on the page."""
+    """Return a chart as an <svg> element without a legend. `salt`: text that is unique on the page, for the ids."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -64,7 +64,7 @@ def draw(chart: Chart, salt: str) -> str:
 
 
 def draw_chart(axes: "Axes", chart: Chart) -> None:
-    """Draw a chart with axes of Matplotlib."""
+    """Draw a chart into axes of Matplotlib."""
     (_draw_areas if chart.stacked else _draw_lines)(axes, chart)
     axes.set(xlabel=chart.x_label, ylabel=chart.unit)
     axes.grid(alpha=0.2, color=TEXT)
@@ -92,7 +92,7 @@ def _draw_areas(axes: "Axes", chart: Chart) -> None:
 
 
 def legend(chart: Chart) -> tuple[tuple[str, str, str], ...]:
-    """Return name, colour and dashes ("area" in a stacked chart) of each line, for the page's legend."""
+    """Return (name, colour, dashes) of each line for the page's legend; in a stacked chart dashes is "area"."""
     if len(chart.series) == 1 and chart.series[0].name in ("", chart.unit):
         return ()
     return tuple(
@@ -107,7 +107,7 @@ def legend(chart: Chart) -> tuple[tuple[str, str, str], ...]:
 
 
 def _inline(svg: str) -> str:
-    """Return the element without addresses, sizes, and ids that other charts of the page have."""
+    """Return the <svg> element without metadata, size and group ids, and with the CSS colours of the page."""
     element = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     element = re.sub(r'<g id="[^"]*">', "<g>", element)
     element = re.sub(r'^<svg xmlns:xlink="[^"]*" width="[^"]*" height="[^"]*"', '<svg aria-hidden="true"', element)

@@ -1,4 +1,4 @@
-"""Make charts of runs: metrics over the steps, and scores of the eval sets."""
+"""Charts of the report: metrics over the steps, and scores of the eval sets."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +11,11 @@ from grpo_mp.monitor.report.charts import LINES, Chart, Series
 from grpo_mp.monitor.run_folder import RunRecords
 from grpo_mp.utils.phases import GIB
 
-POINTS = 480  # of a line: more than a chart has pixels to tell apart
+POINTS = 480  # maximum points of a line: more than a chart can resolve
 
 
 def charts_of(section: str, runs: Sequence[RunRecords]) -> tuple[Chart, ...]:
-    """Return the charts of a section; a chart without a value, or with zeros only, is left out."""
+    """Return the charts of a section, except those without a value or with zeros only."""
     charts = []
     for curve in CURVES[section]:
         if curve.stacked:  # areas of several runs would hide each other
@@ -26,21 +26,21 @@ def charts_of(section: str, runs: Sequence[RunRecords]) -> tuple[Chart, ...]:
 
 
 def titled(title: str, run: RunRecords, runs: Sequence[RunRecords]) -> str:
-    """Return a title, with the run's name if there are several runs."""
+    """Return the title; append the run's name if there are several runs."""
     return f"{title}, {run.name}" if len(runs) > 1 else title
 
 
 def chart_of(curve: Curve, runs: Sequence[RunRecords]) -> Chart:
     """Return a chart with a line for each metric of each run.
 
-    In a chart of one run, each line has its own colour and dash; of several, each run has a colour, each metric a dash.
+    With one run, each line has its own colour and dash pattern; with several, runs differ in colour, metrics in dashes.
     """
     labels = _labels(curve, runs)
     series = []
     for place, run in enumerate(runs):
         for one in _lines(curve, run, labels):
             number = labels[one.name]
-            more = len(labels) * (place // LINES)  # for runs whose colours are used a second time
+            more = len(labels) * (place // LINES)  # other dashes for runs that reuse a colour
             color, dash = (place, number + more) if len(runs) > 1 else (number, number)
             name = f"{run.name} {one.name}".strip() if len(runs) > 1 else one.name
             series.append(replace(one, name=name, color=color, dash=dash))
@@ -48,7 +48,7 @@ def chart_of(curve: Curve, runs: Sequence[RunRecords]) -> Chart:
 
 
 def _labels(curve: Curve, runs: Sequence[RunRecords]) -> dict[str, int]:
-    """Return a number for each label of a chart, the same for every run."""
+    """Return the index of each label of a chart, common to all runs."""
     plain = [label for label in curve.metrics if label]
     found = [label for run in runs for label, _ in _names(curve, run)]
     return {label: number for number, label in enumerate(dict.fromkeys([*plain, *found]))}
@@ -72,7 +72,7 @@ def _label(label: str, pattern: str, name: str) -> str:
 
 
 def _lines(curve: Curve, run: RunRecords, labels: dict[str, int]) -> Iterator[Series]:
-    """Yield the lines of a run, at the same steps except where a metric has no value."""
+    """Yield the lines of a run. All have points at the same steps, except where a metric has no value."""
     names = dict(_names(curve, run))
     rows = [line for line in run.metrics if any(name in line for name in names.values())]
     if curve.stacked:  # a phase that a step lacks took no time
@@ -100,9 +100,10 @@ def _banded(name: str, x: tuple[float, ...], values: tuple[float, ...], widths: 
 
 
 def downsample(columns: Sequence[Sequence[float]], limit: int) -> list[int]:
-    """Return ascending indices into columns of one length, at most `limit` if that allows 8 for each column.
+    """Return at most `limit` ascending indices into columns of equal length. `limit`: at least 8 per column.
 
-    Keeps both ends, and of even stretches the extremes and the first gap of each column: a spike of one step stays.
+    Keeps both ends and, in each of several equal stretches, the minimum, the maximum and the first gap of each column,
+    so that a spike of one step stays visible.
     """
     length = len(columns[0]) if columns else 0
     if length <= limit:
@@ -119,7 +120,7 @@ def downsample(columns: Sequence[Sequence[float]], limit: int) -> list[int]:
 
 
 def score_charts(runs: Sequence[RunRecords]) -> tuple[Chart, ...]:
-    """Return, for each eval set, accuracy over the steps and pass@k before and after."""
+    """Return two charts for each eval set: accuracy over the steps, and pass@k before and after the run."""
     sets = dict.fromkeys(name for run in runs for scores in run.scores.values() for name in scores)
     charts = []
     for name in sets:

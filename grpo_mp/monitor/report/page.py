@@ -1,4 +1,4 @@
-"""Build the report of runs, and render it as one HTML file that loads nothing from outside."""
+"""Build the report of runs and render it as one HTML file without external resources."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from grpo_mp.monitor.rules import find_warnings
 from grpo_mp.monitor.run_folder import RunRecords
 from grpo_mp.utils.findings import Finding
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # of what a browser may load or run
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # Content-Security-Policy
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page with the anchor `key`; `missing` says why an empty section is empty."""
+    """A section of the page with the anchor `key`. `missing`: text of an empty section."""
 
     key: str
     title: str
@@ -39,7 +39,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """The page of runs. `verdicts`: a sentence for each run; `warnings`: findings with the name of their run."""
+    """Contents of the page. `verdicts`: one sentence per run; `warnings`: pairs of run name and finding."""
 
     runs: tuple[str, ...]
     verdicts: tuple[str, ...]
@@ -81,7 +81,7 @@ def _missing(runs: Sequence[RunRecords]) -> tuple[str, str]:
 
 
 def render(report: Report) -> str:
-    """Return the page. All text is escaped: answers come from a model, names and settings from a user."""
+    """Return the page as HTML. All text is escaped: answers come from a model, names and settings from a user."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )

@@ -1,4 +1,4 @@
-"""Make tables of runs: what was run, scores before and after, and time."""
+"""Tables of the report: settings, scores before and after, and time per phase."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ LAYOUT = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text below names of columns; a `folded` table is shown on a click."""
+    """A table of text cells. `folded`: the table opens on a click."""
 
     title: str
     columns: tuple[str, ...]
@@ -24,7 +24,7 @@ class Table:
 
 
 def flatten(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each setting's dotted name and value as text."""
+    """Yield the dotted name and the value of each setting as text."""
     if isinstance(tree, Mapping) and tree:
         for key, value in tree.items():
             yield from flatten(value, f"{name}.{key}" if name else str(key))
@@ -33,7 +33,7 @@ def flatten(tree: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def settings_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
-    """Return the settings in which several runs differ, then all settings."""
+    """Return a table of the settings in which the runs differ, if any do, and a table of all settings."""
     flat = {run.name: dict(flatten(run.settings)) for run in runs}
     names = dict.fromkeys(name for settings in flat.values() for name in settings)
     rows = [(name, *(settings.get(name, "") for settings in flat.values())) for name in names]
@@ -44,7 +44,7 @@ def settings_tables(runs: Sequence[RunRecords]) -> tuple[Table, ...]:
 
 
 def summary_table(runs: Sequence[RunRecords]) -> Table:
-    """Return a row for each run: model, preset, layout, steps, reward at both ends, seconds of a step."""
+    """Return a table with a row per run: model, preset, layout, steps, first and last reward, seconds per step."""
     ends = ("reward, first step", "last step", "s per step")
     columns = ("run", "model", "preset", "schedule", "layout", "steps", *ends)
     return Table("Runs", columns, tuple(map(_summary, runs)))
@@ -65,7 +65,7 @@ def _summary(run: RunRecords) -> tuple[str, ...]:
 
 
 def verdict(run: RunRecords, warnings: int) -> str:
-    """Return one sentence on a run: its steps, the number of warnings, and each eval set's accuracy at both ends."""
+    """Return a sentence with a run's steps, number of warnings, and first and last accuracy on each eval set."""
     ends = [run.scores[min(run.scores)], run.scores[max(run.scores)]] if run.scores else [{}, {}]
     changes = [
         f"{name} {before[name].accuracy:.1%} → {score.accuracy:.1%}"
@@ -86,7 +86,7 @@ def _finite(run: RunRecords, name: str) -> list[float]:
 
 
 def scores_table(runs: Sequence[RunRecords]) -> Table:
-    """Return each eval set's numbers at the first and the last evaluation, with standard errors."""
+    """Return a table of each eval set's scores at the first and the last evaluation, with standard errors."""
     columns = ("run", "set", "measure", "before", "after", "after - before")
     return Table("Before and after", columns, tuple(row for run in runs if run.scores for row in _score_rows(run)))
 
@@ -118,7 +118,7 @@ def _percent(estimate: Estimate | None) -> str:
 
 
 def time_table(runs: Sequence[RunRecords]) -> Table:
-    """Return the mean seconds of each phase in a step, and its share of the step, for each run."""
+    """Return a table of each phase's mean seconds per step and share of the step, for each run."""
     names = dict.fromkeys(
         name for run in runs for line in run.metrics for name in line if name.startswith("time/") and name[-2:] == "_s"
     )
