@@ -1,7 +1,8 @@
-"""Redistribute samples from the ranks that generated them to the ranks that train on them.
+"""Redistributes samples from the ranks that generated them to the ranks that train on them.
 
-An all-gather of sample infos gives every rank the numbers to make the same plan; an all-to-all sends each sample's
-tokens once to the model replica that trains on it.
+An all-gather of sample infos lets every rank compute the same plan. An all-to-all then sends each sample's tokens once,
+to the model replica that trains on it.
+
 """
 
 import pickle
@@ -18,7 +19,7 @@ Item = TypeVar("Item")
 
 
 def all_gather_sample_info(groups: Iterable[SampleGroup], process_group: dist.ProcessGroup) -> list[SampleInfo]:
-    """All-gather the infos of all samples, in the order of (group id, index): the same on every rank."""
+    """All-gather the infos of all samples, sorted by (group id, index): an equal list on every rank."""
     local_infos = [info for group in groups for info in sample_infos(group)]
     by_rank = all_gather(local_infos, process_group)
     return sorted((info for infos in by_rank for info in infos), key=lambda info: info.key)
@@ -27,7 +28,7 @@ def all_gather_sample_info(groups: Iterable[SampleGroup], process_group: dist.Pr
 def gather_groups(
     groups: Iterable[SampleGroup], group_ids: Collection[int], process_group: dist.ProcessGroup
 ) -> list[SampleGroup]:
-    """Gather the groups with these ids, with their texts, on rank 0, sorted by id; an empty list elsewhere."""
+    """Gather the groups with the given ids, texts included, on rank 0, sorted by id; other ranks return []."""
     local_groups = [group for group in groups if group.samples[0].group_id in group_ids]
     gathered: list[list[SampleGroup]] | None = None
     if dist.get_rank(process_group) == 0:
@@ -39,7 +40,7 @@ def gather_groups(
 def send_groups(
     groups: Iterable[SampleGroup], rank_of: Callable[[SampleGroup], int], process_group: dist.ProcessGroup
 ) -> list[SampleGroup]:
-    """Send each group, with its texts, to the rank that `rank_of` says; return those that came, sorted by id."""
+    """Send each group, texts included, to rank `rank_of(group)`; return the received groups sorted by id."""
     outgoing: list[list[SampleGroup]] = [[] for _ in range(dist.get_world_size(process_group))]
     for group in groups:
         outgoing[rank_of(group)].append(group)
@@ -53,10 +54,9 @@ def redistribute(
     replica: dist.ProcessGroup,
     replica_source: int,
 ) -> dict[tuple[int, ...], Sample]:
-    """Send each sample, of an episode each sequence, to the replica that trains on it.
+    """Send each sequence to the replica that trains on it; return this replica's sequences by key.
 
-    `keys_by_rank`: the source rank of every replica -> keys of its samples. Returns this replica's samples by key;
-    text and reward terms stay with the source rank.
+    `keys_by_rank`: source rank of every replica -> keys of its sequences. Texts and reward terms are not sent.
     """
     local_samples = {part.key: part for group in groups for sample in group.samples for part in sample.sequences}
     outgoing = [
@@ -70,7 +70,7 @@ def redistribute(
 
 
 def _without_text(sample: Sample) -> Sample:
-    """Return what training needs of a sample."""
+    """Return a copy with only the fields that training needs."""
     tokens, logprobs, versions = sample.tokens, sample.rollout_logprobs, sample.weight_versions
     return Sample(
         sample.group_id,
@@ -88,13 +88,13 @@ def _without_text(sample: Sample) -> Sample:
 
 
 def all_to_all(outgoing: Sequence[list[Item]], group: dist.ProcessGroup) -> list[Item]:
-    """Send a list to each rank; return the items received from all."""
+    """Send `outgoing[r]`, pickled, to rank r; return the items received from all ranks."""
     parts = all_to_all_bytes([pickle.dumps(items) for items in outgoing], group)
     return [item for part in parts for item in pickle.loads(part.numpy().data)]
 
 
 def all_to_all_bytes(outgoing: Sequence[bytes], group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
-    """Send bytes to each rank; return those received, by rank, as uint8."""
+    """Send `outgoing[r]` to rank r; return the bytes received from each rank, as uint8 tensors."""
     sizes = torch.tensor([len(content) for content in outgoing])
     incoming_sizes = torch.empty_like(sizes)
     dist.all_to_all_single(incoming_sizes, sizes, group=group)

@@ -104,9 +104,7 @@ class PromptCurriculum:
     """State of the curriculum by prompt: last step in which the prompt is skipped, and its recent solve rates."""
 
     skipped_until: Mapping[int, int]
-    solve_rates: Mapping[int, tuple[float, ...]] = field(
-        default_factory=dict
-    )  # in its last `window` steps, oldest first
+    solve_rates: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # of its last `window` steps, in order
 
     def is_skipped(self, prompt: int, step: int) -> bool:
         """Return whether `prompt` is skipped in `step`."""

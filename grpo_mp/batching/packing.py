@@ -1,7 +1,8 @@
-"""Pack samples into the tensors of a micro-batch, and gather per-token values back by sample.
+"""Packs samples into the tensors of a micro-batch, and gathers per-token values back by sample.
 
-A sequence is prompt then response then padding. The position before a response token predicts it, so a sample of
-p prompt and r response tokens has its r values at positions p-1 .. p+r-2 of its sequence.
+A sequence is prompt, response, padding. The position before a response token predicts it, so a sample with p prompt
+and r response tokens has its r response values at positions p-1 .. p+r-2 of its sequence.
+
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,12 +27,13 @@ def pack(
     align: int,
     pad_to: int = 0,
 ) -> MicroBatch:
-    """Pack the plan's samples end to end; padding up to `pad_to` tokens becomes one last sequence.
+    """Pack the plan's samples end to end; padding up to `pad_to` tokens is one last sequence.
 
-    The plan's indices pick the samples, their `advantages`, one number or [response tokens], and the `loss_weights` of
-    their generated tokens, one number or [generated tokens]. A prompt that samples share is packed before them, as a
-    sequence of its own. Without samples the micro-batch is one dummy sequence of padding, `align` tokens or `pad_to`.
-    Raises ValueError for a sample longer than planned or without a prompt.
+    `plan` indexes `samples`, `advantages` (a scalar or [response tokens] each) and `loss_weights` (a scalar or
+    [generated tokens] each). A shared prompt precedes its samples as a sequence of its own. A micro-batch without
+    samples is one dummy sequence of padding, of `pad_to` or else `align` tokens.
+
+    Raises ValueError for a sample that is longer than planned or has no prompt.
     """
     sequences = _lay_out_sequences(plan, align, pad_to)
     total = sum(sequence.length for sequence in sequences)
@@ -67,7 +69,7 @@ def pack(
 
 @dataclass(frozen=True)
 class _Sequence:
-    """A packed sequence: where it is, which of the plan's samples it is (-1: none), its shared prompt."""
+    """A packed sequence: its rows, index of its sample in the plan (-1: none), and the rows of its shared prompt."""
 
     start: int
     length: int
@@ -76,10 +78,11 @@ class _Sequence:
 
 
 def token_origins(plan: MicroBatchPlan, align: int, pad_to: int) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return where the tokens that `pack` places come from, and the padded lengths of its sequences.
+    """Return the origin of each packed token, int64 [T, 2], and the padded lengths of the sequences.
 
-    int64 [T, 2]: the sample as in `plan.samples`, -1 where there is none, and the token of it; both may lie in the
-    padding behind a sample. A shared prompt is of the first of its samples.
+    An origin is (sample index as in `plan.samples`, token index in the sample). The sample is -1 in padding sequences;
+    the token index may exceed the sample's length in the padding behind it. A shared prompt belongs to its first
+    sample.
     """
     sequences = _lay_out_sequences(plan, align, pad_to)
     origins = torch.full((sum(sequence.length for sequence in sequences), 2), -1)
@@ -94,7 +97,7 @@ def token_origins(plan: MicroBatchPlan, align: int, pad_to: int) -> tuple[torch.
 
 
 def _lay_out_sequences(plan: MicroBatchPlan, align: int, pad_to: int) -> list[_Sequence]:
-    """List the plan's sequences, each shared prompt before its samples, and padding as the last."""
+    """List the plan's sequences: each shared prompt before its samples, padding last."""
     sequences: list[_Sequence] = []
     start = number = 0
     for shared in plan.prompts or (SharedPrompt(len(plan.samples), 0, 0),):
@@ -111,7 +114,10 @@ def _lay_out_sequences(plan: MicroBatchPlan, align: int, pad_to: int) -> list[_S
 
 
 def _write_sample(batch: MicroBatch, sequence: _Sequence, sample: Sample, prompt_rows: torch.Tensor) -> slice:
-    """Write one sample, and its shared tokens into `prompt_rows`; return the positions that predict its response."""
+    """Write one sample into `batch`, and its shared prompt tokens into `prompt_rows`.
+
+    Return the positions that predict its response.
+    """
     label = f"sample {sample.group_id}/{sample.index}"
     if not sample.prompt_tokens:
         raise ValueError(f"{label} has no prompt token that could predict its first token")
@@ -138,10 +144,12 @@ def _write_sample(batch: MicroBatch, sequence: _Sequence, sample: Sample, prompt
 
 
 def with_mtp_targets(batch: MicroBatch) -> MicroBatch:
-    """Set what the multi-token-prediction layer learns in a full micro-batch: at each position the token after its
-    target, where both were generated, with that token's share in the loss.
+    """Set targets and loss weights of the multi-token-prediction layer in a full micro-batch.
+
+    At each position the target is the token after the main target, with that token's loss weight, if both tokens were
+    generated.
     """
-    both = batch.mask * batch.mask.roll(-1)  # the last position of a sequence has none, so none follows from the next
+    both = batch.mask * batch.mask.roll(-1)  # 0 at a sequence's last position: nothing crosses into the next
     return replace(
         batch,
         mtp_targets=batch.targets.roll(-1),
@@ -151,17 +159,18 @@ def with_mtp_targets(batch: MicroBatch) -> MicroBatch:
 
 
 def gather_responses(values: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-    """Gather per-token values [T] of a full micro-batch as [generated tokens] for each of `sample_ids`."""
+    """Split per-token values [T] of a full micro-batch into one tensor [generated tokens] per `sample_ids` entry."""
     counts = torch.bincount(batch.sequence_index[batch.mask.bool()], minlength=len(batch.sample_ids))
     return values[batch.mask.bool()].split(counts.tolist()) if batch.sample_ids else ()
 
 
 def slice_context(batch: MicroBatch, context: int, rank: int) -> MicroBatch:
-    """Slice out the part of a micro-batch that context-parallel rank `rank` of `context` holds.
+    """Return the slice of a micro-batch for context-parallel rank `rank` of `context`.
 
-    Each sequence is cut into 2 * context chunks; the rank holds chunk `rank` and its mirror, which evens out causal
-    attention. `lengths` stay those of the full sequences.
-    Raises ValueError where a length is no multiple of 2 * context.
+    Each sequence is cut into 2 * context chunks. The rank gets chunk `rank` and its mirror image, which balances causal
+    attention. `lengths` keep the lengths of the full sequences.
+
+    Raises ValueError if a length is not a multiple of 2 * context.
     """
     if context == 1:
         return batch
@@ -173,7 +182,7 @@ def slice_context(batch: MicroBatch, context: int, rank: int) -> MicroBatch:
 
 
 def context_index(lengths: Sequence[int], context: int, rank: int) -> torch.Tensor:
-    """Return the positions that a context-parallel rank holds, in its order: int64 [T / context]."""
+    """Return the positions that a context-parallel rank holds, in its order, int64 [T / context]."""
     if context == 1:
         return torch.arange(sum(lengths))
     if any(length % (2 * context) for length in lengths):

@@ -1,7 +1,9 @@
-"""Send the experts that engines chose (routing replay R3) to the ranks whose routers replay them.
+"""Sends the experts that engines chose (routing replay R3) to the ranks whose routers replay them.
 
-Each goes once, from the rank of the engine to the one rank that computes that token in that layer: of the replica that
-trains on the sample, the pipeline stage of the layer, the context slice, and the tensor rank's part of it.
+The experts of a token in a layer are sent once, from the engine's rank to the one rank that computes this token in
+this layer. It is given by the replica that trains on the sample, the layer's pipeline stage, the context slice, and
+the tensor rank's part of the slice.
+
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,8 +20,8 @@ from grpo_mp.distributed.coordinates import coordinates
 from grpo_mp.distributed.process_groups import Job, all_gather
 from grpo_mp.utils.types import ExpertIds, RoutedExperts, Sample, SampleGroup, SampleInfo
 
-RANGE_BYTES = 8  # of rows that follow each other: where it begins, and how many
-Ranges = npt.NDArray[np.int32]  # [n, 2]
+RANGE_BYTES = 8  # a range of consecutive rows: first row and count, int32 each
+Ranges = npt.NDArray[np.int32]  # [n, 2]: first row, count
 
 
 def exchange_routed_experts(
@@ -29,11 +31,11 @@ def exchange_routed_experts(
     layers: Sequence[int],
     job: Job,
 ) -> list[list[RoutedExperts | None]]:
-    """Return the experts of each micro-batch that this rank trains on, by update. Every rank of the job must call this.
+    """Return the routed experts of each micro-batch that this rank trains on, by update.
 
-    groups: of this rank's engine, out of which the experts are taken, and dropped as they are sent: one micro-batch of
-    each replica after the other; infos: of all sequences of the step, which `plan` indexes; layers: the MoE layers of
-    this rank, none where it does not train. Rows of samples without experts are left out.
+    `groups`: from this rank's engine; their experts are removed and freed as they are sent, one micro-batch of each
+    replica at a time. `infos`: of all sequences of the step, which `plan` indexes. `layers`: MoE layers of this rank;
+    empty on a rank that does not train. Samples without experts have no rows in the result.
     """
     by_key = _take(groups)
     local = {i: by_key.pop(info.key) for i, info in enumerate(infos) if info.key in by_key}
@@ -59,7 +61,7 @@ def exchange_routed_experts(
 
 
 def _take(groups: list[SampleGroup]) -> dict[tuple[int, ...], ExpertIds]:
-    """Take the experts out of the groups; return them by the key of their sequence."""
+    """Remove the experts from the groups in place; return them by the key of their sequence."""
     taken = dict[tuple[int, ...], ExpertIds]()
     for number, group in enumerate(groups):
         taken |= experts_of_group(group)
@@ -68,7 +70,7 @@ def _take(groups: list[SampleGroup]) -> dict[tuple[int, ...], ExpertIds]:
 
 
 def with_experts(group: SampleGroup, experts: Mapping[tuple[int, ...], ExpertIds]) -> SampleGroup:
-    """Return the group with these experts, by the key of their sequence, and none for sequences that are not there."""
+    """Return the group with `experts`, given by sequence key; sequences that are missing there get None."""
 
     def exchange(sample: Sample) -> Sample:
         return replace(sample, routed_experts=experts.get(sample.key), earlier=tuple(map(exchange, sample.earlier)))
@@ -82,7 +84,7 @@ def without_experts(group: SampleGroup) -> SampleGroup:
 
 
 def experts_of_group(group: SampleGroup) -> dict[tuple[int, ...], ExpertIds]:
-    """Return the experts of a group's sequences by their key, of those that have some."""
+    """Return the experts of a group's sequences by sequence key, without sequences that have no experts."""
     sequences = (part for sample in group.samples for part in sample.sequences)
     return {part.key: part.routed_experts for part in sequences if part.routed_experts is not None}
 
@@ -93,9 +95,9 @@ def _outgoing(
     experts: Mapping[int, ExpertIds],
     columns: Sequence[Sequence[int]],
 ) -> list[bytes]:
-    """Return what to send to each rank of the micro-batches with this number: how many ranges, these, their experts.
+    """Return the packed rows and experts to send to each training rank for micro-batch `number` of every replica.
 
-    experts: by sample of the update; columns: the layers of each rank that trains.
+    `experts`: by sample of the update. `columns`: for each training rank, the columns of `experts` with its layers.
     """
     layout, align, pad_to = update.rule.layout, update.schedule.align, update.padded_size
     places = [coordinates(rank, layout, len(columns)) for rank in range(len(columns))]
@@ -113,19 +115,20 @@ def _outgoing(
 
 
 def _packed(ranges: Ranges, experts: ExpertIds) -> bytes:
+    """Serialize the number of ranges, the ranges, and the experts."""
     return np.array([len(ranges)], np.int32).tobytes() + ranges.tobytes() + experts.tobytes()
 
 
 def _unpacked(content: npt.NDArray[np.uint8], layers: int, dtype: str, topk: int) -> tuple[Ranges, ExpertIds]:
-    """Return ranges and experts of what `_packed` made."""
+    """Return the ranges and experts that `_packed` serialized."""
     begin = 4 + RANGE_BYTES * int(content[:4].view(np.int32)[0])
     return content[4:begin].view(np.int32).reshape(-1, 2), content[begin:].view(dtype).reshape(-1, layers, topk)
 
 
 def _select(origins: npt.NDArray[np.int64], experts: Mapping[int, ExpertIds]) -> tuple[Ranges, ExpertIds | None]:
-    """Return ranges of rows, and the experts [rows, layers, top-k] of all of these, of samples that are here.
+    """Return the ranges of rows whose sample is in `experts`, and their experts [rows, layers, top-k] or None.
 
-    origins: sample and token of each row. None where there is no such row.
+    `origins`: sample and token of each row.
     """
     ranges, of_rows = [], []
     for sample in np.unique(origins[:, 0]).tolist():
@@ -137,11 +140,13 @@ def _select(origins: npt.NDArray[np.int64], experts: Mapping[int, ExpertIds]) ->
 
 
 def _ranges(rows: npt.NDArray[np.int64]) -> Ranges:
+    """Compress sorted row numbers into ranges of consecutive rows."""
     starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
     return np.stack([rows[starts], np.diff(starts, append=len(rows))], axis=1).astype(np.int32)
 
 
 def _joined(parts: Iterable[torch.Tensor], layers: int, dtype: str, topk: int) -> RoutedExperts:
+    """Merge the parts from all ranks, sorted by row."""
     pieces: list[tuple[Ranges, ExpertIds]] = [(np.empty((0, 2), np.int32), np.empty((0, layers, topk), dtype))]
     pieces += [_unpacked(part.numpy(), layers, dtype, topk) for part in parts if len(part)]
     ranges = np.concatenate([ranges for ranges, _ in pieces])

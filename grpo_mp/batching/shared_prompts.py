@@ -1,4 +1,4 @@
-"""Pack samples that share a prompt as one unit, with the prompt once."""
+"""Packs samples that share a prompt as one unit that contains the prompt once."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from grpo_mp.batching.microbatches import Cost, MicroBatchPlan, MicroBatchSchedu
 
 @dataclass(frozen=True)
 class SamplePrompt:
-    """The prompt of a sample: samples with the same key have the same `tokens` tokens before their response."""
+    """Prompt of a sample. Samples with equal `key` have the same first `tokens` tokens."""
 
     key: Hashable
     tokens: int
@@ -17,14 +17,14 @@ class SamplePrompt:
 
 @dataclass(frozen=True)
 class PackingUnit:
-    """Samples of one prompt that are packed together. `shared`: tokens of the prompt that are packed once.
+    """Samples of one prompt that are packed together. `shared`: prompt tokens packed once.
 
-    The prompt's last token stays with each sample: it predicts the response's first.
+    The prompt's last token is repeated with each sample, because it predicts the first response token.
     """
 
     samples: tuple[int, ...]
     shared: int
-    lengths: tuple[int, ...]  # padded, of each sample without what it shares
+    lengths: tuple[int, ...]  # padded length of each sample without its shared tokens
     prompt_length: int  # padded
 
     @property
@@ -32,17 +32,16 @@ class PackingUnit:
         return self.prompt_length + sum(self.lengths)
 
     def cost(self, cost: Cost) -> float:
-        """Return the time of the unit: every token of a sample attends to the shared ones, too."""
+        """Return the time of the unit; every token of a sample also attends to the shared tokens."""
         return cost.time(self.prompt_length) + sum(cost.time(length, prefix=self.shared) for length in self.lengths)
 
 
 def make_units(
     lengths: Sequence[int], prompts: Sequence[SamplePrompt], dp_size: int, max_tokens: int, align: int
 ) -> list[PackingUnit]:
-    """Make a unit of each prompt's samples, or several where they would not fit a micro-batch.
+    """Make one unit of each prompt's samples, or several if they exceed a micro-batch.
 
-    So few prompts that data-parallel ranks would wait are split further, into two units for each rank where there are
-    samples enough.
+    If there are too few prompts to occupy all data-parallel ranks, units are split to get about two per rank.
     """
     by_key: dict[Hashable, list[int]] = {}
     for sample, prompt in enumerate(prompts):
@@ -57,7 +56,7 @@ def make_units(
 
 
 def unpack_units(schedule: MicroBatchSchedule, units: Sequence[PackingUnit]) -> MicroBatchSchedule:
-    """Turn a schedule of units into one of samples."""
+    """Convert a schedule of units into a schedule of samples."""
     return MicroBatchSchedule(
         tuple(tuple(_unpack_plan([units[i] for i in plan.samples]) for plan in rank) for rank in schedule.ranks),
         schedule.align,
@@ -83,7 +82,10 @@ def _make_unit(
 def _split_unit(
     unit: PackingUnit, lengths: Sequence[int], prompts: Sequence[SamplePrompt], limit: int, align: int
 ) -> list[PackingUnit]:
-    """Split into units of at most `limit` tokens, longest samples first; a single sample may be longer."""
+    """Split a unit by first fit into units of at most `limit` tokens, longest samples first.
+
+    A single sample may exceed the limit.
+    """
     if unit.tokens <= limit or len(unit.samples) == 1:
         return [unit]
     sizes = dict(zip(unit.samples, unit.lengths, strict=True))

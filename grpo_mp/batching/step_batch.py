@@ -1,4 +1,4 @@
-"""Turn a step's groups into the micro-batches that this rank trains on, and complete them by logprobs and their KL."""
+"""Turns a step's groups into this rank's micro-batches, and adds logprobs, values and KL to them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,38 +35,38 @@ UpdateBatches = list[list[MicroBatch]]
 class StepBatch:
     """Infos of all sequences of the step, and this rank's micro-batches of each update.
 
-    A sample is one sequence, but for an episode that forked: its advantage goes to all tokens of its sequences, and its
-    weight in the loss is that of one response with all of them.
+    A sample is one sequence, except for an episode that forked. Its advantage applies to all tokens of its sequences,
+    and in the loss it weighs as one response with all these tokens.
     """
 
     infos: tuple[SampleInfo, ...]
     in_loss: tuple[bool, ...]
     advantages: tuple[PerToken, ...]  # by sequence, before the KL of kl.apply_to=reward and before whitening
-    plan: tuple[UpdatePlan, ...]  # of sequences
+    plan: tuple[UpdatePlan, ...]  # indexes sequences
     updates: tuple[tuple[MicroBatch, ...], ...]
-    unrouted_samples: int | None = None  # without the experts that routing replay R3 replays; None: no such replay
-    sample_of: tuple[int, ...] = ()  # by sequence: which of the step's samples it is of
+    unrouted_samples: int | None = None  # sequences without experts for routing replay R3; None: R3 is off
+    sample_of: tuple[int, ...] = ()  # by sequence: index of its sample in the step
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """What all steps of a run are assembled with on a rank."""
+    """Constants of a run that every step's batch assembly on a rank needs."""
 
     settings: Settings
     parallel: Parallel
     hidden_size: int  # of the model
     estimator: AdvantageEstimator
     reward_weights: Mapping[str, float]
-    moe_layers: Sequence[int] = ()  # of this rank, for routing replay R3
+    moe_layers: Sequence[int] = ()  # MoE layers on this rank, for routing replay R3
 
 
 def assemble_step_batch(
     groups: list[SampleGroup], infos: Sequence[SampleInfo], step: int, assembly: Assembly
 ) -> StepBatch:
-    """Plan the updates, the same on every rank, and send each sample to the rank that trains on it.
+    """Plan the updates, identically on every rank, and send each sample to the rank that trains on it.
 
-    groups: of this rank's engine, out of which routing replay R3 takes the experts; infos: of the full step, the same
-    on every rank; step: seeds the shuffle.
+    `groups`: from this rank's engine; with routing replay R3 their experts are removed. `infos`: of the full step,
+    equal on every rank. `step`: seeds the shuffle.
     """
     settings, parallel = assembly.settings, assembly.parallel
     by_sample = estimate_advantages(
@@ -79,7 +79,7 @@ def assemble_step_batch(
     samples = _exchange(groups, sequences, plan, assembly)
 
     def pack_update(update: UpdatePlan) -> tuple[MicroBatch, ...]:
-        numbers = list(dict.fromkeys(sample_of[i] for i in update.samples))  # those of a sample follow each other
+        numbers = list(dict.fromkeys(sample_of[i] for i in update.samples))  # sequences of a sample are adjacent
         tokens = [[part.generated_tokens for part in infos[number].sequences] for number in numbers]
         totals, included = [sum(of_sample) for of_sample in tokens], [learns[number] for number in numbers]
         weights = token_weights(totals, included, settings.algorithm, settings.rollout.max_response_tokens)
@@ -115,7 +115,7 @@ def _sequences(infos: Sequence[SampleInfo]) -> tuple[SampleInfo, ...]:
 def _exchange(
     groups: list[SampleGroup], sequences: Sequence[SampleInfo], plan: Sequence[UpdatePlan], assembly: Assembly
 ) -> dict[int, Sample]:
-    """Send each sequence to the replica that trains on it; return those of this rank by their number in the step."""
+    """Send each sequence to the replica that trains on it; return this rank's sequences by their index in the step."""
     parallel = assembly.parallel
     keys_by_rank = {
         model_parallel_ranks(data, parallel.layout, parallel.world_size)[0]: [
@@ -135,10 +135,10 @@ def _exchange(
 
 
 def is_masked(info: SampleInfo, settings: Settings) -> bool:
-    """Return whether a sample is left out of the loss: cut off, failed, or without a reward that says anything of it.
+    """Return whether a sample is left out of the loss: truncated, failed, or without a usable reward.
 
-    A sample without a reward has the advantage 0 where groups are compared, and stays in the loss, as in TRL.
-    Elsewhere it has none: no reward to learn from, or one that whitening would move away from 0.
+    If groups are compared without whitening, a sample without a reward has the advantage 0 and stays in the loss, as in
+    TRL. Otherwise it is masked: there is no baseline for it, or whitening would move its advantage away from 0.
     """
     algorithm = settings.algorithm
     advantage = algorithm.advantage
@@ -151,7 +151,10 @@ def is_masked(info: SampleInfo, settings: Settings) -> bool:
 def send_routed_experts(
     groups: list[SampleGroup], infos: Sequence[SampleInfo], settings: Settings, job: Job, hidden_size: int, step: int
 ) -> None:
-    """Follow `assemble_step_batch` as a rank that only hosts an engine: send the experts out of `groups`."""
+    """Send the routed experts of `groups` to training ranks, from a rank that only hosts an engine.
+
+    This is the counterpart of `assemble_step_batch` on training ranks.
+    """
     if settings.training.router_replay == "R3":
         dp_size = data_parallel_size(settings.layout, job.world_size - job.engine_ranks)
         plan = _plan(infos, settings, dp_size, hidden_size=hidden_size, step=step)
@@ -161,7 +164,7 @@ def send_routed_experts(
 def _plan(
     infos: Sequence[SampleInfo], settings: Settings, dp_size: int, hidden_size: int, step: int
 ) -> tuple[UpdatePlan, ...]:
-    """Plan the updates of a step; samples are shuffled and divided among updates with all their sequences."""
+    """Plan the updates of a step. Samples are shuffled and split among updates; a sample's sequences stay together."""
     training, sequences = settings.training, _sequences(infos)
     order = sample_order(len(infos), training.shuffle, settings.run.seed, step)
     starts = [0, *accumulate(len(info.sequences) for info in infos)]
@@ -189,7 +192,11 @@ def _with_topk(sample: Sample, algorithm: AlgorithmConfig) -> Sample:
 
 
 def _by_sequence(values: Sequence[PerToken], tokens: Sequence[Sequence[int]]) -> list[PerToken]:
-    """Give each sequence the value of its sample: the number, or its part of the values of all `tokens`."""
+    """Expand values per sample to values per sequence.
+
+    A scalar is repeated; a tensor with one value per token is split. `tokens`: for each sample, tokens of each
+    sequence.
+    """
     parts = list[PerToken]()
     for value, counts in zip(values, tokens, strict=True):
         if len(counts) > 1 and (of_tokens := torch.as_tensor(value)).ndim:
@@ -200,7 +207,10 @@ def _by_sequence(values: Sequence[PerToken], tokens: Sequence[Sequence[int]]) ->
 
 
 def with_logprobs(update: Sequence[MicroBatch], outputs: Sequence[torch.Tensor], field: str) -> list[MicroBatch]:
-    """Set `field` of the micro-batches to the logprobs in `outputs`; leave it on stages that computed none."""
+    """Set `field` of the micro-batches to the logprobs in `outputs`.
+
+    Pipeline stages without `outputs` leave the micro-batches as they are.
+    """
     if not outputs:
         return list(update)
     values: list[dict[str, Any]] = [{field: output[0].cpu()} for output in outputs]
@@ -210,10 +220,10 @@ def with_logprobs(update: Sequence[MicroBatch], outputs: Sequence[torch.Tensor],
 def with_kl_in_reward(
     updates: UpdateBatches, batch: StepBatch, algorithm: AlgorithmConfig, kl_coef: float, parallel: Parallel
 ) -> UpdateBatches:
-    """Replace advantages by those of rewards from which the KL to the reference was taken.
+    """Recompute the advantages from rewards minus the KL to the reference.
 
-    With a group baseline the whole KL of a response counts against its reward; without one each token bears the KL
-    of itself and of the tokens after it (REINFORCE++, arXiv 2501.03262, eq. 7).
+    With a group baseline the total KL of a response is subtracted from its reward. Without one each token bears the KL
+    of itself and of all later tokens (REINFORCE++, arXiv 2501.03262, eq. 7).
     """
 
     cost = partial(kl_costs, algorithm=algorithm, kl_coef=kl_coef)
@@ -241,7 +251,7 @@ def with_kl_in_reward(
 
 
 def kl_costs(batch: MicroBatch, algorithm: AlgorithmConfig, kl_coef: float) -> torch.Tensor:
-    """Return the weighted KL [T] in float64; zero where a logprob is missing and at prompts and padding."""
+    """Return the weighted KL [T] in float64; 0 at prompts, padding and tokens with a missing logprob."""
     old = batch.rollout_logprobs if algorithm.old_logprobs == "engine" else batch.old_logprobs
     if batch.reference_logprobs is None or old is None:
         return torch.zeros_like(batch.advantages)
@@ -251,24 +261,24 @@ def kl_costs(batch: MicroBatch, algorithm: AlgorithmConfig, kl_coef: float) -> t
 
 
 def with_distillation(updates: UpdateBatches, distillation: DistillationConfig) -> UpdateBatches:
-    """Add the teacher's part to the advantages, or put it in their place; with topk it is in the loss alone.
+    """Add the distillation term to the advantages, or replace them by it; with `topk` the term is in the loss instead.
 
-    The policy's logprobs are those of the old policy, by the trainer where the step computes them, else the engine's.
+    The policy's logprobs are the trainer's old logprobs if the step computes them, else the engine's.
     """
 
     def distill(mb: MicroBatch) -> MicroBatch:
         kept = torch.zeros_like(mb.advantages) if distillation.replaces_rewards else mb.advantages
-        if mb.teacher_logprobs is None or distillation.topk is not None:  # None: padding alone
+        if mb.teacher_logprobs is None or distillation.topk is not None:  # None: only padding
             return replace(mb, advantages=kept)
         policy = student_logprobs(mb)
         part = distillation_advantages(policy, mb.teacher_logprobs, distillation)
-        return _with_advantages(mb, kept + part.where(policy.isfinite(), 0.0))  # others are masked out of the loss
+        return _with_advantages(mb, kept + part.where(policy.isfinite(), 0.0))  # tokens without logprobs are masked
 
     return [[distill(mb) for mb in update] for update in updates]
 
 
 def student_logprobs(batch: MicroBatch) -> torch.Tensor:
-    """Return the old policy's logprobs [T] that a teacher's are compared with: the trainer's, else the engine's."""
+    """Return the old policy's logprobs [T], to compare with the teacher's: the trainer's, else the engine's."""
     return batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
 
 
@@ -277,12 +287,12 @@ def _with_advantages(batch: MicroBatch, advantages: torch.Tensor) -> MicroBatch:
 
 
 def sequence_of_token(batch: MicroBatch, plan: UpdatePlan) -> torch.Tensor:
-    """Return [T], the index in the step of each token's sequence; arbitrary at padding."""
+    """Return the index in the step of each token's sequence [T]; arbitrary at padding."""
     return torch.tensor([plan.samples[i] for i in batch.sample_ids] or [0])[batch.sequence_index.clamp(min=0)]
 
 
 def _sum_to_end(values: torch.Tensor, batch: MicroBatch, parallel: Parallel) -> torch.Tensor:
-    """Return [T], the sum of `values` from each token to the end of its sequence, over all context ranks."""
+    """Return the sum of `values` from each token to the end of its sequence [T], over all context-parallel ranks."""
     index = context_index(batch.lengths, parallel.layout.context, parallel.coords.context)
     packed = torch.zeros(sum(batch.lengths), dtype=values.dtype).index_copy(0, index, values)
     packed = sum_over_context(packed, parallel)
@@ -291,7 +301,7 @@ def _sum_to_end(values: torch.Tensor, batch: MicroBatch, parallel: Parallel) -> 
 
 
 def whiten(updates: UpdateBatches, parallel: Parallel) -> UpdateBatches:
-    """Set advantages to (A - mean) / (std + 1e-8) over all tokens of the step that train (REINFORCE++, eq. 8)."""
+    """Set advantages to (A - mean) / (std + 1e-8) over all tokens of the step in the loss (REINFORCE++, eq. 8)."""
     sums = torch.zeros(3, dtype=torch.float64)
     if parallel.is_reporting_rank:
         for batch in (batch for update in updates for batch in update):

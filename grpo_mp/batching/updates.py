@@ -1,4 +1,4 @@
-"""Divide the samples of a step into optimizer updates, and those into micro-batches of each rank."""
+"""Divides the samples of a step into optimizer updates, and each update into micro-batches per rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,25 +13,26 @@ from grpo_mp.config.sections import LayoutConfig, TrainingConfig
 from grpo_mp.utils.types import MicroBatch, PerToken, Sample
 
 FP8_ROWS = {"blockwise": 16, "tensorwise": 16, "mxfp8": 32}  # Megatron's get_fp8_align_size
-# Of tensor-parallel ranks, so that tiles of 128 tokens are those of the gathered rows, and FP8 is what is gathered.
+# With tensor parallelism, multiples of 128 keep the 128-token tiles equal before and after the all-gather, so that
+# Transformer Engine gathers FP8 values instead of bfloat16.
 GATHERED_FP8_ROWS = {"blockwise": 128, "tensorwise": 16, "mxfp8": 32}
 
 
 @dataclass(frozen=True)
 class PackingRule:
-    """How sequences become the micro-batches of each rank."""
+    """Parameters by which sequences are packed into the micro-batches of each rank."""
 
     layout: LayoutConfig
     dp_size: int
-    max_tokens: int  # of a micro-batch; a longer sequence gets a micro-batch of its own
-    hidden_size: int  # of the model: it weighs attention against the rest of a token's time
-    pad_multiple: int = 1  # of the tokens of a micro-batch
-    with_mtp: bool = False  # a multi-token-prediction layer learns, too
+    max_tokens: int  # largest micro-batch; a longer sequence gets its own
+    hidden_size: int  # of the model; balances attention cost against cost per token
+    pad_multiple: int = 1  # the size of a micro-batch is a multiple of this number [tokens]
+    with_mtp: bool = False  # a multi-token-prediction layer is trained
 
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """One optimizer update. Indices of `schedule` count within `samples`."""
+    """Plan of one optimizer update. Indices in `schedule` refer to `samples`."""
 
     samples: tuple[int, ...]  # indices into the samples of the step
     schedule: MicroBatchSchedule
@@ -39,9 +40,9 @@ class UpdatePlan:
 
     @property
     def padded_size(self) -> int:
-        """Return the tokens that every micro-batch is padded to with a pipeline; 0 without one.
+        """Return the size [tokens] that every micro-batch is padded to with pipeline parallelism; 0 without.
 
-        Stages exchange tensors of a fixed shape.
+        Pipeline stages exchange tensors of a fixed shape.
         """
         if self.rule.layout.pipeline == 1:
             return 0
@@ -60,11 +61,11 @@ def plan_updates(
     prompts: Sequence[SamplePrompt] = (),
     together: Sequence[int] = (),
 ) -> tuple[UpdatePlan, ...]:
-    """Divide the step's samples into `updates` parts of equal size, as near as may be, and plan each.
+    """Divide the step's samples into `updates` parts of nearly equal size, and plan each part.
 
-    `lengths` are tokens of prompt and response; `order` is the permutation in which samples are taken (None: as they
-    are); with `prompts`, of every sample, a shared prompt is packed once. `together`: how many samples in this order
-    are of one episode, and stay in one part; (): each sample is an episode.
+    `lengths`: tokens of prompt and response. `order`: permutation of the samples; None: unchanged. `prompts`: prompt of
+    every sample, to pack shared prompts once; (): prompts are not shared. `together`: numbers of consecutive samples,
+    in this order, that belong to one episode and stay in one part; (): each sample is an episode.
     """
     order = range(len(lengths)) if order is None else order
     starts = [0, *accumulate(together or [1] * len(lengths))]
@@ -77,7 +78,7 @@ def plan_updates(
 
 
 def sample_order(samples: int, shuffle: bool, seed: int, step: int) -> tuple[int, ...]:
-    """Order a step's samples for its updates: as they are, or a permutation that seed and step decide."""
+    """Return the order of a step's samples: unchanged, or a permutation seeded by `seed` and `step`."""
     if not shuffle:
         return tuple(range(samples))
     return tuple(np.random.default_rng([seed % 2**64, step]).permutation(samples).tolist())
@@ -86,10 +87,10 @@ def sample_order(samples: int, shuffle: bool, seed: int, step: int) -> tuple[int
 def plan_update(
     lengths: Sequence[int], rule: PackingRule, prompts: Sequence[SamplePrompt] = (), samples: Sequence[int] = ()
 ) -> UpdatePlan:
-    """Plan the micro-batches of one update; `samples` are the numbers of its samples in the step.
+    """Plan the micro-batches of one update. `samples`: indices of its samples in the step.
 
-    With a pipeline all micro-batches have one size, at least that of the longest sequence: up to that size more samples
-    in one micro-batch take no more memory, and leave less padding.
+    With pipeline parallelism all micro-batches are padded to one size, at least that of the longest sequence. The limit
+    is raised to this size: fuller micro-batches need no more memory and less padding.
     """
     layout, cost, align = rule.layout, Cost(1.0, 1.0 / (12 * rule.hidden_size)), alignment(rule.layout)
     longest = round_up(max(lengths, default=0), align)
@@ -108,12 +109,12 @@ def plan_update(
 
 
 def alignment(layout: LayoutConfig) -> int:
-    """Return what every padded length is a multiple of: zigzag slices for context, equal shards for tensor parallel."""
+    """Return the multiple for padded lengths: 2 * context for zigzag slices, times equal tensor-parallel shards."""
     return layout.tensor * (2 * layout.context if layout.context > 1 else 1)
 
 
 def padding_multiple(layout: LayoutConfig, training: TrainingConfig) -> int:
-    """Return what the tokens of a micro-batch are a multiple of: FP8 products need so many of them on each rank."""
+    """Return the multiple for the size of a micro-batch: FP8 products need a multiple of rows on each rank; else 1."""
     if not training.fp8_format:
         return 1
     rows = GATHERED_FP8_ROWS if layout.tensor > 1 else FP8_ROWS
@@ -128,9 +129,9 @@ def microbatches(
     data_rank: int,
     context_rank: int,
 ) -> list[MicroBatch]:
-    """Pack the micro-batches that one rank computes in an update.
+    """Pack the micro-batches of one rank in an update.
 
-    `samples`: by index in the step; `advantages`: of the step's samples; `loss_weights`: of the update's samples.
+    `samples`: by index in the step. `advantages`: of all samples of the step. `loss_weights`: of the update's samples.
     """
     plans = update.schedule.ranks[data_rank]
     local_samples = {i: samples[update.samples[i]] for plan in plans for i in plan.samples}

@@ -1,1 +1,1 @@
-"""Model families: configs and the parameter mapping."""
+"""Model families: Megatron configs and the parameter mapping to Hugging Face."""

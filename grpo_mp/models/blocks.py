@@ -1,4 +1,4 @@
-"""Rules and Megatron settings that many families share: embeddings, norms, MLPs, experts."""
+"""Mapping rules and Megatron settings that several families share: embeddings, norms, MLPs, experts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,12 +27,13 @@ def base_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def moe_config(hf: HfConfig, num_experts: int, width: int) -> dict[str, Any]:
-    """Return the settings of dropless MoE layers; no balancing loss: RL leaves routing to the reward."""
+    """Return the Megatron settings of dropless MoE layers without a load-balancing loss."""
     return {
         "num_moe_experts": num_experts,
         "moe_router_topk": hf.int("num_experts_per_tok"),
         "moe_ffn_hidden_size": width,
         "moe_router_dtype": "fp32",
+        # In RL the reward alone shapes routing.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": True,
@@ -41,7 +42,7 @@ def moe_config(hf: HfConfig, num_experts: int, width: int) -> dict[str, Any]:
 
 
 def embedding_and_head(hf: HfConfig) -> list[Rule]:
-    """Map token embedding, final norm and output layer; the last stage keeps a copy of a tied one."""
+    """Map token embedding, final norm and output layer. A tied output layer is a copy on the last stage."""
     embedding, shape = "model.embed_tokens.weight", (hf.int("vocab_size"), hf.int("hidden_size"))
     output = embedding if hf.tied else "lm_head.weight"
     return [
@@ -52,7 +53,7 @@ def embedding_and_head(hf: HfConfig) -> list[Rule]:
 
 
 def mlp(hf: HfConfig, layers: Sequence[int], width: int, prefix: str = "mlp.") -> list[Rule]:
-    """Map the gate, up and down projections of `width` below `prefix`, which both formats share."""
+    """Map the gate, up and down projections of an MLP of `width`. `prefix`: of the names in both formats."""
     names = tuple(HF_LAYER + prefix + name for name in ("gate_proj", "up_proj", "down_proj"))
     return _projections(MCORE_LAYER + prefix, names, hidden=hf.int("hidden_size"), width=width, layers=layers)
 
@@ -71,7 +72,7 @@ def _projections(
 
 
 def dense_mlp(hf: HfConfig, layers: Sequence[int]) -> list[Rule]:
-    """Map a dense MLP and its norm, which Megatron fuses into the first projection."""
+    """Map a dense MLP and the norm before it, which Megatron fuses into the first projection."""
     norm = Rule(
         MCORE_LAYER + "mlp.linear_fc1.layer_norm_weight",
         (HF_LAYER + "post_attention_layernorm.weight",),
@@ -97,7 +98,7 @@ DEFAULT_NAMES = ExpertNames()
 def experts(
     hf: HfConfig, layers: Sequence[int], num_experts: int, width: int, names: ExpertNames = DEFAULT_NAMES
 ) -> list[Rule]:
-    """Map the router, its norm, and `num_experts` routed experts of `width`."""
+    """Map the router, the norm before it, and `num_experts` routed experts of `width`."""
     hidden = hf.int("hidden_size")
     norm, hf_norm = MCORE_LAYER + "pre_mlp_layernorm.weight", HF_LAYER + "post_attention_layernorm.weight"
     mcore, block = MCORE_LAYER + "mlp.", HF_LAYER + names.moe_block

@@ -1,7 +1,8 @@
-"""Where a piece of a Megatron parameter lies in its Hugging Face tensors. Pure.
+"""Positions of a slice of a flattened Megatron parameter in its Hugging Face tensors.
 
-A distributed optimizer keeps a contiguous piece of each flattened parameter. In the coordinates of the Hugging Face
-tensors such a piece is a few rectangles, the same in every layout: what one layout saves so, any other can load.
+A distributed optimizer keeps a contiguous slice of each flattened parameter. In the Hugging Face tensors such a slice
+is a few rectangles. Checkpoints store these rectangles, so that any layout can load what another layout saved.
+
 """
 
 from collections.abc import Iterator
@@ -13,9 +14,9 @@ from grpo_mp.models.mapping import Param, Shape
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a Hugging Face tensor; it is contiguous in the flattened Megatron shard, from `start`."""
+    """A rectangle of a Hugging Face tensor that is contiguous in the flattened Megatron shard, from index `start`."""
 
-    tensor: int  # index in the parameter's `hf`
+    tensor: int  # index in `Param.hf`
     offsets: Shape
     sizes: Shape
     start: int
@@ -26,7 +27,7 @@ class Chunk:
 
 
 def chunks_of(param: Param, tp_size: int, part: int, start: int, stop: int) -> Iterator[Chunk]:
-    """Yield the chunks of elements [start, stop) of one flattened tensor-parallel shard; padding rows are left out."""
+    """Yield the chunks of elements [start, stop) of a flattened tensor-parallel shard; padding rows are skipped."""
     rows, *rest = param.local_shape(tp_size)
     width = rest[0] if rest else 1
     column = part * width if param.tp_dim == 1 else 0
@@ -35,7 +36,7 @@ def chunks_of(param: Param, tp_size: int, part: int, start: int, stop: int) -> I
         while done < count:
             tensor, hf_row, run = _locate(param, rows, tp_size, part, row + done)
             run = min(run, count - done)
-            kept = min(run, param.shapes[tensor][0] - hf_row)  # the vocabulary's last rows are padding
+            kept = min(run, param.shapes[tensor][0] - hf_row)  # rows beyond the vocabulary are padding
             if kept > 0:
                 columns = ((column + first,), (last - first,)) if rest else ((), ())
                 offset = (row + done) * width + first
@@ -44,7 +45,7 @@ def chunks_of(param: Param, tp_size: int, part: int, start: int, stop: int) -> I
 
 
 def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (first row, rows, first column, last column) of a range of a matrix that is stored row by row."""
+    """Yield (first row, rows, first column, last column) rectangles that cover a range of a row-major matrix."""
     while start < stop:
         row, first = divmod(start, width)
         full_rows = (stop - start) // width if first == 0 else 0
@@ -54,7 +55,7 @@ def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[int, int, i
 
 
 def _locate(param: Param, rows: int, tp_size: int, part: int, row: int) -> tuple[int, int, int]:
-    """Return the Hugging Face tensor of a row of a shard, the row in it, and the number of rows that follow there."""
+    """Return (Hugging Face tensor, row in it, number of consecutive rows from there) of a shard's row."""
     divided = param.tp_dim == 0
     if param.fuse == "none":
         return 0, row + part * rows * divided, rows - row

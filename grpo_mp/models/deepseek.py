@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and R1, Kimi-K2, Moonlight: multi-head latent attention, shared experts."""
+"""DeepSeek-V2, V3 and R1, Kimi-K2, Moonlight: multi-head latent attention (MLA) and shared experts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from grpo_mp.models.mapping import Rule, Shape
 
 
 def mla_config(hf: HfConfig) -> dict[str, Any]:
-    """Return the Megatron settings (of MLATransformerConfig), rotary ones included."""
+    """Return the Megatron settings of latent attention (fields of MLATransformerConfig), rotary embedding included."""
     return {
         "multi_latent_attention": True,
         "num_query_groups": hf.int("num_attention_heads"),
@@ -24,7 +24,7 @@ def mla_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def mla_rules(hf: HfConfig, layers: Sequence[int]) -> list[Rule]:
-    """Map down and up projections with their norms, the output projection, and the norm before them."""
+    """Map the down and up projections with their norms, the output projection, and the input norm."""
     hidden, heads = hf.int("hidden_size"), hf.int("num_attention_heads")
     nope, rope, value = hf.int("qk_nope_head_dim"), hf.int("qk_rope_head_dim"), hf.int("v_head_dim")
     rank, q_rows = hf.int("kv_lora_rank"), heads * (nope + rope)
@@ -67,10 +67,10 @@ def _mla_rotary(hf: HfConfig) -> dict[str, Any]:
         return {"rope_type": "rope", "rotary_base": rope["rope_theta"], "rotary_scaling_factor": 1.0}
     if rope["rope_type"] != "yarn":
         raise hf.error(f"rope type {rope['rope_type']!r} is not supported, only 'default' or 'yarn'")
-    # Hugging Face uses mscale only together with mscale_all_dim, and 1.0 otherwise.
     for key, supported in (("attention_factor", None), ("truncate", True)):
         if rope.get(key, supported) != supported:
             raise hf.error(f"{key}={rope[key]!r} of yarn is not supported: remove it")
+    # transformers ignores mscale unless mscale_all_dim is set, and then uses 1.0.
     mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if all_dim and not mscale:
         raise hf.error("yarn with mscale_all_dim but without mscale is not supported: set both")
@@ -87,7 +87,7 @@ def _mla_rotary(hf: HfConfig) -> dict[str, Any]:
 
 
 def v2_config(hf: HfConfig) -> dict[str, Any]:
-    """Return the Megatron settings (of MLATransformerConfig)."""
+    """Return the Megatron settings of DeepSeek-V2 (fields of MLATransformerConfig)."""
     hf.expect("hidden_act", "silu")
     hf.expect("attention_bias", False)
     hf.expect("mlp_bias", False)
@@ -106,13 +106,13 @@ def v2_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def v2_rules(hf: HfConfig) -> list[Rule]:
-    """Return the parameter mapping."""
+    """Return the mapping rules of DeepSeek-V2."""
     attention = mla_rules(hf, range(hf.policy_layers))
     return [*blocks.embedding_and_head(hf), *attention, *shared_experts.rules(hf)]
 
 
 def v3_config(hf: HfConfig) -> dict[str, Any]:
-    """Return the Megatron settings (of MLATransformerConfig)."""
+    """Return the Megatron settings of DeepSeek-V3 (fields of MLATransformerConfig)."""
     hf.expect("hidden_act", "silu")
     hf.expect("attention_bias", False)
     hf.expect("scoring_func", "sigmoid")
@@ -123,5 +123,5 @@ def v3_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def v3_rules(hf: HfConfig) -> list[Rule]:
-    """Return the parameter mapping."""
+    """Return the mapping rules of DeepSeek-V3."""
     return [*v2_rules(hf), shared_experts.bias_rule(hf), *multi_token_prediction.rules(hf)]

@@ -1,4 +1,4 @@
-"""Supported model families, by model_type of config.json, and the names that versions of transformers give them."""
+"""Supported model families by `model_type` of config.json, and translation of config keys to transformers 4."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from grpo_mp.utils.registry import Registry
 
 @dataclass(frozen=True)
 class Family:
-    """What one architecture needs: Megatron settings, the parameter mapping, and rotary arguments of GPTModel."""
+    """Megatron settings, mapping rules and rotary arguments of one architecture."""
 
     architecture: str
     config: Callable[[HfConfig], dict[str, Any]]
     rules: Callable[[HfConfig], list[Rule]]
-    rotary: Callable[[HfConfig], dict[str, Any]] = gqa.rotary  # MLA reads its settings instead
-    group_score_topk: int = 2  # best experts of a group whose scores rank it, in group-limited routing
-    transformers_type: str | None = None  # model_type by which transformers computes it, where that is another
-    transformers4_keys: tuple[tuple[str, str], ...] = ()  # keys of config.json: in transformers 4, in 5
+    rotary: Callable[[HfConfig], dict[str, Any]] = gqa.rotary  # MLA reads rotary values from its settings instead
+    group_score_topk: int = 2  # group-limited routing ranks a group by its best n scores
+    transformers_type: str | None = None  # model_type in transformers, if it differs from the key in FAMILIES
+    transformers4_keys: tuple[tuple[str, str], ...] = ()  # keys of config.json: (transformers 4, transformers 5)
 
     def params(self, hf: HfConfig) -> dict[str, Param]:
         return expand(self.rules(hf))
@@ -45,13 +45,13 @@ FAMILIES = {
     "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe.config, glm4_moe.rules, glm4_moe.rotary),
 }
 MODEL_FAMILIES: Registry[Family] = Registry("model family", FAMILIES, instance=Family)
-# Model types that transformers computes under another name.
+# Model types that transformers knows by another name.
 TRANSFORMERS_NAMES = {name: family.transformers_type for name, family in FAMILIES.items() if family.transformers_type}
-TOP_LEVEL_ROPE = ("rope_theta", "partial_rotary_factor")  # beside rope_scaling in 4, in rope_parameters in 5
+TOP_LEVEL_ROPE = ("rope_theta", "partial_rotary_factor")  # top-level in transformers 4, in rope_parameters in 5
 
 
 def family_of(hf: HfConfig) -> Family:
-    """Return the family of a config."""
+    """Return the family that `hf.family` names, or else the family of its model_type."""
     if hf.family is None and hf.model_type not in FAMILIES:
         raise hf.error(
             f"model_type {hf.model_type!r} is not supported"
@@ -63,10 +63,11 @@ def family_of(hf: HfConfig) -> Family:
 
 
 def add_transformers_4_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with the names of transformers 4 beside those of 5; names that it has keep their values.
+    """Return the config with the keys of transformers 4 added beside those of 5. Existing keys keep their values.
 
-    Except rope_theta and partial_rotary_factor: transformers 5 reads those of rope_parameters, so they win.
-    transformers 4 passes over names of 5 and takes its defaults without a word: a wrong rope_theta, 128 experts.
+    Exceptions are rope_theta and partial_rotary_factor: transformers 5 reads them from rope_parameters, so these values
+    replace the top-level ones. Without the added keys, transformers 4 silently uses its defaults: a wrong rope_theta,
+    128 experts.
     """
     older: dict[str, Any] = {}
     top_level: dict[str, Any] = {}

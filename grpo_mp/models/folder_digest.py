@@ -1,10 +1,10 @@
-"""A digest that differs where a model's folder holds other weights, another config or another tokenizer."""
+"""Digest of a model folder that differs between weights, configs and tokenizers."""
 
 from pathlib import Path
 
 import xxhash
 
-PARTS, PART_BYTES = 16, 2**16  # of each file that are read
+PARTS, PART_BYTES = 16, 2**16  # number and size of the samples read from each file
 MODEL_FILES = (
     "*.safetensors",
     "**/*.distcp",
@@ -17,9 +17,9 @@ MODEL_FILES = (
 
 
 def model_digest(folder: Path) -> str:
-    """Return a digest of a model's files: small files whole, of large ones the size and 16 samples of 64 KiB.
+    """Return a digest of a model's files: of small files whole, of large files the size and 16 samples of 64 KiB.
 
-    It differs where training has changed all weights; a change to a single tensor may go unnoticed.
+    A training step that changes all weights changes the digest; a change to a single tensor may go unnoticed.
     """
     digest = xxhash.xxh3_128()
     for file in sorted({file for pattern in MODEL_FILES for file in folder.glob(pattern) if file.is_file()}):

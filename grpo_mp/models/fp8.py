@@ -1,18 +1,20 @@
-"""Blockwise FP8 as DeepSeek-V3 and R1 are released: float8_e4m3fn bytes and one float32 factor per 128 x 128 block.
+"""Blockwise FP8 as in the releases of DeepSeek-V3 and R1: float8_e4m3fn values, one float32 scale per 128 x 128 block.
 
-What comes back bit for bit. Let a block be bytes w with factor s, and x = dequantize(w, s) in bfloat16 or float32.
+Is quantize(dequantize(w)) exact? Let a block have bytes w and scale s, and let x = dequantize(w, s) in bfloat16 or
+float32. x / s equals w up to a relative error of 2**-8.
 
-- Bytes: x / s is w within 2**-8, half the distance to the next e4m3 value is 2**-5 or more, so rounding with a factor
-  within 2**-8 of s finds w again. `quantize` takes max|x| / 448, which is such a factor exactly where the largest
-  byte of the block encodes 448; there, and in blocks of zeros, quantize(dequantize(w)) has the bytes of w. A block
-  whose largest byte is m < 448 is stretched to 448 and its bytes change.
-- Factor: max|x| / 448 is s only up to the rounding of x. It is s itself where s was made by `quantize` from values
-  of the same dtype bfloat16: 448 * s then rounds back to the bfloat16 it came from. In float32 it may miss by one
-  unit in the last place, since 448 = 7 * 64 and float32(7 * s) / 7 need not be s.
-- So no rule finds the bytes of any folder from values alone. `requantize` does: it keeps bytes and factors of every
-  block of the source whose values have not changed.
+- Bytes: half the distance to the next e4m3 value is at least 2**-5 (relative). Rounding x with any scale within 2**-8
+  of s therefore recovers w. `quantize` uses the scale max|x| / 448. This is within 2**-8 of s exactly if the largest
+  byte of the block encodes 448. For these blocks, and for blocks of zeros, the bytes are recovered. If the largest byte
+  encodes m < 448, the block is rescaled to 448 and its bytes change.
+- Scale: max|x| / 448 equals s up to the rounding of x. It equals s exactly if `quantize` made s from values of the same
+  dtype bfloat16: 448 * s then rounds back to the original bfloat16. In float32 it may be off by one unit in the last
+  place, since 448 = 7 * 64 and float32(7 * s) / 7 may differ from s.
+- So values alone do not determine the bytes of an arbitrary checkpoint. `requantize` therefore also reads the source
+  and keeps bytes and scale of every block whose values are unchanged.
 
-Blocks whose values leave the normal range of the dtype (below 2**-126) are outside of these statements, save the last.
+Blocks with values below the normal range of the dtype (2**-126) are excluded, except from the last statement.
+
 """
 
 import torch
@@ -20,23 +22,23 @@ from torch import Tensor
 from torch.nn import functional
 
 BLOCK = 128
-AT_ONCE = 2**25  # elements that a GPU quantizes at a time
+AT_ONCE = 2**25  # elements quantized at a time on a GPU, to bound temporary memory
 E4M3_MAX = 448.0
 FP8 = torch.float8_e4m3fn
-SCALE = "_scale_inv"  # a weight's factors have its name with this suffix
-NAN = 0x7F  # byte of float8_e4m3fn, without its sign
+SCALE = "_scale_inv"  # suffix of a weight's name that gives the name of its scales
+NAN = 0x7F  # byte of NaN in float8_e4m3fn, without the sign bit
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the shape of the factors of a [rows, columns] weight."""
+    """Return the shape of the scales of a [rows, columns] weight."""
     rows, columns = shape
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
 def dequantize(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype, start: tuple[int, int] = (0, 0)) -> Tensor:
-    """Convert FP8 [R, C] to values [R, C] of `dtype`.
+    """Convert FP8 [R, C] to `dtype` [R, C].
 
-    `weight` may be a slice that begins at row and column `start` of a tensor; `scale_inv` is that tensor's.
+    `weight` may be a slice of a tensor that begins at row and column `start`; `scale_inv` belongs to the full tensor.
     """
     result = torch.empty(weight.shape, dtype=dtype)
     if not weight.numel():
@@ -51,7 +53,7 @@ def dequantize(weight: Tensor, scale_inv: Tensor, dtype: torch.dtype, start: tup
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert values [R, C] to FP8 [R, C] and factors of `scale_shape`: max|block| / 448, or 1 for a block of zeros."""
+    """Quantize [R, C] to FP8 [R, C] and scales of `scale_shape`: max|block| / 448, or 1 for a block of zeros."""
     result = torch.empty(weight.shape, dtype=FP8)
     scale = torch.ones(scale_shape(tuple(weight.shape)))
     for block, (rows, out) in enumerate(zip(weight.split(BLOCK), result.split(BLOCK), strict=True)):
@@ -59,12 +61,12 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
         largest = _pad_to_blocks(values.abs().amax(dim=0), 0.0).amax(dim=1) / E4M3_MAX
         scale[block] = torch.where(largest > 0, largest, scale[block])
         values.div_(_per_column(scale[block], values.shape[1]))
-        out.copy_(values.clamp_(-E4M3_MAX, E4M3_MAX))  # above 464 the cast would make NaN
+        out.copy_(values.clamp_(-E4M3_MAX, E4M3_MAX))  # the cast turns values above 464 into NaN
     return result, scale
 
 
 def quantize_at_once(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize as `quantize`, bit for bit, in few large operations for a GPU, AT_ONCE elements at a time."""
+    """Quantize bit for bit as `quantize`, in a few large operations for GPUs, AT_ONCE elements at a time."""
     rows, columns = weight.shape
     step = max(1, AT_ONCE // (columns * BLOCK)) * BLOCK
     if rows <= step:
@@ -76,16 +78,16 @@ def quantize_at_once(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _quantize_part(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     values, padding = weight.to(torch.float32, copy=True), (0, -columns % BLOCK, 0, -rows % BLOCK)
-    padded = functional.pad(values, padding) if any(padding) else values  # it would copy
+    padded = functional.pad(values, padding) if any(padding) else values  # pad always copies
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [rows, 128, columns, 128]
-    largest = torch.linalg.vector_norm(blocks, torch.inf, dim=(1, 3)) / E4M3_MAX  # max|block|, read once
+    largest = torch.linalg.vector_norm(blocks, torch.inf, dim=(1, 3)) / E4M3_MAX  # max|block| in one pass over memory
     scale = torch.where(largest > 0, largest, 1.0)
     blocks = blocks.div_(scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
     return blocks.flatten(2, 3).flatten(0, 1)[:rows, :columns].to(FP8).contiguous(), scale
 
 
 def requantize(weight: Tensor, old: Tensor, old_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize, but keep bytes and factor of each block whose values are those of the old FP8 weight."""
+    """Quantize, but keep bytes and scale of each block whose values equal those of the old FP8 weight."""
     same = dequantize(old, old_scale, weight.dtype).eq(weight)
     if bool(same.all()):
         return old, old_scale.float()
@@ -100,7 +102,10 @@ def requantize(weight: Tensor, old: Tensor, old_scale: Tensor) -> tuple[Tensor, 
 
 
 def _float32(weight: Tensor) -> Tensor:
-    """Convert FP8 to float32. Bits of e4m3, moved, are those of a float16 2**-8 as large; torch's own cast is slow."""
+    """Convert FP8 to float32, faster than torch's cast.
+
+    The shifted e4m3 bits, read as float16, give the value times 2**-8.
+    """
     bits = weight.view(torch.int8)
     values = bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16).float().mul_(256)
     without_sign = bits & NAN

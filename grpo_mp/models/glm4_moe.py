@@ -1,4 +1,4 @@
-"""GLM-4.5: grouped-query attention with half of each head rotated, sigmoid routing, shared experts."""
+"""GLM-4.5: grouped-query attention with rotary embedding on half of each head, sigmoid routing, shared experts."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from grpo_mp.models.mapping import Rule
 
 
 def config(hf: HfConfig) -> dict[str, Any]:
-    """Return the Megatron settings."""
+    """Return the Megatron settings of GLM-4.5."""
     hf.expect("hidden_act", "silu")
     return (
         blocks.base_config(hf)
@@ -19,7 +19,7 @@ def config(hf: HfConfig) -> dict[str, Any]:
 
 
 def rules(hf: HfConfig) -> list[Rule]:
-    """Return the parameter mapping."""
+    """Return the mapping rules of GLM-4.5."""
     attention = gqa.rules(hf, range(hf.policy_layers), **_attention_options(hf))
     return [
         *blocks.embedding_and_head(hf),

@@ -1,4 +1,4 @@
-"""Grouped-query attention (Llama, Qwen, Mixtral, GLM): norms of queries and keys, biases and rotary kinds vary."""
+"""Grouped-query attention (Llama, Qwen, Mixtral, GLM), with optional query/key norms, biases and rotary variants."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,12 +8,12 @@ from grpo_mp.models.blocks import HF_LAYER, MCORE_LAYER
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule, Shape
 
-# The only llama3 rope scaling that Megatron computes; its factor may vary.
+# The only llama3 rope scaling that Megatron supports, apart from its factor, which is free.
 LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 
 def config(hf: HfConfig, *, norms: bool = False, bias: bool = False) -> dict[str, Any]:
-    """Return the Megatron settings; `norms` of queries and keys, `bias` of all three projections."""
+    """Return the Megatron settings of attention. `norms`: of queries and keys. `bias`: on all three QKV projections."""
     rope = hf.rope
     if rope["rope_type"] not in ("default", "llama3"):
         raise hf.error(f"rope type {rope['rope_type']!r} is not supported, only 'default' or 'llama3'")
@@ -38,14 +38,17 @@ def dense_config(hf: HfConfig, *, norms: bool = False, bias: bool = False) -> di
 
 
 def dense_rules(hf: HfConfig, *, norms: bool = False, bias: bool = False) -> list[Rule]:
-    """Return the parameter mapping of a decoder with a dense MLP in every layer."""
+    """Return the mapping rules of a decoder with a dense MLP in every layer."""
     layers = range(hf.int("num_hidden_layers"))
     attention = rules(hf, layers, norms=norms, bias=bias)
     return [*blocks.embedding_and_head(hf), *attention, *blocks.dense_mlp(hf, layers)]
 
 
 def rotary(hf: HfConfig, percent: float = 1.0) -> dict[str, Any]:
-    """Return the rotary arguments of Megatron's GPTModel. `percent`: rotated share, unless in config.json."""
+    """Return the rotary arguments of Megatron's GPTModel.
+
+    `percent`: share of each head that is rotated, if config.json does not set it.
+    """
     rope = hf.rope
     percent = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or percent
     arguments = {"rotary_base": rope["rope_theta"], "rotary_percent": float(percent)}
@@ -55,7 +58,7 @@ def rotary(hf: HfConfig, percent: float = 1.0) -> dict[str, Any]:
 
 
 def rules(hf: HfConfig, layers: Sequence[int], *, norms: bool = False, bias: bool = False) -> list[Rule]:
-    """Map q, k and v as one projection, the output projection, and the norm before them."""
+    """Map the fused QKV projection, the output projection, the input norm, and optional query/key norms and biases."""
     hidden, queries = hf.int("hidden_size"), hf.int("num_attention_heads") * hf.head_dim
     input_norm = HF_LAYER + "input_layernorm.weight"
     mcore, hf_attn = MCORE_LAYER + "self_attention.", HF_LAYER + "self_attn."

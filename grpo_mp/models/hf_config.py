@@ -1,4 +1,4 @@
-"""A Hugging Face config.json, read strictly: a missing key is an error that names the file."""
+"""Strict access to a Hugging Face config.json: a missing or unsupported value raises an error that names the file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,24 +7,24 @@ from typing import Any
 from grpo_mp.utils.errors import Number, UserError, read_number
 from grpo_mp.utils.reading import read_json
 
-DEFAULT_ROPE_THETA = 10000.0  # where a file leaves rope_theta out
+DEFAULT_ROPE_THETA = 10000.0  # if config.json does not set rope_theta
 
 
 @dataclass(frozen=True)
 class HfConfig:
-    """The plain contents of config.json; `path` is the folder it came from."""
+    """Raw contents of a config.json. `path`: its folder."""
 
     path: Path
     values: dict[str, Any]
-    family: str | None = None  # name or path of its model family; None: by model_type
+    family: str | None = None  # name or path of the model family; None: by model_type
     file: str = "config.json"
-    trains_mtp: bool = False  # the multi-token-prediction layer is part of the policy
+    trains_mtp: bool = False  # the policy includes the multi-token-prediction layer
 
     @classmethod
     def read(
         cls, folder: Path, family: str | None = None, name: str = "config.json", trains_mtp: bool = False
     ) -> "HfConfig":
-        """Read a folder's config.json."""
+        """Read config.json, or the file `name`, from a folder."""
         file = folder / name
         if not file.exists():
             raise UserError(f"{file} does not exist: {_how_to_get(folder)}")
@@ -62,7 +62,10 @@ class HfConfig:
 
     @property
     def rope(self) -> dict[str, Any]:
-        """Return the rotary settings with `rope_theta`, as transformers 4 or 5 writes them; those of 5 win."""
+        """Return the rotary settings with `rope_theta` and `rope_type`.
+
+        Both formats, of transformers 4 and 5, are read; values of 5 take precedence.
+        """
         nested = self.values.get("rope_scaling") or self.values.get("rope_parameters") or {}
         if not isinstance(nested, dict):
             raise self.error("rope_scaling and rope_parameters are settings by name: copy the file again")
@@ -85,7 +88,7 @@ class HfConfig:
         return self.values.get(key, default)
 
     def int(self, *keys: str) -> int:
-        """Return a required integer. `keys`: synonyms, which must not contradict each other."""
+        """Return a required integer. `keys`: synonyms; contradicting values are an error."""
         given = {key: self._number(key, self.values[key], int) for key in keys if self.values.get(key) is not None}
         if len(set(given.values())) > 1:
             raise self.error(f"{' and '.join(f'{key}={value}' for key, value in given.items())} contradict each other")
@@ -95,7 +98,7 @@ class HfConfig:
         return self._number(key, self._require(key), float)
 
     def expect(self, key: str, *allowed: Any) -> None:
-        """Refuse a value that the family does not support; an absent one counts as the first allowed."""
+        """Raise an error unless the value of `key` is one of `allowed`; a missing key counts as `allowed[0]`."""
         value = self.values.get(key, allowed[0])
         if value not in allowed:
             choices = " or ".join(repr(choice) for choice in allowed)
@@ -125,7 +128,7 @@ def _how_to_get(folder: Path) -> str:
 
 
 def check_positions(hf: HfConfig, tokens: int, setting: str) -> None:
-    """Refuse a `setting` of more tokens than the model has positions."""
+    """Raise an error if `tokens`, the value of `setting`, exceeds max_position_embeddings."""
     positions = hf.int("max_position_embeddings")
     if tokens > positions:
         raise UserError(
