@@ -1,4 +1,4 @@
-"""Check after a weight sync that every engine computes the policy's logprobs; find the tensor that differs."""
+"""Compare every engine's logprobs with the policy's after a weight sync; on a mismatch, look for the wrong tensor."""
 
 import logging
 import time
@@ -37,9 +37,9 @@ from grpo_mp.weight_sync.compare import (
 )
 from grpo_mp.weight_sync.update import WeightSync
 
-MAX_PROMPTS = 256  # of the train data, from which texts are drawn
-ANNOUNCED_S = 10.0  # what takes longer is announced
-WARNED_FACTOR = 1.5  # how much a difference that was warned of may grow before the tensors are compared again
+MAX_PROMPTS = 256  # train prompts from which the compared texts are drawn
+ANNOUNCED_S = 10.0  # longer measurements are announced to the user
+WARNED_FACTOR = 1.5  # growth of a reported difference above which the tensors are compared again
 Sequences = Sequence[tuple[int, ...]]
 Logprobs = list[list[float]]
 LOGGER = logging.getLogger(__name__)
@@ -54,27 +54,27 @@ class EngineCheck:
     """Compares every engine's logprobs with the policy's, on texts of the run."""
 
     settings: Settings
-    policy: Policy | None  # None on a rank that does not train
-    has_experts: bool  # without any, no token can be routed differently
+    policy: Policy | None  # None on ranks that only host an engine
+    has_experts: bool  # without experts, no token can be routed differently
     job: Job
     weight_sync: WeightSync
     engines: Rollout
     phases: PhaseManager
-    prompts: Sequences  # of the train data
-    should_stop: Callable[[], bool] = lambda: False  # every rank calls it
+    prompts: Sequences  # token ids of train prompts
+    should_stop: Callable[[], bool] = lambda: False  # a collective over all ranks
     say: Callable[[str], None] = LOGGER.info
-    _rounding: float = field(default=0.0, init=False)  # what noise of one rounding changes in the policy's logprobs
-    _warned: float = field(default=0.0, init=False)  # mean difference that a warning has named
+    _rounding: float = field(default=0.0, init=False)  # mean effect of rounding on the policy's logprobs
+    _warned: float = field(default=0.0, init=False)  # mean difference of the last warning
 
     def run(self, version: int, answers: Sequence[Sample] = ()) -> CheckReport:
-        """Return the worst engine's distance from the policy, just synced as `version`; of no tokens without engines.
+        """Compare all engines with the policy and return the report of the worst engine, with 0 tokens without engines.
 
-        The limit is `sync.check_tolerance`, by default the effect of rounding on the policy's own logprobs. An engine
-        beyond the limit with a wrong tensor is restarted (EngineDisagreesError where that is not allowed). If all its
-        tensors are right, a warning is logged where rounding explains the distance, else EarlyStopError is raised.
+        The mean |logprob difference| may reach `sync.check_tolerance`, by default a multiple of the effect of rounding
+        on the policy's own logprobs. An engine beyond this limit is restarted if one of its tensors is wrong. If all
+        tensors are right, a warning is logged where rounding explains the difference; else EarlyStopError is raised.
 
-        `answers`: samples of this rank's engine. The answers with the lowest group ids of all ranks are compared, so
-        that the report does not depend on which engine generated which group.
+        `version`: weight version of the last sync. `answers`: samples of this rank's engine; the check uses those with
+        the lowest group ids over all ranks, so it does not depend on which engine generated which group.
         """
         with self.phases.activity(WEIGHT_CHECK, 4 + 2 * RECHECK_SETS):
             first = sorted(answers, key=lambda sample: sample.group_id)[:ANSWERS]
@@ -103,7 +103,7 @@ class EngineCheck:
         for engine, of_engine in enumerate(by_engine):
             if of_engine:
                 mean = trimmed_mean(of_engine) if self.has_experts else pool_reports(of_engine).mean
-                if not mean <= limit:  # so that what is no number does not pass
+                if not mean <= limit:  # negated, so that NaN fails
                     self._judge(engine, replace(pool_reports(of_engine), mean=mean, limit=limit), version)
         return replace(worst_report([pool_reports(of_engine) for of_engine in by_engine if of_engine]), limit=limit)
 
@@ -130,7 +130,7 @@ class EngineCheck:
         return self.settings.model.dtype
 
     def _compare_more(self, worst: CheckReport, limit: float, set_s: float) -> list[list[CheckReport]]:
-        """Return the reports on more sets, where a tie between two experts may explain the difference."""
+        """Return reports on more sets of texts for MoE models, where near-ties in routing cause large differences."""
         if not self.has_experts:
             return []
         self.say(
@@ -151,11 +151,11 @@ class EngineCheck:
         return sets
 
     def _judge(self, engine: int, report: CheckReport, version: int) -> None:
-        """Find out why an engine is beyond the limit: give it up, warn, or raise EarlyStopError, see `run`."""
+        """Compare the tensors of an engine beyond the limit; restart it, warn, or raise EarlyStopError, see `run`."""
         host, tolerance = self.engines.host_ranks[engine], self.settings.sync.check_tolerance
         self.say(f"weight check: engine {engine} is beyond the limit; all its weights are sent twice to compare them")
         found = self._find_wrong_tensor(host, version)
-        # The tolerance of float32, where rounding may be too small to be measured.
+        # In float32 rounding may be too small to measure; the lowest limit then implies it.
         rounding = max(self._rounding, LEAST_LIMIT / ROUNDING_FACTOR)
         allowed = "(sync.check_tolerance)" if tolerance else f"(rounding of {self._precision} makes {rounding:.3g})"
         sentence = (
@@ -189,7 +189,7 @@ class EngineCheck:
         )
 
     def _checksums(self) -> dict[str, str]:
-        """Return the checksums of this rank's engine; empty without an engine, or without memory to compute them."""
+        """Return the tensor checksums of this rank's engine; empty without an engine or if it cannot compute them."""
         try:
             return self.weight_sync.checksums()
         except UserError as error:
@@ -197,7 +197,7 @@ class EngineCheck:
             return {}
 
     def _compare_engines(self, sequences: Sequences) -> tuple[list[CheckReport], Logprobs]:
-        """Return every engine's report on sequences, the same on every rank, and the policy's logprobs."""
+        """Return the report of each engine on `sequences`, and the policy's logprobs; both are equal on all ranks."""
         job, engines = self.job, self.engines
         with self.phases.phase(Phase.SYNC, "policy logprobs"):
             expected = self._policy_logprobs(sequences)
@@ -221,7 +221,7 @@ class EngineCheck:
         return broadcast(logprobs, self.job.group)
 
     def _find_wrong_tensor(self, host: int, version: int) -> str:
-        """Send all weights again and compare the checksums of the engine of rank `host` before and after."""
+        """Sync all weights twice, compare the checksums of the engine on rank `host`; describe its wrong tensors."""
 
         def sync_again() -> dict[str, str]:
             self.weight_sync.update_weights(version)
@@ -237,7 +237,7 @@ class EngineCheck:
 
 
 def sequence_logprobs(policy: Policy, sequences: Sequences) -> Logprobs:
-    """Compute the policy's logprob at temperature 1 of every token after the first of each sequence."""
+    """Return for each sequence the policy's logprobs at temperature 1 of all tokens but the first."""
     parallel, layout = policy.parallel, policy.parallel.layout
     align = alignment(layout)
     samples = {i: Sample.from_tokens(i, tokens[:1], tokens[1:]) for i, tokens in enumerate(sequences)}
@@ -245,7 +245,7 @@ def sequence_logprobs(policy: Policy, sequences: Sequences) -> Logprobs:
     unused, padded = [0.0] * len(sequences), round_up(sum(lengths), policy.padding_multiple)
     batch = pack(samples, unused, unused, MicroBatchPlan(tuple(samples), lengths), align, padded)
     local_batch = slice_context(batch, layout.context, parallel.coords.context)
-    repeat = layout.pipeline if layout.virtual_pipeline else 1  # an interleaved schedule needs that many
+    repeat = layout.pipeline if layout.virtual_pipeline else 1  # the interleaved schedule needs so many micro-batches
     with policy.use_temperature(1.0):
         outputs = policy.logprobs([local_batch] * repeat)
     values = torch.zeros(batch.total_tokens)

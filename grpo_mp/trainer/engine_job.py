@@ -1,7 +1,7 @@
-"""A job that generates without training, for evaluate.py and sample.py: engines with the weights of a folder.
+"""Job that generates without training, for evaluate.py and sample.py.
 
-A Hugging Face folder is loaded by the engines. For a checkpoint the policy is built as for training, and sends the
-engines its weights.
+Engines load the weights of a Hugging Face folder themselves. For a run's checkpoint, the policy is built as for
+training and sends its weights to the engines.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from grpo_mp.utils.errors import UserError
 
 @dataclass(frozen=True)
 class EngineJob:
-    """What generates: `settings.run.folder` is where the results go."""
+    """Settings and weights of a job that only generates; results go to `settings.run.folder`."""
 
     settings: Settings
-    checkpoint: Path | None  # of a run; None: the model of the settings
+    checkpoint: Path | None  # folder of a run's checkpoint; None: use `model.path`
 
     @property
     def name(self) -> Path:
@@ -40,7 +40,7 @@ class EngineJob:
 
 
 def read_engine_job(args: argparse.Namespace, command: str) -> EngineJob:
-    """Return the job of a command line; results go to RUN/`command`/MODEL unless it names a folder."""
+    """Return the job that the parsed arguments describe; results go to --out, by default RUN/`command`/MODEL."""
     settings = load_settings(args.config, args.overrides, trains=False, dtype=platform.default_dtype())
     checkpoint, model = args.checkpoint, args.model or settings.model.path
     if checkpoint:
@@ -57,7 +57,7 @@ def read_engine_job(args: argparse.Namespace, command: str) -> EngineJob:
 
 @contextmanager
 def start_engines(job: EngineJob, inputs: RunInputs, greeting: str) -> Iterator[EngineContext]:
-    """Start the engines with the job's weights; they end when the body does."""
+    """Run engines with the job's weights while the body runs."""
     if not job.needs_policy:
         with open_engines_only(job.settings, inputs, greeting) as engines:
             yield engines

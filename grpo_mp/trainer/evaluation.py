@@ -1,4 +1,4 @@
-"""Evaluation on held-out problems: the engines answer, rewards judge, every rank knows the scores."""
+"""Evaluation on held-out problems: engines generate answers, rewards score them, every rank gets the scores."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,13 +29,13 @@ OnGroups = Callable[[str, Sequence[SampleGroup]], None]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores by set, their metrics, and some answers."""
+    """Result of an evaluation: scores by eval set, metrics by name, and some answers."""
 
     scores: dict[str, EvalScore] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)  # some answers to each set, as Markdown; on rank 0 only
-    shown: dict[str, list[SampleGroup]] = field(default_factory=dict)  # what `texts` shows; on rank 0 only
-    reward_stats: dict[str, RewardStats] = field(default_factory=dict)  # what the rewards met, over all ranks
+    shown: dict[str, list[SampleGroup]] = field(default_factory=dict)  # the groups in `texts`; on rank 0 only
+    reward_stats: dict[str, RewardStats] = field(default_factory=dict)  # failures and logged values, over all ranks
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Evaluator:
     job: Job
     phases: PhaseManager
     progress: Progress
-    samples_shown: int  # of each set, as texts
+    samples_shown: int  # groups per set that are shown as text
     recovery: EngineRecovery
 
     def evaluate(self, step: int, on_groups: OnGroups | None = None) -> Evaluation:
-        """Evaluate every set; scores and metrics are the same on all ranks.
+        """Evaluate every set; scores and metrics are equal on all ranks.
 
-        `on_groups` gets each set's name and the groups of this rank's engine.
+        `on_groups`: called for each set with its name and the groups of this rank's engine.
         """
         result, group = Evaluation(), self.job.group
         for name, prompts in self.prompts.items():
@@ -69,7 +69,7 @@ class Evaluator:
             result.scores[name] = score_eval_set(infos, votes, prompts.num_too_long)
             result.metrics.update(eval_metrics(name, result.scores[name]))
             result.metrics.update(eval_reward_metrics(name, stats))
-            chosen = evenly_spaced(sorted({info.group_id for info in infos}), self.samples_shown)  # the same each time
+            chosen = evenly_spaced(sorted({info.group_id for info in infos}), self.samples_shown)
             if shown := gather_groups(groups, chosen, group):
                 result.texts[metric_name("eval/{set}/samples", set=name)] = samples_to_markdown(shown)
                 result.shown[name] = shown
@@ -78,7 +78,7 @@ class Evaluator:
         return result
 
     def _generate(self, prompts: PromptSet, name: str, step: int) -> list[SampleGroup]:
-        """Return the answers of this rank's engine; all engines answer again if all were lost."""
+        """Return the groups of this rank's engine; start the set again if all engines were lost."""
         for attempt in count():
             with self.phases.phase(Phase.EVAL, name), watching_peers(self.job.group) as check_peers:
                 rule = AdmissionRule(len(prompts), len(prompts), len(prompts))

@@ -1,4 +1,4 @@
-"""How a rank ends: on a signal after a save, on a user's mistake with one message of the job and a status."""
+"""End of a rank: after a signal and a save, or after an error, with one message per job and an exit status."""
 
 import atexit
 import json
@@ -28,17 +28,17 @@ from grpo_mp.utils.errors import (
 from grpo_mp.utils.files import write_atomically
 
 PEER_FAILED_STATUS = 1
-FIRST_RANK_LIMIT_S = 30.0  # the other ranks wait so long for rank 0 to report what every rank finds wrong
-# What gloo, NCCL and the store report when the process at the other end is gone.
+FIRST_RANK_LIMIT_S = 30.0  # wait of other ranks for rank 0 to report an error that all ranks find
+# Error messages of gloo, NCCL and the store after the peer process has ended.
 PEER_GONE = re.compile(r"Connection (was likely )?(closed|reset)|Broken pipe|remote process exited|failed to recv")
 
 
 class PeerFailedError(Exception):
-    """Another rank ended before this one; its message says why."""
+    """Another rank failed first; the message of that rank gives the cause."""
 
 
 class PreemptionHandler:
-    """Remembers SIGTERM and SIGUSR1, which ask the run to save and end."""
+    """Records SIGTERM and SIGUSR1, which request that the run saves a checkpoint and ends."""
 
     def __init__(self) -> None:
         self._received = False
@@ -49,13 +49,13 @@ class PreemptionHandler:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 
     def requested(self, cpu_group: dist.ProcessGroup) -> bool:
-        """Return whether any rank was asked to stop, alike on all."""
+        """Return whether any rank received a signal; equal on all ranks."""
         requested = torch.tensor([self._received or signal.SIGUSR1 in signal.sigpending()], dtype=torch.int32)
         dist.all_reduce(requested, op=dist.ReduceOp.MAX, group=cpu_group)
         return bool(requested.item())
 
     def release(self) -> None:
-        """Let the signals end this process from now on, and one that has come, at once."""
+        """Restore the default action of the signals; an earlier signal ends the process now."""
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
@@ -68,7 +68,7 @@ class PreemptionHandler:
 
 @contextmanager
 def report_error_once(rank: int, store: dist.Store) -> Iterator[None]:
-    """Raise the UserError of the first rank that fails in the body; on other ranks raise PeerFailedError.
+    """Re-raise a UserError of the body on the first rank that fails; raise PeerFailedError on ranks that fail later.
 
     A lost connection raises PeerFailedError, a full or broken disk DiskError.
     """
@@ -93,23 +93,23 @@ def report_error_once(rank: int, store: dist.Store) -> Iterator[None]:
 
 
 def ignore_more_interrupts(kind: type[BaseException] | None, *_: object) -> None:
-    """Ignore further Ctrl-C while the first one closes the run; for ExitStack.push."""
+    """Ignore Ctrl-C while an earlier Ctrl-C closes the run; an exit callback for ExitStack.push."""
     if kind is KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Turn what the body raises into an exit status; an unexpected error keeps its trace.
+    """Convert errors of the body to SystemExit; re-raise unexpected errors with their traceback.
 
-    Raises SystemExit: 2 for a user's mistake, 1 for a lost peer, 130 for Ctrl-C.
+    Exit status: 2 for UserError, 1 for PeerFailedError, 130 for Ctrl-C.
     """
     rank = int(os.environ.get("RANK", 0))
     try:
         yield
     except UserError as error:
         if rank and not dist.is_initialized():
-            # The launcher ends this rank meanwhile; where rank 0 did not fail, the node's first rank reports first.
+            # If rank 0 fails, the launcher ends this rank meanwhile; otherwise the node's first failed rank reports.
             time.sleep(FIRST_RANK_LIMIT_S + int(os.environ.get("LOCAL_RANK", 0)))
         _ignore_sigterm()
         _report_to_launcher(rank, f"error: {error}", error)
@@ -121,7 +121,7 @@ def exit_on_error() -> Iterator[None]:
     except KeyboardInterrupt as interrupt:
         raise _interrupted(rank, interrupt) from None
     except Exception as error:
-        if isinstance(_origin(error), KeyboardInterrupt):  # it came amid a library's cleanup, which then failed
+        if isinstance(_origin(error), KeyboardInterrupt):  # Ctrl-C interrupted a library's cleanup
             raise _interrupted(rank, error) from None
         _report_to_launcher(rank, f"{type(error).__name__}: {error}", error)
         raise
@@ -141,8 +141,8 @@ def _interrupted(rank: int, error: BaseException) -> SystemExit:
 
 @contextmanager
 def end_without_cleanup() -> Iterator[None]:
-    """End a process that fails during its job as soon as its exit functions have run."""
-    # Its threads may wait for messages that never come: when Python ends, C++ wakes them and calls abort().
+    """If the body fails during a job, run the atexit functions and end the process without interpreter shutdown."""
+    # Threads may wait for messages that never come: at interpreter shutdown C++ wakes them and calls abort().
     try:
         yield
     except BaseException as error:
@@ -170,7 +170,7 @@ def _ignore_sigterm() -> None:
 
 
 def _report_to_launcher(rank: int, message: str, error: Exception) -> None:
-    """Write the error file from which torchrun and batch scripts (cli/slurm_job.py) take the root cause."""
+    """Write the error file from which torchrun and batch scripts (cli/slurm_job.py) read the root cause."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()) - 1)}

@@ -1,4 +1,4 @@
-"""How evenly the engines generate the groups of a step. Pure."""
+"""Metrics of the balance between engines, or ranks, in a step."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class EngineWork:
     """Response tokens that one engine generated for a step, and when each of its groups ended.
 
-    `ends_s`: seconds after the step's generation began; 0 for a group that had ended before.
+    `ends_s`: seconds after the step's generation began; 0 for a group that ended earlier.
     """
 
     tokens: int
@@ -17,9 +17,10 @@ class EngineWork:
 
 
 def generation_times(engines: Sequence[EngineWork]) -> dict[str, float]:
-    """Return speed/slowest_engine_ratio and time/generate_tail_share of a step; empty if no group took time.
+    """Return two metrics of a step; empty if no group took time.
 
-    An engine's speed is measured until its own last group ended.
+    speed/slowest_engine_ratio: lowest / median tokens per second of an engine, up to the end of its last group.
+    time/generate_tail_share: share of the generation time that is left when 90 % of the groups have ended.
     """
     ends = sorted(end for engine in engines for end in engine.ends_s)
     if not ends or not ends[-1]:
@@ -34,5 +35,5 @@ def generation_times(engines: Sequence[EngineWork]) -> dict[str, float]:
 
 
 def slowest_rank_ratio(seconds: Sequence[float]) -> float:
-    """Return the seconds of the slowest rank over those of the median one, the faster of two."""
+    """Return max / median of the ranks' `seconds`; with an even number of ranks, the lower median."""
     return max(seconds) / statistics.median_low(seconds)

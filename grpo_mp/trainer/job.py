@@ -1,4 +1,4 @@
-"""The start of every job: join the ranks, claim the run folder, find the checkpoint, open the monitors."""
+"""Start of every job: join the ranks, claim the run folder, find the checkpoint, open the monitors."""
 
 import os
 import socket
@@ -32,7 +32,7 @@ FindCheckpoints = Callable[[], Sequence[Path]]
 
 @dataclass(frozen=True)
 class Resumed:
-    """The state from which a run resumes, sentences on damaged checkpoints, and changed settings (rank 0)."""
+    """State from which a run resumes, sentences on damaged checkpoints, and (on rank 0) on changed settings."""
 
     state: TrainState
     checkpoint: Path | None
@@ -42,7 +42,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Monitors:
-    """The timeline, watchdog and progress display of a rank."""
+    """Timeline, watchdog and progress display of a rank."""
 
     timeline: Timeline
     watchdog: Watchdog
@@ -51,7 +51,7 @@ class Monitors:
 
 @dataclass
 class RunContext:
-    """The parts of a job that every rank has. `state` is that of the run."""
+    """Parts of a job that every rank has. `state`: state of the run after its last finished step."""
 
     settings: TrainerSettings
     job: Job
@@ -68,7 +68,7 @@ class RunContext:
 
 @dataclass
 class PolicyContext(RunContext):
-    """The further parts of a rank that trains."""
+    """Parts of a rank that trains: those of every rank, and layout, models and checkpoint saver."""
 
     parallel: Parallel
     policy: Policy
@@ -82,7 +82,7 @@ def join_run(
 ) -> Iterator[tuple[Job, Resumed]]:
     """Make the process groups, claim the run folder, and find the newest whole checkpoint.
 
-    `resolved`: the settings as YAML; `find_checkpoints`: called by rank 0 once it holds the folder's lock.
+    `resolved`: the settings as YAML; `find_checkpoints`: returns checkpoints, newest first; called under the run lock.
     """
     with ExitStack() as stack:
         job = join_job(settings.monitor.phase_timeout_s, engine_ranks)
@@ -92,10 +92,10 @@ def join_run(
         changes: Sequence[str] = ()
         if rank == 0:
             stack.enter_context(run_lock(folder))
-            check_run_folder(folder, resolved, settings.run.resume == "auto")  # by what the former job wrote at its end
+            check_run_folder(folder, resolved, settings.run.resume == "auto")  # again, under the lock
             changes = claim_run_folder(folder, resolved)
             checkpoints = find_checkpoints()
-        set_template_date(broadcast(template_date(), job.group))  # at midnight ranks may have started on two days
+        set_template_date(broadcast(template_date(), job.group))  # ranks may start before and after midnight
         checkpoint, damages = find_whole_checkpoint(broadcast(checkpoints, job.group), job)
         stack.enter_context(logging_to(log_file(folder, rank), "info"))
         state = read_manifest(checkpoint) if checkpoint else TrainState()
@@ -106,7 +106,7 @@ def join_run(
 def open_monitors(
     folder: Path, rank: int, steps: int, done: int, stops: Sequence[Callable[[], None]] = ()
 ) -> Iterator[Monitors]:
-    """Open the monitors of a rank, and leave the process groups at the end; `stops`: run before the watchdog exits."""
+    """Open the monitors of a rank; destroy the process groups at the end. `stops`: run before the watchdog exits."""
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(folder, steps, done=done, rank=rank))
         dumper = RankDumper(rank, folder, lambda: watchdog.phases())
@@ -127,8 +127,8 @@ def build_policy(
     checkpoint: Path | None,
     with_reference: bool = False,
 ) -> Policy:
-    """Build the policy and load a checked checkpoint where there is one, the reference's weights if it has them."""
-    begins = checkpoint is None or (with_reference and not state.reference_updated)  # or its reference does
+    """Build the policy; load its weights, and those of an updated reference, from a checked `checkpoint` if given."""
+    begins = checkpoint is None or (with_reference and not state.reference_updated)  # from model.path
     policy = Policy(settings, parallel, with_reference, load_weights=begins)
     if checkpoint:
         load_policy(policy, checkpoint / "policy", settings.run.piece_bytes)
@@ -138,7 +138,7 @@ def build_policy(
 
 
 def build_critic(settings: Settings, parallel: Parallel, checkpoint: Path | None) -> Critic:
-    """Build the critic and load a checked checkpoint where there is one."""
+    """Build the critic; load its weights from a checked `checkpoint` if given."""
     critic = Critic(settings, parallel, load_weights=checkpoint is None)
     if checkpoint:
         load_policy(critic, checkpoint / CRITIC, settings.run.piece_bytes)
@@ -146,7 +146,7 @@ def build_critic(settings: Settings, parallel: Parallel, checkpoint: Path | None
 
 
 def show_notes(progress: Progress, rank: int, greeting: str, notes: Iterable[str], warnings: Iterable[str]) -> None:
-    """Show what a user should know before the run starts."""
+    """Show greeting, notes and warnings before the run starts."""
     progress.note(greeting)
     if rank == 0:
         for note in (*notes, *(f"warning: {text}" for text in warnings)):
@@ -154,9 +154,9 @@ def show_notes(progress: Progress, rank: int, greeting: str, notes: Iterable[str
 
 
 def find_whole_checkpoint(checkpoints: Iterable[Path], job: Job) -> tuple[Path | None, list[str]]:
-    """Return the first whole checkpoint, and a sentence on each damaged checkpoint before it, which is renamed.
+    """Return the first undamaged checkpoint; rename the damaged ones before it and return a sentence on each.
 
-    Raises UserError if all are damaged, and renames none.
+    If all checkpoints are damaged, raise UserError and rename none.
     """
     found, damages = broadcast(_first_whole(checkpoints) if job.rank == 0 else (None, {}), job.group)
     if found is None:
@@ -185,7 +185,7 @@ def _first_whole(checkpoints: Iterable[Path]) -> tuple[Path | None, dict[Path, s
 
 
 def machine_notes(job: Job) -> list[str]:
-    """Return a warning for each finding about the nodes. Raises UserError, alike on all ranks, for an unfit node."""
+    """Return a warning per finding of the machine check; on all ranks, raise UserError if a node is unfit."""
     findings = quick_findings() if int(os.environ.get("LOCAL_RANK", 0)) == 0 else []
     return describe_findings(all_gather((socket.gethostname(), findings), job.group))
 
