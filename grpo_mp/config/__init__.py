@@ -1,4 +1,4 @@
-"""The settings: typed sections, the checks that span them, and reading them from YAML and overrides."""
+"""Settings of a run: typed sections, checks across sections, and reading from YAML files and overrides."""
 
 from grpo_mp.config.load import (
     check_settings,

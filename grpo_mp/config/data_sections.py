@@ -1,4 +1,4 @@
-"""The sections of the settings about data sets: which are trained on, and which evaluated."""
+"""Settings of data sets for training and evaluation."""
 
 import re
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ from pydantic import (
 from grpo_mp.config.registries import DATA_SOURCES, SAMPLE_FILTERS
 from grpo_mp.utils.section import PathText, Section
 
-MAX_SAMPLES = 1024  # of one problem: with more, binomial coefficients pass what a float64 holds
+MAX_SAMPLES = 1024  # samples of a problem: the binomial coefficients of pass@k overflow float64 beyond
 SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
 TemplateVariables = Annotated[
     dict[str, Any],
@@ -83,7 +83,7 @@ class TrainSetConfig(PromptSetConfig):
     max_pass_rate: float = Field(1.0, ge=0, le=1, description="prompts with a higher rate are left out")
 
 
-SET_NAME = re.compile(r"\w[\w.-]{0,99}")  # a part of metrics' names, a folder's name
+SET_NAME = re.compile(r"\w[\w.-]{0,99}")  # the name becomes part of metric names and the name of a folder
 
 
 class NamedSets(Section):
@@ -144,7 +144,7 @@ class DataConfig(NamedSets):
     shuffle: bool = Field(True, description="reorder the train prompts in each epoch; false: order of the file")
 
     def of_set(self, own: TrainSetConfig | EvalSetConfig) -> "DataConfig":
-        """Return the settings with the reader, columns and system prompt that a set has of its own."""
+        """Return the settings with the reader, columns and system prompt of `own`, as far as it sets them."""
         names = {"source", "prompt_column", "answer_column", "system_prompt"}
         return self.model_copy(update=own.model_dump(include=names, exclude_none=True))
 
@@ -175,7 +175,7 @@ class SampleConfig(Section):
         for item in items:
             named = {item: {}} if isinstance(item, str) else item
             if not isinstance(named, dict):
-                return value  # which the type refuses
+                return value  # the check of the field's type rejects it
             if twice := filters.keys() & named.keys():
                 raise ValueError(f"{min(map(str, twice))} is there twice: name it once")
             filters |= named

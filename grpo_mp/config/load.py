@@ -1,7 +1,7 @@
 """Read a YAML file and `section.key=value` overrides into frozen typed settings.
 
-Numbers may be written 1e-6 (text to YAML 1.1): pydantic reads numeric text as a number.
-Every section refuses unknown names and suggests the nearest known one.
+Unknown names are rejected with a suggestion. Numbers such as 1e-6, which YAML 1.1 reads as text, are converted by
+pydantic.
 """
 
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ from grpo_mp.utils.reading import parse_override, read_yaml, shorten
 from grpo_mp.utils.redact import without_secrets
 from grpo_mp.utils.section import Section, section_type
 
-SETS = (["data", "train"], ["data", "eval"])  # of sets by name
+SETS = (["data", "train"], ["data", "eval"])  # settings that map names to data sets
 
-SFT = "sft"  # the section that every file of supervised fine-tuning has, and no other
-STAGES = "stages"  # likewise of a pipeline
+SFT = "sft"  # section that identifies settings of supervised fine-tuning
+STAGES = "stages"  # section that identifies settings of a pipeline
 Root = TypeVar("Root", bound=Section)
 
-EXPECTED = {  # by pydantic's error type
+EXPECTED = {  # noun for messages, by error type of pydantic
     **dict.fromkeys(("model_type", "dict_type"), "settings below it, as {name}.KEY=VALUE"),
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "an integer"),
     **dict.fromkeys(("float_type", "float_parsing"), "a number"),
@@ -41,10 +41,10 @@ EXPECTED = {  # by pydantic's error type
 def load_settings(
     path: Path, overrides: list[str] | None = None, trains: bool = True, dtype: str = DEFAULT_DTYPE
 ) -> Settings:
-    """Read a YAML file of RL, apply `section.key=value` overrides, and check every name and value.
+    """Read the settings of an RL run, apply `section.key=value` overrides, and check every name and value.
 
-    `trains`: also what a policy needs to learn; engines alone answer without. `dtype`: of this machine, where the file
-    names none. Raises UserError: file missing, not YAML, unknown setting (with the nearest known), bad value.
+    `trains`: also check requirements of training, which evaluation and sampling do not have. `dtype`: default of
+    model.dtype on this machine.
     """
     tree = _with_dtype(_read_tree(path, overrides or []), dtype)
     if SFT in tree:
@@ -55,18 +55,18 @@ def load_settings(
 
 
 def load_sft_settings(path: Path, overrides: list[str] | None = None, dtype: str = DEFAULT_DTYPE) -> SftSettings:
-    """Read a YAML file of supervised fine-tuning as `load_settings` reads one of RL. Raises UserError as it does."""
+    """Read the settings of a run of supervised fine-tuning, see `load_settings`."""
     return _check(SftSettings, _with_dtype(_read_tree(path, overrides or []), dtype), str(path))
 
 
 def load_any_settings(path: Path, overrides: list[str] | None = None) -> Settings | SftSettings:
-    """Read a YAML file of either kind: one with a section `sft` is of supervised fine-tuning. Raises UserError."""
+    """Read the settings of a run of RL or, if the file has a section `sft`, of supervised fine-tuning."""
     tree = _read_tree(path, overrides or [])
     return _check(SftSettings, tree, str(path)) if SFT in tree else check_settings(tree, str(path))
 
 
 def load_pipeline(path: Path, overrides: list[str] | None = None) -> PipelineSettings:
-    """Read a YAML file of a pipeline, of which `overrides` may replace whole keys, as folder=F. Raises UserError."""
+    """Read the settings of a pipeline. `overrides`: replace top-level keys, such as folder=runs/r1."""
     tree = _read_tree(path, [])
     for override in overrides or []:
         key, equals, value = override.partition("=")
@@ -77,12 +77,12 @@ def load_pipeline(path: Path, overrides: list[str] | None = None) -> PipelineSet
 
 
 def is_pipeline(path: Path) -> bool:
-    """Return whether a settings file is of a pipeline. Raises UserError where it cannot be read."""
+    """Return whether a settings file describes a pipeline."""
     return STAGES in _read_tree(path, [])
 
 
 def training_module(path: Path) -> str:
-    """Return the module that trains by a settings file. Raises UserError where it cannot be read."""
+    """Return the module to run for a settings file: grpo_mp.sft or grpo_mp.train."""
     return "grpo_mp.sft" if SFT in _read_tree(path, []) else "grpo_mp.train"
 
 
@@ -96,7 +96,7 @@ def _read_tree(path: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def _with_dtype(tree: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return settings whose model.dtype, where it is null, is that of the machine."""
+    """Set model.dtype to `dtype` if it is null or missing."""
     model = tree.get("model")
     if isinstance(model, dict) and model.get("dtype") is None:
         return tree | {"model": model | {"dtype": dtype}}
@@ -104,7 +104,7 @@ def _with_dtype(tree: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def check_settings(tree: dict[str, Any], where: str, trains: bool = True) -> Settings:
-    """Validate a plain dictionary, see `load_settings`. Raises UserError with a sentence for each invalid setting."""
+    """Validate nested dicts as settings of RL. `where`: file name for messages. `trains`: see `load_settings`."""
     settings = _check(Settings, tree, where)
     if trains and settings.group_size_problem:
         raise UserError(f"{where}: {settings.group_size_problem}")
@@ -112,7 +112,7 @@ def check_settings(tree: dict[str, Any], where: str, trains: bool = True) -> Set
 
 
 def check_sft_settings(tree: dict[str, Any], where: str) -> SftSettings:
-    """Validate a plain dictionary. Raises UserError with a sentence for each invalid setting."""
+    """Validate nested dicts as settings of supervised fine-tuning. `where`: file name for messages."""
     return _check(SftSettings, tree, where)
 
 
@@ -124,17 +124,17 @@ def _check(root: type[Root], tree: dict[str, Any], where: str) -> Root:
 
 
 def dump_settings(settings: Section) -> str:
-    """Return every setting with its value as YAML, which `load_any_settings` reads back equal."""
+    """Return all settings as YAML, which `load_any_settings` reads back without loss."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
 
 
 def show_settings(settings: Section) -> str:
-    """Return the same to be shown, without logins and keys."""
+    """Return all settings as YAML for display, with secrets removed."""
     return yaml.safe_dump(without_secrets(settings.model_dump(mode="json")), sort_keys=False)
 
 
 def show_changed_settings(settings: Section) -> str:
-    """Return the settings that differ from their defaults, and those without one, without logins and keys."""
+    """Return the settings that differ from their defaults as YAML for display, with secrets removed."""
     changed = settings.model_dump(mode="json", exclude_defaults=True)
     return yaml.safe_dump(without_secrets(changed), sort_keys=False)
 
@@ -152,7 +152,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _expand_shorthand(parents: list[str], section: str, value: Any) -> dict[str, Any]:
-    """Return the mapping for a section that was given as a single value, or not at all."""
+    """Return the dict for a section that the file gives as a single value (a shorthand) or leaves out."""
     if section == "algorithm" and value is not None:
         return {"preset": value}
     if not isinstance(value, str):
@@ -178,7 +178,7 @@ def _format_error(root: type[Section], where: str, item: Any) -> str:
 
 
 def _locate(root: type[Section], location: tuple[Any, ...]) -> tuple[type[Section] | None, list[str]]:
-    """Return the section that holds a name, None for none of ours, and the names up to it, without those of classes."""
+    """Return the section class that a location of a pydantic error lies in, or None, and the location as names."""
     section: type[Section] | None = root
     names = [str(part) for part in location]
     parts = iter(names[:-1])
@@ -186,12 +186,12 @@ def _locate(root: type[Section], location: tuple[Any, ...]) -> tuple[type[Sectio
         field = section.model_fields.get(part) if section else None
         section = section_type(field.annotation) if field else None
         if field and get_origin(field.annotation) is dict:
-            next(parts, None)  # a name that the user chose
+            next(parts, None)  # skip the key of the dict, which the user chose
     return section, names
 
 
 def _written_names(name: str, value: Any) -> Iterator[str]:
-    """Yield the dotted names of a setting and of all that was written below it."""
+    """Yield the dotted names of a setting and of all settings that the user wrote below it."""
     yield name
     if isinstance(value, dict):
         for key, inner in value.items():

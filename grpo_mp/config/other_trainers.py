@@ -1,4 +1,4 @@
-"""The settings of TRL, verl and slime and what they are here: a table that a page shows and errors look up."""
+"""Translation of settings of TRL, verl and slime, for configs/COMING_FROM.md and messages about unknown settings."""
 
 import re
 from collections.abc import Mapping
@@ -10,22 +10,22 @@ import yaml
 
 TRAINERS = ("TRL", "verl", "slime")
 CODE = re.compile(r"`([^`]+)`")
-NAMES_ONLY = re.compile(r"`[^`]+`(, `[^`]+`)*")  # a formula or a remark is not the same setting
+NAMES_ONLY = re.compile(r"`[^`]+`(, `[^`]+`)*")  # cells of names only, without a formula or a remark
 
-Row = Mapping[str, str]  # cells in Markdown: `here`, and one for each trainer that has the setting
+Row = Mapping[str, str]  # Markdown by column: `here`, and the trainers that have the setting
 
 
 @cache
 def read_tables() -> Mapping[str, tuple[Row, ...]]:
-    """Read the rows of other_trainers.yaml by the title of their table."""
+    """Read other_trainers.yaml: rows by title of their table."""
     text = Path(__file__).with_name("other_trainers.yaml").read_text(encoding="utf-8")
     return {title: tuple(rows) for title, rows in yaml.safe_load(text).items()}
 
 
 def translate(name: str) -> str:
-    """Return "TRL's num_generations is rollout.group_size here" for another trainer's setting, "" for any other name.
+    """Return "TRL's num_generations is rollout.group_size here" for a setting of another trainer, else "".
 
-    `name`: as a user wrote it: with verl's prefix actor_rollout_ref, or below a section of this program
+    `name`: as the user wrote it, perhaps with verl's prefix actor_rollout_ref, or below a section of this program
     (`rollout.num_generations`).
     """
     name = name.removeprefix("actor_rollout_ref.")
@@ -37,7 +37,10 @@ def translate(name: str) -> str:
 
 @cache
 def _translations() -> Mapping[str, str]:
-    """Index sentences by each trainer's name, and by the last part of verl's names that have several words."""
+    """Return sentences by full name of a trainer's setting, and by the last part of a dotted name if it is distinctive.
+
+    Rows that consist of names only take precedence over those with formulas or remarks.
+    """
     sentences: dict[str, str] = {}
     rows = [row for table in read_tables().values() for row in table]
     exact = [(row, trainer) for row in rows for trainer in TRAINERS if NAMES_ONLY.fullmatch(row.get(trainer, ""))]
@@ -52,6 +55,6 @@ def _translations() -> Mapping[str, str]:
                 continue
             sentences.setdefault(key, sentence)
             leaf = key.rpartition(".")[2]
-            if "_" in leaf:  # a single word, such as `path`, may mean anything
+            if "_" in leaf:  # a single word, such as `path`, is ambiguous
                 sentences.setdefault(leaf, sentence)
     return sentences

@@ -1,4 +1,4 @@
-"""The settings of a pipeline: stages, each a run of its own that begins with what a former one ended with."""
+"""Settings of a pipeline: stages that run one after another and start from results of earlier stages."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from grpo_mp.utils.section import Section
 
 STAGE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,60}", re.ASCII)
-Overrides = dict[str, Any]  # values by section.key, as on a command line
+Overrides = dict[str, Any]  # values by section.key, as in overrides on a command line
 
 
 class PipelineEvaluation(Section):

@@ -1,12 +1,15 @@
-"""Data sources, loggers and filters of samples by name. No torch: a launcher checks names on a login node."""
+"""Registries of data sources, rollout functions, loggers and sample filters.
+
+Importing this module does not import torch, since the launcher checks names on a login node.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 from grpo_mp.utils.registry import LazyEntry, Registry
 
-# DataSource of data/rows.py, RolloutFunction of episodes/protocol.py, MakeLogger of monitor/loggers.py, SampleFilter of
-# sampling/filters.py
+# DataSource of data/rows.py, RolloutFunction of rollout/protocol.py, MakeLogger of monitor/loggers.py, or SampleFilter
+# of trainer/sampling/filters.py. Importing these types would import torch.
 ExtensionFunction = Callable[..., Any]
 
 DATA_SOURCES: Registry[ExtensionFunction] = Registry(

@@ -1,4 +1,4 @@
-"""The sections of the settings that belong to no other package. Units are part of the names."""
+"""Sections of the settings, except those of data, algorithms and rewards. Names of settings include the unit."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.section import Section, as_bytes
 
 PIECE_BYTES = 2**30
-DEFAULT_DTYPE = "bfloat16"  # of weights and activations, where nothing says that a CPU computes
+DEFAULT_DTYPE = "bfloat16"  # model.dtype on GPUs
 PauseMode = Literal["retract", "in_place"]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 RolloutName = Annotated[str, AfterValidator(ROLLOUT_FUNCTIONS.check_name)]
@@ -46,13 +46,13 @@ class RunConfig(Section):
 
     @property
     def length(self) -> str:
-        """Return how long the run is, in words."""
+        """Return the length of the run as text: "100 steps" or "2 epochs"."""
         return f"{self.steps} steps" if self.steps else f"{self.epochs:g} epochs"
 
     _parse_unit = field_validator("piece_bytes", mode="before")(as_bytes)
 
 
-ALL_LINEAR: Literal["all-linear"] = "all-linear"  # as peft writes it
+ALL_LINEAR: Literal["all-linear"] = "all-linear"  # value of peft's target_modules
 
 
 def _check_module(name: str) -> str:
@@ -85,7 +85,7 @@ class LoraConfig(Section):
 
     @property
     def description(self) -> str:
-        """Return what adapters learned for: another factor or other modules would make another model of them."""
+        """Return rank, alpha and modules as text. Weights of adapters are valid only with these settings."""
         modules = self.target_modules if self.targets is None else " ".join(sorted(self.targets))
         return f"of rank {self.rank} and alpha {self.alpha:g} on {modules}"
 
@@ -127,12 +127,15 @@ class ModelConfig(Section):
         return self.mtp_loss_scaling_factor > 0
 
     def read_config(self) -> HfConfig:
-        """Read its config.json. Raises UserError where it is missing or not a JSON object."""
+        """Read config.json of the model folder."""
         return HfConfig.read(self.path, self.family, trains_mtp=self.trains_mtp)
 
     @property
     def offloads(self) -> bool:
-        """Return whether policy and engine leave a GPU for each other: a float32 optimizer works on the weights."""
+        """Return whether policy and engine offload from a GPU in turn.
+
+        With float32 they do not, since the optimizer updates the model's own weights in place.
+        """
         return self.dtype == "bfloat16"
 
 
@@ -154,7 +157,7 @@ class LayoutConfig(Section):
 
     @property
     def microbatch_multiple(self) -> int:
-        """Return the number of micro-batches that a pipeline schedule takes at a time: 1 unless it is interleaved."""
+        """Return the number that the micro-batches of an update are a multiple of: 1 unless stages are interleaved."""
         return self.pipeline if self.virtual_pipeline else 1
 
 
@@ -239,7 +242,7 @@ class RolloutConfig(Section):
 
     @property
     def rollout_function(self) -> str | None:
-        """Return the name of the function that rolls out episodes; None where a rollout is one answer."""
+        """Return the name of the function that rolls out episodes, or None if a rollout is a single answer."""
         return self.function or ("call_tools" if self.tools else None)
 
     @property

@@ -1,4 +1,4 @@
-"""The settings of a run, and the checks that span sections."""
+"""Settings of an RL run, and the checks across sections."""
 
 from math import ceil
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from grpo_mp.rewards.settings import COSINE, RewardConfig
 from grpo_mp.utils.errors import did_you_mean
 from grpo_mp.utils.section import Section
 
-MAX_TOPK_VALUES = 2**24  # of a teacher's logprobs of one response, which come in one reply of 180 MB
+MAX_TOPK_VALUES = 2**24  # a teacher's logprobs for a response, which arrive in one reply of 180 MB
 
 
 class Settings(Section):
@@ -109,7 +109,7 @@ class Settings(Section):
 
     @property
     def group_size_problem(self) -> str:
-        """Return why a policy cannot learn from groups of this size, as a sentence; or nothing."""
+        """Return a sentence why the policy cannot learn from groups of this size, or an empty string."""
         advantage, distillation = self.algorithm.advantage, self.algorithm.distillation
         compares = advantage.compares_groups and not advantage.estimator
         if self.rollout.group_size > 1 or not compares or (distillation and distillation.replaces_rewards):
@@ -148,7 +148,7 @@ class Settings(Section):
 
     @property
     def warmup_problem(self) -> str:
-        """Return what is wrong with the critic's warm-up in a run of so many steps, as a sentence; or nothing."""
+        """Return a sentence why the critic's warm-up does not fit `run.steps`, or an empty string."""
         warmup_steps = self.critic.warmup_steps if self.critic else 0
         if not warmup_steps or warmup_steps < self.run.steps:
             return ""
@@ -346,17 +346,17 @@ class Settings(Section):
 
     @property
     def steps_ahead(self) -> int:
-        """Return how many steps before its own a group may be begun, where each is begun with fixed weights."""
+        """Return how many steps ahead of its own step a group may start, if weights are fixed while groups run."""
         return self.rollout.max_staleness - (not self.shares_devices)
 
     @property
     def updates_running_groups(self) -> bool:
-        """Return whether weights change under groups that run; otherwise a step's groups end before the sync."""
+        """Return whether a weight sync updates engines while they generate; otherwise groups end or pause before it."""
         return self.schedule == "async" and self.rollout.tokens_ahead is None
 
     @property
     def keeps_former_weights(self) -> bool:
-        """Return whether the host keeps the weights before an update, for engines that go on with them meanwhile."""
+        """Return whether the host keeps the weights before an update, for engines that still generate with them."""
         return self.engine.deterministic and not self.shares_devices and not self.updates_running_groups
 
     @property
@@ -369,12 +369,12 @@ class Settings(Section):
 
     @property
     def total_updates(self) -> int:
-        """Return the optimizer updates of the policy in the whole run."""
+        """Return the number of optimizer updates of the policy in the whole run."""
         warmup_steps = self.critic.warmup_steps if self.critic else 0
         return (self.run.steps - warmup_steps) * self.optimizer_steps_per_step
 
     def for_critic(self) -> "Settings":
-        """Return the settings that build the critic as they build a policy. Raises ValueError where there is none."""
+        """Return settings in which the critic takes the place of the policy, so that the same code builds it."""
         if self.critic is None:
             raise ValueError("the settings have no critic")
         model: dict[str, Any] = {
@@ -393,7 +393,7 @@ class Settings(Section):
         )
 
     def without_training(self) -> "Settings":
-        """Return the settings of a job that only generates: all ranks host engines, nothing beside the policy."""
+        """Return the settings of a job that only generates: all ranks host engines, without critic and reference."""
         updates = {
             "schedule": "colocated",
             "engine": self.engine.model_copy(update={"ranks": 0}),
@@ -405,7 +405,7 @@ class Settings(Section):
         return self.model_copy(update=updates)
 
     def for_sampling(self) -> "Settings":
-        """Return the settings with which `grpo-mp sample` answers the train prompts."""
+        """Return the settings of `grpo-mp sample`, which answers the train prompts without training."""
         settings = self.without_training()
         updates = {
             "data": settings.data.model_copy(update={"eval": {}}),
@@ -414,7 +414,7 @@ class Settings(Section):
         return settings.model_copy(update=updates)
 
     def with_steps(self, prompts: int) -> "Settings":
-        """Return the settings with the steps that `run.epochs` of `prompts` means, unless they say steps."""
+        """Return the settings with `run.steps` computed from `run.epochs`, unless it is set. `prompts`: per epoch."""
         if self.run.steps or self.run.epochs is None:
             return self
         steps = ceil(round(self.run.epochs * prompts / self.rollout.prompts_per_step, 6))
@@ -430,7 +430,7 @@ class Settings(Section):
 
     @property
     def step_summary(self) -> str:
-        """Return how many samples and updates a step has, in words."""
+        """Return a sentence with the numbers of samples and updates in a step."""
         rollout, training, updates = self.rollout, self.training, self.optimizer_steps_per_step
         return (
             f"a step: {rollout.prompts_per_step} prompts x {rollout.group_size} = {self.samples_per_step:,} samples, "
@@ -439,7 +439,7 @@ class Settings(Section):
         )
 
     def eval_set(self, name: str) -> EvalSetConfig:
-        """Return a held-out set with its sampling settings; the rollout's where it has none of its own."""
+        """Return an evaluation set with its sampling settings; those that are null are taken from `rollout`."""
         eval_set, rollout = self.data.eval[name], self.rollout
         return eval_set.model_copy(
             update={
@@ -452,13 +452,13 @@ class Settings(Section):
 
     @property
     def max_request_tokens(self) -> int:
-        """Return the tokens of the longest prompt with the longest response, in a step or in an evaluation."""
+        """Return the maximum number of tokens of prompt and response together, in training and evaluation."""
         limits = (self.eval_set(name).max_response_tokens for name in self.data.eval)
         return self.rollout.max_prompt_tokens + max(filter(None, [self.rollout.max_response_tokens, *limits]))
 
 
 def default_value(name: str, root: type[Section] = Settings) -> Any:
-    """Return the default of a setting of `root` by its dotted name; None where it has none or does not exist."""
+    """Return the default of a setting by its dotted name, or None if it is required or unknown."""
     section: Any = root
     *path, last = name.split(".")
     for part in path:

@@ -1,4 +1,4 @@
-"""The settings of supervised fine-tuning: sections of RL's that it shares, its data, and what a step takes of it."""
+"""Settings of supervised fine-tuning: sections shared with RL, chat data, batch size and loss."""
 
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,7 @@ from grpo_mp.config.trainer_settings import check_training
 from grpo_mp.utils.section import Section
 
 SourceName = Annotated[str, AfterValidator(DATA_SOURCES.check_name)]
-OF_RL = ("rollout", "engine", "reward", "algorithm", "sync", "schedule")  # sections without a meaning here
+OF_RL = ("rollout", "engine", "reward", "algorithm", "sync", "schedule")  # sections that only RL has
 TRAINING_OF_RL = ("updates_per_step", "epochs", "shuffle", "share_prompts", "router_replay")
 
 
@@ -145,10 +145,10 @@ class SftSettings(Section):
     def bucket_bytes(self) -> None: ...
 
     def with_steps(self, epoch_size: int, steps_done: int = 0, samples_seen: int = 0) -> "SftSettings":
-        """Return the settings with the steps that the run has on data of so many samples.
+        """Return the settings with `run.steps` computed from `sft.epochs`.
 
-        `steps_done` have taken `samples_seen`: fewer than as many full steps, where the run has ended before, with
-        what was left of an epoch.
+        `epoch_size`: samples of an epoch. `steps_done`, `samples_seen`: progress of a resumed run. Its last step may
+        have been smaller than `sft.batch_size`, if an earlier job ended with the rest of an epoch.
         """
         if not self.sft.epochs:
             return self

@@ -1,10 +1,10 @@
-"""What RL's settings and those of supervised fine-tuning have in common: what a policy and its trainer read."""
+"""Settings that runs of RL and of supervised fine-tuning share, and their checks."""
 
 from typing import Protocol
 
 from grpo_mp.config.sections import LayoutConfig, ModelConfig, MonitorConfig, OptimizerConfig, RunConfig, TrainingConfig
 
-NOT_WITH_LORA = {  # Megatron's fields, and what they do
+NOT_WITH_LORA = {  # fields of Megatron's configs that do not work with LoRA, and why
     "moe_shared_expert_overlap": "lets layers run in parts, where adapters do not see their inputs",
     "use_transformer_engine_op_fuser": "lets experts run without their layers, where adapters do not see their inputs",
     "delay_wgrad_compute": "stores gradients of the weights, which are frozen",
@@ -13,7 +13,7 @@ NOT_WITH_LORA = {  # Megatron's fields, and what they do
 
 
 class TrainerSettings(Protocol):
-    """Settings of a run that trains a policy."""
+    """Interface of Settings and SftSettings for the policy and the trainer."""
 
     @property
     def run(self) -> RunConfig: ...
@@ -44,7 +44,7 @@ class TrainerSettings(Protocol):
 
 
 def check_training(settings: TrainerSettings) -> None:
-    """Raise ValueError for parts that do not fit each other."""
+    """Raise ValueError for combinations of settings that do not work together."""
     if settings.training.share_prompts and settings.layout.context > 1:
         raise ValueError(
             "training.share_prompts does not work with context parallelism "
