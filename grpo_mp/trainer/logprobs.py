@@ -1,4 +1,4 @@
-"""Compute what stays constant over the updates of a step: logprobs, values, and advantages that need them."""
+"""Compute loss inputs that stay constant over a step's updates: logprobs, values, and advantages from them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,10 +33,10 @@ def compute_logprobs(
     record_routing: bool = False,
     critic: Critic | None = None,
 ) -> UpdateBatches:
-    """Return the step's micro-batches with everything that its updates need.
+    """Return each update's micro-batches with the logprobs, values and advantages that its loss needs.
 
-    critic: whose values are the baseline, with advantage.baseline=critic; adaptive_coefs: adaptive weights by name;
-    record_routing: the updates replay the experts of the pass for old logprobs.
+    `adaptive_coefs`: adaptive loss coefficients by name; `record_routing`: record the experts chosen in the pass for
+    old logprobs, so that the updates replay them; `critic`: computes the values for advantage.baseline=critic.
     """
     kl, parallel = algorithm.kl, policy.parallel
     updates = [list(update) for update in batch.updates]
@@ -46,7 +46,7 @@ def compute_logprobs(
             outputs, batches = policy.record_routing(update) if record_routing else (policy.logprobs(update), update)
             updates[number] = with_old_logprobs(batches, outputs, top_quantile, parallel)
     if kl.coef:
-        with policy.use_reference_weights():  # the weights are swapped once, not for every update
+        with policy.use_reference_weights():  # swap the weights once, not for every update
             updates = [with_logprobs(update, _reference_logprobs(policy, update), REFERENCE) for update in updates]
     kl_coef = adaptive_coefs.get("kl", kl.coef)
     if critic:
@@ -66,7 +66,11 @@ def _reference_logprobs(policy: Policy, batches: Sequence[MicroBatch]) -> list[T
 def with_old_logprobs(
     update: Sequence[MicroBatch], outputs: Sequence[Tensor], top_quantile: float, parallel: Parallel
 ) -> list[MicroBatch]:
-    """Add old logprobs, and the entropy that `top_quantile` of its tokens that train reach (arXiv 2506.01939)."""
+    """Add old logprobs; limit the loss to the share `top_quantile` of tokens with the highest entropy.
+
+    `entropy_floor` is the (1 - top_quantile) quantile of the entropy over the update's loss tokens (arXiv 2506.01939).
+    `entropy_weight` is divided by the remaining share of tokens, so that the entropy bonus stays a mean.
+    """
     batches = with_logprobs(update, outputs, "old_logprobs")
     if top_quantile == 1:
         return batches
@@ -74,7 +78,7 @@ def with_old_logprobs(
     counts = parallel.is_reporting_rank and local
     own_entropies = np.concatenate(local) if counts else np.empty(0, np.float32)
     entropies = np.concatenate(all_gather(own_entropies, parallel.cpu_group))
-    if not entropies.size:  # every sample is left out of the loss
+    if not entropies.size:  # no sample is in the loss
         return batches
     floor = float(np.quantile(entropies, 1 - top_quantile))
     share = float((entropies >= floor).mean())

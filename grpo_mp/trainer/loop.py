@@ -1,4 +1,4 @@
-"""Work after each step in the loops of RL and of supervised fine-tuning: logs, guards, exports, checkpoints."""
+"""Work after each step of RL or supervised fine-tuning: logs, guards, exports, checkpoints."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -21,13 +21,13 @@ from grpo_mp.trainer.step_logger import StepLogger, StepRecord
 from grpo_mp.utils.errors import DiskError, EarlyStopError
 from grpo_mp.utils.phases import SAVE_WAIT, Phase
 
-SHOWN_PARAMETERS = 3  # in a sentence
+SHOWN_PARAMETERS = 3  # names in a message
 
 
 class TrainingLoop:
-    """Counts the steps of a run, and logs, guards, exports and saves after each. Use it around the loop.
+    """Context manager around the step loop: counts steps, and logs, checks guards, exports and saves after each step.
 
-    If the loop raises, a report of the steps so far is still written.
+    If the loop raises, the report of the finished steps is still written.
     """
 
     def __init__(self, ctx: PolicyContext, logger: StepLogger) -> None:
@@ -54,25 +54,25 @@ class TrainingLoop:
         return self._ctx.state.step >= self._ctx.settings.run.steps
 
     def steps(self) -> Iterator[int]:
-        """Yield the number of each next step, until the last one or a request to stop."""
+        """Yield the number of each step, until the last step or a stop request."""
         while not self.is_done and not self._ctx.should_stop():
             self._logger.begin_step()
             yield self._ctx.state.step + 1
 
     def end_step(self, step: int, record: StepRecord, accuracy: float | None = None) -> None:
-        """Log a step; export and save as the settings say. Raises EarlyStopError where a guard stops the run."""
+        """Log a step, check the guards, and export and save when due; raise EarlyStopError if a guard stops the run."""
         ctx, run = self._ctx, self._ctx.settings.run
         self._logger.write(step, record)
         ctx.progress.step(step, record.scalars, accuracy)
         self._reporter.step(step)
         self._guards.check(step, record.scalars)
         if run.export_every and step % run.export_every == 0:
-            self._export_step(step)  # before the save: a run that resumes behind a checkpoint has its exports
+            self._export_step(step)  # before the save: a run that resumes from it has this export
         if is_due(step, run.save_every, run):
             self._save(last=step == run.steps)
 
     def end(self) -> None:
-        """Write the last report and, unless it exists, the last checkpoint."""
+        """Write the last report and, if missing, the last checkpoint; close the loggers."""
         self._reporter.end(early=not self.is_done)
         finish_save(self._ctx)
         if max(self._first_step, self._ctx.saver.saved_step) < self._ctx.state.step:
@@ -81,7 +81,7 @@ class TrainingLoop:
         self._logger.close()
 
     def finish(self) -> bool:
-        """Export the model and merge the traces of a run that has done all steps; return whether it has."""
+        """Export the model and merge the traces if all steps are done; return whether they are."""
         ctx, run = self._ctx, self._ctx.settings.run
         if not self.is_done:
             ctx.progress.note(f"stopped after step {ctx.state.step}: run the same command to resume")
@@ -101,7 +101,7 @@ class TrainingLoop:
         try:
             export(ctx, folder)
         except DiskError as error:
-            if ctx.parallel.rank == 0:  # adapters without their export would be of no use
+            if ctx.parallel.rank == 0:  # adapters are useless without their export
                 for half in (incomplete_folder(adapter_folder(folder)), adapter_folder(folder)):
                     rmtree(half, ignore_errors=True)
             ctx.saver.failed_exports.add(error, incomplete_folder(folder), last=False)
@@ -115,13 +115,13 @@ def is_due(step: int, every: int, run: RunConfig) -> bool:
 
 
 def finish_save(ctx: PolicyContext) -> None:
-    """Wait until the last checkpoint is complete: an update would change the weights that are being written."""
+    """Wait for the checkpoint written in the background: an update would change its weights."""
     with ctx.timeline.span(SAVE_WAIT):
         ctx.saver.finish()
 
 
 def export(ctx: PolicyContext, folder: Path) -> None:
-    """Write the policy as a Hugging Face folder, and its adapters beside it as one for peft."""
+    """Write the policy as a Hugging Face folder and, with LoRA, its adapters as a peft folder beside it."""
     model, bucket_bytes = ctx.settings.model, ctx.settings.bucket_bytes
     with ctx.phases.phase(Phase.SAVE, "export"):
         if model.lora:
@@ -130,14 +130,14 @@ def export(ctx: PolicyContext, folder: Path) -> None:
 
 
 def adapter_folder(export: Path) -> Path:
-    """Return the folder for peft beside an export."""
+    """Return the path of the peft folder beside an export folder."""
     return export.with_name(f"{export.name}_adapter")
 
 
 def note_skipped(ctx: PolicyContext, reports: Sequence[UpdateReport], step: int, model: str = "") -> int:
-    """Warn of a step's skipped updates; return how many of the last ones, over steps, were skipped in a row.
+    """Warn of a step's skipped updates; return the number of consecutive skipped updates at the end of the step.
 
-    `model`: "" for the policy, or "critic". Raises EarlyStopError after `optimizer.max_skipped_updates` in a row.
+    `model`: "" for the policy, or "critic". Raises EarlyStopError at `optimizer.max_skipped_updates` in a row.
     """
     if not any(report.skipped for report in reports):
         return 0
@@ -155,13 +155,13 @@ def note_skipped(ctx: PolicyContext, reports: Sequence[UpdateReport], step: int,
 
 
 def count_in_a_row(before: int, reports: Sequence[UpdateReport]) -> list[int]:
-    """Return how many updates were skipped in a row after each of a step's; `before`: before the first."""
+    """Return the number of consecutive skipped updates after each update; `before`: that number before the step."""
     skipped = (report.skipped for report in reports)
     return list(accumulate(skipped, lambda count, is_skipped: count + 1 if is_skipped else 0, initial=before))[1:]
 
 
 def describe_skipped(reports: Sequence[UpdateReport], names: Sequence[str]) -> str:
-    """Return the norms of skipped updates; `names`: parameters whose gradient was not finite."""
+    """Return a phrase on the gradients of skipped updates. `names`: parameters with non-finite gradients."""
     norms = ", ".join(f"{report.grad_norm:.3g}" for report in reports if report.skipped)
     more = f" and {len(names) - SHOWN_PARAMETERS} more" if len(names) > SHOWN_PARAMETERS else ""
     return f"gradient norm {norms}" + (f", not finite in {', '.join(names[:SHOWN_PARAMETERS])}{more}" if names else "")

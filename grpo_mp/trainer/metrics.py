@@ -1,4 +1,4 @@
-"""Compute a step's metrics, under the names of the metric dictionary."""
+"""Compute the metrics of a step, under their names in the metric dictionary (monitor/metrics.py)."""
 
 import math
 import statistics
@@ -26,19 +26,19 @@ from grpo_mp.trainer.collect import RolloutBatch
 from grpo_mp.trainer.phase_manager import MemoryUsage, max_usage
 from grpo_mp.utils.types import EpisodeState, MicroBatch, PerToken, SampleInfo
 
-# Means over the updates; other metrics of this name describe the first update alone, for which engine and policy have
-# the same weights.
+# mismatch/ metrics that are means over the updates. Other mismatch/ metrics describe the first update only, for which
+# engine and policy have the same weights.
 OF_ALL_UPDATES = (
     "mismatch/correction/mean",
     "mismatch/correction_masked_ratio",
     "mismatch/off_policy_masked_ratio",
 )
-LOST_LOGPROBS = "mismatch/tokens_without_rollout_logprob"  # a sum over the updates of one epoch
-SOLVE_BINS = ("none", "to_25", "to_50", "to_75", "to_99", "all")  # in percent of a group's answers
+LOST_LOGPROBS = "mismatch/tokens_without_rollout_logprob"  # summed over the updates of one epoch
+SOLVE_BINS = ("none", "to_25", "to_50", "to_75", "to_99", "all")  # percent of right answers in a group
 
 
 def group_differences(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return how rewards differ within groups of several samples; nothing where there is no such group."""
+    """Return mean standard deviation within groups and share of groups with equal rewards; empty without groups."""
     if not rewards:
         return {}
     return {
@@ -48,7 +48,7 @@ def group_differences(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def reward_summary(rewards: Sequence[float]) -> dict[str, float]:
-    """Return mean, deviation and range of the rewards of a step; nothing where no sample has one."""
+    """Return mean, standard deviation and range of a step's rewards; empty without rewards."""
     if not rewards:
         return {}
     return {
@@ -60,7 +60,7 @@ def reward_summary(rewards: Sequence[float]) -> dict[str, float]:
 
 
 def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[str, float]:
-    """Summarize rewards and lengths of all samples of a step; samples without a reward count in lengths only."""
+    """Return metrics of rewards, lengths and weight versions. `weight_version`: newest version when the step began."""
     rewards = [info.reward for info in infos if info.is_scored]
     lengths = [info.all_response_tokens for info in infos]
     by_group, by_term, by_answer = (defaultdict[Any, list[float]](list) for _ in range(3))
@@ -69,7 +69,7 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
             by_group[info.group_id].append(info.reward)
         for term, value in info.reward_terms.items():
             by_term[term].append(value)
-        if info.is_correct is not None:  # the bias of Dr. GRPO is that only wrong answers grow
+        if info.is_correct is not None:  # growing wrong answers: length bias of arXiv 2503.20783
             by_answer["correct" if info.is_correct else "incorrect"].append(info.all_response_tokens)
     right, rates = accuracy(infos), solve_rates(infos)
     solved = {"rollout/solve_all": rates.count(1.0), "rollout/solve_none": rates.count(0.0), **solve_rate_shares(rates)}
@@ -97,7 +97,7 @@ def rollout_metrics(infos: Sequence[SampleInfo], weight_version: int) -> dict[st
 
 
 def episode_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
-    """Return how the episodes of a step ended, and the means of what they count; nothing where there are none."""
+    """Return the share of episodes in each end state and the means of their metrics; empty without episodes."""
     episodes, values = [info for info in infos if info.state], defaultdict[str, list[float]](list)
     for info in episodes:
         for name, value in info.metrics.items():
@@ -115,7 +115,7 @@ def episode_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
 
 
 def solve_rates(infos: Sequence[SampleInfo]) -> list[float]:
-    """Return the share of right answers in each group whose reward says what is right."""
+    """Return the share of right answers of each group whose reward defines correctness."""
     groups: dict[int, list[SampleInfo]] = defaultdict(list)
     for info in infos:
         groups[info.group_id].append(info)
@@ -123,7 +123,7 @@ def solve_rates(infos: Sequence[SampleInfo]) -> list[float]:
 
 
 def solve_rate_shares(rates: Sequence[float]) -> dict[str, float]:
-    """Return the share of the groups whose answers are right in none, in up to a quarter, ..., in all."""
+    """Return the share of groups in each of SOLVE_BINS. `rates`: share of right answers of each group."""
     bins = [sum(rate > limit for limit in (0.0, 0.25, 0.5, 0.75)) + (rate == 1.0) for rate in rates]
     return {
         metric_name("rollout/solve_rate/{share}", share=share): bins.count(number) / len(bins)
@@ -133,7 +133,7 @@ def solve_rate_shares(rates: Sequence[float]) -> dict[str, float]:
 
 
 def reward_metrics(stats: RewardStats) -> dict[str, float]:
-    """Return failures of the rewards of all ranks in a step, and what they logged."""
+    """Return failure counts and logged values of the rewards in a step, over all ranks."""
     return {
         "reward/failures": sum(stats.failures.values()),
         "reward/unscored": stats.unscored,
@@ -142,7 +142,7 @@ def reward_metrics(stats: RewardStats) -> dict[str, float]:
 
 
 def distributions(infos: Sequence[SampleInfo], advantages: Sequence[PerToken]) -> dict[str, Sequence[float]]:
-    """Return histograms over all samples of all ranks; advantages are of the samples that were trained on."""
+    """Return the values of each histogram. `infos`: all samples; `advantages`: of the samples that are trained on."""
     return {
         "reward/values": [info.reward for info in infos if info.is_scored],
         "rollout/response_length/values": [float(info.all_response_tokens) for info in infos],
@@ -152,7 +152,7 @@ def distributions(infos: Sequence[SampleInfo], advantages: Sequence[PerToken]) -
 
 
 def update_metrics(reports: Sequence[UpdateReport], batch: StepBatch, planned: int) -> dict[str, float]:
-    """Average what the losses measured over the step's updates, of which `planned` were to be made."""
+    """Return metrics of loss and optimizer, averaged over the updates. `planned`: their number without early stop."""
     by_update = [report.measured for report in reports]
     if not by_update:
         return {"train/updates": 0}
@@ -198,7 +198,7 @@ def packed_tokens(batch: StepBatch) -> int:
 
 
 def logprob_tokens(updates: Sequence[Sequence[MicroBatch]], parallel: Parallel) -> float:
-    """Count the tokens of the job, without padding, that went through a forward pass of the LOGPROB phase."""
+    """Count the tokens without padding over all forward passes of the LOGPROB phase and all ranks."""
     count = torch.zeros((), dtype=torch.float64)
     if parallel.is_reporting_rank:
         for batch in (batch for update in updates for batch in update):
@@ -213,7 +213,7 @@ def logprob_tokens(updates: Sequence[Sequence[MicroBatch]], parallel: Parallel) 
 def distillation_metrics(
     updates: Sequence[Sequence[MicroBatch]], distillation: DistillationConfig | None, parallel: Parallel
 ) -> dict[str, float]:
-    """Compare the policy's logprobs of its own tokens with the teacher's, over the job; nothing without a teacher."""
+    """Return mean and maximum of policy logprob - teacher logprob over the sampled tokens; empty without a teacher."""
     if distillation is None:
         return {}
     sums, largest = torch.zeros(2, dtype=torch.float64), torch.full((), -math.inf, dtype=torch.float64)
@@ -235,7 +235,7 @@ def distillation_metrics(
 
 
 def memory_metrics(usages: Mapping[str, MemoryUsage], parallel: Parallel) -> dict[str, float]:
-    """Take the largest usage of each phase over all ranks. Every rank must call this with the same phases."""
+    """Return the largest memory usage of each phase over all ranks; every rank must pass the same phases."""
     by_rank = all_gather(dict(usages), parallel.cpu_group)
     return {
         metric_name(f"memory/{{phase}}/{kind}", phase=phase.lower()): float(value)
@@ -245,13 +245,13 @@ def memory_metrics(usages: Mapping[str, MemoryUsage], parallel: Parallel) -> dic
 
 
 def accuracy(infos: Sequence[SampleInfo]) -> float | None:
-    """Return the share of right answers; None where the reward says of no answer whether it is right."""
+    """Return the share of right answers; None if the reward defines no correctness."""
     verdicts = [info.is_correct for info in infos if info.is_correct is not None]
     return statistics.fmean(verdicts) if verdicts else None
 
 
 def eval_metrics(name: str, score: EvalScore) -> dict[str, float]:
-    """Return a score under the names of the metric dictionary, without values that are not known."""
+    """Return the metrics of one eval set, without unknown values."""
     values = {
         "accuracy": score.accuracy,
         "accuracy_se": score.accuracy_error,
@@ -270,13 +270,13 @@ def eval_metrics(name: str, score: EvalScore) -> dict[str, float]:
 
 
 def eval_reward_metrics(name: str, stats: RewardStats) -> dict[str, float]:
-    """Return failures of the rewards on one eval set, and what they logged."""
+    """Return failure counts and logged values of the rewards on one eval set."""
     logged = {metric_name("eval/{set}/log/{name}", set=name, name=key): value for key, value in stats.logged.items()}
     return logged | {metric_name("eval/{set}/failures", set=name): sum(stats.failures.values())}
 
 
 def collect_metrics(rollouts: RolloutBatch) -> dict[str, float]:
-    """Count what became of the groups that were launched."""
+    """Return the numbers of selected, launched, carried and dropped groups, and the balance between engines."""
     return {
         "rollout/groups": len({info.group_id for info in rollouts.infos}),
         "rollout/launched_groups": len({info.group_id for info in rollouts.launched}),
@@ -294,7 +294,7 @@ def collect_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 def routing_metrics(replay: RoutingReplay | None, parallel: Parallel) -> dict[str, float]:
     """Return the share of replayed experts that the policy's routers would not have chosen, over the job.
 
-    `update_metrics` keeps the first update's value of one name, and the mean over updates of the other.
+    The value has two names: `update_metrics` keeps the first update for mismatch/, and averages updates for train/.
     """
     if replay is None:
         return {}
@@ -307,7 +307,7 @@ def routing_metrics(replay: RoutingReplay | None, parallel: Parallel) -> dict[st
 
 
 def mtp_metrics(loss: MtpLoss | None, parallel: Parallel, sampled: bool = True) -> dict[str, float]:
-    """Return loss and, if the policy `sampled` the tokens, acceptance of a trained multi-token-prediction layer."""
+    """Return the loss of a trained MTP layer and, if the policy `sampled` the tokens, its acceptance rate."""
     if loss is None:
         return {}
     sums = loss.take_sums()
@@ -320,7 +320,7 @@ def mtp_metrics(loss: MtpLoss | None, parallel: Parallel, sampled: bool = True) 
 
 
 def reduce_report(report: UpdateReport, parallel: Parallel) -> dict[str, float]:
-    """Reduce sums and maxima of one update over the job."""
+    """Return SUMS and MAXIMA of one update's loss, reduced over all ranks."""
     reports_losses = bool(report.losses) and parallel.coords.tensor == 0  # tensor ranks report the same tokens
     sums, maxima = merge_reports(report.losses if reports_losses else [])
     dist.all_reduce(sums, group=parallel.cpu_group)
@@ -329,7 +329,7 @@ def reduce_report(report: UpdateReport, parallel: Parallel) -> dict[str, float]:
 
 
 def reduce_value_losses(report: UpdateReport, parallel: Parallel) -> dict[str, float]:
-    """Return LOSS_SUMS of one update over the job."""
+    """Return LOSS_SUMS of one critic update, summed over all ranks."""
     sums = torch.zeros(len(LOSS_SUMS), dtype=torch.float64)
     if report.losses and parallel.coords.tensor == 0:  # tensor ranks have the same tokens
         sums = torch.stack(report.losses).sum(0).cpu()
@@ -340,7 +340,7 @@ def reduce_value_losses(report: UpdateReport, parallel: Parallel) -> dict[str, f
 def critic_metrics(
     reports: Sequence[UpdateReport], updates: Sequence[Sequence[MicroBatch]], parallel: Parallel
 ) -> dict[str, float]:
-    """Return the critic's metrics of a step; nothing where there is none."""
+    """Return the critic's metrics of a step; empty without a critic."""
     if not reports:
         return {}
     sums = torch.zeros(len(RETURN_SUMS), dtype=torch.float64)

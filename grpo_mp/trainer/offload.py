@@ -1,4 +1,4 @@
-"""Offload policy and engine when a phase begins. On a CPU nothing moves: host and device are one."""
+"""Offload and onload policy, critic, engine and reward servers when a phase begins; not used on a CPU."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,12 +18,12 @@ from grpo_mp.utils.phases import TRAINER
 
 HINT = "where it ran out of device memory, lower engine.args.mem_fraction_static"
 ENGINE_TAGS = {"engine_weights": ("weights",), "engine_cache": ("kv_cache", "cuda_graph")}
-MEMORY_TIMEOUT_S = 600.0  # for device memory that the engines free
+MEMORY_TIMEOUT_S = 600.0  # wait for device memory that other processes free
 INITIAL_RESIDENCY = replace(TRAINER, gradients=True, optimizer=True)
 
 
 def start_engines_first(rollout: Rollout, group: dist.ProcessGroup) -> None:
-    """Wait for the engines, then for reward models, which measure the free memory; offload them before the policy."""
+    """Wait for engines, then for reward servers, and offload each: both size their memory by what is free."""
     rollout.wait_ready()
     for sleep_or_wake in engine_functions(rollout, group).values():
         sleep_or_wake(False)
@@ -37,10 +37,10 @@ def offload_functions(
     communicators: NcclMemory | None,
     critic: Critic | None = None,
 ) -> dict[str, OffloadFunction]:
-    """Return the offload functions by field of Residency, which wait up to MEMORY_TIMEOUT_S for device memory.
+    """Return, by field of Residency, the functions that move the item; they wait up to MEMORY_TIMEOUT_S for memory.
 
-    A `critic` moves with the policy. `optimizer_moves` false: the optimizer's state stays; `communicators` None: they
-    stay.
+    `optimizer_moves`: whether the optimizer state moves; `communicators`: None if the NCCL buffers stay on the device;
+    `critic`: moves with the policy.
     """
     offloader = PolicyOffloader(policy, MEMORY_TIMEOUT_S, communicators)
     offloaders = [offloader, PolicyOffloader(critic, MEMORY_TIMEOUT_S)] if critic else [offloader]
@@ -55,13 +55,13 @@ def offload_functions(
 
 
 def engine_functions(rollout: Rollout, group: dist.ProcessGroup) -> dict[str, OffloadFunction]:
-    """Return those of them that let this rank's engine sleep and wake; one that fails to is lost."""
+    """Return the offload functions of this rank's engine by field of Residency; an engine that fails is lost."""
     return {part: partial(_move_engine, rollout, group, tags) for part, tags in ENGINE_TAGS.items()}
 
 
 def _move_communicators(offloader: PolicyOffloader, group: dist.ProcessGroup, onload: bool) -> None:
-    platform.synchronize()  # no communicator may be at work
-    dist.barrier(group=group)  # has a time limit; NCCL waits for other ranks without one
+    platform.synchronize()  # no communicator may be in use
+    dist.barrier(group=group)  # this barrier has a time limit; NCCL has none
     offloader.move("communicators", onload)
 
 
@@ -75,7 +75,7 @@ def _stay(onload: bool) -> None:
 
 
 def _move_engine(rollout: Rollout, group: dist.ProcessGroup, tags: tuple[str, ...], onload: bool) -> None:
-    if onload:  # an engine takes memory on the devices of all its ranks: each must have freed its own
+    if onload:  # an engine takes memory on the devices of all its ranks, which must have freed theirs
         dist.barrier(group=group)
     with rollout.losing_engine() as client:
         if client:

@@ -1,4 +1,4 @@
-"""Enter a phase: offload and onload what it needs, watch the time, record the span and the memory."""
+"""Enter a phase: offload and onload its items, apply its time limit, record its time span and memory."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.phases import GIB, MOVE, WAIT, Phase, Residency
 
 OffloadFunction = Callable[[bool], None]  # True: onload; False: offload
-LARGEST_ITEMS = 4  # that the message names
+LARGEST_ITEMS = 4  # named in an out-of-memory message
 ACTIVATION_ADVICE = "lower training.max_tokens_per_microbatch or training.logprob_chunk_tokens"
 STATE_ADVICE = (
     "divide the policy further (layout), let the optimizer keep less (training.megatron_args), or set "
@@ -27,13 +27,13 @@ ADVICE: Mapping[str, str] = {
     Phase.SYNC: "lower sync.bucket_bytes or engine.args.mem_fraction_static",
     Phase.SAVE: STATE_ADVICE,
 }
-MemoryItems = Callable[[], Mapping[str, float]]  # bytes on the device, by what they are
+MemoryItems = Callable[[], Mapping[str, float]]  # bytes on the device by name of the item
 
 LOGGER = logging.getLogger(__name__)
 
 
 class PhaseManager:
-    """The phases of one rank. Without offload functions nothing moves: on a CPU host and device are one."""
+    """Runs the phases of one rank. Without `offload_functions` nothing moves between host and device."""
 
     def __init__(
         self,
@@ -45,7 +45,11 @@ class PhaseManager:
         resident: Residency | None = None,
         items: MemoryItems = dict,
     ) -> None:
-        """Limit each phase to `limit_s` seconds; `offload_functions`: by field of Residency; `items`: on the device."""
+        """Create the manager. `limit_s`: time limit of a phase in seconds.
+
+        `offload_functions`: by field of Residency; `resident`: items that are on the device now; `items`: returns their
+        bytes for the out-of-memory message.
+        """
         self.memory_tracker = MemoryTracker()
         self._timeline, self._watchdog, self._progress, self._limit_s = timeline, watchdog, progress, limit_s
         self._offload_functions, self._items = offload_functions or {}, items
@@ -53,7 +57,7 @@ class PhaseManager:
 
     @contextmanager
     def phase(self, phase: Phase, detail: str = "") -> Iterator[None]:
-        """Run the body in `phase`."""
+        """Run the body as `phase`, with the items of the phase on the device."""
         LOGGER.debug("%s begins%s", phase, f": {detail}" if detail else "")
         with self._watchdog.phase(phase, self._limit_s), self._progress.phase(phase, detail):
             with explain_out_of_memory(self._watchdog.rank, phase, self._items):
@@ -88,7 +92,7 @@ class PhaseManager:
 
 
 def plan_moves(current: Residency, target: Residency) -> list[tuple[str, bool]]:
-    """List what changes from one residency to another, as (field, onload): offloads before onloads."""
+    """Return the moves from one residency to another as (field, onload), offloads first."""
     before = vars(current)
     moves = [(name, onload) for name, onload in vars(target).items() if onload != before[name]]
     return sorted(moves, key=lambda move: move[1])
@@ -96,7 +100,7 @@ def plan_moves(current: Residency, target: Residency) -> list[tuple[str, bool]]:
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Bytes at the end of a phase, and the highest of the device inside it; 0 for the device on a CPU."""
+    """Memory of host and device at the end of a phase, and the device's peak in the phase; 0 for a CPU device."""
 
     host_bytes: int
     device_bytes: int
@@ -104,7 +108,7 @@ class MemoryUsage:
 
 
 class MemoryTracker:
-    """The largest memory usage of each phase since the last `take`."""
+    """Tracks the largest memory usage of each phase since the last `take`."""
 
     def __init__(self) -> None:
         self._phases: dict[str, MemoryUsage] = {}
@@ -119,7 +123,7 @@ class MemoryTracker:
 
 
 def max_usage(usages: Iterable[MemoryUsage]) -> MemoryUsage:
-    """Take the maximum of each field; needs at least one usage."""
+    """Return the maximum of each field over one or more usages."""
     first, *rest = usages
     for other in rest:
         first = replace(first, **{name: max(value, getattr(other, name)) for name, value in vars(first).items()})
@@ -128,7 +132,7 @@ def max_usage(usages: Iterable[MemoryUsage]) -> MemoryUsage:
 
 @contextmanager
 def explain_out_of_memory(rank: int, phase: str, items: MemoryItems) -> Iterator[None]:
-    """Raise the allocator's error as one sentence (UserError)."""
+    """Convert an out-of-memory error of the body to a UserError that names the largest items and a remedy."""
     try:
         yield
     except torch.OutOfMemoryError as error:
