@@ -1,6 +1,6 @@
-r"""Read boxed answers: numbers by their grammar, words as words. What is neither is an expression for math-verify.
+r"""Parse boxed answers into numbers, texts, or expressions for math-verify.
 
-A text that can be read in two ways is no number: `4 5`, `5 \text{ million}`, `10:30`. It equals the same text only.
+A text with two readings (`4 5`, `5 \text{ million}`, `10:30`) is not a number; it equals only the same text.
 """
 
 import re
@@ -13,9 +13,9 @@ _SYMBOLS = """
     mm cm dm km in ft yd mi mg kg gm oz lb lbs ms sec hr hrs ml mph sq cu deg rad st nd rd th
 """
 SYMBOLS = frozenset(_SYMBOLS.split())
-LETTERS = frozenset("msghldACDFGHJKLMNPSTVW")  # units where they are set as text
+LETTERS = frozenset("msghldACDFGHJKLMNPSTVW")  # single letters that are units inside of \text{}
 
-# Words behind a number that change it or name something: scales, signs, relations, months, days, halves of a day.
+# Words after a number that are not units: scales, signs, relations, months, days, am and pm.
 _NOT_UNITS = """
     hundred thousand million billion trillion quadrillion dozen gross score myriad mil mn bn half halves quarter
     third fourth fifth sixth seventh eighth ninth tenth hundredth thousandth millionth lakh crore double triple
@@ -28,21 +28,21 @@ _NOT_UNITS = """
 """
 NOT_UNITS = frozenset(_NOT_UNITS.split())
 
-# Words that are mathematics or percentages, and those that connect.
+# Names of functions and constants, words for percent, and conjunctions: they are not prose.
 _MATH_NAMES = """
     pi infinity infty inf sqrt frac sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp
     min max gcd lcm det mod lim sup dim ker alpha beta gamma theta lambda phi percent percentage pct and or
 """
 MATH_NAMES = frozenset(_MATH_NAMES.split())
 
-MAX_CHARACTERS, MAX_EXPONENT = 1000, 3000  # of a number: Python converts integers of up to 4300 digits
+MAX_CHARACTERS, MAX_EXPONENT = 1000, 3000  # limits of a number: Python converts integers of at most 4300 digits
 
-MAX_PLACES = 64  # behind the decimal point of a number for math-verify
-DEFAULT_TOLERANCE = 0.01  # of numbers that are not whole
+MAX_PLACES = 64  # decimal places of a number for math-verify
+DEFAULT_TOLERANCE = 0.01  # for expected numbers that are not integers
 
 TEXT_COMMAND = re.compile(r"\\(?:text(?:rm|bf|it|sf|tt|sc|normal)?|math(?:rm|bf|sf|it)|mbox|hbox|boldsymbol|rm|bf) ?\{")
 BLANKS = re.compile(r"(?:(?<!\\)\\(?:[ ,;:]|quad(?![a-z])|qquad(?![a-z])|thinspace(?![a-z]))|[\s~])+")
-WIDE_BLANK = re.compile(r"(?<=[0-9]) *\\q?quad *(?=[0-9])")  # between two numbers
+WIDE_BLANK = re.compile(r"(?<=[0-9]) *\\q?quad *(?=[0-9])")  # between two numbers, which it separates like a comma
 SPELLINGS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -114,7 +114,7 @@ UNIT_PART = re.compile(
 )
 UNIT_TEXT = re.compile(r"(?:[A-Za-z]+(?:['\u2019][a-z]+)?|[ /().,%\u00b0\u00b5\u03a9\u00c5-]|\^-?[1-9]|\^\{-?[1-9]\})*")
 WORD = re.compile(r"[A-Za-z]+(?:['\u2019][a-z]+)?|[%\u00b0]")
-MAGNITUDE = re.compile(r"\\text\{[KMBT]\}")  # directly behind the digits: 5M is five million
+MAGNITUDE = re.compile(r"\\text\{[KMBT]\}")  # directly after the digits: 5M is five million
 
 CLOCK = re.compile(r"([0-9]{1,2})(?::([0-9]{2}))?(?::([0-9]{2}))?(?: ?([ap])\.? ?m\.?)?", re.IGNORECASE)
 DATE = re.compile(r"[0-9]{1,4}([-/])[0-9]{1,2}\1[0-9]{1,4}")
@@ -128,7 +128,7 @@ NAMED = re.compile(
 )
 UNITS_BEHIND = re.compile(r"(?: ?\\text\{[^{}]*\}(?: ?\^ ?(?:\{-?[1-9]\}|[1-9]))?)+$")
 WORD_BESIDE_NUMBER = re.compile(r"[0-9}] ([A-Za-z]{2,})|(?<![\\A-Za-z])([A-Za-z]{2,}) [0-9\\]")
-OUTSIDE_MATHEMATICS = re.compile(  # digits beside digits, feet and inches, a relation with one side
+OUTSIDE_MATHEMATICS = re.compile(  # adjacent digits, feet and inches, a relation without its left side
     r"[0-9] [0-9]|[0-9] ?['\"\u2032\u2033]|^(?:[<>]|\\(?:le|ge|leq|geq|lt|gt|ne|neq|leqslant|geqslant)(?![a-z]))"
 )
 TIGHT_EXPONENT = re.compile(rf"(?<![A-Za-z0-9.])({DECIMAL})[eE](\+?[0-9]+|-[0-9]{{2,}})(?![0-9A-Za-z.])")
@@ -136,10 +136,10 @@ TIGHT_EXPONENT = re.compile(rf"(?<![A-Za-z0-9.])({DECIMAL})[eE](\+?[0-9]+|-[0-9]
 
 @dataclass(frozen=True)
 class Number:
-    """A number that an answer says, and what stands behind it."""
+    """A number in an answer; its unit is dropped."""
 
     value: Fraction
-    is_decimal: bool  # written with a decimal point: it may be rounded
+    is_decimal: bool  # written with a decimal point, so it may be rounded
     is_percent: bool = False
 
     @property
@@ -148,7 +148,7 @@ class Number:
 
     @property
     def latex(self) -> str:
-        """Return the number as math-verify reads it."""
+        """The number in LaTeX for math-verify."""
         sign, value = "-" * (self.value < 0), abs(self.value)
         digits = _decimal_digits(value) if self.is_decimal else None
         fraction = rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
@@ -158,22 +158,22 @@ class Number:
 
 @dataclass(frozen=True)
 class Text:
-    """An answer that equals the same text only."""
+    """An answer that equals only the same text."""
 
     key: str
-    latex: str | None = None  # bare letters: beside an expression they are a product of variables
-    digits: str | None = None  # of a number with its base: the base may be left out
+    latex: str | None = None  # of bare letters, which are a product of variables when compared with an expression
+    digits: str | None = None  # of a number with its base (`101_2`): the other answer may leave the base out
 
 
 @dataclass(frozen=True)
 class Expression:
-    """An answer for math-verify, without the unit behind it."""
+    """An answer for math-verify, without its unit."""
 
     latex: str
 
 
 def read_answer(answer: str) -> Number | Text | Expression:
-    """Read an answer, the text inside of a box."""
+    """Parse the content of a box into a number, a text or an expression."""
     text = tidy(answer)
     wrapped = TEXT.fullmatch(text)
     body = _without_period(wrapped[1].strip()) if wrapped else text
@@ -181,7 +181,7 @@ def read_answer(answer: str) -> Number | Text | Expression:
 
 
 def tidy(answer: str) -> str:
-    """Return an answer with one spelling for what LaTeX and Unicode spell in many ways: blanks, fractions, signs."""
+    """Normalize an answer: one spelling of blanks, fractions and signs, which LaTeX and Unicode write in many ways."""
     text = SUPERSCRIPT.sub(_spell_superscript, "".join(map(_spell_character, answer)))
     text = WIDE_BLANK.sub(", ", text)
     text = BLANKS.sub(" ", TEXT_COMMAND.sub(r"\\text{", text)).strip()
@@ -194,20 +194,21 @@ def tidy(answer: str) -> str:
 
 
 def split_label(answer: str) -> tuple[str | None, str]:
-    """Return the letter of a choice and the text behind it: `(B) 12` is B and 12; None where there is no letter."""
+    """Split a multiple-choice answer into letter and text: `(B) 12` gives B and 12. No letter: None and the answer."""
     match = LABELLED.fullmatch(LABEL_AS_TEXT.sub(r"\1 ", tidy(answer)))
     return (match[1] or match[2], match[3]) if match else (None, answer)
 
 
 def without_name(answer: str) -> str:
-    """Return the right side of `x = 5` or `f(x) = x + 1`; any other answer unchanged."""
+    """Return the right side of an equation such as `x = 5` or `f(x) = x + 1`; any other answer unchanged."""
     match = NAMED.fullmatch(tidy(answer))
     return match[1] if match else answer
 
 
 def is_close(expected: Fraction, predicted: Fraction, tolerance: float | None) -> bool:
-    """Return whether a number is near enough: within `tolerance`, and where the expected number is below 1, within that
-    share of it. So 0 is not 0.005. None: 0 where the expected number is whole, else DEFAULT_TOLERANCE.
+    """Return whether |expected - predicted| <= tolerance * min(1, |expected|), so that 0.005 is not close to 0.
+
+    `tolerance` None: 0 if the expected number is an integer, else DEFAULT_TOLERANCE.
     """
     if tolerance is None:
         tolerance = 0.0 if expected.denominator == 1 else DEFAULT_TOLERANCE
@@ -215,7 +216,7 @@ def is_close(expected: Fraction, predicted: Fraction, tolerance: float | None) -
 
 
 def same_number(expected: Number, predicted: Number, tolerance: float | None) -> bool:
-    """Return whether two numbers are equal, or close where one has a decimal point. 50% is 50 as well as 0.5."""
+    """Return whether two numbers are equal, or close if one is written as a decimal. 50% equals both 50 and 0.5."""
     pairs = [(expected.value, predicted.value)]
     if expected.is_percent != predicted.is_percent:
         pairs.append((expected.share, predicted.share))
@@ -224,7 +225,7 @@ def same_number(expected: Number, predicted: Number, tolerance: float | None) ->
 
 
 def read_number(text: str) -> Number | None:
-    """Return the number that a tidy text says; None for any other text, and for one that can be read in two ways."""
+    """Parse a normalized text as a number; None for any other text and for a number with two readings."""
     if len(text) > MAX_CHARACTERS:
         return None
     start = START.match(text)
@@ -240,14 +241,14 @@ def read_number(text: str) -> Number | None:
 
 
 def _read_digits(text: str) -> tuple[Fraction, bool, str] | None:
-    """Return the unsigned number that a text begins with, whether it has a decimal point, and the rest."""
+    """Parse the number without sign at the start of a text: value, whether it has a decimal point, remaining text."""
     value: Fraction | None
     if match := REPEATING.match(text):
         value = _repeating(*match.groups())
     elif match := MIXED.match(text):
         value = _mixed(match[1], *_operands(match, 2))
     elif match := MIXED_PLAIN.match(text):
-        value = None if len(match[2]) == 3 else _mixed(*match.groups())  # 1 250/300: a group of three digits?
+        value = None if len(match[2]) == 3 else _mixed(*match.groups())  # 1 250/300 may be 1250/300
     elif match := FRACTION.match(text):
         value = _quotient(*_operands(match, 1))
     elif match := SLASH.match(text):
@@ -294,7 +295,7 @@ def _power_of_ten(mantissa: str, exponent: str) -> Fraction | None:
 
 
 def _decimal_digits(value: Fraction) -> str | None:
-    """Return a number at or above 0 with a decimal point; None where that has no end, or a far one."""
+    """Write a nonnegative number with a decimal point; None if it needs MAX_PLACES decimal places or more."""
     places = next((places for places in range(1, MAX_PLACES) if 10**places % value.denominator == 0), None)
     if places is None:
         return None
@@ -303,7 +304,7 @@ def _decimal_digits(value: Fraction) -> str | None:
 
 
 def _read_units(tail: str) -> bool | None:
-    """Return whether what stands behind a number is a percentage; None where it is more than a unit."""
+    """Return whether the text after a number is a percentage; None if that text is more than a unit."""
     words, position = list[str](), 0
     if MAGNITUDE.match(tail):
         return None
@@ -332,7 +333,7 @@ def _read_units(tail: str) -> bool | None:
 
 
 def _is_plain_unit(word: str, before: str) -> bool:
-    """Return whether a word that is not set as text is a unit: no variable and no function."""
+    r"""Return whether a word outside of \text{} is a unit, no variable or function. `before`: the text before it."""
     if word.lower() in SYMBOLS or word == "m/s":
         return True
     if len(word) == 1:
@@ -350,7 +351,7 @@ def _changes_number(word: str) -> bool:
 
 
 def _read_text(body: str, is_wrapped: bool) -> Text | None:
-    """Return an answer that is no mathematics: a letter, words, a time, a date, digits with a base."""
+    """Parse an answer without mathematics: a letter, words, a time, a date, digits with a base; None for any other."""
     plain = BLANKS.sub(" ", TEXT.sub(r"\1", body)).strip()
     if match := LETTER.fullmatch(plain):
         letter = match[1] or match[2]
@@ -371,7 +372,7 @@ def _read_text(body: str, is_wrapped: bool) -> Text | None:
 
 
 def _read_expression(body: str) -> Text | Expression:
-    """Return an expression; a text where words, or digits beside digits, say what math-verify would not read."""
+    """Return an expression, or a Text if the answer has words or adjacent digits that math-verify would misread."""
     text = re.sub(r"(?<![0-9])[1-9][0-9]{0,2}(?: [0-9]{3})+(?![0-9])", lambda match: match[0].replace(" ", ""), body)
     behind = UNITS_BEHIND.search(text, max(0, len(text) - MAX_CHARACTERS))
     if behind and behind.start() and _read_units(behind[0]) is not None:
@@ -389,7 +390,7 @@ def _read_expression(body: str) -> Text | Expression:
 
 
 def _spell_character(character: str) -> str:
-    """Spell a fraction like one half, or a wide character of Chinese and Japanese texts, in ASCII."""
+    """Replace a fraction character such as one half, or a full-width character, by its spelling in ASCII or LaTeX."""
     kind, *codes = unicodedata.decomposition(character).split() or [""]
     if kind not in ("<fraction>", "<wide>"):
         return "." if character == "\u3002" else character

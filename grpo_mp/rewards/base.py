@@ -1,4 +1,4 @@
-"""Reward functions, how they are loaded, called in limited time and checked: the convention of TRL's `reward_funcs`."""
+"""Load and call user reward functions (TRL's `reward_funcs` convention) with a time limit, and check their results."""
 
 import asyncio
 import inspect
@@ -15,8 +15,8 @@ from grpo_mp.utils.registry import Registry
 from grpo_mp.utils.types import SampleGroup, StepRewards
 from grpo_mp.utils.user_code import is_path, load_attribute, no_exit, without_exit
 
-OTHERS = ("completion_ids", "trainer_state", "log_extra", "log_metric")  # arguments beside prompts and completions
-RESERVED = ("prompt", "completion", "completion_ids")  # columns that are not passed on
+OTHERS = ("completion_ids", "trainer_state", "log_extra", "log_metric")  # arguments besides prompts and completions
+RESERVED = ("prompt", "completion", "completion_ids")  # data columns that are not passed to reward functions
 USAGE = (
     "write def reward(prompts, completions, **columns), or def reward(prompt, completion, **columns), which is called "
     "for each answer"
@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 
 class RewardError(Exception):
-    """A reward raised, timed out or returned something else than rewards.
+    """Failure of a reward: an exception, a timeout or an invalid return value.
 
-    `sample`: index of the sample to show. `scored`: values of the samples that did not fail, by index.
+    `sample`: index of the sample to show in the message. `scored`: values of the samples that did not fail, by index.
     """
 
     def __init__(self, reason: str, sample: int = 0, scored: Mapping[int, float | None] | None = None) -> None:
@@ -37,23 +37,23 @@ class RewardError(Exception):
 
 
 class Reward(Protocol):
-    """A user's reward: one value per completion, None where it does not apply. It may also be a coroutine function.
+    """A user's reward function, plain or async: one value per completion, None where the reward does not apply.
 
-    Keywords: `prompts` and `completions` as text, or as message lists where the prompt column holds messages;
-    `completion_ids`; every data column as a list; `trainer_state`; the callbacks `log_extra` (a column of the sample
-    files, one value per completion) and `log_metric` (a number whose mean over the step becomes a metric).
+    Keyword arguments: `prompts` and `completions` as texts, or as message lists if the prompt column holds messages;
+    `completion_ids`; every data column as a list; `trainer_state`; the callbacks `log_extra(column, values)`, which
+    adds a column to the sample files, and `log_metric(name, value)`, whose mean over the step becomes a metric.
 
-    A function with a parameter `completion` is called for each completion instead, with `prompt` and the value of every
-    column for this one; its `log_extra` takes a column and its value. Coroutines of a group wait at the same time.
+    A function with a parameter `completion` is called once per completion, with single values of `prompt` and of every
+    column; its `log_extra` takes a column and one value. The coroutines of a group run concurrently.
 
-    A function of `reward.steps` has the same keywords, and returns for each completion the (end, reward) pairs of its
-    steps: `end` is the index, into `completion_ids`, of the last token of the step; ends ascend strictly.
+    A function of `reward.steps` has the same keyword arguments and returns (end, reward) pairs for each completion:
+    `end` is the index in `completion_ids` of the step's last token; ends ascend strictly.
     """
 
     def __call__(
         self, prompts: list[Any], completions: list[Any], **columns: Any
     ) -> Sequence[float | None] | Coroutine[Any, Any, Sequence[float | None]]:
-        """Return one reward per completion; None where it does not apply."""
+        """Return one reward per completion; None where the reward does not apply."""
 
 
 def call_arguments(group: SampleGroup, prompt_column: str, **others: Any) -> dict[str, Any]:
@@ -73,16 +73,16 @@ def call_arguments(group: SampleGroup, prompt_column: str, **others: Any) -> dic
 
 
 def call_reward(reward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call a reward function, and await its coroutine."""
+    """Call a reward function and return its result; run the coroutine of an async function to its end."""
     returned = reward(**arguments)
     return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
 
 
 def run_with_timeout(call: Callable[[], T], limit_s: float) -> T:
-    """Return the result of `call`. Raises RewardError if it raises or takes longer than `limit_s` seconds.
+    """Run `call` and return its result. Raises RewardError if it raises or takes longer than `limit_s` seconds.
 
-    The call runs in a daemon thread, which shares models and clients that the function holds. A thread cannot be
-    killed: one that hangs is left behind.
+    The call runs in a daemon thread, because it shares the models and clients that the function holds. A thread cannot
+    be killed: a call that hangs keeps its thread.
     """
     future = Future[T]()
 
@@ -106,7 +106,7 @@ def run_with_timeout(call: Callable[[], T], limit_s: float) -> T:
 
 
 def read_values(returned: Sequence[Any], group: SampleGroup) -> Values:
-    """Return the values as floats. Raises RewardError: not one per sample, or one that is not finite."""
+    """Convert the returned values to floats. Raises RewardError unless there is one finite value or None per sample."""
     values = [None if value is None else float(value) for value in returned]
     if len(values) != len(group.samples):
         raise RewardError(f"returned {len(values)} values for {len(group.samples)} samples")
@@ -117,10 +117,9 @@ def read_values(returned: Sequence[Any], group: SampleGroup) -> Values:
 
 
 def read_steps(returned: Sequence[Any], group: SampleGroup) -> list[StepRewards]:
-    """Return one `StepRewards` per sample, () for None.
+    """Convert the returned steps to one `StepRewards` per sample, () for None.
 
-    Raises RewardError: not one list per sample, no (end, reward) pairs, ends that do not ascend, a reward that is not
-    finite.
+    Raises RewardError unless each sample has a list of (end, reward) pairs with ascending ends and finite rewards.
     """
     rows = [[] if row is None else list(row) for row in returned]
     if len(rows) != len(group.samples):
@@ -133,7 +132,7 @@ def _parse_steps(row: Sequence[Any], tokens: int, sample: int) -> StepRewards:
         steps = tuple((int(end), float(reward)) for end, reward in row)
         if any(int(end) != end for end, _ in row):
             raise ValueError("an end is no index")
-    except Exception as error:  # they are the user's objects: of a tensor of two values it is a RuntimeError
+    except Exception as error:  # a user's object may raise anything, such as a tensor's RuntimeError
         raise RewardError(f"returned {row!r:.200} where (end token index, reward) pairs belong", sample) from error
     previous = -1
     for end, reward in steps:
@@ -149,7 +148,7 @@ def _parse_steps(row: Sequence[Any], tokens: int, sample: int) -> StepRewards:
 
 @dataclass(frozen=True)
 class EachCompletion:
-    """A reward of a group by a user's function that scores one completion."""
+    """Adapts a user's function that scores one completion to `Reward`, which scores a group."""
 
     function: Callable[..., Any]
 
@@ -180,7 +179,7 @@ async def _await_all(outcomes: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 
 def load_reward(name: str, setting: str) -> Reward:
-    """Return a user's reward; one with a parameter `completion` is called for each completion of a group."""
+    """Load a user's reward function; wrap a function with a parameter `completion` in EachCompletion."""
     function = load_attribute(name, f"{setting} {shorten(name)!r}") if is_path(name) else None
     if not _scores_one(function):
         return REWARDS.resolve(name, setting)

@@ -18,27 +18,26 @@ from grpo_mp.rewards.settings import DATA_SET, CodeConfig, RewardConfig
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import SampleGroup
 
-# The opening fence is at the beginning of its line, or indented as a list item; the closing one is as long.
+# The opening fence starts its line, indented or not (list items); the closing fence is as long.
 BLOCK = re.compile(
     r"^([ \t]*)(`{3,}|~{3,})[ \t]*(?:python|py)[\d.]*\b[^\n]*\n(.*?)^[ \t]*\2", re.DOTALL | re.MULTILINE | re.IGNORECASE
 )
 PROGRAM_TESTS = Path(__file__).with_name("program_tests.py").read_text()
-RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-5, 1e-8  # of expected decimal fractions, as the graders of APPS and TACO
+RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-5, 1e-8  # for decimal fractions, as in the graders of APPS and TACO
 
 
 class CodeTests:
-    """Scores the programs of groups. Thread-safe: at most `parallel` programs run at one time."""
+    """Scores the programs in responses by their tests. Thread-safe; at most `parallel` programs run at a time."""
 
     def __init__(self, settings: CodeConfig) -> None:
-        """Check the sandbox."""
         self._settings = settings
         self._sandbox = Sandbox(settings, url=settings.url)
         self._slots = threading.BoundedSemaphore(settings.parallel)
 
     def values(self, group: SampleGroup) -> Values:
-        """Return 1 for a program that passes all tests, else 0 or the share; None for all where the row has no tests.
+        """Return 1 for a program that passes all tests, else 0, or with `partial` the share of passed tests.
 
-        A response without a ```python block scores 0. Raises RewardError for a row whose tests cannot be read.
+        A response without a ```python block scores 0. All values are None if the row has no tests.
         """
         try:
             tests = read_tests(group.prompt.columns, self._settings.tests, self._settings.partial)
@@ -52,7 +51,7 @@ class CodeTests:
             return 0.0
         if tests.setup:
             program = f"exec({tests.setup!r}, globals())\nexec(compile({program!r}, 'program.py', 'exec'), globals())"
-        with self._slots:  # the time for a response begins when its turn comes
+        with self._slots:  # the time limit of a response starts when it gets a slot
             deadline, num_passed = time.monotonic() + self._settings.timeout_s, 0
             for case in tests.cases:
                 seconds_left = deadline - time.monotonic()
@@ -66,7 +65,7 @@ class CodeTests:
         if case.script is None:
             outcome = self._sandbox.run(program, case.stdin, seconds)
             return outcome.succeeded and is_same_output(outcome.output, case.stdout)
-        token = secrets.token_hex(16)  # which the program does not know, so it cannot say that the tests passed
+        token = secrets.token_hex(16)  # unknown to the program, so that it cannot fake passed tests
         job = f"{PROGRAM_TESTS}\n\nrun({program!r}, {case.script!r}, {token!r})\n"
         _, _, values = self._sandbox.run(job, "", seconds).output.rpartition(token)
         return are_allowed(values, case.expected)
@@ -78,9 +77,10 @@ def check_row_tests(
     columns: Mapping[str, Any],
     location: str,
 ) -> None:
-    """Raise UserError, which begins with the location of a row, where its tests cannot be read.
+    """Check that the tests of a row can be read, if the code reward applies to the row.
 
-    set_weights: weights of the terms for prompts of a data set, by its name.
+    location: begins the error message; set_weights: weights of the reward terms for the prompts of a data set, by its
+    name.
     """
     name = columns.get(DATA_SET)
     weights = set_weights.get(name) if isinstance(name, str) else None
@@ -92,10 +92,10 @@ def check_row_tests(
 
 
 def are_allowed(values: str, expected: Sequence[Sequence[Any]]) -> bool:
-    """Return whether each value, as program_tests.py writes them, is one of those expected of it."""
+    """Return whether each value in `values`, JSON from program_tests.py, equals one of its expected values."""
     try:
         found = json.loads(values, object_hook=_as_dictionary)
-    except (ValueError, TypeError, RecursionError):  # no verdict, or a key that is a list
+    except (ValueError, TypeError, RecursionError):  # the tests did not finish, or a dictionary key is a list
         return False
     return len(found) == len(expected) and all(
         any(value == one for one in allowed) for value, allowed in zip(found, expected, strict=True)
@@ -107,7 +107,7 @@ def _as_dictionary(value: dict[str, Any]) -> Any:
 
 
 def extract_program(response: str) -> str | None:
-    """Return the content of the last closed ```python block, without the indentation of its fence; None without one."""
+    """Return the last closed ```python block without the indentation of its fence; None if there is no such block."""
     blocks = BLOCK.findall(response.replace("\r\n", "\n"))
     if not blocks:
         return None
@@ -118,9 +118,9 @@ def extract_program(response: str) -> str | None:
 
 
 def is_same_output(output: str, expected: str) -> bool:
-    """Return whether the words of all lines are equal, without blank lines; numbers may be written in another way.
+    """Compare two outputs line by line and word by word, without blank lines; numbers compare by value.
 
-    Where the expected number is a decimal fraction, one within the tolerance is equal.
+    If the expected number has a decimal point or an exponent, a number within the tolerance is equal.
     """
     lines, expected_lines = _words(output), _words(expected)
     return list(map(len, lines)) == list(map(len, expected_lines)) and all(

@@ -1,4 +1,4 @@
-"""The tests of a data row, in the forms in which data sets of programs are published, read into one form."""
+"""Parse the unit tests of a data row, in the formats of published data sets, into `RowTests`."""
 
 import ast
 import base64
@@ -16,17 +16,17 @@ from typing import Any
 from grpo_mp.utils.reading import did_you_mean_column, has_column, read_column, shorten
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-# Keys of what holds the tests.
+# Keys under which a dictionary holds the tests.
 HOLDERS = ("ground_truth", "test_cases", "tests", "test_list", "test_code", "test", "functional", "assert_case")
-PACKED = "eJ"  # how zlib's bytes begin in base64
-BEGINNINGS = ("import_prefix", "prompt")  # keys of Python that the function of entry_point needs before it
+PACKED = "eJ"  # the beginning of zlib data in base64
+BEGINNINGS = ("import_prefix", "prompt")  # keys of the code that precedes the function of entry_point
 ENTRY_POINTS = ("fn_name", "func_name", "function_name", "entry_point")
-FUNCTIONAL = ("functional", "function_call", "call_based")  # types of tests that call a function
+FUNCTIONAL = ("functional", "function_call", "call_based")  # test types that call a function
 STDIN = ("stdin", "stdin_stdout", "standard_input")
 FORMS = "give Python tests, a list of them, {inputs, outputs}, or a list of {input, output}"
-FAILING_CALL = re.compile("assert|raises$|fail$|_?exit$|quit$")  # names of calls that can fail a test
-RUNNERS = ("unittest.main", "pytest.main")  # not called: program_tests.py runs the tests that they would find
-# What graders of contest programs import for them; the last gives back the builtins that math has replaced.
+FAILING_CALL = re.compile("assert|raises$|fail$|_?exit$|quit$")  # names of functions that can fail a test
+RUNNERS = ("unittest.main", "pytest.main")  # removed: program_tests.py runs the tests that they would collect
+# Imports that graders of contest programs provide; the last line restores builtins that math replaces, such as pow.
 CONTEST_IMPORTS = (
     "import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys\n"
     "from bisect import *\nfrom collections import *\nfrom functools import *\nfrom heapq import *\n"
@@ -36,9 +36,9 @@ CONTEST_IMPORTS = (
 
 @dataclass(frozen=True)
 class CodeTest:
-    """One test: Python that calls the program, or an input and the expected output.
+    """One test: a Python script that calls the program, or a stdin with the expected stdout.
 
-    `expected`: of each `_call_` of the script, the values that are right.
+    `expected`: for each `_call_` of the script, the accepted return values.
     """
 
     script: str | None = None
@@ -49,17 +49,17 @@ class CodeTest:
 
 @dataclass(frozen=True)
 class RowTests:
-    """The tests of a row, and Python that runs before the program; no tests: the row is not scored."""
+    """Tests of a row, and Python code that runs before the program. Without tests the row is not scored."""
 
     cases: tuple[CodeTest, ...] = ()
     setup: str = ""
 
 
 def read_tests(columns: Mapping[str, Any], column: str, partial: bool = False) -> RowTests:
-    """Read the tests of a row from a column, or a path such as reward_model.ground_truth.
+    """Read the tests of a row from a column, given by its name or by a path such as reward_model.ground_truth.
 
-    partial: keep Python tests apart that otherwise run in one process. Raises ValueError: no such column, no tests in a
-    known form, tests that assert nothing.
+    partial: keep Python tests separate, which otherwise run in one process. Raises ValueError if the column is missing,
+    has no tests in a known format, or has tests without assertions.
     """
     if not has_column(columns, column):
         known = shorten(", ".join(map(str, columns)), 300) or "none"
@@ -88,7 +88,7 @@ def read_tests(columns: Mapping[str, Any], column: str, partial: bool = False) -
 
 
 def _decoded(value: Any) -> Any:
-    """Return the list or dictionary that a text holds as JSON or Python; any other value as it is."""
+    """Parse a text that holds a list or dictionary, as JSON or as a Python literal; return other values unchanged."""
     if isinstance(value, str) and value.startswith(PACKED):
         value = _unpacked(value)
     if not (isinstance(value, str) and value.lstrip()[:1] in ("[", "{")):
@@ -104,7 +104,10 @@ def _decoded(value: Any) -> Any:
 
 
 def _unpacked(text: str) -> str:
-    """Return the JSON of LiveCodeBench's private tests: a pickled text, which is read without running the pickle."""
+    """Return the JSON text of LiveCodeBench's private tests, which are a pickled string in zlib in base64.
+
+    The pickle is scanned for its first string and never executed.
+    """
     try:
         opcodes = pickletools.genops(zlib.decompress(base64.b64decode(text, validate=True)))
         return next((argument for _, argument, _ in opcodes if isinstance(argument, str)), text)
@@ -130,14 +133,14 @@ def _python_tests(texts: Sequence[str], context: Mapping[str, Any], partial: boo
 
 
 def _begin(context: Mapping[str, Any]) -> str:
-    """Return what tests need before them: the columns test_imports and test_setup_code."""
+    """Return the setup code of the tests: the columns test_imports and test_setup_code."""
     parts = [context.get("test_imports"), context.get("test_setup_code")]
     lines = [line for part in parts for line in ([part] if isinstance(part, str) else part or [])]
     return "\n".join(map(str, lines))
 
 
 def _entry_point(columns: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """Return the name of the function to call, from a column or from the column metadata; None without one."""
+    """Return the name of the function to call, from a column in `names` or from the column metadata; None if absent."""
     metadata = _decoded(columns.get("metadata"))
     for part in (columns, metadata if isinstance(metadata, Mapping) else {}):
         for name in names:
@@ -147,9 +150,10 @@ def _entry_point(columns: Mapping[str, Any], names: Iterable[str]) -> str | None
 
 
 def _read_script(text: str, entry_point: str | None) -> str:
-    """Return Python tests as program_tests.py runs them; "" where the text has no statements.
+    """Prepare Python tests for program_tests.py; return "" if the text has no statements.
 
-    entry_point: expression for the function of the program that `check(candidate)` of the tests is given.
+    Bare comparisons become assertions, and calls of test runners are removed. entry_point: expression for the function
+    of the program that is passed to the tests' `check(candidate)`.
     """
     tree = _parse(text)
     if not tree.body:
@@ -190,7 +194,7 @@ def _parse(text: str) -> ast.Module:
 
 
 def _asserted(node: ast.stmt) -> ast.stmt:
-    """Make an assertion of a bare comparison."""
+    """Turn a bare comparison into an assertion; return any other statement unchanged."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Compare | ast.BoolOp):
         return ast.copy_location(ast.Assert(node.value), node)
     return node
@@ -225,7 +229,10 @@ def _is_installed(name: str) -> bool:
 
 
 def _pairs(tests: Mapping[str, Any], many: bool) -> list[Mapping[str, Any]]:
-    """Return single tests of {inputs, outputs}, each with the other keys; `many`: {input, output} may hold lists."""
+    """Split {inputs, outputs} into tests with one input and one output each, which keep the other keys.
+
+    many: lists in {input, output} hold one item per test.
+    """
     inputs, outputs = (tests.get(f"{name}s", tests.get(name)) for name in ("input", "output"))
     if not ({"input", "inputs"} & tests.keys() and {"output", "outputs"} & tests.keys()):
         raise ValueError(f"holds no tests, but {shorten(repr(dict(tests)))}: {FORMS}")
@@ -252,7 +259,7 @@ def _pair_tests(pairs: Sequence[Mapping[str, Any]], context: Mapping[str, Any], 
 
 
 def _function_of(pair: Mapping[str, Any], context: Mapping[str, Any]) -> str | None:
-    """Return the function that a test calls; None where the program reads its input."""
+    """Return the name of the function that a test calls; None for a test of stdin and stdout."""
     kind = pair.get("testtype", pair.get("type"))
     if kind in STDIN:
         return None
@@ -264,13 +271,16 @@ def _function_of(pair: Mapping[str, Any], context: Mapping[str, Any]) -> str | N
 
 
 def _call(entry_point: str, given: Any, expected: Any) -> CodeTest:
-    """Return a test that calls the function; `given`: its arguments, in a list or as a line of JSON each."""
+    """Return a test that calls the function `entry_point`.
+
+    given: the arguments, as a list or as text with one JSON value per line; expected: the return value.
+    """
     if isinstance(given, str):
         arguments = list(map(_json, given.rstrip("\n").split("\n"))) if given.strip() else []
         allowed = [_json(expected) if isinstance(expected, str) else expected]
     else:
         arguments = given if isinstance(given, list) else [given]
-        # APPS writes a result in a list; JSON makes texts of the keys of a dictionary.
+        # APPS wraps a result in a list; JSON turns integer keys of a dictionary into strings.
         allowed = [expected, *(expected if isinstance(expected, list) and len(expected) == 1 else [])]
         arguments, allowed = list(map(_with_int_keys, arguments)), list(map(_with_int_keys, allowed))
     return CodeTest(f"_call_({entry_point!r}, {arguments!r})", (tuple(allowed),))
@@ -289,7 +299,7 @@ def _with_int_keys(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return an input or output as text: of a list, a line for each item."""
+    """Return an input or output as text; a list becomes one line per item."""
     if isinstance(value, list | tuple):
         return "\n".join(" ".join(map(str, item)) if isinstance(item, list | tuple) else str(item) for item in value)
     return "" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""A judge: a model behind an OpenAI-compatible endpoint reads question, answer and reference, and writes a number."""
+"""The judge: a model behind an OpenAI-compatible endpoint reads question, answer and reference, and writes a score."""
 
 import json
 import re
@@ -11,13 +11,13 @@ from grpo_mp.rewards.reward_model import ServedModelClient
 from grpo_mp.rewards.settings import JUDGE_EPISODE_TEMPLATE, JUDGE_FIELDS, JUDGE_TEMPLATE, SCORES, JudgeConfig
 from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
-CONCURRENT_REQUESTS = 32  # of a rank
+CONCURRENT_REQUESTS = 32  # per rank
 PATH = "/chat/completions"
 SCORE = re.compile(r"(?i)score[\s:*]*(-?\d+(?:\.\d+)?)")
 
 
 class Judge(ServedModelClient):
-    """Client of one judge. Thread-safe: at most CONCURRENT_REQUESTS of the rank are in flight."""
+    """Client of one judge. Thread-safe; at most CONCURRENT_REQUESTS requests are in flight per rank."""
 
     section = "reward.judge"
     rereads = uses_proxy = True
@@ -36,7 +36,7 @@ class Judge(ServedModelClient):
     def values(self, group: SampleGroup) -> Values:
         """Return one value from 0 to 1 per sample; equal answers are judged once.
 
-        Raises RewardError where the judge gives no number for a sample; it holds the values of the others.
+        Raises RewardError if a sample gets no score; the error carries the values of the other samples.
         """
         contents = [self._content(group.prompt, sample) for sample in group.samples]
         distinct = [*dict.fromkeys(contents)]
@@ -49,7 +49,7 @@ class Judge(ServedModelClient):
         return [*scored.values()]
 
     def _content(self, prompt: Prompt, sample: Sample) -> str:
-        """Return what the judge is asked about one answer or episode."""
+        """Fill in the judge's template for one answer or episode."""
         lowest, highest = SCORES
         fields = {
             "question": prompt.text,
@@ -60,7 +60,8 @@ class Judge(ServedModelClient):
             "highest": f"{highest:g}",
         }
         template = self._settings.template or (JUDGE_EPISODE_TEMPLATE if sample.messages else JUDGE_TEMPLATE)
-        return JUDGE_FIELDS.sub(lambda match: fields[match[1]], template)  # once: not in what it fills in
+        # One pass, so that braces in the inserted texts stay as they are.
+        return JUDGE_FIELDS.sub(lambda match: fields[match[1]], template)
 
     def _ask(self, content: str) -> float | RewardError:
         messages = [{"role": "user", "content": content}]
@@ -71,7 +72,7 @@ class Judge(ServedModelClient):
             return error
 
     def _read(self, reply: Mapping[str, Any]) -> float:
-        """Return the last score of a reply as a value from 0 to 1. Raises ValueError or LookupError without one."""
+        """Return the last score of a reply, scaled to [0, 1]. Raises ValueError or LookupError if there is none."""
         lowest, highest = SCORES
         number = float(SCORE.findall(reply["choices"][0]["message"]["content"])[-1])
         if not lowest <= number <= highest:
@@ -80,7 +81,7 @@ class Judge(ServedModelClient):
 
 
 def conversation(prompt: Prompt, sample: Sample) -> str:
-    """Return all messages of prompt and episode, one a line, as JSON: what a tool wrote cannot pass for another's."""
+    """Return the messages of prompt and episode as JSON, one per line, so that no text can pose as another message."""
     given = prompt.messages or ({"role": "user", "content": prompt.text},)
     answered = sample.messages or ({"role": "assistant", "content": sample.text},)
     return "\n".join(json.dumps(message, ensure_ascii=False, default=str) for message in (*given, *answered))

@@ -1,10 +1,10 @@
-"""Language consistency: which share of a text's words is of the wanted scripts."""
+"""Language consistency: the share of a text's words that are in the script of the target language."""
 
 import re
 import unicodedata
 from collections.abc import Collection, Iterator
 
-# Languages by ISO 639-1 code, and the scripts of each: the first words of the Unicode names of its letters.
+# ISO 639-1 code -> scripts of the language. A script is the first word of its letters' Unicode names, in lower case.
 LANGUAGES: dict[str, tuple[str, ...]] = {
     code: tuple(scripts.split())
     for scripts, codes in {
@@ -28,33 +28,33 @@ LANGUAGES: dict[str, tuple[str, ...]] = {
 }
 SCRIPTS = tuple(dict.fromkeys(script for scripts in LANGUAGES.values() for script in scripts))
 WITHOUT_BLANKS = frozenset({"cjk", "hiragana", "katakana", "thai"})  # each letter counts as a word
-COMMAND = re.compile(r"\\[A-Za-z]+")  # of LaTeX
+COMMAND = re.compile(r"\\[A-Za-z]+")  # LaTeX commands
 LETTERS = re.compile(r"[^\W\d_]+")
-MODIFIER = "modifier"  # letters such as an apostrophe in a word: of the script of those before them
-OF_CJK = "ideographic"  # signs that stand for a Chinese character: that before them again, or zero
+MODIFIER = "modifier"  # letters such as an apostrophe: they belong to the script of the letters before them
+OF_CJK = "ideographic"  # the iteration mark and the zero, which count as Chinese characters
 
 
 def check_language(code: object) -> str:
-    """Return the code. Raises ValueError where it is none, or its script is not known."""
+    """Return `code`; raise ValueError if it is not a known language code."""
     if not isinstance(code, str) or code not in LANGUAGES:
         raise ValueError(f"{code!r:.40} is no known language: {', '.join(sorted(LANGUAGES))}")
     return code
 
 
 def script_share(text: str, scripts: Collection[str]) -> float:
-    """Return the share of a text's words that are of these SCRIPTS; 1 where it has no words.
+    """Return the share of a text's words that are in the given SCRIPTS; 1 for a text without words.
 
-    R1's language consistency (arXiv 2501.12948, section 2.3.2), by the script in place of the language. LaTeX's
-    commands and single Latin or Greek letters, which are variables, do not count.
+    Language consistency of DeepSeek-R1 (arXiv 2501.12948, section 2.3.2), by script instead of language. LaTeX commands
+    and single Latin or Greek letters, which are variables, do not count as words.
     """
     words = list(_scripts_of_words(text))
     return sum(script in scripts for script in words) / len(words) if words else 1.0
 
 
 def _scripts_of_words(text: str) -> Iterator[str]:
-    """Yield the script of each word; a run of letters is divided where its script changes."""
+    """Yield the script of each word; a change of script inside a run of letters starts a new word."""
     plain = unicodedata.normalize("NFKC", COMMAND.sub(" ", text))
-    letters = "".join(letter for letter in plain if unicodedata.category(letter)[0] != "M")  # without accents, signs
+    letters = "".join(letter for letter in plain if unicodedata.category(letter)[0] != "M")  # without combining marks
     for run in LETTERS.findall(letters):
         script, length = "", 0
         for letter in run:

@@ -1,4 +1,4 @@
-r"""The rewards of GSM8K-like tasks: whether there is a \boxed{} answer, and whether it is right."""
+r"""Math rewards: whether a response has a \boxed{} answer, and whether that answer is right."""
 
 import re
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from grpo_mp.rewards.answer_reading import Number, Text, read_answer, same_numbe
 from grpo_mp.rewards.math_verify_worker import MathVerifier
 
 BoxChoice = Literal["last", "first"]
-BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # and what is escaped, which counts as none
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # also matches escaped characters, so that escaped braces are skipped
 
 
 def boxed_answer(text: str, which: BoxChoice = "last") -> str | None:
-    r"""Return the content of the last or first \boxed{...} whose braces balance; None without one, or if blank."""
+    r"""Return the content of the last or first \boxed{...} with balanced braces; None without one, or if blank."""
     starts = [match.end() for match in re.finditer(r"\\f?box(?:ed)?\s*\{", text)]
     closings = _closing_braces(text)
     for start in reversed(starts) if which == "last" else starts:
@@ -22,13 +22,16 @@ def boxed_answer(text: str, which: BoxChoice = "last") -> str | None:
 
 
 def answer_reward(response: str, answer: str, verifier: MathVerifier, which: BoxChoice = "last") -> float:
-    """Return 1 if the boxed answer (the last or the first) has the right value, else 0."""
+    """Return 1 if the last or first boxed answer (`which`) equals the expected answer, else 0."""
     predicted = boxed_answer(response, which)
     return float(predicted is not None and bool(same_answer(answer, predicted, verifier)))
 
 
 def same_answer(expected: str, predicted: str, verifier: MathVerifier) -> bool | None:
-    """Compare numbers by value, words as text, expressions by math-verify; None where that takes too long."""
+    """Return whether two answers are equal; None if math-verify times out.
+
+    Numbers are compared by value, words as text, and expressions by math-verify.
+    """
     if expected.strip() == predicted.strip():
         return True
     left, right = map(read_answer, _without_what_one_adds(expected, predicted))
@@ -44,7 +47,7 @@ def same_answer(expected: str, predicted: str, verifier: MathVerifier) -> bool |
 
 
 def _without_what_one_adds(expected: str, predicted: str) -> tuple[str, str]:
-    """Remove a part that only one of two answers has: a choice's letter, the text behind it, or a variable's name."""
+    """Remove a part that only one answer has: a choice's letter, the text after the letter, or a variable's name."""
     (label, value), (other_label, other_value) = split_label(expected), split_label(predicted)
     if label and other_label:
         return label, other_label
@@ -65,9 +68,9 @@ def _is_letter(answer: str) -> bool:
 
 
 def answer_numbers(responses: Sequence[str], verifier: MathVerifier, which: BoxChoice = "last") -> list[int | None]:
-    """Give each response's answer a number: equal answers have the same number; None: no boxed answer.
+    """Return the number of each response's boxed answer, equal for equal answers; None without a boxed answer.
 
-    An answer gets the number of the first one that it equals. One that cannot be compared in time gets its own.
+    An answer gets the number of the first answer that it equals, else a new number, also if a comparison times out.
     """
     answers = [boxed_answer(response, which) for response in responses]
     numbers: dict[str, int] = {}
@@ -81,7 +84,7 @@ def answer_numbers(responses: Sequence[str], verifier: MathVerifier, which: BoxC
 
 
 def _index_of_equal(answer: str, distinct: Sequence[str], verifier: MathVerifier) -> int:
-    """Return the index of the first that equals the answer; the length where none does or a comparison times out."""
+    """Return the index of the first equal answer in `distinct`; len(distinct) if none is equal, or at a timeout."""
     for index, other in enumerate(distinct):
         is_same = same_answer(other, answer, verifier)
         if is_same:
@@ -92,8 +95,8 @@ def _index_of_equal(answer: str, distinct: Sequence[str], verifier: MathVerifier
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Return the index of the closing brace by the index behind each opening one; escaped braces do not count."""
-    opened, closings = list[int](), dict[int, int]()  # one pass: a response may open thousands that nothing closes
+    """Map the index after each opening brace to the index of its closing brace; escaped braces do not count."""
+    opened, closings = list[int](), dict[int, int]()  # one pass: a response may open thousands of braces and close none
     for match in BRACE.finditer(text):
         if match[0] == "{":
             opened.append(match.end())

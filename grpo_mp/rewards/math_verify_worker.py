@@ -1,8 +1,8 @@
-"""math-verify in a process of its own, where a time limit holds.
+"""Run math-verify in a child process, where a time limit can be enforced.
 
-math-verify limits its time with SIGALRM, which works in a main thread only, and no signal handler runs while one long
-operation on big integers holds the interpreter: an answer like `10^{10^{10}}` could stop the rank. So a child process
-computes, and the parent kills it when time is up. The child limits its own processor time and memory, too.
+math-verify limits its time with SIGALRM, which works in the main thread only, and no signal handler runs during a long
+operation on big integers: an answer like `10^{10^{10}}` could block the rank. So a child process compares, and the
+parent kills it at the time limit. The child also limits its own CPU time and memory.
 """
 
 import json
@@ -25,21 +25,21 @@ from grpo_mp.utils.processes import shared_environment
 
 START_LIMIT_S = 120.0
 MEMORY_BYTES = 4 * 2**30
-DIGITS = 100  # to which numbers that are not rational are computed
-ROUNDING = 1e-12  # of decimals in an expression, which are floats
+DIGITS = 100  # precision of irrational numbers
+ROUNDING = 1e-12  # tolerance for decimals in an expression, which are floats
 
 
 class MathVerifier:
-    """Compares answers with math-verify in a child process. Thread-safe; `close` ends the child."""
+    """Compares answers with math-verify in a child process, which `close` ends. Thread-safe."""
 
     def __init__(self, limit_s: float, tolerance: float | None = None) -> None:
-        """Limit a comparison to `limit_s` seconds: slower ones count as different. `tolerance`: see `is_close`."""
+        """Limit each comparison to `limit_s` seconds. `tolerance`: see `is_close`."""
         self.limit_s, self.tolerance = limit_s, tolerance
         self._child: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     def equal(self, expected: str, predicted: str) -> bool | None:
-        """Compare two answers; None at the time limit, or if the child dies."""
+        """Return whether two answers are equal; None at the time limit, or if the child dies."""
         with self._lock:
             child, question = self._child or self._start(), [expected, predicted, self.tolerance, self.limit_s]
             assert child.stdin is not None
@@ -66,7 +66,7 @@ class MathVerifier:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
-            start_new_session=True,  # a signal to the rank's group must not turn the answer in hand into a wrong one
+            start_new_session=True,  # a signal to the rank's process group must not end the comparison
             env={**shared_environment(), "PYTHONPATH": os.pathsep.join(filter(None, path))},
         )
         if _read_line(self._child, START_LIMIT_S) != "ready":
@@ -84,7 +84,7 @@ class MathVerifier:
 
 
 def _read_line(child: subprocess.Popen[bytes], limit_s: float) -> str | None:
-    """Return the child's next line; None if it ended or wrote none in time."""
+    """Return the next line of the child; None if the child has ended or writes no line in `limit_s` seconds."""
     assert child.stdout is not None
     descriptor, deadline, line = child.stdout.fileno(), time.monotonic() + limit_s, b""
     while not line.endswith(b"\n"):
@@ -97,10 +97,10 @@ def _read_line(child: subprocess.Popen[bytes], limit_s: float) -> str | None:
 
 
 def _serve() -> None:
-    """Run the child: one comparison per line on stdin, one verdict per line on stdout."""
+    """Run the child: read one comparison per line from stdin, write one verdict per line to stdout."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a library prints must not pass for a reply
-    _is_equal("1", "x", None)  # imports and grammar tables load now, not in the first comparison's time
+    os.dup2(2, 1)  # libraries print to stderr, so that their output is not read as a reply
+    _is_equal("1", "x", None)  # loads imports and grammar tables before the first comparison is timed
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
     replies.write("ready\n")
@@ -114,7 +114,7 @@ def _serve() -> None:
 
 
 def _is_equal(expected: str, predicted: str, tolerance: float | None) -> bool:
-    """Compare two answers without a time limit, which the parent has."""
+    """Return whether two answers are equal by math-verify. The parent enforces the time limit."""
     from math_verify import parse, verify
 
     gold, answer = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (expected, predicted))
@@ -123,8 +123,8 @@ def _is_equal(expected: str, predicted: str, tolerance: float | None) -> bool:
     is_equal = None if "%" in expected + predicted else _equal_numbers(gold[0], answer[0], tolerance)
     if is_equal is not None:
         return is_equal
-    # math-verify takes a difference below 10^-precision for none, and floats have 15 digits. It rounds decimals to 6
-    # places: here to as many behind the first digit of the smallest one.
+    # math-verify ignores a difference below 10^-precision, and floats have 15 digits. It rounds decimals to 6 places
+    # by default: here to 6 places after the first digit of the smallest decimal.
     floats = [abs(number) for one in (gold[0], answer[0]) for number in _floats(one) if number]
     precision = 15 if floats else DIGITS
     places = max(6, 6 - math.floor(math.log10(min(floats, default=1))))
@@ -139,7 +139,7 @@ def _floats(expression: Any) -> set[Any]:
 
 
 def _equal_numbers(expected: Any, predicted: Any, tolerance: float | None) -> bool | None:
-    """Compare two expressions without variables by their values; None for others, and where both vanish."""
+    """Return whether two expressions have the same value; None if one is not a finite number, or if both are 0."""
     first, second = _value(expected), _value(predicted)
     if first is None or second is None:
         return None
@@ -160,7 +160,7 @@ def _equal_numbers(expected: Any, predicted: Any, tolerance: float | None) -> bo
 
 
 def _value(expression: Any) -> Any:
-    """Return a number that an expression is, with its products and powers computed; None where it is none."""
+    """Return the value of an expression, with products and powers computed; None if it is not a finite number."""
     from sympy import Expr
 
     if not isinstance(expression, Expr) or expression.free_symbols:

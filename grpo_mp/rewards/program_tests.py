@@ -1,9 +1,10 @@
-"""What a program with its tests executes: its text is sent to the sandbox, it is never imported.
+"""Runs a program and its tests in the sandbox. The text of this file is sent there; the file is never imported.
 
-Names that tests use and do not define are the program's, but for builtins, unless the tests use nothing else, and for
-modules; the module `solution` has all of its names. After the last statement of the tests the functions and classes
-that pytest and unittest would find are called. Then, and only then, a random token is written, with the values that
-tests by `_call_` received: what is expected of them stays outside.
+A name that the tests use without defining it is the program's. Exceptions: a builtin keeps its meaning, unless the
+tests use only builtins, and so does a module of the standard library. The module `solution` has all names of the
+program. After the last statement of the tests, the functions and classes that pytest and unittest would collect run.
+Only after them are a random token and the values received by `_call_` written; the expected values stay outside the
+sandbox.
 """
 
 import ast
@@ -17,9 +18,9 @@ from typing import Any
 
 
 def run(program: str, tests: str, token: str) -> None:
-    """Run program and tests, and write the token after the last test. Raises what they raise."""
+    """Run program and tests, and write the token after the last test. Exceptions of both propagate."""
     if os.path.isfile(__file__):
-        os.remove(__file__)  # the program cannot read it
+        os.remove(__file__)  # so that the program cannot read its tests
     module = types.ModuleType("solution")
     sys.modules["__main__"] = sys.modules["solution"] = module
     saved = dict(vars(builtins))
@@ -38,7 +39,7 @@ def run(program: str, tests: str, token: str) -> None:
 
 
 def make_names(tests: str, module: types.ModuleType) -> dict[str, Any]:
-    """Return the namespace of the tests."""
+    """Return the namespace in which the tests run, see the module's docstring."""
     nodes = list(ast.walk(ast.parse(tests)))
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     looked_into = {
@@ -56,17 +57,17 @@ def make_names(tests: str, module: types.ModuleType) -> dict[str, Any]:
 
 
 def find(module: types.ModuleType, entry_point: str) -> Any:
-    """Return the program's function: by an expression or a name, of a method of its class Solution, too."""
+    """Return the program's function, by an expression or by a name; a method of its class Solution comes first."""
     if not entry_point.isidentifier():
         return eval(entry_point, vars(module))
     try:
         return getattr(module.Solution(), entry_point)
-    except Exception:  # noqa: BLE001 - it has no such class, or another one of that name
+    except Exception:  # noqa: BLE001 - the program has no class Solution with this method
         return getattr(module, entry_point)
 
 
 def as_json(value: Any) -> Any:
-    """Return a value as JSON knows it: of a tuple a list, of a dictionary its pairs, of other objects their text."""
+    """Convert a value for JSON: a tuple to a list, a dictionary to a list of its pairs, other objects to their repr."""
     if type(value).__module__ == "numpy":
         value = value.tolist()
     if isinstance(value, list | tuple):
@@ -77,7 +78,7 @@ def as_json(value: Any) -> Any:
 
 
 def run_collected(names: dict[str, Any]) -> None:
-    """Call the functions and classes of tests that pytest and unittest would find. Raises what they raise."""
+    """Run the test functions and classes that pytest and unittest would collect. Their exceptions propagate."""
     unittest = sys.modules.get("unittest")
     for name, value in list(names.items()):
         if getattr(value, "__module__", None) != "__main__":
@@ -98,7 +99,7 @@ def run_collected(names: dict[str, Any]) -> None:
 
 
 def call_test(function: Any, names: dict[str, Any]) -> None:
-    """Call a test with each of its parameters and its fixtures; helpers that the tests call themselves are left out."""
+    """Call a test for each parametrized case, with its fixtures; skip helpers, which have other parameters."""
     cases: list[dict[str, Any]] = [{}]
     for mark in getattr(function, "pytestmark", ()):
         if mark.name == "parametrize":
@@ -115,7 +116,7 @@ def call_test(function: Any, names: dict[str, Any]) -> None:
 
 
 def read_parameters(argnames: Any, argvalues: Any) -> list[dict[str, Any]]:
-    """Return the arguments that pytest.mark.parametrize gives, of each case."""
+    """Return the keyword arguments of each case of pytest.mark.parametrize."""
     keys = [key.strip() for key in argnames.split(",")] if isinstance(argnames, str) else list(argnames)
     is_one = isinstance(argnames, str) and len(keys) == 1
     rows = [row.values if hasattr(row, "marks") else (row,) if is_one else row for row in argvalues]
@@ -123,7 +124,7 @@ def read_parameters(argnames: Any, argvalues: Any) -> list[dict[str, Any]]:
 
 
 def make_fixture(name: str, names: dict[str, Any]) -> Any:
-    """Return the value of a fixture of the tests."""
+    """Return the value of the fixture `name`, called with the fixtures that it needs."""
     function = names[name].__wrapped__
     needed = function.__code__.co_varnames[: function.__code__.co_argcount]
     value = function(**{other: make_fixture(other, names) for other in needed})

@@ -1,4 +1,4 @@
-"""Clients of models behind HTTP, and reward models: SGLang scores whole responses, or each step of them."""
+"""HTTP clients of served models and of reward models: SGLang scores whole responses, or each of their steps."""
 
 import os
 import random
@@ -19,9 +19,9 @@ from grpo_mp.utils.redact import without_secrets
 from grpo_mp.utils.section import ServedModelConfig
 from grpo_mp.utils.types import SampleGroup
 
-PATH = "/classify"  # SGLang's "reward model request": {"input_ids"} to [{"embedding": [score], "meta_info"}, ...]
-SEPARATOR = "\n\n"  # ends a step; the end of the response ends the last one
-TIMEOUT_S = 300.0  # of a call for one group
+PATH = "/classify"  # SGLang's reward model request: {"input_ids"} -> [{"embedding": [score], "meta_info"}, ...]
+SEPARATOR = "\n\n"  # ends a step; the last step ends with the response
+TIMEOUT_S = 300.0  # of a request, which scores one group
 KEEPALIVE_S = 2.0  # less than the five seconds after which SGLang closes an idle connection
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 Decode = Callable[[list[int]], str]
@@ -29,29 +29,29 @@ T = TypeVar("T")
 
 
 class ReplyError(Exception):
-    """A reply that another request would not change; the message says what it lacks."""
+    """An invalid reply that a retry would not change; the message says why it is invalid."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """Where a model is served, and the headers of requests to it."""
+    """URL of a served model, and the HTTP headers of requests to it."""
 
     url: str
     headers: Mapping[str, str]
 
 
 class ServedModelClient:
-    """Client of a model behind HTTP, with retries. Thread-safe."""
+    """HTTP client of a served model, with retries. Thread-safe."""
 
-    section: ClassVar[str]  # of the settings
-    wanted: str  # what a reply must hold, for messages
-    rereads: ClassVar[bool] = False  # whether a reply without it is asked for again
-    uses_proxy: ClassVar[bool] = False  # whether a proxy of the environment is asked
+    section: ClassVar[str]  # of the settings, for messages
+    wanted: str  # content of a valid reply, for messages
+    rereads: ClassVar[bool] = False  # whether a request is repeated after an invalid reply
+    uses_proxy: ClassVar[bool] = False  # whether requests use the environment's proxy
 
     def __init__(
         self, settings: ServedModelConfig | JudgeConfig, timeout_s: float | None = None, retries: int | None = None
     ) -> None:
-        """Open no connection yet: the server may come up later."""
+        """Read the API key. The first request opens a connection, because the server may start later."""
         variable = settings.api_key_env
         if variable and variable not in os.environ:
             raise UserError(f"{self.section}.api_key_env: {variable} is not set in the environment: export it")
@@ -72,15 +72,15 @@ class ServedModelClient:
         self._http.close()
 
     def ask(self, path: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
-        """Post to the next server; return what `read` makes of the reply's JSON. Raises RewardError."""
+        """Post `body` to the next server; return `read` of the reply's JSON. Raises RewardError if all tries fail."""
         server, failure = next(self._servers), ""
         endpoint = f"{server.url.rstrip('/')}{path}"
         for attempt in range(self._retries + 1):
-            if attempt:  # exponential backoff with jitter, so that ranks do not come back together
+            if attempt:  # exponential backoff with jitter, so that ranks do not retry together
                 time.sleep(BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
             try:
                 reply = self._http.post(endpoint, json=body, headers=server.headers)
-            except httpx.HTTPError as error:  # no connection, or a body that cannot be unpacked
+            except httpx.HTTPError as error:  # no connection, or a body that cannot be decompressed
                 failure = f"gave no answer ({type(error).__name__}: {error})"
                 continue
             text = reply.content.decode(errors="replace")
@@ -105,7 +105,7 @@ class ServedModelClient:
 
 
 class ModelClient(ServedModelClient):
-    """Client of a reward model."""
+    """Client of an outcome reward model."""
 
     section = "reward.model"
     wanted = "one score per sequence: serve a model with one label"
@@ -129,7 +129,7 @@ class ModelClient(ServedModelClient):
 class StepModelClient(ModelClient):
     """Client of a process reward model.
 
-    A causal model's score at the end of a step depends on nothing after it: it is the score of the response cut there.
+    The model is causal, so the score at the end of a step equals the score of the response cut there.
     """
 
     def __init__(self, settings: RewardModelConfig, decode: Decode) -> None:
@@ -137,7 +137,7 @@ class StepModelClient(ModelClient):
         self._decode_token = cache(lambda token: decode([token]))
 
     def score_steps(self, group: SampleGroup) -> list[list[tuple[int, float]]]:
-        """Score every step of every sample: (index of the step's last token, score)."""
+        """Return for each sample the (index of the step's last token, score) of every step."""
         ends = [
             step_ends([self._decode_token(token) for token in sample.tokens], sample.generated)
             for sample in group.samples
@@ -152,10 +152,10 @@ class StepModelClient(ModelClient):
 
 
 def step_ends(pieces: Sequence[str], generated: Sequence[bool] = ()) -> list[int]:
-    """Find the last token of each step: the token that completes the separator, and the last of each turn.
+    """Return the index of each step's last token: a token that completes SEPARATOR, or the last token of a turn.
 
-    pieces: texts of the tokens; generated: whether the policy wrote them, (): all. Tokens that an episode was given
-    belong to no step. Blank steps end with the step before them.
+    pieces: text of each token; generated: whether the policy generated each token, (): all. Other tokens of an episode
+    belong to no step. Blank text alone is no step.
     """
     ends, text, own = list[int](), "", [*generated] or [True] * len(pieces)
     for index, piece in enumerate(pieces):

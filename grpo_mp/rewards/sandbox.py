@@ -1,4 +1,4 @@
-"""Run a model's program in bubblewrap on this machine, or on a sandbox server at a URL."""
+"""Run the policy's programs in bubblewrap on this machine, or on a sandbox server."""
 
 import os
 import subprocess
@@ -18,33 +18,33 @@ from grpo_mp.rewards.base import RewardError
 from grpo_mp.rewards.settings import SandboxLimits
 from grpo_mp.utils.errors import UserError
 
-OUTPUT_BYTES = 2**20  # the largest file that a program may write, its output included
-FOLDER_BYTES = 16 * OUTPUT_BYTES  # of the program's own folder, in memory
-PROCESSES = 16  # processes and threads of one program
-GRACE_S = 10.0  # beyond the time limit of a program: for its start, or the answer of a server
+OUTPUT_BYTES = 2**20  # largest file that a program may write, its stdout included
+FOLDER_BYTES = 16 * OUTPUT_BYTES  # size of the program's own folder, a tmpfs
+PROCESSES = 16  # limit of processes and threads of one program
+GRACE_S = 10.0  # added to the time limit of a program, for the reply of a server
 NOBODY = "65534"
 FOLDER = Path("/program")
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": str(FOLDER), "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"}
-TOOLS = ("bwrap:", "setpriv:", "prlimit:")  # begin a line of stderr where the sandbox fails, not the program
+TOOLS = ("bwrap:", "setpriv:", "prlimit:")  # beginnings of stderr if the sandbox fails, not the program
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended."""
+    """Result of a program."""
 
-    succeeded: bool  # with status 0, in time
-    output: str  # its stdout, up to the limit
+    succeeded: bool  # exited with status 0 within the time limit
+    output: str  # stdout, at most OUTPUT_BYTES
 
 
 class Sandbox:
-    """Runs Python programs with limits of time, memory, output and processes, without network. Thread-safe."""
+    """Runs Python programs without network and with limits of time, memory, output and processes. Thread-safe."""
 
     def __init__(self, settings: SandboxLimits, section: str = "reward.code", url: str | None = None) -> None:
-        """Run an empty program. Raises UserError where that fails.
+        """Check the sandbox with an empty program.
 
-        section: of the settings, for messages; url: of a sandbox server; None: bubblewrap on this machine.
+        section: of the settings, for messages; url: of a sandbox server, None: bubblewrap on this machine.
         """
         self.settings, self._url = settings, url
         try:
@@ -59,7 +59,7 @@ class Sandbox:
             )
 
     def run(self, program: str, stdin: str, timeout_s: float) -> Outcome:
-        """Run a program to its end or the limit. Raises RewardError if the sandbox itself fails."""
+        """Run a program until it ends or reaches the time limit. Raises RewardError if the sandbox itself fails."""
         if self._url:
             return self._run_on_server(self._url, program, stdin, timeout_s)
         with ExitStack() as opened:
@@ -79,7 +79,7 @@ class Sandbox:
     def start(
         self, program: str, arguments: Sequence[str], streams: Sequence[IO[bytes] | int], cpu_s: int | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a program in bubblewrap. Killing the process, or this one, ends all that the program has started.
+        """Start a program in bubblewrap. All its processes end when bubblewrap or this process is killed.
 
         streams: stdin, stdout and stderr; cpu_s: limit of each process's CPU time, in seconds.
         """
@@ -89,7 +89,7 @@ class Sandbox:
             source.seek(0)
             command = self._command(source.fileno(), arguments, cpu_s)
             try:
-                # bwrap ends with the thread that starts it: one that lives as long as this process
+                # bwrap ends with the thread that starts it, so that thread must live as long as this process.
                 return (
                     _spawner(os.getpid())
                     .submit(
@@ -110,7 +110,7 @@ class Sandbox:
             "core": 0,
             **({"cpu": cpu_s} if cpu_s else {}),
         }
-        # The kernel exempts root from the limit of processes, so as root the program becomes another user.
+        # The kernel exempts root from the limit of processes, so under root the program runs as another user.
         privileges = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
         user = [*("setpriv", "--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--no-new-privs")]
         return [
@@ -127,7 +127,7 @@ class Sandbox:
         ]
 
     def _run_on_server(self, url: str, program: str, stdin: str, timeout_s: float) -> Outcome:
-        """Run a program by the API run_code of SandboxFusion."""
+        """Run a program with SandboxFusion's API run_code."""
         body = {
             "code": program,
             "language": "python",
@@ -149,17 +149,18 @@ class Sandbox:
 
 @cache
 def _spawner(pid: int) -> ThreadPoolExecutor:
+    """Return the thread that starts sandboxes; by process id, because a forked process has no threads."""
     return ThreadPoolExecutor(1, "sandbox")
 
 
 def _visible() -> list[str]:
-    """Return the arguments for the files that a program sees: the system's and this Python, read-only."""
+    """Return bubblewrap's arguments that mount files of the system and this Python read-only, and a few devices."""
     arguments = list[str]()
     for name in (*SYSTEM, *sorted({sys.prefix, sys.base_prefix})):
-        if os.path.islink(name) and not os.path.isabs(os.readlink(name)):  # /lib is usr/lib
+        if os.path.islink(name) and not os.path.isabs(os.readlink(name)):  # such as /lib -> usr/lib
             arguments += ["--symlink", os.readlink(name), name]
             continue
-        # Parents that bwrap makes by itself are closed to other users.
+        # Other users cannot enter parent folders that bwrap creates by itself.
         for parent in reversed(Path(name).parents[:-1]):
             arguments += ["--perms", "0755", "--dir", str(parent)]
         arguments += ["--ro-bind-try", name, name]

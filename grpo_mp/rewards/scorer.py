@@ -1,4 +1,4 @@
-"""The scorer: weighted terms by name, each under a time limit, and what happens where one fails."""
+"""The scorer: adds up weighted reward terms, each computed under a time limit, and handles terms that fail."""
 
 import math
 import statistics
@@ -31,30 +31,30 @@ from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Sample, SampleGroup, StepRewards
 
 SHOWN_CHARACTERS = 300
-CORRECT_FROM = 1.0  # value of the term that decides correctness
-Extras = dict[str, list[Any]]  # what functions gave to log_extra for one group, by column
-Results = dict[str, tuple[Values, Set[int]]]  # by term: one value per sample, and the indices of failed samples
+CORRECT_FROM = 1.0  # smallest value of the term `correct` that counts as correct
+Extras = dict[str, list[Any]]  # values passed to `log_extra` for one group, by column
+Results = dict[str, tuple[Values, Set[int]]]  # by term: one value per sample, indices of the failed samples
 
 
 @dataclass
 class RewardStats:
-    """Counts since `Scorer.take_stats` was last called."""
+    """Counts since the last call of `Scorer.take_stats`."""
 
     failures: Counter[str] = field(default_factory=Counter)  # failed calls by term; one call scores one group
-    first_errors: dict[str, str] = field(default_factory=dict)  # by term: its first failure, in one sentence
+    first_errors: dict[str, str] = field(default_factory=dict)  # first failure of each term, as a sentence
     unscored: int = 0  # samples to which no term applied
-    values: dict[str, list[float]] = field(default_factory=dict)  # what functions gave to log_metric, by its name
+    values: dict[str, list[float]] = field(default_factory=dict)  # values passed to `log_metric`, by name
 
     @property
     def logged(self) -> dict[str, float]:
-        """Means of the values given to `log_metric`; their bits do not depend on which came first."""
+        """Mean of the values passed to `log_metric`, by name. Sorting makes it independent of their order."""
         return {name: sum(sorted(values)) / len(values) for name, values in sorted(self.values.items())}
 
     def log(self, name: str, value: float) -> None:
         self.values.setdefault(name, []).append(value)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the counts as they are written to JSON."""
+        """Return the counts as a JSON object."""
         return {
             "failures": dict(self.failures),
             "first_errors": self.first_errors,
@@ -64,7 +64,7 @@ class RewardStats:
 
 
 def sum_stats(all_stats: Iterable[RewardStats]) -> RewardStats:
-    """Add up statistics; of several errors of one term the first is kept."""
+    """Merge statistics; of several errors of one term, the first is kept."""
     merged = RewardStats()
     for stats in all_stats:
         merged.failures.update(stats.failures)
@@ -76,7 +76,7 @@ def sum_stats(all_stats: Iterable[RewardStats]) -> RewardStats:
 
 
 class Scorer:
-    """Scores groups by the settings. `score_group` is thread-safe."""
+    """Computes the rewards of sample groups. `score_group` is thread-safe."""
 
     def __init__(
         self,
@@ -87,9 +87,10 @@ class Scorer:
         decode: Decode | None = None,
         set_weights: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
-        """Load the user's functions. `decode`, the policy's tokenizer, is needed for a served model of steps.
+        """Load the user's reward functions.
 
-        set_weights: weights of the terms for prompts of a data set, by its name; other prompts have the settings'.
+        decode: the policy tokenizer's, needed for a served process reward model; set_weights: weights of the terms for
+        the prompts of a data set, by its name; other prompts have the weights of the settings.
         """
         self._settings = settings
         self._prompt_column, self._max_response_tokens = prompt_column, max_response_tokens
@@ -106,8 +107,8 @@ class Scorer:
         self._set_weights = {name: settings.with_correct(weights) for name, weights in (set_weights or {}).items()}
         used = {*self.term_weights, *(term for weights in self._set_weights.values() for term in weights)}
         self._built_in = BuiltInTerms(settings, max_response_tokens, used - self._functions.keys())
-        self._own_models = frozenset(settings.own_models)  # which the job serves
-        self.defers = bool(self._own_models)  # `finish_group` completes what `score_group` begins
+        self._own_models = frozenset(settings.own_models)  # served by the job itself
+        self.defers = bool(self._own_models)  # whether `finish_group` must follow `score_group`
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -116,23 +117,24 @@ class Scorer:
 
     @property
     def has_answers(self) -> bool:
-        """Whether correctness is decided by comparing answers: then samples can vote on them."""
+        """Whether correctness is decided by comparing answers, so that samples can vote on an answer (maj@k)."""
         return self._settings.correct_term == "answer"
 
     def answer_numbers(self, group: SampleGroup) -> list[int | None]:
-        """Give each sample's answer a number: equal answers have the same number; None: no answer."""
+        """Return the number of each sample's answer, equal for equal answers; None for a sample without an answer."""
         responses = [sample.text for sample in group.samples]
         return answer_numbers(responses, self._built_in.verifier, self._settings.boxed_answer)
 
     def score_group(self, group: SampleGroup, step: int = 0) -> SampleGroup:
-        """Return the group with its rewards: `reward` is the weighted sum of the unweighted `reward_terms` that apply.
+        """Return the group with rewards. `reward` is the weighted sum of the unweighted `reward_terms` that apply.
 
-        Reward models that the job serves are left to `finish_group`; until then NaN is the reward of a failed term.
+        `finish_group` adds the reward models that the job serves; until then, NaN is the reward of a sample with a
+        failed term.
 
-        A sample to which no term applies, or one failed under `on_error: skip`, is not scored (`is_scored`): its
-        advantage is 0, and it counts in no mean, deviation or filter. As its reward it shows the mean of its group.
-        Rewards of steps are kept in `step_rewards`; only their mean is shown among the terms. `is_correct` is None
-        where the term that decides it failed or does not apply.
+        A sample is not scored (`is_scored`) if no term applies to it, or if a term failed under `on_error: skip`: its
+        advantage is 0, means, deviations and filters leave it out, and its reward shows the mean of its group. Rewards
+        of steps are in `step_rewards`; `reward_terms` shows their mean. `is_correct` is None if the term that decides
+        it failed or does not apply.
         """
         extras: Extras = {}
         weights = self._weights(group)
@@ -157,7 +159,7 @@ class Scorer:
         return scored if self.defers else self._fill_in(scored, weights)
 
     def finish_group(self, group: SampleGroup, step: int = 0) -> SampleGroup:
-        """Return a group that `score_group` began with the values of the reward models that the job serves."""
+        """Complete a group of `score_group` with the values of the reward models that the job serves."""
         weights = self._weights(group)
         results = {name: self._values(name, group, step, {}) for name in weights if name in self._own_models}
         scores_steps = STEPS in self._own_models
@@ -165,13 +167,13 @@ class Scorer:
         return self._fill_in(self._with_results(group, weights, results, all_steps), weights)
 
     def _weights(self, group: SampleGroup) -> Mapping[str, float]:
-        name = group.prompt.columns.get(DATA_SET)  # a row's own column of that name may hold anything
+        name = group.prompt.columns.get(DATA_SET)  # a user's column of this name may hold anything
         return self._set_weights.get(name, self.term_weights) if isinstance(name, str) else self.term_weights
 
     def _with_results(
         self, group: SampleGroup, weights: Mapping[str, float], results: Results, all_steps: Sequence[StepRewards]
     ) -> SampleGroup:
-        """Add terms to the samples; the reward is NaN where a term failed that has no default."""
+        """Add reward terms to the samples; the reward is NaN if a term failed and `on_error` gives no default."""
         failed = {i for _, indices in results.values() for i in indices} if self._default is None else set[int]()
         samples = []
         for i, (sample, steps) in enumerate(zip(group.samples, all_steps, strict=True)):
@@ -182,7 +184,7 @@ class Scorer:
         return replace(group, samples=tuple(samples))
 
     def _fill_in(self, group: SampleGroup, weights: Mapping[str, float]) -> SampleGroup:
-        """Give samples to which no term applied, or one failed, the mean of the others."""
+        """Give samples without a reward the mean reward of their group, and mark them as not scored."""
         has_reward = [
             bool(sample.reward_terms.keys() & weights.keys()) and not math.isnan(sample.reward)
             for sample in group.samples
@@ -205,12 +207,12 @@ class Scorer:
         ]
 
     def connect_model(self, name: str, servers: Sequence[Server]) -> None:
-        """Ask these servers, which the job has started, for the values of a model of `RewardConfig.own_models`."""
+        """Set the servers, which the job has started, of a model of `RewardConfig.own_models`."""
         if client := {"model": self._built_in.model, STEPS: self._step_model}[name]:
             client.connect(servers)
 
     def take_stats(self) -> RewardStats:
-        """Return this rank's statistics since the last call, and start new ones."""
+        """Return this rank's statistics since the last call, and reset them."""
         with self._lock:
             stats, self._stats = self._stats, RewardStats()
         return stats
@@ -220,20 +222,20 @@ class Scorer:
             self._stats = sum_stats([self._stats, stats])
 
     def with_own_stats(self) -> "Scorer":
-        """Return this scorer with separate statistics."""
+        """Return a copy of this scorer with separate statistics."""
         other = copy(self)
         other._stats = RewardStats()
         return other
 
     def with_limit(self, max_response_tokens: int) -> "Scorer":
-        """Return this scorer with separate statistics, for responses of up to `max_response_tokens`."""
+        """Return a copy with separate statistics, for responses of at most `max_response_tokens`."""
         other = self.with_own_stats()
         other._max_response_tokens = max_response_tokens
         other._built_in = self._built_in.with_limit(self._settings, max_response_tokens)
         return other
 
     def for_evaluations(self) -> "Scorer":
-        """Return this scorer with separate statistics, and without reward models that the job serves: they sleep."""
+        """Return a copy with separate statistics, without the reward models of the job, which are asleep then."""
         other = self.with_own_stats()
         other.defers = False
         other.term_weights = {
@@ -279,7 +281,7 @@ class Scorer:
         return run_with_timeout(call, self._settings.timeout_s)
 
     def _attempt(self, name: str, group: SampleGroup, call: Callable[[], T]) -> T | RewardError:
-        """Return the result of `call`, or how it failed."""
+        """Return the result of `call`; if it fails, stop the run or return the error, by `reward.on_error`."""
         try:
             return call()
         except RewardError as failure:
@@ -321,10 +323,10 @@ class Scorer:
 
 
 def _verdicts(results: Results, term: str | None, count: int) -> list[bool | None]:
-    """Return whether each sample is right; None where the term failed or does not apply."""
+    """Return whether each sample is correct; None if the term that decides it failed or does not apply."""
     if term not in results:
         return [None] * count
-    values, failed = results[term]  # the default of a failed call decides nothing
+    values, failed = results[term]  # the default value of a failed call says nothing about correctness
     return [None if value is None or i in failed else value >= CORRECT_FROM for i, value in enumerate(values)]
 
 

@@ -1,6 +1,6 @@
-"""The teacher of on-policy distillation behind HTTP: an SGLang server gives the logprob of each sampled token.
+"""Client of the teacher of on-policy distillation: an SGLang server returns the logprob of each sampled token.
 
-With algorithm.distillation.topk also the logprobs of the k most likely tokens in each place.
+With algorithm.distillation.topk it also returns the logprobs of the k most likely tokens at each position.
 """
 
 import base64
@@ -22,14 +22,14 @@ from grpo_mp.utils.types import NO_TOKEN, Sample, SampleGroup, TopLogprobs
 PATH, DETOKENIZE = "/generate", "/v1/detokenize"
 CHECK_LIMIT_S = 30.0
 SECTION = "algorithm.distillation.teacher"  # of the settings
-MAX_TOPK_VALUES = 2**22  # of the sequences in one request; each is 11 bytes of the reply
+MAX_TOPK_VALUES = 2**22  # logprobs in the reply of one request, which takes 11 bytes for each
 TOPK_REQUEST = {"return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
-TOPK_TOLERANCE = 1e-3  # of a sum of probabilities above 1: a bfloat16 teacher rounds them
-TOPK_ARRAYS = {"idx": np.dtype("<i4"), "val": np.dtype("<f4")}  # part of the name in a reply -> type
+TOPK_TOLERANCE = 1e-3  # by which a sum of probabilities may exceed 1: a bfloat16 teacher rounds
+TOPK_ARRAYS = {"idx": np.dtype("<i4"), "val": np.dtype("<f4")}  # part of the field's name in a reply -> type
 
 
 class TeacherClient(ServedModelClient):
-    """Client of a teacher. Thread-safe."""
+    """Client of the teacher. Thread-safe."""
 
     section = SECTION
     wanted = "the logprobs of given tokens: serve a causal language model by SGLang"
@@ -41,7 +41,7 @@ class TeacherClient(ServedModelClient):
         self._topk, self._vocab_size = topk, vocab_size
 
     def score_group(self, group: SampleGroup) -> SampleGroup:
-        """Return the group with the teacher's logprobs of its responses."""
+        """Return the group with the teacher's logprobs of the response tokens."""
         sequences = [sequence for sample in group.samples for sequence in sample.sequences]
         try:
             scored = iter([one for part in self._requests(sequences) for one in self._score(part)])
@@ -54,14 +54,14 @@ class TeacherClient(ServedModelClient):
         return replace(group, samples=tuple(samples))
 
     def check_reply(self) -> None:
-        """Ask for one token as a step does."""
+        """Score one token, to check at the start that the teacher's replies are valid."""
         try:
             self._score([Sample.from_tokens(0, (0,), (0,))])
         except RewardError as failure:
             raise UserError(f"{SECTION}: {failure}") from failure
 
     def _requests(self, sequences: Sequence[Sample]) -> Iterator[list[Sample]]:
-        """Yield the sequences of each request, whose reply has at most MAX_TOPK_VALUES logprobs or one sequence."""
+        """Yield the sequences of each request, whose reply has at most MAX_TOPK_VALUES logprobs, or one sequence."""
         part, values = list[Sample](), 0
         for sequence in sequences:
             own = len(sequence.tokens) * (self._topk or 0)
@@ -73,12 +73,12 @@ class TeacherClient(ServedModelClient):
         yield part
 
     def _score(self, sequences: Sequence[Sample]) -> list[Sample]:
-        """Return sequences with logprobs of their responses at temperature 1, given prompts."""
+        """Return the sequences with the teacher's logprobs of their responses at temperature 1."""
         body = {
             "input_ids": [[*part.prompt_tokens, *part.tokens] for part in sequences],
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
-            # The entry of the last prompt token is null; the entries behind it are of the response.
+            # The first entry, of the last prompt token, is null; the entries after it are of the response.
             "logprob_start_len": [len(part.prompt_tokens) - 1 for part in sequences],
             **({} if self._topk is None else TOPK_REQUEST | {"top_logprobs_num": self._topk}),
         }
@@ -105,9 +105,9 @@ class TeacherClient(ServedModelClient):
         ]
 
     def _read_topk(self, length: int, topk: int, meta: Mapping[str, Any]) -> TopLogprobs:
-        """Return the top k of a response from SGLang's flat arrays (0.5.23, tokenizer_manager.py).
+        """Return the top k logprobs of a response from SGLang's flat arrays (0.5.23, tokenizer_manager.py).
 
-        Tokens that the policy does not have become NO_TOKEN: some families pad vocabularies to different sizes.
+        Tokens outside the policy's vocabulary become NO_TOKEN: some model families pad vocabularies to different sizes.
         """
         try:
             ids, logprobs = (
@@ -134,10 +134,11 @@ class TeacherClient(ServedModelClient):
 
 
 def same_tokens(sent: Sequence[Sequence[int]], echoed: Sequence[Sequence[int]]) -> bool:
-    """Return whether a server's logprobs are of the tokens that it was sent.
+    """Return whether a server's logprobs belong to the tokens that it was sent.
 
-    SGLang (0.5.23, logprob_result_processor.py) shows the last token of its vocabulary, whose logprob is right, as 0,
-    and tokens beyond, whose logprobs are wrong, too: a second token that is shown as 0 is beyond.
+    SGLang (0.5.23, logprob_result_processor.py) echoes the last token of its vocabulary as 0, with the right logprob.
+    It also echoes tokens beyond its vocabulary as 0, with wrong logprobs. So at most one distinct token may be echoed
+    as 0.
     """
     if [len(tokens) for tokens in sent] != [len(tokens) for tokens in echoed]:
         return False
@@ -147,7 +148,7 @@ def same_tokens(sent: Sequence[Sequence[int]], echoed: Sequence[Sequence[int]]) 
 
 
 def check_served_tokens(settings: ServedModelConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Ask a server at `url` for the text of each of the policy's tokens; return a warning where it does not answer."""
+    """Compare the policy's tokens with those of a server at `url`; return a warning if the server does not answer."""
     client = TeacherClient(settings, timeout_s=CHECK_LIMIT_S, retries=0)
     numbers = sorted(tokenizer.get_vocab().values())
     try:
@@ -169,7 +170,7 @@ def check_served_tokens(settings: ServedModelConfig, tokenizer: PreTrainedTokeni
 
 
 def first_difference(policy: dict[str, int], teacher: dict[str, int]) -> str:
-    """Say in words where two vocabularies differ; "" where they are the same."""
+    """Describe in words where two vocabularies differ; "" if they are equal."""
     by_id: list[dict[int, Any]] = [{number: token for token, number in one.items()} for one in (policy, teacher)]
     different = sorted(
         number for number in by_id[0].keys() | by_id[1].keys() if by_id[0].get(number) != by_id[1].get(number)

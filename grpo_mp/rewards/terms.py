@@ -1,4 +1,4 @@
-"""The built-in terms of the reward: rules, reward model, judge, and unit tests for code."""
+"""The built-in reward terms: rules, reward model, judge, and unit tests of code."""
 
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -18,13 +18,13 @@ from grpo_mp.utils.reading import has_column, read_column
 from grpo_mp.utils.types import Sample, SampleGroup
 
 COMPARISON_LIMIT_S = 5.0
-RIGHT, WRONG = (2.0, 1.0), (-10.0, 0.0)  # cosine rewards without tokens, and at the limit (Yeo et al., appendix)
+RIGHT, WRONG = (2.0, 1.0), (-10.0, 0.0)  # cosine rewards at 0 tokens and at the limit (Yeo et al., appendix)
 EXCEEDING = -10.0  # cosine reward of a response that reaches the limit (Yeo et al., appendix)
 GroupValues = Callable[[SampleGroup], Values]
 
 
 class BuiltInTerms:
-    """The built-in terms that are used, and the processes and connections behind them."""
+    """The built-in terms in use, with their processes and connections."""
 
     def __init__(self, settings: RewardConfig, max_response_tokens: int, used: Collection[str]) -> None:
         """Build the terms whose names are in `used`."""
@@ -38,10 +38,10 @@ class BuiltInTerms:
         terms |= {
             name: part.values for name, part in (("model", self.model), ("judge", self._judge), ("code", code)) if part
         }
-        self.values = {name: values for name, values in terms.items() if name in used}  # by name, of a group
+        self.values = {name: values for name, values in terms.items() if name in used}  # name -> function of a group
 
     def with_limit(self, settings: RewardConfig, max_response_tokens: int) -> "BuiltInTerms":
-        """Return the same terms, with their processes and connections, for responses of another limit."""
+        """Return a copy with the same processes and connections, for another limit of response tokens."""
         other, rules = copy(self), _rules(settings, max_response_tokens)
         other.values = {name: rules.get(name, values) for name, values in self.values.items()}
         return other
@@ -77,9 +77,9 @@ def _by_sample(value: Callable[[Sample], float | None]) -> GroupValues:
 
 
 def think_format(text: str, tags: tuple[str, str], opened: bool = False) -> float:
-    """Return 1 where a response is one thinking part between the tags, then an answer, neither of them blank; else 0.
+    """Return 1 if a response is one thinking part between the tags, then an answer, both not blank; else 0.
 
-    DeepSeek-R1's format reward (arXiv 2501.12948, 2.2.2). `opened`: the prompt ends with the first tag.
+    DeepSeek-R1's format reward (arXiv 2501.12948, 2.2.2). `opened`: the prompt ends with the opening tag.
     """
     first, last = tags
     body = text.lstrip()
@@ -91,7 +91,7 @@ def think_format(text: str, tags: tuple[str, str], opened: bool = False) -> floa
 
 
 def _language_shares(settings: RewardConfig, group: SampleGroup) -> Values:
-    """Return the share of each response's words before the end of its thinking that are of the target language.
+    """Return for each response the share of its words up to the closing tag that are in the target language's script.
 
     DeepSeek-R1's language consistency (arXiv 2501.12948, 2.3.2).
     """
@@ -107,10 +107,10 @@ def _language_shares(settings: RewardConfig, group: SampleGroup) -> Values:
 
 
 def cosine_reward(is_correct: bool, tokens: int, max_response_tokens: int) -> float:
-    """Compute the cosine reward: from the first to the second of RIGHT or WRONG as tokens go from 0 to the limit.
+    """Compute the cosine reward from the response's length and correctness.
 
-    Yeo et al. (arXiv 2502.03373), section 4.2: eta_min + (eta_max - eta_min) (1 + cos(pi tokens / limit)) / 2, and
-    EXCEEDING at the limit.
+    Yeo et al. (arXiv 2502.03373), section 4.2: r_L + (r_0 - r_L) (1 + cos(pi tokens / limit)) / 2, where r_0 and r_L
+    are the two values of RIGHT or WRONG; EXCEEDING at the limit.
     """
     if tokens >= max_response_tokens:
         return EXCEEDING
@@ -127,7 +127,7 @@ def overlong_penalty(tokens: int, max_response_tokens: int, buffer_tokens: int) 
 
 
 def repetition_penalty(tokens: Sequence[int], ngram: int = 4) -> float:
-    """Return -(share of n-grams that occurred before in `tokens`): 0 without repetition or below n tokens, above -1.
+    """Return minus the share of n-grams in `tokens` that repeat an earlier one; 0 for fewer than n tokens.
 
     Yeo et al. (arXiv 2502.03373, appendix) give the penalty to the tokens of each repeated n-gram instead.
     """
