@@ -1,4 +1,4 @@
-"""Checkpoints as files: Hugging Face folders, Megatron's torch_dist, a run's own, and conversion between them.
+"""Checkpoint files: Hugging Face folders, Megatron's torch_dist format, a run's checkpoints, and their conversion.
 
 Importing this package prepares the platform, so that Megatron may be imported by its modules on any machine.
 """

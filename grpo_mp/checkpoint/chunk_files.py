@@ -1,8 +1,8 @@
-"""Rectangles of Hugging Face tensors in files: each rank writes its own and reads any that other ranks wrote.
+"""Files of rectangles of Hugging Face tensors: each rank writes its own rectangles and can read those of all ranks.
 
-A folder holds one file of raw bytes per rank and an index, written last, of where each rectangle lies. So any layout
-loads what any layout saved, no rank gathers a tensor, and values keep their dtype. Ranks write independently, in a
-background thread if need be.
+A folder has one file of raw bytes per rank, and an index of all rectangles, which is written last. So any layout can
+load the checkpoint of any other, no rank gathers a tensor, and values keep their dtype. Ranks write independently, and
+can write in a background thread.
 """
 
 import json
@@ -23,24 +23,24 @@ from grpo_mp.utils.files import sync_to_disk
 from grpo_mp.utils.reading import read_json
 
 INDEX = "chunks.json"
-PAGE_BYTES = 4096  # a disk reads no less
+PAGE_BYTES = 4096  # smallest read of a disk
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A rectangle of one Hugging Face tensor, a vector or matrix. `tensor` views this rank's memory."""
+    """Rectangle of one Hugging Face tensor (a vector or matrix) in this rank's memory."""
 
-    name: str  # exp_avg/model.norm.weight
+    name: str  # kind and Hugging Face name, such as exp_avg/model.norm.weight
     shape: Shape  # of the Hugging Face tensor
-    offsets: Shape
-    tensor: Tensor
-    is_replica: bool  # another rank saves the same
+    offsets: Shape  # of the rectangle in the Hugging Face tensor
+    tensor: Tensor  # view of this rank's memory
+    is_replica: bool  # True: another rank saves this rectangle
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Where some rows of a chunk lie: `sizes` elements from byte `start` of a file."""
+    """Location of some rows of a chunk in a file: a rectangle of shape `sizes`, from byte `start` on."""
 
     file: str
     start: int
@@ -50,9 +50,9 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The pieces of one Hugging Face tensor."""
+    """Stored pieces of one Hugging Face tensor."""
 
-    shape: Shape
+    shape: Shape  # of the Hugging Face tensor
     dtype: torch.dtype
     pieces: list[StoredPiece]
 
@@ -64,16 +64,19 @@ class ChunkWriter:
     """Writes one rank's chunks, except replicas. To `write` in a background thread, call `share_buffer` first."""
 
     def __init__(self, folder: Path, rank: int, chunks: Iterable[TensorChunk], piece_bytes: int) -> None:
-        """Make the folder. The chunks' tensors must not change until `write` returns."""
+        """Create the folder. The chunks' tensors must not change until `write` returns.
+
+        `piece_bytes`: largest number of bytes that are copied from the device at a time.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._file = folder, folder / f"rank_{rank:05d}.bin"
         self._pieces = [piece for chunk in chunks if not chunk.is_replica for piece in _pieces(chunk, piece_bytes)]
         on_device = [piece.tensor.nbytes for piece in self._pieces if piece.tensor.device.type != "cpu"]
         self.staged_bytes = max(on_device, default=0)
-        self.buffer: PinnedBuffer | None = None  # of `staged_bytes` or more
+        self.buffer: PinnedBuffer | None = None  # has at least `staged_bytes`
 
     def write(self) -> WrittenChunks:
-        """Write the chunks to disk; return where they are."""
+        """Write the chunks to disk and return their locations."""
         if self.buffer is None:
             share_buffer([self])
         written: WrittenChunks = {}
@@ -96,9 +99,9 @@ class ChunkWriter:
 
 
 def share_buffer(writers: Sequence[ChunkWriter]) -> list[ChunkWriter]:
-    """Make one pinned buffer for writers that write one after the other, and return them.
+    """Allocate one pinned buffer for writers that run one after the other, and return the writers.
 
-    A background thread must not allocate it: there the current GPU would be the first one.
+    A background thread must not allocate it, because the thread's current GPU is always GPU 0.
     """
     size = max(writer.staged_bytes for writer in writers)
     buffer = PinnedBuffer([torch.empty(size, dtype=torch.uint8, device="meta")])
@@ -108,7 +111,7 @@ def share_buffer(writers: Sequence[ChunkWriter]) -> list[ChunkWriter]:
 
 
 def write_index(folder: Path, written: Iterable[WrittenChunks]) -> None:
-    """Make a folder readable once all ranks have written: write its index."""
+    """Write the index of a folder after all ranks have written. `written`: the chunks of each rank."""
     index: dict[str, Any] = {}
     for name, stored in (item for by_rank in written for item in by_rank.items()):
         entry = {"shape": stored.shape, "dtype": str(stored.dtype).removeprefix("torch."), "pieces": []}
@@ -118,7 +121,7 @@ def write_index(folder: Path, written: Iterable[WrittenChunks]) -> None:
 
 
 def read_index(folder: Path) -> Mapping[str, StoredTensor]:
-    """Return the stored tensors of a folder by name."""
+    """Return the stored tensors of a folder by chunk name, from its index."""
     try:
         return {
             name: StoredTensor(
@@ -133,9 +136,10 @@ def read_index(folder: Path) -> Mapping[str, StoredTensor]:
 
 
 def read_chunks(chunks: Iterable[TensorChunk], folder: Path, piece_bytes: int) -> None:
-    """Fill this rank's chunks from what any layout saved, through at most `piece_bytes` of host memory, or one row.
+    """Fill the tensors of `chunks` from a folder that any layout saved.
 
-    Only the needed bytes are read, and gaps of less than a page between rows.
+    `piece_bytes`: size of the read buffer in host memory, which has at least one row. Only the needed bytes are read,
+    and gaps between rows if they are smaller than a page.
     """
     index = read_index(folder)
     overlaps = [overlap for chunk in chunks for overlap in _overlaps(chunk, index, folder)]
@@ -151,20 +155,20 @@ def read_chunks(chunks: Iterable[TensorChunk], folder: Path, piece_bytes: int) -
 
 @dataclass(frozen=True)
 class _Overlap:
-    """The part of a stored piece that a chunk needs: rows and columns of either; a vector is a matrix of one column."""
+    """Intersection of a stored piece and a chunk. A vector counts as a matrix of one column."""
 
     piece: StoredPiece
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the stored piece
     rows: range  # of the piece
-    columns: range
-    target: Tensor  # [rows, columns] of the chunk
+    columns: range  # of the piece
+    target: Tensor  # view [rows, columns] of the chunk's tensor
 
     def read(self, stream: FileIO, strip_bytes: int) -> None:
-        """Fill the target, a strip of rows at a time."""
+        """Read the target from the file, in strips of rows of at most `strip_bytes`, or one row."""
         width = self.piece.sizes[1] if len(self.piece.sizes) > 1 else 1
         itemsize, columns = self.dtype.itemsize, self.columns
         if len(self.rows) > 1 and (width - len(columns)) * itemsize < PAGE_BYTES:
-            columns = range(width)  # one read for many rows
+            columns = range(width)  # reading whole rows needs one read for many rows
         count = max(1, strip_bytes // max(1, len(columns) * itemsize))
         strip = torch.empty(min(count, len(self.rows)), len(columns), dtype=self.dtype)
         for done in range(0, len(self.rows), count):
@@ -180,7 +184,7 @@ class _Overlap:
 
 
 def _overlaps(chunk: TensorChunk, index: Mapping[str, StoredTensor], folder: Path) -> list[_Overlap]:
-    """Return the parts of stored pieces that make up a chunk."""
+    """Return the intersections of a chunk with the stored pieces; refuse a folder where they do not cover it."""
     stored, found = index.get(chunk.name), list[_Overlap]()
     matrix = chunk.tensor.view(-1, 1) if chunk.tensor.dim() == 1 else chunk.tensor
     for piece in stored.pieces if stored and stored.shape == chunk.shape else ():
@@ -206,7 +210,7 @@ def _overlaps(chunk: TensorChunk, index: Mapping[str, StoredTensor], folder: Pat
 
 
 def _pieces(chunk: TensorChunk, piece_bytes: int) -> Iterator[TensorChunk]:
-    """Cut a chunk into rows of `piece_bytes` at most, or one row."""
+    """Split a chunk into groups of rows of at most `piece_bytes`, or one row."""
     rows = max(1, piece_bytes // max(1, chunk.tensor[:1].nbytes))
     for start in range(0, len(chunk.tensor), rows):
         offsets = (chunk.offsets[0] + start, *chunk.offsets[1:])
@@ -214,12 +218,12 @@ def _pieces(chunk: TensorChunk, piece_bytes: int) -> Iterator[TensorChunk]:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the writable bytes of a contiguous tensor of the host."""
+    """Return the memory of a contiguous CPU tensor as writable bytes."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
 def read_at(stream: FileIO, place: int, memory: memoryview) -> bool:
-    """Fill `memory` from a place in a file; return whether the file holds that much."""
+    """Fill `memory` from byte `place` of a file; return False if the file ends before."""
     while memory and (count := os.preadv(stream.fileno(), [memory], place)):
         memory, place = memory[count:], place + count
     return not memory
@@ -227,13 +231,13 @@ def read_at(stream: FileIO, place: int, memory: memoryview) -> bool:
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """Reads whole tensors of a folder."""
+    """Reads full tensors from a folder of chunk files. `tensors`: the folder's index."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
 
     def read(self, name: str, shape: Shape) -> Tensor:
-        """Return a tensor; refuse a folder that lacks it or has it in another shape."""
+        """Return a full tensor; refuse a folder that does not have it in this shape."""
         tensor = torch.empty(shape, dtype=self.dtype(name))
         chunk = TensorChunk(name, shape, (0,) * len(shape), tensor, is_replica=False)
         for overlap in _overlaps(chunk, self.tensors, self.folder):

@@ -1,4 +1,4 @@
-"""Convert between Hugging Face folders and Megatron's torch_dist format, a bounded part at a time, without a model."""
+"""Convert between Hugging Face folders and Megatron's torch_dist format, in parts of bounded size, without a model."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -42,10 +42,9 @@ from grpo_mp.utils.reading import read_yaml
 def to_megatron(
     source: Path, destination: Path, report_progress: ProgressCallback, part_bytes: int = PART_BYTES
 ) -> None:
-    """Convert a Hugging Face folder; config and tokenizer go with the weights.
+    """Convert a Hugging Face folder to torch_dist, and copy its config and tokenizer.
 
-    The source is only read. FP8 is stored as bfloat16, except in tensors that are no part of the policy, which stay as
-    they are.
+    FP8 weights are stored as bfloat16. Tensors that are not part of the policy are copied unchanged.
     """
     model = ModelMapping.of(source)
     with HfReader(source) as reader:
@@ -95,10 +94,11 @@ def _num_bytes(reader: HfReader, param: Param) -> int:
 
 @dataclass(frozen=True)
 class HfExporter:
-    """Makes the new folder's tensors.
+    """Computes the tensors of a Hugging Face folder from a checkpoint.
 
-    `original`: folder of FP8 bytes to keep; `non_policy`: readers by tensor name; `copies`: by name of a tensor that of
-    its copy in a trained multi-token-prediction layer, which is written anew.
+    `original`: folder with FP8 weights whose bytes are kept where values did not change; `non_policy`: name of a tensor
+    outside the policy -> its reader; `copies`: name of a tensor -> name of its copy in the multi-token-prediction
+    layer, written from the same values; `fp8`: write blockwise FP8.
     """
 
     model: ModelMapping
@@ -110,7 +110,10 @@ class HfExporter:
 
     @cached_property
     def fp8_names(self) -> frozenset[str]:
-        """Return the tensors to write as FP8: those that `original` has in FP8, else those that releases quantize."""
+        """Return the names of the tensors to write in FP8: those that are FP8 in `original`.
+
+        If `original` has no FP8 weights, return the names of all projections, which FP8 releases quantize.
+        """
         if not self.fp8:
             return frozenset()
         names = {name for name, reader in self.non_policy.items() if reader.dtype(name) == FP8}
@@ -124,7 +127,10 @@ class HfExporter:
         return frozenset(names)
 
     def sizes(self) -> dict[str, dict[str, int]]:
-        """Return the bytes of the new folder's tensors by source: a parameter, or a tensor outside the policy."""
+        """Return source -> tensor name -> bytes, for all tensors of the new folder.
+
+        A source is a Megatron parameter, or a tensor outside the policy.
+        """
         sizes: dict[str, dict[str, int]] = {}
         for param in self.model.params.values():
             dtype, outputs = self.reader.hf_dtype(param, self.model.slots[param.name]), sizes.setdefault(param.name, {})
@@ -142,7 +148,7 @@ class HfExporter:
         return sizes
 
     def tensors(self, source: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that `sizes` lists for a source."""
+        """Yield the names and values of the new folder's tensors that `sizes` lists for `source`."""
         if source in self.non_policy:
             reader = self.non_policy[source]
             for name in self._with_scale(source):
@@ -152,7 +158,7 @@ class HfExporter:
         for name, tensor in zip(param.hf, self.reader.read_hf(param, self.model.slots[source]), strict=True):
             check_finite(tensor, self.reader.folder, source)
             if name in self.copies:
-                yield self.copies[name], tensor.clone()  # no two of a file may share memory
+                yield self.copies[name], tensor.clone()  # tensors of a safetensors file must not share memory
             if name not in self.fp8_names:
                 yield name, tensor
                 continue
@@ -186,17 +192,17 @@ def to_hf(
     report_progress: ProgressCallback,
     part_bytes: int = PART_BYTES,
 ) -> None:
-    """Convert a checkpoint, of a run or of `to_megatron`, to a Hugging Face folder.
+    """Convert a run's checkpoint, or a torch_dist checkpoint, to a Hugging Face folder.
 
-    Config and tokenizer come from `like`, from the checkpoint itself, or from model.path of its run. `fp8` writes
-    blockwise FP8; blocks that did not change keep the bytes they have in `like`. Tensors that are no part of the policy
-    come from the checkpoint, or from `like` where it has none.
+    `like`: folder of config and tokenizer; by default the checkpoint itself, or model.path of its run. `fp8`: write
+    blockwise FP8; blocks whose values did not change keep their bytes from `like`. Tensors outside the policy come from
+    the checkpoint if it has any, else from `like`.
     """
     aux_source = like or _folder_with_config(source)
     reader = open_checkpoint(source)
     model = ModelMapping.of(aux_source)
     if reader.has_layer(model.hf.int("num_hidden_layers")) and model.hf.get("num_nextn_predict_layers"):
-        model = ModelMapping.of(aux_source, trains_mtp=True)  # the run has trained it
+        model = ModelMapping.of(aux_source, trains_mtp=True)  # the run trained the multi-token-prediction layer
     original = HfReader(like) if like and has_hf_weights(like) else None
     extra = open_non_policy_tensors(source) or original
     non_policy = {name: extra for name in sorted(extra.names) if is_non_policy_tensor(name, model.hf)} if extra else {}

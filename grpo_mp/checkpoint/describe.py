@@ -1,4 +1,4 @@
-"""Tell kinds of folders apart, count parameters, and compare two folders tensor by tensor."""
+"""Recognize the format of a checkpoint folder, count parameters, and compare two folders tensor by tensor."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from grpo_mp.checkpoint.chunk_files import INDEX
 from grpo_mp.checkpoint.hf_reader import WeightsReader, has_hf_weights
 from grpo_mp.models.mapping import Param
 
-TORCH_DIST = ".metadata"  # the file that makes a folder a torch_dist checkpoint
-OPTIMIZER_FOLDER = "optimizer"  # in that of the weights: the state of the optimizer
-WEIGHT = "weight"  # in a run's checkpoints weight/model.norm.weight is that Hugging Face tensor
+TORCH_DIST = ".metadata"  # file that every torch_dist checkpoint has
+OPTIMIZER_FOLDER = "optimizer"  # folder of the optimizer state, inside the folder of the weights
+WEIGHT = "weight"  # prefix of weights in a run's checkpoint, as in weight/model.norm.weight
 
 
 def is_torch_dist(folder: Path) -> bool:
@@ -21,22 +21,22 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def is_saved(folder: Path) -> bool:
-    """Return whether the folder is a checkpoint of a run, or its folder `policy`."""
+    """Return whether the folder is a run's checkpoint, or the folder `policy` in one."""
     return (policy_folder(folder) / INDEX).is_file()
 
 
 def policy_folder(checkpoint: Path) -> Path:
-    """Return the folder of the policy in a run's checkpoint, or that folder itself."""
+    """Return the folder `policy` of a run's checkpoint; return `checkpoint` itself if it has none."""
     return checkpoint / "policy" if (checkpoint / "policy").is_dir() else checkpoint
 
 
 def is_converted(folder: Path) -> bool:
-    """Return whether the folder's weights are in the torch_dist format alone."""
+    """Return whether the folder has weights in the torch_dist format, and none in safetensors files."""
     return is_torch_dist(folder) and not has_hf_weights(folder)
 
 
 def count_parameters(params: Iterable[Param], experts_per_token: int | None = None) -> int:
-    """Count the parameters of a model; with `experts_per_token`, those active for one token."""
+    """Return the number of parameters; with `experts_per_token`, only of those that are active for one token."""
     return sum(
         param.num_elements
         for param in params
@@ -46,15 +46,15 @@ def count_parameters(params: Iterable[Param], experts_per_token: int | None = No
 
 @dataclass(frozen=True)
 class Difference:
-    """One way in which a tensor differs; `size` orders them: infinite, or the largest difference of values."""
+    """One difference between two folders."""
 
-    name: str
+    name: str  # of the tensor
     description: str
-    size: float
+    size: float  # largest absolute difference of values; infinite for a missing tensor, another shape or dtype
 
 
 def compare_weights(left: WeightsReader, right: WeightsReader, tolerance: float = 0.0) -> list[Difference]:
-    """Return every difference above `tolerance`, the worst first. Tolerance 0 compares bit for bit."""
+    """Return all differences above `tolerance`, the largest first. With tolerance 0, tensors are compared bitwise."""
     differences = [
         Difference(name, f"only in {reader.folder}", float("inf"))
         for reader, other in ((left, right), (right, left))
@@ -83,7 +83,7 @@ def _compare_tensor(name: str, left: WeightsReader, right: WeightsReader, tolera
 
 
 def _largest_difference(a: torch.Tensor, b: torch.Tensor, chunk_size: int = 2**22) -> tuple[float, int]:
-    """Return the largest difference of values (infinite for NaN), and how many differ, a chunk at a time."""
+    """Return the largest absolute difference of values (infinite for NaN), and the number of values that differ."""
     largest, count = 0.0, 0
     for x, y in zip(a.flatten().split(chunk_size), b.flatten().split(chunk_size), strict=True):
         difference = (x.double() - y.double()).abs()

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder: read any slice."""
+"""Read full tensors or slices from the safetensors files of a Hugging Face folder, and check its tensors."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,34 +19,34 @@ from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.reading import read_json
 
 INDEX = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"  # of a folder without an index
-NON_POLICY = "extra_"  # prefix of a conversion's files of them
-ROTARY = (".inv_freq", ".cos_cached", ".sin_cached")  # tables that older models save and every model computes
+SINGLE_FILE = "model.safetensors"  # the weights file in a folder without an index
+NON_POLICY = "extra_"  # prefix of the files of a converted folder with tensors outside the policy
+ROTARY = (".inv_freq", ".cos_cached", ".sin_cached")  # tables that some older checkpoints hold; models compute them
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 class WeightsReader(Protocol):
-    """A folder whose tensors are read by their Hugging Face names."""
+    """Interface to read a folder's tensors by their Hugging Face names."""
 
     folder: Path
-    names: frozenset[str]  # tensors of the model
-    stored_names: frozenset[str]  # and those beside them
+    names: frozenset[str]  # all tensors except FP8 scales
+    stored_names: frozenset[str]  # all tensors
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype."""
+        """Return the dtype of the stored tensor."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the full tensor."""
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
-        """Return the full tensor, or [start, stop) along `axis` (0 or 1); FP8 dequantized."""
+        """Return the full tensor, or its slice [start, stop) along `axis` (0 or 1); FP8 is dequantized."""
 
     def read_stored(self, name: str) -> torch.Tensor:
         """Return the full tensor in its stored dtype."""
 
 
 class HfReader:
-    """Reads tensors of a folder, or slices of them. FP8 factors are among `stored_names`, not among `names`."""
+    """Reads tensors, or slices of them, from a Hugging Face folder."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class HfReader:
         dequantize_to: torch.dtype = torch.bfloat16,
         files: Sequence[Path] = (),
     ) -> None:
-        """Open every shard, or the given files. FP8 is read as `dequantize_to`."""
+        """Open all weight files of the folder, or only `files`. `dequantize_to`: dtype in which FP8 is read."""
         self.folder, self.dequantize_to = folder, dequantize_to
         if not (files or has_hf_weights(folder)):
             raise UserError(f"{folder} contains neither {SINGLE_FILE} nor {INDEX}")
@@ -74,7 +74,6 @@ class HfReader:
         self._handles.clear()
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that the file stores."""
         stored = self._handle(name).get_slice(name).get_dtype()
         dtype = _TYPES.get(stored)
         if dtype is None:
@@ -85,7 +84,6 @@ class HfReader:
         return tuple(self._handle(name).get_slice(name).get_shape())
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
-        """Return the full tensor, or [start, stop) along `axis` (0 or 1)."""
         if self.dtype(name) != FP8:
             return self.read_stored(name, axis, start, stop)
         origin = (start if axis == 0 else 0, start if axis == 1 else 0)
@@ -103,7 +101,7 @@ class HfReader:
         return self.read_stored(scale)
 
     def read_stored(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> torch.Tensor:
-        """Return the full tensor, or a slice, in its stored dtype: FP8 stays FP8."""
+        """Return the full tensor, or its slice [start, stop) along `axis`, in its stored dtype."""
         if axis is None:
             tensor: torch.Tensor = self._handle(name).get_tensor(name)
             return tensor
@@ -118,12 +116,12 @@ class HfReader:
 
 
 def has_hf_weights(folder: Path) -> bool:
-    """Return whether the folder has safetensors weights as Hugging Face stores them."""
+    """Return whether the folder has safetensors weights under Hugging Face's file names."""
     return (folder / INDEX).is_file() or (folder / SINGLE_FILE).is_file()
 
 
 def check_tensors(reader: WeightsReader, params: Iterable[Param]) -> None:
-    """Refuse a folder where a tensor of the model is missing or has another shape than the config says."""
+    """Refuse a folder in which a tensor of `params` is missing or has another shape than the config implies."""
     shapes = {name: shape for param in params for name, shape in zip(param.hf, param.shapes, strict=True)}
     missing = shapes.keys() - reader.names
     if missing:
@@ -135,7 +133,10 @@ def check_tensors(reader: WeightsReader, params: Iterable[Param]) -> None:
 
 
 def check_model(reader: WeightsReader, params: Iterable[Param], hf: HfConfig, others: Iterable[str] = ()) -> None:
-    """Refuse a folder that lacks a tensor of the model, or has one that neither the model nor `others` reads."""
+    """Refuse a folder that lacks a tensor of `params`, or has a tensor that the mapping does not read.
+
+    `others`: names of further tensors that may be there.
+    """
     params = list(params)
     check_tensors(reader, params)
     check_layers(reader.names, hf)
@@ -151,7 +152,7 @@ def check_model(reader: WeightsReader, params: Iterable[Param], hf: HfConfig, ot
 
 
 def check_shape(reader: WeightsReader, name: str, shape: tuple[int, ...]) -> None:
-    """Refuse a tensor of another shape than the config says."""
+    """Refuse a tensor that is not floating-point, or has another shape than `shape`, which follows from the config."""
     stored, dtype = reader.shape(name), reader.dtype(name)
     if not dtype.is_floating_point:
         raise UserError(f"{reader.folder}: tensor {name} holds {str(dtype).removeprefix('torch.')}, not weights")
@@ -161,7 +162,8 @@ def check_shape(reader: WeightsReader, name: str, shape: tuple[int, ...]) -> Non
 
 def check_finite(tensor: Tensor, folder: Path, name: str) -> Tensor:
     """Return the tensor itself; refuse NaN and infinity."""
-    if tensor.numel() and not all(bool(extreme.isfinite()) for extreme in tensor.aminmax()):  # NaN is both
+    # If any value is NaN, aminmax returns NaN.
+    if tensor.numel() and not all(bool(extreme.isfinite()) for extreme in tensor.aminmax()):
         raise UserError(f"{folder}: the tensor {name} holds NaN or infinity: take another checkpoint")
     return tensor
 
@@ -183,20 +185,23 @@ def _open(file: Path):  # type: ignore[no-untyped-def]
     if not file.exists():
         raise UserError(f"{file} is missing: the index names it")
     try:
-        return safe_open(file, framework="pt", backend="pread")  # mapped pages would count as memory
+        return safe_open(file, framework="pt", backend="pread")  # mmapped pages would count as resident memory
     except SafetensorError as error:
         reason = one_line(error, 200)
         raise UserError(f"{file} is damaged or not a safetensors file ({reason}): copy it again") from error
 
 
 def is_non_policy_tensor(name: str, hf: HfConfig) -> bool:
-    """Return whether a tensor is carried unchanged: a rotary table, or of an untrained multi-token-prediction layer."""
+    """Return whether a tensor is outside the policy and copied unchanged by conversions and exports.
+
+    Such tensors are rotary tables and those of an untrained multi-token-prediction layer.
+    """
     layer = LAYER.match(name)
     return (layer is not None and int(layer.group(1)) >= hf.policy_layers) or name.endswith(ROTARY)
 
 
 def check_layers(names: Iterable[str], hf: HfConfig) -> None:
-    """Refuse more layers than config.json counts, multi-token prediction among them."""
+    """Refuse tensors of more layers than config.json has, multi-token-prediction layers included."""
     layers, mtp = hf.int("num_hidden_layers"), int(hf.get("num_nextn_predict_layers") or 0)
     excess = {int(layer[1]): name for name in names if (layer := LAYER.match(name)) and int(layer[1]) >= layers + mtp}
     if excess:
@@ -207,7 +212,7 @@ def check_layers(names: Iterable[str], hf: HfConfig) -> None:
 
 
 def open_non_policy_tensors(folder: Path) -> HfReader | None:
-    """Open the tensors outside the policy in a Hugging Face or converted folder; None where it has none."""
+    """Open the files with tensors outside the policy, in a Hugging Face or a converted folder; None without any."""
     if has_hf_weights(folder):
         return HfReader(folder)
     files = sorted(folder.glob(f"{NON_POLICY}*.safetensors"))
@@ -217,7 +222,10 @@ def open_non_policy_tensors(folder: Path) -> HfReader | None:
 def read_non_policy_tensors(
     folder: Path, hf: HfConfig, fp8: bool = False, rank: int = 0, size: int = 1
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and values of one rank's share, the largest first. FP8 stays FP8 with `fp8`."""
+    """Yield names and values of the tensors outside the policy, the largest first, for rank `rank` of `size`.
+
+    `fp8`: keep FP8 tensors and their scales; otherwise FP8 is dequantized.
+    """
     reader = open_non_policy_tensors(folder)
     if reader is None:
         return

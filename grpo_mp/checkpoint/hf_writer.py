@@ -17,9 +17,9 @@ from grpo_mp.models.families import add_transformers_4_names
 from grpo_mp.models.fp8 import BLOCK
 from grpo_mp.utils.files import sync_to_disk
 
-SHARD_BYTES = 2**30  # of a file: a writer holds one that is written and one that is filled, and the tensor after them
-# What goes with the weights, by kind. Everything else stays behind: weights in other formats, adapters, what a trainer
-# or a checkpoint keeps.
+SHARD_BYTES = 2**30  # largest file; a writer has one shard being written, one being filled, and one tensor in memory
+# Files that are copied with the weights: configs, tokenizer, templates, processors, code and licences. All others are
+# not copied, such as weights in other formats, adapters and training state.
 AUX_FILES = (
     *("config.json", "generation_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
@@ -34,15 +34,15 @@ FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynami
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of weights that is not yet numbered: its tensors' names and their bytes."""
+    """One file of weights under a temporary name."""
 
     file: str
-    names: tuple[str, ...]
-    nbytes: int
+    names: tuple[str, ...]  # of its tensors
+    nbytes: int  # of its tensors
 
 
 def begin_hf(folder: Path) -> None:
-    """Make the folder that shards are written to until they are complete."""
+    """Create an empty folder for the shards, NAME.incomplete, to be renamed when all are written."""
     incomplete = incomplete_folder(folder)
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
@@ -51,9 +51,10 @@ def begin_hf(folder: Path) -> None:
 def write_shards(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], writer: int, shard_bytes: int = SHARD_BYTES
 ) -> list[Shard]:
-    """Write one writer's tensors; several may write at the same time.
+    """Write tensors to shards of at most `shard_bytes`, or one tensor. Several writers may run at the same time.
 
-    While one shard is written, `tensors` makes the next: at most two shards and one tensor are in memory.
+    One shard is written while the next is filled from `tensors`, so at most two shards and one tensor are in memory.
+    `writer`: number of this writer, which is part of its file names.
     """
     shards: list[Shard] = []
     with ThreadPoolExecutor(1, thread_name_prefix="export") as pool:
@@ -71,16 +72,19 @@ def _write_shard(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> S
     path = incomplete_folder(folder) / file
     try:
         save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # is no OSError
+    except SafetensorError as error:  # safetensors raises it instead of OSError, for example if the disk is full
         raise OSError(f"{file}: {error}") from error
-    sync_to_disk(path)  # by who wrote it, whose machine has it in memory
+    sync_to_disk(path)  # here, because only the machine that wrote the file has it in its page cache
     shard = Shard(file, tuple(tensors), sum(tensor.nbytes for tensor in tensors.values()))
     tensors.clear()
     return shard
 
 
 def complete_hf(folder: Path, shards: Sequence[Shard], like: Path, fp8: bool = False) -> None:
-    """Rename the shards of all writers, write the index, copy the other files of `like`, and rename the folder."""
+    """Complete the folder: number the shards of all writers, write the index, copy the auxiliary files, rename it.
+
+    `like`: folder of config, tokenizer and other auxiliary files.
+    """
     incomplete = incomplete_folder(folder)
     weight_map: dict[str, str] = {}
     for index, shard in enumerate(shards):
@@ -97,7 +101,7 @@ def complete_hf(folder: Path, shards: Sequence[Shard], like: Path, fp8: bool = F
 
 
 def replace_folder(complete: Path, folder: Path) -> None:
-    """Rename a complete folder to `folder`; the former one of this name stays whole until then."""
+    """Rename a complete folder to `folder`, and delete the folder that had this name before."""
     former = folder.with_name(folder.name + ".former")
     shutil.rmtree(former, ignore_errors=True)
     if folder.exists():
@@ -108,23 +112,23 @@ def replace_folder(complete: Path, folder: Path) -> None:
 
 
 def incomplete_folder(folder: Path) -> Path:
-    """Return where the shards of a folder are until it is complete."""
+    """Return the path that `folder` has until it is complete: NAME.incomplete."""
     return folder.with_name(folder.name + ".incomplete")
 
 
 def shard_name(number: int, count: int) -> str:
-    """Return the file name of a shard; numbers begin at 1."""
+    """Return the file name of shard `number` (from 1) of `count`."""
     return SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
-    """Write the index of the shards: the file of each tensor, and the bytes of all."""
+    """Write the index of the shards. `weight_map`: tensor name -> file; `total_bytes`: of all tensors."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
 def _split_by_bytes(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield tensors by name, in order, in dictionaries of at most `max_bytes` or one tensor."""
+    """Yield the tensors, in order, in dictionaries of at most `max_bytes`, or one tensor."""
     shard: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors:
@@ -138,9 +142,10 @@ def _split_by_bytes(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int)
 
 
 def copy_aux_files(like: Path, folder: Path, fp8: bool = False) -> None:
-    """Copy config, tokenizer, chat templates, code and licence of a folder.
+    """Copy config, tokenizer, chat templates, code and licence from `like` to `folder`.
 
-    config.json then says whether the weights are blockwise FP8, and has the names of transformers 4 beside those of 5.
+    The new config.json has a quantization_config if `fp8` is set, and none otherwise. It has the keys of transformers 4
+    besides those of transformers 5.
     """
     for file in (file for pattern in AUX_FILES for file in like.glob(pattern) if file.is_file()):
         copy = folder / file.relative_to(like)

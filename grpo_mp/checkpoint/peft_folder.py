@@ -16,7 +16,7 @@ from grpo_mp.config.sections import LoraConfig
 from grpo_mp.utils.files import read_json, sync_to_disk, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of every name
+PREFIX = "base_model.model."  # of every tensor name in peft's files
 
 
 def adapter_config(
@@ -24,9 +24,11 @@ def adapter_config(
 ) -> dict[str, Any]:
     """Return the content of adapter_config.json.
 
-    `names`: of adapters, such as `...q_proj.lora_A.weight`; `expert_projections`: of the model, with adapters or not.
-    In transformers 5 the experts of a layer are one module, and peft applies every target that ends in the name of an
-    expert projection to them: so the same projections of dense layers and shared experts are named by their weights.
+    `names`: tensor names of the adapters, such as `...q_proj.lora_A.weight`; `expert_projections`: names of the
+    projections in the model's experts, such as `up_proj`.
+    In transformers 5 all experts of a layer are one module, and peft applies a target module with the name of an expert
+    projection to it, too. So projections of these names in dense layers and shared experts are listed as
+    target_parameters, by their weights.
     """
     modules = {name.split(".lora_")[0] for name in names}
     by_weight = {module for module in modules if ".experts." not in module and _leaf(module) in expert_projections}
@@ -52,7 +54,7 @@ def _leaf(module: str) -> str:
 
 
 def base_of(model: Path) -> Path:
-    """Return the folder onto which peft loads adapters of `model`: itself, or what it was converted from."""
+    """Return the Hugging Face folder that peft needs as base model: `model`, or the folder it was converted from."""
     return Path(read_json(model / CONVERSION_RECORD)[SOURCE_FOLDER]) if is_converted(model) else model
 
 
@@ -63,14 +65,18 @@ def write_peft(
     lora: LoraConfig,
     expert_projections: Collection[str] = (),
 ) -> None:
-    """Write adapters of `model` by their Hugging Face names. The folder appears under its name once it is complete."""
+    """Write a peft folder, which gets its name only when it is complete.
+
+    `tensors`: adapters by Hugging Face name; `model`: folder of the base weights; `expert_projections`: see
+    `adapter_config`.
+    """
     own, incomplete = dict(tensors), incomplete_folder(folder)
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)
     named = {PREFIX + name: tensor.contiguous() for name, tensor in own.items()}
     try:
         save_file(named, incomplete / WEIGHTS, metadata={"format": "pt"})
-    except SafetensorError as error:  # is no OSError
+    except SafetensorError as error:  # safetensors raises it instead of OSError, for example if the disk is full
         raise OSError(f"{WEIGHTS}: {error}") from error
     write_json(incomplete / CONFIG, adapter_config(lora, base_of(model), own, expert_projections))
     for path in (*incomplete.iterdir(), incomplete):

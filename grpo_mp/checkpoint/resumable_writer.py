@@ -1,7 +1,7 @@
-"""Write a folder in parts, so that a second start resumes where the first stopped.
+"""Write a folder in parts, so that a conversion that was killed can be resumed.
 
-The folder is NAME.incomplete until all parts are there. A part gets its own name once it is on disk, so a name is
-proof of a complete part, and a start that was killed repeats no more than the parts it was writing.
+The folder is called NAME.incomplete until all parts are written. A part gets its final name only when it is on disk,
+so a file under its final name is complete, and a restart repeats only the parts that were being written.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from grpo_mp.checkpoint.hf_writer import incomplete_folder
 from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import read_json, sync_to_disk, write_json
 
-CONVERSION_RECORD = "conversion.json"  # fingerprint of the source, and its folder
+CONVERSION_RECORD = "conversion.json"  # file with the fingerprint of the source files and the source folder
 SOURCE_FOLDER = "source_folder"  # key of the record: path of the Hugging Face folder that was converted
 PART_BYTES = 2**29
 UNFINISHED = "unfinished_"  # prefix of a part that is being written
@@ -26,12 +26,12 @@ MAX_PENDING_WRITES = 2
 NUM_READERS = 2  # threads that read and cast the parameters of one part
 
 Content = TypeVar("Content")
-ProgressCallback = Callable[[int, int], None]  # bytes just written, bytes that this start writes in all
+ProgressCallback = Callable[[int, int], None]  # (bytes of the part just written, bytes of all missing parts)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A file or folder `name` that holds the parameters `params`, `bytes` in all."""
+    """Part of a folder: the file or folder `name` with the parameters `params`, of `bytes` in total."""
 
     name: str
     params: tuple[str, ...]
@@ -39,14 +39,17 @@ class Part:
 
 
 def fingerprint(files: Iterable[Path], *options: object) -> str:
-    """Hash names, sizes and modification times of the source files, and the options of a conversion."""
+    """Return a hash of the names, sizes and modification times of the source files, and of a conversion's options."""
     stats = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     return hashlib.sha256(json.dumps([stats, [str(option) for option in options]]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class PartsWriter(Generic[Content]):
-    """Writes a folder of `parts`. `finish` completes the incomplete folder. At most three parts are in memory."""
+    """Writes a folder of `parts`, with at most three parts in memory.
+
+    `load`: returns the content of a part; `save`: writes the content to a path; `finish`: adds the remaining files.
+    """
 
     parts: Sequence[Part]
     load: Callable[[Part], Content]
@@ -54,7 +57,10 @@ class PartsWriter(Generic[Content]):
     finish: Callable[[Path], None]
 
     def write(self, destination: Path, record: dict[str, str], report_progress: ProgressCallback) -> None:
-        """Write the missing parts and rename the folder; refuse a folder whose record has another `source`."""
+        """Write the missing parts, call `finish`, and rename the folder; do nothing if `destination` is complete.
+
+        `record`: content of conversion.json; an existing folder with another `source` in its record is refused.
+        """
         folder = incomplete_folder(destination)
         for written in (destination, folder):
             if written.exists() and read_json(written / CONVERSION_RECORD).get("source") != record["source"]:
@@ -65,7 +71,7 @@ class PartsWriter(Generic[Content]):
         complete = [part for part in self.parts if (folder / part.name).exists()]
         missing = [part for part in self.parts if part not in complete]
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.iterdir():  # unfinished parts, and temporary files of libraries
+        for path in folder.iterdir():  # remove unfinished parts and temporary files of libraries
             if path.name not in (CONVERSION_RECORD, *(part.name for part in complete)):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         write_json(folder / CONVERSION_RECORD, record)
@@ -79,7 +85,7 @@ class PartsWriter(Generic[Content]):
         folder.rename(destination)
 
     def _write(self, folder: Path, parts: Sequence[Part]) -> Iterator[Part]:
-        """Yield each part once it is on disk. One part is loaded while another is saved and a third is synced."""
+        """Load, save and sync the parts in parallel, and yield each part when it is on disk."""
 
         def write(part: Part, content: Content) -> Part:
             unfinished = folder / f"{UNFINISHED}{part.name}"
@@ -102,6 +108,6 @@ class PartsWriter(Generic[Content]):
 
 
 def map_in_threads(load: Callable[[str], Content], names: Sequence[str]) -> Iterator[Content]:
-    """Yield `load(name)` for each name, in order; `NUM_READERS` run at a time."""
+    """Yield `load(name)` for each name, in order, with `NUM_READERS` threads."""
     with ThreadPoolExecutor(NUM_READERS) as executor:
         yield from executor.map(load, names)

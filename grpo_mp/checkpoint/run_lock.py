@@ -1,4 +1,4 @@
-"""One job at a time writes into a run folder."""
+"""Lock of a run folder, so that only one job at a time writes into it."""
 
 import errno
 import fcntl
@@ -14,7 +14,7 @@ from typing import IO
 from grpo_mp.utils.errors import UserError
 
 LOCK = "job.lock"
-WAIT_S = 120.0  # the locks of a dead host on NFS stay for its lease of 90 s
+WAIT_S = 120.0  # an NFS server keeps the locks of a dead host for a lease of 90 s
 POLL_S = 0.2
 UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 HELD = frozenset({errno.EACCES, errno.EAGAIN})
@@ -23,7 +23,7 @@ LOGGER = logging.getLogger(__name__)
 
 @contextmanager
 def run_lock(folder: Path, wait_s: float = WAIT_S) -> Iterator[None]:
-    """Hold a run folder's lock while the body runs; wait up to `wait_s` seconds for a job that is ending."""
+    """Hold the run folder's lock inside the context; wait up to `wait_s` seconds for another job to release it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as file:
         deadline_s = time.monotonic() + wait_s
@@ -43,7 +43,10 @@ def run_lock(folder: Path, wait_s: float = WAIT_S) -> Iterator[None]:
 
 
 def _take(file: IO[str]) -> bool:
-    """Try to lock a file: a record lock, which children do not hold, and network file systems know."""
+    """Try to lock a file; return False if another process holds the lock.
+
+    A POSIX record lock is used, because child processes do not inherit it and network file systems support it.
+    """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A run's folder and checkpoints: a checkpoint is complete once its manifest, written last, is there."""
+"""A run's folder and its checkpoints. A checkpoint is complete if it has a manifest, which is written last."""
 
 import os
 import re
@@ -19,41 +19,41 @@ from grpo_mp.utils.redact import has_secrets
 MANIFEST = "manifest.json"
 SETTINGS = "settings.yaml"
 FINAL = "final"  # the exported Hugging Face folder
-ROLLOUTS = "rollouts"  # what was generated since the last checkpoints
-FALLBACKS = 2  # checkpoints whose rollouts are kept: a resume may pass over a damaged one
+ROLLOUTS = "rollouts"  # folder of the responses generated since the last FALLBACKS checkpoints
+FALLBACKS = 2  # newest checkpoints after which rollouts are kept, so that a resume can skip a damaged checkpoint
 CHECKPOINTS = "checkpoints"
 MODEL = "config.json"
-PROCESSES = "processes"  # where each rank runs, what it does when it is asked
-METRICS = "metrics.jsonl"  # a line for each step
-EXPORTS = "exports"  # those that are written while the run goes on
-STEP = re.compile(r"step_([0-9]{6,})")  # other names are copies that users made
+PROCESSES = "processes"  # folder with the host and process id of each rank, and its stack traces on request
+METRICS = "metrics.jsonl"  # one line per step
+EXPORTS = "exports"  # folder of the Hugging Face folders that are exported during the run
+STEP = re.compile(r"step_([0-9]{6,})")  # folders with other names are copies that users made
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """The state from which a run resumes between two steps."""
+    """State between two steps, from which a run resumes."""
 
-    step: int = 0  # steps done
+    step: int = 0  # number of finished steps
     optimizer_step: int = 0
     samples_seen: int = 0
     cursor: Cursor | None = None  # position in the train prompts
     groups_launched: int = 0
-    skipped_until: Mapping[int, int] = field(default_factory=dict)  # prompt index -> step after which it is taken again
-    solve_rates: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # by prompt index, the last ones
+    skipped_until: Mapping[int, int] = field(default_factory=dict)  # prompt index -> step until which it is skipped
+    solve_rates: Mapping[int, tuple[float, ...]] = field(default_factory=dict)  # prompt index -> its last solve rates
     adaptive_coefs: dict[str, float] = field(default_factory=dict)  # current values of adaptive weights
-    reference_updated: bool = False  # the checkpoint has a reference of its own
-    skipped_in_a_row: int = 0  # the last optimizer updates, whose gradients were not finite or too large
-    critic_skipped_in_a_row: int = 0  # the same of the critic's
-    data: str = ""  # digest of the train set, in which the cursor and the prompts' indices are
+    reference_updated: bool = False  # True: the reference model changed, and the checkpoint has its weights
+    skipped_in_a_row: int = 0  # number of latest updates that were skipped: the gradient was not finite or too large
+    critic_skipped_in_a_row: int = 0  # skipped_in_a_row of the critic
+    data: str = ""  # digest of the train set to which the cursor and the prompt indices refer
 
 
 def checkpoint_folder(run_folder: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after `step`."""
+    """Return the folder of the checkpoint that is saved after `step` steps."""
     return run_folder / CHECKPOINTS / f"step_{step:06d}"
 
 
 def write_manifest(folder: Path, state: TrainState) -> None:
-    """Complete a checkpoint: sync all files and write the state and the files' sizes."""
+    """Complete a checkpoint: sync its files to disk and write the manifest with the state and the files' sizes."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(MANIFEST))
     for path in {*files, *(file.parent for file in files), folder, folder.parent}:
         sync_to_disk(path)
@@ -63,7 +63,7 @@ def write_manifest(folder: Path, state: TrainState) -> None:
 
 
 def read_manifest(folder: Path) -> TrainState:
-    """Read the state of a complete checkpoint; refuse one with a missing or short file."""
+    """Return the state in a checkpoint's manifest; refuse a checkpoint with missing or truncated files."""
     hint = f"copy it again, or rename {folder.name} to resume from the one before"
     try:
         manifest = read_json(folder / MANIFEST)
@@ -82,17 +82,17 @@ def read_manifest(folder: Path) -> TrainState:
 
 
 def latest_checkpoint(run_folder: Path) -> Path | None:
-    """Return the newest complete checkpoint, or None."""
+    """Return the folder of the newest complete checkpoint, or None."""
     return next(reversed(complete_checkpoints(run_folder)), None)
 
 
 def saved_step(run_folder: Path) -> int:
-    """Return the step of the newest whole checkpoint; 0 without one."""
+    """Return the step of the newest undamaged checkpoint; 0 if there is none."""
     return saved_state(run_folder).step
 
 
 def saved_state(run_folder: Path) -> TrainState:
-    """Return the state of the newest whole checkpoint."""
+    """Return the state of the newest undamaged checkpoint; the state of step 0 if there is none."""
     for checkpoint in reversed(complete_checkpoints(run_folder)):
         with suppress(UserError):
             return read_manifest(checkpoint)
@@ -100,27 +100,28 @@ def saved_state(run_folder: Path) -> TrainState:
 
 
 def checkpoint_step(folder: Path) -> int:
-    """Return the step after which a checkpoint was saved."""
+    """Return the step after which a checkpoint was saved, from its folder name."""
     return int(folder.name.removeprefix("step_"))
 
 
 def begin_checkpoint(folder: Path) -> None:
-    """Make an empty folder to save into; removes what a killed save left there."""
+    """Create an empty checkpoint folder; delete the files of a save that was killed."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
 def prune_checkpoints(run_folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` complete checkpoints, manifest first."""
+    """Delete all complete checkpoints except the newest `keep`, each with its manifest first."""
     for folder in complete_checkpoints(run_folder)[:-keep]:
         (folder / MANIFEST).unlink()
         shutil.rmtree(folder)
 
 
 def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
-    """Refuse a folder that is not writable, or holds another run's results; write nothing.
+    """Refuse a run folder that is not writable, or has results of a run with other settings. Write nothing.
 
-    `resolved`: the run's settings as YAML. What a start without a finished step left does not count as results.
+    `resolved`: the run's settings as YAML; `resume`: whether a run with checkpoints may be resumed. The files of a run
+    that never finished a step do not count as results.
     """
     with refuse_unreadable(run_folder):
         existing = next(path for path in (run_folder, *run_folder.absolute().parents) if path.exists())
@@ -143,7 +144,7 @@ def check_run_folder(run_folder: Path, resolved: str, resume: bool) -> None:
     if checkpoint and not resume:
         raise UserError(f"{run_folder} has checkpoints of this run: set run.resume=auto to resume it, or move it away")
     if checkpoint and not saved_step(run_folder):
-        read_manifest(checkpoint)  # none is whole: raise what is wrong with the newest
+        read_manifest(checkpoint)  # all checkpoints are damaged: raise the error of the newest
 
 
 def _check_content(run_folder: Path) -> None:
@@ -156,7 +157,7 @@ def _check_content(run_folder: Path) -> None:
 
 
 def check_same_data(run_folder: Path, data: str) -> None:
-    """Refuse to resume on other train data. `data`: digest of the train set; "" for a replay, which reads none."""
+    """Refuse to resume with other train data. `data`: digest of the train set; "" for a replay, which has none."""
     state = saved_state(run_folder)
     if data and state.data not in ("", data):
         raise UserError(
@@ -166,17 +167,16 @@ def check_same_data(run_folder: Path, data: str) -> None:
 
 
 def resumable_checkpoints(run_folder: Path, data: str) -> list[Path]:
-    """Return the checkpoints from which a run may resume, newest first. `data`: see `check_same_data`."""
+    """Return the complete checkpoints, newest first, after `check_same_data`."""
     check_same_data(run_folder, data)
     return complete_checkpoints(run_folder)[::-1]
 
 
 def claim_run_folder(run_folder: Path, resolved: str) -> list[str]:
-    """Write the settings and digests of the inputs into a folder that `check_run_folder` has passed.
+    """Write the settings and the digests of the inputs into the run folder, after `check_run_folder`.
 
-    Returns a sentence for each changed setting. Removes rollouts of a start with other settings that never finished a
-    step, and unfinished files of killed processes. One rank calls
-    this, before any other writes there.
+    Return a sentence for each changed setting. Delete rollouts of a run with other settings that never finished a step,
+    and unfinished files of killed processes. Only one rank calls this, before other ranks write to the folder.
     """
     file, sentences = run_folder / SETTINGS, list[str]()
     if file.exists():
@@ -186,8 +186,8 @@ def claim_run_folder(run_folder: Path, resolved: str) -> list[str]:
             shutil.rmtree(run_folder / ROLLOUTS, ignore_errors=True)
         if (run_folder / METRICS).exists():
             sentences = describe_changes(old, new, run_folder)
-        shutil.rmtree(run_folder / PROCESSES, ignore_errors=True)  # of ranks that were killed
-        for checkpoint in (run_folder / CHECKPOINTS).glob("step_*"):  # a killed save or removal
+        shutil.rmtree(run_folder / PROCESSES, ignore_errors=True)  # left by ranks that were killed
+        for checkpoint in (run_folder / CHECKPOINTS).glob("step_*"):  # delete those left by a killed save or deletion
             if STEP.fullmatch(checkpoint.name) and not (checkpoint / MANIFEST).exists():
                 shutil.rmtree(checkpoint, ignore_errors=True)
         remove_incomplete(run_folder)
@@ -197,12 +197,12 @@ def claim_run_folder(run_folder: Path, resolved: str) -> list[str]:
 
 
 def write_settings(run_folder: Path, resolved: str) -> None:
-    """Write the resolved settings into a run's folder; readable by this user alone if they hold a login or key."""
+    """Write the settings `resolved` (YAML) to the run folder; only this user may read them if they have secrets."""
     write_atomically(run_folder / SETTINGS, resolved, private=has_secrets(parse_yaml(resolved, SETTINGS)))
 
 
 def complete_checkpoints(run_folder: Path) -> list[Path]:
-    """Return the complete checkpoints that a run saved, oldest first, without copies under other names."""
+    """Return the folders of a run's complete checkpoints, oldest first, without copies under other names."""
     steps = {path: STEP.fullmatch(path.name) for path in (run_folder / CHECKPOINTS).glob("step_*")}
     numbers = {path: int(step[1]) for path, step in steps.items() if step and (path / MANIFEST).is_file()}
     own = [path for path, number in numbers.items() if path == checkpoint_folder(run_folder, number)]
@@ -219,7 +219,7 @@ def _parse_state(tree: dict[str, Any]) -> TrainState:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that a run resumes from the one before; return its new name."""
+    """Rename a damaged checkpoint, so that the run resumes from the one before it; return the new path."""
     aside = folder.with_name(f"{folder.name}.damaged")
     shutil.rmtree(aside, ignore_errors=True)
     return folder.rename(aside)

@@ -1,6 +1,7 @@
-"""Which settings differ between a run and an attempt to resume it. Models count by their content, not their path.
+"""Find the settings that differ between a run and an attempt to resume it.
 
-RUN/inputs.json keeps the date that chat templates write, and digests of the models that the settings name.
+Paths of models are equal if the models' contents are equal. RUN/inputs.json has the digests of these models, and the
+date that chat templates insert into prompts.
 """
 
 import os
@@ -20,7 +21,7 @@ from grpo_mp.utils.reading import parse_yaml, read_json
 from grpo_mp.utils.redact import without_secrets
 
 INPUTS = "inputs.json"
-# Settings that may change at a resume: what ends a run and what it writes, where it computes, learning rate, time
+# Settings that may change at a resume: length of the run, files it writes, layout and engines, learning rate, time
 # limits, evaluation.
 CHANGEABLE = re.compile(
     r"run\.(steps|epochs|save_every|eval_every|resume|keep_checkpoints|piece_bytes|export\w*)"
@@ -30,14 +31,14 @@ CHANGEABLE = re.compile(
     r"|rollout\.dump|reward\.judge\.cache|sft\.epochs|(\w+\.)+\w+_s"
     r"|(training|critic)\.megatron_args\.(num_layers_in_\w+|pipeline_model_parallel_layout)"
 )
-# Places of files; the checkpoint has a digest of the train set.
+# Paths, which may change freely: the train data is compared by the digest in the checkpoint.
 PLACES = re.compile(r"run\.folder|data\.train(\..+\.(path|pass_rates))?")
 MODELS = re.compile(r"(model|critic)\.path|(reward|algorithm)(\.\w+)*\.folder")
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that differs at an attempt to resume a run."""
+    """A setting that differs between a run and an attempt to resume it."""
 
     name: str
     before: Any
@@ -49,7 +50,7 @@ class Change:
 
 
 def settings_changes(old: Any, new: Any, run_folder: Path) -> list[Change]:
-    """Return the settings that differ between two nested dictionaries; a missing one has its default value."""
+    """Return the differences between two nested dictionaries of settings; missing settings have default values."""
     digests = _read_inputs(run_folder).get("models", {})
     old_values, new_values = dict(_dotted(old)), dict(_dotted(new))
     root, changes = SftSettings if "sft" in new else Settings, []
@@ -63,19 +64,19 @@ def settings_changes(old: Any, new: Any, run_folder: Path) -> list[Change]:
 
 
 def describe_changes(old: Any, new: Any, run_folder: Path) -> list[str]:
-    """Return a sentence for each changed setting, without logins and keys."""
+    """Return a sentence for each changed setting, with secrets removed."""
     changes = settings_changes(without_secrets(old), without_secrets(new), run_folder)
     return [f"resume: {change.name} {_shown(change.before)} -> {_shown(change.now)}" for change in changes]
 
 
 def use_template_date(run_folder: Path) -> None:
-    """Set the date of chat templates to the date recorded in the run folder, if any."""
+    """Set the date that chat templates insert to the date recorded in the run folder, if any."""
     if day := _read_inputs(run_folder).get("date"):
         set_template_date(date.fromisoformat(day))
 
 
 def write_inputs(run_folder: Path, resolved: str) -> None:
-    """Record the date of the run, and the digests of the models that its settings name."""
+    """Write inputs.json: the date of the run, and digests of the models in its settings. Recorded values are kept."""
     before = _read_inputs(run_folder)
     digests = before.get("models", {})
     paths = {value for name, value in _dotted(parse_yaml(resolved, "settings")) if value and MODELS.fullmatch(name)}

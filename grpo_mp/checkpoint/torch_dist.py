@@ -1,7 +1,7 @@
-"""Megatron's torch_dist format without a model: a parameter's slot in it, its metadata, and writing it part by part.
+"""Write Megatron's torch_dist format part by part without a model, and find a parameter's place in it.
 
-A checkpoint is a `.metadata` of torch.distributed.checkpoint that names every chunk's file, Megatron's metadata.json
-and common.pt. Tensors are full-model tensors, so any layout reads its shards of them.
+A checkpoint has the `.metadata` of torch.distributed.checkpoint, which lists every chunk's file, and Megatron's
+metadata.json and common.pt. It stores full-model tensors, so any layout can read its shards.
 """
 
 import re
@@ -32,15 +32,15 @@ EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc\d\.weight)\d+$")
 
 @dataclass(frozen=True)
 class CheckpointSlot:
-    """Where a checkpoint has a parameter: in the tensor `key`, at (position, size) of the `stacked` leading axes."""
+    """Place of a parameter in a torch_dist checkpoint: in the tensor `key`, which may stack layers and experts."""
 
     key: str
-    stacked: tuple[tuple[int, int], ...]
+    stacked: tuple[tuple[int, int], ...]  # (position, size) on each leading axis over layers or experts
     shape: tuple[int, ...]  # of the parameter itself
-    padded: bool = False  # the vocabulary may have more rows in the checkpoint
+    padded: bool = False  # True: the checkpoint may have further rows of vocabulary padding
 
     def accepts(self, size: tuple[int, ...]) -> bool:
-        """Return whether a tensor of this size can contain the parameter."""
+        """Return whether a checkpoint tensor of shape `size` can contain the parameter."""
         expected = (*(count for _, count in self.stacked), *self.shape)
         if not self.padded:
             return size == expected
@@ -48,9 +48,10 @@ class CheckpointSlot:
 
 
 def slot_of(param: Param, config: Mapping[str, Any]) -> CheckpointSlot:
-    """Return where Megatron keeps the full parameter; `config`: the family's Megatron settings.
+    """Return the slot of a full parameter in Megatron's checkpoints. `config`: the family's Megatron settings.
 
-    Homogeneous layers are stacked into one tensor with the layer as its first axis; so are the experts of a layer.
+    Homogeneous layers are stacked into one tensor, with the layer as the first axis. The experts of a layer are
+    stacked, too.
     """
     key, stacked = param.name, []
     frequency = config.get("moe_layer_freq", 1)
@@ -66,7 +67,7 @@ def slot_of(param: Param, config: Mapping[str, Any]) -> CheckpointSlot:
 
 @dataclass(frozen=True)
 class ModelMapping:
-    """A model's parameters without aliases, and each one's slot in a torch_dist checkpoint."""
+    """A model's parameters without aliases, and their slots in a torch_dist checkpoint, by parameter name."""
 
     hf: HfConfig
     params: Mapping[str, Param]
@@ -74,7 +75,10 @@ class ModelMapping:
 
     @classmethod
     def of(cls, folder: Path, family_name: str | None = None, trains_mtp: bool = False) -> "ModelMapping":
-        """Read a folder's config.json. `trains_mtp`: the multi-token-prediction layer is part of the policy."""
+        """Return the mapping for the config.json of `folder`.
+
+        `trains_mtp`: the multi-token-prediction layer is part of the policy.
+        """
         hf = HfConfig.read(folder, family_name, trains_mtp=trains_mtp)
         family = family_of(hf)
         params = {name: param for name, param in family.params(hf).items() if not param.alias}
@@ -83,7 +87,7 @@ class ModelMapping:
 
 
 def write_part(folder: Path, tensors: Iterable[tuple[CheckpointSlot, Tensor]]) -> None:
-    """Write some tensors of a checkpoint as a folder of it, with metadata of their own."""
+    """Write some tensors of a checkpoint to a folder with its own metadata, to be merged by `merge_parts`."""
     by_key: dict[str, list[CheckpointableShardedTensor]] = defaultdict(list)
     for slot, tensor in tensors:
         by_key[slot.key].append(sharded_tensor(slot, tensor))
@@ -97,7 +101,7 @@ def write_part(folder: Path, tensors: Iterable[tuple[CheckpointSlot, Tensor]]) -
 
 
 def merge_parts(folder: Path, parts: Sequence[str]) -> None:
-    """Make the folder's parts one checkpoint: write its metadata."""
+    """Merge parts, which are subfolders of `folder`, into one checkpoint by writing its metadata."""
     merged, results = Metadata({}), []
     for part in parts:
         metadata = FileSystemReader(folder / part).read_metadata()
@@ -113,14 +117,14 @@ def merge_parts(folder: Path, parts: Sequence[str]) -> None:
 
 
 class _Writer(FileSystemWriter):
-    """Leaves out the path and the random number of a save, so that two conversions are the same bytes."""
+    """Writer without torch's path and random id in the metadata, so that two conversions are bitwise equal."""
 
     def storage_meta(self) -> StorageMeta | None:
         return None
 
 
 def sharded_tensor(slot: CheckpointSlot, tensor: Tensor) -> CheckpointableShardedTensor:
-    """Wrap a parameter for the planners of torch.distributed.checkpoint."""
+    """Return a full parameter at its slot, as the planners of torch.distributed.checkpoint need it."""
     offsets = [(axis, position, size) for axis, (position, size) in enumerate(slot.stacked)]
     data = tensor.view((1,) * len(offsets) + tuple(tensor.shape))
     return CheckpointableShardedTensor.from_sh_ten(ShardedTensor.from_rank_offsets(slot.key, data, *offsets))

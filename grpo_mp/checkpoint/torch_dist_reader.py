@@ -1,4 +1,4 @@
-"""Read a checkpoint, Megatron's torch_dist or a run's, one full parameter at a time, without a model."""
+"""Read full parameters of a torch_dist or a run's checkpoint, one at a time, without a model."""
 
 import re
 from collections import defaultdict
@@ -26,11 +26,11 @@ from grpo_mp.checkpoint.torch_dist import LAYER, CheckpointSlot, ModelMapping, s
 from grpo_mp.models.mapping import Param, unfuse
 from grpo_mp.utils.errors import UserError
 
-OPTIMIZER = "optimizer."  # keys of the optimizer in checkpoints of Megatron itself
+OPTIMIZER = "optimizer."  # prefix of optimizer keys in checkpoints that Megatron saved
 
 
 class SavedReader:
-    """Reads the weights of a run's checkpoint, which have the names of Hugging Face tensors."""
+    """Reads the weights of a run's checkpoint, which are stored as Hugging Face tensors."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = policy_folder(folder)
@@ -40,7 +40,7 @@ class SavedReader:
         return any(name.startswith(f"{WEIGHT}/model.layers.{number}.") for name in self._saved.tensors)
 
     def check_layers(self, count: int) -> None:
-        """Refuse weights of more layers than `count`, and adapters."""
+        """Refuse a checkpoint with adapters, or with more layers than `count`."""
         for name in self._saved.tensors:
             if ".lora_A." in name:
                 raise UserError(
@@ -61,7 +61,7 @@ class TorchDistReader:
     """Reads full parameters of a torch_dist checkpoint, one at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Open a checkpoint; refuse one with missing or short files."""
+        """Open a checkpoint; refuse one with missing or truncated files."""
         self.folder = folder
         if not is_torch_dist(folder):
             raise UserError(f"{folder} is not a torch_dist checkpoint ({TORCH_DIST} is missing)")
@@ -71,7 +71,7 @@ class TorchDistReader:
         except Exception as error:
             raise UserError(f"{folder / TORCH_DIST} is damaged ({type(error).__name__}): copy it again") from error
         self._reader.set_up_storage_reader(self.metadata, True)
-        ends: dict[str, int] = {}  # of the last tensor in each file
+        ends: dict[str, int] = {}  # file -> end of its last tensor [bytes]
         for info in self.metadata.storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         for name, end in ends.items():
@@ -81,7 +81,7 @@ class TorchDistReader:
         self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Return the metadata of weights by key, without the optimizer's tensors."""
+        """Return key -> metadata of the weights, without optimizer tensors."""
         return {
             key: tensor
             for key, tensor in self.metadata.state_dict_metadata.items()
@@ -103,7 +103,7 @@ class TorchDistReader:
         return unfuse(param, self.read(slot))
 
     def read(self, slot: CheckpointSlot) -> Tensor:
-        """Return the full parameter, without vocabulary padding."""
+        """Return the full parameter at a slot, without vocabulary padding."""
         metadata = self._tensor_metadata(slot)
         chunks = self._chunks_of(slot, metadata)
         shape = tuple(metadata.size) if slot.padded else slot.shape
@@ -115,7 +115,10 @@ class TorchDistReader:
         return tensor[: slot.shape[0]]
 
     def _chunks_of(self, slot: CheckpointSlot, metadata: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
-        """Return a parameter's chunks; torch would search all layers and experts of the tensor for each of them."""
+        """Return the metadata of a parameter's chunks.
+
+        torch would search the chunks of all layers and experts of the tensor for each parameter.
+        """
         if slot.key not in self._chunks:
             groups: dict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
             for chunk in metadata.chunks:
@@ -136,7 +139,7 @@ class TorchDistReader:
 
 
 class ConvertedReader:
-    """Reads full tensors, as HfReader does."""
+    """Reads the tensors of a converted (torch_dist) folder by Hugging Face name, with the interface of HfReader."""
 
     def __init__(self, folder: Path, family: str | None = None) -> None:
         self.folder = folder
@@ -148,7 +151,8 @@ class ConvertedReader:
         self.names = self.stored_names = frozenset(self._params) | frozenset(self._non_policy)
         params, slots = self._model.params, self._model.slots
         self._dtypes = {name: self._reader.hf_dtype(param, slots[name]) for name, param in params.items()}
-        self._cached_param = ""  # the tensors of a fused parameter are asked for one after the other
+        # Callers read the tensors of a fused parameter one after the other, so the last parameter is cached.
+        self._cached_param = ""
         self._cached: dict[str, Tensor] = {}
 
     def __enter__(self) -> "ConvertedReader":
@@ -165,14 +169,13 @@ class ConvertedReader:
         return self._dtypes[self._params[name].name] if name in self._params else self._non_policy[name].dtype(name)
 
     def read(self, name: str, axis: int | None = None, start: int = 0, stop: int = 0) -> Tensor:
-        """Return the full tensor, or [start, stop) along `axis`; what is no part of the policy comes dequantized."""
+        """Return the full tensor, or its slice [start, stop) along `axis`; FP8 is dequantized."""
         if name not in self._params:
             return self._non_policy[name].read(name, axis, start, stop)
         tensor = self.read_stored(name)
         return tensor if axis is None else tensor.narrow(axis, start, stop - start)
 
     def read_stored(self, name: str) -> Tensor:
-        """Return the full tensor in its stored dtype."""
         if name not in self._params:
             return self._non_policy[name].read_stored(name)
         param = self._params[name]
@@ -183,7 +186,7 @@ class ConvertedReader:
 
 
 def open_weights(folder: Path, family: str | None = None) -> HfReader | ConvertedReader:
-    """Open a Hugging Face folder or a converted one. `family`: as in `HfConfig`."""
+    """Open the weights of a Hugging Face or converted folder. `family`: model family, see `HfConfig`."""
     return ConvertedReader(folder, family) if is_converted(folder) else HfReader(folder)
 
 
@@ -193,5 +196,5 @@ def _check_layer(folder: Path, name: str, layer: re.Match[str] | None, count: in
 
 
 def open_checkpoint(folder: Path) -> SavedReader | TorchDistReader:
-    """Open a checkpoint of a run, or one in the torch_dist format."""
+    """Open a run's checkpoint or a torch_dist checkpoint."""
     return SavedReader(folder) if is_saved(folder) else TorchDistReader(folder)
