@@ -1,6 +1,7 @@
-"""Ranks: coordinates, layout rules, process groups, rendezvous and finish markers.
+"""Ranks: coordinates, layout rules, process groups, rendezvous, ports.
 
-Importing this package prepares the platform, so that Megatron may be imported by its modules on any machine.
+Importing this package prepares the platform, so that its modules can import Megatron on any machine.
+
 """
 
 from grpo_mp import platform

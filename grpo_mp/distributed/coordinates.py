@@ -1,7 +1,8 @@
-"""A rank's coordinate along every parallel dimension of the layout.
+"""Coordinates of a rank along the parallel dimensions of the layout.
 
-Megatron's order, fastest first: tensor, context, data, pipeline for dense parameters;
-expert-tensor, expert, expert-data, pipeline for experts.
+Megatron's order, fastest-varying first: tensor, context, data, pipeline for dense parameters; expert tensor, expert,
+expert data, pipeline for experts.
+
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from grpo_mp.config.sections import LayoutConfig
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Hold the coordinates of one rank; `expert_*` are those of the expert parameters."""
+    """Coordinates of one rank; `expert_*` apply to expert parameters."""
 
     tensor: int
     context: int
@@ -23,12 +24,12 @@ class RankCoordinates:
 
 
 def data_parallel_size(layout: LayoutConfig, world_size: int) -> int:
-    """Return the data-parallel size: how many replicas of the dense parameters there are."""
+    """Return the data-parallel size: the number of replicas of the dense parameters."""
     return world_size // layout.model_parallel
 
 
 def coordinates(rank: int, layout: LayoutConfig, world_size: int) -> RankCoordinates:
-    """Return the coordinates of `rank` among `world_size` ranks; the layout must have passed `check_layout`."""
+    """Return the coordinates of `rank` among `world_size` ranks. The layout must have passed `check_layout`."""
     pipeline, stage_rank = divmod(rank, world_size // layout.pipeline)
     rest, tensor = divmod(stage_rank, layout.tensor)
     expert_rest, expert_tensor = divmod(stage_rank, layout.expert_tensor)
@@ -44,5 +45,5 @@ def coordinates(rank: int, layout: LayoutConfig, world_size: int) -> RankCoordin
 
 
 def model_parallel_ranks(data: int, layout: LayoutConfig, world_size: int) -> tuple[int, ...]:
-    """Return the ranks that train on the same samples: all with data-parallel coordinate `data`."""
+    """Return the ranks of a model replica, which train on the same samples: those with data coordinate `data`."""
     return tuple(rank for rank in range(world_size) if coordinates(rank, layout, world_size).data == data)

@@ -1,4 +1,4 @@
-"""Rules that a layout must obey, each with its error message."""
+"""Rules for layouts, with their error messages, and the model dimensions they divide."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ PLACEMENT_FIELDS = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the model: a layout divides them, FLOPs, activations and caches follow from them."""
+    """Dimensions of the model, from which divisibility, FLOPs, activations and caches follow."""
 
     hidden_size: int
     vocab_size: int
@@ -34,7 +34,7 @@ class ModelShape:
     qk_head_dim: int
     v_head_dim: int
     num_kv_heads: int
-    mla_cache_dim: int  # elements of a token's latent cache in one layer; 0 without latent attention
+    mla_cache_dim: int  # elements per token and layer of the latent KV cache; 0 without MLA
     ffn_hidden_size: int
     is_moe_layer: tuple[bool, ...]  # by layer
     num_experts: int
@@ -57,7 +57,7 @@ class ModelShape:
 
 
 def model_shape(hf: HfConfig) -> ModelShape:
-    """Read the model's sizes from its family's Megatron config."""
+    """Derive the model's dimensions from its family's Megatron config."""
     config = family_of(hf).config(hf)
     mla, num_experts = config.get("multi_latent_attention", False), config.get("num_moe_experts") or 0
     qk_head_dim = config.get("kv_channels") or config["hidden_size"] // config["num_attention_heads"]
@@ -82,17 +82,17 @@ def model_shape(hf: HfConfig) -> ModelShape:
 
 
 def sets_pipeline_layout(megatron: Mapping[str, Any]) -> bool:
-    """Return whether training.megatron_args places the layers on pipeline stages itself."""
+    """Return whether training.megatron_args assigns layers to pipeline stages."""
     return not PLACEMENT_FIELDS.isdisjoint(megatron)
 
 
 def critic_layout(layout: LayoutConfig, model: ModelShape) -> LayoutConfig:
-    """Return the policy's layout for its critic, which may have no experts to divide."""
+    """Return the policy's layout adapted to its critic, without expert parallelism if the critic has no experts."""
     return layout if model.num_experts else layout.model_copy(update={"expert": 1, "expert_tensor": 1})
 
 
 def check_stages(layout: LayoutConfig, count: int) -> None:
-    """Raise UserError where a layout of so many stages is not one of this pipeline with its virtual stages."""
+    """Raise UserError unless `count` stages match layout.pipeline and layout.virtual_pipeline."""
     virtual = count // layout.pipeline
     if count != layout.pipeline * (layout.virtual_pipeline or 1):
         raise UserError(
@@ -108,7 +108,7 @@ def layout_violations(
 ) -> Iterator[str]:
     """Yield one message for each rule that the layout breaks.
 
-    `uneven_pipeline`: Megatron's own settings place the layers, so they need not divide evenly.
+    `uneven_pipeline`: Megatron's own fields assign the layers, so they need not divide evenly.
     """
     if world_size % layout.model_parallel:
         yield f"tensor x context x pipeline = {layout.model_parallel} does not divide the {world_size} ranks"
@@ -139,7 +139,7 @@ def layout_violations(
 def check_layout(
     layout: LayoutConfig, model: ModelShape, world_size: int, uneven_pipeline: bool = False, setting: str = "layout"
 ) -> None:
-    """Raise UserError naming the first broken rule, and how many ranks to start."""
+    """Raise UserError with the first broken rule and, if the world size is wrong, the number of ranks to start."""
     violation = next(layout_violations(layout, model, world_size, uneven_pipeline), None)
     if violation is None:
         return
@@ -151,15 +151,15 @@ def check_layout(
 
 
 def divisors(number: int) -> list[int]:
-    """List the divisors, the smallest first."""
+    """List the divisors of a number in ascending order."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def describe(layout: LayoutConfig) -> str:
-    """Return 'tensor=2, pipeline=1, ...', as in the settings file."""
+    """Format the layout as in the settings file: 'tensor=2, pipeline=1, ...'."""
     return ", ".join(f"{name}={value}" for name, value in layout.model_dump().items() if value is not None)
 
 
 def describe_parallelism(layout: LayoutConfig, world_size: int) -> str:
-    """Return the layout with the data parallelism that `world_size` ranks leave: 'tensor=2, ..., data=4'."""
+    """Format the layout with its data-parallel size on `world_size` ranks: 'tensor=2, ..., data=4'."""
     return f"{describe(layout)}, data={data_parallel_size(layout, world_size)}"

@@ -1,7 +1,8 @@
-"""Memory of this rank's NCCL communicators, given back to the device while engines generate.
+"""Memory of this rank's NCCL communicators, freed on the device while engines generate.
 
-NCCL suspends a communicator: it copies its buffers to the host and frees them, and keeps addresses and connections;
-those to other nodes, and NVLink SHARP's, stay. Communicators are neither ended nor made anew.
+NCCL suspends a communicator: it copies the buffers to the host and frees them, but keeps addresses and connections.
+Buffers for other nodes and for NVLink SHARP stay. Communicators are neither destroyed nor recreated.
+
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,23 +15,23 @@ from megatron.core import parallel_state
 from grpo_mp.config.sections import LayoutConfig
 from grpo_mp.distributed.communicators import PIPELINE
 
-FIRST_NCCL = (2, 29, 7)  # with ncclCommSuspend
+FIRST_NCCL = (2, 29, 7)  # first version with ncclCommSuspend
 
 
 class NcclMemory:
-    """Suspends and resumes communicators."""
+    """Suspends NCCL communicators to free device memory, and resumes them."""
 
     def __init__(self, layout: LayoutConfig) -> None:
-        """Prepare for a layout: with a virtual pipeline the communicators of stages stay as they are.
+        """Exclude the pipeline communicators if the layout has a virtual pipeline.
 
-        Stages then send pair by pair, each pair with a communicator of its own, in one group. To suspend one is to wait
-        for the other rank; torch goes through them in an order that may differ by rank.
+        Its stages send pair by pair, and each pair has a communicator in one group. Suspending a communicator waits for
+        the other rank, and torch's order of communicators within a group may differ between ranks: this could deadlock.
         """
         self._left_out = {PIPELINE} if layout.virtual_pipeline else set()
         self._suspended: list[Any] = []
 
     def move(self, onload: bool) -> None:
-        """Resume what is suspended, or suspend all communicators."""
+        """Suspend all NCCL communicators, or resume those that are suspended."""
         if onload:
             for backend in self._suspended:
                 backend.resume()
@@ -41,16 +42,16 @@ class NcclMemory:
             self._suspended.append(backend)
 
     def _backends(self) -> Iterator[Any]:
-        """Yield the groups' communicators in an order that all ranks share, so that none waits for another."""
+        """Yield the groups' NCCL backends in an order common to all ranks, so that suspending cannot deadlock."""
         for member in parallel_state._global_process_group_list or ():
             group: Any = member or dist.group.WORLD  # Megatron names the default group None
             if dist.get_backend(group) != "nccl" or group.group_desc in self._left_out:
                 continue
             backend: Any = group._get_backend(torch.device("cuda"))
-            if backend._is_initialized():  # the group was used
+            if backend._is_initialized():  # the group has a communicator
                 yield backend
 
 
 def can_suspend(version: tuple[int, ...], environment: Mapping[str, str]) -> bool:
-    """Return whether this NCCL frees the memory of communicators: a new one that is not told to allocate as before."""
+    """Return whether this NCCL version frees memory on suspend, and cuMem allocation is not disabled."""
     return version >= FIRST_NCCL and environment.get("NCCL_CUMEM_ENABLE") != "0"

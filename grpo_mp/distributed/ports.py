@@ -1,7 +1,8 @@
-"""Claims on free TCP ports that no other part of this program, and no other run on this host, will choose.
+"""Claims of free TCP ports that no other part of this program, and no other run on this host, will choose.
 
 SGLang binds its ports many seconds after they were chosen. Until then a name in the kernel's abstract socket namespace
-reserves each one: every process of the host sees it, and it goes when the process that bound it ends.
+reserves each port. Every process on the host sees this name, and it disappears when its process ends.
+
 """
 
 import os
@@ -17,15 +18,15 @@ import psutil
 from grpo_mp.utils.errors import UserError
 
 FIRST_PORT, LAST_PORT = 15000, 65535
-JOB_PORTS = "GRPO_MP_PORTS"  # "20001-20199": ports that the batch script set apart for this job
+JOB_PORTS = "GRPO_MP_PORTS"  # "20001-20199": ports that the batch script reserves for this job
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 ATTEMPTS = 2000
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # as torch reads it
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's variable
 
 
 @dataclass(frozen=True)
 class PortClaim:
-    """Consecutive ports, reserved until `release` or until this process ends."""
+    """Consecutive ports, reserved until `release` or the end of this process."""
 
     ports: range
     reservations: ExitStack
@@ -39,7 +40,7 @@ class PortClaim:
 
 
 def claim_ports(count: int = 1) -> PortClaim:
-    """Claim consecutive ports of the job's own range, else below the kernel's range for outgoing connections."""
+    """Claim `count` consecutive ports from the job's range, or else from below the kernel's ephemeral range."""
     port_range = _port_range()
     starts = range(port_range.start, port_range.stop - count + 1, count)
     for first in random.SystemRandom().sample(starts, min(ATTEMPTS, len(starts))):
@@ -53,7 +54,7 @@ def claim_ports(count: int = 1) -> PortClaim:
 
 
 def own_address() -> str:
-    """Return this node's address on the network to MASTER_ADDR, or on the one that GLOO_SOCKET_IFNAME names."""
+    """Return this node's address on the interface in GLOO_SOCKET_IFNAME, or else on the route to MASTER_ADDR."""
     if interfaces := os.environ.get(GLOO_INTERFACE):
         interface = interfaces.split(",")[0]
         addresses = {
@@ -69,9 +70,9 @@ def own_address() -> str:
         return addresses[interface]
     master = os.environ["MASTER_ADDR"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, int(os.environ["MASTER_PORT"])))  # sends nothing
+        probe.connect((master, int(os.environ["MASTER_PORT"])))  # connecting a UDP socket sends nothing
         address: str = probe.getsockname()[0]
-    return master if address.startswith("127.") else address  # the master's node may know its own name as loopback
+    return master if address.startswith("127.") else address  # a node may resolve its own name to loopback
 
 
 def _port_range() -> range:

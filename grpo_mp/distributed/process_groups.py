@@ -1,4 +1,4 @@
-"""Process groups: torch.distributed for the job, Megatron's for the layout, one per model replica."""
+"""Process groups: torch.distributed for the job, Megatron's for the layout, one gloo group per model replica."""
 
 import datetime
 import os
@@ -20,21 +20,21 @@ from grpo_mp.distributed.ports import claim_ports
 from grpo_mp.distributed.rendezvous import rendezvous
 
 Value = TypeVar("Value")
-# Of ranks that train, for which those of the engines wait in one: LOGPROB, TRAIN of policy and critic, SAVE, SYNC.
+# Phases of training ranks that engine ranks wait for in one collective: LOGPROB, TRAIN (policy, critic), SAVE, SYNC.
 WAITED_PHASES = 5
 
 
 @dataclass(frozen=True)
 class Job:
-    """All ranks of the job. Those that train come first, those that only host engines (`engine.ranks`) last.
+    """All ranks of the job: training ranks first, then ranks that only host engines (`engine.ranks`).
 
-    Either kind has torch's default group to itself, since Megatron divides a model over all ranks of it: a rank that
-    trains has the same number here and there.
+    Training and engine ranks have separate default groups in torch, because Megatron divides a model over its whole
+    default group. A training rank has one number in the job and in its default group.
     """
 
     rank: int
     world_size: int
-    engine_ranks: int  # 0: the ranks that train host the engines, too
+    engine_ranks: int  # 0: training ranks also host the engines
     group: dist.ProcessGroup  # gloo group of all ranks
     device_group: dist.ProcessGroup  # group of all ranks for tensors on the device
     store: dist.Store  # key-value store of the job
@@ -51,15 +51,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Parallel:
-    """The coordinates of a training rank, and its process groups beside those in Megatron's parallel_state."""
+    """Coordinates of a training rank, and its process groups in addition to Megatron's parallel_state."""
 
     layout: LayoutConfig
     rank: int
-    world_size: int  # ranks that train
+    world_size: int  # number of training ranks
     coords: RankCoordinates
     dp_size: int
-    replica: dist.ProcessGroup  # gloo group of the ranks that train on the same samples
-    cpu_group: dist.ProcessGroup  # gloo group of all ranks that train
+    replica: dist.ProcessGroup  # gloo group of the ranks of this model replica
+    cpu_group: dist.ProcessGroup  # gloo group of all training ranks
     job: Job
 
     @property
@@ -84,15 +84,18 @@ def megatron_sizes(layout: LayoutConfig) -> dict[str, int | None]:
 
 
 def start_parallel(layout: LayoutConfig, seed: int, timeout_s: float, name: str = "job") -> Parallel:
-    """Join the job that torchrun or srun describes, all of whose ranks train, and create all process groups.
+    """Join a job of training ranks only, described by torchrun's or srun's environment; create all process groups.
 
-    Processes that left with `stop_parallel` may join again, under another `name`.
+    After `stop_parallel` a process may join again under another `name`.
     """
     return make_parallel(join_job(timeout_s, name=name), layout, seed, timeout_s)
 
 
 def join_job(timeout_s: float, engine_ranks: int = 0, name: str = "job") -> Job:
-    """Join the job that torchrun or srun describes in the environment; its last `engine_ranks` do not train."""
+    """Join the job that torchrun's or srun's environment describes.
+
+    `engine_ranks`: number of ranks, at the end, that only host engines.
+    """
     timeout = datetime.timedelta(seconds=timeout_s)
     store, rank, world_size = rendezvous(timeout)
     store = dist.PrefixStore(name, store)
@@ -109,7 +112,7 @@ def join_job(timeout_s: float, engine_ranks: int = 0, name: str = "job") -> Job:
             device_group = _join_group(platform.backend(), store, rank=rank, world_size=world_size, timeout=long)
     else:
         group, default = dist.new_group(backend="gloo", timeout=timeout), dist.group.WORLD
-        assert default is not None  # just made
+        assert default is not None  # init_process_group made it
         device_group = default
     # NCCL connects all ranks in the first collective; the weight sync's sends involve only some of them.
     dist.all_reduce(torch.zeros(1, device=platform.device()), group=device_group)
@@ -128,10 +131,10 @@ def join_job(timeout_s: float, engine_ranks: int = 0, name: str = "job") -> Job:
 def _join_group(
     backend: str, store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta
 ) -> dist.ProcessGroup:
-    """Make a group of ranks that are not all in torch's default group, for which torch has no public function.
+    """Create a process group of ranks beyond torch's default group, as SGLang's `init_custom_process_group` does.
 
-    As `init_custom_process_group` of SGLang does. Other ranks are numbered from this one in the default group, so that
-    `dist.get_rank` of the group is right; give peers as ranks of the group (`group_dst`, `group_src`).
+    torch has no public function for this. Ranks are numbered relative to this rank's number in the default group, so
+    that `dist.get_rank(group)` is right. Address peers by their rank in the group (`group_dst`, `group_src`).
     """
     name = distributed_c10d.GroupName(f"job_{backend}")
     group, _ = distributed_c10d._new_process_group_helper(
@@ -143,7 +146,7 @@ def _join_group(
 
 
 def make_parallel(job: Job, layout: LayoutConfig, seed: int, timeout_s: float) -> Parallel:
-    """Create the process groups of a layout over the ranks that train; each of them must call this."""
+    """Create the process groups of a layout over all training ranks."""
     timeout = datetime.timedelta(seconds=timeout_s)
     parallel_state.initialize_model_parallel(
         **megatron_sizes(layout),
@@ -171,8 +174,8 @@ def make_parallel(job: Job, layout: LayoutConfig, seed: int, timeout_s: float) -
 
 
 def make_groups(groups: Iterable[Sequence[int]], timeout_s: float) -> dist.ProcessGroup | None:
-    """Make a gloo group of each of these sets of ranks and return this rank's, if any; every rank must call this."""
-    timeout = datetime.timedelta(seconds=timeout_s)  # torch's default is not the job's
+    """Create a gloo group for each set of ranks; return the group of this rank, or None."""
+    timeout = datetime.timedelta(seconds=timeout_s)  # torch would use its own default timeout
     own = None
     for ranks in groups:
         group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
@@ -181,21 +184,21 @@ def make_groups(groups: Iterable[Sequence[int]], timeout_s: float) -> dist.Proce
 
 
 def all_gather(value: Value, group: dist.ProcessGroup | None) -> list[Value]:
-    """Return the values of all ranks of a group, by rank; they are pickled."""
+    """Return the values of all ranks of a group, by rank; values are pickled."""
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def broadcast(value: Value, group: dist.ProcessGroup) -> Value:
-    """Return the value of the group's first rank; it is pickled."""
+    """Return the value of the group's first rank; the value is pickled."""
     values = [value]
     dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]
 
 
 def sum_over_context(values: torch.Tensor, parallel: Parallel) -> torch.Tensor:
-    """Sum `values` over the context-parallel group; every rank of it must call this."""
+    """Return the sum of `values` over the context-parallel group, on the device of `values`."""
     if parallel.layout.context == 1:
         return values
     total = values.to(platform.device())
@@ -204,20 +207,20 @@ def sum_over_context(values: torch.Tensor, parallel: Parallel) -> torch.Tensor:
 
 
 def replica_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the device groups of the ranks that hold the same dense weights as this one, and the same experts."""
+    """Return the device groups of ranks with this rank's dense weights, and of ranks with its experts."""
     dense: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
     experts: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
     return dense, experts
 
 
 def context_reduction(parallel: Parallel) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return `sum_over_context` bound to this job."""
+    """Return `sum_over_context` with `parallel` bound."""
     return partial(sum_over_context, parallel=parallel)
 
 
 @contextmanager
 def single_rank_environment() -> Iterator[None]:
-    """Set the environment of a job of one rank while the body runs; restore it afterwards."""
+    """Set the environment variables of a one-rank job while the `with` body runs; restore them afterwards."""
     claim = claim_ports()
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(claim.port)}
@@ -234,6 +237,6 @@ def single_rank_environment() -> Iterator[None]:
 
 
 def stop_parallel() -> None:
-    """Destroy all process groups, Megatron's too where there are any."""
+    """Destroy all process groups, including Megatron's."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of a job, and what they tell each other about failures in its store."""
+"""Rendezvous of the ranks of a job, and failure reports through its store."""
 
 import datetime
 import errno
@@ -11,16 +11,19 @@ import torch.distributed as dist
 from grpo_mp import platform
 from grpo_mp.utils.errors import UserError
 
-# Collectives that torch's flight recorder keeps on each rank: `grpo-mp doctor stuck` reads them.
+# Number of collectives that torch's flight recorder keeps on each rank, for `grpo-mp doctor stuck`.
 RECORDER_VARIABLE, RECORDED_COLLECTIVES = "TORCH_FR_BUFFER_SIZE", 1000
 LOOPBACK = "127.0.0.1"
-OWN_NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # if all ranks are on this machine
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # 'True': torchrun's agent already serves the store
-FAILURE = "ended"  # key of the store: a rank of the job has failed
+OWN_NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # used if all ranks are on this machine
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # 'True': torchrun's agent serves the store
+FAILURE = "ended"  # key in the store, set when a rank has failed
 
 
 def rendezvous(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
-    """Select this rank's device; return the job's store, this rank and the world size. One rank needs no socket."""
+    """Select this rank's device; return the job's store, this rank, and the world size.
+
+    A job of one rank uses an in-process store and opens no socket.
+    """
     os.environ.setdefault(RECORDER_VARIABLE, str(RECORDED_COLLECTIVES))
     if platform.on_cuda():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -43,7 +46,10 @@ def rendezvous(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
 
 
 def _store(host: str, timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
-    """Return what torch's `env://` does; rank 0 serves the store on the network of `host`, torch would on all."""
+    """Join the rendezvous as torch's `env://` does.
+
+    Rank 0 serves the store only on the network of `host`, whereas torch would listen on all interfaces.
+    """
     rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     listener = _listener(host, port) if rank == 0 else None
     store = dist.TCPStore(
@@ -59,11 +65,14 @@ def _store(host: str, timeout: datetime.timedelta) -> tuple[dist.Store, int, int
 
 
 def _listener(host: str, port: int) -> socket.socket | None:
-    """Listen at the address of `host`; None where other nodes may know another. Raises OSError for a taken port."""
+    """Listen at the address of `host`, or return None if other nodes may resolve `host` differently.
+
+    Raises OSError if the port is taken.
+    """
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     addresses = {str(address[0]): family for family, _, _, _, address in found}
     ((address, family), *others) = addresses.items()
-    # A node may know its own name as 127.0.1.1, and may have several addresses: torch takes one socket.
+    # A node may resolve its own name to 127.0.1.1 or to several addresses, but torch takes a single socket.
     if others or (address.startswith("127.") and address != host):
         return None
     try:
@@ -71,17 +80,17 @@ def _listener(host: str, port: int) -> socket.socket | None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise
-        return None  # other nodes reach this one by an address that it does not have itself
+        return None  # not an address of this node, e.g. behind NAT
 
 
 def has_failed(store: dist.Store) -> bool:
-    """Return whether a rank has reported its failure."""
+    """Return whether any rank has reported a failure."""
     return bool(store.check([FAILURE]))
 
 
 def is_first_failure(store: dist.Store, key: str) -> bool:
-    """Return whether this rank is the first to ask with this key, and so the one that reports its error."""
+    """Return whether this rank is the first to call with `key`, and must therefore report its error."""
     try:
         return store.add(key, 1) == 1
     except RuntimeError:
-        return True  # the store is gone: two reports are better than none
+        return True  # without the store, duplicate reports are better than none

@@ -1,4 +1,4 @@
-"""Which rank holds which shard of which parameter. Pure."""
+"""Ranks that hold each tensor-parallel part of each parameter."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -9,14 +9,14 @@ from grpo_mp.models.mapping import Param
 
 
 def tensor_part(param: Param, coords: RankCoordinates) -> int:
-    """Return which tensor-parallel part of `param` a rank holds; 0 where it is not split."""
+    """Return the index of the tensor-parallel part of `param` that a rank holds; 0 if it is replicated."""
     if param.tp_dim is None:
         return 0
     return coords.expert_tensor if param.expert is not None else coords.tensor
 
 
 def tp_size(param: Param, layout: LayoutConfig) -> int:
-    """Return into how many parts tensor parallelism splits `param`; 1 where it is replicated."""
+    """Return the number of tensor-parallel parts of `param`; 1 if it is replicated."""
     if param.tp_dim is None:
         return 1
     return layout.expert_tensor if param.expert is not None else layout.tensor
@@ -25,7 +25,10 @@ def tp_size(param: Param, layout: LayoutConfig) -> int:
 def shard_holders(
     params: Mapping[str, Param], layout: LayoutConfig, world_size: int, stage_layers: Sequence[Sequence[int]]
 ) -> dict[str, dict[int, list[int]]]:
-    """Return the ranks that hold each part of each parameter. `stage_layers`: the layers of each pipeline stage."""
+    """Return the ranks that hold each part of each parameter: name -> part -> ranks.
+
+    `stage_layers`: layers of each pipeline stage.
+    """
     stage_of = {layer: stage for stage, layers in enumerate(stage_layers) for layer in layers}
     all_coords = [coordinates(rank, layout, world_size) for rank in range(world_size)]
 
@@ -40,7 +43,7 @@ def shard_holders(
 
     holders = {}
     for name, param in params.items():
-        # What is in no layer: with a copied embedding, and the output layer, the last stage's.
+        # Outside the layers: the embedding is on the first stage; its copy, final norm and output layer on the last.
         outside = 0 if name.startswith("embedding") else layout.pipeline - 1
         stage = outside if param.layer is None else stage_of[param.layer]
         expert_rank = None if param.expert is None else param.expert * layout.expert // param.experts

@@ -1,4 +1,4 @@
-"""Llama 3, Qwen2.5 and Qwen3: grouped-query decoders that differ in biases and norms; Qwen3-MoE has experts too."""
+"""Llama 3, Qwen2.5 and Qwen3: grouped-query decoders that differ in biases and norms; and Qwen3-MoE."""
 
 from typing import Any
 
@@ -6,31 +6,31 @@ from grpo_mp.models import blocks, gqa
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
 
-NUM_EXPERTS = ("num_experts", "num_local_experts")  # its name in transformers 4, in 5
+NUM_EXPERTS = ("num_experts", "num_local_experts")  # key in transformers 4, key in transformers 5
 
 
 def llama_config(hf: HfConfig) -> dict[str, Any]:
-    """Return the Megatron settings of a Llama."""
+    """Return the Megatron settings of Llama."""
     hf.expect("attention_bias", False)
     hf.expect("mlp_bias", False)
     return gqa.dense_config(hf)
 
 
 def qwen2_config(hf: HfConfig) -> dict[str, Any]:
-    """Return the Megatron settings of a Qwen2."""
+    """Return the Megatron settings of Qwen2."""
     hf.expect("use_sliding_window", False, None)
     return gqa.dense_config(hf, bias=True)
 
 
 def qwen3_config(hf: HfConfig) -> dict[str, Any]:
-    """Return the Megatron settings of a dense Qwen3."""
+    """Return the Megatron settings of dense Qwen3."""
     hf.expect("attention_bias", False)
     hf.expect("use_sliding_window", False, None)
     return gqa.dense_config(hf, norms=True)
 
 
 def qwen3_moe_config(hf: HfConfig) -> dict[str, Any]:
-    """Return the Megatron settings of a Qwen3-MoE; without norm_topk_prob the softmax runs over all experts."""
+    """Return the Megatron settings of Qwen3-MoE. Without norm_topk_prob the softmax runs over all experts."""
     moe = _qwen3_moe_layers(hf)
     return (
         qwen3_config(hf)
@@ -44,7 +44,7 @@ def qwen3_moe_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def qwen3_moe_rules(hf: HfConfig) -> list[Rule]:
-    """Return the parameter mapping of a Qwen3-MoE."""
+    """Return the mapping rules of Qwen3-MoE."""
     layers = range(hf.int("num_hidden_layers"))
     moe = _qwen3_moe_layers(hf)
     return [

@@ -1,7 +1,8 @@
-"""The parameter mapping of low-rank adapters: one A and one B for each Hugging Face module, as peft has them. Pure.
+"""Parameter mapping of LoRA adapters: matrices A and B for each Hugging Face module, as in peft.
 
-Megatron computes several of these modules as one (`linear_qkv`, `linear_fc1`): it then has several adapters, each of a
-part of its rows. So adapters, their gradients and their updates are those that peft would have.
+Megatron fuses several of these modules into one (`linear_qkv`, `linear_fc1`). A fused module then has one adapter per
+Hugging Face module, each for a part of its output rows, so that gradients and updates equal peft's.
+
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ A, B = "lora_A", "lora_B"  # peft's names
 
 @dataclass(frozen=True)
 class Adapter:
-    """Of one Hugging Face module. `part`: which of its Megatron parameter's modules that is."""
+    """LoRA adapter of one Hugging Face module. `part`: index of the module within the fused Megatron parameter."""
 
     part: int
     a: Param
@@ -23,7 +24,10 @@ class Adapter:
 
 
 def adapters_of(param: Param, rank: int, targets: Sequence[str] | None) -> tuple[Adapter, ...]:
-    """Return the adapters of a Megatron parameter; `targets`: names of modules or their ends, None: all projections."""
+    """Return the adapters of a Megatron parameter.
+
+    `targets`: module names or suffixes of them; None: all projections.
+    """
     if not param.is_projection or param.layer is None:
         return ()
     modules = enumerate(map(_module, param.hf))
@@ -33,20 +37,23 @@ def adapters_of(param: Param, rank: int, targets: Sequence[str] | None) -> tuple
 
 
 def adapter_params(params: Mapping[str, Param], rank: int, targets: Sequence[str] | None) -> dict[str, Param]:
-    """Return the parameters of all adapters of a model by their names."""
+    """Return the parameters of all adapters of a model by name."""
     adapters = (adapter for param in params.values() for adapter in adapters_of(param, rank, targets))
     return {param.name: param for adapter in adapters for param in (adapter.a, adapter.b)}
 
 
 def expert_projections(params: Iterable[Param]) -> frozenset[str]:
-    """Return the last names of the projections of a model's routed experts, such as up_proj; none of a dense model."""
+    """Return the last name components, such as "up_proj", of routed experts' projections; empty for dense models."""
     return frozenset(_leaf(_module(name)) for param in params if param.experts for name in param.hf)
 
 
 def check_adapters(
     params: Mapping[str, Param], targets: Sequence[str] | None, tensor: int, expert: int, expert_tensor: int
 ) -> None:
-    """Raise UserError where the targets are none of the model's, or are of experts alone that ranks divide."""
+    """Raise UserError for targets that do not exist, or that Megatron's optimizer cannot train.
+
+    It cannot train adapters of experts alone if expert parallelism divides them differently from dense layers.
+    """
     check_targets(params.values(), targets)
     is_divided = expert > 1 or expert_tensor != tensor
     if is_divided and all(param.experts for param in params.values() if adapters_of(param, 1, targets)):
@@ -57,7 +64,7 @@ def check_adapters(
 
 
 def check_targets(params: Collection[Param], targets: Sequence[str] | None) -> None:
-    """Raise UserError where a target is the name of no projection, or of what peft does not load by itself."""
+    """Raise UserError for a target that names no projection, or expert projections that peft cannot load separately."""
     if targets is None:
         return
     modules = {

@@ -1,7 +1,8 @@
-"""The parameter mapping: how each Megatron parameter relates to Hugging Face tensors, as data.
+"""Parameter mapping: the relation of each Megatron parameter to Hugging Face tensors, as data.
 
-A family states `Rule`s once; `expand` turns them into one `Param` per Megatron parameter of the full model.
-Loading, export and weight sync use the same rules. Nothing here touches files, ranks or Megatron.
+A family lists `Rule`s; `expand` turns them into one `Param` per Megatron parameter of the full model. Loading, export
+and weight sync use the same rules. This module knows neither files nor ranks, and does not import Megatron.
+
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -19,20 +20,20 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of a family's mapping. `{layer}` and `{expert}` in the names are filled in by `expand`."""
+    """One rule of a family's mapping. `expand` replaces `{layer}` and `{expert}` in its names."""
 
-    name: str  # Megatron's
-    hf: tuple[str, ...]
-    shapes: tuple[Shape, ...]  # of the Hugging Face tensors
+    name: str  # Megatron name
+    hf: tuple[str, ...]  # Hugging Face names
+    shapes: tuple[Shape, ...]  # full shapes of the Hugging Face tensors
     fuse: Fuse = "none"
-    tp_dim: int | None = None  # dimension that tensor parallelism divides; None: every rank has the full tensor
+    tp_dim: int | None = None  # dimension divided by tensor parallelism; None: replicated
     layers: Sequence[int] | None = None
     experts: int = 0
-    head_dim: int = 0  # for qkv
-    vocabulary: bool = False  # dimension 0 is padded until tensor parallelism divides it
-    keep_float32: bool = False  # must not be cast (the router's expert bias)
-    load_group: str = ""  # parameters of a layer that engines fuse while they load them: sent in one request
-    alias: bool = False  # a second Megatron copy of tensors that another rule owns: loaded, never sent or saved
+    head_dim: int = 0  # with fuse=qkv
+    vocabulary: bool = False  # dimension 0 is padded to a multiple of the tensor-parallel size
+    keep_float32: bool = False  # not cast to model.dtype (the router's expert bias)
+    load_group: str = ""  # parameters of a layer with equal load_group are sent to engines in one request
+    alias: bool = False  # second Megatron copy of tensors of another rule: loaded, but not sent or saved
 
     @property
     def applies_to_no_layer(self) -> bool:
@@ -46,15 +47,17 @@ class Rule:
 
 @dataclass(frozen=True)
 class Param(Rule):
-    """One Megatron parameter (or buffer) of the full model: a rule, filled in for one layer and expert."""
+    """A Megatron parameter or buffer of the full model: a rule with layer and expert filled in."""
 
     layer: int | None = None
     expert: int | None = None
 
     @property
     def is_projection(self) -> bool:
-        """Return whether FP8 releases quantize it: matrices but for the embedding, the output layer and the router,
-        and the projection of a multi-token-prediction layer.
+        """Return whether FP8 releases quantize the parameter.
+
+        They quantize all matrices except embedding, output layer, routers, and the input projection of a
+        multi-token-prediction layer.
         """
         unquantized = ("router.weight", "eh_proj.weight")
         return len(self.shapes[0]) == 2 and not self.vocabulary and not self.name.endswith(unquantized)
@@ -64,7 +67,10 @@ class Param(Rule):
         return sum(prod(shape) for shape in self.shapes)
 
     def shard_shape(self, shape: Shape, tp_size: int) -> Shape:
-        """Return one tensor-parallel rank's shape of a Hugging Face tensor. Raises ValueError if it does not divide."""
+        """Return the shape of a Hugging Face tensor's shard on one tensor-parallel rank.
+
+        Raises ValueError if `tp_size` does not divide the tensor.
+        """
         if self.tp_dim is None:
             return shape
         size = shape[self.tp_dim]
@@ -78,7 +84,7 @@ class Param(Rule):
 
 
 def expand(rules: Iterable[Rule]) -> dict[str, Param]:
-    """Expand rules to one `Param` per Megatron name. Raises ValueError where two rules make the same name."""
+    """Expand rules to one `Param` per Megatron name. Raises ValueError if two rules make one name."""
     params: dict[str, Param] = {}
     for rule in rules:
         for layer in rule.layers if rule.layers is not None else (None,):
@@ -91,12 +97,12 @@ def expand(rules: Iterable[Rule]) -> dict[str, Param]:
 
 
 def fuse(param: Param, shards: "Sequence[torch.Tensor]") -> "torch.Tensor":
-    """Fuse one tensor-parallel rank's Hugging Face shards into its Megatron shard.
+    """Fuse the Hugging Face shards of one tensor-parallel rank into its Megatron shard.
 
-    qkv: rows are ordered by query group, [queries of the group, its key, its value], so that tensor parallelism divides
-    groups; gate_up: gate rows, then up rows.
+    gate_up: gate rows, then up rows. qkv: rows are ordered by query group, [queries of the group, its key, its value],
+    so that tensor parallelism divides whole groups.
     """
-    import torch  # slow to import, and settings check the names of families
+    import torch  # imported here because torch is slow, and validating settings imports this module
 
     if param.fuse == "none":
         return shards[0]
@@ -108,7 +114,7 @@ def fuse(param: Param, shards: "Sequence[torch.Tensor]") -> "torch.Tensor":
 
 
 def unfuse(param: Param, shard: "torch.Tensor") -> "tuple[torch.Tensor, ...]":
-    """Invert `fuse`: split a Megatron shard into the shards of its Hugging Face tensors."""
+    """Split a Megatron shard into the shards of its Hugging Face tensors, the inverse of `fuse`."""
     if param.fuse == "none":
         return (shard,)
     if param.fuse == "gate_up":
@@ -123,7 +129,7 @@ def unfuse(param: Param, shard: "torch.Tensor") -> "tuple[torch.Tensor, ...]":
 
 
 def join(param: Param, shards: "Sequence[Sequence[torch.Tensor]]") -> "tuple[torch.Tensor, ...]":
-    """Join unfused shards, by tensor-parallel rank, into full Hugging Face tensors without padding."""
+    """Concatenate unfused shards, given by tensor-parallel rank, to full Hugging Face tensors without padding."""
     import torch
 
     tensors = []
@@ -135,7 +141,10 @@ def join(param: Param, shards: "Sequence[Sequence[torch.Tensor]]") -> "tuple[tor
 
 
 def split_by_bytes(sizes: Mapping[Name, int], max_bytes: int) -> list[tuple[tuple[Name, ...], int]]:
-    """Split names, in order, into groups of at most `max_bytes` or one name. Returns names and bytes of each."""
+    """Split names, in order, into groups of at most `max_bytes`, or of a single larger name.
+
+    Return the names and the total bytes of each group.
+    """
     groups: list[list[Name]] = []
     totals: list[int] = []
     for name, size in sizes.items():
@@ -148,7 +157,7 @@ def split_by_bytes(sizes: Mapping[Name, int], max_bytes: int) -> list[tuple[tupl
 
 
 def shard_range(param: Param, shape: Shape, tp_size: int, tp_rank: int) -> tuple[int, int]:
-    """Return the [start, stop) of a Hugging Face tensor along `param.tp_dim` that a tensor-parallel rank has."""
+    """Return the range [start, stop) along `param.tp_dim` of a rank's shard of a Hugging Face tensor."""
     assert param.tp_dim is not None
     size = param.shard_shape(shape, tp_size)[param.tp_dim]
     start = tp_rank * size

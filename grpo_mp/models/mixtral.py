@@ -1,4 +1,4 @@
-"""Mixtral: grouped-query attention, and in every layer experts, none of them shared."""
+"""Mixtral: grouped-query attention, and routed experts in every layer, without shared experts."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,12 +8,15 @@ from grpo_mp.models.blocks import ExpertNames
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Rule
 
-DEFAULT_ROPE_THETA = 1e6  # transformers' for a Mixtral whose file leaves it out
+DEFAULT_ROPE_THETA = 1e6  # transformers' default for Mixtral
 NAMES = ExpertNames(moe_block="block_sparse_moe.", gate="w1", up="w3", down="w2")
 
 
 def config(hf: HfConfig) -> dict[str, Any]:
-    """Return the Megatron settings; the softmax over the chosen experts is Mixtral's normalized softmax over all."""
+    """Return the Megatron settings of Mixtral.
+
+    Softmax over the chosen experts equals Mixtral's softmax over all experts, normalized over the chosen ones.
+    """
     hf.expect("hidden_act", "silu")
     hf.expect("sliding_window", None)
     return (
@@ -25,7 +28,7 @@ def config(hf: HfConfig) -> dict[str, Any]:
 
 
 def rules(hf: HfConfig) -> list[Rule]:
-    """Return the parameter mapping, by the names of published checkpoints."""
+    """Return the mapping rules of Mixtral, with the names of published checkpoints."""
     layers = range(hf.int("num_hidden_layers"))
     experts = blocks.experts(
         hf, layers, num_experts=hf.int("num_local_experts"), width=hf.int("intermediate_size"), names=NAMES

@@ -1,8 +1,9 @@
-"""The multi-token-prediction layer: behind the decoder's last, it predicts the token after the next one.
+"""Multi-token-prediction layer: after the last decoder layer, it predicts the token after the next one.
 
-DeepSeek-V3, arXiv 2412.19437, 2.2: a projection of the normed hidden state beside the normed embedding of the next
-token, a decoder layer, a norm, and the model's own embedding and output layer. In Hugging Face files it is the layer
-after the last; here it has that number, too.
+DeepSeek-V3 (arXiv 2412.19437, section 2.2): a projection of [normed embedding of the next token, normed hidden state],
+a decoder layer, a norm, and the model's own embedding and output layer. Its layer number is `num_hidden_layers`, in
+Hugging Face files and here.
+
 """
 
 from collections.abc import Mapping
@@ -12,14 +13,15 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule
 
 COPIED_EMBEDDING = "mtp.embedding.word_embeddings.weight"
-# Tensors of its own that files have, and that are the model's: by the name of the model's.
+# Hugging Face files store copies of the model's embedding and output layer: model's name -> name in the layer.
 COPIES = {"model.embed_tokens.weight": "embed_tokens.weight", "lm_head.weight": "shared_head.head.weight"}
 
 
 def rules(hf: HfConfig) -> list[Rule]:
-    """Map what the layer has beside a decoder layer, which the family's rules map with the decoder's; [] untrained.
+    """Map the layer's norms and projection; [] if the layer is not trained.
 
-    With pipeline parallelism the last stage keeps a copy of the embedding, as of a tied output layer.
+    The family's own rules map the decoder layer inside it. With pipeline parallelism the last stage keeps a copy of the
+    embedding, as for a tied output layer.
     """
     if not hf.trains_mtp:
         return []
@@ -49,16 +51,16 @@ def rules(hf: HfConfig) -> list[Rule]:
 
 
 def is_of_mtp(param: Param, hf: HfConfig) -> bool:
-    """Return whether a parameter is one of the layer, or its copy of the embedding."""
+    """Return whether a parameter belongs to the layer, or is its copy of the embedding."""
     return param.name == COPIED_EMBEDDING or (param.layer is not None and param.layer >= hf.int("num_hidden_layers"))
 
 
 def engine_params(params: Mapping[str, Param], hf: HfConfig, drafts: bool) -> dict[str, Param]:
-    """Return the parameters that engines hold: those of the layer where they draft with it."""
+    """Return the parameters that engines hold. `drafts`: the engines draft with the layer and hold it too."""
     return {name: param for name, param in params.items() if drafts or not is_of_mtp(param, hf)}
 
 
 def copied_names(hf: HfConfig) -> dict[str, str]:
-    """Return, by the name of a tensor of the model, that of its copy in the files of a layer that is trained."""
+    """Map names of the model's tensors to the names of their copies in a trained layer; empty without such a layer."""
     layer = HF_LAYER.format(layer=hf.int("num_hidden_layers"))
     return {name: layer + copy for name, copy in COPIES.items()} if hf.trains_mtp else {}

@@ -9,7 +9,7 @@ from grpo_mp.models.mapping import Rule
 
 
 def config(hf: HfConfig) -> dict[str, Any]:
-    """Return the Megatron settings of the layers' MLPs; each family adds its routing."""
+    """Return the Megatron settings of the MLPs, without the routing, which each family adds."""
     dense = hf.int("first_k_dense_replace")
     return blocks.moe_config(hf, hf.int("n_routed_experts"), hf.int("moe_intermediate_size")) | {
         "ffn_hidden_size": hf.int("intermediate_size"),
@@ -20,7 +20,7 @@ def config(hf: HfConfig) -> dict[str, Any]:
 
 
 def sigmoid_routing(hf: HfConfig) -> dict[str, Any]:
-    """Return the settings of normalized sigmoid scores; a bias that is no part of them chooses the experts."""
+    """Return the settings of sigmoid routing: the expert bias affects which experts are chosen, not their weights."""
     hf.expect("norm_topk_prob", True)
     if hf.int("num_experts_per_tok") == 1:
         raise hf.error("num_experts_per_tok=1 is not supported: Megatron does not normalize the score of one expert")
@@ -32,7 +32,7 @@ def sigmoid_routing(hf: HfConfig) -> dict[str, Any]:
 
 
 def group_limit(hf: HfConfig) -> dict[str, Any]:
-    """Return the settings of group-limited routing: experts come from the `topk_group` highest-ranked groups."""
+    """Return the settings of group-limited routing: experts are chosen from the `topk_group` best groups."""
     num_groups, topk_group = hf.get("n_group") or 1, hf.get("topk_group") or 1
     if num_groups == topk_group:
         return {}
@@ -40,7 +40,7 @@ def group_limit(hf: HfConfig) -> dict[str, Any]:
 
 
 def rules(hf: HfConfig) -> list[Rule]:
-    """Return the parameter mapping of the layers' MLPs."""
+    """Return the mapping rules of the MLPs: dense, routed experts, shared experts."""
     dense, moe = range(hf.int("first_k_dense_replace")), _moe_layers(hf)
     width = hf.int("moe_intermediate_size")
     return [
@@ -51,7 +51,7 @@ def rules(hf: HfConfig) -> list[Rule]:
 
 
 def bias_rule(hf: HfConfig) -> Rule:
-    """Map the bias of sigmoid routing."""
+    """Map the expert bias of sigmoid routing."""
     return Rule(
         MCORE_LAYER + "mlp.router.expert_bias",
         (HF_LAYER + "mlp.gate.e_score_correction_bias",),

@@ -1,4 +1,4 @@
-"""Read a model folder's tokenizer, and compare it with what the folder's own file gives."""
+"""Loads a model folder's tokenizer, and verifies it against the folder's tokenizer.json."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -16,8 +16,8 @@ from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.reading import check_regular, read_json, shorten
 
 LOGGER = logging.getLogger(__name__)
-# Texts that tell splitters apart: runs of blanks, line breaks, capitals inside words, contractions, digits, code,
-# scripts without blanks, combined characters.
+# Texts on which pre-tokenizers differ: runs of spaces, line breaks, capitals inside words, contractions, digits, code,
+# scripts without spaces, combining characters.
 PROBES = (
     "How many apples does she have? 12.",
     "  two  three   four    blanks\n\n\nlines\r\n\ttabs\t\tand a blank at the end ",
@@ -32,16 +32,16 @@ PROBES = (
 
 @dataclass(frozen=True)
 class Reference:
-    """What a folder's own file makes of a text."""
+    """Expected encoding and decoding, from the folder's tokenizer.json. `texts`: the texts to compare."""
 
     file: Path
-    texts: tuple[str, ...]  # to be compared
+    texts: tuple[str, ...]
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
 
 
 def read_tokenizer(folder: Path, hf: HfConfig, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Read the tokenizer of a policy's folder."""
+    """Load the tokenizer of a policy's folder; raise an error if it has more tokens than `vocab_size`."""
     tokenizer, vocabulary = load_tokenizer(folder, trust_remote_code), hf.int("vocab_size")
     used = (number for token, number in tokenizer.get_vocab().items() if "reserved" not in token)
     tokens = max(used, default=-1) + 1
@@ -54,10 +54,10 @@ def read_tokenizer(folder: Path, hf: HfConfig, trust_remote_code: bool = False) 
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load a folder's tokenizer so that it gives the ids and texts of the folder's own file.
+    """Load a folder's tokenizer so that it encodes and decodes as the folder's tokenizer.json does.
 
-    transformers may replace a file's splitter by that of a class; the file's own is then loaded in place of the class.
-    Python code of the folder runs only with `trust_remote_code`, and only where the folder has no tokenizer.json.
+    transformers may use the pre-tokenizer of a model class instead of the file's; the plain fast tokenizer is then
+    loaded. Python code of the folder runs only with `trust_remote_code`, and only if the folder has no tokenizer.json.
     """
     try:
         if (file := folder / "tokenizer.json").is_file():
@@ -73,12 +73,12 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
         return _checked(_load(AutoTokenizer, folder), None)
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # libraries and trusted code raise of every kind
+    except (Exception, SystemExit) as error:  # libraries and trusted code raise exceptions of any type
         raise UserError(f"{folder}: the tokenizer cannot be read ({one_line(error, 200)})") from error
 
 
 def text_difference(tokenizer: Any, reference: Reference | None) -> str:
-    """Describe the first text that a tokenizer reads or writes otherwise than its file; "" if none."""
+    """Describe the first text that a tokenizer encodes or decodes differently from `reference`; "" if none."""
     if reference is None:
         text = PROBES[0]
         back = str(tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])).strip()
@@ -102,7 +102,7 @@ def _first_equal(folder: Path, reference: Reference) -> PreTrainedTokenizerBase:
 
 def _load(cls: Any, folder: Path) -> Any:
     tokenizer = cls.from_pretrained(str(folder), trust_remote_code=False, clean_up_tokenization_spaces=False)
-    tokenizer.init_kwargs.pop("auto_map", None)  # a copy would name code that it does not have
+    tokenizer.init_kwargs.pop("auto_map", None)  # a saved copy would refer to code that it lacks
     return tokenizer
 
 

@@ -1,4 +1,4 @@
-"""Models with a head of one value: a critic's, which is that of a policy's family, and those of reward models."""
+"""Models with a scalar value head: critics, which are of a policy's family, and reward models."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -8,14 +8,14 @@ from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.models.mapping import Param, Rule, Shape, expand
 from grpo_mp.utils.errors import UserError
 
-VALUE_HEAD = "output_layer.weight"  # Megatron's name
-STORED_HEAD = "score.weight"  # that of transformers' models for sequence classification, as reward models are
-OTHER_HEADS = ("v_head.", "value_head.", "score.")  # of TRL's language models with a value, of heads with two layers
+VALUE_HEAD = "output_layer.weight"  # Megatron name
+STORED_HEAD = "score.weight"  # name in transformers' sequence classification models, such as reward models
+OTHER_HEADS = ("v_head.", "value_head.", "score.")  # TRL's models with a value head; two-layer heads
 CLASSIFIER = "ForSequenceClassification"
 
 
 def classifier_name(hf: HfConfig) -> str | None:
-    """Return the architecture by which a folder's config.json says that it has a head; None: a language model."""
+    """Return the sequence classification architecture in config.json, or None for a language model."""
     return next((str(name) for name in hf.get("architectures") or [] if CLASSIFIER in str(name)), None)
 
 
@@ -27,7 +27,7 @@ def check_head(
     architecture: str | None,
     remedy: str,
 ) -> None:
-    """Refuse weights that lack a part of the head `head`, or whose head has several values."""
+    """Raise an error if weights lack a tensor of `head`, or if its shape shows more than one value."""
     for name, shape in head.items():
         if name not in names:  # lost or renamed
             raise UserError(
@@ -42,18 +42,18 @@ def check_head(
 
 
 def critic_config(hf: HfConfig) -> HfConfig:
-    """Return the config of the critic in a policy's or reward model's folder: untied, without tokens ahead."""
+    """Return a critic's config from its policy's or reward model's config: untied, without multi-token prediction."""
     names = [str(name).replace(CLASSIFIER, "ForCausalLM") for name in hf.get("architectures") or []]
     values = hf.values | {"tie_word_embeddings": False, "architectures": names}
     return replace(hf, values=values, trains_mtp=False)
 
 
 def critic_rules(hf: HfConfig) -> list[Rule]:
-    """Return the mapping's rules for a critic; `hf`: of `critic_config`."""
+    """Return the mapping rules of a critic. `hf`: from `critic_config`."""
     head = Rule(VALUE_HEAD, (STORED_HEAD,), ((1, hf.int("hidden_size")),))
     return [head if rule.name == VALUE_HEAD else rule for rule in family_of(hf).rules(hf)]
 
 
 def critic_params(hf: HfConfig) -> dict[str, Param]:
-    """Return every Megatron parameter of a critic by its name; `hf`: of `critic_config`."""
+    """Return the Megatron parameters of a critic by name. `hf`: from `critic_config`."""
     return expand(critic_rules(hf))
