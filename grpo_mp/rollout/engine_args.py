@@ -1,4 +1,4 @@
-"""SGLang server arguments and environment of an engine."""
+"""SGLang server arguments and environment variables of an engine."""
 
 import ast
 import json
@@ -20,12 +20,12 @@ from grpo_mp.rollout.shared_memory import LOADER
 from grpo_mp.utils.errors import UserError, did_you_mean
 from grpo_mp.utils.files import ENGINE_SCRATCH
 
-ENGINE_SITE = Path(__file__).parents[1] / "platform" / "engine_site"  # first on the path of a CPU engine
-DP_ATTENTION_PORTS = 14  # data-parallel attention takes the rendezvous port, the six behind it, and the thirteenth
+ENGINE_SITE = Path(__file__).parents[1] / "platform" / "engine_site"  # first on the PYTHONPATH of a CPU engine
+DP_ATTENTION_PORTS = 14  # data-parallel attention uses the rendezvous port p, p + 1 to p + 6, and p + 13
 FP32_HEAD = "enable_fp32_lm_head"
-CONTEXT_SLACK_TOKENS = 8  # SGLang keeps a few positions of the context for itself
+CONTEXT_SLACK_TOKENS = 8  # SGLang reserves a few positions of the context
 
-# Arguments that the run sets itself, with the setting to use instead, if any.
+# Arguments that users cannot set, with the setting to use instead, if any.
 RESERVED = {
     "tp_size": "engine.gpus_per_engine",
     "model_path": "model.path",
@@ -66,34 +66,34 @@ CPU_DEFAULTS: dict[str, Any] = {
     "max_running_requests": 128,
 }
 
-# The memory saver gives back the memory of decode graphs and refuses breakable ones, SGLang's default for prefill.
+# The memory saver can free the memory of decode graphs, but rejects breakable graphs, SGLang's default for prefill.
 CUDA_DEFAULTS: dict[str, Any] = {"cuda_graph_backend_prefill": "disabled"}
 
 CUDA_ENVIRONMENT = {
-    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",  # or the memory of captured graphs is never given back
-    # A miscount of cache slots only warns: an error would end the engine, and every weight sync empties the cache.
+    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",  # otherwise the memory of captured graphs is never freed
+    # Only warn about miscounted cache slots: an error would end the engine, and every weight sync empties the cache.
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false",
-    # NVSHMEM, which DeepEP is built on, would else use NCCL for collectives of its own.
+    # Otherwise NVSHMEM, which DeepEP is built on, would use NCCL for its own collectives.
     "NVSHMEM_DISABLE_NCCL": "1",
-    # An engine that starts again shares its GPUs with the trainer, which does not use the same memory on each.
+    # A restarting engine shares its GPUs with the trainer, whose memory use differs between GPUs.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
 }
-# A user's own values have precedence over these. By default DeepGEMM compiles for every batch size of up to 16,384
-# tokens inside the first requests, for 10 to 20 minutes, longer than a request may take.
+# The user's environment overrides these. By default DeepGEMM compiles kernels for every batch size up to 16,384 tokens
+# during the first requests, which takes 10 to 20 minutes and exceeds the time limit of requests.
 CUDA_ENVIRONMENT_DEFAULTS = {
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false",
     "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "true",
 }
-GRAPH_REQUESTS = 256  # SGLang captures decode graphs of at least as many requests
-UNSET_VARIABLES = {"DISABLE_OPENAPI_DOC"}  # the probe asks for the server's own description
-# What torchrun and Slurm tell a rank; SGLang would take its own process group for the trainer's.
+GRAPH_REQUESTS = 256  # by default SGLang captures decode graphs up to at least this batch size
+UNSET_VARIABLES = {"DISABLE_OPENAPI_DOC"}  # the server must serve its OpenAPI description, which probes read
+# Variables of torchrun and Slurm, with which SGLang would join the trainer's process group in place of its own.
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 LAUNCHER_PREFIXES = ("LOCAL_RANK", "LOCAL_WORLD_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-# With these SGLang takes another model class than the one that config.json names, or one more.
+# Arguments with which SGLang loads a model class other than, or in addition to, the class in config.json.
 MODEL_CLASS_ARGUMENTS = {"speculative_algorithm", "model_impl", "json_model_override_args"}
 
-# Of SGLang 0.5.23: those whose kernels do not depend on the batch, and those that keep that with a cached prefix or
-# with latent attention.
+# Attention backends of SGLang 0.5.23 whose results do not depend on the batch, and the subset for which this also holds
+# with a cached prefix or with latent attention.
 INVARIANT = ("fa3", "fa4", "flashinfer", "triton")
 INVARIANT_WITH_CACHE = ("fa3", "fa4", "triton")
 BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
@@ -101,38 +101,39 @@ BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Specification of an engine process. `node_rank` 0 is the engine host."""
+    """Specification of an engine process. The process with `node_rank` 0 is the engine host."""
 
     index: int
-    rank: int  # the rank that starts this process, for errors
+    rank: int  # rank that starts the process, for error messages
     model: Path
     dtype: str  # float32 or bfloat16
     context_tokens: int  # prompt and response together
     seed: int = 0
     gpus: int = 1
     cpu: bool = False
-    save_tokenizer: Callable[[str], Any] | None = None  # into a folder, for stop strings; None: the engine has none
-    first_gpu: int = 0  # device number on this node
+    save_tokenizer: Callable[[str], Any] | None = None  # saves it to a folder; None: an engine without a tokenizer
+    first_gpu: int = 0  # device index on this node
     nodes: int = 1
     node_rank: int = 0
     threads: int = 1  # CPU threads of each process of the engine
-    trust_remote_code: bool = False  # of the model's folder
-    dummy_weights: bool = False  # the engine reads no weights: the first weight sync sends them all
-    args: Mapping[str, Any] = field(default_factory=dict)  # the user's engine.args
+    trust_remote_code: bool = False  # run Python code of the model's folder
+    dummy_weights: bool = False  # read no weights from the folder, since the first weight sync sends all weights
+    args: Mapping[str, Any] = field(default_factory=dict)  # the user's engine.args, merged with the run's arguments
 
 
 def ports_needed(spec: EngineSpec) -> int:
-    """Return the number of consecutive ports of an engine: the server's first."""
+    """Return the number of consecutive ports that an engine needs; the first is the HTTP server's."""
     return 1 + (DP_ATTENTION_PORTS if _needs_rendezvous(spec) else 1)
 
 
 def cuda_defaults(args: Mapping[str, Any], in_flight: int, request_timeout_s: float) -> dict[str, Any]:
     """Return default arguments of engines on GPUs, which the user's `args` override.
 
-    SGLang's watchdog would end an engine after 300 s of a forward pass, which a first compilation or a pause exceeds.
-    Decode graphs for more requests than `in_flight` would cost memory and minutes at each start.
+    `in_flight`: number of concurrent requests. SGLang's watchdog would kill an engine after a forward pass of 300 s,
+    which a first compilation or a pause exceeds. Decode graphs for more than `in_flight` requests would cost memory,
+    and minutes at each start.
     """
-    # Replicas are loaded unevenly, and a batch above the bound decodes without a graph.
+    # The factor 1.5 allows for uneven load of the replicas; a batch above the bound decodes without a graph.
     graph_requests = ceil(1.5 * in_flight / attention_replicas(args))
     bound = {"cuda_graph_max_bs_decode": graph_requests} if graph_requests < GRAPH_REQUESTS else {}
     return {"watchdog_timeout": request_timeout_s, **bound}
@@ -141,19 +142,19 @@ def cuda_defaults(args: Mapping[str, Any], in_flight: int, request_timeout_s: fl
 def engine_arguments(
     spec: EngineSpec, port: int, served_model_name: str, api_key: str, dist_init_addr: str | None = None
 ) -> dict[str, Any]:
-    """Return every ServerArgs value that differs from SGLang's default.
+    """Return the ServerArgs that differ from SGLang's defaults.
 
-    `port`: the first of the `ports_needed`; `dist_init_addr`: rendezvous (host:port) of a multi-node engine.
+    `port`: the first of the `ports_needed` ports; `dist_init_addr`: rendezvous (host:port) of a multi-node engine.
     """
     if dist_init_addr is None and _needs_rendezvous(spec):
         dist_init_addr = f"127.0.0.1:{port + 1}"  # SGLang's own choice may be outside the job's port range
     context_tokens = spec.context_tokens + CONTEXT_SLACK_TOKENS
-    # SGLang would size the cache by the host's memory, where the trainer and other engines live too.
+    # By default SGLang sizes the CPU cache by the host's memory, which the trainer and other engines also use.
     running_requests = int(spec.args.get("max_running_requests", CPU_DEFAULTS["max_running_requests"]))
     cpu_defaults = {**CPU_DEFAULTS, "max_total_tokens": running_requests * context_tokens}
-    # The trainer computes on the same cores while the engine waits. With attention in replicas every replica's first
-    # process sleeps up to a second on a socket of its own, and control requests, of which a weight sync sends
-    # hundreds, arrive at the first replica's alone: the others would join each of them late.
+    # An idle engine leaves the cores to the trainer. Not with data-parallel attention: each replica's first process
+    # sleeps up to a second on its own socket, but control requests, of which a weight sync sends hundreds, arrive only
+    # at the first replica, so the other replicas would join each request late.
     sleep_on_idle = attention_replicas(spec.args) == 1
     owned = {
         "model_path": str(spec.model),
@@ -186,9 +187,9 @@ def engine_arguments(
 def engine_environment(
     spec: EngineSpec, arguments: Mapping[str, Any], scratch: str, parent: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the engine's environment, from `parent` without the launcher's variables.
+    """Return the environment variables of the engine: `parent` without the launcher's variables, and the run's own.
 
-    `scratch`: folder for temporary files.
+    `arguments`: ServerArgs, passed as a variable; `scratch`: folder for temporary files.
     """
     inherited = {
         name: value
@@ -202,7 +203,7 @@ def engine_environment(
     cpu_environment = {
         "SGLANG_USE_CPU_ENGINE": "1",
         "TORCHDYNAMO_DISABLE": "1",
-        # By default SGLang gives each rank of an engine its own NUMA node; here all share the cores.
+        # By default SGLang gives each rank of an engine its own NUMA node; here all ranks share the cores.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * spec.gpus),
     }
     unused = [] if MODEL_CLASS_ARGUMENTS & arguments.keys() else unused_models(spec.model)
@@ -214,13 +215,13 @@ def engine_environment(
         ENGINE_SCRATCH: scratch,
         "TMPDIR": scratch,
         "PYTHONPATH": ":".join(python_path),
-        "PYTHONSAFEPATH": "1",  # the working folder is not on the path: a user's queue.py would shadow the library
+        "PYTHONSAFEPATH": "1",  # a user's queue.py in the working folder must not shadow the standard library
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(spec.threads),
-        # Each rank of an engine draws the token itself; where their numbers differ in a bit, a rank would go on with
-        # another token than the one that is returned. SGLang lets them agree on request, by one small all-reduce.
+        # Each rank of an engine samples the token itself. If logits differ in a bit between ranks, a rank may continue
+        # with another token than the returned one. With this variable SGLang synchronizes them by a small all-reduce.
         "SYNC_TOKEN_IDS_ACROSS_TP": str(spec.gpus > 1).lower(),
-        # Calls of tools that there are not would be left out, and the policy would not be told.
+        # Otherwise SGLang drops calls of unknown tools, and the policy would get no error for them.
         "SGLANG_FORWARD_UNKNOWN_TOOLS": "true",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
@@ -231,10 +232,10 @@ def engine_environment(
 
 
 def unused_models(folder: Path) -> list[str]:
-    """Return the modules of SGLang's models that the model of a folder does not use.
+    """Return the names of SGLang's model modules that the model of a folder does not need.
 
-    Importing all of them takes an eighth of an engine's start. Returns none where no module has the class that
-    config.json names: SGLang may then use the class of transformers.
+    Importing all modules takes an eighth of an engine's start. Returns [] if no module has a class of config.json's
+    `architectures`: SGLang may then use the class of transformers.
     """
     config = folder / "config.json"
     if not config.is_file():
@@ -246,7 +247,7 @@ def unused_models(folder: Path) -> list[str]:
 
 
 def check_arguments(arguments: Mapping[str, Any], section: str = "engine.args") -> None:
-    """Raise UserError for an argument of a section that SGLang does not know, or that the run itself sets."""
+    """Raise UserError for an argument that SGLang does not know or that users cannot set. `section`: for errors."""
     known = argument_names()
     for name in arguments:
         if name in RESERVED:
@@ -257,7 +258,7 @@ def check_arguments(arguments: Mapping[str, Any], section: str = "engine.args") 
 
 
 def check_tool_parser(name: str) -> None:
-    """Check that the installed SGLang has a tool-call parser of this name, by its source."""
+    """Check that the installed SGLang has a tool-call parser of this name, by reading its source."""
     source = source_folder() / "function_call" / "function_call_parser.py"
     tables = [node.value for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.AnnAssign)]
     keys = [key for table in tables if isinstance(table, ast.Dict) for key in table.keys]
@@ -270,7 +271,7 @@ def check_tool_parser(name: str) -> None:
 
 
 def check_determinism(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> None:
-    """Check that the attention backends of `engine.args` are batch-invariant; SGLang checks only one of the three."""
+    """Check that the attention backends in `engine.args` are batch-invariant; SGLang checks only one of BACKENDS."""
     if cpu:
         return
     latent = bool(hf.get("kv_lora_rank"))
@@ -286,10 +287,10 @@ def check_determinism(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> None:
 
 
 def speculative_arguments(engine: EngineConfig, group_size: int) -> dict[str, Any]:
-    """Return the ServerArgs of `engine.speculative`.
+    """Return the ServerArgs for `engine.speculative`.
 
-    The drafting layer need not be trained: it is read from the model's folder, and the host keeps a copy for engines
-    that sleep. Its embedding and head are the model's.
+    `mtp`: the drafting layer is read from the model's folder, because it may be untrained and then no weight sync sends
+    it; a host copy restores it after the engine slept. It shares the model's embedding and output head.
     """
     speculative = engine.speculative
     if speculative.algorithm == "none":
@@ -306,14 +307,14 @@ def speculative_arguments(engine: EngineConfig, group_size: int) -> dict[str, An
     }
     return {
         "speculative_num_draft_tokens": speculative.verified_tokens,
-        # With speculation SGLang would lower its own default to 48.
+        # With speculative decoding SGLang would lower the default to 48.
         "max_running_requests": engine.args.get("max_running_requests", engine.concurrent_groups * group_size),
         **drafting[speculative.algorithm],
     }
 
 
 def check_speculation(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
-    """Check that SGLang can draft so, and would sample from the model's own distribution."""
+    """Check that SGLang supports `engine.speculative` here and samples from the model's exact distribution."""
     algorithm = engine.speculative.algorithm
     if algorithm == "none":
         return

@@ -1,11 +1,12 @@
-"""Which ranks an engine spans, how its GPUs divide the model, and in which precision it computes.
+"""Layout of engines: the ranks of each engine, the division of the model over its GPUs, and its precision.
 
-The rules are SGLang's: attention is divided over the GPUs of a replica, routed experts over those that `ep_size`
-leaves, dense and shared MLPs over all GPUs unless they are replicated; and every part of a matrix in blockwise FP8
-is whole blocks (`Fp8LinearMethod.validate_block_quant_shapes`, `Fp8MoEMethod.create_fp8_moe_weight_`).
+The rules are SGLang's. Attention is divided over the GPUs of a replica (`attn_dp_size`), routed experts over
+GPUs / `ep_size` GPUs, dense and shared MLPs over all GPUs unless they are replicated. In blockwise FP8 each GPU's part
+of a matrix consists of whole blocks (`Fp8LinearMethod.validate_block_quant_shapes`,
+`Fp8MoEMethod.create_fp8_moe_weight_`).
 
-An engine that quantizes weights while it loads them cannot load later weights, but an engine whose model is declared
-to be blockwise FP8 loads new bytes and scales at every weight sync. It starts with random weights.
+An engine that quantizes weights while loading them cannot load new weights later. Therefore the model of an FP8 engine
+is declared to be blockwise FP8: the engine starts with random weights and loads FP8 values and scales at every sync.
 """
 
 import json
@@ -27,9 +28,9 @@ REPLICATING_A2A_BACKENDS = ("deepep", "mooncake", "nixl", "mori", "ascend_fuseep
 
 CPU_EXPERT_PADDING = 32  # SGLang's DEFAULT_MOE_PADDING_SIZE
 PADDING_MOE_BACKENDS = ("flashinfer_trtllm", "flashinfer_trtllm_routed")
-BLACKWELL = 10.0  # compute capability
+BLACKWELL = 10.0  # lowest compute capability of Blackwell GPUs
 
-# Arguments that may place experts out of order, and their values that do not.
+# Arguments that may place experts on other GPUs than by index, with the values that keep the order.
 EXPERT_LOCATION_ARGS = {
     "enable_eplb": False,
     "ep_num_redundant_experts": 0,
@@ -40,10 +41,10 @@ EXPERT_LOCATION_ARGS = {
 
 @dataclass(frozen=True)
 class EnginePlacement:
-    """One process of an engine, on one node. `node_rank` 0 is the engine host."""
+    """Location of an engine process, one for each node of the engine. The process with `node_rank` 0 is the host."""
 
     engine: int
-    rank: int  # starts the process
+    rank: int  # rank that starts the process
     node_rank: int
     nodes: int
 
@@ -53,7 +54,10 @@ class EnginePlacement:
 
 
 def engine_placements(engine: EngineConfig, world_size: int, ranks_per_node: int) -> tuple[EnginePlacement, ...]:
-    """Place engine e on ranks [e * gpus, (e + 1) * gpus) of all ranks or the last `engine.ranks`, a process a node."""
+    """Return the placements of all engine processes, one for each node of an engine.
+
+    Engine e has ranks [f + e * gpus, f + (e + 1) * gpus), where f is the first of the last `engine.ranks` ranks, or 0.
+    """
     gpus, ranks = engine.gpus_per_engine, engine.ranks or world_size
     first = world_size - ranks
     if engine.ranks and first < 1:
@@ -81,21 +85,21 @@ def engine_placements(engine: EngineConfig, world_size: int, ranks_per_node: int
 
 
 def engine_host_ranks(placements: tuple[EnginePlacement, ...]) -> tuple[int, ...]:
-    """Return the ranks with an engine's client, in engine order."""
+    """Return the ranks that host an engine and have its client, in engine order."""
     return tuple(placement.rank for placement in placements if placement.is_host)
 
 
 @dataclass(frozen=True)
 class EngineParallelism:
-    """GPUs of an engine, and the number over which each kind of matrix is divided."""
+    """Parallel sizes of an engine."""
 
     gpus: int
-    replicas: int  # of data-parallel attention, each with its own cache and requests
-    expert: int
-    dense_tensor: int
-    shared_tensor: int
-    num_experts: int  # 0 for a dense model
-    moves_experts: bool = False  # by load: every GPU may keep any expert
+    replicas: int  # data-parallel replicas of attention, each with its own KV cache and requests
+    expert: int  # expert-parallel size
+    dense_tensor: int  # tensor-parallel size of dense MLPs
+    shared_tensor: int  # tensor-parallel size of shared experts
+    num_experts: int  # 0: a dense model
+    moves_experts: bool = False  # the engine places experts by load, so that every GPU may hold any expert
 
     @property
     def attention_tensor(self) -> int:
@@ -106,11 +110,11 @@ class EngineParallelism:
         return self.gpus // self.expert
 
     def keeps_expert(self, index: int, expert: int) -> bool:
-        """Return whether the engine's rank `index` keeps a routed expert or a part of it."""
+        """Return whether the engine's GPU `index` holds a routed expert or a part of it."""
         return self.moves_experts or expert // (self.num_experts // self.expert) == index // self.expert_tensor
 
     def divisor(self, name: str, routed_expert: bool) -> tuple[int, str]:
-        """Return over how many GPUs a matrix is divided, and the settings that decide it."""
+        """Return the number of GPUs that a matrix is divided over, and the settings that determine this number."""
         if routed_expert:
             return self.expert_tensor, "engine.gpus_per_engine / engine.args.ep_size"
         if "shared_experts" in name:
@@ -121,19 +125,19 @@ class EngineParallelism:
 
 
 def read_argument(args: Mapping[str, Any], name: str, default: Number) -> Number:
-    """Read a number of the type of its default."""
+    """Return the number `args[name]`, of the type of `default`; `default` if it is missing or None."""
     value = args.get(name)
     return default if value is None else read_number(type(default), value, f"engine.args.{name}")
 
 
 def attention_replicas(args: Mapping[str, Any]) -> int:
-    """Read `attn_dp_size`, or `dp_size` with `enable_dp_attention`, its deprecated spelling."""
+    """Return `attn_dp_size`, or its deprecated spelling: `dp_size` with `enable_dp_attention`."""
     deprecated = read_argument(args, "dp_size", 1) if args.get("enable_dp_attention") else 1
     return read_argument(args, "attn_dp_size", deprecated)
 
 
 def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineParallelism:
-    """Read engine.gpus_per_engine and engine.args, which must divide each other and the model."""
+    """Return an engine's parallel sizes; check that they divide each other and the model. `args`: engine.args."""
     replicas, expert = attention_replicas(args), read_argument(args, "ep_size", 1)
     if read_argument(args, "dp_size", 1) > 1 and not args.get("enable_dp_attention"):
         raise UserError(
@@ -168,21 +172,21 @@ def engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> Engi
 def expert_alignment(
     parallelism: EngineParallelism, args: Mapping[str, Any], fp8: bool, capability: float | None
 ) -> int:
-    """Return the number whose multiple a rank's part of an expert must be, for SGLang's loader to cut the same part.
+    """Return the alignment of a GPU's part of an expert with which SGLang's loader cuts the expert into equal parts.
 
-    In FP8 parts are whole blocks. SGLang pads other experts on CPUs (`adjust_config_with_unaligned_cpu_tp`) and for
-    FlashInfer's TensorRT-LLM kernels, which `auto` chooses on Blackwell (`FusedMoE.__init__`). `capability`: the GPUs'
-    compute capability, None on CPUs.
+    In FP8 the parts are whole blocks. Unaligned experts are padded by SGLang on CPUs
+    (`adjust_config_with_unaligned_cpu_tp`) and for FlashInfer's TensorRT-LLM kernels, which `auto` selects on Blackwell
+    (`FusedMoE.__init__`). `capability`: compute capability of the GPUs; None: CPUs.
     """
     if capability is None:
-        return CPU_EXPERT_PADDING * parallelism.expert  # the whole expert is padded to a multiple of so many a GPU
+        return CPU_EXPERT_PADDING * parallelism.expert  # SGLang pads the whole expert to CPU_EXPERT_PADDING * GPUs
     backend = args.get("moe_runner_backend", "auto")
     may_pad = backend in PADDING_MOE_BACKENDS or (backend == "auto" and capability >= BLACKWELL)
     return BLOCK if fp8 or may_pad else 1
 
 
 def check_engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -> EngineParallelism:
-    """Read an engine's parallelism on GPUs, which must not cut a block of blockwise FP8."""
+    """Return an engine's parallel sizes on GPUs; raise UserError if a GPU's part of a matrix would cut an FP8 block."""
     parallelism = engine_parallelism(gpus, args, hf)
     misaligned = _first_misaligned_matrix(parallelism, hf) if engine_uses_fp8(args, hf, cpu=False) else None
     if misaligned:
@@ -191,7 +195,7 @@ def check_engine_parallelism(gpus: int, args: Mapping[str, Any], hf: HfConfig) -
 
 
 def _first_misaligned_matrix(parallelism: EngineParallelism, hf: HfConfig) -> str | None:
-    """Describe the first tensor whose part on a GPU is not whole blocks."""
+    """Return a description of the first matrix whose part on a GPU is not whole FP8 blocks; None if there is none."""
     examples = [rule.example() for rule in family_of(hf).rules(hf) if rule.layers]
     for param in (param for param in examples if param.is_projection):
         count, setting = parallelism.divisor(param.name, param.expert is not None)
@@ -202,7 +206,7 @@ def _first_misaligned_matrix(parallelism: EngineParallelism, hf: HfConfig) -> st
             size = shape[param.tp_dim]
             part = size / count
             if param.fuse == "qkv" and index:
-                part = max(part, param.head_dim)  # fewer heads than GPUs are held several times
+                part = max(part, param.head_dim)  # with fewer KV heads than GPUs, SGLang replicates the heads
             if part % BLOCK:
                 kind = ("rows", "columns")[param.tp_dim]
                 return (
@@ -213,7 +217,7 @@ def _first_misaligned_matrix(parallelism: EngineParallelism, hf: HfConfig) -> st
 
 
 def engine_uses_fp8(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> bool:
-    """Return whether engines compute in FP8, by engine.args.quantization or the model's folder."""
+    """Return whether engines compute in FP8, according to engine.args.quantization or the model's folder."""
     quantization = args.get("quantization")
     if quantization not in (None, "fp8"):
         raise UserError(
@@ -231,9 +235,9 @@ def is_fp8_checkpoint(hf: HfConfig) -> bool:
 
 
 def precision_arguments(args: Mapping[str, Any], hf: HfConfig, cpu: bool) -> dict[str, Any]:
-    """Return ServerArgs for the precision of `engine_uses_fp8` where the folder has another.
+    """Return the ServerArgs that override the folder's precision; {} if engines compute in the folder's precision.
 
-    With them an engine cannot read the folder's weights.
+    With these arguments an engine cannot read the folder's weights.
     """
     fp8 = engine_uses_fp8(args, hf, cpu)
     if fp8 == is_fp8_checkpoint(hf):

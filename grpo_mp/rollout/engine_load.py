@@ -1,4 +1,4 @@
-"""Load of each engine over time: polled in a thread, appended to `<run>/engines/engine_<number>.jsonl`."""
+"""Load of each engine over time, polled in a thread and appended to `<run>/engines/engine_<number>.jsonl`."""
 
 import json
 import logging
@@ -15,44 +15,44 @@ import httpx
 
 from grpo_mp.utils.background import BackgroundTask
 
-if TYPE_CHECKING:  # `grpo-mp watch` reads the files and starts fast
+if TYPE_CHECKING:  # `grpo-mp watch` imports this module and must start fast
     from grpo_mp.rollout.hosted_engine import HostedEngine
 
 LOGGER = logging.getLogger(__name__)
 FOLDER = "engines"
 FILE = re.compile(r"engine_(\d+)\.jsonl")
-MOST_BYTES = 2**20  # of a file; then its older half is removed
-LIMIT_S = 2.0  # of a request; SGLang answers it from what its scheduler has left in shared memory
+MOST_BYTES = 2**20  # a larger file loses its older half
+LIMIT_S = 2.0  # time limit of a request; SGLang answers from shared memory, without its scheduler
 END_LIMIT_S = 0.5  # how long the end of a run waits for the thread
 Count = Callable[[str, Mapping[str, float]], None]
 
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """An engine at one moment. Values are None where `state` is not "works"."""
+    """Load of an engine at one time. The values after `state` are None unless `state` is "works"."""
 
     time_s: float  # since the epoch
-    state: str  # "works", "silent" (no answer) or "starts" (again, after it was lost)
-    running: int | None = None  # requests
-    queued: int | None = None  # requests
+    state: str  # "works", "silent" (no reply) or "starts" (restarting after a loss)
+    running: int | None = None  # number of running requests
+    queued: int | None = None  # number of queued requests
     cache_share: float | None = None  # used share of the KV cache
-    tokens_per_s: float | None = None  # decoded since the last poll
-    decoded: float | None = None  # tokens, since the engine started
+    tokens_per_s: float | None = None  # decoding speed since the last poll
+    decoded: float | None = None  # number of tokens decoded since the engine started
 
     @property
     def works(self) -> bool:
-        """Return whether the engine has answered."""
+        """Return whether the engine answered the poll."""
         return self.state == "works"
 
 
 class EnginePoll:
-    """Context manager that polls an engine, records its load in a file and changes as counters of the timeline.
+    """Context manager that polls an engine in a thread, appends its load to a file, and adds changes to the timeline.
 
     A failure of the poll is logged and does not end the run.
     """
 
     def __init__(self, engine: "HostedEngine", run_folder: Path, count: Count, every_s: float) -> None:
-        """Store the engine, which need not be started; `count` records counters, see Timeline."""
+        """Store the engine, which may be started later. `count`: records counters, see Timeline."""
         self._engine, self._count, self._every_s = engine, count, every_s
         self._file = load_file(run_folder, engine.index)
         self._ended = Event()
@@ -74,11 +74,11 @@ class EnginePoll:
                     if load := self.ask(client):
                         append_load(self._file, load)
                         self._show(load)
-        except Exception as error:  # noqa: BLE001 - no run ends for want of this
+        except Exception as error:  # noqa: BLE001 - a failure of the poll must not end the run
             LOGGER.warning("engine %d is no longer polled: %s", self._engine.index, error)
 
     def ask(self, client: httpx.Client) -> EngineLoad | None:
-        """Return the engine's load now; None before its first start is done."""
+        """Return the engine's current load; None until the engine has started for the first time."""
         address = self._engine.address
         if address is None:
             return EngineLoad(time.time(), "starts") if self._engine.is_lost else None
@@ -105,12 +105,12 @@ class EnginePoll:
 
 
 def load_file(run_folder: Path, engine: int) -> Path:
-    """Return the file of an engine."""
+    """Return the path of an engine's load file."""
     return run_folder / FOLDER / f"engine_{engine}.jsonl"
 
 
 def append_load(file: Path, load: EngineLoad) -> None:
-    """Append a line to an engine's file, whose size is bounded."""
+    """Append a load to an engine's file; first remove the older half of a file above MOST_BYTES."""
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists() and file.stat().st_size > MOST_BYTES:
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -120,20 +120,20 @@ def append_load(file: Path, load: EngineLoad) -> None:
 
 
 def read_loads(run_folder: Path) -> dict[int, list[EngineLoad]]:
-    """Read the loads of each engine of a run, by its number; damaged lines are left out."""
+    """Return the loads of each engine of a run, by engine number; skip damaged lines."""
     files = {int(match[1]): file for file in (run_folder / FOLDER).glob("*") if (match := FILE.fullmatch(file.name))}
     loads: dict[int, list[EngineLoad]] = {number: [] for number in sorted(files)}
     for number, engine_loads in loads.items():
         for line in files[number].read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, TypeError):  # torn by a kill
+            with suppress(ValueError, TypeError):  # a kill may have cut the line
                 engine_loads.append(EngineLoad(**json.loads(line)))
     return loads
 
 
 def read_sglang_loads(reply: Any, now_s: float, before: EngineLoad | None) -> EngineLoad:
-    """Read what SGLang's /v1/loads answers: the sums over its replicas of attention.
+    """Parse the reply of SGLang's /v1/loads; sum over the replicas of attention.
 
-    `before`: the last load of the same engine. Raises KeyError, TypeError or ValueError for something else.
+    `before`: previous load of the same engine. Raises KeyError, TypeError or ValueError for an unexpected reply.
     """
     loads: list[Mapping[str, Any]] = reply["loads"]
     used, room = (sum(int(load[name]) for load in loads) for name in ("num_used_tokens", "max_total_num_tokens"))
@@ -150,13 +150,16 @@ def read_sglang_loads(reply: Any, now_s: float, before: EngineLoad | None) -> En
 
 
 def _decoded(loads: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the tokens of all decode steps so far, the last of SGLang's decode moments; None where it keeps none."""
+    """Return the number of tokens decoded so far, from SGLang's `decode_moments`; None if SGLang does not report it."""
     moments = [load["decode_moments"] for load in loads if load.get("decode_moments")]
     return sum(float(each[-1]) for each in moments) if moments else None
 
 
 def _speed(decoded: float | None, now_s: float, before: EngineLoad | None, reported: float) -> float | None:
-    """Return tokens per second since `before`; SGLang's own number, 0 without its metrics, where that is larger."""
+    """Return the decoding speed since `before` [tokens/s], or SGLang's own number `reported` if that is larger.
+
+    `reported` is 0 if SGLang's metrics are off.
+    """
     if decoded is None:
         return reported
     if before is None or before.decoded is None or before.decoded > decoded or before.time_s >= now_s:

@@ -1,7 +1,8 @@
 """Journal of generated groups: each rank appends finished and paused groups to one file per step.
 
-A file is a sequence of records: size and checksum (XXH3, 8 bytes each), then two pickles: the facts by which a group is
-found, and the group with its scoring statistics. A file that was cut, or has a flipped bit, is read up to there.
+A file is a sequence of records. A record has a header (size and XXH3 checksum, 8 bytes each) and two pickles: the
+facts by which a group is found, and the group with its scoring statistics. A truncated or corrupted file is read up to
+the damage.
 """
 
 import io
@@ -27,31 +28,32 @@ from grpo_mp.utils.types import Prompt, Sample, SampleGroup
 
 LOGGER = logging.getLogger(__name__)
 HEADER = struct.Struct("<QQ")
-GroupKey = tuple[int, int, int]  # id; index and epoch of its prompt, which differ where a repeated step launched others
+# Group id, prompt index, prompt epoch. A repeated step may launch other prompts under the same group ids.
+GroupKey = tuple[int, int, int]
 
 
 class Extent(NamedTuple):
-    """Sort key: prefer the more complete record."""
+    """Sort key of the records of a group: a greater extent is a more complete record."""
 
     finished: bool
     tokens: int
-    kept: bool  # a finished one passes the group filter
+    kept: bool  # whether a finished group passes the group filter
 
 
 @dataclass(frozen=True)
 class Record:
-    """Place of a group in a file, and the facts by which it is chosen."""
+    """Location of a group in a file, and the facts by which a record is chosen."""
 
     file: Path
     offset: int
     size: int
     key: GroupKey
     extent: Extent
-    episodes: Mapping[int, int] = field(default_factory=dict)  # of an unfinished group: tokens by index in the group
-    others: tuple["Record", ...] = ()  # of the same group, with other episodes
+    episodes: Mapping[int, int] = field(default_factory=dict)  # of an unfinished group: sample index -> tokens
+    others: tuple["Record", ...] = ()  # records of the same group with further episodes
 
     def joined(self, other: "Record") -> "Record":
-        """Return the record with the episodes of another; both are of an unfinished group."""
+        """Return the record extended by the episodes of another record of the same unfinished group."""
         episodes = {**other.episodes, **self.episodes}
         if len(episodes) == len(self.episodes):
             return self
@@ -60,17 +62,17 @@ class Record:
 
 
 class GroupJournal:
-    """Appends a rank's groups to its files. Thread-safe."""
+    """Writer that appends a rank's groups to its journal files. Thread-safe."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank, self._lock = folder, rank, threading.Lock()
         self._opened = set[Path]()
 
     def append(self, step: int, group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> bool:
-        """Append a group generated in `step` and the statistics of its scoring; groups without a token are left out.
+        """Append a group generated in `step`, and the statistics of its scoring, and sync the file to disk.
 
-        `kept`: whether a finished group passes the group filter. On return the record is on disk. Returns False, with
-        a warning, where the disk refused it.
+        `kept`: whether a finished group passes the group filter. Groups without a token are skipped. Returns False,
+        with a warning, if writing failed.
         """
         payload = encode(group_id, group, stats, kept)
         if not payload:
@@ -87,14 +89,14 @@ class GroupJournal:
                     stream.flush()
                     os.fsync(stream.fileno())
             except OSError as error:
-                self._opened.discard(file)  # a partial record is cut before the next one
+                self._opened.discard(file)  # so that the next append first cuts a partial record
                 LOGGER.warning("%s: group %d is not kept for a restart: %s", file, group_id, one_line(error))
                 return False
         return True
 
 
 def find_paused(folder: Path, steps: Iterable[int], group_id: int, prompt: Prompt) -> PausedGroup | None:
-    """Return the most complete record of a paused group of this prompt in these steps, of any rank; None without."""
+    """Return the most complete record of a prompt's paused group, over `steps` and all ranks; None if there is none."""
     files = [file for step in steps for file in sorted(journal_file(folder, step, 0).parent.glob("*.journal"))]
     records = (_record(file, offset, payload) for file in files for offset, payload in _payloads(file))
     key = group_id, prompt.index, prompt.epoch
@@ -104,19 +106,19 @@ def find_paused(folder: Path, steps: Iterable[int], group_id: int, prompt: Promp
 
 
 def journal_file(folder: Path, step: int, rank: int) -> Path:
-    """Return the file to which a rank appends in a step."""
+    """Return the path of a rank's journal file of a step."""
     return folder / f"step_{step:06d}" / f"rank_{rank}.journal"
 
 
 def prune(folder: Path, last_step: int) -> None:
-    """Remove what was generated for steps up to `last_step`."""
+    """Delete the journals of steps up to `last_step`."""
     for step in folder.glob("step_*"):
         if step.name.removeprefix("step_").isdigit() and int(step.name.removeprefix("step_")) <= last_step:
             shutil.rmtree(step, ignore_errors=True)
 
 
 def cut_torn_tail(file: Path) -> None:
-    """Cut a file after its last whole record, so that more can be appended."""
+    """Truncate a file after its last complete record, so that records can be appended."""
     if not file.exists():
         return
     end = max((offset + len(payload) for offset, payload in _payloads(file)), default=0)
@@ -126,7 +128,7 @@ def cut_torn_tail(file: Path) -> None:
 
 
 def read_records(file: Path) -> list[Record]:
-    """Return the records of a file up to a damaged one, which is logged."""
+    """Return the records of a file; at a damaged record, stop with a warning."""
     records, end = [], 0
     for offset, payload in _payloads(file):
         records.append(_record(file, offset, payload))
@@ -137,7 +139,7 @@ def read_records(file: Path) -> list[Record]:
 
 
 def best_records(records: Iterable[Record]) -> dict[GroupKey, Record]:
-    """Return the most complete record of each group; records of its episodes are joined."""
+    """Return the most complete record of each group, joining records with different episodes of the same group."""
     best: dict[GroupKey, Record] = {}
     for record in records:
         other = best.get(record.key)
@@ -149,14 +151,14 @@ def best_records(records: Iterable[Record]) -> dict[GroupKey, Record]:
 
 
 def load(record: Record, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | None:
-    """Read a group of this prompt and the statistics of its scoring; None where its prompt had other tokens."""
+    """Read the group of a record and the statistics of its scoring; None if its prompt had other tokens."""
     with record.file.open("rb") as stream:
         stream.seek(record.offset)
         content = stream.read(record.size)
     loaded = decode(content, prompt)
     if not (loaded and record.others and isinstance(loaded[0], PausedGroup)):
         return loaded
-    # Of an episode that several have, the first one's stays, as in `joined`.
+    # If several records have an episode, the first record takes precedence, as in `joined`.
     parts = [load(replace(other, others=()), prompt) for other in reversed(record.others)]
     groups = [part[0] for part in parts if part] + [loaded[0]]
     samples = {sample.index: sample for group in groups for sample in group.samples}
@@ -164,7 +166,7 @@ def load(record: Record, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | Non
 
 
 def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> bytes:
-    """Return the payload of a group's record; b"" where the group has no token."""
+    """Return the payload of a group's record, two pickles; b"" if the group has no token."""
     finished, prompt = isinstance(group, SampleGroup), group.prompt
     outputs = group.outputs if isinstance(group, PausedGroup) else ()
     samples = tuple(map(_plain, group.samples))
@@ -174,13 +176,13 @@ def encode(group_id: int, group: EndedGroup, stats: RewardStats, kept: bool) -> 
         return b""
     key, extent = (group_id, prompt.index, prompt.epoch), Extent(finished, tokens, finished and kept)
     episodes = {} if finished or outputs else tokens_of
-    without_columns = replace(prompt, columns={}, messages=())  # the data has them
+    without_columns = replace(prompt, columns={}, messages=())  # can be read from the data again
     ended: EndedGroup = replace(group, prompt=without_columns, samples=samples)
     return pickle.dumps((key, tuple(extent), episodes)) + pickle.dumps((ended, stats))
 
 
 def decode(payload: bytes, prompt: Prompt) -> tuple[EndedGroup, RewardStats] | None:
-    """Return the group of a payload, as a group of this prompt; None where its prompt had other tokens."""
+    """Return the group of a payload, with `prompt` as its prompt, and its statistics; None if the tokens differ."""
     stream = io.BytesIO(payload)
     pickle.load(stream)  # the facts
     group, stats = pickle.load(stream)
@@ -196,13 +198,13 @@ def _plain(sample: Sample) -> Sample:
 
 
 def _payloads(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the offset and content of each record up to a cut or damaged one."""
+    """Yield the offset and payload of each record; stop at a truncated or damaged record."""
     end = file.stat().st_size
     with file.open("rb") as stream:
         while len(header := stream.read(HEADER.size)) == HEADER.size:
             size, checksum = HEADER.unpack(header)
             offset = stream.tell()
-            # No record is empty; a host that goes down may leave zeros.
+            # A size of 0 is damage: a host that crashes may leave zeros at the end of a file.
             if not 0 < size <= end - offset or _checksum(payload := stream.read(size)) != checksum:
                 return
             yield offset, payload

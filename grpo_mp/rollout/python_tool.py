@@ -1,4 +1,4 @@
-"""Python as a tool, in the sandbox of `reward.code`, with names that live through the turns of an episode."""
+"""Python interpreter as a tool, in the sandbox of `reward.code`; variables persist over the turns of an episode."""
 
 import json
 import os
@@ -18,22 +18,25 @@ from grpo_mp.rollout.protocol import BoundedTools
 
 SECTION = "rollout.tool_args grpo_mp.rollout.python_tool:Python"
 INTERPRETER = Path(__file__).with_name("python_session.py").read_text()
-INTERRUPT_S = 1.0  # code that its own alarm does not end is killed after this
+INTERRUPT_S = 1.0  # the interpreter is killed this long after the time limit, if its alarm did not interrupt the code
 
 
 class SessionEndedError(Exception):
-    """The interpreter has ended, and its names with it."""
+    """The interpreter has ended, and its variables are lost."""
 
 
 class Session:
-    """An interpreter in the sandbox, which ends with `end`, or with this process. One piece of code runs at a time."""
+    """A sandboxed interpreter that lives until `end` or the end of this process. Runs one piece of code at a time."""
 
     def __init__(self, sandbox: Sandbox) -> None:
-        """Start it. Raises SessionEndedError where it does not answer, RewardError without bubblewrap."""
+        """Start the interpreter and wait for it.
+
+        Raises SessionEndedError if it does not answer, RewardError without bubblewrap.
+        """
         self._timeout_s, self._lock = sandbox.settings.timeout_s, threading.Lock()
         streams = (subprocess.PIPE, subprocess.PIPE, subprocess.DEVNULL)
         self._process = sandbox.start(INTERPRETER, [str(self._timeout_s)], streams)
-        self._ask("", GRACE_S)  # its start takes no time from the first piece of code
+        self._ask("", GRACE_S)  # so that the start does not count toward the first code's time limit
 
     def run(self, code: str) -> str:
         return self._ask(code, self._timeout_s + INTERRUPT_S)
@@ -57,7 +60,10 @@ class Session:
         return str(json.loads(answer)).rstrip("\n")
 
     def _read(self, token: bytes, limit_s: float) -> bytes | None:
-        """Return what follows the token on its line; the code may write there, too. None: no answer in time."""
+        """Return the reply after `token`, which tells it from output that the code writes to the same pipe.
+
+        Returns None if there is no reply within `limit_s`.
+        """
         descriptor, deadline, text = self._process.stdout.fileno(), time.monotonic() + limit_s, b""  # type: ignore[union-attr]
         while True:
             ready = wait([descriptor], max(0.0, deadline - time.monotonic()))
@@ -70,12 +76,12 @@ class Session:
 
 
 class Python(BoundedTools):
-    """One episode's interpreter, a process of its own from the first call on."""
+    """Tool with one interpreter process for each episode, started by the first call."""
 
     def __init__(self, **limits: Any) -> None:
-        """Check `parallel`, `timeout_s` and `memory_bytes`, of each call, as in `reward.code`.
+        """Check the limits `parallel`, `timeout_s` and `memory_bytes`, see `reward.code`.
 
-        Raises UserError where this machine cannot isolate programs.
+        Raises UserError if this machine cannot isolate programs.
         """
         own = SandboxLimits(**limits)
         self.parallel, self._sandbox = own.parallel, _sandbox(own)

@@ -1,4 +1,4 @@
-"""One SGLang server as a child process: started, watched, ended, and never outliving the run."""
+"""Runs an SGLang server as a child process that never outlives the run."""
 
 import os
 import secrets
@@ -20,33 +20,33 @@ from grpo_mp.utils.processes import with_descendants
 COMMAND = [sys.executable, "-m", "grpo_mp.rollout.engine_main"]
 POLL_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 5.0
-STOP_LIMIT_S = 15.0  # more than the engine's own watcher takes to end the group
+STOP_LIMIT_S = 15.0  # more than the supervisor process needs to kill the engine's processes
 LOG_LINES = 12
-LOG_COLUMNS = 300  # SGLang writes all its arguments into one line
+LOG_COLUMNS = 300  # lines are cut here, because SGLang writes all its arguments into one line
 
 
 class EngineProcess:
-    """One SGLang server, or this node's part of it, in a session of its own.
+    """An SGLang server, or this node's part of a multi-node server, as a child process in its own session.
 
-    `start` returns at once, so that engines start side by side. Without `stop`, the server ends within a second of
-    this process.
+    `start` does not wait, so that several engines start concurrently. If this process ends without `stop`, the server
+    ends within a second.
     """
 
     def __init__(self, spec: EngineSpec, log: Path, kind: str = "engine") -> None:
-        """Start nothing; `kind`: first part of the served model's name."""
+        """Store the specification without starting the server. `kind`: prefix of the served model's name."""
         self.spec, self.log = spec, log
         self.served_model_name = f"{kind}-{spec.index}-{secrets.token_hex(8)}"
         self.api_key = secrets.token_hex(16)
         self._claim: PortClaim | None = None
-        self.url = ""  # where the server listens, once it is started
+        self.url = ""  # URL of the server after `start`
         self._scratch = ""  # folder of the engine's temporary files
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, host: str | None = None, dist_init_addr: str | None = None) -> str | None:
-        """Start the processes with an empty log file.
+        """Start the server process with an empty log file; return the rendezvous address of a multi-node engine.
 
-        Multi-node engines: the engine host passes `host`, its own address, and gets the host:port of the rendezvous;
-        the other nodes pass that as `dist_init_addr`.
+        The host of a multi-node engine passes its own address as `host`; the other nodes pass the returned host:port
+        as `dist_init_addr`.
         """
         self._claim = claim_ports(ports_needed(self.spec))
         port = self._claim.port
@@ -60,13 +60,13 @@ class EngineProcess:
             api_key=self.api_key,
             dist_init_addr=dist_init_addr,
         )
-        if self.spec.save_tokenizer:  # SGLang would read the folder's by rules of its own
+        if self.spec.save_tokenizer:  # SGLang might load the model folder's tokenizer differently than the trainer
             arguments["tokenizer_path"] = str(Path(self._scratch, "tokenizer"))
             self.spec.save_tokenizer(arguments["tokenizer_path"])
         environment = engine_environment(self.spec, arguments, self._scratch, os.environ)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.unlink(missing_ok=True)
-        with open(self.log, "xb", opener=open_private) as log:  # SGLang writes its key into it
+        with open(self.log, "xb", opener=open_private) as log:  # private, because SGLang logs the API key
             self._process = subprocess.Popen(
                 with_descendants(COMMAND, self._scratch),
                 stdin=subprocess.DEVNULL,
@@ -78,9 +78,10 @@ class EngineProcess:
         return dist_init_addr
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until this very server answers.
+        """Wait until this server answers with its model name.
 
-        Raises EngineError with the log's last lines where it ends, is late, or another server has its port.
+        Raises EngineError, with the last lines of the log, if the server ends or exceeds `timeout_s`, or if another
+        server answers on its port.
         """
         deadline = time.monotonic() + timeout_s
         with httpx.Client(trust_env=False, timeout=PROBE_TIMEOUT_S, headers=self.headers) as client:
@@ -97,12 +98,12 @@ class EngineProcess:
         return {"Authorization": f"Bearer {self.api_key}"}
 
     def check_alive(self, phase: str = "") -> None:
-        """Raise EngineError with the last lines of the log where the server has ended."""
+        """Raise EngineError with the last lines of the log if the server has ended. `phase`: for the message."""
         if self._process is None or self._process.poll() is not None:
             raise EngineError(self._with_log_lines(f"{self._label()} ended {phase}".rstrip()))
 
     def describe_end(self) -> str:
-        """Return a sentence with the log's last lines where the server has ended; "" while it runs."""
+        """Return an error message with the last lines of the log if the server has ended; "" while it runs."""
         try:
             self.check_alive()
         except UserError as error:
@@ -110,11 +111,11 @@ class EngineProcess:
         return ""
 
     def keep_log(self, suffix: str) -> None:
-        """Rename the log: `start` begins a new one."""
+        """Append `suffix` to the log's name, because `start` deletes the log of the previous process."""
         self.log.rename(self.log.with_name(f"{self.log.stem}_{suffix}{self.log.suffix}"))
 
     def stop(self) -> None:
-        """End every process of the engine and wait for it. Safe to call twice and on a dead engine."""
+        """Kill all processes of the engine, wait for them, and release ports and temporary files; idempotent."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             try:
@@ -128,7 +129,7 @@ class EngineProcess:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _served_model(self, client: httpx.Client) -> str | None:
-        """Return the model served on the port: None without an answer, "" for another program's answer."""
+        """Return the name of the model served on the port; None without a reply, "" for an unexpected reply."""
         try:
             reply = client.get(f"{self.url}/v1/models")  # /model_info does not name the model before SGLang 0.5.20
             return None if reply.is_server_error else str(reply.json()["data"][0]["id"])

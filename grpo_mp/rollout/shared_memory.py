@@ -1,12 +1,12 @@
-"""Weights of one round in memory shared with an engine's processes: packed by a trainer's rank, loaded by SGLang.
+"""Shared memory for the weights of one round: a trainer rank packs them, and an engine's SGLang processes load them.
 
-On the host it is anonymous shared memory, which is freed when the last process unmaps it, also after a kill. On a GPU
-it is an allocation of the trainer, shared by CUDA IPC. Only its description (address, names, dtypes, shapes, strides,
-offsets) goes over HTTP.
+On the host the memory is an anonymous file, which the kernel frees when the last process unmaps it, even after a kill.
+On a GPU it is an allocation of the trainer, shared by CUDA IPC. Only the description of the memory (address, names,
+dtypes, shapes, strides, offsets) is sent over HTTP.
 
-Of an expert that several ranks of an engine divide, a rank's memory has only its slice. SGLang's loader narrows a full
-tensor to that slice; so it gets a view of the full shape at the slice's strides, which begins before the slice and ends
-after it, over other tensors and margins that are never read.
+If several GPUs of an engine divide an expert, the memory for a GPU contains only its slice. SGLang's loader expects the
+full tensor and narrows it to the slice. Therefore it gets a view with the full shape and the slice's strides. The view
+extends before and after the slice, over other tensors or margins, which are never read.
 """
 
 import base64
@@ -22,17 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOADER = f"{__name__}.load_weights"  # what SGLang imports: its `custom_weight_loader` and `load_format`
+LOADER = f"{__name__}.load_weights"  # function that SGLang imports as `custom_weight_loader` and `load_format`
 
-ALIGNMENT = 64  # bytes; of every tensor's offset, for views of any dtype
+ALIGNMENT = 64  # of each tensor's offset [bytes], so that it can be viewed as any dtype
 NamedTensors = list[tuple[str, Tensor]]
 
-Export = dict[str, Any]  # JSON: where the memory is, and its tensors
+Export = dict[str, Any]  # description of shared memory and its tensors, as JSON
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, dtype and shape of a tensor. `sliced`: dimension, index and number of slices, of a slice."""
+    """Name, dtype and shape of a tensor. `sliced`: for a slice: (dimension, index of the slice, number of slices)."""
 
     name: str
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class TensorSpec:
 
     @property
     def margins(self) -> tuple[int, int]:
-        """Return the bytes of the full tensor before and after the slice, at the slice's strides."""
+        """Return how far the full tensor at the slice's strides extends before and after the slice [bytes]."""
         if self.sliced is None:
             return 0, 0
         dim, index, count = self.sliced
@@ -66,28 +66,28 @@ class TensorSpec:
 
 
 def aligned(nbytes: int) -> int:
-    """Return the next multiple of ALIGNMENT."""
+    """Round up to a multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def specs_of(tensors: NamedTensors) -> list[TensorSpec]:
-    """Describe tensors."""
+    """Return the names, dtypes and shapes of tensors."""
     return [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
 
 
 def packed_bytes(specs: Sequence[TensorSpec]) -> int:
-    """Return the bytes of packed tensors."""
+    """Return the size of the packed tensors [bytes]."""
     return sum(spec.nbytes for spec in specs)
 
 
 def pack(tensors: Sequence[Tensor], specs: Sequence[TensorSpec], out: Tensor) -> None:
-    """Copy tensors into `out`, uint8 [packed_bytes(specs)]."""
+    """Copy tensors into the buffer `out`, uint8 [packed_bytes(specs)], one after the other."""
     for tensor, view in zip(tensors, unpack(out, specs), strict=True):
         view.copy_(tensor)
 
 
 def unpack(packed: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
-    """Yield views of packed tensors, uint8 [packed_bytes(specs)]."""
+    """Yield views of the tensors in a buffer that `pack` filled. `packed`: uint8 [packed_bytes(specs)]."""
     offsets = accumulate((spec.nbytes for spec in specs), initial=0)
     for spec, offset in zip(specs, offsets, strict=False):
         yield packed[offset : offset + prod(spec.shape) * spec.dtype.itemsize].view(spec.dtype).view(spec.shape)
@@ -95,7 +95,7 @@ def unpack(packed: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
 
 @contextmanager
 def export_to_host(tensors: NamedTensors, specs: Sequence[TensorSpec]) -> Iterator[Export]:
-    """Copy tensors to shared memory and empty the list; yield the description to open it while the body runs."""
+    """Copy tensors to shared host memory and empty the list; yield the export, which can be opened during the body."""
     start, nbytes = _memory_range(specs)
     descriptor = os.memfd_create("grpo_mp_weights")
     try:
@@ -113,13 +113,14 @@ def export_to_host(tensors: NamedTensors, specs: Sequence[TensorSpec]) -> Iterat
 
 @contextmanager
 def export_by_ipc(tensors: NamedTensors, specs: Sequence[TensorSpec]) -> Iterator[Export]:
-    """Copy tensors to one allocation on this rank's GPU and empty the list; yield the description to open it.
+    """Copy tensors to one allocation on this rank's GPU and empty the list; yield the export, shared by CUDA IPC.
 
-    Torch keeps the memory until the reader has released it. Expandable segments have no IPC handle.
+    Torch keeps the memory until the reader has released it. Does not work with expandable segments, which have no IPC
+    handle.
     """
     from torch.multiprocessing.reductions import reduce_tensor
 
-    if not tensors:  # torch would keep for good what it shares and nobody opens
+    if not tensors:  # torch would never free shared memory that no process opens
         yield {"nbytes": 0, "tensors": []}
         return
     start, nbytes = _memory_range(specs)
@@ -136,23 +137,23 @@ def export_by_ipc(tensors: NamedTensors, specs: Sequence[TensorSpec]) -> Iterato
         "tensors": _describe(specs, start),
     }
     del memory
-    torch.cuda.ipc_collect()  # otherwise torch frees it only when the next one is shared
+    torch.cuda.ipc_collect()  # otherwise torch frees the memory only when it shares the next allocation
 
 
 def select(export: Export, names: Collection[str]) -> Export:
-    """Return the description of some of the tensors of an export."""
+    """Return the export restricted to the tensors with these names."""
     return {**export, "tensors": [spec for spec in export["tensors"] if spec[0] in names]}
 
 
 def as_tensor(exports: Sequence[Export]) -> Tensor:
-    """Return exports as uint8 [n] for `open_exports`."""
+    """Encode exports as JSON in a uint8 tensor [bytes], for `open_exports`."""
     return torch.frombuffer(bytearray(json.dumps(exports).encode()), dtype=torch.uint8)
 
 
 def open_exports(description: Tensor, opened: list[Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of exports without a copy, and add their memory to `opened`.
+    """Yield the tensors of exports by name, without a copy. `opened`: list to which their memory is appended.
 
-    Host tensors may outlive the export; writes to them are private.
+    Host tensors may outlive the export; writes to host tensors are private to this process.
     """
     for export in json.loads(bytes(description.tolist())):
         if export["tensors"]:
@@ -165,19 +166,19 @@ def open_exports(description: Tensor, opened: list[Tensor] | None = None) -> Ite
 
 
 def load_weights(model: Any, named_tensors: NamedTensors) -> None:
-    """Load exported weights into SGLang's model, by the description in `named_tensors`. SGLang calls this."""
+    """Load exported weights into SGLang's model. SGLang calls this function with the encoded exports as one tensor."""
     ((_, description),) = named_tensors
-    opened: list[Tensor] = []  # kept until the copies have ended
+    opened: list[Tensor] = []  # keeps the memory mapped until the copies are done
     reset_cache_scales(model)
     model.load_weights(open_exports(description, opened))
     if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()  # the trainer may free the memory once SGLang has answered
+        torch.cuda.current_stream().synchronize()  # the trainer may free the memory after SGLang's reply
 
 
 def reset_cache_scales(model: torch.nn.Module) -> None:
-    """Set the FP8 cache's scales to 1: no weight sync sends them, and sleeping engines lose their memory.
+    """Set the scales of the FP8 KV cache to 1, since a sleeping engine loses them and no weight sync sends them.
 
-    SGLang keeps any positive value that it finds there when weights have been loaded.
+    After loading weights SGLang keeps any positive value of the scales.
     """
     for module in model.modules():
         for name in ("k_scale", "v_scale"):
@@ -187,13 +188,13 @@ def reset_cache_scales(model: torch.nn.Module) -> None:
 
 
 def _memory_range(specs: Sequence[TensorSpec]) -> tuple[int, int]:
-    """Return the offset of packed tensors in memory that has room for their margins, and its bytes."""
+    """Return the offset of the packed tensors and the size of the memory, including room for margins [bytes]."""
     start = aligned(max((spec.margins[0] for spec in specs), default=0))
     return start, start + packed_bytes(specs) + aligned(max((spec.margins[1] for spec in specs), default=0))
 
 
 def _describe(specs: Sequence[TensorSpec], start: int) -> list[list[Any]]:
-    """Describe the full tensors of packed slices that begin at `start`."""
+    """Return [name, dtype, full shape, strides, offset] of each packed tensor; `start`: offset of the first tensor."""
     offsets = accumulate((spec.nbytes for spec in specs), initial=start)
     return [
         [spec.name, str(spec.dtype).removeprefix("torch."), spec.full_shape, spec.stride, offset - spec.margins[0]]
@@ -214,6 +215,6 @@ def _open_ipc(export: Export) -> Tensor:
     shape, device = (export["nbytes"],), uuids.index(export["device"])
     return rebuild_cuda_tensor(
         *(torch.Tensor, shape, (1,), 0, torch.UntypedStorage, torch.uint8, device),
-        # Without a wait for the event: the trainer has waited, and torch would never free an event that it opens.
+        # False: do not wait for the event. The trainer has synchronized, and torch would never free an opened event.
         *(handle, size, offset, False, counter, counter_offset, event, False),
     )

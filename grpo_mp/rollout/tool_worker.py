@@ -1,8 +1,8 @@
-"""What a worker process of tools runs: it loads the tools, and calls them one at a time.
+"""Main program of a tool worker process: loads the tools and executes requests one at a time.
 
-Messages are JSON behind their length in four bytes. A request is [path of the tool, method, arguments]: without a
-method a function is called, or an environment made, which the process keeps; without a path it is dropped. A reply is
-an object with `value`, `bytes` (in base64) or `error`.
+A message is its length in 4 bytes followed by JSON. A request is [path of the tool, method, arguments]. Path and method
+call a method of the process's environment; a path alone calls a function or creates the environment; an empty path
+deletes the environment. A reply is an object with `value`, `bytes` (in base64) or `error`.
 """
 
 import asyncio
@@ -22,21 +22,21 @@ from grpo_mp.utils.processes import PR_SET_PDEATHSIG, prctl
 from grpo_mp.utils.user_code import load_attribute
 
 HEADER_BYTES = 4
-MOST_BYTES = 2**26  # of a reply
+MOST_BYTES = 2**26  # maximum size of a reply
 
 
 def serve(tools: Mapping[str, Mapping[str, Any] | None]) -> None:
-    """Answer the requests of standard input on what was standard output, until it is closed.
+    """Answer requests from stdin on stdout until stdin is closed. Tools see an empty stdin, and stderr as stdout.
 
-    `tools`: by path; of what makes environments, its arguments.
+    `tools`: maps the path of an environment class to its constructor arguments, and the path of a function to None.
     """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)  # a tool neither reads requests
-        os.dup2(2, 1)  # nor writes replies
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank that is killed leaves no hanging tool behind
+        os.dup2(nothing.fileno(), 0)  # a tool must not read requests
+        os.dup2(2, 1)  # a tool must not write replies
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the parent, even if a tool hangs
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, this process does, and no rank
+        Path("/proc/self/oom_score_adj").write_text("1000")  # out of memory, the kernel kills this process, not a rank
     try:
         worker = _Worker({path: _load(path, arguments) for path, arguments in tools.items()})
     except UserError as error:
@@ -57,10 +57,10 @@ class _Worker:
     def __init__(self, loaded: Mapping[str, Any]) -> None:
         self._loaded = loaded
         self._environment: Any = None
-        self._loop = asyncio.new_event_loop()  # one for all calls: an environment may keep what is bound to it
+        self._loop = asyncio.new_event_loop()  # shared by all calls: an environment may keep objects bound to the loop
 
     def answer(self, path: str, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Execute a request. Exceptions of tools are returned as replies."""
+        """Execute a request and return the reply; an exception of the tool becomes an `error` reply."""
         try:
             return _as_reply(self._do(path, method, arguments))
         except BaseException as error:  # noqa: BLE001 - a tool may raise anything

@@ -24,12 +24,16 @@ from grpo_mp.utils.files import encodable
 from grpo_mp.utils.user_code import load_attribute, no_exit
 
 SETTING = "rollout.tools"
-PROCESSES = 16  # concurrent calls of functions on one rank
+PROCESSES = 16  # maximum number of concurrent calls of functions on one rank
 
 
 @dataclass(frozen=True)
 class EnvironmentClass:
-    """A class of `rollout.tools`. `tools`: names of its methods; `slots`: of BoundedTools."""
+    """A class in `rollout.tools`.
+
+    `tools`: names of its public methods; `resets`, `rewards`: whether it has `reset` and `get_reward`; `slots`: limits
+    concurrent calls of BoundedTools.
+    """
 
     path: str
     name: str
@@ -41,11 +45,11 @@ class EnvironmentClass:
 
 @dataclass(frozen=True)
 class ToolKit:
-    """The tools that the settings name: functions, and classes, of which each episode gets an instance.
+    """The tools in the settings: functions, and environment classes, of which each episode gets an instance.
 
-    Public methods of a class are tools, except `reset`, which is called with the columns of the data row at the start
-    of an episode and returns text that is appended to the prompt, and `get_reward`, which is called without arguments
-    at the end of the episode (TRL's `environment_factory`).
+    The public methods of a class are tools, with two exceptions (as in TRL's `environment_factory`). `reset` is called
+    with the columns of the data row at the start of an episode and returns text to append to the prompt. `get_reward`
+    is called without arguments at the end of the episode.
     """
 
     functions: Mapping[str, RemoteTool] = field(default_factory=dict)  # by the name that the policy calls
@@ -54,7 +58,10 @@ class ToolKit:
     processes: ToolProcesses = field(default_factory=lambda: ToolProcesses((), PROCESSES, {}))
 
     async def open(self, limit_s: float, characters: int) -> "EpisodeTools":
-        """Make the tools of one episode, which ends with `close`; limits are of a call and of its result."""
+        """Create the environments of one episode and return its tools; the caller must call `close` at the end.
+
+        `limit_s`: time limit of a call [s]; `characters`: maximum length of a result.
+        """
         by_name = dict(self.functions)
         resets, rewards = list[RemoteTool](), list[RemoteTool]()
         async with AsyncExitStack() as opened:
@@ -87,10 +94,10 @@ class ToolKit:
 
 @dataclass(frozen=True)
 class EpisodeTools:
-    """The tools of one episode."""
+    """The tools and environments of one episode."""
 
     by_name: Mapping[str, RemoteTool]
-    slots: Mapping[str, asyncio.Semaphore]  # of the rank, by tool
+    slots: Mapping[str, asyncio.Semaphore]  # by tool name, shared by all episodes of the rank
     resets: Sequence[RemoteTool]
     rewards: Sequence[RemoteTool]
     limit_s: float
@@ -107,7 +114,7 @@ class EpisodeTools:
         return sum(rewards) if rewards else None
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Call a tool. Exceptions and timeouts are results, too; all text is valid UTF-8."""
+        """Call a tool and return its result as valid UTF-8; errors and timeouts are returned as results."""
         result = await self._result(call)
         return replace(result, text=encodable(result.text))
 
@@ -134,10 +141,10 @@ def load_tools(
     arguments: Mapping[str, Mapping[str, Any]] = {},
     variables: Sequence[str] = (),
 ) -> ToolKit:
-    """Load functions and classes by 'module:name' or 'file.py:name', make their schemas, and start one process.
+    """Load functions and classes, create their JSON schemas, and check that a worker process can import them.
 
-    processes: concurrent calls of functions; arguments: of classes, by path; variables: of the run's environment, which
-    the processes get.
+    `paths`: 'module:name' or 'file.py:name'; `processes`: maximum number of concurrent calls of functions; `arguments`:
+    constructor arguments of classes, by path; `variables`: environment variables that the worker processes get.
     """
     if unknown := next((path for path in arguments if path not in paths), None):
         raise UserError(f"rollout.tool_args: {unknown!r} is not in {SETTING}{did_you_mean(unknown, paths)}")
@@ -168,7 +175,7 @@ def load_tools(
 
 
 def _environment_class(path: str, kind: type, arguments: Mapping[str, Any], label: str) -> EnvironmentClass:
-    """Describe a class of tools; an instance is made here, so that wrong arguments are refused at the start."""
+    """Return the description of an environment class; create an instance to check the arguments at startup."""
     try:
         with no_exit():
             made = kind(**arguments)
