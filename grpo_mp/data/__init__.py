@@ -1,1 +1,1 @@
-"""Prompt sets, the cursor in them, and their overlap with eval sets."""
+"""Prompt sets, chat data sets, chat templates, and the order in which prompts are drawn."""

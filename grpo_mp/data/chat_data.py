@@ -1,4 +1,4 @@
-"""Sets of chats to learn from: every row is checked and measured at the start, and read again when it is trained on."""
+"""Chat data sets for SFT: every row is checked and measured at the start, and read again when it is trained on."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,19 +22,19 @@ from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.reading import did_you_mean_column, has_column, parse_json, read_column, read_json, shorten
 from grpo_mp.utils.types import Message, Sample
 
-ROWS_AT_ONCE = 1024  # that the tokenizer is given
+ROWS_AT_ONCE = 1024  # rows in one call of the tokenizer
 
 
 @dataclass(frozen=True)
 class ChatReader:
-    """How a row becomes a sample."""
+    """Converts rows to samples."""
 
     data: ChatDataConfig  # columns and system prompt
     sft: SftConfig
     encoder: ChatEncoder
 
     def render(self, row: Row) -> LearnedText:
-        """Return a row as the template writes it."""
+        """Render the chat of a row with the chat template."""
         chat = read_chat(row, self.data)
         try:
             return self.encoder.render(chat)
@@ -46,7 +46,7 @@ class ChatReader:
             ) from error
 
     def encode(self, rows: Sequence[Row]) -> list[LearnedTokens]:
-        """Return the tokens of rows, cut where sft.too_long says so."""
+        """Tokenize rows, and cut them to sft.max_tokens if sft.too_long is truncate."""
         limit = self.sft.max_tokens if self.sft.too_long == "truncate" else None
         encoded = self.encoder.encode([self.render(row) for row in rows])
         return [one.cut(limit) if limit else one for one in encoded]
@@ -57,25 +57,25 @@ class ChatReader:
 
 @dataclass(frozen=True, eq=False)
 class ChatRows:
-    """The samples of one file or source, read when they are asked for; memory holds each one's row and sizes."""
+    """Samples of one file or source. Rows are read on access; memory holds only their numbers and sizes."""
 
     rows: Rows
     reader: ChatReader
-    numbers: npt.NDArray[np.int64]  # of rows
+    numbers: npt.NDArray[np.int64]  # row of each sample
     lengths: npt.NDArray[np.int64]  # tokens of each sample
-    learned: npt.NDArray[np.int64]  # of them, those that have a loss
-    digest: str  # of what the rows say
-    too_long: int  # rows that were left out
+    learned: npt.NDArray[np.int64]  # tokens of each sample that have a loss
+    digest: str  # of the content of the rows
+    too_long: int  # number of rows that were left out
 
     def warnings(self, setting: str, outcome: str) -> Iterator[str]:
-        """Warn of rows that are left out."""
+        """Yield a warning if rows were left out. `outcome`: consequence for these rows."""
         limit, rows = self.reader.sft.max_tokens, self.too_long + len(self.numbers)
         yield from left_out(
             setting, self.too_long, rows=rows, unit="chats", limit=f"sft.max_tokens={limit}", outcome=outcome
         )
 
     def read(self, place: int, number: int) -> Sample:
-        """Return a sample."""
+        """Read the sample at `place`, with `number` as its group id; refuse a row that has changed since the start."""
         row = self.rows[int(self.numbers[place])]
         sample = self.reader.sample(row, number)
         if sample is None or _sizes(sample) != (self.lengths[place], self.learned[place]):
@@ -87,23 +87,23 @@ class ChatRows:
 
 @dataclass(frozen=True, eq=False)
 class ChatSet:
-    """The samples of several sources, one after the other; `too_long`: rows that were left out."""
+    """Samples of several sources, one after the other. `too_long`: number of rows that were left out."""
 
     source: str
     parts: tuple[ChatRows, ...]
     too_long: int
     mixture: Mixture = ()
-    digest: str = ""  # of what its rows say; "": of a set that is not trained on
-    warnings: tuple[str, ...] = ()  # sentences that every start shows
+    digest: str = ""  # of the content of its rows; "" for an eval set
+    warnings: tuple[str, ...] = ()  # shown at every start
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Return the tokens of each sample, up to the last that is learned."""
+        """Tokens of each sample, up to the last token with a loss."""
         return np.concatenate([part.lengths for part in self.parts])
 
     @cached_property
     def learned(self) -> npt.NDArray[np.int64]:
-        """Return the tokens of each sample that have a loss."""
+        """Tokens of each sample that have a loss."""
         return np.concatenate([part.learned for part in self.parts])
 
     @property
@@ -131,7 +131,7 @@ class ChatSet:
 
 
 def load_train_chats(data: ChatDataConfig, sft: SftConfig, encoder: ChatEncoder) -> ChatSet:
-    """Check and measure the sets of `data.train`."""
+    """Read, check and measure the data sets of `data.train`."""
     parts, too_long, warnings = list[ChatRows](), 0, list[str]()
     for name, train_set in data.train.items():
         own = train_set.model_dump(include={"source", "system_prompt"}, exclude_none=True)
@@ -152,7 +152,7 @@ def load_train_chats(data: ChatDataConfig, sft: SftConfig, encoder: ChatEncoder)
 
 
 def load_held_out_chats(data: ChatDataConfig, sft: SftConfig, encoder: ChatEncoder) -> dict[str, ChatSet]:
-    """Check and measure the sets of `data.eval`."""
+    """Read, check and measure the data sets of `data.eval`."""
     sets = {}
     for name, held_out in data.eval.items():
         own = data.model_copy(update=held_out.model_dump(include={"source", "system_prompt"}, exclude_none=True))
@@ -163,10 +163,10 @@ def load_held_out_chats(data: ChatDataConfig, sft: SftConfig, encoder: ChatEncod
 
 
 def check_chats(source: str, reader: ChatReader, count: int | None = None) -> ChatRows:
-    """Read every row of `source` once, or the first `count`, and measure the samples that fit.
+    """Read all rows of `source`, or the first `count`, and measure the samples that fit sft.max_tokens.
 
-    Raises UserError: no chat template, a malformed row or one whose answer the template cuts (file and line), one that
-    is too long with sft.too_long=refuse, nothing left.
+    Refuses a tokenizer without a chat template, a malformed row, a row whose answer the template cuts, a row that is
+    too long under sft.too_long=refuse, and a source of which no row is left.
     """
     check_template(reader.encoder.tokenizer)
     rows = read_rows(source, reader.data.source)
@@ -210,7 +210,7 @@ def _sizes(sample: Sample) -> tuple[int, int]:
 
 
 def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens at which the engines end an answer: of generation_config.json, and the tokenizer's."""
+    """Return the tokens at which engines end an answer: eos of generation_config.json and of the tokenizer."""
     file = model / "generation_config.json"
     config = read_json(file) if file.is_file() else {}
     eos = config.get("eos_token_id") if isinstance(config, dict) else None
@@ -219,7 +219,7 @@ def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[in
 
 
 def read_chat(row: Row, data: ChatDataConfig) -> Chat:
-    """Return the chat of a row."""
+    """Return the chat of a row, from the column of messages, or from those of prompt and completion."""
     tools = _read_tools(row)
     if has_column(row.columns, data.messages_column):
         messages, first = _messages(row, data.messages_column), 0

@@ -1,4 +1,4 @@
-"""The prompts of a run in launch order: a seeded permutation per epoch, and a position that can be saved."""
+"""The order of a run's prompts: a seeded permutation per epoch, and a cursor in it that can be saved."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -13,28 +13,28 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Cursor:
-    """The next prompt to take is the one at `position` of the order of `epoch`."""
+    """Position in the order of prompts: the next prompt is number `position` of the order of `epoch`."""
 
     epoch: int = 0
     position: int = 0
     seed: int = 0
-    deferred: tuple[int, ...] = ()  # prompts that this epoch takes last, in this order: the end of the epoch before
+    deferred: tuple[int, ...] = ()  # prompts drawn last in this epoch, in this order: the epoch before ended with them
 
 
 @dataclass(frozen=True)
 class SetShare:
-    """A set of a mixture: its prompts are numbered from `first` on, and an epoch has `count` of them."""
+    """A data set of a mixture: its `size` prompts are numbered from `first` on, and an epoch draws `count` of them."""
 
     first: int
     size: int
     count: int
 
 
-Mixture = tuple[SetShare, ...]  # (): one set, all of it in each epoch
+Mixture = tuple[SetShare, ...]  # (): a single set, which an epoch draws completely
 
 
 def mix_sets(sizes: Sequence[int], weights: Sequence[float]) -> Mixture:
-    """Return how many prompts of each set an epoch has: by the weights, and so many that none occurs twice."""
+    """Return the prompts per epoch of each set: in proportion to the weights, and as many as no repetition allows."""
     epoch = min(size / weight for size, weight in zip(sizes, weights, strict=True))
     counts = [max(1, min(size, round(weight * epoch))) for size, weight in zip(sizes, weights, strict=True)]
     firsts = accumulate(sizes, initial=0)
@@ -44,10 +44,10 @@ def mix_sets(sizes: Sequence[int], weights: Sequence[float]) -> Mixture:
 def take(
     cursor: Cursor, size: int, count: int, shuffle: bool, recent: Collection[int] = (), mixture: Mixture = ()
 ) -> tuple[tuple[int, ...], Cursor]:
-    """Take the next `count` indices of the `size` prompts of an epoch; return them and the cursor after them.
+    """Draw the next `count` of an epoch's `size` prompts; return their indices and the cursor after them.
 
-    Every epoch holds every prompt once, or some of each set of a `mixture`. A take over the end of an epoch repeats
-    neither its own prompts nor `recent` ones, unless they are more than `size`.
+    An epoch draws every prompt once, or a part of each set of a `mixture`. A draw across the end of an epoch repeats
+    neither its own prompts nor `recent` ones, unless these are `size` or more.
     """
     if size <= 0 or count < 0 or not 0 <= cursor.position <= size:
         raise ValueError(f"cannot take {count} of {size} prompts at position {cursor.position}")
@@ -66,7 +66,10 @@ def take(
 
 
 def taken_before(cursor: Cursor, size: int, count: int, shuffle: bool, mixture: Mixture = ()) -> tuple[int, ...]:
-    """Return the last `count` indices, or fewer, that were taken before the cursor by takes that knew as many."""
+    """Return the last `count` indices that were drawn before the cursor, or fewer.
+
+    Assumes that every draw knew at least its `count` predecessors as `recent`.
+    """
     first = max(0, cursor.position - count)
     order = epoch_order(replace(cursor, position=0), size, shuffle, mixture)[first : cursor.position]
     return (*cursor.deferred, *order.tolist())[-count:] if count else ()
@@ -74,7 +77,7 @@ def taken_before(cursor: Cursor, size: int, count: int, shuffle: bool, mixture: 
 
 @lru_cache(maxsize=2)
 def epoch_order(cursor: Cursor, size: int, shuffle: bool, mixture: Mixture = ()) -> npt.NDArray[np.int64]:
-    """Return all prompts in the order of the cursor's epoch: its permutation, then the deferred ones as they are."""
+    """Return the indices of the epoch's prompts in order: the permutation, then the deferred prompts."""
     if mixture:
         order = _mixed_order(cursor, shuffle, mixture)
     elif shuffle:
@@ -82,14 +85,15 @@ def epoch_order(cursor: Cursor, size: int, shuffle: bool, mixture: Mixture = ())
     else:
         order = np.arange(size)
     deferred = np.array(cursor.deferred, dtype=np.int64)
-    deferred = deferred[np.isin(deferred, order)]  # the epoch of a mixture need not have them
+    deferred = deferred[np.isin(deferred, order)]  # an epoch of a mixture may not contain them
     return np.concatenate([order[~np.isin(order, deferred)], deferred])
 
 
 def _mixed_order(cursor: Cursor, shuffle: bool, mixture: Mixture) -> npt.NDArray[np.int64]:
-    """Return an epoch's prompts, those of each set at even distances; each set's order is gone through over epochs.
+    """Return the indices of an epoch's prompts, with the prompts of each set at even distances.
 
-    Where the epochs' parts do not divide a set, the last part begins the order again.
+    Each set has its own permutation, of which successive epochs draw successive parts. If the parts do not divide the
+    set, the last part wraps around; then the set gets a new permutation.
     """
     parts, places = [], []
     for number, share in enumerate(mixture):
@@ -104,14 +108,14 @@ def _mixed_order(cursor: Cursor, shuffle: bool, mixture: Mixture) -> npt.NDArray
 
 @dataclass(frozen=True)
 class Draw:
-    """A prompt's index, and where the next draw begins."""
+    """Index of a drawn prompt, and the cursor after the draw."""
 
     index: int
     cursor: Cursor
 
 
 class PromptQueue:
-    """Prompts that are drawn and not yet used up. Ranks that make the same calls draw the same prompts."""
+    """Queue of prompts that are drawn but not used up. Ranks that make the same calls draw the same prompts."""
 
     def __init__(self, size: int, shuffle: bool, mixture: Mixture = ()) -> None:
         self._size, self._shuffle, self._mixture = size, shuffle, mixture
@@ -120,14 +124,13 @@ class PromptQueue:
         self._is_skipped: Callable[[int], bool] = lambda _: False
         self._skips_left = 0
         self._step_size: int | None = None
-        self._last: deque[int] = deque()  # what was drawn last, used up or not
+        self._last: deque[int] = deque()  # the last draws, used up or not
 
     def begin_step(self, cursor: Cursor, is_skipped: Callable[[int], bool], step_size: int | None) -> None:
-        """Begin a step at `cursor`, where the last one ended or a run resumes.
+        """Begin a step at `cursor`, where the last step ended or a run resumes.
 
-        No prompt is drawn twice for one step: among `step_size` prompts in a row where they are drawn ahead, at any
-        time, or, None, among all that are drawn. No prompt that `is_skipped` is drawn in the step, unless those of
-        nearly a whole epoch are.
+        step_size: prompts are drawn ahead, and any `step_size` consecutive draws are distinct; None: all prompts in the
+        queue are distinct. Prompts that `is_skipped` accepts are not drawn, up to one epoch's number of them per step.
         """
         self._cursor, self._is_skipped, self._skips_left = cursor, is_skipped, self._size
         if step_size != self._step_size:
@@ -139,7 +142,7 @@ class PromptQueue:
         return len(self._draws)
 
     def extend(self, count: int) -> None:
-        """Draw until there are `count` prompts."""
+        """Draw prompts until the queue holds `count`."""
         while len(self._draws) < count:
             cursor = self._draws[-1].cursor if self._draws else self._cursor
             recent = list(self._last) if self._step_size else [draw.index for draw in self._draws]
@@ -164,11 +167,12 @@ class PromptQueue:
         return self._draws[number].cursor.epoch
 
     def use_up(self, count: int) -> Cursor:
-        """Drop the first `count` prompts; return where the next step begins."""
+        """Remove the first `count` prompts from the queue; return the cursor at which the next step begins."""
         if count:
             self._cursor = self._draws[count - 1].cursor
             self._draws = self._draws[count:]
         return self._cursor
 
     def give_back(self) -> None:
+        """Empty the queue; the next draws repeat its prompts."""
         self._draws = []

@@ -1,4 +1,4 @@
-"""Chat messages of data rows: their fields, the switches of the loss, and the forms that chat templates write."""
+"""Chat messages of data rows: read their fields, and convert tool calls and thinking to a chat template's form."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ from grpo_mp.utils.types import Message
 
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-NAME, KEY = "call7F3A", "key7F3A"  # of a call that is rendered to see what a template makes of it
+NAME, KEY = "call7F3A", "key7F3A"  # of a test call, which shows the form that a template renders
 
 
 def read_message(value: Mapping[str, Any], location: str) -> Message:
-    """Return a message without nulls, with text as its content, and with objects as the arguments of its calls.
+    """Normalize a message: remove nulls, make its content text, and make the arguments of its tool calls objects.
 
-    ShareGPT's `from` and `value` become role and content. A message with calls of tools need not have a content.
+    ShareGPT's `from` and `value` become role and content. A message with tool calls needs no content.
     """
     message: Message = _with_role_and_text(without_nulls(value))
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
@@ -34,7 +34,7 @@ def read_message(value: Mapping[str, Any], location: str) -> Message:
 
 
 def read_messages(value: Any, location: str, role: str = "") -> list[Message]:
-    """Return the messages of a column, where `role` is given a text as one of that role."""
+    """Return the messages of a column. `role`: role of the message into which a plain text is converted."""
     chat = [{"role": role, "content": value}] if role and isinstance(value, str) else value
     if not isinstance(chat, list) or not chat or not all(isinstance(message, Mapping) for message in chat):
         raise UserError(f"{location}: expected {'text or ' if role else ''}a list of chat messages")
@@ -42,7 +42,7 @@ def read_messages(value: Any, location: str, role: str = "") -> list[Message]:
 
 
 def as_template_reads(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
-    """Return messages whose calls of tools and thinking are in the form that the tokenizer's chat template writes."""
+    """Convert tool calls and thinking of messages to the form that the tokenizer's chat template renders."""
     messages = [with_thinking_as_read(message, tokenizer) for message in messages]
     if not any(message.get("tool_calls") for message in messages):
         return messages
@@ -51,20 +51,20 @@ def as_template_reads(messages: Sequence[Message], tokenizer: PreTrainedTokenize
 
 
 def name_of_call(call: Any) -> str:
-    """Return the name of the function that a tool call names; "" where it names none."""
+    """Return the name of the function in a tool call; "" if there is none."""
     name = _function(call).get("name")
     return name if isinstance(name, str) else ""
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """The form of tool calls that a chat template renders; DeepSeek-R1's needs null content and text arguments."""
+    """Form of tool calls that a chat template renders; DeepSeek-R1's needs null content and arguments as text."""
 
     content_is_null: bool
     arguments_are_text: bool
 
     def apply(self, message: Message) -> Message:
-        """Return a message with calls in this form."""
+        """Return the message with its tool calls in this form."""
         calls = message["tool_calls"]
         if self.arguments_are_text and isinstance(calls, list):
             calls = [_with_text(call) for call in calls]
@@ -74,13 +74,13 @@ class CallForm:
 
 @lru_cache(maxsize=16)
 def call_form(tokenizer: PreTrainedTokenizerBase, template: str) -> CallForm:
-    """Return the first form that the tokenizer's template renders completely, else the first; `template`: cache key."""
+    """Return the first form of calls that the template renders completely, else the default; `template`: cache key."""
     forms = [CallForm(is_null, is_text) for is_text in (False, True) for is_null in (False, True)]
     return next((form for form in forms if _is_written(form, tokenizer)), forms[0])
 
 
 def _with_role_and_text(message: Message) -> Message:
-    """Return a ShareGPT message, or a message whose content is a list of texts, with role and text content."""
+    """Convert a ShareGPT message, or content that is a list of texts, to role and text content."""
     if "role" not in message and {"from", "value"} <= message.keys():
         renamed = {{"from": "role", "value": "content"}.get(name, name): item for name, item in message.items()}
         message = renamed | {"role": SHAREGPT_ROLES.get(str(message["from"]), message["from"])}
@@ -101,12 +101,12 @@ def _is_written(form: CallForm, tokenizer: PreTrainedTokenizerBase) -> bool:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception:  # noqa: BLE001 - a template is a program
         return False
-    # Neither as Python writes an object, nor text that is written as JSON once more.
+    # A Python repr of the arguments, or JSON inside of a JSON string, is not a complete rendering.
     return NAME in text and KEY in text and f"'{KEY}'" not in text and f'\\"{KEY}' not in text
 
 
 def _with_object(call: Any) -> Any:
-    """Return a call whose arguments are an object; arguments that are JSON of an object are parsed."""
+    """Parse the arguments of a tool call if they are JSON text of an object."""
     arguments = _function(call).get("arguments")
     if not isinstance(arguments, str):
         return call
@@ -134,13 +134,13 @@ def _function(call: Any) -> Mapping[str, Any]:
 
 
 THINKING = ("reasoning_content", "reasoning", "thinking")
-# Whether an answer is learned: of OpenAI (weight), ms-swift (loss), slime (loss_mask, step_loss_mask), axolotl (train,
-# training, train_on_turn), verl (trainable).
+# Fields that turn the loss of a message on or off: OpenAI (weight), ms-swift (loss), slime (loss_mask, step_loss_mask),
+# axolotl (train, training, train_on_turn), verl (trainable).
 SWITCHES = ("weight", "loss", "loss_mask", "step_loss_mask", "train", "training", "trainable", "train_on_turn")
 
 
 def is_learned(answer: Message) -> bool:
-    """Return whether the fields of an assistant's message let it be learned."""
+    """Return whether an assistant's message is trained on, by its fields in SWITCHES."""
     values = {name: answer[name] for name in SWITCHES if name in answer}
     for name, value in values.items():
         if not isinstance(value, int | float) or value not in (0, 1):
@@ -149,12 +149,12 @@ def is_learned(answer: Message) -> bool:
 
 
 def thinking_texts(message: Message) -> list[tuple[str, str]]:
-    """Return field and text of a message's thinking."""
+    """Return (field, text) for each field of a message that holds thinking."""
     return [(name, text) for name in THINKING if isinstance(text := message.get(name), str)]
 
 
 def with_thinking_as_read(message: Message, tokenizer: PreTrainedTokenizerBase) -> Message:
-    """Return a message whose thinking is in the field that the tokenizer's chat template writes, if it writes one."""
+    """Move a message's thinking to the field that the tokenizer's chat template renders, if it renders any."""
     given = next((name for name in THINKING if message.get(name)), None)
     if message["role"] != "assistant" or not given:
         return message
@@ -166,7 +166,7 @@ def with_thinking_as_read(message: Message, tokenizer: PreTrainedTokenizerBase) 
 
 @lru_cache(maxsize=16)
 def thinking_field(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
-    """Return the field from which the tokenizer's template writes thinking, if any; `template`: cache key."""
+    """Return the field from which the template renders thinking; None if there is none. `template`: cache key."""
     mark = "THINKING7F3A"
     for name in THINKING:
         messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer", name: mark}]

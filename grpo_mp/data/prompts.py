@@ -1,4 +1,4 @@
-"""Prompt sets: rows are read by the column mapping, rendered by the chat template and tokenized as they are needed."""
+"""Prompt sets: their rows are read, rendered by the chat template and tokenized on access."""
 
 import re
 from collections import defaultdict
@@ -30,9 +30,9 @@ PassRates = dict[str, float]  # by the prompt's text
 
 
 def read_pass_rates(name: str) -> PassRates:
-    """Read rows of `prompt` and either `is_correct`, a row a sample as `grpo-mp evaluate` writes, or `pass_rate`.
+    """Return the pass rate of each prompt in a file with columns `prompt` and `pass_rate`, or `is_correct`.
 
-    A sample whose is_correct is null, which no term of the reward decided, does not count.
+    `is_correct` has one row per sample, as `grpo-mp evaluate` writes it. A row in which it is null does not count.
     """
     verdicts = defaultdict[str, list[float]](list)
     for row in read_rows(name):
@@ -46,7 +46,7 @@ def read_pass_rates(name: str) -> PassRates:
 
 
 def within_pass_rates(texts: Iterable[str], file: str, train_set: TrainSetConfig) -> list[bool]:
-    """Return for each prompt whether its pass rate is in the set's range, or the file lacks it."""
+    """Return for each prompt whether its pass rate is in the set's range; True if the file lacks the prompt."""
     lowest, highest = train_set.min_pass_rate, train_set.max_pass_rate
     rates = read_pass_rates(file)
     measured = [rates.get(text) for text in texts]
@@ -59,10 +59,10 @@ def within_pass_rates(texts: Iterable[str], file: str, train_set: TrainSetConfig
 
 
 BOXES = re.compile(r"\}[\s$]*(?:,|,?\s*(?:\\text\{\s*)?\b(?:and|or)\b\s*\}?)[\s$]*\\boxed\b")
-ROWS_AT_ONCE = 1024  # that the tokenizer is given
+ROWS_AT_ONCE = 1024  # rows in one call of the tokenizer
 Messages = list[dict[str, Any]]
 Schemas = Sequence[dict[str, Any]]  # JSON schemas of tools, for the chat template
-CheckColumns = Callable[[Mapping[str, Any], str], None]  # raises UserError for the columns of the row at a location
+CheckColumns = Callable[[Mapping[str, Any], str], None]  # (columns of a row, its location); raises UserError
 
 
 def no_check(columns: Mapping[str, Any], location: str) -> None:
@@ -71,16 +71,16 @@ def no_check(columns: Mapping[str, Any], location: str) -> None:
 
 @dataclass(frozen=True)
 class PromptReader:
-    """How a row becomes a prompt."""
+    """Converts rows to prompts."""
 
     data: DataConfig  # columns and system prompt
     tokenizer: PreTrainedTokenizerBase
     tools: Schemas = ()
     columns: Mapping[str, Any] = field(default_factory=dict)  # added to those of the row
-    check_columns: CheckColumns = no_check  # what rewards need of them
+    check_columns: CheckColumns = no_check  # checks the columns that rewards need
 
     def messages(self, row: Row) -> Messages:
-        """Return the row's messages, or its text as one user message."""
+        """Return the messages of a row; a plain text becomes one user message."""
         column = self.data.prompt_column
         location = f"{row.location}: column {column}"
         chat = read_messages(_read_column(row, column, "data.prompt_column"), location, "user")
@@ -103,13 +103,13 @@ class PromptReader:
         return answer
 
     def with_system(self, messages: Messages) -> Messages:
-        """Return messages after the system prompt of the settings, unless they begin with a system message."""
+        """Prepend the system prompt of the settings, unless the messages begin with a system message."""
         if self.data.system_prompt and messages[0]["role"] != "system":
             return [{"role": "system", "content": self.data.system_prompt}, *messages]
         return messages
 
     def render(self, row: Row, messages: Messages) -> str:
-        """Return what the template makes of a row's messages."""
+        """Render the messages of a row with the chat template."""
         chat, tools, variables = self.with_system(messages), self.tools, self.data.chat_template_kwargs
         try:
             return render_template(chat, self.tokenizer, tools, variables=variables)
@@ -119,11 +119,11 @@ class PromptReader:
             ) from error
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
-        # The template has written the special tokens already; adding them here would begin prompts with two.
+        # The template has written the special tokens; the tokenizer would write a second BOS token.
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     def read(self, row: Row, index: int) -> Prompt:
-        """Return the prompt of a row."""
+        """Return the prompt of a row. `index`: its index in the prompt set."""
         messages = self.messages(row)
         (tokens,) = self.tokenize([self.render(row, messages)])
         return Prompt(
@@ -139,12 +139,12 @@ class PromptReader:
 
 @dataclass(frozen=True, eq=False)
 class RowPrompts:
-    """Prompts of one file or source, read when they are asked for: memory holds the number of each one's row."""
+    """Prompts of one file or source, read on access; memory holds only the numbers of their rows."""
 
     rows: Rows
     numbers: npt.NDArray[np.int64]
     reader: PromptReader
-    too_long: int  # rows that were left out
+    too_long: int  # number of rows that were left out
     content: bytes  # digest of all rows
 
     @property
@@ -161,7 +161,7 @@ class RowPrompts:
 
 @dataclass(frozen=True, eq=False)
 class StoredPrompts(Sequence[Prompt]):
-    """The prompts of several sources, one after the other."""
+    """Prompts of several sources, one after the other."""
 
     parts: tuple[RowPrompts, ...]
 
@@ -182,22 +182,22 @@ class StoredPrompts(Sequence[Prompt]):
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts that fit the limit, in the order of their rows; `prompts[i].index == i`."""
+    """Prompts within the token limit, in the order of their rows; `prompts[i].index == i`."""
 
     source: str
     prompts: Sequence[Prompt]
     num_too_long: int  # rows whose prompt has more tokens than the limit
-    mixture: Mixture = ()  # how sets are mixed
-    num_filtered: int = 0  # prompts that are left out for their pass rate
-    digest: str = ""  # of what its rows say; "" where none were read
-    warnings: tuple[str, ...] = ()  # sentences that every start shows
+    mixture: Mixture = ()  # share of each set in an epoch
+    num_filtered: int = 0  # prompts that were left out by their pass rate
+    digest: str = ""  # of the content of its rows; "" if no rows were read
+    warnings: tuple[str, ...] = ()  # shown at every start
 
     @property
     def epoch_size(self) -> int:
         return sum(share.count for share in self.mixture) or len(self)
 
     def first_rendered(self) -> str:
-        """Return the first prompt as the chat template writes it; "" where no rows were read."""
+        """Render the first prompt with the chat template; "" if no rows were read."""
         for part in self._parts:
             row = part.rows[int(part.numbers[0])]
             return part.reader.render(row, part.reader.messages(row))
@@ -224,7 +224,10 @@ def load_train_prompts(
     tools: Schemas = (),
     check_columns: CheckColumns = no_check,
 ) -> PromptSet:
-    """Check the sets of `data.train`; rewards see the set's name as column `data_set`."""
+    """Read and check the data sets of `data.train`.
+
+    With several data sets, or with weights of its own, a set's prompts have its name as column `data_set`.
+    """
     parts, num_filtered, warnings = list[RowPrompts](), 0, list[str]()
     for name, train_set in data.train.items():
         is_named = len(data.train) > 1 or train_set.reward is not None
@@ -260,7 +263,7 @@ def load_eval_prompts(
     tools: Schemas = (),
     check_columns: CheckColumns = no_check,
 ) -> dict[str, PromptSet]:
-    """Check the sets of `data.eval`, of each the first `max_prompts` rows."""
+    """Read and check the data sets of `data.eval`; each keeps its first `max_prompts` rows."""
     return {
         name: load_prompts(
             own.path,
@@ -286,9 +289,9 @@ def load_prompts(
     check_columns: CheckColumns = no_check,
     eval_set: str = "data.eval",
 ) -> PromptSet:
-    """Check every row of `source`, a set to evaluate on; `count` keeps only the first rows.
+    """Read and check every row of `source`, a set to evaluate on; `count` keeps only the first rows.
 
-    `tools`: what the template is given; `eval_set`: the setting of the set, for warnings. Prompts longer than
+    `tools`: JSON schemas for the template; `eval_set`: setting of the set, for warnings. Prompts longer than
     `max_prompt_tokens` are counted and left out, never cut.
     """
     reader = PromptReader(data, tokenizer, tools, check_columns=check_columns)
@@ -298,7 +301,7 @@ def load_prompts(
 
 
 def check_rows(source: str, reader: PromptReader, max_prompt_tokens: int, count: int | None = None) -> RowPrompts:
-    """Read every row of `source` once; return those of the first `count` prompts that fit."""
+    """Read and check every row of `source`; of the first `count` prompts, keep those within the token limit."""
     rows = read_rows(source, reader.data.source)
     if not len(rows):
         raise UserError(f"{source}: no rows: give a file with at least one prompt")
@@ -324,9 +327,9 @@ def check_rows(source: str, reader: PromptReader, max_prompt_tokens: int, count:
 
 
 def final_answer(text: str) -> str:
-    r"""Return the answer in a text: GSM8K's behind ####, else that in the last \boxed{} of a solution, else the text.
+    r"""Return the answer in a text: after GSM8K's ####, else in the last \boxed{} of a solution, else the whole text.
 
-    Boxes that only a comma, `and` or `or` parts are one answer, which the text is left to say.
+    Boxes that are separated only by a comma, `and` or `or` are one answer: then the whole text is returned.
     """
     match = re.search(r"####([^#\n]*)\s*$", text)
     answer = (match.group(1) if match else text).strip()
@@ -336,7 +339,7 @@ def final_answer(text: str) -> str:
 
 
 def _number_text(value: Real | Decimal) -> str:
-    """Return a number in digits, a fraction as 1/3; "" for a truth value and for what is not finite."""
+    """Write a number in digits and a fraction as 1/3; "" for a boolean and for a number that is not finite."""
     if isinstance(value, Rational):
         return "" if isinstance(value, bool) else str(value)
     number = Decimal(str(value))

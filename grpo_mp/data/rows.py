@@ -19,10 +19,10 @@ Columns = dict[str, Any]
 
 
 class DataSource(Protocol):
-    """Yields rows, each a dictionary of columns. `name`: what `data.train`, or the path of an eval set, says.
+    """Reads the rows of a data set, each a dictionary of columns. `name`: of `data.train`, or path of an eval set.
 
-    Every rank reads the same rows in the same order. A sequence is read by index when rows are needed, and may be
-    larger than memory; of anything else, such as a generator or an IterableDataset, all rows are read once and kept.
+    Every rank reads the same rows in the same order. A sequence is read by index when a row is needed, and may be
+    larger than memory. Any other iterable, such as a generator or an IterableDataset, is read once and kept in memory.
     """
 
     def __call__(self, name: str, /) -> Iterable[Columns]:
@@ -31,7 +31,7 @@ class DataSource(Protocol):
 
 @runtime_checkable
 class SupportsIndexing(Protocol):
-    """Rows that are read by index: a sequence, or a data set of `datasets`."""
+    """Rows that can be read by index: a sequence, or a data set of `datasets`."""
 
     def __len__(self) -> int: ...
 
@@ -40,7 +40,7 @@ class SupportsIndexing(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """One row as the user wrote it."""
+    """One row of a data set, with its location."""
 
     location: str  # file and line, for errors
     columns: Columns
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Rows(Sequence[Row]):
-    """The rows of a data set, read when they are asked for."""
+    """Rows of a data set, read on access."""
 
     name: str
     unit: str  # line or row
@@ -58,15 +58,16 @@ class Rows(Sequence[Row]):
         return len(self.columns)
 
     def __getitem__(self, index: Any) -> Any:
-        if index >= len(self):  # a user's source need not say so
+        if index >= len(self):  # a user's source may not raise IndexError
             raise IndexError(index)
         return Row(f"{self.name}, {self.unit} {index + 1}", self.columns[index])
 
 
 def read_rows(name: str, source: str | None = None) -> Rows:
-    """Open the rows of a data set; `source`: what reads it, or None by the suffix of a file.
+    """Open the rows of a data set. `source`: name of its reader; None: by the suffix of the file.
 
-    jsonl, parquet: a file; datasets: a name or folder, `name`, `name:split`, `name:config:split`; or a user's own.
+    Readers of jsonl and parquet take a file; the reader of datasets takes `name`, `name:split` or `name:config:split`,
+    where name may be a folder; a user's own reader takes any text.
     """
     path, source = Path(name), source or source_of(name)
     if source in SOURCE_BY_SUFFIX.values():
@@ -79,7 +80,7 @@ def read_rows(name: str, source: str | None = None) -> Rows:
 
 
 def source_of(name: str) -> str:
-    """Return the reader of a data set by the suffix of its name; `datasets` for any other."""
+    """Return the name of a data set's reader, by the suffix of the file; `datasets` for any other name."""
     found = (source for suffix, source in SOURCE_BY_SUFFIX.items() if name.lower().endswith(suffix))
     return next(found, "datasets")
 
@@ -89,7 +90,7 @@ def _by_index(rows: Iterable[Columns]) -> Sequence[Columns]:
 
 
 def _user_rows(read: DataSource, name: str, source: str) -> Sequence[Columns]:
-    """Call a user's own source; errors name it."""
+    """Read rows with a user's own reader; errors name the reader."""
     try:
         return _by_index(read(name))
     except Exception as error:
@@ -99,10 +100,10 @@ def _user_rows(read: DataSource, name: str, source: str) -> Sequence[Columns]:
 
 
 class JsonLines(Sequence[Columns]):
-    """Rows of a file of JSON lines; memory holds where each begins."""
+    """Rows of a file of JSON lines, read on access; memory holds only the position of each row."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._file = name, Path(name).open("rb")  # noqa: SIM115 - read as long as the rows are
+        self._name, self._file = name, Path(name).open("rb")  # noqa: SIM115 - open as long as the rows are in use
         self._ends = np.fromiter(accumulate(map(len, self._file)), dtype=np.int64)
 
     def __len__(self) -> int:
@@ -110,7 +111,7 @@ class JsonLines(Sequence[Columns]):
 
     def __getitem__(self, index: Any) -> Any:
         start, end = self._ends[index - 1] if index else 0, self._ends[index]
-        line = os.pread(self._file.fileno(), int(end - start), int(start))  # threads share the file
+        line = os.pread(self._file.fileno(), int(end - start), int(start))  # no seek, because threads share the file
         return _parse_line(line, f"{self._name}, line {index + 1}")
 
 
@@ -127,7 +128,7 @@ def _as_columns(value: Any, location: str) -> Columns:
 
 
 def read_jsonl(name: str) -> Sequence[Columns]:
-    """Open a file of JSON lines, or of one JSON array of rows, which is read whole."""
+    """Open a file of JSON lines; a file of one JSON array of rows is read completely."""
     with Path(name).open("rb") as file:
         texts = (line.removeprefix(codecs.BOM_UTF8).strip() for line in file)
         if not next(filter(None, texts), b"").startswith(b"["):
@@ -138,23 +139,23 @@ def read_jsonl(name: str) -> Sequence[Columns]:
 
 
 def read_parquet(name: str) -> Sequence[Columns]:
-    """Open a Parquet file: `datasets` converts it once into its cache, which is mapped into memory, not read."""
+    """Open a Parquet file: `datasets` converts it once into its cache, and maps the cache into memory."""
     import datasets
 
-    datasets.disable_progress_bars()  # of every rank
+    datasets.disable_progress_bars()  # every rank would show its own
     try:
-        # `datasets` takes a name for a pattern, by which set[1].parquet is set1.parquet.
+        # `datasets` treats a name as a glob pattern, by which set[1].parquet matches set1.parquet.
         return datasets.load_dataset("parquet", data_files=glob.escape(name), split="train")
     except Exception as error:  # of pyarrow, fsspec and others
         raise UserError(f"{name}: not readable as Parquet: {one_line(error.__cause__ or error)}") from error
 
 
 def read_datasets(source: str) -> Sequence[Columns]:
-    """Load the rows of `name`, `name:split` or `name:config:split` by the library `datasets`."""
+    """Load the rows of `name`, `name:split` or `name:config:split` with the library `datasets`."""
     import datasets
 
     name, *rest = source.split(":")
-    is_file = Path(name).suffix.lower() in OTHER_FILES  # no name of the hub: it is not asked
+    is_file = Path(name).suffix.lower() in OTHER_FILES  # a file, not a name on the Hub, which is not queried
     if len(rest) > 2 or not name.strip() or is_file:
         raise UserError(f"{source!r}: write a .jsonl, .json or .parquet file, name:split or name:config:split")
     config, split = rest[0] if len(rest) == 2 else None, (rest and rest[-1]) or "train"
@@ -179,11 +180,11 @@ SOURCE_BY_SUFFIX = {
     **dict.fromkeys((".jsonl", ".json"), "jsonl"),
     ".parquet": "parquet",
 }
-WANTED_JSON = "write one object a line, or one array of objects"  # where a file of data is neither
+WANTED_JSON = "write one object a line, or one array of objects"  # remedy for a data file that is neither
 
 
 def without_nulls(value: Any) -> Any:
-    """Return messages or schemas without what is null: Parquet has every key in every one of them."""
+    """Remove null values from messages or schemas, at all levels: Parquet gives every object all keys."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,7 +1,7 @@
-"""Which tokens of a given chat are learned: the assistant's, as the template marks them or as prompts show them.
+"""Find the tokens of a chat that have a loss: those of the assistant.
 
-A template with `{% generation %}` marks says so itself. Of others, a turn is what the finished chat has behind the
-prompt to which the policy would answer there; a template that does not keep what it wrote is refused.
+A template with `{% generation %}` marks shows which text is the assistant's. With any other template, a turn is the
+text of the whole chat after the turn's generation prompt; a template that changes earlier text is refused.
 """
 
 import re
@@ -21,14 +21,17 @@ from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.types import Message, Sample
 
 LossOn = Literal["assistant", "last", "all"]
-Span = tuple[int, int]  # characters of a text: the first, and that after the last
+Span = tuple[int, int]  # characters of a text: start, end (exclusive)
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-SHOWN = 40  # characters of a text in a sentence
+SHOWN = 40  # characters of a text that a message shows
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat to learn from. `first`: the first message that may be learned; `tools`: JSON schemas for the template."""
+    """A chat to train on.
+
+    `first`: index of the first message that may have a loss; `tools`: JSON schemas for the template.
+    """
 
     messages: tuple[Message, ...]
     first: int = 0
@@ -37,7 +40,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class LearnedText:
-    """A rendered chat, and the parts of it that are learned, in order."""
+    """A rendered chat, and the spans of its text that have a loss, in order."""
 
     text: str
     spans: tuple[Span, ...]
@@ -45,7 +48,7 @@ class LearnedText:
 
 @dataclass(frozen=True)
 class LearnedTokens:
-    """Tokens of a chat, and which of them are learned."""
+    """Tokens of a chat, and a mask of the tokens that have a loss."""
 
     tokens: tuple[int, ...]
     learned: npt.NDArray[np.bool_]
@@ -54,7 +57,7 @@ class LearnedTokens:
         return LearnedTokens(self.tokens[:count], self.learned[:count])
 
     def sample(self, number: int) -> Sample | None:
-        """Return the prompt, up to the first token that is learned, and the rest up to the last; None without any."""
+        """Return a sample whose response is from the first to the last token with a loss; None without such a token."""
         where = np.flatnonzero(self.learned)
         if not len(where):
             return None
@@ -66,9 +69,9 @@ class LearnedTokens:
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Renders and tokenizes chats. `stops`: tokens that end an answer, where the template writes none.
+    """Renders and tokenizes chats.
 
-    `variables`: of the chat template.
+    `stops`: tokens that end an answer; `variables`: of the chat template.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -77,7 +80,7 @@ class ChatEncoder:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise UserError where nothing could end an answer."""
+        """Refuse a tokenizer and model without any token that ends an answer."""
         if self._end is None:
             raise UserError(
                 "the tokenizer has no eos_token, and the model's generation_config.json no eos_token_id: nothing would "
@@ -90,13 +93,13 @@ class ChatEncoder:
         return int(eos) if isinstance(eos, int) else min(self.stops, default=None)
 
     def render(self, chat: Chat) -> LearnedText:
-        """Return the chat as the template writes it, and what of it is learned."""
+        """Render a chat; return its text and the spans that have a loss."""
         renderer = ChatRenderer(self.tokenizer, chat.tools, self.variables)
         turns = self._turns(chat)
         if self.loss_on == "all":
             text = renderer.render(chat.messages, asks=False)
             before = renderer.render(chat.messages[: turns[-1]], asks=False)
-            last = text[_common_length(text, before) :]  # templates may leave out what earlier ones thought
+            last = text[_common_length(text, before) :]  # only the last turn: templates may drop earlier thinking
             _check_whole(last, chat.messages[turns[-1]])
             learned = LearnedText(text, ((0, len(text)),))
         else:
@@ -111,9 +114,9 @@ class ChatEncoder:
         return learned
 
     def _turns(self, chat: Chat) -> list[int]:
-        """Return the messages that are learned. Raises UserError where there is none.
+        """Return the indices of the messages that have a loss, at least one.
 
-        An answer that begins the chat is not: no prompt asks for it.
+        An answer that begins the chat has no loss, because it follows no prompt.
         """
         first = max(1, chat.first)
         turns = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant" and i >= first]
@@ -133,7 +136,7 @@ class ChatEncoder:
         """Tokenize rendered chats."""
         if not self.tokenizer.is_fast:
             return [self._ended(*self._by_part(learned)) for learned in texts]
-        # The template has written the special tokens already; adding them here would begin chats with two.
+        # The template has written the special tokens; the tokenizer would write a second BOS token.
         encoded = self.tokenizer(
             [learned.text for learned in texts], add_special_tokens=False, return_offsets_mapping=True
         )
@@ -141,7 +144,7 @@ class ChatEncoder:
         return [self._ended(tokens, _turns_of(learned, offsets)) for learned, tokens, offsets in rows]
 
     def _marked(self, renderer: ChatRenderer, template: str, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """Return the text of a conversation and what the template marks of it."""
+        """Render a conversation; return its text and the spans that the template marks."""
         (text,), (spans,) = render_jinja_template(
             [as_template_reads(messages, self.tokenizer)],
             tools=list(renderer.tools) or None,
@@ -154,7 +157,7 @@ class ChatEncoder:
     def _marked_turns(
         self, renderer: ChatRenderer, template: str, messages: Sequence[Message], turns: Sequence[int]
     ) -> tuple[LearnedText, list[tuple[Span, ...]]]:
-        """Return what the template marks in `turns`, and the spans of each: it may have several."""
+        """Return the marked spans of `turns`, in one LearnedText and for each turn, which may have several."""
         text, marked = self._marked(renderer, template, messages)
         spans, first = tuple(marked), turns[0]
         if any(message["role"] == "assistant" for message in messages[:first]):
@@ -163,7 +166,7 @@ class ChatEncoder:
                 raise _changed(first, text, before, is_last=True)
             spans = tuple(span for span in spans if span[0] >= len(before))
         earlier = len(marked) - len(spans)
-        # A chat that ends with a turn has as many marks as the whole one has up to there, whatever they hold.
+        # The chat cut after a turn has as many marks as the whole chat up to that turn, whatever their text.
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
         counts = [len(self._marked(renderer, template, messages[: turn + 1])[1]) for turn in answers[:-1]]
         ends = (max(0, count - earlier) for count in counts)
@@ -172,7 +175,10 @@ class ChatEncoder:
         return LearnedText(text, tuple(chain.from_iterable(by_turn))), by_turn
 
     def _by_part(self, learned: LearnedText) -> tuple[list[int], npt.NDArray[np.int64]]:
-        """Tokenize by parts, where a tokenizer does not say which characters a token is of."""
+        """Tokenize each span and the text between spans separately, for a tokenizer without character offsets.
+
+        Returns the tokens, and the number of each token's span, -1 outside of spans.
+        """
         parts, end = list[tuple[int, int, int]](), 0
         for number, (start, stop) in enumerate(learned.spans):
             parts += [(-1, end, start), (number, start, stop)]
@@ -185,7 +191,10 @@ class ChatEncoder:
         return tokens, np.array(turns, dtype=np.int64)
 
     def _ended(self, tokens: Sequence[int], turns: npt.NDArray[np.int64]) -> LearnedTokens:
-        """Let a turn that has no token at which the policy stops be ended by one: that which follows, or one more."""
+        """Make each turn end with a stop token that has a loss, unless the turn contains a stop token.
+
+        The stop token is the one that follows the turn; at the end of the chat it is appended.
+        """
         tokens, learned = list(tokens), turns >= 0
         for turn in np.unique(turns[learned]).tolist() if self.loss_on != "all" else ():
             where = np.flatnonzero(turns == turn)
@@ -195,15 +204,15 @@ class ChatEncoder:
             if after < len(turns) and tokens[after] in self.stops:
                 learned[after] = True
             elif after == len(turns) == len(tokens):
-                assert self._end is not None  # see above
+                assert self._end is not None  # see __post_init__
                 tokens.append(self._end)
                 learned = np.append(learned, True)
-        learned[:1] = False  # nothing stands before it that could predict it
+        learned[:1] = False  # no token predicts the first one
         return LearnedTokens(tuple(tokens), learned)
 
 
 def _behind_prompts(renderer: ChatRenderer, messages: Sequence[Message], turns: Sequence[int]) -> LearnedText:
-    """Return what the chat has behind the prompt of each turn, up to the next message."""
+    """Return the spans of `turns`: from the end of a turn's generation prompt to the next message."""
     text, spans = renderer.render(messages, asks=False), []
     for turn in turns:
         prompt, upto = renderer.render(messages[:turn], asks=True), renderer.render(messages[: turn + 1], asks=False)
@@ -215,7 +224,7 @@ def _behind_prompts(renderer: ChatRenderer, messages: Sequence[Message], turns: 
 
 
 def _changed(turn: int, text: str, part: str, is_last: bool) -> UserError:
-    """Return the error of a template that does not keep what it wrote; `is_last`: of the last message."""
+    """Return the error for a template that changes earlier text. `is_last`: the turn is the last message."""
     at = _common_length(text, part)
     return UserError(
         f"the chat template cuts or changes what it wrote up to message {turn + 1}: {part[at : at + SHOWN]!r} became "
@@ -230,10 +239,10 @@ def _common_length(one: str, other: str) -> int:
 
 
 def _check_whole(text: str, answer: Message) -> None:
-    """Raise UserError where a turn's text lacks a part of the answer; blanks do not count."""
+    """Check that a turn's text has all of the answer's thinking, content and tool calls; blanks do not count."""
     left, different = _without_blanks(text), dict[str, tuple[str, str]]()
     for name, part in (*thinking_texts(answer), ("content", answer["content"])):
-        if isinstance(part, str):  # two fields may say the same, as answers of servers do: the template writes it once
+        if isinstance(part, str):  # servers return the same text in two fields: the template writes it once
             different[_without_blanks(part)] = name, part
     for said, (name, part) in sorted(different.items(), key=lambda item: len(item[0]), reverse=True):
         if said not in left:
@@ -242,8 +251,9 @@ def _check_whole(text: str, answer: Message) -> None:
                 f"the chat template cuts the assistant's {name} {part.strip()[:SHOWN]!r}: use a template that writes "
                 f"it whole{remedy}"
             )
-        left = left.replace(said, " ", 1) if said else left  # a part of another text is no text of its own
-    for name in map(name_of_call, answer.get("tool_calls") or ()):  # words may name a tool that is not called
+        left = left.replace(said, " ", 1) if said else left  # a text found inside another one does not count
+    # Names are searched outside of the texts, which may name a tool that is not called.
+    for name in map(name_of_call, answer.get("tool_calls") or ()):
         if _without_blanks(name) not in left:
             raise UserError(
                 f"the chat template leaves out the assistant's call of {name[:SHOWN]}: use a template with tools"
@@ -255,7 +265,7 @@ def _without_blanks(text: str) -> str:
 
 
 def _turns_of(learned: LearnedText, offsets: Sequence[Span]) -> npt.NDArray[np.int64]:
-    """Return for each token, by the characters that it is of, the number of its span; -1: of none."""
+    """Return the number of the span to which each token belongs, by its characters; -1 outside of spans."""
     starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     turns = np.full(len(starts), -1)
     for number, (start, end) in enumerate(learned.spans):

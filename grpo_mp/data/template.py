@@ -1,4 +1,4 @@
-"""Chat templates: rendering, the tokens of later messages, and what a template does with the settings."""
+"""Chat templates: render conversations, tokenize later turns, and check the template."""
 
 import logging
 import re
@@ -16,11 +16,11 @@ from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import encodable
 from grpo_mp.utils.types import Message
 
-_today = [date.today()]  # of this process's run
+_today = [date.today()]  # one item, which set_template_date replaces
 
 
 def template_date() -> date:
-    """Return the date that templates write: that of the process's start, or what `set_template_date` was given."""
+    """Return the date that chat templates write: the start of the process, or the date of `set_template_date`."""
     return _today[0]
 
 
@@ -30,7 +30,7 @@ def set_template_date(day: date) -> None:
 
 
 def strftime_now(pattern: str) -> str:
-    """Format the date of the run; templates call it by this name for the present time."""
+    """Format the date of the run; chat templates call this function by name for the current time."""
     return datetime.combine(template_date(), time()).strftime(pattern)
 
 
@@ -41,9 +41,9 @@ def render_template(
     asks: bool = True,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return a conversation as the tokenizer's chat template writes it, with `asks` up to where the policy answers.
+    """Render a conversation with the tokenizer's chat template; `asks` appends the generation prompt.
 
-    `tools`: JSON schemas; `variables`: of the template, in addition to its own. Raises what the template raises.
+    `tools`: JSON schemas; `variables`: of the template, in addition to its own. Exceptions of the template propagate.
     """
     values: dict[str, Any] = {"strftime_now": strftime_now, **(variables or {})}
     return str(
@@ -58,7 +58,7 @@ def render_template(
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError where the tokenizer has no chat template."""
+    """Refuse a tokenizer without a chat template."""
     if not tokenizer.chat_template:
         raise UserError(
             f"{tokenizer.name_or_path or 'model.path'}: the tokenizer has no chat template: "
@@ -67,9 +67,9 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
-    """Return a prompt as one text, by which it is known and shown: that of its only message, or all with their roles.
+    """Return the text that identifies a prompt: that of its only message, or all messages with their roles.
 
-    Calls of tools are part of it. The text does not depend on a template.
+    It includes tool calls, and does not depend on a chat template.
     """
     if len(messages) == 1:
         return str(messages[0]["content"])
@@ -82,14 +82,17 @@ def _message_text(message: Message) -> str:
 
 
 LOGGER = logging.getLogger(__name__)
-MARK = "ANSWER7F3A"  # the answer of the fixed conversation: what follows it is the rendering of what is new
+MARK = "ANSWER7F3A"  # the answer in FIXED: the text after it renders the messages that follow
 GIVEN = "GIVEN7F3A"
 FIXED: tuple[Message, ...] = ({"role": "user", "content": "question"}, {"role": "assistant", "content": MARK})
 
 
 @dataclass(frozen=True)
 class ChatRenderer:
-    """Renders messages by the tokenizer's chat template. `tools`: their JSON schemas; `variables`: of the template."""
+    """Renders messages with the tokenizer's chat template.
+
+    `tools`: their JSON schemas; `variables`: of the template.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     tools: tuple[dict[str, Any], ...] = ()
@@ -99,18 +102,21 @@ class ChatRenderer:
         return self._encode(self._render(messages))
 
     def continuation(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the tokens between an answer that ends with `sampled` and the next: its end if cut, and `messages`."""
+        """Return the tokens from the end of the answer `sampled` to the start of the next answer.
+
+        They are the rest of the template's text after an answer, `messages`, and the generation prompt.
+        """
         _, mark, rest = self._render((*FIXED, *messages)).rpartition(MARK)
         if not mark:
             raise UserError("the chat template leaves answers out: no turn can follow one; use another template")
         tokens = self._encode(rest)
-        # The sampled stop token is the first of what the template writes after an answer.
+        # The template, too, begins the text after an answer with the stop token that was sampled.
         return tokens[1:] if sampled and tokens[:1] == tuple(sampled[-1:]) else tokens
 
     def check(self) -> None:
-        """Warn where the template leaves out tools."""
+        """Warn about a template that ignores tools; refuse a template that ignores messages after an answer."""
         ask = FIXED[:1]
-        if self.tools and self._render(ask) == replace(self, tools=())._render(ask):  # DeepSeek-V3's is such a one
+        if self.tools and self._render(ask) == replace(self, tools=())._render(ask):  # such as DeepSeek-V3's
             LOGGER.warning("the chat template does not show tools to the policy: prompts must say what it may call")
         given: Message = {"role": "user", "content": GIVEN}
         if self.tools:
@@ -121,27 +127,27 @@ class ChatRenderer:
             raise UserError(f"the chat template leaves {what} out (role {given['role']}): use another template")
 
     def clean(self, text: str) -> str:
-        """Remove the tokenizer's added tokens from a text that is not the policy's: it must not begin or end a message.
+        """Remove the tokenizer's added tokens from text that the policy did not write: it must not end a message.
 
-        Those that are not marked as special are among them, such as DeepSeek's names of roles.
+        Added tokens that are not marked as special, such as DeepSeek's names of roles, are removed, too.
         """
         text = encodable(text)
         left = self._added_tokens.sub("", text)
-        while left != text:  # what was around one may be another: a space between them keeps it from being a third
+        while left != text:  # removal may join the parts around a token to another token; a space does not
             left, text = self._added_tokens.sub(" ", left), left
         return left
 
     @cached_property
     def _added_tokens(self) -> re.Pattern[str]:
         added = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
-        marks = {token for token in (*added, *self.tokenizer.all_special_tokens) if token.strip()}  # spaces are text
+        marks = {token for token in (*added, *self.tokenizer.all_special_tokens) if token.strip()}  # blanks are text
         return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)")
 
     def _render(self, messages: Sequence[Message]) -> str:
         return self.render(messages, asks=True)
 
     def render(self, messages: Sequence[Message], asks: bool) -> str:
-        """Return the text of a conversation, with `asks` up to where the policy answers."""
+        """Render a conversation; `asks` appends the generation prompt."""
         try:
             return render_template(messages, self.tokenizer, tools=self.tools, asks=asks, variables=self.variables)
         except TemplateError as error:
