@@ -41,7 +41,7 @@ class Admission:
 
 
 def admission_rule(rule: FilterConfig, needed: int, max_staleness: int) -> AdmissionRule:
-    """Return the admission rule of a step that needs `needed` groups."""
+    """Return the admission rule of a step that needs `needed` groups, from the settings of the filter."""
     launched = math.ceil(needed * rule.oversample_factor)
     max_launched = launched * MAX_LAUNCH_FACTOR if rule.zero_std == "refill" else launched
     return AdmissionRule(
@@ -57,7 +57,8 @@ def token_limit(number: int, needed: int, steps_ahead: int, tokens_ahead: int) -
     """Return the response tokens at which a later step's group stops until the next step.
 
     `number`: the group's number in launch order, from the current step on. `needed`: groups per step. `steps_ahead`:
-    how many steps ahead a group may be launched. `tokens_ahead`: tokens it may generate in each step before its own.
+    number of steps by which a group may be launched early. `tokens_ahead`: tokens it may generate in each of these
+    steps.
     """
     return tokens_ahead * max(1, steps_ahead - number // needed + 1)
 
@@ -88,7 +89,7 @@ def _launch_limit(kept: Mapping[int, bool | None], rule: AdmissionRule) -> int:
 
 
 def length_bias(infos: Sequence[SampleInfo], selected: Collection[int], aborted: Collection[int] = ()) -> float:
-    """Return mean response length of the selected groups / mean response length of all launched groups.
+    """Return the mean response length of the selected groups divided by that of all launched groups.
 
     A value below 1 means that selection favours short responses. Aborted samples count with the tokens known so far, so
     the true value is lower. NaN if an aborted group reported no tokens at all.

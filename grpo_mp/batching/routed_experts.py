@@ -70,7 +70,7 @@ def _take(groups: list[SampleGroup]) -> dict[tuple[int, ...], ExpertIds]:
 
 
 def with_experts(group: SampleGroup, experts: Mapping[tuple[int, ...], ExpertIds]) -> SampleGroup:
-    """Return the group with `experts`, given by sequence key; sequences that are missing there get None."""
+    """Return the group with its experts replaced by `experts` (sequence key -> experts, None if missing)."""
 
     def exchange(sample: Sample) -> Sample:
         return replace(sample, routed_experts=experts.get(sample.key), earlier=tuple(map(exchange, sample.earlier)))
@@ -79,7 +79,7 @@ def with_experts(group: SampleGroup, experts: Mapping[tuple[int, ...], ExpertIds
 
 
 def without_experts(group: SampleGroup) -> SampleGroup:
-    """Return the group without the experts of its samples."""
+    """Return the group without experts."""
     return with_experts(group, {})
 
 
@@ -95,7 +95,7 @@ def _outgoing(
     experts: Mapping[int, ExpertIds],
     columns: Sequence[Sequence[int]],
 ) -> list[bytes]:
-    """Return the packed rows and experts to send to each training rank for micro-batch `number` of every replica.
+    """Return the bytes for each training rank in micro-batch `number` of every replica: row ranges and experts.
 
     `experts`: by sample of the update. `columns`: for each training rank, the columns of `experts` with its layers.
     """

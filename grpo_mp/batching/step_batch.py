@@ -35,8 +35,8 @@ UpdateBatches = list[list[MicroBatch]]
 class StepBatch:
     """Infos of all sequences of the step, and this rank's micro-batches of each update.
 
-    A sample is one sequence, except for an episode that forked. Its advantage applies to all tokens of its sequences,
-    and in the loss it weighs as one response with all these tokens.
+    A sample is one sequence, except for an episode that forked into several. The episode's advantage applies to all
+    tokens of its sequences, and the loss weights these tokens as one response.
     """
 
     infos: tuple[SampleInfo, ...]
@@ -50,7 +50,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Constants of a run that every step's batch assembly on a rank needs."""
+    """Arguments of `assemble_step_batch` that are constant over a run."""
 
     settings: Settings
     parallel: Parallel
@@ -138,7 +138,7 @@ def is_masked(info: SampleInfo, settings: Settings) -> bool:
     """Return whether a sample is left out of the loss: truncated, failed, or without a usable reward.
 
     If groups are compared without whitening, a sample without a reward has the advantage 0 and stays in the loss, as in
-    TRL. Otherwise it is masked: there is no baseline for it, or whitening would move its advantage away from 0.
+    TRL. Otherwise it is masked: without a baseline no advantage is neutral, and whitening would shift 0.
     """
     algorithm = settings.algorithm
     advantage = algorithm.advantage
@@ -153,7 +153,7 @@ def send_routed_experts(
 ) -> None:
     """Send the routed experts of `groups` to training ranks, from a rank that only hosts an engine.
 
-    This is the counterpart of `assemble_step_batch` on training ranks.
+    Training ranks receive them in `assemble_step_batch`.
     """
     if settings.training.router_replay == "R3":
         dp_size = data_parallel_size(settings.layout, job.world_size - job.engine_ranks)

@@ -89,8 +89,8 @@ def plan_update(
 ) -> UpdatePlan:
     """Plan the micro-batches of one update. `samples`: indices of its samples in the step.
 
-    With pipeline parallelism all micro-batches are padded to one size, at least that of the longest sequence. The limit
-    is raised to this size: fuller micro-batches need no more memory and less padding.
+    With pipeline parallelism all micro-batches are padded to one size, at least that of the longest sequence. This size
+    is then also the token limit: fuller micro-batches need no more memory and less padding.
     """
     layout, cost, align = rule.layout, Cost(1.0, 1.0 / (12 * rule.hidden_size)), alignment(rule.layout)
     longest = round_up(max(lengths, default=0), align)
@@ -109,12 +109,15 @@ def plan_update(
 
 
 def alignment(layout: LayoutConfig) -> int:
-    """Return the multiple for padded lengths: 2 * context for zigzag slices, times equal tensor-parallel shards."""
+    """Return the number of tokens that divides every padded length: 2 * context for zigzag slices, times tensor."""
     return layout.tensor * (2 * layout.context if layout.context > 1 else 1)
 
 
 def padding_multiple(layout: LayoutConfig, training: TrainingConfig) -> int:
-    """Return the multiple for the size of a micro-batch: FP8 products need a multiple of rows on each rank; else 1."""
+    """Return the number of tokens that divides every micro-batch; 1 without FP8.
+
+    FP8 products need a multiple of a fixed number of rows on each rank.
+    """
     if not training.fp8_format:
         return 1
     rows = GATHERED_FP8_ROWS if layout.tensor > 1 else FP8_ROWS

@@ -24,11 +24,12 @@ def with_values(update: Sequence[MicroBatch], values: Sequence[Tensor]) -> list[
 def with_generalized_advantages(
     updates: UpdateBatches, algorithm: AlgorithmConfig, kl_coef: float, parallel: Parallel
 ) -> UpdateBatches:
-    """Replace each response's advantage, until now its reward, by token-level GAE advantages, and set the returns.
+    """Replace each response's advantage by token-level GAE advantages, and set the returns.
 
-    The reward arrives at the last generated token; with kl.apply_to=reward each token also costs its own KL to the
-    reference. Return = advantage + value. Given tokens, such as tool results, are skipped: the step after a generated
-    token is the next generated token. Stages without values leave the micro-batches as they are.
+    On input the advantage of a response is its reward. The reward arrives at the last generated token; with
+    kl.apply_to=reward each token also costs its own KL to the reference. Return = advantage + value. Given tokens, such
+    as tool results, are skipped: the step after a generated token is the next generated token. Pipeline stages without
+    values leave the micro-batches as they are.
     """
     return [
         [batch if batch.values is None else _with_advantages(batch, algorithm, kl_coef, parallel) for batch in update]

@@ -29,7 +29,7 @@ class Job:
     """All ranks of the job: training ranks first, then ranks that only host engines (`engine.ranks`).
 
     Training and engine ranks have separate default groups in torch, because Megatron divides a model over its whole
-    default group. A training rank has one number in the job and in its default group.
+    default group. A training rank has the same number in the job and in its default group.
     """
 
     rank: int
@@ -84,7 +84,7 @@ def megatron_sizes(layout: LayoutConfig) -> dict[str, int | None]:
 
 
 def start_parallel(layout: LayoutConfig, seed: int, timeout_s: float, name: str = "job") -> Parallel:
-    """Join a job of training ranks only, described by torchrun's or srun's environment; create all process groups.
+    """Join a job in which all ranks train, and create all process groups. torchrun or srun describes the job.
 
     After `stop_parallel` a process may join again under another `name`.
     """

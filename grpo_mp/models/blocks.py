@@ -12,7 +12,7 @@ HF_LAYER = "model.layers.{layer}."
 
 
 def base_config(hf: HfConfig) -> dict[str, Any]:
-    """Return the Megatron settings that every pre-norm RMSNorm/SwiGLU decoder shares."""
+    """Return the Megatron settings that all pre-norm RMSNorm/SwiGLU decoders share."""
     return {
         "num_layers": hf.int("num_hidden_layers"),
         "hidden_size": hf.int("hidden_size"),
@@ -42,7 +42,7 @@ def moe_config(hf: HfConfig, num_experts: int, width: int) -> dict[str, Any]:
 
 
 def embedding_and_head(hf: HfConfig) -> list[Rule]:
-    """Map token embedding, final norm and output layer. A tied output layer is a copy on the last stage."""
+    """Map token embedding, final norm and output layer. The last stage holds a copy of a tied embedding."""
     embedding, shape = "model.embed_tokens.weight", (hf.int("vocab_size"), hf.int("hidden_size"))
     output = embedding if hf.tied else "lm_head.weight"
     return [
@@ -53,7 +53,9 @@ def embedding_and_head(hf: HfConfig) -> list[Rule]:
 
 
 def mlp(hf: HfConfig, layers: Sequence[int], width: int, prefix: str = "mlp.") -> list[Rule]:
-    """Map the gate, up and down projections of an MLP of `width`. `prefix`: of the names in both formats."""
+    """Map the gate, up and down projections of an MLP of `width`. `prefix`: path of the MLP in a layer, in both
+    formats.
+    """
     names = tuple(HF_LAYER + prefix + name for name in ("gate_proj", "up_proj", "down_proj"))
     return _projections(MCORE_LAYER + prefix, names, hidden=hf.int("hidden_size"), width=width, layers=layers)
 

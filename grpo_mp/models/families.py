@@ -66,8 +66,8 @@ def add_transformers_4_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config with the keys of transformers 4 added beside those of 5. Existing keys keep their values.
 
     Exceptions are rope_theta and partial_rotary_factor: transformers 5 reads them from rope_parameters, so these values
-    replace the top-level ones. Without the added keys, transformers 4 silently uses its defaults: a wrong rope_theta,
-    128 experts.
+    replace the top-level ones. Without the added keys transformers 4 silently uses its defaults, such as a wrong
+    rope_theta or 128 experts.
     """
     older: dict[str, Any] = {}
     top_level: dict[str, Any] = {}

@@ -17,7 +17,7 @@ MODEL_FILES = (
 
 
 def model_digest(folder: Path) -> str:
-    """Return a digest of a model's files: of small files whole, of large files the size and 16 samples of 64 KiB.
+    """Return a digest of a model's files: small files in full, large files by size and 16 samples of 64 KiB.
 
     A training step that changes all weights changes the digest; a change to a single tensor may go unnoticed.
     """

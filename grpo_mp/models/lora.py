@@ -50,9 +50,9 @@ def expert_projections(params: Iterable[Param]) -> frozenset[str]:
 def check_adapters(
     params: Mapping[str, Param], targets: Sequence[str] | None, tensor: int, expert: int, expert_tensor: int
 ) -> None:
-    """Raise UserError for targets that do not exist, or that Megatron's optimizer cannot train.
+    """Raise UserError for targets that do not exist, or whose adapters Megatron's optimizer cannot train.
 
-    It cannot train adapters of experts alone if expert parallelism divides them differently from dense layers.
+    It cannot train only adapters of experts if expert parallelism divides these differently from dense layers.
     """
     check_targets(params.values(), targets)
     is_divided = expert > 1 or expert_tensor != tensor
@@ -64,7 +64,10 @@ def check_adapters(
 
 
 def check_targets(params: Collection[Param], targets: Sequence[str] | None) -> None:
-    """Raise UserError for a target that names no projection, or expert projections that peft cannot load separately."""
+    """Raise UserError for a target that names no projection of the model.
+
+    Also refuse a choice of experts' projections that peft cannot load.
+    """
     if targets is None:
         return
     modules = {

@@ -95,7 +95,7 @@ def text_difference(tokenizer: Any, reference: Reference | None) -> str:
 def _first_equal(folder: Path, reference: Reference) -> PreTrainedTokenizerBase:
     try:
         return _checked(_load(AutoTokenizer, folder), reference)
-    except Exception as error:  # noqa: BLE001 - its libraries raise of every kind, and the plain class may do
+    except Exception as error:  # noqa: BLE001 - libraries raise any type; the plain class may still work
         LOGGER.info("%s: transformers' class is not used: %s", folder, one_line(error, 200))
     return _checked(_load(PreTrainedTokenizerFast, folder), reference)
 

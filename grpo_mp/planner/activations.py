@@ -107,8 +107,8 @@ def backward_bytes(job: PlannedJob, layer: int) -> float:
 def _peak_elements(job: PlannedJob, layer: int) -> float:
     """Return the elements per token at the peak of a layer's forward pass.
 
-    A token copy that reaches a rank's experts is held four times beside the experts' intermediates: as received, sorted
-    by expert, as expert output, and in the order of the way back.
+    Each token copy that reaches a rank's experts is held four times besides the experts' intermediates: as received,
+    sorted by expert, as expert output, and unsorted for the combine.
     """
     received = _received_copies(job, layer)
     return _dense_elements(job, layer) + received * (4 * job.model.hidden_size + _expert_elements(job))
@@ -145,11 +145,13 @@ def _fp8_elements(job: PlannedJob, layer: int) -> float:
 def _dense_elements(job: PlannedJob, layer: int) -> float:
     model, layout = job.model, job.settings.layout
     gathered = model.hidden_size if layout.tensor > 1 else 0
-    per_token = 4 * model.hidden_size / layout.tensor + gathered + _attention_elements(job)  # 4: the norms
+    per_token = (
+        4 * model.hidden_size / layout.tensor + gathered + _attention_elements(job)
+    )  # 4: inputs and outputs of the norms
     if not job.is_moe_layer(layer):
         return per_token + gathered + 3 * model.ffn_hidden_size / layout.tensor
     shared = gathered + 3 * model.shared_expert_size / layout.tensor if model.shared_expert_size else 0
-    return per_token + shared + 3 * model.num_experts * 2 / layout.tensor  # 2: router logits are float32
+    return per_token + shared + 3 * model.num_experts * 2 / layout.tensor  # 2: float32 router logits
 
 
 def _attention_elements(job: PlannedJob) -> float:
@@ -167,6 +169,7 @@ def _attention_elements(job: PlannedJob) -> float:
 
 
 def _microbatches_in_flight(job: PlannedJob, stage: int) -> float:
+    """Return the micro-batches whose activations a stage holds at once under Megatron's (interleaved) 1F1B schedule."""
     layout = job.settings.layout
     stages_left, virtual = layout.pipeline - stage, layout.virtual_pipeline
     if virtual:

@@ -115,7 +115,7 @@ def _parse_profile(name: str, values: Any) -> Cluster:
 
 @dataclass(frozen=True)
 class Overheads:
-    """Measured overheads. Memory in bytes per process on one GPU or per rank's share of a host; times in seconds."""
+    """Measured overheads and assumed ratios. Memory [bytes] per process on a GPU or per rank on a host; times [s]."""
 
     cuda_context: float = 0.6 * GIB  # CUDA context, cuBLAS workspace, kernel code
     # NCCL buffers of one communicator: 24 channels with 2 connections of 9.2 MiB each for ring and tree, plus a rest.

@@ -35,7 +35,7 @@ class EngineMemory:
 
 
 def engine_memory(job: PlannedJob) -> EngineMemory:
-    """Return the memory of an engine; its KV caches fill the `mem_fraction_static` that its weights leave."""
+    """Return the memory of an engine. Its KV caches fill what the weights leave of `mem_fraction_static`."""
     if job.trains_only:
         return EngineMemory()
     args, weights, draft_weights = job.settings.engine.args, engine_weight_bytes(job), draft_weight_bytes(job)

@@ -1,4 +1,4 @@
-"""Memory by kind on a rank's device and on a node's host, in every sub-phase of a step."""
+"""Memory by kind (weights, gradients, KV cache, ...) on a rank's device and on a node's host, in each sub-phase."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -166,9 +166,9 @@ def _resident(job: PlannedJob, sub_phase: SubPhase) -> Residency:
 
 
 def engine_device_memory(job: PlannedJob, engine: EngineMemory) -> dict[SubPhase, BytesByKind]:
-    """Return the memory by kind of a GPU that only runs an engine.
+    """Return the device memory by kind of a GPU that only runs an engine.
 
-    The rank that hosts the engine has a process on the GPU too, for the weight sync.
+    The rank that hosts the engine also has a process on this GPU, for the weight sync.
     """
     staged = _sync_round_bytes(job) * ROUNDS_OF_AN_ENGINE
     sizes = {
@@ -201,7 +201,7 @@ def communicator_bytes(job: PlannedJob) -> tuple[float, float]:
 
 
 def _temporary_memory(job: PlannedJob, stage: int, sub_phase: SubPhase) -> dict[str, float]:
-    """Return the memory by kind that a sub-phase allocates and frees again."""
+    """Return the device memory by kind that a sub-phase allocates and frees again."""
     per_parameter = job.per_parameter
     if sub_phase is SubPhase.LOGPROB:
         swapped = min(_largest_tensor(job.model, job.settings.layout.tensor), job.policy_trained_counts[stage].total)
@@ -256,6 +256,7 @@ def _merged_bytes(job: PlannedJob) -> float:
 
 
 def _sync_round_bytes(job: PlannedJob) -> float:
+    """Return the bytes of a sync round: the share of the bucket, or the largest request that an engine loads."""
     model, row = job.model, job.model.hidden_size * job.per_parameter.weights
     # The engine gets an expert's slice within a tensor of the full expert's size, from which its loader cuts it.
     expert = model.moe_ffn_hidden_size * row if job.engine_parallelism.expert_tensor > 1 else 0
@@ -373,7 +374,7 @@ def _routed_expert_bytes(job: PlannedJob, sub_phase: SubPhase) -> float:
 def _kept_by_an_engines_host(job: PlannedJob, sub_phase: SubPhase) -> float:
     """Return the bytes of routed experts that an engine's host keeps until it sends them to training ranks.
 
-    Samples begun for later steps count as complete. An engine on its own GPUs always holds those of a full step.
+    Samples begun for later steps count as complete. An engine on its own GPUs always holds the experts of a full step.
     """
     has_a_step = sub_phase in (SubPhase.GENERATE, SubPhase.SCORE) or not job.settings.shares_devices
     return _replayed_bytes(job) / job.num_engines * (has_a_step + job.settings.steps_ahead)

@@ -34,9 +34,9 @@ ZERO = ParameterCount(0, 0)
 
 @dataclass(frozen=True)
 class ParameterTable:
-    """Number of parameters on one rank by layer, of the embedding, and of the output (final norm and output layer).
+    """Number of parameters on one rank, by layer and outside the layers.
 
-    A trained multi-token-prediction layer follows the last decoder layer.
+    `output`: final norm and output layer. A trained multi-token-prediction layer follows the last decoder layer.
     """
 
     layers: Mapping[int, ParameterCount]

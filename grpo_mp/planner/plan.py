@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def bottleneck(self) -> tuple[SubPhase, str, float]:
-        """Return the costliest pair of sub-phase and resource in a step, and its seconds."""
+        """Return the sub-phase and the resource in it that take most of a step, and their seconds."""
         seconds = [
             (sub_phase, name, part_s / self.times[sub_phase].expected_s * self.seconds(sub_phase))
             for sub_phase in self._step_phases
@@ -103,7 +103,7 @@ def make_plan(job: PlannedJob, with_sync: bool = True) -> Plan:
 
 
 def _rollout_uses(job: PlannedJob, memory: MemoryPlan) -> dict[SubPhase, ResourceUse]:
-    """Return the use of generation, of logprobs, and of moving state between trainer and engines."""
+    """Return the resource use of generation, of logprobs, and of moving state between trainer and engines."""
     per_parameter, stage, algorithm = job.per_parameter, job.largest_stage, job.settings.algorithm
     passes = needs_old_logprobs(algorithm, job.settings.optimizer_steps_per_step) + bool(algorithm.kl.coef)
     swap = 4 * job.policy_trained_counts[stage].total * per_parameter.weights * job.has_reference
@@ -124,7 +124,7 @@ def _suspended_bytes(job: PlannedJob) -> float:
 
 
 def _load_use(job: PlannedJob) -> ResourceUse:
-    """Return the use of one GPU for resuming from a checkpoint; a fresh start reads only the weights.
+    """Return the resource use of one GPU for resuming from a checkpoint; a fresh start reads only the weights.
 
     Each rank reads its weights (replicas on the node read them again), the reference's weights, and its optimizer
     shard.
@@ -138,9 +138,9 @@ def _load_use(job: PlannedJob) -> ResourceUse:
 
 
 def save_uses(job: PlannedJob) -> tuple[ResourceUse, ResourceUse]:
-    """Return the use of one GPU for a checkpoint: of the weights, and of the rest.
+    """Return the resource use of one GPU for a checkpoint: of the weights, and of the rest.
 
-    The weights include an updated reference. They are written before the next step, the rest in the background.
+    The weights include those of an updated reference. The next step waits for the weights, but not for the rest.
     """
     per_parameter = job.per_parameter
     nodes = max(1.0, job.train_ranks / job.gpus_per_node)
@@ -155,7 +155,7 @@ def save_uses(job: PlannedJob) -> tuple[ResourceUse, ResourceUse]:
 
 
 def _save_use(job: PlannedJob, uses: Mapping[SubPhase, ResourceUse]) -> ResourceUse:
-    """Return the use of a save that remains in the step, after the part that the next step's phases hide."""
+    """Return the resource use that a save adds to a step, without the part hidden behind the next step's phases."""
     weights, rest = save_uses(job)
     if job.trains_only:
         return weights + rest  # the next update waits for the whole save

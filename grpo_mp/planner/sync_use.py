@@ -20,10 +20,11 @@ CHECK_COLLECTIVES = 6  # gather, broadcast (twice) and compare logprobs; barrier
 
 
 def sync_use(job: PlannedJob) -> ResourceUse:
-    """Return the use of one GPU in a weight sync.
+    """Return the resource use of one GPU in a weight sync.
 
-    All ranks take part in every round, so the busiest rank of each round sets its time. `OVERHEADS.sync_unevenness`
-    scales link bytes for this. Quantization needs no such factor: it overlaps with sending the round before.
+    All ranks take part in every round, so the busiest rank of each round sets the round's time;
+    `OVERHEADS.sync_unevenness` scales link bytes accordingly. Quantization needs no such factor, because it overlaps
+    with sending the preceding round.
     """
     traffic, uneven, shared = sync_traffic(job), OVERHEADS.sync_unevenness, job.settings.shares_devices
     requests = SYNC_REQUESTS + traffic.rounds + (1 if shared else PAUSE_REQUESTS)
@@ -40,9 +41,9 @@ def sync_use(job: PlannedJob) -> ResourceUse:
 
 
 def check_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
-    """Return the use of one GPU in the check after a sync: the policy, then the engines score a few sequences.
+    """Return the resource use of one GPU in the check after a sync.
 
-    Engine FLOPs are counted at the achievable rate of the policy.
+    The policy scores a few sequences, then the engines do. Engine FLOPs count at the achievable rate of the policy.
     """
     lengths, shared = check_lengths(job), job.settings.shares_devices
     tokens, idle_replicas = sum(lengths), max(1.0, job.engine_parallelism.replicas / len(lengths))
@@ -54,13 +55,13 @@ def check_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
 
 
 def sleep_use(job: PlannedJob) -> ResourceUse:
-    """Return the use of engines that release their weights and KV caches before the policy trains."""
+    """Return the resource use of putting engines to sleep: they release weights and KV caches before the policy trains."""
     seconds = SLEEP_REQUESTS * OVERHEADS.engine_request_s + 2 * OVERHEADS.engine_memory_s
     return ResourceUse(latency_s=job.offloads * seconds)
 
 
 def save_moves_use(job: PlannedJob, weights: float, communicators: float) -> ResourceUse:
-    """Return the use of loading the trainer back onto the GPU for a save, and of offloading it again.
+    """Return the resource use of moving the trainer onto the GPU for a save, and off again.
 
     Engines keep their weights and release their KV caches. `weights`, `communicators`: bytes on one GPU.
     """

@@ -28,7 +28,7 @@ class LayerTraffic:
 
 
 def logprob_use(job: PlannedJob, passes: float) -> ResourceUse:
-    """Return the use of `passes` forward passes of the policy over a step's samples, and of one of a critic.
+    """Return the resource use of `passes` forward passes of the policy over a step's samples, and of one critic pass.
 
     A fractional `passes` covers that share of the samples.
     """
@@ -41,7 +41,7 @@ def logprob_use(job: PlannedJob, passes: float) -> ResourceUse:
 
 
 def train_use(job: PlannedJob) -> ResourceUse:
-    """Return the use of all forward and backward passes of a step, of the policy and of a critic.
+    """Return the resource use of all forward and backward passes of a step, of the policy and of a critic.
 
     A backward pass has twice the FLOPs of a forward pass and twice its ring traffic (keys, values and their gradients);
     it also gathers the inputs of tensor-parallel layers again. Full recomputation repeats the forward pass.
@@ -54,13 +54,17 @@ def train_use(job: PlannedJob) -> ResourceUse:
 
 
 def _with_critic(job: PlannedJob, policy: ResourceUse, critic: ResourceUse) -> ResourceUse:
+    """Add the critic's use; the common bubble is the total idle time divided by the total busy time."""
     busy = [estimate_time(use, job.cluster).expected_s for use in (policy, critic)]
     waiting = busy[0] * _bubble(job) + busy[1] * _bubble(job.critic)
     return replace(policy + critic, bubble=waiting / sum(busy))
 
 
 def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
-    """Return the use of a model's forward and backward passes in one epoch. `products`: FLOPs of a forward pass."""
+    """Return the resource use of a model's forward and backward passes in one epoch.
+
+    `products`: FLOPs of one forward pass.
+    """
     training, traffic = job.settings.training, _layer_traffic(job)
     forwards = 1 + (training.recompute == "full")
     backward = replace(traffic, ring=2 * traffic.ring, gathers=1.5 * traffic.gathers)
@@ -76,9 +80,10 @@ def _passes_of_an_epoch(job: PlannedJob, products: ResourceUse) -> ResourceUse:
 
 
 def lone_pass_use(job: PlannedJob, tokens: float, context_tokens: float) -> ResourceUse:
-    """Return the use of one forward micro-batch that every replica computes alike, one pipeline stage after the other.
+    """Return the resource use of a single forward micro-batch, which passes the pipeline stages one after the other.
 
-    `context_tokens`: length of a token's sequence. An interleaved schedule runs `layout.pipeline` such micro-batches.
+    All replicas compute the same micro-batch. `context_tokens`: length of a token's sequence. An interleaved schedule
+    needs `layout.pipeline` micro-batches, so it runs this micro-batch as often.
     """
     layout = job.settings.layout
     traffic = _traffic_use(job, _layer_traffic(job)).scaled(
@@ -92,7 +97,7 @@ def lone_pass_use(job: PlannedJob, tokens: float, context_tokens: float) -> Reso
 
 
 def optimizer_use(job: PlannedJob, stage: int) -> ResourceUse:
-    """Return the use of a step's optimizer updates: reduce-scatter of gradients, Adam, all-gather of weights.
+    """Return the resource use of a step's optimizer updates: reduce-scatter of gradients, Adam, all-gather of weights.
 
     Optimizer state on the host is copied to the device and back. Both copies count in full, although they overlap.
     """
@@ -101,7 +106,7 @@ def optimizer_use(job: PlannedJob, stage: int) -> ResourceUse:
 
 
 def _updates_use(job: PlannedJob, count: ParameterCount) -> ResourceUse:
-    """Return the use of the updates of one model. `count`: parameters that the rank trains."""
+    """Return the resource use of the updates of one model. `count`: parameters that the rank trains."""
     layout, per_parameter = job.settings.layout, job.per_parameter
     model_bytes = per_parameter.gradients + per_parameter.weights
     dense = count.dense * model_bytes * (1 - 1 / job.dense_shards)
@@ -174,6 +179,11 @@ def _traffic_use(job: PlannedJob, traffic: LayerTraffic) -> ResourceUse:
 
 
 def _bubble(job: PlannedJob) -> float:
+    """Return the idle time of the pipeline per busy time.
+
+    1F1B with p stages, v virtual stages and m micro-batches idles (p - 1) / (v * m) (arXiv 2104.04473, 2.2). Stages
+    wait in addition for the stage with the most layers.
+    """
     layout = job.settings.layout
     layers = [len(of_stage) for of_stage in job.stage_layers]
     imbalance = max(layers) * layout.pipeline / sum(layers)

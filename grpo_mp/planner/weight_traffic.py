@@ -106,7 +106,7 @@ def job_wire_format(job: PlannedJob, params: Mapping[str, Param]) -> WireFormat:
 def busiest(
     transfers: list[Transfer], weights: list[int], wire: WireFormat, ranks_per_node: int
 ) -> tuple[float, float, float, float]:
-    """Return the maximum over ranks of the bytes (network, nvlink, loaded, shards), as in `SyncTraffic`.
+    """Return (network, nvlink, loaded, shards) in bytes, each the maximum over all ranks; see `SyncTraffic`.
 
     `weights`: how many times each transfer counts.
     """
