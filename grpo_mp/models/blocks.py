@@ -53,9 +53,7 @@ def embedding_and_head(hf: HfConfig) -> list[Rule]:
 
 
 def mlp(hf: HfConfig, layers: Sequence[int], width: int, prefix: str = "mlp.") -> list[Rule]:
-    """Map the gate, up and down projections of an MLP of `width`. `prefix`: path of the MLP in a layer, in both
-    formats.
-    """
+    """Map the gate, up and down projections of an MLP of `width`. `prefix`: its path in a layer, in both formats."""
     names = tuple(HF_LAYER + prefix + name for name in ("gate_proj", "up_proj", "down_proj"))
     return _projections(MCORE_LAYER + prefix, names, hidden=hf.int("hidden_size"), width=width, layers=layers)
 

@@ -145,9 +145,8 @@ def _fp8_elements(job: PlannedJob, layer: int) -> float:
 def _dense_elements(job: PlannedJob, layer: int) -> float:
     model, layout = job.model, job.settings.layout
     gathered = model.hidden_size if layout.tensor > 1 else 0
-    per_token = (
-        4 * model.hidden_size / layout.tensor + gathered + _attention_elements(job)
-    )  # 4: inputs and outputs of the norms
+    # Both norms save their input and output, in sequence shards.
+    per_token = 4 * model.hidden_size / layout.tensor + gathered + _attention_elements(job)
     if not job.is_moe_layer(layer):
         return per_token + gathered + 3 * model.ffn_hidden_size / layout.tensor
     shared = gathered + 3 * model.shared_expert_size / layout.tensor if model.shared_expert_size else 0

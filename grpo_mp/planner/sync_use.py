@@ -55,7 +55,7 @@ def check_use(job: PlannedJob, engine: EngineMemory) -> ResourceUse:
 
 
 def sleep_use(job: PlannedJob) -> ResourceUse:
-    """Return the resource use of putting engines to sleep: they release weights and KV caches before the policy trains."""
+    """Return the resource use of putting engines to sleep, which releases weights and KV caches for the policy."""
     seconds = SLEEP_REQUESTS * OVERHEADS.engine_request_s + 2 * OVERHEADS.engine_memory_s
     return ResourceUse(latency_s=job.offloads * seconds)
 
