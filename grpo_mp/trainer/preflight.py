@@ -1,4 +1,4 @@
-"""Check and read what a job needs before its process groups exist: settings, files, data. Checks raise UserError."""
+"""Check settings, files and data of a job and read its inputs before process groups exist; checks raise UserError."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -58,7 +58,7 @@ from grpo_mp.weight_sync.wire import WireFormat
 
 @dataclass(frozen=True)
 class Extensions:
-    """The parts of a run that users may replace, besides model family, data and rewards."""
+    """Parts of a run that user code may replace, besides model family, data and rewards."""
 
     policy_loss: PolicyLoss
     estimator: AdvantageEstimator
@@ -68,7 +68,7 @@ class Extensions:
 
 
 def load_extensions(algorithm: AlgorithmConfig, loggers: Mapping[str, Mapping[str, Any]]) -> Extensions:
-    """Load the parts that the settings name."""
+    """Load the functions and objects that the settings name."""
     return Extensions(
         load_policy_loss(algorithm),
         load_estimator(algorithm.advantage),
@@ -80,7 +80,7 @@ def load_extensions(algorithm: AlgorithmConfig, loggers: Mapping[str, Mapping[st
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What a job reads: model config, tokenizer, prompts, rewards."""
+    """Inputs of a job, read before its process groups exist: model config, tokenizer, prompts, rewards."""
 
     hf: HfConfig
     tokenizer: PreTrainedTokenizerBase
@@ -89,7 +89,7 @@ class RunInputs:
     scorer: Scorer
     extensions: Extensions
     warnings: tuple[str, ...] = ()  # shown at the start
-    episodes: EpisodeParts | None = None  # None: a rollout is one answer
+    episodes: EpisodeParts | None = None  # None: a sample is a single answer
     replay: ReplayedRollouts | None = None  # None: engines generate
     teacher: TeacherClient | None = None  # None: no distillation, or a replay, whose files have the teacher's logprobs
 
@@ -98,7 +98,7 @@ class RunInputs:
 
 
 def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> RunInputs:
-    """Check and read what a run of RL needs."""
+    """Check an RL run and read its inputs."""
     hf = settings.model.read_config()
     extensions = load_extensions(settings.algorithm, settings.monitor.loggers)
     check_place(settings)
@@ -134,7 +134,7 @@ def run_preflight(settings: Settings, world_size: int, ranks_per_node: int) -> R
 
 
 def run_replay_preflight(folder: Path, settings: Settings, world_size: int) -> RunInputs:
-    """Check and read what a replay of dumped rollouts needs: neither engines nor prompts."""
+    """Check a replay of dumped rollouts and read its inputs; a replay has neither engines nor prompts."""
     if not settings.run.steps:
         raise UserError("run.epochs: a replay reads no prompts to count: set run.steps")
     if folder.resolve().is_relative_to(settings.run.folder.resolve()):
@@ -144,24 +144,24 @@ def run_replay_preflight(folder: Path, settings: Settings, world_size: int) -> R
     check_place(settings)
     tokenizer = read_tokenizer(settings.model.path, hf, settings.model.trust_remote_code)
     check_trained_models(settings, hf, tokenizer, world_size)
-    check_bucket(settings, hf, fp8=False)  # of the exports
+    check_bucket(settings, hf, fp8=False)  # exports use the same rounds as a sync
     replay = open_replay(folder, settings, hf, first=saved_step(settings.run.folder) + 1)
-    # Nothing is scored again: what `reward` names may be missing.
+    # Samples are not scored again, so files that `reward` names may be missing.
     scorer = Scorer(RewardConfig(answer=1.0), settings.rollout.max_response_tokens)
     train = PromptSet(str(folder), (), 0)
     return RunInputs(hf, tokenizer, train=train, evals={}, scorer=scorer, extensions=extensions, replay=replay)
 
 
 def run_evaluation_preflight(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> RunInputs:
-    """Check and read what an evaluation of at least one set needs.
+    """Check an evaluation of at least one set and read its inputs. `with_policy`: the job builds a policy.
 
-    The first set takes the place of the train prompts, which are not read.
+    Train prompts are not read: the first eval set takes their place in RunInputs.
     """
     return _generation_preflight(settings, world_size, ranks_per_node, with_policy, evaluates=True)
 
 
 def run_sampling_preflight(settings: Settings, world_size: int, ranks_per_node: int, with_policy: bool) -> RunInputs:
-    """Check and read what a sampling of the train prompts needs."""
+    """Check a sampling job on the train prompts and read its inputs. `with_policy`: the job builds a policy."""
     return _generation_preflight(settings, world_size, ranks_per_node, with_policy, evaluates=False)
 
 
@@ -196,7 +196,7 @@ def _generation_preflight(
 
 
 def check_place(settings: Settings | SftSettings) -> None:
-    """Check the run folder, and what this machine's device can compute."""
+    """Check guards and run folder, and that the device can compute the dtype with context parallelism."""
     check_guards(settings.monitor.guards)
     check_run_folder(settings.run.folder, dump_settings(settings), settings.run.resume == "auto")
     use_template_date(settings.run.folder)
@@ -209,7 +209,7 @@ def check_place(settings: Settings | SftSettings) -> None:
 
 
 def check_trained_models(settings: Settings, hf: HfConfig, tokenizer: PreTrainedTokenizerBase, world_size: int) -> None:
-    """Check policy, critic and export for so many ranks that train."""
+    """Check policy, critic and export. `world_size`: number of ranks that train."""
     check_policy(hf, settings.model, layout=settings.layout, training=settings.training, world_size=world_size)
     check_critic(settings, hf, world_size)
     check_export(settings.run, settings.model)
@@ -220,7 +220,7 @@ def check_trained_models(settings: Settings, hf: HfConfig, tokenizer: PreTrained
 
 
 def check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_node: int) -> PreTrainedTokenizerBase:
-    """Check placement and arguments of the engines, and the sizes of the model; return its tokenizer."""
+    """Check placement and arguments of the engines against the model; return the model's tokenizer."""
     cpu = not platform.on_cuda()
     engine_placements(settings.engine, world_size, ranks_per_node)
     check_arguments(settings.engine.args)
@@ -235,7 +235,7 @@ def check_engines(settings: Settings, hf: HfConfig, world_size: int, ranks_per_n
 
 
 def check_counts(settings: Settings, train: PromptSet) -> None:
-    """Check that the train set has a step's prompts, and the run has steps after a critic's warmup."""
+    """Check that the train set has enough prompts for a step, and that the run is longer than a critic's warmup."""
     if problem := settings.warmup_problem:
         raise UserError(problem)
     if train.epoch_size < settings.rollout.prompts_per_step:
@@ -255,9 +255,9 @@ def check_engine(engine: EngineConfig, hf: HfConfig, cpu: bool) -> None:
 
 
 def check_bucket(settings: Settings, hf: HfConfig, fp8: bool) -> None:
-    """Check that a round of `sync.bucket_bytes` holds what an engine loads at once.
+    """Check that `sync.bucket_bytes` holds each group of tensors that an engine must load together.
 
-    `fp8`: engines get blockwise FP8; exports, which go through the same rounds, may be in the other format.
+    `fp8`: engines get blockwise FP8. Exports use the same rounds and may have another format, which is checked too.
     """
     params = engine_params(family_of(hf).params(hf), hf, settings.engine.speculative.drafts_by_mtp)
     tp_sizes = {name: tp_size(param, settings.layout) for name, param in params.items()}
@@ -277,7 +277,7 @@ def check_guards(names: Iterable[str]) -> None:
 
 
 def check_export(run: RunConfig, model: ModelConfig) -> None:
-    """Check that the exported folder does not overwrite the model that the run starts from."""
+    """Check that the export does not overwrite the model folder that the run starts from."""
     final = run.folder / FINAL
     if run.export and final.resolve() == model.path.resolve():
         raise UserError(
@@ -301,7 +301,7 @@ def check_positions(settings: Settings, hf: HfConfig) -> None:
 
 
 def start_warnings(settings: Settings, fp8: bool) -> list[str]:
-    """Warn of samples that come from another distribution than the loss assumes; `fp8`: engines compute in FP8."""
+    """Warn if samples come from another distribution than the loss assumes. `fp8`: engines compute in FP8."""
     algorithm, rollout, warnings = settings.algorithm, settings.rollout, list[str]()
     if rollout.top_p < 1:
         warnings.append(
@@ -328,7 +328,7 @@ def start_warnings(settings: Settings, fp8: bool) -> list[str]:
 
 
 def load_episodes(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> EpisodeParts | None:
-    """Load what rolls out more than one answer; None where a rollout is one answer."""
+    """Load tools, environment or rollout function of episodes; None if a sample is a single answer."""
     if settings.rollout.tool_parser:
         check_tool_parser(settings.rollout.tool_parser)
     return load_episode_parts(settings.rollout, tokenizer, settings.data.chat_template_kwargs)
@@ -345,7 +345,7 @@ def _load_prompts(
 
 
 def make_scorer(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Scorer:
-    """Load the rewards."""
+    """Load the rewards into a scorer."""
     return Scorer(
         settings.reward,
         settings.rollout.max_response_tokens,

@@ -1,4 +1,4 @@
-"""Rebalance partial rollouts over the engines: paused groups, each with all that it has generated so far."""
+"""Rebalance partial rollouts over the engines: a paused group moves with the tokens generated so far."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from grpo_mp.rollout.groups import LaunchedGroups, PausedGroup
 
 
 def rebalance(carried: LaunchedGroups, works: bool, group: dist.ProcessGroup) -> LaunchedGroups:
-    """Exchange paused groups so that engines have equally many, and return this rank's carried groups.
+    """Exchange paused groups so that each engine has equally many; return this rank's carried groups.
 
     `works`: this rank has a working engine. Finished groups and paused episodes stay.
     """
@@ -29,9 +29,10 @@ def rebalance(carried: LaunchedGroups, works: bool, group: dist.ProcessGroup) ->
 
 
 def plan_targets(numbers: Sequence[Sequence[int]], works: Sequence[bool]) -> Mapping[int, int]:
-    """Return the ranks to which groups move, by number, from each rank's numbers.
+    """Return group number -> target rank for as few moves as possible.
 
-    As few as possible move, and from each rank the groups that were launched last, which have the fewest tokens.
+    `numbers`: group numbers on each rank; `works`: whether the rank has a working engine. Each rank gives away the
+    groups that it launched last, which have the fewest tokens.
     """
     engines = [rank for rank, has_engine in enumerate(works) if has_engine]
     if not engines:

@@ -1,4 +1,4 @@
-"""Groups that a killed or stopped job has generated, given to the one that resumes it."""
+"""Recorded groups of a killed or stopped job, for the job that resumes the run."""
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,14 +16,14 @@ from grpo_mp.rollout.journal import Extent, GroupKey, Record, best_records, read
 from grpo_mp.utils.files import read_json, write_json
 from grpo_mp.utils.user_code import file_digests
 
-INPUTS = "code.json"  # beside the groups: checksums of the users' files that had a part in them, and of the data
+INPUTS = "code.json"  # checksums of the user code and data on which the recorded groups depend
 DATA = "data.train"
 
 
 def drop_groups_of_changed_inputs(settings: Settings, train: PromptSet, job: Job) -> list[str]:
-    """Remove all recorded groups if users' code or the data have changed; return a sentence where that was so.
+    """Remove all recorded groups if user code or data changed; return a sentence if groups were removed.
 
-    Losses and filters count, too: the weights of repeated steps follow from them.
+    Code of losses and filters counts too, because the weights of repeated steps depend on it.
     """
     sentences: list[str] = []
     if job.rank == 0:
@@ -45,7 +45,7 @@ def drop_groups_of_changed_inputs(settings: Settings, train: PromptSet, job: Job
 
 
 class RecordedGroups:
-    """The groups on disk that no step has taken up: this rank's share of them, and the verdicts on all."""
+    """Recorded groups that no step has used yet: the records of this rank's share, and the extents of all groups."""
 
     def __init__(self, own: Iterable[Record], all_ranks: Mapping[GroupKey, Extent]) -> None:
         self._own, self._all = {record.key: record for record in own}, dict(all_ranks)
@@ -54,15 +54,16 @@ class RecordedGroups:
     def read(
         cls, folder: Path, place: int | None, readers: int, group: dist.ProcessGroup, steps: str = "step_*"
     ) -> "RecordedGroups":
-        """Divide all ranks' files among `readers`, of which this rank is number `place`.
+        """Read the files of all ranks, divided among `readers` ranks; this rank is reader `place`, or None.
 
-        `steps`: folders to read. Of several records of a group the most complete one counts, or all with episodes.
+        `steps`: pattern of the step folders. Of several records of a group, the most complete record is used; records
+        with different episodes of the group are joined.
         """
         files = sorted(folder.glob(f"{steps}/*.journal"))
         own = [] if place is None else [r for file in files[place::readers] for r in read_records(file)]
         rank, by_rank = dist.get_rank(group), all_gather(own, group)
         readers_of = {(r.file, r.offset): reader for reader, records in enumerate(by_rank) for r in records}
-        # In the order in which they were written: of an episode that has two records the older one is taken.
+        # Sort by time of writing: of two records of an episode, the older record is taken.
         everyones = sorted(chain.from_iterable(by_rank), key=lambda record: (record.file, record.offset))
         best = best_records(everyones)
         mine = [record for record in best.values() if readers_of[record.file, record.offset] == rank]
@@ -72,9 +73,9 @@ class RecordedGroups:
         return sum(key[0] >= first for key in self._all)
 
     def take(self, first: int, rule: AdmissionRule, prompt_of: Callable[[int], tuple[int, int]]) -> dict[int, Record]:
-        """Remove and return this rank's records of what a step may launch, by number in its launch order.
+        """Remove and return this rank's records of the groups that a step may launch, by launch number.
 
-        `first`: the id of the step's first group; `prompt_of`: index and epoch of the prompt with a number.
+        `first`: id of the step's first group; `prompt_of`: launch number -> index and epoch of the prompt.
         """
         last, taken = max((key[0] for key in self._all), default=-1), dict[int, Record]()
         verdicts: list[Verdict] = []
@@ -94,6 +95,6 @@ class RecordedGroups:
 
 
 def read_recorded(folder: Path, host_ranks: Sequence[int], job: Job) -> RecordedGroups:
-    """Read what a former job has recorded, divided among the ranks that host engines."""
+    """Read the groups recorded by an earlier job, divided among the ranks that host engines."""
     place = host_ranks.index(job.rank) if job.rank in host_ranks else None
     return RecordedGroups.read(folder, place, len(host_ranks), job.group)

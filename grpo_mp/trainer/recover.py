@@ -1,4 +1,4 @@
-"""Let engines that were lost work again, with the weights."""
+"""Restart lost engines and send them the policy's weights."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ from grpo_mp.weight_sync.update import SyncReport, WeightSync
 
 @dataclass
 class EngineRecovery:
-    """Restarts lost engines at points where all ranks meet. `weight_sync` None: engines load their weights.
+    """Restarts lost engines at points that all ranks reach. `weight_sync`: None if engines load weights from a folder.
 
-    `former`: a copy of the weights that engines use while the policy is updated.
+    `former`: copy of the policy's weights from before its last update, which engines use during the update.
     """
 
     rollout: Rollout
@@ -26,7 +26,7 @@ class EngineRecovery:
     phases: PhaseManager
     weight_sync: WeightSync | None = None
     engine_check: EngineCheck | None = None
-    version: int = 0  # of the weights that the engines had
+    version: int = 0  # weight version of the last sync
     former: Reference | None = None
 
     def begin_step(self) -> None:
@@ -34,7 +34,7 @@ class EngineRecovery:
             self.run()
 
     def end_generation(self) -> None:
-        """Let engines join that were lost meanwhile, before the devices are the trainer's."""
+        """Wait for engines lost during generation to restart, before the trainer uses the devices."""
         if not self.rollout.owns_devices:
             self._join(wait=True)
             dist.barrier(group=self.job.group)
@@ -50,7 +50,7 @@ class EngineRecovery:
             self.former.take()
 
     def run(self, former: bool = False) -> bool:
-        """Wait for lost engines to restart; return whether there were any.
+        """Wait for lost engines to restart and send them the weights; return whether any engine was lost.
 
         `former`: send the weights from before the policy's last update.
         """

@@ -1,4 +1,4 @@
-"""Dump what each step trains on, and train from such a folder without engines: `train --replay RUN/rollouts_dump`."""
+"""Dump the rollouts of each step, and train on a dump without engines: `train --replay RUN/rollouts_dump`."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -26,7 +26,7 @@ FOLDER = "rollouts_dump"
 
 @dataclass(frozen=True)
 class RolloutShape:
-    """What a run and its dump have in common."""
+    """Sizes in which a run must agree with the dump that it replays."""
 
     prompts_per_step: int
     group_size: int
@@ -42,12 +42,12 @@ class RolloutShape:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a file has beside its samples: the numbers of the step, and what this rank's samples have."""
+    """Metadata of a dump file: numbers of the step, and the optional fields that all samples of the file have."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="constants")
 
     step: int
-    files: int  # of the step: ranks of the job that wrote it
+    files: int  # number of the step's files: one per rank of the job that wrote them
     shape: RolloutShape
     state: TrainState
     dropped: Counter[str]
@@ -56,25 +56,25 @@ class StepFacts:
     length_bias: float
     routed: bool  # the samples have the experts that the engine chose
     distilled: bool  # the samples have a teacher's logprobs
-    topk: int | None  # of how many of the teacher's tokens, in each place; None: this rank has no samples
+    topk: int | None  # teacher's most likely tokens per position; None: the file has no samples
 
 
 FACTS = TypeAdapter(StepFacts)
 
 
 def replay_settings(settings: Settings) -> Settings:
-    """Return the settings of a run as one without engines, in which all ranks train."""
+    """Return the settings, changed for a replay: no engines, and all ranks train."""
     engine = settings.engine.model_copy(update={"ranks": 0})
     return settings.model_copy(update={"schedule": "colocated", "engine": engine})
 
 
 def step_file(folder: Path, step: int, rank: int) -> Path:
-    """Return the file that a rank writes of a step."""
+    """Return the path of a rank's dump file of a step."""
     return folder / f"step_{step:06d}" / f"rank_{rank}.parquet"
 
 
 def dump_step(folder: Path, step: int, batch: RolloutBatch, shape: RolloutShape, rank: int, ranks: int) -> None:
-    """Write this rank's share of a step's samples, also of those that are not trained on."""
+    """Write this rank's groups of a step to its dump file, including groups that are not trained on."""
     groups = [*batch.groups, *batch.unselected]
     chosen = {part.key for info in batch.infos for part in info.sequences if part.has_routed_experts}
     sequences = [part for group in batch.groups for sample in group.samples for part in sample.sequences]
@@ -98,14 +98,14 @@ def dump_step(folder: Path, step: int, batch: RolloutBatch, shape: RolloutShape,
 
 @dataclass(frozen=True)
 class ReplayedRollouts:
-    """A folder with all steps of a run; the samples are not read yet."""
+    """A dump folder and the metadata of its steps; samples are read later. `read`: reads the facts of a step."""
 
     folder: Path
     facts: dict[int, StepFacts]  # by step
     read: Callable[[int], StepFacts]
 
     def of_step(self, step: int) -> StepFacts:
-        # A run whose newest checkpoint turns out to be damaged repeats steps before the first one.
+        # If the newest checkpoint is damaged, the run repeats steps whose facts were not read at the start.
         if step not in self.facts:
             self.facts[step] = self.read(step)
         return self.facts[step]
@@ -115,7 +115,7 @@ class ReplayedRollouts:
 
 
 def open_replay(folder: Path, settings: Settings, hf: HfConfig, first: int) -> ReplayedRollouts:
-    """Check that a folder has a run's steps from `first` on."""
+    """Check that a dump folder fits the run and has its steps from `first` on; return the rollouts."""
     read = partial(_read_fitting_facts, folder, settings, hf)
     return ReplayedRollouts(folder, {step: read(step) for step in range(first, settings.run.steps + 1)}, read)
 
@@ -163,7 +163,7 @@ def _parse_facts(file: Path) -> StepFacts:
 
 @dataclass
 class ReplayCollector:
-    """Reads the groups of each step, which a run has dumped, in place of `RolloutCollector`."""
+    """Collector that reads the groups of each step from a dump; see `Collector`."""
 
     rollouts: ReplayedRollouts
     job: Job
@@ -171,7 +171,7 @@ class ReplayCollector:
     synced_step: int = 0
 
     def collect(self, state: TrainState, step: int) -> RolloutBatch:
-        """Read this rank's share of the step's files."""
+        """Return the groups in this rank's share of the step's files."""
         job, facts = self.job, self.rollouts.of_step(step)
         with self.phases.phase(Phase.SCORE, "replay"):
             files = self.rollouts.files(step)[job.rank :: job.world_size]

@@ -1,7 +1,7 @@
 """Compare the weights of data-parallel replicas by checksums, and name the ranks whose weights drifted.
 
-Megatron's check_param_hashes_across_dp_replicas copies all weights to the host, needs CUDA, and takes the first replica
-for the right one.
+Megatron's check_param_hashes_across_dp_replicas copies all weights to the host, needs CUDA, and assumes that the first
+replica is right.
 """
 
 from collections import Counter
@@ -17,16 +17,16 @@ from grpo_mp.policy.trained_model import TrainedModel
 from grpo_mp.utils.errors import EarlyStopError
 from grpo_mp.weight_sync.changes import CHUNK_WORDS, fingerprint, random_factors
 
-NAMED = 3  # tensors in a sentence
+NAMED = 3  # tensors named in a message
 
 CHECK_EVERY = 20  # steps
 
 
 def check_replicas(policy: TrainedModel, step: int, every: int = 1) -> None:
-    """Compare the weights of a policy or critic, and of its reference, with the replicas' every so many steps.
+    """Compare the weights of a policy or critic, and its reference, between replicas if `every` divides `step`.
 
-    Raises EarlyStopError on every rank. Call it before an update, which gathers weights from the optimizer's shards
-    and so hides a drift.
+    Raise EarlyStopError on all ranks if they differ. Call this before an update, which gathers the weights from the
+    optimizer's shards and so hides a drift.
     """
     if not every or step % every:
         return
@@ -44,9 +44,9 @@ def check_replicas(policy: TrainedModel, step: int, every: int = 1) -> None:
 
 
 def find_drifted(checksums: Mapping[int, Sequence[int]], names: Sequence[str]) -> dict[int, list[str]]:
-    """Return rank -> tensors whose checksum is not that of most replicas; without a majority, of all.
+    """Return rank -> names of tensors whose checksum differs from the majority of replicas; all ranks if there is none.
 
-    `checksums`: of each replica's rank, in the order of `names`.
+    `checksums`: rank of each replica -> checksums in the order of `names`.
     """
     drifted = dict[int, list[str]]()
     for name, column in zip(names, zip(*checksums.values(), strict=True), strict=True):
@@ -59,7 +59,7 @@ def find_drifted(checksums: Mapping[int, Sequence[int]], names: Sequence[str]) -
 
 
 def describe(step: int, drifted: Mapping[int, Sequence[str]]) -> str:
-    """Return one sentence about ranks and their tensors that differ from the replicas."""
+    """Return the error message on drifted weights. `drifted`: rank -> tensor names."""
     names = sorted(set().union(*drifted.values()))
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return (
