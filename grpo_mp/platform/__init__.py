@@ -1,7 +1,7 @@
-"""Everything that differs between CUDA and CPU.
+"""All differences between CUDA and CPU.
 
-Call `prepare()` before anything imports Megatron. On a CPU it makes the stock megatron-core importable and gives it CPU
-modules under TransformerEngine's names. The other functions work on both kinds of device.
+`prepare()` must run before anything imports Megatron. On a CPU it makes the unmodified megatron-core importable, with
+CPU modules in place of TransformerEngine's. The other functions work on both kinds of device.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-PINNED = "pinned_max_cached_size_mb"  # torch neither rounds up nor caches larger pinned allocations
+PINNED = "pinned_max_cached_size_mb"  # allocator setting: larger pinned allocations are neither rounded up nor cached
 
 
 def on_cuda() -> bool:
@@ -25,27 +25,27 @@ def on_cuda() -> bool:
 
 
 def default_dtype() -> str:
-    """Return the precision of model.dtype=null on this machine."""
+    """Return the dtype that model.dtype=null means on this machine."""
     return "bfloat16" if on_cuda() else "float32"
 
 
 def compute_capability() -> float | None:
-    """Return the compute capability of this process's GPU, as 9.0 of an H100; None on a CPU."""
+    """Return the compute capability of this process's GPU, such as 9.0 for an H100; None on a CPU."""
     return float(".".join(map(str, torch.cuda.get_device_capability()))) if on_cuda() else None
 
 
 def prepare() -> None:
-    """Make megatron-core importable on this machine. Call it before Megatron is imported; more calls are harmless."""
-    # Megatron relies on one hardware queue to order communication before kernels.
+    """Make megatron-core importable on this machine, before Megatron is imported. Further calls have no effect."""
+    # With one hardware queue, kernels start in launch order: Megatron relies on that to start communication first.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # TransformerEngine's context parallelism else sends pair by pair, and each pair has a communicator of its own.
+    # Otherwise TransformerEngine's context parallelism creates a communicator for each pair of ranks.
     os.environ.setdefault("NVTE_BATCH_MHA_P2P_COMM", "1")
-    # Communicators of NVLink's multicast keep their memory when NCCL suspends them (NVIDIA/nccl#2337).
+    # Communicators with NVLink multicast (NVLS) keep their memory when NCCL suspends them (NVIDIA/nccl#2337).
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if on_cuda():
         torch._C._accelerator_setAllocatorSettings(allocator_settings(os.environ))
         return
-    # A CUDA build of torch warns where it sees CUDA's compiler and no device.
+    # A CUDA build of torch warns if it finds nvcc but no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from grpo_mp.platform.import_hook import install_import_hook
     from grpo_mp.platform.megatron_patches import AFTER_IMPORT
@@ -54,7 +54,10 @@ def prepare() -> None:
 
 
 def allocator_settings(environment: Mapping[str, str]) -> str:
-    """Return the user's allocator settings without rounding of pinned memory, which would add a third."""
+    """Return the user's allocator settings, with a limit above which pinned memory is not rounded up.
+
+    Rounding to powers of two would add about a third. A limit that the user has set is kept.
+    """
     settings = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     return settings if PINNED in settings else ",".join(filter(None, (settings, f"{PINNED}:1")))
 
@@ -79,7 +82,7 @@ def free_device_memory() -> None:
     """Return cached, unused memory to the device (on a CPU to the operating system)."""
     if on_cuda():
         gc.collect()
-        torch.cuda.ipc_collect()  # memory that engines have unmapped
+        torch.cuda.ipc_collect()  # frees memory that was shared with engines and that they have unmapped
         torch.cuda.empty_cache()
     elif sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
@@ -87,7 +90,7 @@ def free_device_memory() -> None:
 
 @contextlib.contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Exclude all present objects from garbage collection inside."""
+    """Inside the context, exclude all objects that exist at its start from garbage collection."""
     gc.collect()
     gc.freeze()
     try:
@@ -97,7 +100,7 @@ def gc_frozen() -> Iterator[None]:
 
 
 def host_bytes() -> int:
-    """Return the resident host memory of this process."""
+    """Return the resident host memory of this process [bytes]."""
     return int(psutil.Process().memory_info().rss)
 
 
@@ -108,12 +111,12 @@ def reset_peak_device_bytes() -> None:
 
 
 def free_device_bytes() -> int:
-    """Return the free memory of the device; on a CPU the available host memory."""
+    """Return the free memory of the device [bytes]; on a CPU the available host memory."""
     return torch.cuda.mem_get_info()[0] if on_cuda() else int(psutil.virtual_memory().available)
 
 
 def used_device_bytes() -> int:
-    """Return the memory of the device that any process uses; 0 on a CPU."""
+    """Return the device memory that all processes use together [bytes]; 0 on a CPU."""
     if not on_cuda():
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -121,9 +124,9 @@ def used_device_bytes() -> int:
 
 
 def megatron_fields(interleaved: bool, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of Megatron's configs that this device requires.
+    """Return the fields of Megatron's TransformerConfig that depend on the device.
 
-    `interleaved`: a virtual pipeline is used. `model`: the fields that describe the model.
+    `interleaved`: whether a virtual pipeline is used; `model`: the config fields that describe the model.
     """
     if on_cuda():
         return fused_fields(model)
@@ -137,17 +140,17 @@ def megatron_fields(interleaved: bool, model: Mapping[str, Any]) -> dict[str, An
         "moe_permute_fusion",
         "persist_layer_norm",
     )
-    # gloo matches point-to-point messages by order only, so a batch of them can be paired wrongly; and
-    # it may still read an output that the schedule has already deallocated.
+    # gloo matches point-to-point messages by order only, so batched messages can be paired wrongly. It may also still
+    # read an output when the schedule deallocates it.
     pipeline = {"batch_p2p_comm": False, "overlap_p2p_comm": interleaved, "deallocate_pipeline_outputs": False}
     return dict.fromkeys(fusions, False) | {"use_cpu_initialization": True} | pipeline
 
 
 def fp8_fields(fp8_format: str | None, recipe: str) -> dict[str, Any]:
-    """Return the fields of Megatron's config for FP8. On a CPU the layers compute it themselves (see fp8_linear).
+    """Return the FP8 fields of Megatron's config; {} without FP8, and on a CPU, where fp8_linear computes FP8.
 
-    TransformerEngine's copies of the weights in FP8 are not kept between micro-batches: they would stay on the GPU
-    while the policy leaves it for the engines.
+    TransformerEngine's FP8 copies of the weights are not cached between micro-batches. They would stay in GPU memory
+    when the policy is offloaded for the engines.
     """
     if fp8_format is None or not on_cuda():
         return {}
@@ -155,10 +158,10 @@ def fp8_fields(fp8_format: str | None, recipe: str) -> dict[str, Any]:
 
 
 def fused_fields(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config fields that turn on Megatron's fused kernels for a model on CUDA.
+    """Return the config fields that enable Megatron's fused kernels on CUDA. `model`: fields that describe the model.
 
-    Unfused, the rotary embedding of packed sequences synchronizes with the device four times per layer and pass, to
-    read their lengths. For latent attention Megatron fuses it with yarn only; yarn of factor 1 is the plain one.
+    Without fusion, the rotary embedding of packed sequences synchronizes with the device four times per layer and pass,
+    to read their lengths. For latent attention Megatron fuses only yarn; yarn with factor 1 equals plain rotary.
     """
     fields: dict[str, Any] = {"apply_rope_fusion": True}
     if model.get("num_moe_experts"):

@@ -1,4 +1,4 @@
-"""Megatron's core attention on a CPU. Import megatron.core first: it loads this module (see megatron_patches)."""
+"""Core attention for Megatron on a CPU. Import megatron.core first, which loads this module (see megatron_patches)."""
 
 import math
 from itertools import pairwise
@@ -47,9 +47,10 @@ class Attention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend: packed [t, h, d] -> [t, h * e], otherwise [s, b, h, d] -> [s, b, h * e]. Ignores `attention_mask`.
+        """Return causal attention: packed [t, h, d] -> [t, h * e], else [s, b, h, d] -> [s, b, h * e].
 
-        Packed sequences may have more keys than queries: the last query attends to the last key.
+        Packed sequences may have more keys than queries; the last query is aligned to the last key. `attention_mask` is
+        ignored.
         """
         if "causal" not in (attn_mask_type or self.attn_mask_type).name or attention_bias is not None:
             raise NotImplementedError("attention on a CPU is causal and has no bias")
@@ -75,7 +76,7 @@ class Attention(MegatronModule):
         if any(prefixes):
             raise NotImplementedError("attention on a CPU shares prompts without context parallelism only")
         packing = plan_packing(lengths, self.cp_group.size(), self.cp_group.rank())
-        # The backward of this gather is a reduce-scatter: it sums each token's gradient over all ranks.
+        # The backward pass of this gather is a reduce-scatter, which sums each token's gradient over all ranks.
         key, value = (gather_from_sequence_parallel_region(x.contiguous(), True, self.cp_group) for x in (key, value))
         return packed_attention(query, key, value=value, packing=packing, scale=self.scale)
 

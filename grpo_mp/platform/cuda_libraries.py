@@ -1,4 +1,4 @@
-"""CUDA's runtime library and toolkit in an environment that pip made, where nothing puts them on a loader's path."""
+"""Find CUDA's runtime library and toolkit if they were installed by pip, where no loader or compiler finds them."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ CHECK_TIMEOUT_S = 120.0
 
 
 def runtime_folder(name: str = "libcudart.so.13") -> Path | None:
-    """Return the folder of the CUDA runtime library that pip installed with torch; None where there is none."""
+    """Return the folder of the CUDA runtime library that pip installed with torch; None if there is none."""
     spec = find_spec("nvidia")
     for root in (spec and spec.submodule_search_locations) or ():
         for file in sorted(Path(root).glob(f"*/lib/{name}")):
@@ -23,9 +23,10 @@ def runtime_folder(name: str = "libcudart.so.13") -> Path | None:
 
 
 def library_path(folder: Path | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return LD_LIBRARY_PATH with `folder` first; nothing without a folder.
+    """Return the variable LD_LIBRARY_PATH with `folder` first; {} without a folder.
 
-    SGLang preloads torch_memory_saver into its schedulers. That library needs libcudart and has no path to pip's.
+    SGLang preloads torch_memory_saver into its schedulers. That library needs libcudart, but does not search pip's
+    folders for it.
     """
     if folder is None:
         return {}
@@ -33,7 +34,10 @@ def library_path(folder: Path | None, environment: Mapping[str, str]) -> dict[st
 
 
 def find_toolkit(environment: Mapping[str, str], system: Path = SYSTEM_TOOLKIT) -> Path | None:
-    """Return the CUDA toolkit that DeepGEMM and flashinfer compile kernels with, found in the order they search."""
+    """Return the folder of the CUDA toolkit with which DeepGEMM and flashinfer compile kernels; None if there is none.
+
+    The search order is theirs: CUDA_HOME, CUDA_PATH, nvcc on PATH, `system`.
+    """
     for name in ("CUDA_HOME", "CUDA_PATH"):
         if environment.get(name):
             return Path(environment[name])
@@ -43,9 +47,10 @@ def find_toolkit(environment: Mapping[str, str], system: Path = SYSTEM_TOOLKIT) 
 
 
 def link_toolkit(packages: Path, folder: Path) -> Path:
-    """Make `folder` a toolkit in the layout of NVIDIA's installer, by links to pip's packages; return it.
+    """Make `folder` a CUDA toolkit in the layout of NVIDIA's installer, of links to pip's packages; return `folder`.
 
-    `packages`: nvidia/cu13 of the site-packages. pip has `lib` for `lib64`, and no `libcudart.so`.
+    `packages`: the folder nvidia/cu13 in site-packages. It has `lib` instead of `lib64`, and no `libcudart.so` without
+    a version.
     """
     libraries = folder / "lib64"
     libraries.mkdir(parents=True, exist_ok=True)
@@ -61,7 +66,10 @@ def link_toolkit(packages: Path, folder: Path) -> Path:
 
 
 def cuda_environment(environment: Mapping[str, str], scratch: Path, system: Path = SYSTEM_TOOLKIT) -> dict[str, str]:
-    """Return the variables by which an engine finds the runtime library and a toolkit. `scratch`: for links."""
+    """Return the environment variables by which an engine finds the CUDA runtime library and a toolkit.
+
+    `scratch`: folder for `link_toolkit`.
+    """
     folder = runtime_folder()
     variables = library_path(folder, environment)
     if folder and find_toolkit(environment, system) is None and (folder.parent / "bin" / "nvcc").is_file():
@@ -70,7 +78,7 @@ def cuda_environment(environment: Mapping[str, str], scratch: Path, system: Path
 
 
 def check_toolkit(environment: Mapping[str, str], system: Path = SYSTEM_TOOLKIT) -> None:
-    """Raise UserError where engines would find no CUDA toolkit to compile their kernels with."""
+    """Check that engines find a CUDA toolkit with which they can compile kernels."""
     folder = runtime_folder()
     from_pip = folder is not None and (folder.parent / "bin" / "nvcc").is_file()
     if find_toolkit(environment, system) is None and not from_pip:
@@ -81,7 +89,7 @@ def check_toolkit(environment: Mapping[str, str], system: Path = SYSTEM_TOOLKIT)
 
 
 def check_preload(library: Path, environment: Mapping[str, str]) -> None:
-    """Raise UserError where a process does not start with a library preloaded, as an engine's schedulers do."""
+    """Check that a process can start with `library` preloaded, as an engine's schedulers do."""
     variables = {**environment, **library_path(runtime_folder(), environment), "LD_PRELOAD": str(library)}
     command = [sys.executable, "-I", "-S", "-c", ""]
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=CHECK_TIMEOUT_S)
@@ -93,7 +101,7 @@ def check_preload(library: Path, environment: Mapping[str, str]) -> None:
 
 
 def check_engine_libraries(environment: Mapping[str, str]) -> None:
-    """Raise UserError where an engine's processes would not start, or would find no compiler."""
+    """Check that an engine's processes can start, and that they find a CUDA toolkit."""
     from torch_memory_saver.utils import get_binary_path_from_package
 
     check_toolkit(environment)

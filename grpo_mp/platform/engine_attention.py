@@ -1,7 +1,7 @@
 """Batched attention of a CPU engine over its paged KV cache.
 
-SGLang's torch_native attention loops over sequences and recomputes the query rows of cached prefixes. A tiny model
-spends most of its time there.
+SGLang's torch_native attention loops over sequences and recomputes the query rows of cached prefixes, which takes most
+of the time of a tiny model.
 """
 
 from collections import defaultdict
@@ -11,8 +11,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-MAX_SCORES = 2**24  # attention scores that exist at a time
-ALIGNMENT = 16  # tokens; a sum over fewer, or over a part of them, is taken in another order
+MAX_SCORES = 2**24  # largest number of attention scores in memory at a time
+ALIGNMENT = 16  # keys are padded to a multiple [tokens], because the order of other sums depends on their length
 
 
 def paged_attention(
@@ -24,10 +24,11 @@ def paged_attention(
     new_tokens: Sequence[int],
     scale: float,
 ) -> Tensor:
-    """Return causal attention of each sequence's last `new_tokens` over all its `lengths` tokens: [T, H, Dv].
+    """Return causal attention of the new tokens of B sequences over all their tokens, [T, H, Dv].
 
-    `query` [T, H, D]: the new tokens of all sequences, concatenated; `keys` [S, G, D] and `values` [S, G, Dv]: the
-    cache, with G dividing H; `slots` [B, L]: the cache slot of each token (beyond a sequence's length any valid slot).
+    `query` [T, H, D]: new tokens of all sequences, concatenated; `keys` [S, G, D] and `values` [S, G, Dv]: KV cache of
+    S slots, where G divides H; `slots` [B, L]: cache slot of each token (beyond a sequence's length any valid slot);
+    `lengths`: tokens of each sequence; `new_tokens`: how many of them, at the end, are new.
     """
     output = query.new_empty(query.shape[0], query.shape[1], values.shape[2])
     starts = list(accumulate(new_tokens, initial=0))
@@ -40,7 +41,7 @@ def paged_attention(
 
 
 def _batches(lengths: Sequence[int], new_tokens: Sequence[int], heads: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield the number of new tokens and the indices of sequences that share it and have similar lengths."""
+    """Yield batches of sequences with equal numbers of new tokens and similar lengths: (new tokens, indices)."""
     groups: dict[int, list[int]] = defaultdict(list)
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         groups[new_tokens[index]].append(index)
@@ -49,7 +50,7 @@ def _batches(lengths: Sequence[int], new_tokens: Sequence[int], heads: int) -> I
         for index in group:
             scores = (len(batch) + 1) * max(1, count) * heads * lengths[index]
             shortest = lengths[batch[0]] if batch else 0
-            max_length = shortest + shortest // 4 + 32  # padding costs less than another round of small operations
+            max_length = shortest + shortest // 4 + 32  # up to here padding costs less than one more batch
             if batch and (scores > MAX_SCORES or lengths[index] > max_length):
                 yield count, batch
                 batch = []
@@ -58,10 +59,13 @@ def _batches(lengths: Sequence[int], new_tokens: Sequence[int], heads: int) -> I
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Attend with `query` [B, Q, H, D] to the `lengths` [B] tokens at `slots` [B, L]: [B, Q, H, Dv]."""
+    """Return causal attention [B, Q, H, Dv] of `query` [B, Q, H, D] over the tokens at `slots` [B, L].
+
+    `lengths` [B]: tokens of each sequence.
+    """
     batch, count, heads, size = query.shape
     groups = keys.shape[1]
-    # Each head's tokens contiguous: [B, G, L, D] and [B, G, L, Dv].
+    # The tokens of each head become contiguous: [B, G, L, D] and [B, G, L, Dv].
     rows = (slots[:, None] * groups + torch.arange(groups)[None, :, None]).flatten()
     shape = (batch, groups, slots.shape[1], -1)
     gathered_keys = keys.view(-1, size).index_select(0, rows).view(shape)

@@ -1,7 +1,7 @@
-"""Matrix products of a CPU engine whose rows do not depend on what else is in the batch.
+"""Batch-invariant operators for a CPU engine: the result of a row does not depend on the rest of the batch.
 
-SGLang's deterministic mode registers Triton's kernels for such operators on GPUs. MKL's fp32 products give a row the
-same bits from 16 rows on, whatever their number, and others below that; so products of fewer rows are filled up.
+On GPUs, SGLang's deterministic mode registers Triton kernels for these operators. With MKL, a row of an fp32 matrix
+product is bitwise the same for all numbers of rows from 16 on, but not below. So matrices of fewer rows are padded.
 """
 
 from typing import Any
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MIN_ROWS = 16
-VECTOR = 32  # numbers; torch computes what is left of a tensor beyond a multiple of these by another function
+VECTOR = 32  # elements of a vectorized loop; torch computes the remaining elements with another implementation
 
 
 def enable_batch_invariance() -> torch.library.Library:
-    """Replace the CPU's operators in this process, as long as the result is kept."""
+    """Replace the CPU operators in this process, as long as the returned library exists."""
     library = torch.library.Library("aten", "IMPL")
     operators = {"mm": mm, "bmm": bmm, "bmm.out": bmm_out, "addmm": addmm, "_grouped_mm": grouped_mm}
     operators |= {"sigmoid": sigmoid}
@@ -45,7 +45,10 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float =
 
 
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any) -> Tensor:
-    """Return [M, K] @ [E, K, N]: the rows up to `offs` [E] of each expert with its matrix."""
+    """Return [M, N]: the product of each group of rows of a [M, K] with its matrix in b [E, K, N].
+
+    `offs` [E]: end of each group.
+    """
     assert offs is not None
     ends = offs.tolist()
     starts = [0, *ends[:-1]]
@@ -57,7 +60,7 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any) -> Ten
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Return the logistic function, of each number by the same instructions."""
+    """Return the logistic function, computed by the vectorized loop for all elements."""
     filled = F.pad(x.flatten(), (0, -x.numel() % VECTOR))
     return torch.sigmoid(filled, out=torch.empty_like(filled))[: x.numel()].view(x.shape)
 

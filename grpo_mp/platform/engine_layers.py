@@ -1,8 +1,8 @@
 """Layers of a CPU engine with few torch operations.
 
-A decode step of a small model has a handful of tokens, so the overhead of each torch operation dominates, and SGLang's
-native code uses about ten of them where torch has one. Each function gets SGLang's own as `original` and falls back to
-it for cases that it does not support.
+A decode step of a small model has only a few tokens, so the overhead per torch operation dominates. SGLang's native
+code uses about ten operations where torch has a single one. Each function gets SGLang's implementation as `original`
+and calls it in the cases that it does not support itself.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,10 @@ ALIGNMENT_BYTES = 16  # torch's grouped_mm requires rows aligned to this
 def rms_norm_forward(
     original: Original, norm: Any, x: Tensor, residual: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replace `RMSNorm.forward_native`: x [..., H] -> the same shape, or with `residual` a pair with their sum."""
+    """Replace `RMSNorm.forward_native`: normalize x [..., H].
+
+    With `residual`, return the pair (norm of x + residual, x + residual).
+    """
     weight = norm.weight
     standard = norm.variance_size_override is None and norm.override_orig_dtype is None
     if args or kwargs or not standard or not (x.dtype == weight.dtype == torch.float32) or x.shape[-1] != len(weight):
@@ -31,9 +34,10 @@ def rms_norm_forward(
 
 
 def routed_experts(original: Original, layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tensor:
-    """Replace `moe_forward_native`: x [T, H] through each token's experts -> [T, H].
+    """Replace `moe_forward_native`: return the weighted sum [T, H] of the experts' outputs for x [T, H].
 
-    `topk_output` holds weights [T, K] and ids [T, K] of this rank's experts; `layer` [E, 2 I, H] and [E, H, I].
+    `topk_output`: weights [T, K] and ids [T, K] of each token's experts, -1 for experts on other ranks; `layer`: has
+    the weights [E, 2 I, H] and [E, H, I] of E local experts.
     """
     up, down = layer.w13_weight, layer.w2_weight
     if not _supports(layer, config, x):
@@ -43,7 +47,7 @@ def routed_experts(original: Original, layer: Any, x: Tensor, topk_output: Any, 
     tokens, topk = ids.shape
     experts = ids.flatten()
     order = experts.argsort()
-    if layer.moe_ep_size > 1:  # -1 stands for experts of other ranks, whose part of the sum is theirs
+    if layer.moe_ep_size > 1:  # leave out the experts of other ranks, which sort first
         order = order[int((experts < 0).sum()) :]
         if not len(order):
             return torch.zeros_like(x)
@@ -67,7 +71,7 @@ def _supports(layer: Any, config: Any, x: Tensor) -> bool:
 def rotary(
     original: Original, embedding: Any, positions: Tensor, query: Tensor, key: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Replace `RotaryEmbedding.forward_native`: rotate query and key [T, heads * head_size]."""
+    """Replace `RotaryEmbedding.forward_native`: return query and key [T, heads * head_size] rotated by `positions`."""
     cache = embedding.cos_sin_cache
     full_head = embedding.rotary_dim == embedding.head_size and not hasattr(embedding, "sin_cos_cache")
     if any(argument is not None for argument in (*args, *kwargs.values())) or not (

@@ -1,7 +1,7 @@
-"""SGLang plugin: patches that engines of this program need. SGLang calls `register` in its processes.
+"""SGLang plugin with the patches that this program's engines need. SGLang calls `register` in its processes.
 
-The entry point `sglang.srt.plugins` in pyproject.toml names it. It does nothing in servers that this program did not
-start, and applies the CPU patches only to engines on a CPU.
+It is registered as entry point `sglang.srt.plugins` in pyproject.toml. It does nothing in servers that this program did
+not start. The CPU patches are applied only to engines on a CPU.
 """
 
 import gc
@@ -22,7 +22,7 @@ from grpo_mp.utils.processes import write_stacks_on_signal
 
 
 def register() -> None:
-    """Apply the patches. SGLang calls it before it builds a model, in server, scheduler and detokenizer processes."""
+    """Apply the patches. SGLang calls this in server, scheduler and detokenizer processes, before it builds a model."""
     if ENGINE_SCRATCH not in os.environ:
         return
     write_stacks_on_signal(Path(os.environ[ENGINE_SCRATCH]))
@@ -30,7 +30,7 @@ def register() -> None:
 
     hooks = [*HOOKS]
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        # SGLang's debugging tools import Megatron where it is installed; an engine does not need it.
+        # SGLang's debugging tools would import Megatron, which takes time and which an engine does not need.
         sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]
         _patch_cpu_engine()
         hooks += CPU_HOOKS
@@ -39,12 +39,12 @@ def register() -> None:
 
 
 def _move_load_snapshot(path: str, *_: Any) -> str:
-    # Every SGLang server leaves one of these in /dev/shm.
+    # SGLang would leave this file in /dev/shm, where nobody deletes it.
     return str(Path(os.environ[ENGINE_SCRATCH], Path(path).name))
 
 
 def zero_score_bias(model: torch.nn.Module, *_: Any, **__: Any) -> None:
-    """Clear the bias of a reward head before weights are loaded: SGLang's Qwen classes leave it random."""
+    """Set the bias of a reward head to zero before weights are loaded; SGLang's Qwen classes do not initialize it."""
     bias = getattr(getattr(model, "score", None), "bias", None)
     if isinstance(bias, torch.Tensor):
         with torch.no_grad():
@@ -57,20 +57,23 @@ def _patch_cpu_engine() -> None:
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
-    # torch_native attention requires equal head sizes of keys and values, as in absorbed latent attention;
-    # SGLang would otherwise prefill with the unabsorbed form.
+    # torch_native attention requires equal head sizes of keys and values, which only absorbed latent attention has.
+    # SGLang would prefill with the unabsorbed form.
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-    # For `enable_return_routed_experts` SGLang allocates host memory that it registers with CUDA.
+    # SGLang's own allocator, used for `enable_return_routed_experts`, registers the host memory with CUDA.
     common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **_: torch.empty(dims, dtype=dtype)
-    # To release and resume memory, SGLang waits for the device that torch was built for, be it there or not.
+    # When SGLang releases or resumes memory, it synchronizes the device that torch was built for, even without a GPU.
     get_device_module = torch.get_device_module
     torch.get_device_module = lambda device="cpu": get_device_module(device)  # type: ignore[assignment]
 
 
 def _murmur_hash32(original: Callable[..., Any], *inputs: torch.Tensor) -> torch.Tensor:
-    """Replace SGLang's Triton hash of seeds [R], positions [R] and columns [V]; return [R, V], each of 32 bits."""
+    """Replace SGLang's Triton kernel: return 32-bit MurmurHash3 values [R, V].
+
+    `inputs`: seeds [R], positions [R] and vocabulary columns [V].
+    """
     mask, seed = 0xFFFFFFFF, inputs[0].to(torch.int64)[:, None]
     blocks = (seed & mask, (seed >> 32) & mask, inputs[1].to(torch.int64)[:, None], inputs[2].to(torch.int64)[None])
     hashed = torch.zeros_like(seed)
@@ -100,7 +103,7 @@ def _rotated(value: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _get_rope_cpu(original: Callable[..., Any], *args: Any) -> Any:
-    """Replace SGLang's rotary factory on a CPU, which asserts yarn for latent attention; Moonlight has none."""
+    """Replace SGLang's rotary factory for CPUs, which requires yarn for latent attention, for models without yarn."""
     if args[5] is not None:
         return original(*args)
     from sglang.srt.layers.rotary_embedding.factory import get_rope
@@ -109,7 +112,10 @@ def _get_rope_cpu(original: Callable[..., Any], *args: Any) -> Any:
 
 
 def _extend(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace SGLang's prefill. `slots` [R, L] is indexed by `rows`; the unnamed argument is prefix lengths."""
+    """Replace SGLang's prefill attention. `slots` [R, L]: cache slots by request, indexed by `rows`.
+
+    The ignored argument has the lengths of the cached prefixes.
+    """
     query, output, keys, values, slots, rows, lengths, _, new_lengths, encoder_lengths = args
     if not _is_self_attention(encoder_lengths, kwargs) or not kwargs["causal"]:
         return original(backend, *args, **kwargs)
@@ -127,7 +133,7 @@ def _extend(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: An
 
 
 def _decode(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace SGLang's decode. `slots` [R, L] is indexed by `rows`."""
+    """Replace SGLang's decode attention. `slots` [R, L]: cache slots by request, indexed by `rows`."""
     query, output, keys, values, slots, rows, lengths, encoder_lengths = args
     if not _is_self_attention(encoder_lengths, kwargs):
         return original(backend, *args, **kwargs)
@@ -149,13 +155,13 @@ def _is_self_attention(encoder_lengths: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _set_fork(result: None, *_: Any) -> None:
-    # Spawned scheduler and detokenizer processes import SGLang again. Without a CUDA context they can be forked, which
-    # takes less than half of the time and memory.
+    # Spawned scheduler and detokenizer processes would import SGLang again. Without a CUDA context they can be forked,
+    # which takes less than half of the time and memory.
     multiprocessing.set_start_method("fork", force=True)
 
 
 def _freeze_gc(*_: Any, **__: Any) -> None:
-    # On a CPU every flush of the cache runs the garbage collector: 0.2 s, mostly over objects of the start-up.
+    # On a CPU, every cache flush runs the garbage collector. It takes 0.2 s, mostly for objects created at the start.
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""CPU replacement for the parts of torch.cuda that Megatron uses. Rewritten megatron.* modules see it so."""
+"""CPU replacement for the parts of torch.cuda that Megatron uses. Modules rewritten by import_hook use it."""
 
 import contextlib
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def _returns(value: Any) -> Callable[..., Any]:
 
 
 class Event:
-    """An event that has always completed."""
+    """CUDA event that is always completed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -27,7 +27,7 @@ class Event:
 
 
 class Stream:
-    """A stream of a CPU: calls are synchronous, so nothing waits."""
+    """CUDA stream on a CPU, where all calls are synchronous."""
 
     cuda_stream = 0
 
@@ -66,24 +66,24 @@ default_generators = _Generators()
 set_device = set_stream = synchronize = empty_cache = _lazy_init = _returns(None)
 memory_allocated = memory_reserved = _returns(0)
 memory_stats = _returns({})
-current_device = _returns(CPU)  # Megatron passes the result as a `device=` argument
+current_device = _returns(CPU)  # a device and not an index, because Megatron passes it as a `device=` argument
 current_stream = default_stream = _returns(Stream())
 stream = device = _returns(contextlib.nullcontext())
 nvtx = SimpleNamespace(range_push=_returns(None), range_pop=_returns(None), range=device)
 device_count = _returns(1)
 is_available = _returns(False)
-is_initialized = _returns(True)  # nothing needs initializing
-get_device_capability = _returns((0, 0))  # below every kernel's minimum
+is_initialized = _returns(True)
+get_device_capability = _returns((0, 0))  # lower than any kernel requires
 get_device_properties = _returns(SimpleNamespace(major=0, minor=0, total_memory=0, name="cpu"))
 
 
 def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return the state of the CPU's generator."""
+    """Return the state of torch's CPU random generator."""
     return torch.get_rng_state()
 
 
 def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """Set the state of the CPU's generator."""
+    """Set the state of torch's CPU random generator."""
     torch.set_rng_state(state)
 
 
@@ -95,5 +95,5 @@ def _lazy_call(call: Callable[[], None]) -> None:
 
 
 def to_cpu(value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace `value.cuda()` and `value.pin_memory()`: return the tensor on the CPU; meta tensors stay meta."""
+    """Replace `value.cuda()` and `value.pin_memory()`: return tensors on the CPU; keep modules and meta tensors."""
     return value.cpu() if isinstance(value, torch.Tensor) and not value.is_meta else value

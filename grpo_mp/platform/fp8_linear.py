@@ -1,9 +1,9 @@
-"""Linear layers in blockwise FP8 on a CPU, as TransformerEngine's recipe Float8BlockScaling computes them on a GPU.
+"""Linear layers in blockwise FP8 on a CPU, equivalent to TransformerEngine's recipe Float8BlockScaling on a GPU.
 
-Operands are rounded to what FP8 holds: inputs and gradients in tiles of 128 along the dimension that is summed over,
-weights in blocks of 128 x 128, each with a factor that is a power of 2 (DeepSeek-V3, arXiv 2412.19437, 3.3.2). Such
-values are also values of bfloat16, so the product of the rounded matrices is what tensor cores compute, up to the order
-of its sums. Results and gradients keep the dtype of the inputs.
+Operands are rounded to scaled FP8 values: inputs and gradients in tiles of 128 along the dimension of the sum, weights
+in blocks of 128 x 128, each with a scale that is a power of 2 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). These
+values are representable in bfloat16, so the product of the rounded matrices equals that of tensor cores up to the order
+of the sums. Results and gradients have the dtype of the inputs.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ GRADIENTS = {"e4m3": torch.float8_e4m3fn, "hybrid": torch.float8_e5m2}
 
 
 def round_to_fp8(x: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Round x [R, C] to values of FP8 `dtype` with one factor a `block` of rows and columns.
+    """Return x [R, C] rounded to scaled values of the FP8 `dtype`, in the dtype of x.
 
-    The factor is the largest power of 2 by which max|block| still fits (Float8BlockScaling's default). A block at the
-    edge may be smaller; one of zeros stays. Returns x's dtype.
+    Each `block` (rows, columns) has one scale: the largest power of 2 that keeps max|x| * scale in the range of FP8
+    (Float8BlockScaling's default). Blocks at the edges may be smaller. A block of zeros has scale 1.
     """
     rows, columns = x.shape
     padded = functional.pad(x.float(), (0, -columns % block[1], 0, -rows % block[0]))
@@ -49,7 +49,7 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gradients: torch.dtype) -> Tensor:
         weight = round_to_fp8(weight, (BLOCK, BLOCK), torch.float8_e4m3fn)
-        # Products with the gradient sum over tokens: of the same input, tiles lie across.
+        # The weight gradient sums over tokens, so for backward the input is rounded in tiles along the tokens.
         ctx.save_for_backward(round_to_fp8(x, (BLOCK, 1), torch.float8_e4m3fn), weight)
         ctx.gradients = gradients
         return round_to_fp8(x, (1, BLOCK), torch.float8_e4m3fn) @ weight.t()
@@ -66,7 +66,7 @@ class _Fp8Linear(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Fp8Matmul:
-    """The products of linear layers in FP8; `fp8_format` is Megatron's: in "hybrid" gradients are e5m2."""
+    """FP8 implementations of linear layers. `fp8_format`: as in Megatron; with "hybrid" gradients are e5m2."""
 
     fp8_format: Fp8Format
 
@@ -76,7 +76,7 @@ class Fp8Matmul:
         return rows.unflatten(0, x.shape[:-1])
 
     def grouped(self, x: Tensor, splits: Sequence[int], *weights: Tensor) -> Tensor:
-        """Map x [T, in], `splits` rows for each weight [out, in], -> [T, out]."""
+        """Map x [T, in] -> [T, out], with one weight [out, in] for each group of rows. `splits`: rows of the groups."""
         groups = x.split(list(splits))
         return torch.cat([self.linear(group, weight) for group, weight in zip(groups, weights, strict=True)])
 
@@ -91,7 +91,7 @@ class Fp8Matmul:
         tp_group: ProcessGroup | None,
         **others: Any,
     ) -> Tensor:
-        """Map the input of Megatron's column- or row-parallel layers as their own `_forward_impl` does."""
+        """Replace `_forward_impl` of Megatron's column- and row-parallel linear layers."""
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:
@@ -101,7 +101,7 @@ class Fp8Matmul:
 
 
 def use_fp8(layers: torch.nn.Module, fp8_format: Fp8Format) -> None:
-    """Make all linear layers below a module compute in blockwise FP8, as TransformerEngine's do on a GPU."""
+    """Make all linear layers inside the module `layers` compute in blockwise FP8."""
     matmul = Fp8Matmul(fp8_format)
     for layer in layers.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):

@@ -1,4 +1,4 @@
-"""Import hook that loads megatron.* modules with their CUDA calls replaced by CPU ones. torch is not changed.
+"""Import hook that loads megatron.* modules with CUDA calls replaced by CPU calls. torch is not changed.
 
 The hook rewrites the syntax tree of each module as it is imported:
 
@@ -11,7 +11,7 @@ The hook rewrites the syntax tree of each module as it is imported:
 | `pin_memory=...`              | `pin_memory=False`                 |
 | `x.is_cuda`                   | `x.is_cpu`                         |
 
-Parsing all of Megatron takes over a second, so the code objects are cached in a folder of the user.
+Parsing all of Megatron takes over a second, so the code objects are cached in the user's cache folder.
 """
 
 import ast
@@ -32,7 +32,7 @@ from typing import Any
 from grpo_mp.platform import fake_cuda
 
 PACKAGE = "megatron"
-FAKE_CUDA = "_cuda_on_cpu"  # what rewritten modules call the module fake_cuda
+FAKE_CUDA = "_cuda_on_cpu"  # name of the module fake_cuda in rewritten modules
 
 Patch = Callable[[Any], None]
 
@@ -74,7 +74,7 @@ class _CudaToCpu(ast.NodeTransformer):
 
 
 def compile_on_cpu(source: bytes, path: str) -> CodeType:
-    """Compile the source of one module with its CUDA calls rewritten; `path` is for tracebacks."""
+    """Compile the source of a module with its CUDA calls rewritten. `path`: file name in tracebacks."""
     tree = _CudaToCpu().visit(ast.parse(source, path))
     return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
@@ -85,8 +85,8 @@ def cache_folder() -> Path:
 
 
 def cached_code(source: bytes, path: str) -> CodeType:
-    """Return `compile_on_cpu`, cached on disk. An unreadable cache file is replaced."""
-    # This file's text is part of the key, so that a changed rewrite does not find old code.
+    """Return the result of `compile_on_cpu`, cached on disk. An unreadable cache file is replaced."""
+    # The key includes the text of this file, so that a change of the rewriting invalidates the cache.
     key = b"\0".join((sys.version.encode(), Path(__file__).read_bytes(), path.encode(), source))
     file = cache_folder() / hashlib.sha256(key).hexdigest()
     with contextlib.suppress(OSError, EOFError, ValueError, TypeError):
@@ -94,7 +94,7 @@ def cached_code(source: bytes, path: str) -> CodeType:
         if isinstance(code, CodeType):
             return code
     code = compile_on_cpu(source, path)
-    with contextlib.suppress(OSError):  # a read-only or full home only costs the time to compile again
+    with contextlib.suppress(OSError):  # with a read-only or full home folder, the next start compiles again
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
             temporary.write(marshal.dumps(code))
@@ -112,7 +112,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__[FAKE_CUDA] = fake_cuda
-        # At import Megatron warns that TransformerEngine and apex are missing, which is the reason for this hook.
+        # During import Megatron warns that TransformerEngine and apex are missing, which is expected on a CPU.
         with warnings.catch_warnings(action="ignore"):
             super().exec_module(module)
         if self.patch:
@@ -135,7 +135,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install_import_hook(patches: Mapping[str, Patch]) -> None:
-    """Rewrite Megatron's modules from now on; call `patches[name]` with a module right after its import."""
+    """Rewrite Megatron's modules when they are imported. `patches`: module name -> function called after its import."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     imported = [name for name in sys.modules if name.startswith(f"{PACKAGE}.")]

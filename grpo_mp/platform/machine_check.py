@@ -1,7 +1,7 @@
-"""Checks of a machine, each a small function: GPUs, packages, versions, memory.
+"""Checks of a machine: GPUs, packages, versions, memory.
 
-`check_device` raises for what refuses a start; the others yield findings. `grpo-mp doctor machine`, the start of a job
-and the node check of Slurm jobs use them.
+`check_device` raises UserError if a job cannot start on this machine; `quick_findings` returns warnings and errors.
+They are used by `grpo-mp doctor machine`, at the start of a job, and by the node check of Slurm jobs.
 """
 
 import importlib.metadata
@@ -20,15 +20,15 @@ from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.findings import Finding, Level
 
 SHARED_MEMORY = Path("/dev/shm")
-LAUNCH = Path(__file__).parents[2] / "launch"  # beside the package in a checkout
-CORE = ("torch", "megatron-core", "sglang", "transformers", "transformer-engine")  # packages whose versions matter
-# Engines keep their load in shared memory, NCCL the buffers of ranks that cannot reach each other's GPU.
+LAUNCH = Path(__file__).parents[2] / "launch"  # exists in a checkout only
+CORE = ("torch", "megatron-core", "sglang", "transformers", "transformer-engine")  # packages whose versions are checked
+# Engines store their load statistics in shared memory, NCCL the buffers between GPUs without peer-to-peer access.
 LEAST_SHARED_BYTES, ENOUGH_SHARED_BYTES = 2**24, 2**30
 MIN_FREE_SHARE = 0.1  # of host memory
-MAX_USED_SHARE = 0.2  # of GPU memory; a CUDA context or a display uses less
+MAX_USED_SHARE = 0.2  # of GPU memory at the start; a CUDA context or a display uses less
 CHOOSE_OTHER = "choose other GPUs (CUDA_VISIBLE_DEVICES)"
 DRIVER = Path("/proc/driver/nvidia/version")
-REQUIRED = {  # modules of the trainer, and of an engine that shares its GPU, with advice
+REQUIRED = {  # module that must load on a GPU machine -> advice if it does not
     "transformer_engine.pytorch": "build transformer-engine against this torch, as the README says",
     "torch_memory_saver": "install the engine as grpo-mp[gpu] does",
 }
@@ -36,7 +36,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def quick_findings() -> list[Finding]:
-    """Return warnings and errors about this node; an error refuses the start."""
+    """Return findings about this node's package versions and memory. A job does not start if one is an error."""
     memory = psutil.virtual_memory()
     return [
         *check_versions(installed_versions(CORE), tested_versions(platform.on_cuda())),
@@ -46,7 +46,7 @@ def quick_findings() -> list[Finding]:
 
 
 def installed_versions(names: Sequence[str]) -> dict[str, str]:
-    """Return the versions of the installed ones of some packages, without local parts such as +cu128."""
+    """Return the versions of those packages in `names` that are installed, without local parts such as +cu128."""
     found = {}
     for name in names:
         try:
@@ -57,9 +57,9 @@ def installed_versions(names: Sequence[str]) -> dict[str, str]:
 
 
 def tested_versions(cuda: bool) -> dict[str, tuple[str, ...]]:
-    """Return the tested versions by package, from the lock files in launch/; {} outside of a checkout.
+    """Return package -> tested versions, from the lock files in launch/; {} outside of a checkout.
 
-    CPU machines may also have the GPU versions: launch/install.sh --gpu-versions.
+    On a CPU machine the GPU versions count as tested, too, because `launch/install.sh --gpu-versions` installs them.
     """
     versions: dict[str, tuple[str, ...]] = {}
     for name in ("gpu",) if cuda else ("cpu", "gpu"):
@@ -73,7 +73,7 @@ def tested_versions(cuda: bool) -> dict[str, tuple[str, ...]]:
 
 
 def check_versions(installed: Mapping[str, str], tested: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
-    """Yield the packages that do not have a tested version, as one finding."""
+    """Yield one finding about all installed packages whose version is not a tested one."""
     differing = {name: version for name, version in installed.items() if version not in tested.get(name, [version])}
     if differing:
         shown = [f"{name} {version}, tested is {' or '.join(tested[name])}" for name, version in differing.items()]
@@ -83,12 +83,12 @@ def check_versions(installed: Mapping[str, str], tested: Mapping[str, Sequence[s
 
 
 def shared_memory_free() -> int:
-    """Return the free bytes of the shared memory file system; 0 without one."""
+    """Return the free bytes in /dev/shm; 0 if it does not exist."""
     return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
 
 
 def check_shared_memory(free: int, cuda: bool) -> Iterator[Finding]:
-    """Yield a finding if the shared memory file system is too small."""
+    """Yield a finding if /dev/shm has too little free memory. `free`: in bytes."""
     sentence = f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free"
     advice = "enlarge it (docker run --shm-size=16g), or empty it"
     if free < LEAST_SHARED_BYTES:
@@ -98,7 +98,7 @@ def check_shared_memory(free: int, cuda: bool) -> Iterator[Finding]:
 
 
 def check_host_memory(free: int, total: int) -> Iterator[Finding]:
-    """Yield a finding if other programs use most of the host's memory."""
+    """Yield a finding if most of the host's memory is in use. `free`, `total`: in bytes."""
     if free < MIN_FREE_SHARE * total:
         sentence = f"only {free / 2**30:.1f} of {total / 2**30:.1f} GiB of host memory are free"
         advice = "stop the programs that use it: the kernel ends ranks without a word"
@@ -106,7 +106,10 @@ def check_host_memory(free: int, total: int) -> Iterator[Finding]:
 
 
 def check_device(local_rank: int) -> None:
-    """Raise UserError where the GPU of this rank is missing, cannot be used or is used by another process."""
+    """Check that this rank has a working GPU that no other process uses.
+
+    Without CUDA, check that the machine has no GPUs that torch cannot use.
+    """
     if not platform.on_cuda():
         check_no_unusable_gpu(os.environ, DRIVER)
         return
@@ -126,7 +129,10 @@ def check_device(local_rank: int) -> None:
 
 
 def check_no_unusable_gpu(environment: Mapping[str, str], driver: Path) -> None:
-    """Raise UserError where the machine has GPUs that torch cannot use and CUDA_VISIBLE_DEVICES does not hide."""
+    """Refuse a machine with GPUs that torch cannot use, unless CUDA_VISIBLE_DEVICES hides them.
+
+    `driver`: file that exists if an NVIDIA driver is loaded.
+    """
     if not driver.exists() or environment.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
         return
     reason = f"CUDA {torch.version.cuda} and the driver do not fit" if torch.version.cuda else "it is built for CPUs"
@@ -137,7 +143,10 @@ def check_no_unusable_gpu(environment: Mapping[str, str], driver: Path) -> None:
 
 
 def check_requirements(environment: Mapping[str, str], load: Callable[[str], object]) -> None:
-    """Raise UserError where a module does not load, or the allocator's memory cannot be shared by CUDA IPC."""
+    """Check that the required modules load, and that no variable prevents sharing or releasing GPU memory.
+
+    `load`: imports a module by name.
+    """
     for name in ALLOCATOR_VARIABLES:
         if "expandable_segments:true" in environment.get(name, "").lower():
             raise UserError(f"{name}: expandable segments cannot be shared with an engine: remove them")
@@ -151,7 +160,7 @@ def check_requirements(environment: Mapping[str, str], load: Callable[[str], obj
 
 
 def check_free(device: int, free_bytes: int, total_bytes: int) -> None:
-    """Raise UserError where other processes use more of a device than MAX_USED_SHARE."""
+    """Refuse a GPU of whose memory other processes use more than MAX_USED_SHARE."""
     used_bytes = total_bytes - free_bytes
     if used_bytes > MAX_USED_SHARE * total_bytes:
         raise UserError(

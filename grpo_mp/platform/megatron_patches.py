@@ -1,6 +1,6 @@
-"""Patches of Megatron's modules on a CPU, each applied right after its module is imported.
+"""Patches of Megatron's modules on a CPU. Each is applied right after its module is imported (AFTER_IMPORT).
 
-The functions import Megatron lazily: when they run, it has loaded what they need.
+The functions import Megatron lazily, because this module is loaded before Megatron.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,12 +16,12 @@ from grpo_mp.platform.import_hook import Patch
 
 
 def _disable_jit(jit: Any) -> None:
-    # torch.compile on a CPU runs a C++ compiler for minutes, for functions of a few operations.
+    # On a CPU, torch.compile would run a C++ compiler for minutes, for functions of a few operations.
     jit.disable_jit_fuser()
 
 
 def _te_modules(te: Any) -> None:
-    # Without TransformerEngine these names are mocks; isinstance() on them fails, and so does latent attention.
+    # Without TransformerEngine these names are mocks, with which isinstance() and latent attention fail.
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from grpo_mp.platform import te_layers
@@ -35,7 +35,7 @@ def _te_modules(te: Any) -> None:
 
 
 def _spec_provider(provider: Any) -> None:
-    # The stock provider asks for TransformerEngine's version, which is None here and cannot be compared.
+    # Megatron's provider compares TransformerEngine's version, which is None here.
     class CpuSpecProvider(provider.TESpecProvider):
         def layer_norm(self, *_: bool, **__: bool) -> type:
             return provider.TENorm
@@ -49,8 +49,8 @@ def _spec_provider(provider: Any) -> None:
 
 
 def _te_names(module: Any) -> None:
-    # Megatron's modules take these names only where TransformerEngine is importable. `LayerNormImpl` is the final norm
-    # of a block without its own spec; the torch norm it falls back to refuses sequence parallelism.
+    # Megatron's modules import these names only if TransformerEngine is installed. `LayerNormImpl` is the final norm of
+    # a block whose spec has none; the torch norm that Megatron would use refuses sequence parallelism.
     from megatron.core.extensions import transformer_engine as te
 
     module.TENorm = module.LayerNormImpl = te.TENorm
@@ -65,15 +65,15 @@ def _layer_specs(specs: Any) -> None:
 
 
 def _router_matmul(moe_utils: Any) -> None:
-    # The name is read whenever moe_router_dtype is set, but defined only with TransformerEngine.
+    # Megatron reads this name if moe_router_dtype is set, but defines it only with TransformerEngine.
     moe_utils.te_general_gemm = None
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam on a CPU with `step` per param group, `exp_avg` and `exp_avg_sq` per parameter.
+    """Adam on a CPU with one step count per param group, as in TransformerEngine's FusedAdam.
 
-    Megatron's distributed optimizer cannot load a fully reshardable checkpoint into torch's own AdamW, which has a step
-    per parameter.
+    torch's AdamW has a step count per parameter, with which Megatron's distributed optimizer cannot load fully
+    reshardable checkpoints.
     """
 
     def __init__(
@@ -118,15 +118,14 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def _fused_adam(optimizer: Any) -> None:
-    # With torch's AdamW the distributed optimizer cannot load a fully reshardable checkpoint; apex's Adam, too, has one
-    # step per param group.
+    # Megatron treats FusedAdam as apex's Adam, which also has one step count per param group.
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     optimizer.HAVE_APEX_OR_TE = optimizer.USING_APEX_OPTIMIZER = True
 
 
 def _uneven_gather(mappings: Any) -> None:
-    # gloo's all_gather requires equal sizes, but under expert-tensor parallelism each rank has another number of
-    # routed tokens. An all_to_all that sends the same to every rank allows different sizes.
+    # gloo's all_gather requires equal sizes, but with expert-tensor parallelism ranks have different numbers of routed
+    # tokens. An all_to_all in which each rank sends the same tensor to all ranks allows different sizes.
     original = mappings._gather_along_first_dim
 
     def gather(input_: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Tensor:

@@ -1,14 +1,15 @@
-"""Causal attention on a CPU for packed sequences, latent-attention head sizes and context parallelism.
+"""Causal attention on a CPU for packed sequences, latent attention and context parallelism.
 
 A packed batch is a row of tokens [T, ...]. Sequences of similar length are batched in buckets [n, L], right-padded to
-the bucket's longest: under a causal mask no real token attends to the padding, so no mask tensor is needed. A position
-in a bucket is a cell; index tensors map tokens to cells and back.
+the longest sequence L of the bucket. With a causal mask no real token attends to padding, so no mask tensor is needed.
+A position in a bucket is called a cell; index tensors map tokens to cells and back.
 
-A sequence may attend to a prefix of keys before its own. Sequences of a bucket share the prefix length and one mask.
+A sequence may also attend to a prefix: keys before its first token. The sequences of a bucket have equal prefix lengths
+and one mask.
 
-With context parallelism a sequence is cut into 2 * cp chunks and rank r holds chunks r and 2 * cp - 1 - r.
-Keys and values are gathered from all ranks; each query is put in its cell of the full sequence, and the
-cells of other ranks' queries are computed but not read.
+With context parallelism of size cp, a sequence is cut into 2 * cp chunks, and rank r has chunks r and 2 * cp - 1 - r.
+Keys and values are gathered from all ranks. Each query is placed in its cell of the full sequence; the cells of other
+ranks' queries are computed but not read.
 """
 
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CellIndex:
-    """The maps `token_of_cell` [cells] (any token for padding) and `cell_of_token` [tokens]."""
+    """Index tensors `token_of_cell` [cells], with an arbitrary token for padding, and `cell_of_token` [tokens]."""
 
     token_of_cell: Tensor
     cell_of_token: Tensor
@@ -31,7 +32,7 @@ class CellIndex:
 
 @dataclass(frozen=True)
 class Packing:
-    """Buckets as (sequences, length, prefix), and the cell indices of this rank's queries and of all keys."""
+    """Buckets as (sequences, length, prefix length), and the cell indices of this rank's queries and of all keys."""
 
     buckets: tuple[tuple[int, int, int], ...]
     queries: CellIndex
@@ -39,7 +40,10 @@ class Packing:
 
 
 def bucket_by_length(lengths: tuple[int, ...], prefixes: tuple[int, ...] = ()) -> list[list[int]]:
-    """Group sequences by equal prefix and similar length, longest first; at most a tenth of each row is padding."""
+    """Return buckets of sequence indices with equal prefix length and similar length, the longest first.
+
+    At most a tenth of each row is padding.
+    """
     prefixes = prefixes or (0,) * len(lengths)
     buckets: list[list[int]] = []
     for i in sorted((i for i, n in enumerate(lengths) if n), key=lambda i: (prefixes[i], -lengths[i])):
@@ -52,7 +56,7 @@ def bucket_by_length(lengths: tuple[int, ...], prefixes: tuple[int, ...] = ()) -
 
 
 def zigzag_positions(length: int, cp: int, rank: int) -> Tensor:
-    """Return the positions of the tokens that context-parallel rank `rank` holds of a sequence of `length` tokens."""
+    """Return the positions of the tokens of a sequence that context-parallel rank `rank` of `cp` has."""
     if cp == 1:
         return torch.arange(length)
     first, last = (torch.arange(length).chunk(2 * cp)[i] for i in (rank, 2 * cp - 1 - rank))
@@ -61,9 +65,9 @@ def zigzag_positions(length: int, cp: int, rank: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def plan_packing(lengths: tuple[int, ...], cp: int = 1, rank: int = 0, prefixes: tuple[int, ...] = ()) -> Packing:
-    """Plan the packing of sequences of these full lengths for one of `cp` context-parallel ranks.
+    """Return the packing of sequences for context-parallel rank `rank` of `cp`.
 
-    `prefixes`, without context parallelism only: how many keys each sequence has before its own.
+    `lengths`: tokens of each sequence over all ranks; `prefixes`: length of each sequence's prefix, only with cp = 1.
     """
     prefixes = prefixes or (0,) * len(lengths)
     buckets = bucket_by_length(lengths, prefixes)
@@ -89,9 +93,9 @@ def _cell_index(buckets: list[list[int]], lengths: tuple[int, ...], cp: int, ran
 
 
 class _ToCells(torch.autograd.Function):
-    """Gathers tokens [T, ...] into cells [C, ...]. Padding cells pass no gradient back: theirs is 0.
+    """Gathers tokens [T, ...] into cells [C, ...].
 
-    torch's own backward pass would add up all cells.
+    Padding cells have gradient 0, so backward only gathers. index_select's own backward would scatter-add all cells.
     """
 
     @staticmethod
@@ -105,9 +109,9 @@ class _ToCells(torch.autograd.Function):
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float) -> Tensor:
-    """Attend causally in each sequence: query [Tq, h, d], key [Tk, g, d], value [Tk, g, e] -> [Tq, h, e]."""
+    """Return causal attention [Tq, h, e] within each sequence: query [Tq, h, d], key [Tk, g, d], value [Tk, g, e]."""
     value_dim = value.size(-1)
-    # The CPU's flash kernel requires equal head sizes; zero columns of the value change nothing.
+    # torch's flash kernel for CPUs requires equal head sizes, so values are padded with zeros.
     value = F.pad(value, (0, key.size(-1) - value_dim)) if value_dim < key.size(-1) else value
     q = _ToCells.apply(query, packing.queries)
     k, v = _ToCells.apply(key, packing.keys), _ToCells.apply(value, packing.keys)
@@ -131,5 +135,5 @@ def _bucket_attention(shape: tuple[int, int, int], q: Tensor, k: Tensor, v: Tens
 
 @lru_cache(maxsize=64)
 def _causal_mask(length: int, prefix: int, dtype: torch.dtype) -> Tensor:
-    """Return [length, prefix + length]: 0 where a query attends to a key, else minus infinity."""
+    """Return the mask [length, prefix + length]: 0 where a query attends to a key, else minus infinity."""
     return torch.full((length, prefix + length), -torch.inf, dtype=dtype).triu(prefix + 1)

@@ -1,4 +1,4 @@
-"""Page-locked host memory of an exact size, which a GPU copies from and to at the full rate of its link."""
+"""Page-locked (pinned) host memory without rounding of its size, for copies at the full rate of the GPU's link."""
 
 import mmap
 import weakref
@@ -11,13 +11,13 @@ from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.phases import GIB
 
 PAGE_BYTES = mmap.PAGESIZE
-ALIGNMENT = 512  # of every tensor, as torch aligns those on a device
+ALIGNMENT = 512  # of every tensor in a buffer [bytes], as in torch's CUDA allocator
 
 
 class PinnedBuffer:
-    """One flat page-locked buffer for tensors like given ones.
+    """Flat page-locked buffer, with `tensors` of the shapes and dtypes of `like`.
 
-    torch's allocator of pinned memory calls the driver for each tensor and may round sizes up to powers of two.
+    torch's allocator of pinned memory would call the driver for each tensor, and may round sizes up to powers of two.
     """
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
@@ -28,17 +28,17 @@ class PinnedBuffer:
         self.tensors = carve(pages, like)
         if platform.on_cuda() and self.nbytes:
             _register(pages)
-            # Not at exit: CUDA may be gone, and a process that ends gives back all its pages.
+            # Not at exit, when CUDA may be shut down already; the system then unlocks all pages anyway.
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, pages.data_ptr()).atexit = False
 
 
 def aligned_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that a tensor takes of a flat buffer."""
+    """Return the size of a tensor in a flat buffer [bytes], rounded up to ALIGNMENT."""
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def carve(buffer: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of the same shapes and dtypes as given ones, one after the other in a flat buffer of bytes."""
+    """Return consecutive views of a flat byte buffer, with the shapes and dtypes of the tensors in `like`."""
     tensors, start = [], 0
     for tensor in like:
         tensors.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))

@@ -1,8 +1,8 @@
 """CPU modules with TransformerEngine's interface and parameter names.
 
-A model built from Megatron's TransformerEngine spec has the same parameters on a CPU as on a GPU, such as
-`linear_qkv.layer_norm_weight` and `experts.linear_fc1.weight3`, so that checkpoints and weight maps agree.
-Import megatron.core first: it loads this module (see megatron_patches).
+So a model built from Megatron's TransformerEngine spec has the same parameter names on a CPU as on a GPU, such as
+`linear_qkv.layer_norm_weight` and `experts.linear_fc1.weight3`, and checkpoints and the parameter mapping fit both.
+Import megatron.core first, which loads this module (see megatron_patches).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ def _check_norm(config: Any) -> None:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Computes x / rms(x) * weight (arXiv 1910.07467, eq. 4) and its gradient, in half of torch's operations."""
+    """Computes x / rms(x) * weight (arXiv 1910.07467, eq. 4) and its gradient, with half of torch's operations."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -50,13 +50,13 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize x [..., n] by its root mean square and scale it by weight [n]; the square is summed in float32."""
+    """Return x [..., n] divided by its root mean square and multiplied by weight [n]; squares are summed in float32."""
     normed: Tensor = _RmsNorm.apply(x, weight, eps)
     return normed
 
 
 class Norm(torch.nn.RMSNorm):
-    """RMSNorm whose weight gradient Megatron sums over tensor ranks under sequence parallelism."""
+    """RMSNorm whose weight gradient Megatron sums over tensor-parallel ranks with sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
         _check_norm(config)
@@ -69,7 +69,7 @@ class Norm(torch.nn.RMSNorm):
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
-    """RMSNorm, then a column-parallel linear layer."""
+    """RMSNorm followed by a column-parallel linear layer."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         _check_norm(config)
@@ -79,13 +79,16 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         _set_attributes(self.layer_norm_weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Map x [s, b, input_size] -> [s', b, output_size / tensor]; sequence parallelism gathers along s."""
+        """Map x [s, b, input_size] -> [s', b, output_size / tensor-parallel size].
+
+        With sequence parallelism, s' = s * tensor-parallel size, else s' = s.
+        """
         x = rms_norm(x, self.layer_norm_weight, self.config.layernorm_epsilon)
         return super().forward(x, **kwargs)
 
 
 class DuplicatedLinear(torch.nn.Linear):
-    """Linear layer that is replicated over tensor ranks: the down projections of latent attention."""
+    """Linear layer that is replicated over tensor-parallel ranks, for the down projections of latent attention."""
 
     linear: Callable[[Tensor, Tensor], Tensor] = staticmethod(torch.nn.functional.linear)
 
@@ -113,7 +116,7 @@ class DuplicatedLinear(torch.nn.Linear):
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """Multiplies each group of rows by its own weight, without the copy of a concatenation."""
+    """Multiplies each group of rows by its own weight and writes the products into one output tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, splits: list[int], *weights: Tensor) -> Tensor:
@@ -140,18 +143,18 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def grouped_matmul(x: Tensor, splits: list[int], weights: Sequence[Tensor]) -> Tensor:
-    """Multiply groups of rows of x [tokens, in], `splits` of them each, by weights [out, in] of their own.
+    """Return [tokens, out]: each group of rows of x [tokens, in] multiplied by its own weight [out, in].
 
-    A group without rows gets gradient 0 instead of none.
+    `splits`: rows of each group. The weight of a group without rows gets gradient 0 instead of None.
     """
     output: Tensor = _GroupedMatmul.apply(x, splits, *weights)
     return output
 
 
 class GroupedLinear(torch.nn.Module):
-    """One linear layer per local expert, parameters `weight0`, `weight1`, ...; the MoE layer does all communication.
+    """One linear layer per local expert, with parameters `weight0`, `weight1`, ... and without communication.
 
-    `partition_dim`: the axis of the weight [out, in] that expert-tensor parallelism splits.
+    `partition_dim`: axis of the weights [out, in] that expert-tensor parallelism shards.
     """
 
     partition_dim: int
@@ -189,8 +192,11 @@ class GroupedLinear(torch.nn.Module):
                 init_method(tensor)
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
-        """Map x [tokens, in], sorted by expert with `splits` tokens each, -> [tokens, out]; the bias is None."""
-        # An expert without tokens gets gradient 0 instead of none: overlapped gradient reduction waits for every
+        """Map x [tokens, in], sorted by expert, -> [tokens, out]; the second value, the bias, is None.
+
+        `splits`: tokens of each expert.
+        """
+        # An expert without tokens gets gradient 0 instead of None. Overlapped gradient reduction waits for every
         # parameter, so a missing gradient would hang the run.
         return self.matmul(x, splits, *self._weights()), None
 
@@ -199,12 +205,12 @@ class GroupedLinear(torch.nn.Module):
 
 
 class ColumnParallelGroupedLinear(GroupedLinear):
-    """First linear layer of the experts, split along the output."""
+    """First linear layer of the experts, sharded along the output."""
 
     partition_dim = 0
 
 
 class RowParallelGroupedLinear(GroupedLinear):
-    """Second linear layer of the experts, split along the input."""
+    """Second linear layer of the experts, sharded along the input."""
 
     partition_dim = 1

@@ -1,9 +1,9 @@
-"""Run by Python at the start of every process of a CPU engine, which has this folder first on its path.
+"""Stand-ins for packages that SGLang imports, but a text model on a CPU does not need.
 
-SGLang imports a few packages that a text model on a plain CPU never uses. `sgl_kernel` has no wheel for it,
-`torchvision` from PyPI is built for CUDA, and `IPython` is for notebooks: the CPU set leaves them out, and each gets
-a stand-in of which every name can be imported and none can be called. SGLang asks `torch.ops.sgl_kernel` which
-kernels there are; that stays empty, so it takes its torch code.
+Python runs this file at the start of every process of a CPU engine, which has this folder first on its path.
+`sgl_kernel` has no wheel for CPUs, `torchvision` from PyPI is built for CUDA, and `IPython` is for notebooks. So the
+CPU requirements leave them out. Any name can be imported from a stand-in, but none can be called. SGLang looks up its
+kernels in `torch.ops.sgl_kernel`, which stays empty, so it uses its torch implementations.
 """
 
 import importlib.abc
