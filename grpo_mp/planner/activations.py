@@ -145,7 +145,7 @@ def _fp8_elements(job: PlannedJob, layer: int) -> float:
 def _dense_elements(job: PlannedJob, layer: int) -> float:
     model, layout = job.model, job.settings.layout
     gathered = model.hidden_size if layout.tensor > 1 else 0
-    # Both norms save their input and output, in sequence shards.
+    # The first term: four tensors of the sequence shard around the two norms.
     per_token = 4 * model.hidden_size / layout.tensor + gathered + _attention_elements(job)
     if not job.is_moe_layer(layer):
         return per_token + gathered + 3 * model.ffn_hidden_size / layout.tensor
