@@ -1,1 +1,1 @@
-"""The parts of the training loop: start and end of a job, a step's rollouts, logprobs, updates, metrics, saves."""
+"""Parts of the training loop: start and end of a job, a step's rollouts, logprobs, updates, metrics, saves."""

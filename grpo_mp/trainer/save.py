@@ -1,4 +1,4 @@
-"""Save checkpoints and the final Hugging Face folder."""
+"""Save checkpoints; export Hugging Face and peft folders."""
 
 import logging
 import shutil
@@ -58,13 +58,13 @@ MAX_FAILED_SAVES = 3  # in a row, while the run continues
 
 
 class FailedSaves:
-    """Counts the saves in a row that failed for the disk's sake; all ranks count alike."""
+    """Counts consecutive saves that failed because of the disk; the count is equal on all ranks."""
 
     def __init__(self, rank: int) -> None:
         self._rank, self._count = rank, 0
 
     def add(self, error: DiskError, folder: Path, last: bool) -> None:
-        """Remove what was written of a folder; raises the error again where there are too many, or nothing follows."""
+        """Count a failed save and remove its folder; raise DiskError after too many failures, or if no save follows."""
         self._count += 1
         if self._rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -80,7 +80,7 @@ class FailedSaves:
 
 @dataclass(frozen=True)
 class _Save:
-    """A checkpoint that is being written."""
+    """A checkpoint that is written in the background."""
 
     task: BackgroundTask
     folder: Path
@@ -94,28 +94,27 @@ class CheckpointSaver:
     def __init__(
         self, run: RunConfig, policy: Policy, limit_s: float, weights_stay: bool = False, critic: Critic | None = None
     ) -> None:
-        """Make the process group of the background threads, which may take `limit_s`.
+        """Create the process group of the background threads. `limit_s`: time limit of a save in seconds.
 
-        `weights_stay`: weights are not moved between two updates, so they may be written in the background, unless a
-        reference is swapped with them.
+        `weights_stay`: weights are not offloaded between updates, so they may be written in the background, unless a
+        reference model is swapped with them.
         """
         self._run, self._policy, self._limit_s = run, policy, limit_s
         self._models: dict[str, TrainedModel] = {POLICY: policy} | ({CRITIC: critic} if critic else {})
         self._weights_later = weights_stay and policy.reference is None
         self._task: _Save | None = None
-        self.saved_step = 0  # the last that this process has saved, and that is whole
+        self.saved_step = 0  # step of the last complete checkpoint of this process
         self._failures = FailedSaves(policy.parallel.rank)
         self.failed_exports = FailedSaves(policy.parallel.rank)
-        # Its own: the loop uses the other groups meanwhile.
+        # A separate group, because the loop uses the other groups meanwhile.
         group = make_groups([range(policy.parallel.world_size)], limit_s)
         assert group is not None  # every rank is in it
         self._group = group
 
     def save(self, state: TrainState, last: bool = False, before: Callable[[], None] = lambda: None) -> None:
-        """Save the state of the run between two steps.
+        """Begin a checkpoint, which `finish` completes; before that, the optimizer state must not change or move.
 
-        `before`: flushes other files, or raises OSError. The optimizer's state must not change, nor be moved, before
-        `finish`.
+        `last`: no later save follows, so a failure is raised; `before`: flushes other files first, may raise OSError.
         """
         self.finish()
         folder = checkpoint_folder(self._run.folder, state.step)
@@ -129,7 +128,7 @@ class CheckpointSaver:
         self._task = _Save(task, folder, state.step, last)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is complete. Raises what its writing raised; PhaseTimeout after the limit."""
+        """Wait until the last checkpoint is complete; re-raise its error, or PhaseTimeout after the time limit."""
         save, self._task = self._task, None
         if not save:
             return
@@ -145,7 +144,7 @@ class CheckpointSaver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Finish; after an error only for a while, since the other ranks may be gone."""
+        """Finish the checkpoint; after an error wait only FAILED_LIMIT_S, since other ranks may have ended."""
         if kind is None:
             self.finish()
         elif self._task:
@@ -155,7 +154,7 @@ class CheckpointSaver:
                 LOGGER.warning("the last checkpoint is not complete: %s", one_line(error))
 
     def _begin(self, folder: Path, state: TrainState, before: Callable[[], None]) -> tuple[Written, list[ChunkWriter]]:
-        """Make the folder and write what the next step changes first."""
+        """Create the checkpoint folder, and write the parts that the next step changes before its update."""
         rank, group = self._policy.parallel.rank, self._policy.parallel.cpu_group
 
         def begin() -> None:
@@ -169,7 +168,7 @@ class CheckpointSaver:
         return on_all_ranks(partial(self._write_first, folder, state.reference_updated), folder, group)
 
     def _write_first(self, folder: Path, with_reference: bool) -> tuple[Written, list[ChunkWriter]]:
-        """Write what the next step changes first; return what writes the rest."""
+        """Write the parts that the next step changes before its update; return them and writers for the rest."""
         piece_bytes = self._run.piece_bytes
         models = [(model, folder / name) for name, model in self._models.items()]
         for model, own_folder in models:
@@ -178,7 +177,7 @@ class CheckpointSaver:
         if self._weights_later and not with_reference:
             return {}, share_buffer([*weights, *self._optimizer_writers(folder)])
         written = {writer.folder: writer.write() for writer in share_buffer(weights)}
-        del weights  # with their piece of memory
+        del weights  # frees their buffer
         if with_reference:
             written |= write_reference(self._policy, folder / REFERENCE, piece_bytes)
         return written, share_buffer(self._optimizer_writers(folder))
@@ -187,7 +186,7 @@ class CheckpointSaver:
         return [optimizer_writer(model, folder / name, self._run.piece_bytes) for name, model in self._models.items()]
 
     def _write_rest(self, folder: Path, state: TrainState, first: Written, writers: Sequence[ChunkWriter]) -> None:
-        """Write what the next update changes and complete the checkpoint; runs in a thread of each rank."""
+        """Write the parts that only an update changes and complete the checkpoint; runs in a thread of each rank."""
         rank, group = self._policy.parallel.rank, self._group
 
         def write() -> Written:
@@ -204,15 +203,14 @@ class CheckpointSaver:
         if rank == 0:
             try:
                 prune_checkpoints(self._run.folder, self._run.keep_checkpoints)
-            except OSError as error:  # the new one is complete
+            except OSError as error:  # the new checkpoint is complete
                 LOGGER.warning("an old checkpoint cannot be removed: %s", one_line(error))
 
 
 def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | None, fp8: bool = False) -> None:
     """Write a policy as a Hugging Face folder, with config, tokenizer, template and untrained tensors from `like`.
 
-    Every rank writes its share. A round of `bucket_bytes` is on the device at a time, a shard and one tensor on the
-    host.
+    Every rank writes its share. Memory: a round of `bucket_bytes` on the device, a shard and a tensor on the host.
     """
     parallel, group = policy.parallel, policy.parallel.cpu_group
     wire = WireFormat(policy.base_params, policy.tp_sizes(), policy.config.params_dtype, fp8)
@@ -236,7 +234,7 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | 
         try:
             return write_shards(folder, chain(_with_copies(tensors, copies), others), parallel.rank)
         finally:
-            deque(tensors, maxlen=0)  # the other ranks exchange all rounds with one that cannot write
+            deque(tensors, maxlen=0)  # a rank that cannot write still takes part in all rounds
 
     on_all_ranks(lambda: begin_hf(folder) if parallel.rank == 0 else None, folder, group)
     shards = list(chain.from_iterable(all_gather(on_all_ranks(write, folder, group), group)))
@@ -244,7 +242,7 @@ def export_policy(policy: Policy, folder: Path, like: Path, bucket_bytes: int | 
 
 
 def export_adapters(policy: Policy, folder: Path, like: Path, bucket_bytes: int | None) -> None:
-    """Write the adapters of a policy as a folder that peft loads onto `like`, or what that was converted from."""
+    """Write the LoRA adapters as a peft folder for the model in `like`, or for the model it was converted from."""
     parallel, lora = policy.parallel, policy.lora
     assert lora
     params = {name: param for name, param in policy.params.items() if name not in policy.base_params}
@@ -281,11 +279,11 @@ def _with_copies(tensors: Iterable[tuple[str, Tensor]], copies: Mapping[str, str
     for name, tensor in tensors:
         yield name, tensor
         if name in copies:
-            yield copies[name], tensor.clone()  # no two of a file may share memory
+            yield copies[name], tensor.clone()  # safetensors refuses tensors that share memory
 
 
 def export_writers(wire: WireFormat, world_size: int) -> Readers:
-    """Return which rank writes a group, so that all write about as many bytes."""
+    """Return a function from parameter group to the rank that writes it, with about equal bytes on all ranks."""
     written = [0] * world_size
     writers: dict[ParamGroup, dict[Slice, tuple[int, ...]]] = {}
     for group in group_params(wire.params):

@@ -1,4 +1,4 @@
-"""Open and close a job of supervised fine-tuning: join the ranks, build the policy, and end all of it in any case."""
+"""Open an SFT job on one rank: join the process groups, build the policy; close everything at the end."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ START = "START"
 
 @dataclass
 class SftContext(PolicyContext):
-    """The parts of a job of supervised fine-tuning: every rank trains."""
+    """Parts of a supervised fine-tuning job on one rank; every rank trains."""
 
     settings: SftSettings
     inputs: SftInputs
@@ -54,7 +54,7 @@ def _join_run(
 def open_sft_context(
     settings: SftSettings, inputs: SftInputs, find_checkpoints: FindCheckpoints = tuple
 ) -> Iterator[SftContext]:
-    """Join the job, build the policy, resume; the context's settings have the steps that their epochs mean."""
+    """Open an SFT job: build the policy and resume; the settings of the context have `sft.epochs` as `run.steps`."""
     limit_s = settings.monitor.phase_timeout_s
     with (
         _join_run(settings, inputs, find_checkpoints) as (settings, job, resumed),

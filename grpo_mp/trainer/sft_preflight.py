@@ -1,4 +1,4 @@
-"""Check and read what supervised fine-tuning needs before its process groups exist: settings, files, data."""
+"""Check settings, files and data of supervised fine-tuning and read its inputs, before process groups exist."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from grpo_mp.utils.errors import UserError
 
 @dataclass(frozen=True)
 class SftInputs:
-    """What a run reads: model config, tokenizer, samples. `warnings` are shown at the start."""
+    """Inputs of supervised fine-tuning: model config, tokenizer, samples. `warnings`: shown at the start."""
 
     hf: HfConfig
     tokenizer: PreTrainedTokenizerBase
@@ -56,7 +56,7 @@ def run_sft_preflight(settings: SftSettings, world_size: int) -> SftInputs:
 
 
 def show_learned(inputs: SftInputs) -> str:
-    """Return the first sample as text on one line, with what is learned in double brackets."""
+    """Return the first sample as one line of text, with its loss tokens in double brackets."""
     sample, decode = inputs.train[0], inputs.tokenizer.decode
     parts, run = [decode(list(sample.prompt_tokens))], list[int]()
     mask = sample.generated or (True,) * len(sample.tokens)

@@ -1,4 +1,4 @@
-"""The parts of a step of supervised fine-tuning: what it takes of the data, update, metrics, held-out losses."""
+"""Parts of a step of supervised fine-tuning: batch, update, metrics, held-out losses."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from grpo_mp.utils.types import MicroBatch
 
 @dataclass(frozen=True)
 class SupervisedBatch:
-    """The plan of an update, and this rank's micro-batches. `lengths`, `learned`: tokens of each of its samples."""
+    """Plan of an update, and this rank's micro-batches. `lengths`, `learned`: tokens and loss tokens of each sample."""
 
     plan: UpdatePlan
     microbatches: tuple[MicroBatch, ...]
@@ -36,7 +36,7 @@ class SupervisedBatch:
 
 @dataclass(frozen=True)
 class SftBatch:
-    """What a step takes: indices of the train set, where the next step begins, and the packed update."""
+    """Batch of a step: indices into the train set, cursor of the next step, and the packed update."""
 
     indices: tuple[int, ...]
     cursor: Cursor
@@ -44,7 +44,7 @@ class SftBatch:
 
 
 def next_batch(settings: SftSettings, train: ChatSet, cursor: Cursor, samples_seen: int, policy: Policy) -> SftBatch:
-    """Take the samples of the next step after the cursor, and pack this rank's; the last step takes what is left."""
+    """Return the next batch after `cursor`, with this rank's samples packed; the last batch may be smaller."""
     sft, size = settings.sft, train.epoch_size
     left = sft.epochs * size - samples_seen if sft.epochs else sft.batch_size
     count = min(sft.batch_size, left) if left > 0 else sft.batch_size
@@ -53,9 +53,9 @@ def next_batch(settings: SftSettings, train: ChatSet, cursor: Cursor, samples_se
 
 
 def pack_samples(data: ChatSet, indices: Sequence[int], max_tokens: int, policy: Policy) -> SupervisedBatch:
-    """Plan an update of these samples, the same on every rank; read and pack the samples that this rank computes.
+    """Plan an update on the samples at `indices`, equal on all ranks, and pack the samples of this rank.
 
-    The loss is the mean over the tokens that have one.
+    The loss is the mean over all loss tokens of the update.
     """
     lengths, learned = data.lengths[list(indices)].tolist(), data.learned[list(indices)].tolist()
     parallel, hidden_size = policy.parallel, policy.config.hidden_size
@@ -73,14 +73,14 @@ def pack_samples(data: ChatSet, indices: Sequence[int], max_tokens: int, policy:
 
 
 def supervised_update(policy: Policy, batch: SupervisedBatch) -> tuple[UpdateReport, dict[str, float]]:
-    """Make one optimizer update; return its report, and what its loss measured over the job."""
+    """Run one optimizer update; return its report and its loss metrics over all ranks."""
     report = policy.update(batch.microbatches, token_mean_loss)
     measured = supervised_metrics(reduce_sums(report.losses, policy.parallel))
     return report, measured | mtp_metrics(policy.mtp_loss, policy.parallel, sampled=False)
 
 
 def reduce_sums(reports: Sequence[torch.Tensor], parallel: Parallel) -> dict[str, float]:
-    """Reduce the sums of an update's micro-batches over the job."""
+    """Return SUPERVISED_SUMS of an update's micro-batches, summed over all ranks."""
     sums = merge_sums(reports if parallel.coords.tensor == 0 else ())  # tensor ranks report the same tokens
     dist.all_reduce(sums, group=parallel.cpu_group)
     return dict(zip(SUPERVISED_SUMS, sums.tolist(), strict=True))
@@ -89,7 +89,7 @@ def reduce_sums(reports: Sequence[torch.Tensor], parallel: Parallel) -> dict[str
 def held_out_losses(
     policy: Policy, evals: Mapping[str, ChatSet], batch_size: int, max_tokens: int
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield the metrics of each held-out set: the mean loss of its learned tokens."""
+    """Yield the name and the metric of each held-out set: the mean loss over its loss tokens."""
     for name, data in evals.items():
         loss = tokens = 0.0
         for start in range(0, len(data), batch_size):
@@ -107,7 +107,7 @@ def held_out_losses(
 def sft_metrics(
     batch: SupervisedBatch, report: UpdateReport, measured: Mapping[str, float], summary: StepSummary, ranks: int
 ) -> dict[str, float]:
-    """Return the metrics of a step, beside those of any step. `measured`: by the loss; `ranks`: of the job."""
+    """Return the SFT metrics of a step. `measured`: metrics of the loss; `ranks`: number of ranks of the job."""
     tokens, learned = sum(batch.lengths), sum(batch.learned)
     return {
         **measured,

@@ -58,7 +58,7 @@ LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What is logged of one step, under names of the metric dictionary; the same on every rank, except `groups`."""
+    """Logged values of a step by name in the metric dictionary; equal on all ranks, except `groups`."""
 
     scalars: dict[str, float] = field(default_factory=dict)
     histograms: dict[str, Sequence[float] | torch.Tensor] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The parts of a step of RL. `state` is the state after the step; `synced`: metrics of the weight sync."""
+    """Results of an RL step. `state`: state after the step; `synced`: metrics of the weight sync."""
 
     state: TrainState
     rollouts: RolloutBatch
@@ -81,16 +81,16 @@ class StepOutcome:
 
 @dataclass
 class StepLogger:
-    """Collects the numbers of each step over all ranks; rank 0 writes them."""
+    """Collects the metrics of each step over all ranks; rank 0 writes them."""
 
     folder: Path
     parallel: Parallel
     timeline: Timeline
     progress: Progress
-    loggers: Sequence[Logger]  # open ones on rank 0
+    loggers: Sequence[Logger]  # empty except on rank 0
     memory_tracker: MemoryTracker
     expert_load: ExpertLoad
-    watch: RuleWatch  # has seen the steps that are done
+    watch: RuleWatch  # has processed the finished steps
     epochs: int = 1
     samples_per_step: int = 0  # groups whose texts are written
     distillation: DistillationConfig | None = None
@@ -105,7 +105,7 @@ class StepLogger:
         make_loggers: Sequence[MakeLogger],
         **of_samples: Any,
     ) -> "StepLogger":
-        """Open the loggers of a run, and remove samples and scores of later steps; `settings`: for the loggers."""
+        """Open the loggers; remove sample and score files of steps to be repeated. `settings`: for the loggers."""
         folder, first_step, watch = ctx.settings.run.folder, ctx.state.step + 1 if ctx.state.step else 0, RuleWatch()
         writes = ctx.parallel.rank == 0
         if writes:
@@ -136,7 +136,7 @@ class StepLogger:
         logprob_token_count = logprob_tokens(updates, self.parallel)
         stats = rollouts.reward_stats
         for term, sentence in stats.first_errors.items():
-            if term not in self._reported_failures:  # shown once, where a failing reward does not stop the run
+            if term not in self._reported_failures:  # show the first error of each reward once
                 self.progress.note(f"warning: {sentence}")
         self._reported_failures |= stats.first_errors.keys()
         coefs = {
@@ -171,7 +171,7 @@ class StepLogger:
         return gather_groups(rollouts.groups, set(ids), self.parallel.cpu_group)
 
     def common_record(self) -> tuple[Sequence[StepSummary], StepSummary, StepRecord]:
-        """Return the times of the step on each rank and over all, and a record of times, memory and expert load."""
+        """Return the step's times on each rank and over all ranks, and a record of times, memory and expert load."""
         own_summary = summarize(self.timeline.take(), self._start_ns, self.timeline.now_ns())
         summaries = all_gather(own_summary, self.parallel.cpu_group)
         summary = reduce_over_ranks(summaries)
@@ -183,7 +183,7 @@ class StepLogger:
         return summaries, summary, record
 
     def write(self, step: int, record: StepRecord) -> None:
-        """Write a step, and show the new findings of the rules."""
+        """Write a step to loggers and sample files, and show new findings of the monitoring rules."""
         if self.parallel.rank:
             return
         write_metrics(self.loggers, step, scalars=record.scalars, histograms=record.histograms, texts=record.texts)
@@ -194,7 +194,7 @@ class StepLogger:
             self.progress.note(f"warning: step {step}: {finding.sentence}. {finding.advice}")
 
     def write_scores(self, step: int, evaluation: Evaluation) -> None:
-        """Show and write scores and answers after a step; draw the scores beside those before training."""
+        """Show and write eval scores and answers of a step; plot pass@k beside the scores before training."""
         scores = evaluation.scores
         if self.parallel.rank or not scores:
             return
@@ -225,7 +225,7 @@ class StepLogger:
         tokens, seconds = sum(info.total_tokens for info in batch.infos), summary.seconds
         launched_tokens = sum(info.response_tokens for info in rollouts.launched)
         response_tokens = max(0, launched_tokens - rollouts.recorded_tokens)
-        # Where engines have ranks of their own, they generate all the time; in a replay none does.
+        # Engines on separate ranks generate during the whole step; a replay has no GENERATE phase.
         generate_s = summary.wall_s if self.parallel.job.engine_ranks else seconds.get("GENERATE")
         return {
             **({"speed/generate_tokens_per_s": response_tokens / generate_s} if generate_s else {}),
@@ -237,14 +237,14 @@ class StepLogger:
 
 
 def rank_metrics(summaries: Sequence[StepSummary]) -> dict[str, float]:
-    """Return the slowest rank's time for logprobs, which need no other replica, over the median."""
+    """Return slowest / median time of a rank in LOGPROB, a phase in which replicas do not wait for each other."""
     seconds = [summary.seconds["LOGPROB"] for summary in summaries]
     return {"time/slowest_rank_ratio": slowest_rank_ratio(seconds)} if seconds else {}
 
 
 @contextmanager
 def disk_may_be_full(what: str) -> Iterator[None]:
-    """Log a warning if the disk is full while the body writes."""
+    """Log a warning instead of raising if the disk is full or broken. `what`: plural subject of the warning."""
     try:
         yield
     except OSError as error:
@@ -254,7 +254,7 @@ def disk_may_be_full(what: str) -> Iterator[None]:
 
 
 def sync_metrics(sync: SyncReport, check: CheckReport) -> dict[str, float]:
-    """Return what a weight sync moved, and how far the engines' logprobs are from the policy's after it."""
+    """Return the metrics of a weight sync and of the engine check after it."""
     distance = {
         "sync/check/logprob_abs_diff/mean": check.mean,
         "sync/check/logprob_abs_diff/max": check.largest,

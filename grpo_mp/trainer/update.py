@@ -1,4 +1,4 @@
-"""The optimizer updates of a step, and the adaptive weights that follow from what they measure."""
+"""Optimizer updates of a step, and the adaptive loss coefficients that follow from their metrics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,9 +27,9 @@ def train_step(
     adaptive_coefs: Mapping[str, float],
     policy_loss: PolicyLoss,
 ) -> tuple[list[UpdateReport], dict[str, float]]:
-    """Update the policy, `epochs` times over the step's parts, unless it drifts too far from its samples.
+    """Run `epochs` passes over the step's updates, or fewer by early stop; return reports and adaptive coefficients.
 
-    Also returns the adaptive weights, which move after every update that is not skipped.
+    The adaptive loss coefficients change after every update that is not skipped.
     """
     reports, adaptive_coefs = list[UpdateReport](), dict(adaptive_coefs)
     reduce = context_reduction(policy.parallel)
@@ -39,7 +39,7 @@ def train_step(
         measured = compute_metrics(reduce_report(report, policy.parallel))
         measured |= routing_metrics(policy.replay, policy.parallel) | mtp_metrics(policy.mtp_loss, policy.parallel)
         reports.append(replace(report, measured=measured))
-        if not report.skipped:  # what it measured may be NaN, which a coefficient would keep
+        if not report.skipped:  # metrics of a skipped update may be NaN
             adaptive_coefs = update_adaptive_coefs(
                 adaptive_coefs, measured.get("train/kl_loss", 0.0), measured["train/entropy"], algorithm
             )
@@ -51,7 +51,7 @@ def train_step(
 def critic_step(
     critic: Critic, updates: Sequence[Sequence[MicroBatch]], settings: CriticConfig, epochs: int
 ) -> list[UpdateReport]:
-    """Update the critic, `epochs` times over the step's parts."""
+    """Run `epochs` passes over the step's critic updates; return a report per update."""
     loss, reports = make_value_loss(settings.cliprange_value), list[UpdateReport]()
     for update in chain.from_iterable(repeat(updates, epochs)):
         report = critic.update(update, loss)
@@ -60,7 +60,7 @@ def critic_step(
 
 
 def update_reference(reference: Reference | None, kl: KLConfig, step: int) -> bool:
-    """Set the reference, where that is due, to mix x policy + (1 - mix) x reference; return whether it was due."""
+    """If due, set the reference to mix x policy + (1 - mix) x reference, mix = kl.ref_update_mix; return if due."""
     if not (reference and kl.ref_update_every and step % kl.ref_update_every == 0):
         return False
     reference.update(kl.ref_update_mix)

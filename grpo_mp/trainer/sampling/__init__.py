@@ -1,1 +1,1 @@
-"""Answers to prompts without a trainer: rounds of generation, filters, one Parquet file, what became of it all."""
+"""Sampling of answers without training: rounds of generation, filters, Parquet file, summary."""

@@ -1,4 +1,4 @@
-"""Write recorded answers: kept ones as rows of a Parquet file, pass rates of all prompts, and a summary."""
+"""Write recorded answers: kept answers as a Parquet file, pass rates of all prompts, and a summary."""
 
 import json
 from collections import Counter
@@ -22,7 +22,7 @@ from grpo_mp.utils.errors import UserError
 from grpo_mp.utils.files import as_json, encodable, incomplete
 from grpo_mp.utils.types import Message, Prompt, Sample, SampleGroup
 
-GROUPS = "groups"  # folder of the journal, below that of the answers
+GROUPS = "groups"  # journal folder in the job's folder
 SAMPLES, PASS_RATES, SUMMARY = "samples.parquet", "pass_rates.jsonl", "sample.json"
 ROW_GROUP_BYTES = 2**26  # before compression: readers and the writer hold one row group at a time
 JSON_TEXT = pa.json_()  # `datasets` reads it as objects
@@ -53,7 +53,7 @@ COLUMNS = {
 class AnswerWriter:
     """Filters recorded answers, and writes them into a folder.
 
-    `tools`: JSON schemas, where answers are episodes; else None.
+    `tools`: JSON schemas of the tools if answers are episodes; otherwise None.
     """
 
     folder: Path
@@ -62,7 +62,7 @@ class AnswerWriter:
     tools: Schemas | None = None
 
     def write(self, recorded: Mapping[int, Record], facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Write all files, each of them whole or as it was; return the summary. Holds one row group at a time."""
+        """Write samples and pass rates atomically, with one row group in memory at a time; return the summary."""
         dropped, stats, infos = Counter(dict.fromkeys(self.filters, 0)), RewardStats(), []
         kept_samples = kept_prompts = 0
         with ExitStack() as stack:
@@ -102,14 +102,14 @@ class AnswerWriter:
 
 
 def read_recorded(folder: Path, prompts: int, place: int = 0, readers: int = 1) -> dict[int, Record]:
-    """Return the recorded answers to so many prompts, in the files that are number `place` modulo `readers`."""
+    """Return prompt -> record for the first `prompts` prompts, from the journals of reader `place` of `readers`."""
     files = sorted((folder / GROUPS).glob("step_*/*.journal"))
     records = best_records(record for file in files[place::readers] for record in read_records(file))
     return {record.key[0]: record for record in records.values() if record.key[0] < prompts}
 
 
 def row_of(prompt: Prompt, sample: Sample, tools: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Return an answer as a row; `tools`: their JSON schemas."""
+    """Return an answer as a row of the Parquet file. `tools`: JSON schemas of the tools."""
     said = list(sample.messages) or [{"role": "assistant", "content": sample.text}]
     return {
         "messages": [_message(message) for message in (*prompt.messages, *said)],
@@ -160,14 +160,14 @@ def _rate_line(group: SampleGroup) -> str:
 
 @contextmanager
 def _open_rows(file: Path, has_tools: bool, facts: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield what writes rows; the file is whole, with its checksum beside it, or as it was."""
+    """Yield a function that writes rows; at the end, replace the file and its checksum, or neither on an error."""
     columns = {
         "messages": pa.list_(pa.struct(MESSAGE | (TOOL_FIELDS if has_tools else {}))),
         **({"tools": JSON_TEXT} if has_tools else {}),
         **COLUMNS,
     }
     schema = pa.schema(columns, metadata={FACTS: json.dumps(facts).encode()})
-    # Rows of Python are turned into text, which is then cast to JSON.
+    # Python rows become text columns first, which are then cast to JSON.
     as_text = pa.schema([pa.field(name, _as_text(kind)) for name, kind in columns.items()])
     tables: list[pa.Table] = []
     with checked_file(file) as temporary, parquet.ParquetWriter(temporary, schema, compression="zstd") as writer:

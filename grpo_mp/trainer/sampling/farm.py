@@ -1,4 +1,4 @@
-"""Generate and record the answers to all prompts, in rounds that bound the memory and at whose ends no engine waits."""
+"""Generate and record answers to all prompts, in rounds that bound memory; rounds overlap, so engines stay busy."""
 
 import threading
 import time
@@ -21,18 +21,18 @@ from grpo_mp.utils.errors import DiskError
 from grpo_mp.utils.phases import Phase
 from grpo_mp.utils.types import Prompt, SampleGroup
 
-ROUNDS_AHEAD = 3  # a long answer holds the engines up only once so many rounds after its own are done
-GROUPS_A_FILE = 2**12  # of the journal
+ROUNDS_AHEAD = 3  # rounds that engines may begin early while a long answer still runs
+GROUPS_A_FILE = 2**12  # groups per journal file
 
 
 @dataclass
 class Throughput:
-    """What was generated, and how long it took."""
+    """Numbers of generated prompts, samples and tokens, and the time taken."""
 
     prompts: int = 0
     samples: int = 0
     tokens: int = 0  # generated
-    seconds: float = 0.0  # of rounds
+    seconds: float = 0.0  # total time of the rounds
     engines: int = 0
 
     @property
@@ -45,7 +45,7 @@ class Throughput:
 
 @dataclass
 class SampleFarm:
-    """Answers prompts on all engines of the job. Group i is of prompt i, whichever engine answers it, and when."""
+    """Generates the answers to all prompts on all engines of the job. Group i belongs to prompt i."""
 
     settings: Settings
     prompts: Sequence[Prompt]
@@ -53,15 +53,15 @@ class SampleFarm:
     journal: GroupJournal
     own: Throughput = field(default_factory=Throughput)  # of this rank's engine
     _running: LaunchedGroups = field(default_factory=dict, init=False)  # by prompt
-    _ended: set[int] = field(default_factory=set, init=False)  # prompts that the round has answered, on this rank
+    _ended: set[int] = field(default_factory=set, init=False)  # prompts answered in this round by this rank
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def run(self, done: Set[int]) -> Throughput:
-        """Answer the prompts that are not `done`, except those that exceed `rollout.group_timeout_s`."""
+        """Generate groups for all prompts not in `done`, without those that time out; return the throughput."""
         job, settings, done = self.engines.job, self.settings, set(done)
         size = settings.engine.concurrent_groups * len(self.engines.rollout.host_ranks)
         began_s = time.monotonic()
-        # The weights of an engine that is lost come by a sync, for which all others must be idle.
+        # If a restarted engine gets its weights by a sync, all engines must be idle then: no group runs ahead.
         ahead = 0 if self.engines.recovery.weight_sync else size * ROUNDS_AHEAD
         total = Throughput(engines=len(self.engines.rollout.host_ranks))
         for first in range(0, len(self.prompts), size):
@@ -78,7 +78,7 @@ class SampleFarm:
         return total
 
     def _round(self, prompts: range, done: Set[int], ahead: int) -> None:
-        """Answer these prompts, and begin up to `ahead` later ones where an engine has a place."""
+        """Generate the groups of `prompts`; engines with free slots begin up to `ahead` later groups."""
         engines, first = self.engines, prompts.start
         ahead = min(ahead, len(self.prompts) - prompts.stop)
         window = range(first, prompts.stop + ahead)
@@ -107,7 +107,7 @@ class SampleFarm:
         self._ended |= {first + n for n, group in launched.items() if isinstance(group, SampleGroup)}
 
     def _generate(self, stream: GroupStream, task: RolloutTask) -> LaunchedGroups:
-        """Return what this rank launched once the round is answered; lost engines restart meanwhile."""
+        """Generate until the round is answered, restarting lost engines; return this rank's launched groups."""
         engines = self.engines
         engines.recovery.begin_step()
         while True:
@@ -118,7 +118,7 @@ class SampleFarm:
                 done = any(all_gather(stream.admission().done, engines.job.group))
             if done:
                 return launched
-            engines.recovery.run()  # no engine was left
+            engines.recovery.run()  # all engines were lost
             stream, task = stream.try_again(), replace(task, carried=launched)
 
     def _record(self, prompt: int, group: EndedGroup, stats: RewardStats) -> None:

@@ -1,4 +1,4 @@
-"""The filters of `sample.filters`: which answers to a prompt are kept."""
+"""Filters of `sample.filters`, which select the answers to keep."""
 
 import json
 from collections import Counter
@@ -16,10 +16,10 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class SampleFilter(Protocol):
-    """Returns for each sample whether it is kept. Its arguments in `sample.filters` come by name.
+    """Returns for each sample whether to keep it; arguments from `sample.filters` are passed by name.
 
-    `samples`: what the filters before have kept, at least one, by index. A filter may also be a class, of which one
-    object is made with the arguments. It must give the same verdicts for the same samples.
+    `samples`: the answers that earlier filters kept, at least one, in order of index. A filter may also be a class: it
+    is instantiated once with the arguments. A filter must be deterministic.
     """
 
     def __call__(self, prompt: Prompt, samples: Sequence[Sample], /) -> Sequence[bool]: ...
@@ -27,7 +27,7 @@ class SampleFilter(Protocol):
 
 @dataclass(frozen=True, config=STRICT)
 class Right:
-    """Keeps right answers, by the term of `reward.correct`."""
+    """Keeps right answers, as judged by the reward term `reward.correct`."""
 
     def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[bool]:
         return [sample.is_correct is True for sample in samples]
@@ -35,9 +35,9 @@ class Right:
 
 @dataclass(frozen=True, config=STRICT)
 class Best:
-    """Keeps the k samples of the highest reward; at equal rewards the shorter, then the lower index.
+    """Keeps the `k` samples with the highest reward; ties go to the shorter answer, then to the lower index.
 
-    Samples whose scoring failed are not kept.
+    Samples whose scoring failed are dropped.
     """
 
     k: Annotated[int, Field(gt=0)] = 1
@@ -71,7 +71,7 @@ class Complete:
 
 @dataclass(frozen=True, config=STRICT)
 class Distinct:
-    """Keeps the first of the answers to a prompt that differ in whitespace only."""
+    """Drops repeated answers to a prompt; answers that differ only in whitespace are equal."""
 
     def __call__(self, prompt: Prompt, samples: Sequence[Sample]) -> list[bool]:
         texts = [_without_blanks(sample) for sample in samples]
@@ -96,7 +96,7 @@ def _without_blanks(sample: Sample) -> str:
 def load_sample_filters(
     filters: Mapping[str, Mapping[str, Any]], group_size: int, knows_correct: bool
 ) -> dict[str, SampleFilter]:
-    """Load the filters of the settings by name, in their order."""
+    """Return the filters of the settings by name, in order. `knows_correct`: a reward term defines correctness."""
     loaded = {name: _load(name, arguments) for name, arguments in filters.items()}
     for name, keeps in loaded.items():
         if isinstance(keeps, Best) and keeps.k > group_size:
