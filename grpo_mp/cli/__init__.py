@@ -1,1 +1,1 @@
-"""The command `grpo-mp`: main.py finds the sub-command, the other modules are sub-commands."""
+"""The command `grpo-mp` (main.py) and its subcommands; the slurm_* modules serve the batch scripts in launch/."""

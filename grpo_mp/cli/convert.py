@@ -5,11 +5,11 @@
     grpo-mp convert to-megatron SRC DST
     grpo-mp convert to-hf SRC DST --fp8 --like HF_FOLDER
 
-`check` compares two Hugging Face or converted folders by names, shapes, dtypes
-and values, the worst difference first; the exit status is 1 if there is one. With --logits it compares the logits on
-the same tokens in float32, by transformers or Megatron. `to-megatron` writes torch_dist, which any layout loads.
-`to-hf` converts such a folder or a step of a run; config and tokenizer come from the run's model.path or from --like.
-Both resume after a stop; DST appears under its name when it is complete.
+`check` compares names, shapes, dtypes and values of two Hugging Face or converted folders and prints the largest
+difference first; the exit status is 1 if the folders differ. With --logits it compares their logits on the same tokens
+in float32, computed by transformers or Megatron. `to-megatron` writes a torch_dist checkpoint, which any parallel
+layout can load. `to-hf` converts such a checkpoint or a saved step of a run; config and tokenizer come from the run's
+model.path or from --like. Both resume after an interruption; DST gets its final name only when it is complete.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from grpo_mp.utils.log import log_to_terminal
 from grpo_mp.utils.parsers import Parser, non_negative, positive_int
 
 DIFFERENT = 1  # exit status
-LOGIT_TOLERANCE = 2e-6  # float32 rounding of either side
+LOGIT_TOLERANCE = 2e-6  # float32 rounding error of both sides
 TOLERANCES = f"of values (default 0: bit for bit), of logits relative to the largest (default {LOGIT_TOLERANCE:g})"
 
 
@@ -68,7 +68,7 @@ def _to_megatron(args: argparse.Namespace, console: Console) -> int:
 
     from grpo_mp.checkpoint.convert import to_megatron
 
-    set_crc32_options(False)  # slow
+    set_crc32_options(False)  # the checksums are slow
     with _progress(console, args.destination) as report_progress:
         to_megatron(args.source, args.destination, report_progress, args.part_bytes)
     return 0
@@ -91,7 +91,7 @@ def _to_hf(args: argparse.Namespace, console: Console) -> int:
 
 @contextmanager
 def _progress(console: Console, destination: Path) -> Iterator[ProgressCallback]:
-    """Show a bar with speed and time left, and at the end where the result is."""
+    """Show a progress bar with speed and time left; at the end print the destination."""
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
         task = progress.add_task(destination.name, total=None)

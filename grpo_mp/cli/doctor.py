@@ -1,6 +1,6 @@
-"""Find out what is wrong: grpo-mp doctor WHAT ...
+"""Diagnose a hanging run, a machine or a model: grpo-mp doctor WHAT ...
 
-Prints findings, each with its evidence and advice. The exit status is 1 if one is an error, otherwise 0.
+Prints findings with evidence and advice. The exit status is 1 if a finding is an error, otherwise 0.
 """
 
 import argparse

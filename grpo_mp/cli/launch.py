@@ -1,7 +1,7 @@
 """Submit a run to Slurm, from the root of the repository; --dry-run shows settings, nodes and commands.
 
-configs/NAME.yaml runs by launch/NAME.sh, another settings file by launch/slurm.sh. Options that are not listed here go
-to sbatch, such as --partition=gpu.
+launch/NAME.sh runs configs/NAME.yaml; launch/slurm.sh runs any other settings file. Options that are not listed here,
+such as --partition=gpu, are passed to sbatch.
 """
 
 import os
@@ -30,7 +30,7 @@ SCRIPTS, CONFIGS = Path("launch"), Path("configs")  # in the root of the reposit
 
 
 def start(module: str, parser: Callable[[], Parser], arguments: Sequence[str]) -> int:
-    """Start the ranks of a command, or run it in this process without --ranks or under another launcher."""
+    """Start the ranks of a command; without --ranks or under another launcher, run the command in this process."""
     args = parser().parse_intermixed_args(arguments)
     if args.ranks is None or getattr(args, "dry_run", False) or "RANK" in os.environ:
         end_with_launcher()
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     spares = "more nodes, which replace bad or lost ones; only the loss of the first node ends the job"
     parser.add_argument("--spares", type=int, default=0, help=spares)
     parser.add_argument("--dry-run", action="store_true", help="show what would be submitted")
-    args, unknown = parser.parse_known_intermixed_args(arguments)  # unknown: also settings that follow such an option
+    args, unknown = parser.parse_known_intermixed_args(arguments)  # unknown: with settings that follow an option
     options = [argument for argument in unknown if argument.startswith("-")]
     script = _script_of(args.config, [*args.overrides, *(word for word in unknown if word not in options)])
     nodes = args.nodes or _nodes_of(script)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _script_of(config: Path, overrides: list[str]) -> list[str]:
-    """Return the batch script of a settings file with its arguments; raise UserError for wrong settings."""
+    """Check the settings; return the batch script for a settings file and the arguments of the script."""
     if not (SCRIPTS / "common.sh").is_file():
         raise UserError(
             f"{SCRIPTS / 'common.sh'}: no such file: jobs start by the repository's scripts: change to its root, "

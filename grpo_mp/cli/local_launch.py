@@ -1,8 +1,8 @@
 """Start the ranks of one machine.
 
-torchrun starts the same program. This front end over torch's own launcher prints no traces, so that the failing rank's
-error is the last line; it exits with that rank's status, and forwards signals to every rank, which may save first. Its
-store and its ranks' sockets are on loopback: torchrun's listen on every network, and ask for no key.
+Uses torch's launcher like torchrun, with these differences: no tracebacks are printed, so that the failing rank's error
+is the last line; the exit status is that of the failing rank; signals are forwarded to all ranks, so that the ranks can
+save; the store and the ranks' sockets are on loopback, whereas torchrun's listen on all networks without a key.
 """
 
 import logging
@@ -25,12 +25,12 @@ from grpo_mp.distributed.rendezvous import LOOPBACK, OWN_NETWORK
 from grpo_mp.utils.processes import LAUNCHER_PID
 
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-SECONDARY_EXITS = (1, -signal.SIGTERM)  # of ranks that lost a peer, or that the launcher ended after one failed
+SECONDARY_EXITS = (1, -signal.SIGTERM)  # ranks that lost a peer, or that the launcher ended after a failure
 STORE_LIMIT_S = 600
 
 
 def start_ranks(ranks: int, arguments: Sequence[str], module: str) -> int:
-    """Run a module on so many ranks until all have ended; return the status of the first that failed, 0 without one."""
+    """Run `module` on `ranks` ranks until all end; return 0, or the exit status of the first rank that failed."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks and engines share the cores
     os.environ.update(OWN_NETWORK | {LAUNCHER_PID: str(os.getpid())})
     logger = logging.getLogger("torch.distributed.elastic")
@@ -56,7 +56,7 @@ def start_ranks(ranks: int, arguments: Sequence[str], module: str) -> int:
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """The rendezvous of one node, whose store only this machine reaches."""
+    """Rendezvous of a single node whose store listens on loopback only."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         listener = socket.create_server((LOOPBACK, 0))
@@ -75,10 +75,10 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 
 def _exit_status(failures: Mapping[int, ProcessFailure]) -> int:
-    """Return the job's exit status; print what no rank could."""
+    """Return the exit status of the job; report a rank that was ended by a signal."""
     rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode in SECONDARY_EXITS, item[1].timestamp))
     if failure.exitcode > 0:
-        return failure.exitcode  # the rank has said why
+        return failure.exitcode  # the rank has printed its error
     sys.stderr.write(f"error: rank {rank} was ended by {failure.signal_name()}\n")
     return 128 - failure.exitcode
 

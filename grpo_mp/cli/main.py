@@ -1,4 +1,4 @@
-"""Run `grpo-mp COMMAND ...`; a command's module is imported only when it runs, since torch is slow to import."""
+"""Run `grpo-mp COMMAND ...`. Only the module of this command is imported, since torch is slow to import."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import grpo_mp
 from grpo_mp.utils.errors import INTERRUPT_STATUS, UserError, did_you_mean, exit_with
 from grpo_mp.utils.reading import refuse_unreadable
 
-# What runs a command, and its line in the help. Functions take the arguments and return the exit status.
+# Command -> (function, summary in the help). The functions take the arguments and return the exit status.
 COMMANDS = {
     "train": ("grpo_mp.cli.launch:train", "train a policy; --ranks N starts N ranks on this machine"),
     "sft": ("grpo_mp.cli.launch:sft", "fine-tune a policy on given chats; --ranks N starts N ranks on this machine"),
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """Return the table of commands."""
+    """Return the help text with the table of commands."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join(["usage: grpo-mp COMMAND ...", "", str(grpo_mp.__doc__), "", *lines, "", HELP_FOOTER])

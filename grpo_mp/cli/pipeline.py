@@ -1,9 +1,9 @@
 """Run the stages of a pipeline on this machine: grpo-mp pipeline FILE --ranks N
 
-FILE has `folder` and `stages`, each a run of grpo-mp train, sft or sample with a settings file, and settings laid over
-it; '{NAME}/final' is the model of the stage NAME. The model of each stage is scored as `evaluation` says. All settings
-are checked before the first stage starts; --dry-run does only this. The same command resumes a stopped pipeline. The
-exit status is 0 when all stages are done, 75 when the pipeline was stopped.
+FILE defines `folder` and `stages`. Each stage is a run of grpo-mp train, sft or sample with a settings file and
+overrides of its settings; '{NAME}/final' is the model of the stage NAME. `evaluation` defines how the model of each
+stage is scored. All settings are checked before the first stage starts; --dry-run only checks. The same command
+resumes a stopped pipeline. The exit status is 0 when all stages are done, 75 when the pipeline was stopped.
 """
 
 import shlex

@@ -1,7 +1,7 @@
 """Estimate memory and time of a run, without a GPU: grpo-mp plan CONFIG --cluster h100-80 --nodes 16
 
-The plan shows for every phase the memory of a rank's device and a node's host, the traffic, and the time; then whether
-the run fits (exit status 0 or 1). A file of `grpo-mp sft` is planned, too: its ranks only train. Nothing is started.
+Shows device memory per rank, host memory per node, traffic and time of every phase, and whether the run fits: the exit
+status is 0 if it fits, 1 if not. Also plans settings files of `grpo-mp sft`, whose ranks only train. Starts nothing.
 """
 
 import argparse
@@ -23,7 +23,7 @@ DEFAULT_CLUSTER = "h100-80"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line, see the text above; return the exit status."""
+    """Run the command line; return the exit status."""
     args = _parser().parse_intermixed_args(arguments)
     assumed = _fill_in_machines(args)
     cluster = read_cluster(args.cluster)
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _fill_in_machines(args: argparse.Namespace) -> str:
-    """Fill in the machines that the command line leaves out; return a sentence that names them, or ""."""
+    """Set missing --nodes and --cluster to their defaults; return a sentence with the assumed options, or ""."""
     assumed = []
     if args.nodes is None:
         args.nodes = 1
@@ -57,7 +57,7 @@ def _fill_in_machines(args: argparse.Namespace) -> str:
 def _plan(
     settings: Settings | SftSettings, hf: HfConfig, cluster: Cluster, args: argparse.Namespace, console: Console
 ) -> int:
-    # torch is slow to import: the help and mistakes so far come without it.
+    # torch is slow to import; the help and the errors above do not need it.
     from grpo_mp.planner.job import make_job, make_sft_job
     from grpo_mp.planner.plan import check_fits, make_plan
     from grpo_mp.planner.show import show_plan
@@ -68,7 +68,7 @@ def _plan(
     if isinstance(settings, SftSettings):
         job = make_sft_job(settings, hf, cluster, args.nodes, args.gpus_per_node, args.response_tokens)
     else:
-        if find_spec("sglang"):  # a laptop need not have an engine
+        if find_spec("sglang"):  # a laptop may lack the engine
             check_arguments(settings.engine.args)
         job = make_job(settings, hf, cluster, args.nodes, args.gpus_per_node, args.response_tokens)
         job = replace(job, acceptance_length=args.acceptance_length)
@@ -80,7 +80,7 @@ def _plan(
 
 
 def _check_megatron_args(settings: Settings | SftSettings, hf: HfConfig) -> None:
-    """Refuse settings of which Megatron makes no config."""
+    """Raise UserError if Megatron rejects the settings."""
     from grpo_mp.platform import prepare
 
     prepare()

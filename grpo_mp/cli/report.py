@@ -1,8 +1,8 @@
 """Write one HTML page of one or several runs: grpo-mp report RUN...
 
-The page shows warnings, settings, scores, curves, times, memory and answers of the runs side by side, and needs no
-network. Warnings are printed, too.
---trace also writes RUN/trace.json, the timelines of all ranks as one file for Perfetto.
+The page shows warnings, settings, scores, curves, times, memory and answers of the runs side by side and loads nothing
+from the network. The warnings are also printed. --trace also writes RUN/trace.json, the timelines of all ranks in one
+file for Perfetto.
 """
 
 from collections.abc import Sequence

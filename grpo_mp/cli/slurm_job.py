@@ -1,4 +1,4 @@
-"""Answer questions of the batch scripts: `python -m grpo_mp.cli.slurm_job COMMAND ...`."""
+"""Commands for the batch scripts in launch/: `python -m grpo_mp.cli.slurm_job COMMAND ...`."""
 
 import argparse
 import re
@@ -15,8 +15,8 @@ from grpo_mp.rollout.engine_layout import engine_placements
 from grpo_mp.utils.errors import UserError, exit_with
 from grpo_mp.utils.files import last_lines, read_json, write_atomically
 
-NO = 1  # exit status of a question
-BAD_NODES = "bad_nodes"  # file of an attempt: names of nodes, a line each
+NO = 1  # exit status for "no"
+BAD_NODES = "bad_nodes"  # file of an attempt: names of the bad nodes, one per line
 SAVED_STEP = "saved_step"  # file of an attempt: the step of the checkpoint that it resumes from
 CHECK_LOG, TRAIN_LOG = "srun_check.log", "srun.log"  # files of an attempt: messages of srun
 NUM_LAST_LINES = 15
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Answer one question of a batch script; return the exit status."""
+    """Run one command of a batch script; return the exit status."""
     if args.command == "lost-nodes":
         name_lost_nodes(args.attempt)
         return 0
@@ -81,9 +81,9 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def show(settings: Settings | SftSettings, nodes: Sequence[str], ranks_per_node: int, with_settings: bool) -> None:
-    """Print the settings if asked, and the ranks and engines of each node."""
+    """Print the ranks and engines of each node; with `with_settings`, the resolved settings first."""
     engine = settings.engine if isinstance(settings, Settings) else None
-    text = node_map(settings.layout, engine, nodes, ranks_per_node)  # rejects a layout that does not fit
+    text = node_map(settings.layout, engine, nodes, ranks_per_node)  # raises UserError if the layout does not fit
     if with_settings:
         print(show_settings(settings))
     print(text)
@@ -92,7 +92,7 @@ def show(settings: Settings | SftSettings, nodes: Sequence[str], ranks_per_node:
 
 
 def total_steps(settings: Settings | SftSettings) -> float:
-    """Return the steps of a run; infinite if it counts epochs and has not written its number of steps yet."""
+    """Return the last step of a run; infinite if it counts epochs and settings.yaml does not have the steps yet."""
     written = settings.run.folder / SETTINGS
     if settings.run.steps or not written.is_file():
         return settings.run.steps or inf
@@ -105,7 +105,7 @@ def _epochs(settings: Settings | SftSettings) -> tuple[str, float | None]:
 
 
 def begin_attempt(attempt: Path, run_folder: Path, restarts: int) -> None:
-    """Make the folder of an attempt; raise UserError after too many attempts from the same checkpoint."""
+    """Make the folder of an attempt; refuse after more than `restarts` attempts from the same checkpoint."""
     step, job = saved_step(run_folder), attempt.name.split(".")[0]
     same = [file for file in attempt.parent.glob(f"{job}.*/{SAVED_STEP}") if file.read_text() == str(step)]
     if len(same) > restarts:
@@ -120,7 +120,7 @@ def begin_attempt(attempt: Path, run_folder: Path, restarts: int) -> None:
 
 
 def name_lost_nodes(attempt: Path) -> None:
-    """Print and write the nodes on which srun could not start the check."""
+    """Print the nodes on which srun could not start the check, and write their names to BAD_NODES."""
     lost = read_step_log(attempt / CHECK_LOG).lost
     for node, reason in lost.items():
         print(f"bad node {node}: {reason}")
@@ -130,7 +130,7 @@ def name_lost_nodes(attempt: Path) -> None:
 
 @dataclass(frozen=True)
 class EndedTask:
-    """Tasks of a node that ended together. `rank`: the first one's. `how`: 'Killed' or 'Exited with exit code 1'."""
+    """Tasks of a node that ended together. `rank`: of the first task; `how`: 'Killed', 'Exited with exit code 1'."""
 
     node: str
     rank: int
@@ -143,7 +143,7 @@ class EndedTask:
 
 @dataclass(frozen=True)
 class StepLog:
-    """Messages of srun about a step. `lost`: node -> reason. `ended`: in order, until srun aborted the step."""
+    """Messages of srun about a job step. `lost`: node -> reason; `ended`: tasks that ended before srun aborted it."""
 
     lost: dict[str, str]
     ended: tuple[EndedTask, ...]
@@ -151,9 +151,9 @@ class StepLog:
 
 
 def read_step_log(log: Path) -> StepLog:
-    """Read what srun wrote; a missing file is an empty log."""
+    """Parse the messages of srun in a log; a missing file gives an empty StepLog."""
     lost, ended, aborted = dict[str, str](), list[EndedTask](), False
-    # Other programs print into it, too, in any encoding.
+    # Other programs also print into the log, in any encoding.
     for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
         if not_started := NOT_STARTED.search(line):
             lost.setdefault(not_started["node"], f"srun could not start its tasks ({not_started['why'].strip()})")
@@ -168,13 +168,13 @@ def read_step_log(log: Path) -> StepLog:
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of an attempt. `rank` is None if unknown."""
+    """First failure of an attempt. `rank`: None if unknown."""
 
     rank: int | None
     reason: str
-    last_lines: tuple[str, ...]  # of the rank's log
-    killed: bool = False  # by a signal, or with its node
-    stopped: bool = False  # on purpose, as by a guard
+    last_lines: tuple[str, ...]  # end of the rank's log
+    killed: bool = False  # ended by a signal, or lost with the node
+    stopped: bool = False  # intentional stop, such as by a metric guard
 
     @property
     def text(self) -> str:
@@ -183,9 +183,9 @@ class Failure:
 
 
 def first_failure(attempt: Path) -> Failure:
-    """Return a stop on purpose; else a lost node or a killed rank; else the oldest error of a rank.
+    """Return the failure that ended an attempt: an intentional stop; else a lost node or killed rank; else an error.
 
-    srun ends the other ranks after the first failure: their errors are only a consequence.
+    Of several errors the oldest counts: srun ends the other ranks after the first failure, which causes theirs.
     """
     step, reported = read_step_log(attempt / TRAIN_LOG), reported_failures(attempt)
     if stopped := [failure for failure in reported if failure.stopped]:
@@ -204,7 +204,7 @@ def first_failure(attempt: Path) -> Failure:
 
 
 def reported_failures(attempt: Path) -> list[Failure]:
-    """Return the complete error files of ranks, the oldest first."""
+    """Return the failures in the error files of the ranks, oldest first; skip incomplete files."""
     failures = []
     for file in sorted(attempt.glob("rank_*.error.json"), key=lambda file: (file.stat().st_mtime, file)):
         values = read_json(file)
@@ -221,7 +221,10 @@ def _end_of_log(attempt: Path, rank: int) -> tuple[str, ...]:
 
 
 def may_restart(failure: Failure, attempt: Path, run_folder: Path, told_to_save: bool) -> bool:
-    """Return whether the failure may pass: a rank was killed, or a step was done. `begin` limits the restarts."""
+    """Return whether a restart may help: a rank was killed, a step was done, or the time limit was near.
+
+    `begin_attempt` limits the number of restarts.
+    """
     if failure.stopped:
         return False
     steps = STEP_LOGGED.findall("\n".join(last_lines(run_folder / METRICS, 2)))
@@ -230,7 +233,7 @@ def may_restart(failure: Failure, attempt: Path, run_folder: Path, told_to_save:
 
 
 def node_map(layout: LayoutConfig, engine: EngineConfig | None, nodes: Sequence[str], ranks_per_node: int) -> str:
-    """Return a line for the layout, then one for each node; `engine` None: a job without engines."""
+    """Return a line with the parallel layout and a line per node with ranks and engines. `engine`: None without."""
     world_size = len(nodes) * ranks_per_node
     if (needed := layout.model_parallel) > world_size:
         raise UserError(

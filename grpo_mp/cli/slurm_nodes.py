@@ -1,7 +1,7 @@
 """Check the nodes of a job: `srun ... python -m grpo_mp.cli.slurm_nodes ATTEMPT NODES`, one task per rank.
 
-NODES are the names of the nodes, separated by commas. Rank 0 compares the reports of all ranks, prints the bad nodes,
-and writes their names to ATTEMPT/bad_nodes; it exits with 3 if there is one.
+NODES: names of the nodes, separated by commas. Rank 0 compares the reports of all ranks, prints the bad nodes, and
+writes their names to ATTEMPT/bad_nodes; its exit status is 3 if a node is bad.
 """
 
 import datetime
@@ -31,8 +31,8 @@ BAD_NODES_STATUS = 3
 TIMEOUT_S = 60.0
 TIMEOUT = datetime.timedelta(seconds=TIMEOUT_S)
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "transformer-engine")
-MIN_FREE_SHARE = 0.5  # of the median share of free host memory
-LOCAL_BYTES = 2**20  # that each rank writes to /dev/shm and the folder of temporary files
+MIN_FREE_SHARE = 0.5  # minimum share of free host memory, relative to the median over the ranks
+LOCAL_BYTES = 2**20  # size of the test files that each rank writes to /dev/shm and the temporary folder
 
 
 def main() -> None:
@@ -50,22 +50,22 @@ def main() -> None:
     except UserError as error:
         exit_with(error)
     sys.stdout.flush()
-    os._exit(status)  # without waiting for the store, whose other ends may hang
+    os._exit(status)  # does not wait for the store, whose clients may hang
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """One rank's report on its node."""
+    """Report of one rank on its node."""
 
     node: str
     versions: str
     free_memory: int  # bytes
     total_memory: int
-    problem: str = ""  # that makes the node unfit by itself
+    problem: str = ""  # reason to reject the node without a comparison with the other nodes
 
 
 def check_nodes(attempt: Path, node_of_rank: Sequence[str], store: dist.Store, rank: int) -> int:
-    """Report to rank 0, which compares the nodes; return the exit status, which is 0 on the other ranks."""
+    """Send a report to rank 0, which compares the nodes; return the exit status, which is 0 on the other ranks."""
     report = inspect_node(node_of_rank[rank], attempt)
     store.set(f"report/{rank}", json.dumps(asdict(report)))
     if rank:
@@ -89,7 +89,7 @@ def _collect_reports(store: dist.Store, ranks: int) -> list[NodeReport]:
 
 
 def inspect_node(node: str, attempt: Path) -> NodeReport:
-    """Return this rank's report."""
+    """Return this rank's report on its node."""
     versions = []
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -104,7 +104,7 @@ def _node_problem(attempt: Path) -> str:
     try:
         check_device(int(os.environ.get("LOCAL_RANK", 0)))
         for folder in ("/dev/shm", tempfile.gettempdir()):
-            # Engines get weights and keep caches there.
+            # Engines receive weights and keep caches in these folders.
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(bytes(LOCAL_BYTES))
                 file.flush()
@@ -118,8 +118,8 @@ def _node_problem(attempt: Path) -> str:
 
 
 def bad_nodes(reports: Sequence[NodeReport]) -> dict[str, str]:
-    """Return the bad nodes with the first reason for each."""
-    usual = statistics.mode(report.versions for report in reports)  # of a tie, the first node's
+    """Return the bad nodes: name -> first reason."""
+    usual = statistics.mode(report.versions for report in reports)  # on a tie, those of the first rank
     free_share = statistics.median(report.free_memory / report.total_memory for report in reports)
     bad: dict[str, str] = {}
     for report in reports:

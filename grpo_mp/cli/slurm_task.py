@@ -1,6 +1,6 @@
 """Run one rank as a Slurm task: `srun ... python -m grpo_mp.cli.slurm_task ATTEMPT CONFIG section.key=value ...`.
 
-A rank that fails leaves its error in the folder ATTEMPT, for slurm_job.
+A rank that fails writes its error to the folder ATTEMPT, where slurm_job reads it.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from grpo_mp.utils.parsers import Parser
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE and LOCAL_* of one task of `srun`, with as many tasks on each node."""
+    """Return RANK, WORLD_SIZE and LOCAL_* of an srun task. All nodes must have equally many tasks."""
     try:
         tasks, nodes = environment["SLURM_STEP_NUM_TASKS"], environment["SLURM_STEP_NUM_NODES"]
         return {
@@ -31,13 +31,13 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def error_file(attempt: str, rank: str) -> str:
-    """Return the file in which a rank leaves the message it ends with."""
+    """Return the path of the file to which torch writes the error of a failed rank."""
     return str(Path(attempt, f"rank_{rank}.error.json").absolute())
 
 
 def _keep_pending(number: signal.Signals) -> None:
     """Block a signal until the run installs its handler."""
-    # Threads of libraries do not block it: forward it to the main thread, where it stays pending.
+    # Library threads do not block the signal; the handler forwards it to the main thread, where it stays pending.
     signal.signal(number, lambda *_: signal.pthread_kill(threading.main_thread().ident or 0, number))
     signal.pthread_sigmask(signal.SIG_BLOCK, {number})
 

@@ -1,7 +1,6 @@
 """Follow a run in the terminal: grpo-mp watch RUN
 
-Shows curves, ranks, engines, warnings and the last samples until Ctrl-C. The run may not have started yet, or may have
-ended.
+Shows curves, ranks, engines, warnings and the latest samples until Ctrl-C. The run may have ended, or not started yet.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""What a model computes on given tokens, layer by layer: in transformers, in the policy's model, in an engine."""
+"""Activations of a model on given tokens, layer by layer: in transformers, the policy's Megatron model, an engine."""
 
 import asyncio
 import re
@@ -24,38 +24,38 @@ from grpo_mp.rollout.server import EngineProcess
 from grpo_mp.utils.errors import UserError
 
 EMBEDDING = "embedding"
-OUTPUT = "final norm and output layer"  # of which the logprobs are compared
-START_TIMEOUT_S = 1800.0  # a large folder is read from a slow disk
+OUTPUT = "final norm and output layer"  # point at which the logprobs are compared
+START_TIMEOUT_S = 1800.0  # enough to read a large model from a slow disk
 REQUEST_TIMEOUT_S = 600.0
 Question = Callable[[EngineClient], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
 class Activations:
-    """The residual stream at each point of a model, and the experts of each MoE layer, for N tokens."""
+    """Residual stream at each point of a model, chosen experts of each MoE layer, and logprobs, for N tokens."""
 
     points: Mapping[str, Tensor]  # float32 [N, hidden]; see `attention_point` and `layer_point`
     experts: Mapping[int, Tensor]  # by layer from 0: chosen experts [N, top-k], sorted
-    logprobs: Tensor  # float32 [N - sequences]: of each sequence's tokens but the first
+    logprobs: Tensor  # float32 [N - sequences]: of all tokens except the first of each sequence
 
 
 def attention_point(layer: int) -> str:
-    """Return the name of the residual stream after a layer's attention; layers count from 0."""
+    """Return the name of the point after a layer's attention. `layer`: counts from 0."""
     return f"layer {layer}, after attention"
 
 
 def layer_point(layer: int) -> str:
-    """Return the name of the residual stream after a layer."""
+    """Return the name of the point after a layer's MLP, the end of the layer."""
     return f"layer {layer}, after its MLP"
 
 
 def point_names(layers: int) -> list[str]:
-    """Return the names of all points in the order of computation."""
+    """Return the names of all points except OUTPUT, in the order of computation."""
     return [EMBEDDING, *(point(layer) for layer in range(layers) for point in (attention_point, layer_point))]
 
 
 class _Recorder:
-    """Collects the values of hooks, sequence after sequence."""
+    """Collects activations from hooks, sequence after sequence."""
 
     def __init__(self) -> None:
         self.points: dict[str, list[Tensor]] = defaultdict(list)
@@ -73,13 +73,13 @@ class _Recorder:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return float32 logprobs [T - 1] of tokens [T] but the first by logits [T, V]."""
+    """Return the logprobs, float32 [T - 1], of `tokens` [T] except the first, from `logits` [T, V]."""
     return logits[:-1].float().log_softmax(-1).gather(-1, tokens[1:, None].to(logits.device))[:, 0].cpu()
 
 
 @torch.no_grad()
 def run_transformers(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Activations:
-    """Compute the activations of tokens [sequences, length] in transformers."""
+    """Compute the activations for `tokens` [sequences, length] in transformers."""
     model, recorder = transformers_model(folder, dtype).to(platform.device()), _Recorder()
     taps = {
         r"model\.embed_tokens": lambda layer, module: _after(module, recorder, EMBEDDING),
@@ -99,7 +99,7 @@ def run_transformers(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Activa
 
 @torch.no_grad()
 def run_policy(folder: Path, tokens: Tensor, dtype: str) -> Activations:
-    """Compute the activations of tokens [sequences, length] in the policy's Megatron model, on one rank."""
+    """Compute the activations for `tokens` [sequences, length] in the policy's Megatron model, on one rank."""
     recorder, vocab_size = _Recorder(), HfConfig.read(folder).int("vocab_size")
     taps = {
         r"(?:.*\.)?embedding": lambda layer, module: _after(module, recorder, EMBEDDING),
@@ -118,7 +118,7 @@ def run_policy(folder: Path, tokens: Tensor, dtype: str) -> Activations:
 
 
 def run_engine(folder: Path, tokens: Tensor, dtype: str) -> Activations:
-    """Compute the activations of tokens [sequences, length] in an SGLang server that dumps its modules' outputs."""
+    """Compute the activations for `tokens` [sequences, length] in an SGLang server that dumps its modules' outputs."""
     recorder, logprobs = _Recorder(), []
     layers = HfConfig.read(folder).int("num_hidden_layers")
     with tempfile.TemporaryDirectory() as scratch, _engine(folder, dtype, tokens.shape[1], Path(scratch)) as ask:
@@ -137,7 +137,7 @@ def run_engine(folder: Path, tokens: Tensor, dtype: str) -> Activations:
 
 
 def _record_dump(recorder: _Recorder, values: Mapping[str, Any], layers: int) -> None:
-    """Record one pass of SGLang's dump: a norm returns its output and the residual stream."""
+    """Record one forward pass from SGLang's dump. SGLang's norms return (output, residual stream)."""
     recorder.add(EMBEDDING, values["model.embed_tokens"])
     for layer in range(layers):
         following = f"model.layers.{layer + 1}.input_layernorm" if layer + 1 < layers else "model.norm"
@@ -150,7 +150,7 @@ def _record_dump(recorder: _Recorder, values: Mapping[str, Any], layers: int) ->
 
 @contextmanager
 def _engine(folder: Path, dtype: str, length: int, scratch: Path) -> Iterator[Callable[[Question], Any]]:
-    """Yield a function that sends a request to a server of the folder."""
+    """Start an SGLang server of a model folder; yield a function that sends it a request."""
     dump = str(scratch / "dump")
     arguments = {"debug_tensor_dump_output_folder": dump, "disable_radix_cache": True, FP32_HEAD: True}
     spec = EngineSpec(
@@ -172,7 +172,7 @@ def _engine(folder: Path, dtype: str, length: int, scratch: Path) -> Iterator[Ca
 
 
 def _tap(model: nn.Module, taps: Mapping[str, Callable[[int, nn.Module], object]]) -> None:
-    """Call the function of each module whose name matches a pattern, with the layer in the name."""
+    """Call `taps[pattern](layer, module)` for each module whose name matches; layer is the number in the name."""
     for name, module in model.named_modules():
         for pattern, hook in taps.items():
             if match := re.fullmatch(pattern, name):
@@ -194,5 +194,5 @@ def _before(module: nn.Module, recorder: _Recorder, point: str) -> None:
 
 
 def _experts_of_map(routing_map: Tensor) -> Tensor:
-    """Return the experts [tokens, top-k] of a map [tokens, experts] of booleans with top-k in each row."""
+    """Return the chosen experts [tokens, top-k] from a boolean routing map [tokens, experts]."""
     return routing_map.nonzero()[:, 1].reshape(len(routing_map), -1)

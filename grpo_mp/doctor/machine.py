@@ -1,4 +1,4 @@
-"""Check whether a machine is fit to train, for a run of given settings or for any."""
+"""Check whether a machine is fit for training, in general or for a run with given settings."""
 
 import json
 import os
@@ -33,11 +33,11 @@ from grpo_mp.utils.errors import UserError, one_line
 from grpo_mp.utils.findings import Finding, Level
 from grpo_mp.utils.phases import GIB
 
-CPU_RANKS = 2  # that exchange tensors without a GPU
+CPU_RANKS = 2  # ranks that exchange tensors on a machine without a GPU
 EXCHANGE_LIMIT_S, IMPORT_LIMIT_S = 180.0, 300.0
-CUDA_BYTES, CPU_BYTES = 2**28, 2**22  # of an exchange
+CUDA_BYTES, CPU_BYTES = 2**28, 2**22  # size of the exchanged tensor
 REPEATS = 5
-# Modules with kernels that Megatron and SGLang load on a GPU, with advice.
+# Modules with compiled kernels that Megatron and SGLang load on a GPU -> advice if the import fails.
 KERNELS = {
     "transformer_engine.pytorch": "build transformer-engine against this torch, as launch/README.md says",
     "torch_memory_saver": "install the engine as grpo-mp[gpu] does",
@@ -47,12 +47,12 @@ KERNELS = {
     "deep_gemm": "install the tested sglang-kernel and DeepGEMM, or leave FP8 out",
     "flash_attn": "build flash-attn against this torch, or uninstall it",
 }
-OWNERS = {"amp_C": "apex"}  # packages whose modules have another name
-REQUIRED = ("transformer_engine.pytorch", "torch_memory_saver", "sgl_kernel")  # on a GPU
+OWNERS = {"amp_C": "apex"}  # module -> package, where the names differ
+REQUIRED = ("transformer_engine.pytorch", "torch_memory_saver", "sgl_kernel")  # required on a GPU
 
 
 def examine(settings: Settings | SftSettings | None) -> Iterator[Finding]:
-    """Yield the findings of all checks, good and bad."""
+    """Yield the findings of all checks, good and bad. `settings`: run for which the disk is checked as well."""
     count = torch.cuda.device_count() if platform.on_cuda() else 1
     yield from check_devices(count)
     yield from quick_findings()
@@ -68,7 +68,7 @@ def examine(settings: Settings | SftSettings | None) -> Iterator[Finding]:
 
 
 def check_devices(count: int) -> Iterator[Finding]:
-    """Yield whether torch can compute on each device, and the names of the GPUs."""
+    """Yield an error for each device on which torch cannot compute, and a finding with the names of the GPUs."""
     for index in range(count):
         try:
             check_device(index)
@@ -87,7 +87,7 @@ def check_devices(count: int) -> Iterator[Finding]:
 
 
 def check_kernels() -> Iterator[Finding]:
-    """Yield whether the packages with kernels load, each in its own process: a broken one may crash."""
+    """Yield which packages with kernels can be imported; each in its own process, since a broken package may crash."""
     absent, loaded = [], []
     for module, advice in KERNELS.items():
         package = OWNERS.get(module, module.partition(".")[0])
@@ -106,7 +106,7 @@ def check_kernels() -> Iterator[Finding]:
 
 
 def import_failure(module: str) -> str:
-    """Import a module after torch in a new process; return the last line of its error, "" if it loads."""
+    """Import a module after torch in a new process; return the last line of the error, or "" on success."""
     command = [sys.executable, "-c", f"import torch, {module}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False)
@@ -119,7 +119,7 @@ def import_failure(module: str) -> str:
 
 
 def check_run_disk(settings: Settings | SftSettings) -> Iterator[Finding]:
-    """Yield whether the disk of the run folder is large and fast enough."""
+    """Yield whether the disk of the run folder is large and fast enough for the run."""
     folder = settings.run.folder
     try:
         hf = settings.model.read_config()
@@ -137,7 +137,7 @@ def check_run_disk(settings: Settings | SftSettings) -> Iterator[Finding]:
 
 
 def check_exchange(count: int) -> Iterator[Finding]:
-    """Yield whether `count` ranks, one for each GPU or two of the CPU, exchange tensors, and how fast."""
+    """Yield whether `count` ranks of this machine can exchange tensors, and at which rates."""
     if count < 2:
         yield Finding(Level.OK, "one GPU: nothing is exchanged on this machine")
         return
@@ -153,7 +153,7 @@ def check_exchange(count: int) -> Iterator[Finding]:
 
 
 def run_exchange(count: int) -> list[float]:
-    """Start ranks that exchange tensors; return bytes per second of all-reduce and all-to-all."""
+    """Start `count` ranks that exchange tensors; return the bytes per second of all-reduce and of all-to-all."""
     deadline = time.monotonic() + EXCHANGE_LIMIT_S
     with tempfile.TemporaryDirectory() as scratch:
         ranks = spawn(exchange, (scratch, count), count, join=False)
@@ -171,7 +171,7 @@ def run_exchange(count: int) -> list[float]:
 
 
 def exchange(rank: int, scratch: str, ranks: int) -> None:
-    """Exchange tensors with the other ranks of `run_exchange`; rank 0 writes the rates."""
+    """Measure the exchange rates as one of the ranks of `run_exchange`; rank 0 writes the rates to `scratch`."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     if platform.on_cuda():
@@ -189,7 +189,7 @@ def exchange(rank: int, scratch: str, ranks: int) -> None:
 
 
 def _rate(data: torch.Tensor, collective: Callable[[], object]) -> float:
-    """Return bytes per second of the fastest of some calls; the first one makes the connections."""
+    """Return the bytes per second of the fastest of several calls; the first call opens the connections."""
     seconds = []
     for _ in range(1 + REPEATS):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Find where policy and engine part from transformers on the same tokens."""
+"""Find the layer at which the policy or the engine begins to differ from transformers on the same tokens."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -20,18 +20,18 @@ from grpo_mp.doctor.activations import (
 from grpo_mp.models.hf_config import HfConfig
 from grpo_mp.utils.findings import Finding, Level
 
-FLOAT32_TOLERANCE = 1e-4  # of a point's relative error; sums in another order differ by less
-LOW_PRECISION_FACTOR = 4.0  # how much further from float32 than transformers itself in that precision
-LOW_PRECISION_FLOOR = 0.02  # below it no relative error of bfloat16 is news
-FLOAT32_REROUTED, LOW_PRECISION_REROUTED = 0.01, 0.1  # share of tokens: scores of two experts may be as good as equal
+FLOAT32_TOLERANCE = 1e-4  # relative error at a point; another order of summation causes less
+LOW_PRECISION_FACTOR = 4.0  # allowed error, as a multiple of the error of transformers in the same precision
+LOW_PRECISION_FLOOR = 0.02  # relative errors below this value are normal for bfloat16
+FLOAT32_REROUTED, LOW_PRECISION_REROUTED = 0.01, 0.1  # allowed share of rerouted tokens: expert scores may almost tie
 
 
 @dataclass(frozen=True)
 class Distance:
-    """The distance of a model from the reference at one point.
+    """Distance of a model from the reference at one point.
 
-    `error` is |x - reference| / |reference| over the tokens with the same experts in all layers so far: the choice of
-    experts is not continuous. `rerouted` is the share of these tokens with other experts in this layer.
+    `error`: |x - reference| / |reference| over the tokens that chose the same experts in all layers so far, because
+    another choice changes x by a jump. `rerouted`: share of these tokens that choose other experts in this layer.
     """
 
     error: float
@@ -40,15 +40,15 @@ class Distance:
 
 @dataclass(frozen=True)
 class PointError:
-    """The distances of a model, and of transformers in the model's precision, from transformers in float32."""
+    """Distance from transformers in float32 at one point, of a model and of transformers in the model's precision."""
 
     point: str
     model: Distance
-    own: Distance | None  # None where the precision is float32
+    own: Distance | None  # distance of transformers in the model's precision; None for float32
 
     @property
     def is_large(self) -> bool:
-        """Return whether rounding does not explain it."""
+        """Return whether the error is too large for rounding."""
         if self.own is None:
             return not (self.model.error <= FLOAT32_TOLERANCE and self.model.rerouted <= FLOAT32_REROUTED)
         most = max(LOW_PRECISION_FLOOR, LOW_PRECISION_FACTOR * self.own.error)
@@ -57,7 +57,7 @@ class PointError:
 
 
 def compare_models(folder: Path, tokens: Tensor, dtype: str, without: Collection[str] = ()) -> list[Finding]:
-    """Compare policy and engine, except `without`, with transformers on tokens [sequences, length]."""
+    """Compare policy and engine with transformers on `tokens` [sequences, length]. `without`: names to skip."""
     layers = HfConfig.read(folder).int("num_hidden_layers")
     reference = run_transformers(folder, tokens, torch.float32)
     same = None if dtype == "float32" else run_transformers(folder, tokens, getattr(torch, dtype))
@@ -71,12 +71,12 @@ def compare_models(folder: Path, tokens: Tensor, dtype: str, without: Collection
 
 
 def relative_error(values: Tensor, reference: Tensor) -> float:
-    """Return |values - reference| / |reference|, in float64."""
+    """Return |values - reference| / |reference|, computed in float64."""
     return float((values.double() - reference.double()).norm() / reference.double().norm())
 
 
 def distances(model: Activations, reference: Activations, layers: int) -> dict[str, Distance]:
-    """Return the distance at each point in order, while there are tokens with the same experts."""
+    """Return the distance at each point in order; stop when no token has kept the experts of the reference."""
     kept = torch.ones(len(next(iter(reference.points.values()))), dtype=torch.bool)
     found = {EMBEDDING: Distance(relative_error(model.points[EMBEDDING], reference.points[EMBEDDING]))}
     for layer in range(layers):
@@ -92,7 +92,7 @@ def distances(model: Activations, reference: Activations, layers: int) -> dict[s
         if not kept.any():
             return found
     sequences = len(kept) - len(reference.logprobs)
-    scored = kept.view(sequences, -1)[:, :-1].flatten()  # by the place before a token: its logprob is computed there
+    scored = kept.view(sequences, -1)[:, :-1].flatten()  # a token's logprob is computed one position earlier
     if scored.any():
         found[OUTPUT] = Distance(relative_error(model.logprobs[scored], reference.logprobs[scored]))
     return found
@@ -101,14 +101,14 @@ def distances(model: Activations, reference: Activations, layers: int) -> dict[s
 def point_errors(
     model: Activations, reference: Activations, same_precision: Activations | None, layers: int
 ) -> list[PointError]:
-    """Compare a model at every point. `same_precision`: transformers' in the model's, None for float32."""
+    """Return the errors of a model at all points. `same_precision`: transformers in the model's precision."""
     own = distances(same_precision, reference, layers) if same_precision else {}
     found = distances(model, reference, layers)
     return [PointError(point, distance, own.get(point)) for point, distance in found.items()]
 
 
 def expert_agreement(candidate: Activations, reference: Activations) -> dict[int, float]:
-    """Return for each MoE layer the share of the reference's experts that the candidate chose, too."""
+    """Return, for each MoE layer, the share of the reference's experts that the candidate chooses as well."""
     shares = {}
     for layer, experts in reference.experts.items():
         if layer in candidate.experts:
@@ -120,7 +120,7 @@ def expert_agreement(candidate: Activations, reference: Activations) -> dict[int
 def diagnose_model(
     name: str, model: Activations, reference: Activations, same_precision: Activations | None, layers: int
 ) -> list[Finding]:
-    """Return the findings about a model: the 'policy' or the 'engine'."""
+    """Return the findings about a model. `name`: 'policy' or 'engine'."""
     errors = point_errors(model, reference, same_precision, layers)
     table = _table(name, errors, model, reference, same_precision)
     first = next((index for index, each in enumerate(errors) if each.is_large), None)
@@ -141,7 +141,7 @@ def _table(
     reference: Activations,
     same_precision: Activations | None,
 ) -> list[str]:
-    """Return a line for each point, for the experts of each layer, and for the logprobs."""
+    """Return the lines of a table: error at each point, agreement of the experts, difference of the logprobs."""
     own = same_precision or reference
     lines = [f"{'':28} {name:>8}  transformers in the same precision"]
     lines += [f"{e.point:28} {e.model.error:8.1e}  {e.own.error if e.own else 0:8.1e}" for e in errors]
@@ -153,7 +153,7 @@ def _table(
 
 
 def advice(point: str) -> str:
-    """Return what to check if a model parts from transformers at a point."""
+    """Return the advice for a model that begins to differ from transformers at `point`."""
     if point == EMBEDDING:
         return "compare the weights of the embedding, and the padding of its vocabulary"
     if point == OUTPUT:

@@ -1,1 +1,1 @@
-"""Runs of several stages, such as R1's, one after another."""
+"""Pipelines: runs in several stages, such as those of DeepSeek-R1."""

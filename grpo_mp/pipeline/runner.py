@@ -1,4 +1,4 @@
-"""Run the jobs of a pipeline one after another, and resume after a stop."""
+"""Run the jobs of a pipeline one after another; resume after a stop."""
 
 import signal
 import subprocess
@@ -21,12 +21,12 @@ from grpo_mp.utils.reading import read_json
 
 RECORDS = "pipeline.json"
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: the same command resumes
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # a run saves and ends at these
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1)  # signals on which a run saves and ends
 
 
 @dataclass(frozen=True)
 class Record:
-    """A job that has begun: its settings, whether it is done, and its seconds."""
+    """Record of a job that has begun: its settings, whether it is done, and its duration."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     done: bool = False
@@ -34,10 +34,10 @@ class Record:
 
 
 class Pipeline:
-    """The jobs, with a record of each in a file of the pipeline's folder."""
+    """The jobs of a pipeline. A file in the pipeline's folder records the progress of each job."""
 
     def __init__(self, settings: PipelineSettings, jobs: Sequence[StageJob]) -> None:
-        """Check the jobs; raise UserError if one began with other settings."""
+        """Check the jobs; refuse changed settings of a job that has begun."""
         self.settings, self.jobs = settings, jobs
         self._file = settings.folder / RECORDS
         self.records = read_records(self._file) if self._file.exists() else {}
@@ -53,14 +53,14 @@ class Pipeline:
                 )
 
     def state(self, job: StageJob) -> str:
-        """Return the job's state: done, begun or to do. A job is not done if an earlier job is not."""
+        """Return "done", "begun" or "to do". A job is done only if all earlier jobs are done."""
         former = self.jobs[: self.jobs.index(job) + 1]
         if all(one.name in self.records and self.records[one.name].done and one.result.exists() for one in former):
             return "done"
         return "begun" if job.name in self.records and job.folder.exists() else "to do"
 
     def run(self, ranks: int | None) -> int:
-        """Run the jobs that are not done; return 0, STOPPED, or the status of the first job that fails."""
+        """Run the jobs that are not done; return 0, STOPPED, or the exit status of the first job that fails."""
         with run_lock(self.settings.folder, wait_s=0):
             for job in self.jobs:
                 if self.state(job) != "done" and (status := self._run_job(job, ranks)):
@@ -87,7 +87,7 @@ class Pipeline:
 
 
 def read_records(file: Path) -> dict[str, Record]:
-    """Return the records in a pipeline's folder, by job."""
+    """Read the records of a pipeline: name of the job -> record."""
     try:
         return {name: Record(**values) for name, values in read_json(file).items()}
     except (AttributeError, TypeError) as error:
@@ -95,7 +95,7 @@ def read_records(file: Path) -> dict[str, Record]:
 
 
 def _run(arguments: Sequence[str]) -> tuple[int, bool]:
-    """Run grpo-mp; return its status, and whether this process was told to stop meanwhile."""
+    """Run grpo-mp; return its exit status, and whether this process received a stop signal meanwhile."""
     command = [sys.executable, "-m", "grpo_mp", *arguments]
     ends_with_this = partial(prctl, PR_SET_PDEATHSIG, signal.SIGKILL)  # no stage outlives a killed pipeline
     with subprocess.Popen(command, preexec_fn=ends_with_this) as process, _forwarding(process) as told:
@@ -103,13 +103,13 @@ def _run(arguments: Sequence[str]) -> tuple[int, bool]:
             try:
                 status = process.wait()
                 return (128 - status if status < 0 else status), bool(told)
-            except KeyboardInterrupt:  # the terminal has sent it to the command, too
+            except KeyboardInterrupt:  # the terminal also sends Ctrl-C to the command
                 told.append(signal.SIGINT)
 
 
 @contextmanager
 def _forwarding(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
-    """Forward the signals that stop a run to a process; yield the list of received signals."""
+    """Forward the FORWARDED signals to a process; yield the list of the received signals."""
     told: list[int] = []
 
     def forward(number: int, _: Any) -> None:

@@ -1,4 +1,4 @@
-"""A table of the held-out scores after each stage of a pipeline."""
+"""Table of the held-out scores after each stage of a pipeline."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,19 +7,19 @@ from grpo_mp.algorithms.evaluation import EvalScore, read_scores
 from grpo_mp.pipeline.stages import EVALUATE, StageJob
 from grpo_mp.utils.files import write_atomically
 
-Scores = Mapping[str, Mapping[str, EvalScore]]  # by stage and set
+Scores = Mapping[str, Mapping[str, EvalScore]]  # stage -> eval set -> score
 TABLE = "scores.md"
 HEADER = "| after | set | accuracy, % | pass@k, % | reward terms | answer, tokens | cut off, % | stage, s |"
 
 
 def read_stage_scores(jobs: Sequence[StageJob]) -> dict[str, dict[str, EvalScore]]:
-    """Return the scores that exist, by stage in the order of the jobs, and by eval set."""
+    """Return the available scores: stage -> eval set -> score, in the order of the jobs."""
     found = [job for job in jobs if job.command == EVALUATE and job.result.exists()]
     return {job.stage: read_scores(job.result) for job in found}
 
 
 def score_table(scores: Scores, seconds: Mapping[str, float]) -> str:
-    """Return a table in Markdown, a row for each stage and set; `seconds`: of each stage."""
+    """Return a Markdown table with a row for each stage and eval set. `seconds`: duration of each stage."""
     lines = [HEADER, "|---" * HEADER.count(" |") + "|"]
     for stage, sets in scores.items():
         for name, score in sets.items():
@@ -35,7 +35,7 @@ def score_table(scores: Scores, seconds: Mapping[str, float]) -> str:
 
 
 def write_stage_scores(folder: Path, scores: Scores, seconds: Mapping[str, float]) -> None:
-    """Write the table into the pipeline's folder, and show it."""
+    """Write the table to the pipeline's folder and print it."""
     table = score_table(scores, seconds)
     write_atomically(folder / TABLE, table)
     print(table, end="", flush=True)

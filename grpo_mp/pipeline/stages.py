@@ -1,4 +1,4 @@
-"""The commands that the stages of a pipeline run, and the check of their settings."""
+"""The jobs of a pipeline: commands and settings of its stages, and the check of the settings."""
 
 import json
 import re
@@ -11,8 +11,8 @@ from grpo_mp.config import PipelineSettings, Settings, SftSettings, load_setting
 from grpo_mp.utils.errors import UserError, did_you_mean
 
 BASE = "base"  # name of the model before the first stage
-EVALUATE = "evaluate"  # folder of the scores, by stage
-REFERENCE = re.compile(r"\{\s*([^{}/\s\"',:]+)\s*\}(?=/|$)/?")  # does not match JSON in a text
+EVALUATE = "evaluate"  # command of an evaluation, and folder of the scores of all stages
+REFERENCE = re.compile(r"\{\s*([^{}/\s\"',:]+)\s*\}(?=/|$)/?")  # does not match a text of JSON
 TRAINED = re.compile(r"(final|exports/step_\d{6,}|checkpoints/step_\d{6,}).*")
 # Files and folders of a stage that later stages may use.
 MADE = {"train": TRAINED, "sft": TRAINED, "sample": re.compile(r"samples\.parquet|pass_rates\.jsonl|groups")}
@@ -21,7 +21,7 @@ RESULTS = {"train": "final/config.json", "sft": "final/config.json", "sample": "
 
 @dataclass(frozen=True)
 class StageJob:
-    """One command of a pipeline: a stage, or the evaluation of the model of `stage`; `settings` override the file's."""
+    """A command of a pipeline: a stage, or the evaluation of `stage`'s model. `settings`: overrides of `config`."""
 
     name: str
     command: str
@@ -33,7 +33,7 @@ class StageJob:
 
     @property
     def result(self) -> Path:
-        """Return the file that exists when the job is done."""
+        """Return the path of the file that exists when the job is done."""
         return self.folder / RESULTS[self.command]
 
     @property
@@ -46,7 +46,7 @@ class StageJob:
 
 
 def make_jobs(settings: PipelineSettings, file: Path) -> list[StageJob]:
-    """Return the jobs of a pipeline, read from `file`, in the order in which they run."""
+    """Return the jobs of a pipeline in order of execution. `file`: settings file, for relative paths and messages."""
     jobs, former = list[StageJob](), dict[str, StageJob]()
 
     def evaluate(name: str, model: Path, changes: Mapping[str, Any]) -> StageJob:
@@ -77,7 +77,7 @@ def make_jobs(settings: PipelineSettings, file: Path) -> list[StageJob]:
 
 
 def _resolve(value: Any, former: Mapping[str, StageJob], where: str) -> Any:
-    """Replace '{NAME}' at the beginning of every text by the folder of that former stage."""
+    """Replace '{NAME}' at the start of every text in `value` by the folder of the earlier stage NAME."""
     if isinstance(value, dict):
         return {key: _resolve(inner, former, f"{where}: {key}") for key, inner in value.items()}
     if isinstance(value, list):
@@ -95,14 +95,14 @@ def _resolve(value: Any, former: Mapping[str, StageJob], where: str) -> Any:
 
 
 def load_job_settings(job: StageJob) -> Settings | SftSettings:
-    """Return the settings that a job runs with."""
+    """Return the settings of a job: those of its file with the job's overrides."""
     if job.command == "sft":
         return load_sft_settings(job.config, job.overrides)
     return load_settings(job.config, job.overrides, trains=job.command == "train")
 
 
 def check_jobs(jobs: Sequence[StageJob], pipeline_folder: Path) -> None:
-    """Raise UserError for wrong settings or a missing model; each command checks the rest when it starts."""
+    """Check settings and model of each job in advance; each command checks the rest when it starts."""
     for job in jobs:
         try:
             settings = load_job_settings(job)
