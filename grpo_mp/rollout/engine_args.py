@@ -85,7 +85,7 @@ CUDA_ENVIRONMENT_DEFAULTS = {
     "SGLANG_JIT_DEEPGEMM_FAST_WARMUP": "true",
 }
 GRAPH_REQUESTS = 256  # by default SGLang captures decode graphs up to at least this batch size
-UNSET_VARIABLES = {"DISABLE_OPENAPI_DOC"}  # the server must serve its OpenAPI description, which probes read
+UNSET_VARIABLES = {"DISABLE_OPENAPI_DOC"}  # with it SGLang would not serve its OpenAPI description
 # Variables of torchrun and Slurm, with which SGLang would join the trainer's process group in place of its own.
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 LAUNCHER_PREFIXES = ("LOCAL_RANK", "LOCAL_WORLD_", "GROUP_", "ROLE_", "TORCHELASTIC_")

@@ -1,1 +1,1 @@
-"""Weights out of the policy's layout into every engine, in buckets of bounded size, with a version, checked."""
+"""Weight sync: sends the policy's weights to every engine in buckets of bounded size, and checks the result."""

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors, computed on their device."""
+"""Fingerprints of tensors, to detect changes; computed on the tensors' device."""
 
 from typing import Final
 
@@ -12,7 +12,7 @@ ODD = 0x9E3779B97F4A7C15
 
 
 def random_factors(count: int) -> Tensor:
-    """Return int64 [count] of odd random numbers, the same on every rank and in every run."""
+    """Return odd random numbers, int64 [count], equal on every rank and in every run."""
     generator = torch.Generator().manual_seed(0)
     low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
     return torch.randint(low, high, (count,), generator=generator) | 1
@@ -20,9 +20,10 @@ def random_factors(count: int) -> Tensor:
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor, factors: Tensor) -> int:
-    """Return a 64-bit hash of a tensor, computed on its device: a sum of its words times random `factors`.
+    """Return a 64-bit hash of a tensor: the sum of its 64-bit words, each multiplied by a random factor.
 
-    Tensors that differ in one word never collide, others at worst once in 2**32.
+    `factors`: see `random_factors`. Tensors that differ in a single word never collide; others collide with a
+    probability of at most 2**-32.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     whole = len(flat) // WORD_BYTES * WORD_BYTES
@@ -32,11 +33,11 @@ def fingerprint(tensor: Tensor, factors: Tensor) -> int:
         sums.append(_hash(tail.view(torch.int64), factors))
     total = 0
     for number in torch.stack(sums).tolist():
-        total = (total * ODD + number) & MASK  # so that the order of chunks counts
+        total = (total * ODD + number) & MASK  # makes the hash depend on the order of the chunks
     return total
 
 
 def _hash(words: Tensor, factors: Tensor) -> Tensor:
-    # A product's low bits depend on the low bits only: without the exclusive or, changes of the last number in each
-    # word would be told from the sixteen highest bits alone.
+    # The low bits of a product depend only on the low bits of its factors. Without the exclusive or, a change of the
+    # last bfloat16 number in a word would affect only the sixteen highest bits of the hash.
     return ((words ^ ((words >> 32) & 0xFFFFFFFF)) * factors[: len(words)]).sum()

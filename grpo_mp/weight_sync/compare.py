@@ -1,4 +1,4 @@
-"""Compare an engine's logprobs with the policy's after a weight sync, and name the tensor that differs. Pure."""
+"""Comparison of an engine's logprobs with the policy's after a weight sync, and search for the tensor that differs."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -7,32 +7,32 @@ from itertools import chain
 
 import torch
 
-LEAST_LIMIT = 1e-4  # nats: no smaller mean difference matters to an importance weight, whatever the precision
-# The mean difference of engine and policy, in units of what rounding noise changes in the policy's own logprobs on
-# the same tokens (policy/rounding.py). With e for the error by all roundings of one computation, two that are
-# equally right differ by sqrt(2) e, and so do the policy and itself with noise, which adds one more rounding at each
-# linear layer: the quotient is below 1. Of attention by other kernels and of float32 it is 0.65 to 0.84 in models of
-# 2 to 32 layers and 64 to 512 columns, and 0.70 and 0.79 in a trained one of 30 layers and 576 columns, where an
-# attention scale that is wrong by 10 % is 2.8, and a rope of a tenth of its theta 4.8.
-ROUNDING_FACTOR = 1.5  # up to here an engine passes
-WRONG_FACTOR = 2.5  # beyond, rounding explains no difference; between them it is said whose rounding it may be
-# The second check, of mixtures of experts: so many sets of sequences, without the farthest tokens. Where rounding
-# decides between two experts, policy and engine may route one token differently though all weights are equal; in
-# float32 that happens to a token in tens of thousands. A wrong tensor is seen by more of them, a rarely chosen
-# expert's included.
+LEAST_LIMIT = 1e-4  # nats; in any precision, a smaller mean difference does not matter to importance weights
+# The factors are multiples of the mean effect of rounding noise on the policy's own logprobs on the same tokens
+# (policy/rounding.py). If e is the error of one computation by all its roundings, two equally accurate computations
+# differ by sqrt(2) e. The noise adds one rounding at each linear layer, so the policy with and without noise differ by
+# about as much, and the quotient is below 1 for a correct engine. Measured quotients for other attention kernels and
+# for float32: 0.65 to 0.84 in models of 2 to 32 layers and hidden size 64 to 512, and 0.70 and 0.79 in a trained model
+# of 30 layers and hidden size 576. In the latter an attention scale that is wrong by 10 % gives 2.8, and a rope theta
+# that is ten times too small gives 4.8.
+ROUNDING_FACTOR = 1.5  # up to this factor an engine passes
+WRONG_FACTOR = 2.5  # above this factor rounding cannot explain the difference; in between, a warning names its origin
+# Second check of MoE models, on several sets of sequences without the tokens that differ most. If rounding decides
+# between two experts, policy and engine may route a token differently although all weights are equal; in float32 this
+# happens to one token in tens of thousands. A wrong tensor affects more tokens, even that of a rarely chosen expert.
 RECHECK_SETS = 8
 MAX_ROUTING_TIES = 3
-MIN_TEXTS, MAX_TEXTS, MIN_TOKENS = 4, 32, 256  # prompts of a set: four, or more that are short
-ANSWERS, ANSWER_TOKENS = 2, 128  # of the last step, the end of each
+MIN_TEXTS, MAX_TEXTS, MIN_TOKENS = 4, 32, 256  # limits of a set: at least 4 prompts, more if they are short
+ANSWERS, ANSWER_TOKENS = 2, 128  # number of answers of the last step to compare, and tokens at the end of each
 
-EngineChecksums = Mapping[str, str]  # of an engine's tensors, by its own names
+EngineChecksums = Mapping[str, str]  # checksums of an engine's tensors, by the engine's tensor names
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Mean and largest |engine - policy| logprob difference over `tokens` tokens in nats, and the mean's limit.
+    """Mean and largest |logprob difference| of engine and policy over `tokens` tokens [nats], and the mean's limit.
 
-    Without tokens no engine was compared.
+    `tokens` is 0 if no engine was compared.
     """
 
     mean: float
@@ -41,7 +41,7 @@ class CheckReport:
     limit: float = 0.0
 
     def passes(self, tolerance: float) -> bool:
-        """Return whether the mean is within the tolerance; False for NaN."""
+        """Return whether the mean is at most `tolerance`; False for NaN."""
         return self.mean <= tolerance
 
 
@@ -51,13 +51,13 @@ NOT_COMPARED = CheckReport(0.0, 0.0, 0)
 def comparison_sequences(
     prompts: Sequence[tuple[int, ...]], longest: int, number: int = 0, answers: Sequence[tuple[int, ...]] = ()
 ) -> tuple[tuple[int, ...], ...]:
-    """Return texts of the run, of 2 to `longest` tokens, on which engine and policy are compared.
+    """Return the token sequences, of 2 to `longest` tokens, on which engine and policy are compared.
 
-    Set 0 has the first prompts and the ends of `answers`, prompts with responses. Other sets draw prompts, each from
-    a random token on, so that sets of few prompts differ.
+    `number`: number of the set. Set 0 consists of the first prompts and the ends of `answers` (prompts with responses).
+    Other sets consist of random prompts, each from a random token on, so that the sets differ if there are few prompts.
     """
     generator = random.Random(number)
-    # Where all prompts are of one token, they are one text.
+    # If all prompts have a single token, join them to one text.
     texts = [prompt for prompt in prompts if len(prompt) >= 2] or [(*chain(*prompts), *prompts[0])]
     if number:
         texts = [text[generator.randrange(len(text) - 1) :] for text in generator.sample(texts, len(texts))]
@@ -72,7 +72,7 @@ def comparison_sequences(
 
 
 def compare(engine: Sequence[Sequence[float]], policy: Sequence[Sequence[float]]) -> CheckReport:
-    """Compare logprobs of the same tokens. Raises ValueError for different shapes or no token."""
+    """Return the report on two computations of the same tokens' logprobs. Raises ValueError for different shapes."""
     if [len(sequence) for sequence in engine] != [len(sequence) for sequence in policy]:
         raise ValueError("engine and policy scored different numbers of tokens")
     flat = [[value for sequence in side for value in sequence] for side in (engine, policy)]
@@ -83,21 +83,24 @@ def compare(engine: Sequence[Sequence[float]], policy: Sequence[Sequence[float]]
 
 
 def pool_reports(reports: Sequence[CheckReport]) -> CheckReport:
-    """Return one report over the tokens of all reports."""
+    """Combine reports on different tokens into one report over all tokens."""
     tokens = sum(report.tokens for report in reports)
     mean = sum(report.mean * report.tokens for report in reports) / max(1, tokens)
     return CheckReport(mean, max(report.largest for report in reports), tokens)
 
 
 def trimmed_mean(reports: Sequence[CheckReport]) -> float:
-    """Return the mean over the tokens of several reports without the MAX_ROUTING_TIES largest values."""
+    """Return the mean difference over all tokens of the reports, without the MAX_ROUTING_TIES largest differences.
+
+    At most one token, the one that differs most, is removed from each report.
+    """
     farthest = sorted(report.largest for report in reports)[-MAX_ROUTING_TIES:]
     total = sum(report.mean * report.tokens for report in reports) - sum(farthest)
     return total / (sum(report.tokens for report in reports) - len(farthest))
 
 
 def worst_report(reports: Sequence[CheckReport]) -> CheckReport:
-    """Return the largest values of the compared engines' reports on the same tokens."""
+    """Return the maximum of each value over the engines' reports on the same tokens; NOT_COMPARED without engines."""
     compared = [report for report in reports if report.tokens] or [NOT_COMPARED]
     return CheckReport(
         max(report.mean for report in compared), max(report.largest for report in compared), compared[0].tokens
@@ -105,10 +108,11 @@ def worst_report(reports: Sequence[CheckReport]) -> CheckReport:
 
 
 def describe_difference(before: EngineChecksums, again: EngineChecksums, restored: EngineChecksums) -> str:
-    """Return one sentence that names the wrong tensors after a failed check; "" where none is wrong.
+    """Return one sentence that names the wrong tensors after a failed check; "" if all tensors are right.
 
-    before: checksums after the failed sync; again: after a second sync, which changes tensors that the first one did
-    not deliver; restored: after a third sync of randomly overwritten weights, which differs where no sync delivers.
+    `before`: checksums after the failed sync; `again`: after a second sync, which changes the tensors that the first
+    sync missed; `restored`: after overwriting all weights with random values and a third sync, which differs from
+    `again` in the tensors that no sync sends.
     """
     if not (again and restored):
         return "the engine computes no checksums, so which tensor differs is not known"

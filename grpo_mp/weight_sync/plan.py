@@ -1,9 +1,10 @@
 """Plan of a weight sync: which rank sends which shards to which rank in which round, and which ranks load them.
 
-Parameters move in groups: one expert, one parameter, or the few parameters of a layer that an engine fuses within one
-request (the two latent down-projections). On each node that needs a group one rank, the receiver, gets the shards and
-joins them; the node's other readers read its copy. So an expert goes only to the ranks that keep it, and other weights
-cross the network once a node. Where several ranks of an engine divide an expert, each gets its slice.
+Parameters are sent in groups. A group is one expert, one parameter, or the parameters of a layer that an engine fuses
+within one request (the two down-projections of latent attention). On each node that needs a group, one rank, the
+receiver, gets the shards and joins ("stages") them; the node's other readers load the receiver's copy. Thus an expert
+is sent only to nodes that keep it, and other weights cross the network once for each node. If several ranks of an
+engine divide an expert, each rank gets its slice.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,15 +16,16 @@ from typing import NamedTuple, TypeVar
 from grpo_mp.models.mapping import Param
 from grpo_mp.rollout.engine_layout import EngineParallelism
 
-ROUNDS_IN_MEMORY = 4  # at most: read by the engine, received, joined or sent, and packed for the next round
+# Maximum number of rounds in a rank's memory: loaded by the engine, received, joined or sent, packed to be sent next.
+ROUNDS_IN_MEMORY = 4
 SLICED_GROUPS_PER_ROUND = 8
 GOLDEN_RATIO = 0.618034
-SEND_SLACK = 1.25  # bytes that a rank may send in a round, over its even share
+SEND_SLACK = 1.25  # limit of the bytes that a rank sends in a round, as a multiple of an even share
 
 Item = TypeVar("Item")
 Key = TypeVar("Key")
-Share = tuple[int, tuple[int, ...]]  # the staging rank, and the other ranks that load the same
-Use = tuple[str, int]  # "sends", "receives" or "loads", and a rank
+Share = tuple[int, tuple[int, ...]]  # the staging rank, and the other ranks that load the same tensors
+Use = tuple[str, int]  # kind of memory use ("sends", "receives" or "loads"), rank
 Holders = Mapping[str, Mapping[int, Sequence[int]]]  # parameter -> tensor-parallel part -> ranks that hold it
 
 
@@ -34,7 +36,7 @@ class Slice(NamedTuple):
     total: int
 
     def overlaps(self, parts: int) -> range:
-        """Return which of the trainer's `parts` the slice overlaps."""
+        """Return the indices of the tensor-parallel parts that the slice overlaps. `parts`: number of parts."""
         return range(self.number * parts // self.total, -(-(self.number + 1) * parts // self.total))
 
 
@@ -42,7 +44,7 @@ WHOLE = Slice(0, 1)
 
 
 class Shard(NamedTuple):
-    """One tensor-parallel part of a parameter, or its overlap with a slice."""
+    """One tensor-parallel part of a parameter, or the overlap of the part with a slice."""
 
     name: str
     part: int
@@ -50,27 +52,27 @@ class Shard(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A slice of a parameter: an engine loads that slice of its Hugging Face tensors."""
+    """A slice of a parameter's Hugging Face tensors, as an engine loads it."""
 
     name: str
     slice: Slice = WHOLE
 
 
-Readers = Callable[["ParamGroup"], Mapping[Slice, Sequence[int]]]  # ranks that load each slice of a group
+Readers = Callable[["ParamGroup"], Mapping[Slice, Sequence[int]]]  # returns the ranks that load each slice of a group
 
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters that an engine loads together."""
+    """Parameters that an engine must load in one request."""
 
     names: tuple[str, ...]
-    expert: int | None
+    expert: int | None  # index of a routed expert; None: other parameters
     divided: tuple[int, ...] = ()  # of an expert: sizes of the dimensions that tensor parallelism divides
 
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """Bytes of a sent shard and of a staged piece, the Hugging Face tensors that engines load."""
+    """Functions that return the size of a sent shard and of a staged piece [bytes]."""
 
     sent: Callable[[Shard], int]
     staged: Callable[[Piece], int]
@@ -78,16 +80,19 @@ class ShardSizes:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A parameter group or slice on its way to one node. Large jobs have ten thousands: hence slots."""
+    """Transfer of a parameter group, or of a slice of the group, to one node.
+
+    Has slots to save memory: large jobs have tens of thousands of transfers.
+    """
 
     names: tuple[str, ...]
-    sources: tuple[tuple[tuple[int, int], ...], ...]  # of each name: each part, and the rank that sends it
+    sources: tuple[tuple[tuple[int, int], ...], ...]  # for each name: (part, rank that sends the part) of each part
     receiver: int
-    readers: tuple[int, ...]  # ranks of the receiver's node that load the group, the receiver among them
+    readers: tuple[int, ...]  # ranks of the receiver's node that load the group, including the receiver
     slice: Slice = WHOLE
 
     def shards(self) -> Iterator[tuple[int, Shard]]:
-        """Yield each shard after its source rank, which may be the receiver."""
+        """Yield (source rank, shard) for each shard; the source may be the receiver."""
         for name, sources in zip(self.names, self.sources, strict=True):
             for part, source in sources:
                 yield source, Shard(name, part, self.slice)
@@ -98,19 +103,19 @@ class Transfer:
 
 @dataclass(frozen=True)
 class RankRound:
-    """One rank's work in one round; messages hold their shards in this order."""
+    """One rank's work in one round. The order of shards is their order in the messages."""
 
-    sends: Mapping[int, tuple[Shard, ...]]  # by target
-    receives: Mapping[int, tuple[Shard, ...]]  # by source, not itself
-    own: tuple[Shard, ...]  # held and staged by this rank
-    staged: tuple[Piece, ...]
-    shares: Mapping[Share, tuple[Piece, ...]]  # staged or loaded here and on other ranks, in the same order on all
-    loads: Mapping[int, tuple[Piece, ...]]  # by receiver
+    sends: Mapping[int, tuple[Shard, ...]]  # by target rank
+    receives: Mapping[int, tuple[Shard, ...]]  # by source rank, without this rank
+    own: tuple[Shard, ...]  # shards that this rank both holds and stages
+    staged: tuple[Piece, ...]  # pieces that this rank joins from shards
+    shares: Mapping[Share, tuple[Piece, ...]]  # pieces to exchange within the node, in the same order on all ranks
+    loads: Mapping[int, tuple[Piece, ...]]  # pieces that this rank's engine process loads, by the rank that stages them
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """Rounds of transfers; a round's memory is freed once the engines have loaded it."""
+    """Rounds of transfers. The memory of a round is freed after the engines have loaded it."""
 
     rounds: tuple[tuple[Transfer, ...], ...]
 
@@ -127,9 +132,9 @@ def plan_sync(
     sizes: ShardSizes,
     round_bytes: int,
 ) -> SyncPlan:
-    """Plan to bring each group to its `readers`, in rounds of at most `round_bytes` on each rank.
+    """Plan the transfers of each group from its `holders` to its `readers`.
 
-    Only a group that is larger by itself exceeds this limit.
+    A round has at most `round_bytes` on each rank, unless a single group is larger.
     """
     merged = _merge_sliced(
         groups, holders, readers=readers, sizes=sizes, most_bytes=round_bytes // SLICED_GROUPS_PER_ROUND
@@ -142,10 +147,11 @@ def plan_sync(
 
 
 def engine_readers(host_ranks: Sequence[int], parallelism: EngineParallelism, alignment: int = 1) -> Readers:
-    """Return which ranks load each slice of a group: all, or for an expert the ranks that keep it.
+    """Return the function that maps a group to the ranks that load each slice of the group.
 
-    Ranks that divide an expert load slices whose size is a multiple of `alignment`, else the whole expert, as they do
-    where the engine moves experts. `host_ranks`: each engine's first rank.
+    An expert is loaded by the ranks that keep it, other parameters by all engine ranks. Ranks that divide an expert
+    load equal slices if the slices are multiples of `alignment`; otherwise, or if the engine moves experts by load,
+    they load the whole expert. `host_ranks`: first rank of each engine.
     """
 
     @cache
@@ -166,7 +172,7 @@ def engine_readers(host_ranks: Sequence[int], parallelism: EngineParallelism, al
 
 
 def group_params(params: Mapping[str, Param]) -> tuple[ParamGroup, ...]:
-    """Group the parameters that are sent, layer after layer."""
+    """Group the parameters by layer, expert and load group, without aliases; return the groups in layer order."""
     members: dict[tuple[int, int, str], list[Param]] = {}
     for param in params.values():
         if not param.alias:
@@ -186,10 +192,10 @@ def _param_group(params: Sequence[Param]) -> ParamGroup:
 def find_holders(
     params: Mapping[str, Param], shards_by_rank: Sequence[Mapping[str, int]], parts: Callable[[str], int]
 ) -> Holders:
-    """Return the ranks that hold each part of each sent parameter.
+    """Return the ranks that hold each tensor-parallel part of each parameter, without aliases.
 
-    `shards_by_rank`: each rank's tensor-parallel part of its parameters; `parts`: number of parts of a parameter.
-    Raises ValueError where a part is missing.
+    `shards_by_rank`: for each rank: parameter name -> index of the rank's part; `parts`: returns the number of parts of
+    a parameter. Raises ValueError for a missing part.
     """
     holders: dict[str, dict[int, list[int]]] = {name: {} for name, param in params.items() if not param.alias}
     for rank, shards in enumerate(shards_by_rank):
@@ -206,9 +212,9 @@ def find_holders(
 def _merge_sliced(
     groups: Sequence[ParamGroup], holders: Holders, readers: Readers, sizes: ShardSizes, most_bytes: int
 ) -> list[ParamGroup]:
-    """Merge adjacent experts that the same ranks hold and load in slices, up to `most_bytes` a slice.
+    """Merge adjacent sliced experts with equal holders and readers into groups of at most `most_bytes` for each slice.
 
-    Otherwise large jobs would have millions of transfers: one for each expert, slice and node.
+    Without merging, large jobs would have millions of transfers: one for each expert, slice and node.
     """
     merged: list[ParamGroup] = []
     size = 0
@@ -233,9 +239,9 @@ def _transfers(
     ranks_per_node: int,
     sizes: ShardSizes,
 ) -> list[Transfer]:
-    """Choose receivers and senders that balance staged and sent bytes over ranks.
+    """Return the transfers, with receivers and senders chosen to balance staged and sent bytes over ranks.
 
-    A shard comes from the receiver itself, else from its node, else from another node.
+    A shard comes from the receiver itself if possible, otherwise from its node, otherwise from another node.
     """
     staged: dict[int, int] = {}
     sent: dict[int, int] = {}
@@ -275,23 +281,23 @@ def _choose_sender(
 def _fill_rounds(
     transfers: Sequence[Transfer], sizes: ShardSizes, round_bytes: int
 ) -> tuple[tuple[Transfer, ...], ...]:
-    """Put each transfer into the first round with room on all ranks that send, receive or load it."""
+    """Assign each transfer to the first round with free memory on all ranks that send, receive or load it."""
     needs = [_bytes_by_rank(transfer, sizes) for transfer in transfers]
     totals: dict[Use, int] = {}
     for need in needs:
         for use, size in need.items():
             totals[use] = totals.get(use, 0) + size
     most = {kind: max((size for (k, _), size in totals.items() if k == kind), default=0) for kind in ("sends", "loads")}
-    # A rank that sent all its shards in a few rounds would delay these.
+    # Spread a rank's sends over all rounds: a round in which one rank sends most of its shards would take long.
     even = SEND_SLACK * most["sends"] / -(-max(most["loads"], 1) // round_bytes)
     limits: dict[str, float] = {"receives": round_bytes, "loads": round_bytes}
     rounds: list[list[Transfer]] = []
     used: list[dict[Use, int]] = []
     first_open: dict[Use, int] = {}
-    large = [max(need.values()) > round_bytes / 2 for need in needs]  # few fit beside each other
+    large = [max(need.values()) > round_bytes / 2 for need in needs]  # two of these do not fit into a rank's round
     for index in _order(transfers, large):
         need = needs[index]
-        # Large transfers go to as many nodes at once as the memory of a round allows.
+        # Large transfers are sent to as many nodes at the same time as the memory of a round allows.
         limits["sends"] = max(round_bytes, *need.values()) if large[index] else min(round_bytes, even)
         number = max(first_open.get(use, 0) for use in need)
         while number < len(rounds) and any(
@@ -320,9 +326,9 @@ def _bytes_by_rank(transfer: Transfer, sizes: ShardSizes) -> dict[Use, int]:
 
 
 def _order(transfers: Sequence[Transfer], large: Sequence[bool]) -> list[int]:
-    """Order transfers so that each receiver begins at another layer; large transfers come first.
+    """Return the indices of the transfers in launch order: large transfers first, then receivers at different layers.
 
-    Pipeline stages hold consecutive layers: if all receivers began with the first layer, only its stage would send.
+    Pipeline stages hold consecutive layers: if all receivers started with the first layer, only its stage would send.
     """
     queues: dict[int, list[int]] = {}
     for index, transfer in enumerate(transfers):
@@ -330,7 +336,10 @@ def _order(transfers: Sequence[Transfer], large: Sequence[bool]) -> list[int]:
             queues.setdefault(transfer.receiver, []).append(index)
     places = []
     for number, receiver in enumerate(sorted(queues)):
-        queue, start = queues[receiver], number * GOLDEN_RATIO % 1  # neighbors, which share senders, begin far apart
+        queue, start = (
+            queues[receiver],
+            number * GOLDEN_RATIO % 1,
+        )  # neighbors share senders: start far apart
         places += [((place / len(queue) - start) % 1, number, index) for place, index in enumerate(queue)]
     return [index for index, is_large in enumerate(large) if is_large] + [index for *_, index in sorted(places)]
 

@@ -1,4 +1,4 @@
-"""Resharding: execute one rank's part of a sync plan, from the policy's shards to full Hugging Face tensors."""
+"""Resharding: executes one rank's part of a sync plan, from the policy's shards to full Hugging Face tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,10 @@ from grpo_mp.weight_sync.wire import WireFormat
 
 @dataclass(frozen=True)
 class Resharder:
-    """Executes this rank's rounds. `tensors`: its shards by full-model name; `group`: of the plan's ranks."""
+    """Executes the rounds of one rank.
+
+    `tensors`: the rank's shards by full-model name; `group`: process group of the plan's ranks.
+    """
 
     rounds: Sequence[RankRound]
     wire: WireFormat
@@ -24,9 +27,9 @@ class Resharder:
     group: dist.ProcessGroup | None = None
 
     def stages(self, rounds: Sequence[RankRound]) -> Iterator[NamedTensors]:
-        """Send and receive the shards of rounds; yield the staged full tensors of each round.
+        """Exchange the shards of each round; yield the full tensors that this rank stages in each round.
 
-        Every rank must exhaust the iterator. While a round is sent, the messages of the next round are packed.
+        While a round is sent, the messages of the next round are packed. Every rank must exhaust the iterator.
         """
         packed = self.messages(rounds[0]) if rounds else {}
         for round_, following in zip_longest(rounds, rounds[1:]):
@@ -34,13 +37,13 @@ class Resharder:
             packed = self.messages(following) if following else {}
             for request in requests:
                 request.wait()
-            requests.clear()  # with what was sent
+            requests.clear()  # frees the sent messages
             yield self.join(round_, arriving)
 
     def messages(self, round_: RankRound) -> dict[int, Tensor]:
-        """Return the messages of a round, uint8, by target."""
+        """Return the packed messages of a round by target rank, uint8 [bytes]."""
         messages: dict[int, Tensor] = {}
-        copies: dict[Shard, list[list[Tensor]]] = {}  # where each shard goes
+        copies: dict[Shard, list[list[Tensor]]] = {}  # views in the messages that each shard is copied to
         for target, shards in round_.sends.items():
             specs = self._specs(shards)
             messages[target] = torch.empty(packed_bytes(specs), dtype=torch.uint8, device=platform.device())
@@ -55,7 +58,7 @@ class Resharder:
         return messages
 
     def join(self, round_: RankRound, arrived: Mapping[int, Tensor]) -> NamedTensors:
-        """Join this rank's own shards and the messages by source to the staged tensors."""
+        """Join this rank's own shards and the received messages; return the staged tensors. `arrived`: by source."""
         shards = {shard: self._local(shard) for shard in round_.own}
         for source, message in arrived.items():
             views = unpack(message, self._specs(round_.receives[source]))
@@ -68,7 +71,7 @@ class Resharder:
         return staged
 
     def _exchange(self, round_: RankRound, messages: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], list[dist.Work]]:
-        """Begin to send `messages`; return the arriving messages by source, and the pending operations."""
+        """Start sending `messages` (by target); return the receive buffers by source, and the pending operations."""
         arriving = {
             source: torch.empty(packed_bytes(self._specs(shards)), dtype=torch.uint8, device=platform.device())
             for source, shards in round_.receives.items()

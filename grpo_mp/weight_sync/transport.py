@@ -1,7 +1,7 @@
-"""Brings the staged weights of a round from the ranks of an engine into the engine's processes.
+"""Transport of a round's staged weights from the ranks of an engine to the engine's processes on the same GPUs.
 
-Each rank describes what its process of the engine loads from which memory. The engine's host, the only rank with a
-client, sends all descriptions in one request. The engine unpickles only authenticated requests over loopback.
+Each rank describes the shared memory that its engine process loads. The engine's host, the only rank with a client,
+sends all descriptions in one request. The engine unpickles only authenticated requests over loopback.
 """
 
 import base64
@@ -37,35 +37,36 @@ from grpo_mp.utils.errors import EngineTimeout
 from grpo_mp.weight_sync.plan import RankRound
 from grpo_mp.weight_sync.wire import WireFormat
 
-LOAD_TIMEOUT_S = 600.0  # for an engine to load one round
-Operation = tuple[Callable[..., Any], torch.Tensor, int]  # isend or irecv, what, and the other rank
+LOAD_TIMEOUT_S = 600.0  # time limit of loading one round into an engine
+Operation = tuple[Callable[..., Any], torch.Tensor, int]  # isend or irecv, the tensor, and the other rank
 
 
 @dataclass(frozen=True)
 class EngineLink:
-    """A rank's link to its engine; a lost engine is left out.
+    """A rank's link to its engine for weight updates. A lost engine is skipped.
 
-    `engine_group`: gloo group of the engine's ranks, its host first; `node_group`: of all engine ranks of the node.
+    `engine_group`: gloo group of the engine's ranks, host first; `node_group`: gloo group of all engine ranks of the
+    node.
     """
 
     rollout: Rollout
     transport: "HostTransport | IpcTransport"
     engine_group: dist.ProcessGroup
     node_group: dist.ProcessGroup
-    pause: PauseMode | None = None  # how requests wait for the update; None: no requests run
-    with_draft: bool = False  # also update the drafting layer
+    pause: PauseMode | None = None  # how running requests are paused during the update; None: no requests run
+    with_draft: bool = False  # whether to update the drafting layer as well
     _sender: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "weight_sync"))
 
     def begin(self) -> None:
-        """Begin a weight update, which pauses the engine's requests."""
+        """Pause the engine's requests and begin a weight update."""
         self._call_paused(lambda client: client.begin_weight_update(self.with_draft))
 
     def overwrite_weights(self) -> None:
-        """Fill the engine's weights with random values; its requests stay paused until an update has ended."""
+        """Fill the engine's weights with random values; its requests stay paused until the end of the next update."""
         self._call_paused(lambda client: client.overwrite_weights(self.with_draft))
 
     def checksums(self) -> dict[str, str]:
-        """Return the checksums of the engine's tensors; none on ranks other than its host."""
+        """Return the checksums of the engine's tensors on the engine host; {} on other ranks."""
         client = self.rollout.client
         return self.rollout.call(client.checksums(self.with_draft)) if client else {}
 
@@ -78,7 +79,10 @@ class EngineLink:
 
     @contextmanager
     def loading(self, round_: RankRound, staged: NamedTensors) -> Iterator[None]:
-        """Load a round into the engine while the body runs; then wait for all engines of the node."""
+        """Load a round into the engine while the body runs; then wait until the node's engines have loaded it.
+
+        `staged`: tensors that this rank staged; the list is emptied.
+        """
         with self.transport.export(round_, staged) as exports:
             payloads = all_gather(serialize(exports), self.engine_group)
             request = None
@@ -91,7 +95,7 @@ class EngineLink:
                 if client and request:
                     with self.rollout.losing_engine():
                         self._wait(request, client.index)
-            # The larger group has the hosts of all engines that read this node's memory.
+            # The larger group contains the hosts of all engines that read this node's memory.
             dist.barrier(group=max(self.engine_group, self.node_group, key=dist.get_world_size))
 
     def _wait(self, request: "Future[None]", engine: int) -> None:
@@ -102,7 +106,7 @@ class EngineLink:
             raise EngineTimeout(message) from error
 
     def end(self, version: int) -> None:
-        """End the update and set the version of the engine's weights."""
+        """End the update, set the engine's weight version, and resume its requests."""
         with self.rollout.losing_engine() as client:
             if client:
                 self.rollout.call(client.end_weight_update(version, keep_cache=self.pause == "in_place"))
@@ -113,15 +117,15 @@ class EngineLink:
 
 @dataclass(frozen=True)
 class HostTransport:
-    """Shares staged tensors with all ranks of a node in shared host memory."""
+    """Shares staged tensors with all engine processes of a node in shared host memory."""
 
     wire: WireFormat
     node_group: dist.ProcessGroup
-    rank: int  # this one, in the plan
+    rank: int  # this rank's number in the sync plan
 
     @contextmanager
     def export(self, round_: RankRound, staged: NamedTensors) -> Iterator[list[Export]]:
-        """Yield the parts of all ranks' exports that this rank loads."""
+        """Export this rank's staged tensors; yield the parts of all ranks' exports that this rank's process loads."""
         with export_to_host(staged, self.wire.all_specs(round_.staged)) as own:
             staged.clear()
             by_rank = dict(all_gather((self.rank, own), self.node_group))
@@ -135,16 +139,16 @@ class HostTransport:
 class IpcTransport:
     """Exchanges staged tensors among the ranks of a node; each rank shares them with its engine process by CUDA IPC.
 
-    So an engine process maps memory of its own GPU only: another GPU's memory would need a CUDA context there.
+    Thus an engine process maps only memory of its own GPU; memory of another GPU would need a CUDA context there.
     """
 
     wire: WireFormat
-    rank: int  # this one, in the plan
-    group: dist.ProcessGroup | None = None  # of the plan; None: the default
+    rank: int  # this rank's number in the sync plan
+    group: dist.ProcessGroup | None = None  # process group of the plan's ranks; None: the default group
 
     @contextmanager
     def export(self, round_: RankRound, staged: NamedTensors) -> Iterator[list[Export]]:
-        """Yield one export of all that this rank loads."""
+        """Yield one export with all tensors that this rank's engine process loads."""
         loaded = self.forward(round_, staged)
         staged.clear()
         specs = [spec for pieces in round_.loads.values() for spec in self.wire.all_specs(pieces)]
@@ -152,9 +156,9 @@ class IpcTransport:
             yield [own]
 
     def forward(self, round_: RankRound, staged: NamedTensors) -> NamedTensors:
-        """Exchange staged tensors within the node; return the tensors that this rank loads.
+        """Exchange staged tensors within the node; return the tensors that this rank's engine process loads.
 
-        Each reader of a shared tensor gets one part from the staging rank and the other parts from the other readers.
+        The staging rank sends each of n readers 1/n of a message; then the readers exchange their parts.
         """
         by_name = dict(staged)
         messages = {}
@@ -187,14 +191,14 @@ class IpcTransport:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes uint8 tensors as lists: Megatron-Core 0.19 gives torch's storages a loader that SGLang refuses to call."""
+    """Pickles uint8 tensors as lists, since SGLang rejects the loader that Megatron-Core 0.19 sets for storages."""
 
     def reducer_override(self, value: Any) -> Any:
         return (torch.ByteTensor, (value.tolist(),)) if isinstance(value, torch.Tensor) else NotImplemented
 
 
 def serialize(exports: Sequence[Export]) -> str:
-    """Return exports as base64 of a pickle, which SGLang passes to LOADER."""
+    """Encode exports as the base64 of a pickle, which SGLang decodes and passes to LOADER."""
     file = io.BytesIO()
     _Pickler(file).dump([("exports", as_tensor(exports))])
     return base64.b64encode(file.getvalue()).decode()

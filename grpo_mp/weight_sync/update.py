@@ -1,4 +1,4 @@
-"""Weight sync: bring the policy's weights into every engine, as a new version."""
+"""Weight sync: plans and executes the update of every engine to the policy's weights."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -43,9 +43,10 @@ def plan_rounds(
     group: dist.ProcessGroup,
     ranks_per_node: int,
 ) -> tuple[RankRound, ...]:
-    """Plan the sync of the policy's weights to their readers; return this rank's part. Every rank must call this.
+    """Plan the sync of the policy's weights to their readers; return this rank's work in each round.
 
-    `local_shards`: name -> part on this rank; `bucket_bytes`: memory of a rank for weights, None: the default.
+    `local_shards`: parameter name -> tensor-parallel part on this rank; `readers`: ranks that load each group;
+    `bucket_bytes`: memory of a rank for weights in transit; None: the default.
     """
     holders = find_holders(wire.params, all_gather(dict(local_shards), group), wire.parts)
     round_bytes = wire.round_bytes(bucket_bytes)
@@ -62,10 +63,11 @@ def plan_rounds(
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Bytes and duration of one sync on this rank.
+    """Statistics of one sync on this rank.
 
-    `sent`: to other ranks; `staged`: made readable to the node; `largest_round`: most staged bytes of a round;
-    `engines`: updated engines of this rank.
+    `engines`: number of updated engines that this rank hosts; `sent`: bytes sent to other ranks; `staged`: bytes of the
+    tensors that this rank staged for engines of its node; `rounds`: number of rounds; `largest_round`: maximum of
+    `staged` over the rounds.
     """
 
     version: int
@@ -78,7 +80,7 @@ class SyncReport:
 
 
 def largest_report(reports: Sequence[SyncReport]) -> SyncReport:
-    """Return the maximum of each field over the ranks, but the sum of their engines."""
+    """Return a report with the maximum of each field over the ranks, except `engines`, which is the sum."""
     fields = [vars(report) for report in reports]
     largest = SyncReport(**{name: max(values[name] for values in fields) for name in fields[0]})
     return replace(largest, engines=sum(report.engines for report in reports))
@@ -86,15 +88,16 @@ def largest_report(reports: Sequence[SyncReport]) -> SyncReport:
 
 @dataclass(frozen=True)
 class WeightSync:
-    """Sends the policy's weights to the engines. `link`: None on ranks without an engine."""
+    """One rank's part in sending the policy's weights to the engines. `link`: None on ranks without an engine."""
 
     resharder: Resharder
     link: EngineLink | None
 
     def update_weights(self, version: int) -> SyncReport:
-        """Send all weights as `version`: while the engines load one round, the ranks exchange the next one.
+        """Send all weights to the engines as version `version` and return statistics.
 
-        Raises UserError where an engine refuses.
+        While the engines load a round, the ranks exchange the next round. Raises UserError if an engine rejects a
+        request.
         """
         started, rounds, staged_bytes = time.monotonic(), self.resharder.rounds, list[int]()
         stages = self.resharder.stages(rounds)
@@ -118,20 +121,21 @@ class WeightSync:
         )
 
     def overwrite_weights(self) -> None:
-        """Fill this rank's engine with random values up to the next update, until which its requests wait."""
+        """Fill the weights of this rank's engine with random values; requests are paused until the next update."""
         if self.link:
             self.link.overwrite_weights()
 
     def checksums(self) -> dict[str, str]:
-        """Return the checksums of this rank's engine; {} without an engine."""
+        """Return the checksums of the tensors of the engine that this rank hosts; {} without an engine."""
         return self.link.checksums() if self.link else {}
 
 
 @dataclass(frozen=True)
 class PolicyShards:
-    """The policy's weights on one rank; engine ranks hold none.
+    """Shards of the policy's weights on one rank; ranks that only host engines have no shards.
 
-    `params`, `tp_sizes`: of all parameters; `parts`: name -> tensor-parallel part in `tensors`.
+    `params`, `tp_sizes`: parameters of the full model and their tensor-parallel sizes; `tensors`: this rank's shards by
+    parameter name; `parts`: index of the tensor-parallel part in `tensors`, by parameter name.
     """
 
     hf: HfConfig
@@ -147,13 +151,13 @@ class PolicyShards:
 
     @classmethod
     def none(cls, hf: HfConfig, layout: LayoutConfig) -> "PolicyShards":
-        """Return the empty shards of an engine rank, where others divide the model by `layout`."""
+        """Return the empty shards of a rank that only hosts engines. `layout`: layout of the training ranks."""
         params = family_of(hf).params(hf)
         return cls(hf, params, {name: tp_size(param, layout) for name, param in params.items()})
 
 
 def build_weight_sync(settings: Settings, shards: PolicyShards, rollout: Rollout, job: Job) -> WeightSync:
-    """Plan the sync and link each rank to its engine. Every rank must call this, once the engines run."""
+    """Plan the sync and link this rank to its engine. The engines must be running."""
     args, gpus = settings.engine.args, settings.engine.gpus_per_engine
     fp8 = engine_uses_fp8(args, shards.hf, cpu=not platform.on_cuda())
     params = engine_params(shards.params, shards.hf, settings.engine.speculative.drafts_by_mtp)
@@ -175,7 +179,10 @@ def build_weight_sync(settings: Settings, shards: PolicyShards, rollout: Rollout
 
 
 def _link_engine(settings: Settings, wire: WireFormat, rollout: Rollout, job: Job) -> EngineLink | None:
-    """Link a rank to its engine. Every rank that may host engines must call this."""
+    """Create the process groups of engines and nodes and link this rank to its engine; None without an engine.
+
+    Collective over all ranks that may host engines.
+    """
     first = job.rank - dist.get_rank()  # the first rank of torch's default group
     engines = [range(host, host + settings.engine.gpus_per_engine) for host in rollout.host_ranks]
     nodes = [list(ranks) for _, ranks in groupby(chain.from_iterable(engines), lambda rank: rank // job.ranks_per_node)]

@@ -1,8 +1,8 @@
-"""Wire format of a shard: names, dtypes and shapes of the tensors that are sent.
+"""Wire format of the weight sync: names, dtypes and shapes of the tensors that are sent.
 
-A shard of whole blocks is quantized to blockwise FP8 before it is sent, which halves the bytes; each block has the
-scale that it has in the full tensor, bit for bit. A shard that cuts a block is sent in the model's dtype, and the
-receiver quantizes the joined tensor. Slices of experts are always whole blocks.
+For FP8 engines a shard that consists of whole blocks is quantized to blockwise FP8 before it is sent, which halves the
+bytes; the scales are bitwise equal to those of the full tensor. A shard that cuts a block is sent in the model's dtype,
+and the receiver quantizes the joined tensor. Slices of experts always consist of whole blocks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,12 +19,15 @@ from grpo_mp.utils.errors import UserError
 from grpo_mp.weight_sync.plan import ROUNDS_IN_MEMORY, WHOLE, ParamGroup, Piece, Shard, ShardSizes, Slice, group_params
 
 BUCKET_BYTES = 2**30  # default memory of a rank for weights in transit
-Range = tuple[int, int]  # start and stop
+Range = tuple[int, int]  # half-open: start, stop
 
 
 @dataclass(frozen=True)
 class WireFormat:
-    """How parameters are sent. `tp_sizes`: parts of each parameter; `fp8`: projections arrive in blockwise FP8."""
+    """Format in which parameters are sent and loaded.
+
+    `tp_sizes`: tensor-parallel size of each parameter; `fp8`: engines load projections in blockwise FP8.
+    """
 
     params: Mapping[str, Param]
     tp_sizes: Mapping[str, int]
@@ -33,13 +36,17 @@ class WireFormat:
 
     @cached_property
     def sizes(self) -> ShardSizes:
-        """Return the bytes of shards and of full tensors."""
+        """Return functions that compute the size of a sent shard and of a staged piece."""
         sent = cache(lambda shard: packed_bytes(self.shard_specs(shard)))
-        staged = cache(lambda name, total: packed_bytes(self.specs(Piece(name, Slice(0, total)))))  # slices are equal
+        # All slices have the same size, so one cached value for each number of slices is enough.
+        staged = cache(lambda name, total: packed_bytes(self.specs(Piece(name, Slice(0, total)))))
         return ShardSizes(sent, lambda piece: staged(piece.name, piece.slice.total))
 
     def round_bytes(self, bucket_bytes: int | None) -> int:
-        """Return the limit of a round in bytes, given a rank's memory for weights; None: 1 GiB or the minimum."""
+        """Return the size limit of a round [bytes].
+
+        `bucket_bytes`: memory of a rank for weights in transit; None: 1 GiB, or more if the largest group needs it.
+        """
         names, largest = self.largest_group
         least = ROUNDS_IN_MEMORY * largest
         if bucket_bytes is not None and bucket_bytes < least:
@@ -52,7 +59,7 @@ class WireFormat:
 
     @cached_property
     def largest_group(self) -> tuple[tuple[str, ...], int]:
-        """Return the largest group of parameters that an engine loads at once, and its bytes."""
+        """Return the names of the largest group of parameters that an engine loads at once, and its size [bytes]."""
         by_names = {group.names: self._largest_bytes(group) for group in group_params(self.params)}
         largest = max(by_names, key=by_names.__getitem__)
         return largest, by_names[largest]
@@ -65,7 +72,7 @@ class WireFormat:
         return self.tp_sizes[name] if self.params[name].tp_dim is not None else 1
 
     def specs(self, piece: Piece) -> list[TensorSpec]:
-        """Describe the Hugging Face tensors of a piece, as the engine loads them."""
+        """Return the specs of the Hugging Face tensors of a piece, as the engine loads them."""
         param, (number, total) = self.params[piece.name], piece.slice
         ranges = [_slice_range(param, shape, piece.slice) for shape in param.shapes]
         specs = self._specs(param, ranges, fp8=self.fp8 and param.is_projection)
@@ -74,11 +81,11 @@ class WireFormat:
         return [replace(spec, sliced=(param.tp_dim, number, total)) for spec in specs]
 
     def all_specs(self, pieces: Iterable[Piece]) -> list[TensorSpec]:
-        """Describe the tensors of several pieces, in order."""
+        """Return the concatenated `specs` of several pieces."""
         return [spec for piece in pieces for spec in self.specs(piece)]
 
     def shard_specs(self, shard: Shard) -> list[TensorSpec]:
-        """Describe the tensors of one shard as they are sent."""
+        """Return the specs of the tensors in which a shard is sent."""
         return self._specs(self.params[shard.name], self._ranges(shard), self.quantizes_shards(shard.name))
 
     def quantizes_shards(self, name: str) -> bool:
@@ -86,24 +93,24 @@ class WireFormat:
         return self.fp8 and self.params[name].is_projection and self.is_whole_blocks(name)
 
     def is_whole_blocks(self, name: str) -> bool:
-        """Return whether each part of a parameter consists of whole blocks."""
+        """Return whether each tensor-parallel part of a parameter consists of whole FP8 blocks."""
         param, count = self.params[name], self.parts(name)
         dim = param.tp_dim
         return count == 1 or dim is None or all(shape[dim] // count % BLOCK == 0 for shape in param.shapes)
 
     def shard_tensors(self, shard: Shard, tensor: Tensor) -> list[Tensor]:
-        """Convert a Megatron shard to the tensors of `shard_specs`."""
+        """Convert a Megatron shard to the tensors that `shard_specs` describes. `tensor`: this rank's part."""
         param, quantizes = self.params[shard.name], self.quantizes_shards(shard.name)
         pieces: list[Tensor] = []
         for piece, shape, range_ in zip(unfuse(param, tensor), param.shapes, self._ranges(shard), strict=True):
-            if range_ and param.tp_dim is not None:  # without the vocabulary's padding
+            if range_ and param.tp_dim is not None:  # cut to the slice, and remove the padding of the vocabulary
                 start, stop = range_
                 piece = piece.narrow(param.tp_dim, start - self._held(param, shape, shard.part)[0], stop - start)
             pieces += _quantize(piece) if quantizes else [piece]
         return pieces
 
     def join(self, piece: Piece, shards: Sequence[Sequence[Tensor]]) -> NamedTensors:
-        """Join the tensors of all shards of a piece, by part, to the tensors of `specs`."""
+        """Join the shards of a piece to the tensors that `specs` describes. `shards`: tensors of each part."""
         param = self.params[piece.name]
         if not self.quantizes_shards(piece.name):
             named = list(zip(param.hf, join(param, shards), strict=True))
@@ -120,7 +127,7 @@ class WireFormat:
         return shard_range(param, shape, self.parts(param.name), part)
 
     def _ranges(self, shard: Shard) -> list[Range | None]:
-        """Return a shard's range of each Hugging Face tensor along `tp_dim`; None for undivided tensors."""
+        """Return a shard's range along `tp_dim` in each Hugging Face tensor; None for undivided tensors."""
         param, ranges = self.params[shard.name], []
         for shape in param.shapes:
             wanted = _slice_range(param, shape, shard.slice)
@@ -158,5 +165,5 @@ def _cut(shape: Shape, dim: int | None, range_: Range | None) -> Shape:
 
 
 def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    # On a CPU, where caches are small, rows of blocks take half the time of few large operations.
+    # On a CPU, quantizing one row of blocks at a time fits the caches and takes half the time.
     return quantize_at_once(weight) if weight.is_cuda else quantize(weight)
